@@ -1,0 +1,123 @@
+"""Cross-attention memory: what a decoder looks at, kept once a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Memory"]
+
+
+def _padded(block: Tensor, size: int, dim: int) -> Tensor:
+    """A block with zeros behind along `dim` up to `size`."""
+    short = size - block.shape[dim]
+    if short <= 0:
+        return block
+    shape = list(block.shape)
+    shape[dim] = short
+    return torch.cat((block, block.new_zeros(shape)), dim)
+
+
+class Memory:
+    """Encoder outputs, their masks, and each layer's keys and values, one line a request.
+
+    Rows of a request read the same line: as a view where all rows are of one request, or each of its
+    own, otherwise gathered for the layer at hand and gone after it.
+    """
+
+    def __init__(self) -> None:
+        self._line: dict[int, int] = {}
+        self._mask: Tensor | None = None  # [M, S]
+        self._states: Tensor | None = None  # [M, S, D], only while a request waits for its first forward
+        self._keys: dict[int, Tensor] = {}  # [M, H, S, D] a layer
+        self._values: dict[int, Tensor] = {}
+
+    @property
+    def depth(self) -> int:
+        """How many layers have been written."""
+        return len(self._keys)
+
+    @property
+    def nbytes(self) -> int:
+        """What keys and values take in memory."""
+        return sum(block.nbytes for store in (self._keys, self._values) for block in store.values())
+
+    def open(self, requests: Sequence[int], states: Tensor, mask: Tensor) -> None:
+        """Take new requests' encoder outputs [B, S, D] and mask [B, S]."""
+        if self._mask is None or not self._line:
+            self._line, self._mask, self._states = {}, mask, states
+            self._keys, self._values = {}, {}
+        else:
+            assert self._states is not None
+            size = max(self._mask.shape[1], mask.shape[1])
+            self._mask = torch.cat((_padded(self._mask, size, 1), _padded(mask, size, 1)))
+            self._states = torch.cat((_padded(self._states, size, 1), _padded(states, size, 1)))
+        first = len(self._line)
+        self._line.update({request: first + at for at, request in enumerate(requests)})
+
+    def close(self, requests: Sequence[int]) -> None:
+        """Forget requests; their lines go when fewer than half are in use."""
+        for request in requests:
+            self._line.pop(request, None)
+        if self._mask is None or 2 * len(self._line) > len(self._mask):
+            return
+        keep = torch.tensor(list(self._line.values()), dtype=torch.long, device=self._mask.device)
+        self._line = {request: at for at, request in enumerate(self._line)}
+        self._mask = self._mask[keep]
+        self._states = None if self._states is None else self._states[keep]
+        for store in (self._keys, self._values):
+            for layer, block in store.items():
+                store[layer] = block[keep]
+
+    def lines(self, requests: Tensor) -> Tensor | None:
+        """The line of each row's request, for `requests` [R] (host); None where row `i` reads line `i`."""
+        assert self._mask is not None
+        # Requests are numbered as they come, so the numbers kept are in ascending order.
+        known = torch.tensor(list(self._line), dtype=torch.long)
+        lines = torch.tensor(list(self._line.values()), dtype=torch.long)[torch.searchsorted(known, requests)]
+        if len(lines) == len(self._mask) and torch.equal(lines, torch.arange(len(lines))):
+            return None
+        return lines
+
+    def mask(self, lines: Tensor | None) -> Tensor:
+        """The encoder mask of each row [R, S]."""
+        assert self._mask is not None
+        return self._read(self._mask, lines)
+
+    def states(self, lines: Tensor | None) -> Tensor:
+        """The encoder output of each row [R, S, D]."""
+        assert self._states is not None
+        return self._read(self._states, lines)
+
+    def keys(self, layer: int, lines: Tensor | None) -> Tensor:
+        """One layer's keys for each row [R, H, S, D]."""
+        return self._read(self._keys[layer], lines)
+
+    def values(self, layer: int, lines: Tensor | None) -> Tensor:
+        """One layer's values for each row [R, H, S, D]."""
+        return self._read(self._values[layer], lines)
+
+    def write(self, layer: int, key: Tensor, value: Tensor, lines: Tensor | None) -> None:
+        """Keep one layer's keys and values of requests at their first forward [B, H, S, D]."""
+        assert self._mask is not None
+        count, size = self._mask.shape
+        for store, block in ((self._keys, key), (self._values, value)):
+            if lines is None:
+                store[layer] = block
+                continue
+            old = store.get(layer)
+            grown = block.new_zeros(count, block.shape[1], size, block.shape[3])
+            if old is not None:
+                grown[: len(old), :, : old.shape[2]] = old
+            grown[lines.to(block.device), :, : block.shape[2]] = block
+            store[layer] = grown
+
+    def _read(self, block: Tensor, lines: Tensor | None) -> Tensor:
+        if lines is None:
+            return block
+        if bool((lines == lines[0]).all()):
+            at = int(lines[0])
+            return block[at : at + 1].expand(len(lines), *block.shape[1:])
+        return block.index_select(0, lines.to(block.device, non_blocking=True))

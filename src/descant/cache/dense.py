@@ -1,0 +1,144 @@
+"""The dense cache: a block of slots for every row, grown as needed."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from descant.ports import Span
+
+__all__ = ["DenseCache"]
+
+# Room is added in steps of at least this many slots, so that a long text reallocates seldom.
+_STEP = 64
+
+
+class DenseCache:
+    """Keys and values as [rows, heads, slots, dim] a layer; position `p` of a row is its slot `p`.
+
+    Cutting a row changes its length and nothing else: stale slots are masked until written again.
+    Moving a row copies it, but rows that descend from one ancestor already share what it had written
+    before they parted, so among them only the slots after that are copied: a beam search never
+    moves its prompt.
+    """
+
+    rewind: int | None = None
+
+    def __init__(self) -> None:
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._rows = 0
+        self._lengths = torch.zeros(0, dtype=torch.long)
+        self._family = torch.zeros(0, dtype=torch.long)  # [R] rows of one family share their first slots
+        self._shared = torch.zeros(0, dtype=torch.long)  # [R] how many slots that is
+        self._families = count(1)
+        self.moved = 0  # slots of keys and values copied between rows, for reports and tests
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many positions each row holds [R] (host)."""
+        return self._lengths
+
+    @property
+    def nbytes(self) -> int:
+        """What the blocks take in memory."""
+        return sum(block.nbytes for store in (self._keys, self._values) for block in store.values())
+
+    def extend(self, rows: int) -> None:
+        """Append empty rows."""
+        self._rows += rows
+        self._lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))
+        self._family = torch.cat((self._family, torch.tensor([next(self._families) for _ in range(rows)])))
+        self._shared = torch.cat((self._shared, torch.zeros(rows, dtype=torch.long)))
+
+    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """Write [N, H, T, D] at the span; what its rows hold then [N, H, S, D], stale slots included."""
+        keys = self._room(self._keys, layer, key, span.stop)
+        values = self._room(self._values, layer, value, span.stop)
+        if span.rows is None and isinstance(span.start, int):
+            stop = span.start + span.width
+            keys[: self._rows, :, span.start : stop] = key
+            values[: self._rows, :, span.start : stop] = value
+            return keys[: self._rows, :, : span.stop], values[: self._rows, :, : span.stop]
+        rows = torch.arange(self._rows, device=key.device) if span.rows is None else span.rows
+        slots = torch.arange(span.width, device=key.device)
+        at = slots + span.start if isinstance(span.start, int) else slots + span.start[:, None]
+        keys[rows[:, None], :, at] = key.transpose(1, 2)
+        values[rows[:, None], :, at] = value.transpose(1, 2)
+        if span.fresh:
+            return key, value
+        if span.rows is None:
+            return keys[: self._rows, :, : span.stop], values[: self._rows, :, : span.stop]
+        return keys[rows, :, : span.stop], values[rows, :, : span.stop]
+
+    def commit(self, parents: Tensor, lengths: Tensor) -> None:
+        """New row `i` is old row `parents[i]` cut to `lengths[i]`."""
+        count = len(parents)
+        here = torch.arange(count)
+        moves = (parents != here).nonzero().squeeze(1)
+        if len(moves):
+            self._move(parents, moves, lengths)
+        if len(moves) or count != self._rows:
+            self._adopt(parents, lengths)
+        self._rows = count
+        self._lengths = lengths.clone()
+        self._shared = torch.minimum(self._shared, lengths)
+
+    def _move(self, parents: Tensor, moves: Tensor, lengths: Tensor) -> None:
+        """Copy the rows that change place."""
+        source = parents[moves]
+        stop = int(lengths[moves].max())
+        # A place that no row held keeps nobody's prefix; the clamp only makes the look-up legal.
+        held = moves.clamp(max=max(self._rows - 1, 0))
+        kin = (moves < self._rows) & (self._family[held] == self._family[source])
+        starts = torch.where(kin, torch.minimum(self._shared[held], self._shared[source]), 0)
+        parts = []
+        for which in (kin, ~kin):  # two copies at the most, each of one slice of slots
+            start = int(starts[which].min()) if bool(which.any()) else stop
+            if start < stop:
+                parts.append((moves[which], source[which], slice(start, stop)))
+                self.moved += int(which.sum()) * (stop - start)
+        for store in (self._keys, self._values):
+            for layer, block in store.items():
+                block = _taller(block, len(parents))
+                # All is read before anything is written: a source may be another move's target.
+                read = [block[out_of.to(block.device), :, slots] for _, out_of, slots in parts]
+                for (into, _, slots), content in zip(parts, read, strict=True):
+                    block[into.to(block.device), :, slots] = content
+                store[layer] = block
+
+    def _adopt(self, parents: Tensor, lengths: Tensor) -> None:
+        """Families after a move: a row that forks for the first time founds one with its children."""
+        family, shared = self._family[parents], self._shared[parents]
+        alone = (self._family[:, None] == self._family).sum(1) == 1
+        founds = alone[parents]
+        self._shared = torch.where(founds, lengths, shared)
+        self._family = family
+
+    def _room(self, store: dict[int, Tensor], layer: int, like: Tensor, slots: int) -> Tensor:
+        """The layer's block with room for all rows and so many slots."""
+        block = store.get(layer)
+        if block is None:
+            block = like.new_zeros(self._rows, like.shape[1], slots + _STEP, like.shape[3])
+        elif block.shape[2] < slots:
+            wide = max(slots + _STEP, block.shape[2] + block.shape[2] // 2)
+            grown = block.new_zeros(max(self._rows, block.shape[0]), block.shape[1], wide, block.shape[3])
+            grown[: block.shape[0], :, : block.shape[2]] = block
+            block = grown
+        block = _taller(block, self._rows)
+        store[layer] = block
+        return block
+
+
+def _taller(block: Tensor, rows: int) -> Tensor:
+    """A block with room for so many rows, doubled where it had not."""
+    if block.shape[0] >= rows:
+        return block
+    grown = block.new_zeros(max(rows, 2 * block.shape[0]), *block.shape[1:])
+    grown[: block.shape[0]] = block
+    return grown

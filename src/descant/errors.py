@@ -1,0 +1,104 @@
+"""Descant's exceptions: every error says what is wrong, what was got, and what to do.
+
+DescantError (Exception)
+├── ConfigError (ValueError)        a generation parameter is wrong; `.field` names it
+│   └── NotInThisVersion            right, but its method is not built yet
+├── InputError (ValueError)         a tensor or another argument is wrong; `.field` names it
+├── UnsupportedModel (ValueError)   the model cannot be decoded this way
+├── RowError (ValueError)           one request failed, its neighbours did not; `.request` is its number
+└── MissingExtra (ImportError)      an optional dependency is absent; `.extra` names the extra
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ConfigError",
+    "DescantError",
+    "InputError",
+    "MissingExtra",
+    "NotInThisVersion",
+    "RowError",
+    "UnsupportedModel",
+    "shown",
+]
+
+Names = str | tuple[str, ...]
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value as an error message shows it: one short line, tensors by shape and dtype."""
+    kind = type(value).__name__
+    try:
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape is not None and dtype is not None and len(shape) > 0:
+            return f"{kind} {list(shape)} {dtype}"
+        text = " ".join(repr(value).split())
+    except Exception:  # a value whose own repr fails must not hide the error it caused
+        return f"<{kind}>"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+class DescantError(Exception):
+    """The root of everything Descant raises on purpose."""
+
+
+class _FieldError(DescantError, ValueError):
+    """An error about one named value (or several): "`field` must ..., got value: do this"."""
+
+    field: Names
+
+    def __init__(self, field: Names, must: str, got: object, do: str = "") -> None:
+        self.field = field
+        name = field if isinstance(field, str) else field[0]
+        super().__init__(f"`{name}` {must}, got {shown(got)}" + (f": {do}" if do else ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default rebuilds from `args`, which hold the finished sentence and not its parts.
+        return _rebuild, (type(self), self.field, str(self))
+
+
+def _rebuild(kind: type[_FieldError], field: Names, message: str) -> _FieldError:
+    error = kind.__new__(kind, message)
+    error.field = field
+    return error
+
+
+class ConfigError(_FieldError):
+    """A generation parameter that is wrong by itself, contradicts another, or has no use."""
+
+
+class NotInThisVersion(ConfigError):
+    """A documented parameter whose method this version does not have."""
+
+
+class InputError(_FieldError):
+    """A tensor, path or other argument that is wrong."""
+
+
+class UnsupportedModel(DescantError, ValueError):
+    """A model that cannot be decoded as asked."""
+
+
+class RowError(DescantError, ValueError):
+    """The failure of one request; the others of its batch are unharmed."""
+
+    def __init__(self, message: str, request: int | None = None) -> None:
+        self.request = request
+        super().__init__(message, request)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class MissingExtra(DescantError, ImportError):
+    """An optional dependency that is not installed."""
+
+    def __init__(self, extra: str, needed_for: str) -> None:
+        self.extra = extra
+        self._parts = (extra, needed_for)
+        super().__init__(f"{needed_for} needs the extra `{extra}`: pip install descant[{extra}]")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._parts

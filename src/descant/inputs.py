@@ -1,0 +1,207 @@
+"""The documented inputs of generate() as ragged prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from descant.config import GenerationConfig
+from descant.errors import ConfigError, InputError, NotInThisVersion
+from descant.ports import Facts
+
+__all__ = ["Prepared", "prepared"]
+
+# Handed over by transformers' own generate() when it calls us, or of no meaning to a loop with its own cache.
+_IGNORED = frozenset(
+    {"use_cache", "position_ids", "logits_to_keep", "cache_position", "return_dict", "token_type_ids"}
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call's prompts: padded as given, ragged as used."""
+
+    shown: Tensor  # [B, W] what the returned sequences begin with
+    lengths: Tensor  # [B] (host) tokens of each prompt
+    tokens: Tensor  # [B, L] the same tokens, left aligned
+    inputs: list[dict[str, Any]] = field(default_factory=list)  # of each prompt, what else the model wants
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def prompt(self, line: int) -> Tensor:
+        """The tokens of one prompt."""
+        return self.tokens[line, : int(self.lengths[line])]
+
+
+def prepared(
+    given: Mapping[str, Any], config: GenerationConfig, facts: Facts, device: torch.device
+) -> Prepared:
+    """The prompts of a call from its model inputs."""
+    given = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
+    past = given.pop("past_key_values", None)
+    if past is not None and int(past.get_seq_length()):
+        raise NotInThisVersion("past_key_values", "is not in this version of Descant", past, "leave it unset")
+    known = {"input_ids", "attention_mask", "inputs_embeds"}
+    if facts.encoder_decoder:
+        known |= {"encoder_outputs", "decoder_input_ids", "decoder_attention_mask"}
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        do = f"known are {sorted(known)} and the fields of GenerationConfig"
+        raise InputError(
+            unknown[0], "is neither a generation parameter nor an input of this model", given[unknown[0]], do
+        )
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            given[name] = value.to(device)
+    return (
+        _encoder_decoder(given, config, device)
+        if facts.encoder_decoder
+        else _decoder_only(given, config, facts, device)
+    )
+
+
+def _decoder_only(
+    given: dict[str, Any], config: GenerationConfig, facts: Facts, device: torch.device
+) -> Prepared:
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    if ids is None and embeds is None:
+        if config.bos_token_id is None:
+            raise InputError("input_ids", "must be given when the config has no `bos_token_id`", None)
+        ids = torch.tensor([[config.bos_token_id]], device=device)
+    if embeds is not None:
+        return _embedded(ids, embeds, given.get("attention_mask"), facts)
+    ids = _block("input_ids", ids, facts.vocabulary)
+    mask = _mask(given.get("attention_mask"), ids, config)
+    return _packed(ids, ids, mask, [{} for _ in ids])
+
+
+def _embedded(ids: Tensor | None, embeds: Tensor, mask: Tensor | None, facts: Facts) -> Prepared:
+    """Prompts given as embeddings, alone or with the tokens they stand for."""
+    if not facts.embeddings:
+        raise InputError("inputs_embeds", "is not taken by this model", embeds)
+    if embeds.ndim != 3 or not embeds.shape[1]:
+        raise InputError("inputs_embeds", "must be [batch, length, size]", embeds)
+    if ids is not None and ids.shape[1] and ids.shape[:2] != embeds.shape[:2]:
+        raise InputError("inputs_embeds", f"must be as long as `input_ids` {list(ids.shape)}", embeds)
+    if mask is None:
+        mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+    if mask.shape != embeds.shape[:2]:
+        raise InputError("attention_mask", f"must be of shape {list(embeds.shape[:2])}", mask)
+    inputs = [{"inputs_embeds": line[here.bool()]} for line, here in zip(embeds, mask, strict=True)]
+    if ids is None or not ids.shape[1]:
+        none = torch.zeros(len(embeds), 0, dtype=torch.long, device=embeds.device)
+        return Prepared(none, torch.zeros(len(embeds), dtype=torch.long), none, inputs)
+    return _packed(ids, ids, mask.bool(), inputs)
+
+
+def _encoder_decoder(given: dict[str, Any], config: GenerationConfig, device: torch.device) -> Prepared:
+    ids, embeds, ready = (given.get(name) for name in ("input_ids", "inputs_embeds", "encoder_outputs"))
+    mask = given.get("attention_mask")
+    if ready is not None:
+        states = ready if isinstance(ready, Tensor) else ready[0]
+        source = {"encoder_outputs": states}
+    elif embeds is not None:
+        source = {"inputs_embeds": embeds}
+    elif ids is not None:
+        ids = _block("input_ids", ids, None)
+        source = {"input_ids": ids}
+        if mask is None:
+            mask = _mask(None, ids, config, leading=False).long()
+    else:
+        raise InputError("input_ids", "must hold the encoder's input", None)
+    batch = len(next(iter(source.values())))
+    if mask is not None:
+        if len(mask) != batch:
+            raise InputError("attention_mask", f"must have {batch} lines", mask)
+        source["attention_mask"] = mask
+    inputs = [{name: value[line] for name, value in source.items()} for line in range(batch)]
+    begun = _decoder_prompt(given.get("decoder_input_ids"), config, batch, device)
+    inner = given.get("decoder_attention_mask")
+    here = torch.ones_like(begun, dtype=torch.bool)
+    if inner is not None:
+        if inner.shape[0] != batch or inner.shape[1] > begun.shape[1]:
+            raise InputError("decoder_attention_mask", f"must be of shape {list(begun.shape)}", inner)
+        here[:, begun.shape[1] - inner.shape[1] :] = inner.bool()
+    return _packed(begun, begun, here, inputs)
+
+
+def _decoder_prompt(ids: Tensor | None, config: GenerationConfig, batch: int, device: torch.device) -> Tensor:
+    """What the decoder begins with: its start token, then what the user gave."""
+    start = config.decoder_start_token_id
+    if start is None:
+        start = config.bos_token_id
+    if ids is not None and len(ids) != batch:
+        raise InputError("decoder_input_ids", f"must have {batch} lines", ids)
+    if start is None:
+        if ids is None:
+            raise ConfigError("decoder_start_token_id", "must be set for an encoder-decoder model", None)
+        return ids
+    first = torch.as_tensor(start, device=device).reshape(-1)
+    if len(first) not in (1, batch):
+        raise ConfigError("decoder_start_token_id", f"must be one token or {batch}, one a prompt", start)
+    first = first.expand(batch)[:, None]
+    if ids is None:
+        return first.clone()
+    return ids if bool((ids[:, :1] == first).all()) else torch.cat((first, ids), 1)
+
+
+def _block(name: str, ids: Any, vocabulary: int | None) -> Tensor:
+    """Token ids, checked to be [B, L] and known to the model."""
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InputError(name, "must be a tensor of token ids", ids)
+    if ids.ndim != 2 or not ids.shape[0] or not ids.shape[1]:
+        raise InputError(name, "must be [batch, length], neither of them 0", ids)
+    if vocabulary is not None and (int(ids.max()) >= vocabulary or int(ids.min()) < 0):
+        worst = int(ids.max()) if int(ids.max()) >= vocabulary else int(ids.min())
+        raise InputError(name, f"must hold ids from 0 to {vocabulary - 1}", worst)
+    return ids.long()
+
+
+def _mask(mask: Tensor | None, ids: Tensor, config: GenerationConfig, leading: bool = True) -> Tensor:
+    """Which ids are real [B, L]: what the user says, else all but the padding that can only be padding.
+
+    Without a mask only an unbroken run of the pad token at the beginning (at the end, for an encoder) is
+    padding; a pad token inside a prompt is a token. Where the pad token is also the end or the begin
+    token, such a run may be real, and where it may be either the user has to say.
+    """
+    if mask is not None:
+        if mask.shape != ids.shape:
+            raise InputError("attention_mask", f"must be of shape {list(ids.shape)}, as `input_ids` is", mask)
+        here = mask.bool()
+        if not bool(here.any(1).all()):
+            raise InputError("attention_mask", "must leave every prompt at least one token", mask)
+        return here
+    pad = config.pad_token_id
+    if pad is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    inner = (ids != pad).long() if leading else (ids != pad).flip(1).long()
+    here = inner.cumsum(1) > 0
+    here = here if leading else here.flip(1)
+    if bool(here.all()):
+        return here
+    eos = config.eos_token_id
+    doubles = {config.bos_token_id, *(eos if isinstance(eos, tuple | list) else (eos,))}
+    if pad in doubles:
+        if len({tuple(line) for line in here.tolist()}) == 1:
+            return torch.ones_like(here)  # every prompt begins so: these are tokens, not padding
+        do = "pass attention_mask, as the tokenizer gives it"
+        raise InputError(
+            "attention_mask", "must be given: the pad token is also the end or begin token", None, do
+        )
+    if not bool(here.any(1).all()):
+        raise InputError("input_ids", "must hold more than padding in every prompt", ids)
+    return here
+
+
+def _packed(shown: Tensor, ids: Tensor, here: Tensor, inputs: list[dict[str, Any]]) -> Prepared:
+    """The real tokens of each line moved to the left."""
+    lengths = here.sum(1).cpu()
+    if bool(here.all()):
+        return Prepared(shown, lengths, ids, inputs)
+    order = (~here).long().sort(dim=1, stable=True).indices
+    return Prepared(shown, lengths, ids.gather(1, order)[:, : int(lengths.max())], inputs)

@@ -1,0 +1,156 @@
+"""The ports: the only things the loop knows of models, caches, strategies, drafters and processors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from descant.rows import Rows
+from descant.step import Context, Hypothesis, Output, Proposal, Selection
+
+__all__ = ["Cache", "Drafter", "Facts", "Model", "Noise", "Processor", "Span", "Stop", "Strategy"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The traits of a model that decide how it is fed."""
+
+    encoder_decoder: bool
+    positions: bool  # takes `position_ids`, so rows of different length can share a forward
+    keeps_logits: bool  # takes `logits_to_keep`
+    embeddings: bool  # takes `inputs_embeds`
+    vocabulary: int  # how many logits it gives
+    layers: int  # of the decoder
+    attention: str  # "sdpa", "eager", ...
+    windows: dict[str, int | None]  # kind of layer -> how far back it sees; None: everything
+    table: int | None  # how many positions a learned table holds; None: no such limit
+    context: int | None  # the length it was made for
+
+    @property
+    def masks(self) -> bool:
+        """Whether it can be shown a mask of our own, so that ragged rows can share a forward."""
+        return (
+            self.positions and self.attention in ("sdpa", "eager") and "chunked_attention" not in self.windows
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one forward writes: which rows, from which slot on, and how far it reads.
+
+    A row's position is its slot. Rows that start level have an `int` for a start and need no scatter.
+    """
+
+    rows: Tensor | None  # [N] on the device; None: every row, in order
+    start: int | Tensor  # first slot written; [N] on the device where rows are ragged
+    width: int  # how many slots are written
+    stop: int  # how many slots are read
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing lies before what is written, so that the new keys are all there is to read."""
+        return isinstance(self.start, int) and self.start == 0
+
+
+class Cache(Protocol):
+    """What remembers keys and values, row by row."""
+
+    rewind: int | None  # how far commit may cut a row; None: any length
+
+    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """Write [N, H, T, D] at the span; the keys and values [N, H, S, D] that its rows hold then."""
+        ...
+
+    def commit(self, parents: Tensor, lengths: Tensor) -> None:
+        """New row `i` is old row `parents[i]` cut to `lengths[i]` (host): reorder, fork, roll back, evict."""
+        ...
+
+    def extend(self, rows: int) -> None:
+        """Append empty rows."""
+        ...
+
+
+class Model(Protocol):
+    """What predicts: a network with its inputs per request, or a wrapper that changes its distribution."""
+
+    facts: Facts
+
+    @property
+    def device(self) -> torch.device:
+        """Where it takes its inputs."""
+        ...
+
+    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+        """Take what new requests give besides decoder tokens, one entry each: encoder inputs, embeddings."""
+        ...
+
+    def close(self, requests: Sequence[int]) -> None:
+        """Forget those requests."""
+        ...
+
+    def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
+        """Feed each row's pending tokens and drafts."""
+        ...
+
+
+class Strategy(Protocol):
+    """What chooses: which rows go on, with which tokens."""
+
+    normalised: bool  # processors see log-probabilities, not logits
+    columns: Mapping[str, Tensor]  # the state it keeps per row: what a new row starts with, [1, ...]
+
+    def propose(self, rows: Rows) -> Proposal:
+        """What to feed."""
+        ...
+
+    def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:
+        """What to keep; `output.logits` are processed."""
+        ...
+
+    def finish(self, request: int) -> list[Hypothesis]:
+        """The sequences of a request that has ended, best first; it is forgotten."""
+        ...
+
+    def drop(self, request: int) -> None:
+        """Forget a request that was cancelled or failed."""
+        ...
+
+
+class Drafter(Protocol):
+    """What guesses ahead."""
+
+    def draft(self, rows: Rows) -> Proposal:
+        """Tokens that may follow each row."""
+        ...
+
+    def commit(self, parents: Tensor, lengths: Tensor) -> None:
+        """Follow the rows: a drafter may own rows and a cache."""
+        ...
+
+
+class Processor(Protocol):
+    """What reshapes logits; pure, its state lives in the table."""
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """New scores [N, V] for the lines of `context`."""
+        ...
+
+
+class Noise(Protocol):
+    """What chance draws from: exponential variables, one for every candidate of every row."""
+
+    def draw(self, rows: Rows, size: int) -> Tensor:
+        """One line of `size` variables for each row [R, size], on the rows' device."""
+        ...
+
+
+class Stop(Protocol):
+    """What ends a row."""
+
+    def ended(self, rows: Rows, parents: Tensor, tokens: Tensor) -> Sequence[tuple[str, Tensor]]:
+        """Reasons, and the candidates each ends [N]: `tokens[i]` after row `parents[i]`, all on the host."""
+        ...

@@ -1,0 +1,100 @@
+"""The documented face of a processor, `(input_ids, scores)`, over the port, `(context, scores)`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from descant.errors import InputError
+from descant.step import Context
+
+__all__ = ["FixedProcessor", "ForeignProcessor", "LogitsProcessor", "LogitsProcessorList", "marked", "number"]
+
+
+class LogitsProcessor:
+    """The base of all processors: a subclass defines `process`, or, knowing nothing of contexts, `__call__`.
+
+    `process` is pure and reads its parameters from the context, where every line has its own; an
+    instance only holds the parameters of a call by hand, under the same names.
+    """
+
+    @classmethod
+    def bare(cls) -> Self:
+        """One without parameters of its own, as the loop uses it."""
+        return cls.__new__(cls)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """New scores [N, V] after the ids [N, L], all of which count as real."""
+        return self.process(Context.standalone(input_ids, vars(self)), scores)
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """New scores [N, V] for the lines of `context`."""
+        raise NotImplementedError(f"{type(self).__name__} must define `process` or `__call__`")
+
+
+class LogitsProcessorList(list[Any]):
+    """Processors applied one after the other."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        """New scores [N, V]; a processor that takes more than two arguments finds them in `kwargs`."""
+        for processor in self:
+            names = list(inspect.signature(processor.__call__).parameters)[2:]
+            missing = [name for name in names if name not in kwargs]
+            if missing:
+                raise InputError(
+                    "kwargs", f"must hold {missing} for {type(processor).__name__}", list(kwargs)
+                )
+            scores = processor(input_ids, scores, **{name: kwargs[name] for name in names})
+        return scores
+
+
+class FixedProcessor:
+    """One of ours that a user made by hand: it follows the rows, with its own parameters for all of them."""
+
+    def __init__(self, function: LogitsProcessor) -> None:
+        self.function = function
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """What it makes of the scores."""
+        return self.function.process(context.fixed(vars(self.function)), scores)
+
+
+class ForeignProcessor:
+    """A user's own processor, who is shown the ids of the running rows padded on the left."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.function = function
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """What the user's function makes of the scores."""
+        pad = int(context.param("pad")[0, 0])
+        answer: Any = self.function(context.left_padded(pad), scores.clone())
+        if not isinstance(answer, Tensor) or answer.shape != scores.shape:
+            raise InputError(
+                "logits_processor",
+                f"must return a tensor of shape {list(scores.shape)}",
+                answer,
+                "return the scores",
+            )
+        return answer.float()
+
+
+def marked(shape: torch.Size, ids: Tensor) -> Tensor:
+    """Which columns the ids [N, W] name, entries below 0 or too large naming none [N, V]."""
+    width = shape[1]
+    mask = torch.zeros(shape[0], width + 1, dtype=torch.bool, device=ids.device)
+    ids = torch.where((ids >= 0) & (ids < width), ids, width)
+    return mask.scatter_(1, ids.expand(shape[0], -1), True)[:, :width]
+
+
+def number(name: str, value: Any, low: float, high: float = float("inf"), whole: bool = False) -> Any:
+    """The value, checked to be a number between the bounds."""
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        kind = "an integer" if whole else "a number"
+        raise InputError(name, f"must be {kind} between {low} and {high}", value)
+    return value

@@ -1,0 +1,315 @@
+"""From a config to what runs: the strategy, the processors in order, the stops. The only factory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from descant.adapters.transformers import TransformersModel
+from descant.cache.dense import DenseCache
+from descant.config import FIELDS, GenerationConfig, register_explainer
+from descant.errors import ConfigError
+from descant.ports import Cache, Facts, Noise, Processor, Stop, Strategy
+from descant.processors import (
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from descant.strategies.beam import Beam
+from descant.strategies.sampling import Sampling
+
+__all__ = ["CUSTOM", "STAGES", "Plan", "Prompt", "Stage", "adapt", "new_cache", "plan", "table"]
+
+DEFAULT_NEW_TOKENS: Final = 20
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A processor with the config fields that call for it, and when they do."""
+
+    processor: Processor
+    fields: tuple[str, ...]
+    wanted: Callable[[GenerationConfig], bool]
+
+
+def _given(name: str) -> Callable[[GenerationConfig], bool]:
+    return lambda config: getattr(config, name) is not None
+
+
+def _at_least(name: str, low: int) -> Callable[[GenerationConfig], bool]:
+    return lambda config: (getattr(config, name) or 0) >= low and bool(_ids(config.eos_token_id))
+
+
+def _sampling(name: str, neutral: tuple[Any, ...]) -> Callable[[GenerationConfig], bool]:
+    return lambda config: config.do_sample and getattr(config, name) not in neutral
+
+
+# The documented order. A user's own processors stand at CUSTOM: after the rules, before the samplers.
+STAGES: Final[tuple[Stage, ...]] = (
+    Stage(
+        RepetitionPenaltyLogitsProcessor.bare(),
+        ("repetition_penalty",),
+        lambda config: config.repetition_penalty not in (None, 1.0),
+    ),
+    Stage(
+        MinLengthLogitsProcessor.bare(),
+        ("min_length",),
+        lambda config: config.min_new_tokens is None and _at_least("min_length", 1)(config),
+    ),
+    Stage(MinNewTokensLengthLogitsProcessor.bare(), ("min_new_tokens",), _at_least("min_new_tokens", 1)),
+    Stage(ForcedBOSTokenLogitsProcessor.bare(), ("forced_bos_token_id",), _given("forced_bos_token_id")),
+    Stage(ForcedEOSTokenLogitsProcessor.bare(), ("forced_eos_token_id",), _given("forced_eos_token_id")),
+    Stage(
+        InfNanRemoveLogitsProcessor.bare(),
+        ("remove_invalid_values",),
+        lambda config: bool(config.remove_invalid_values),
+    ),
+    Stage(
+        SuppressTokensLogitsProcessor.bare(),
+        ("suppress_tokens",),
+        lambda config: bool(config.suppress_tokens),
+    ),
+    Stage(
+        SuppressTokensAtBeginLogitsProcessor.bare(),
+        ("begin_suppress_tokens",),
+        lambda config: bool(config.begin_suppress_tokens),
+    ),
+    Stage(TemperatureLogitsWarper.bare(), ("temperature",), _sampling("temperature", (None, 1.0))),
+    Stage(TopKLogitsWarper.bare(), ("top_k",), _sampling("top_k", (None, 0))),
+    Stage(TopPLogitsWarper.bare(), ("top_p",), _sampling("top_p", (None, 1.0))),
+    Stage(MinPLogitsWarper.bare(), ("min_p",), _sampling("min_p", (None,))),
+    Stage(LogitNormalization.bare(), ("renormalize_logits",), lambda config: bool(config.renormalize_logits)),
+)
+CUSTOM: Final = 8
+
+# Fields that name tokens which the model must know, since they are chosen or looked up.
+_KNOWN_TOKENS: Final = (
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the length rules need to know of a prompt."""
+
+    length: int  # tokens
+    offset: int = 0  # positions without a token
+    width: int = 0  # tokens of the padded prompts it came with
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a config comes to on a model: a strategy and its key, which stages, and every row's parameters."""
+
+    config: GenerationConfig
+    key: tuple[Any, ...]  # requests of one key share a strategy
+    build: Callable[[Noise, Stop], Strategy]
+    stages: tuple[int, ...]  # places in STAGES
+    values: Mapping[str, Any]
+
+    def row(self, prompt: Prompt, facts: Facts) -> dict[str, Any]:
+        """The parameters of a row with that prompt."""
+        config, length = self.config, prompt.length
+        begins = length + 1 if length == 1 and config.forced_bos_token_id is not None else length
+        return {
+            **self.values,
+            "limit": _limit(config, prompt, facts),
+            "begin_index": begins,
+            "width": prompt.width or length,
+            "deadline": float("inf") if config.max_time is None else time.monotonic() + config.max_time,
+        }
+
+
+def adapt(model: Any, states: Sequence[str] = ()) -> Any:
+    """The model behind the Model port; what already offers the port is used as it is."""
+    return model if hasattr(model, "facts") else TransformersModel(model, states)
+
+
+def new_cache(config: GenerationConfig | None = None) -> Cache:  # noqa: ARG001 - one kind so far
+    """An empty cache of the kind asked for."""
+    return DenseCache()
+
+
+def plan(config: GenerationConfig, facts: Facts) -> Plan:
+    """What a merged config comes to on a model, or a ConfigError that names the field."""
+    eos = _ids(config.eos_token_id)
+    _refuse_strangers(config, facts)
+    key, build = _strategy(config, len(eos))
+    values = {
+        "eos": eos,
+        "pad": _pad(config, eos),
+        "do_sample": int(config.do_sample),
+        "copies": config.num_return_sequences if config.num_beams == 1 else 1,
+        "seed": -1 if config.seed is None else config.seed,
+        "early_stopping": {False: 0, True: 1, "never": 2}[config.early_stopping],
+        "length_penalty": float(config.length_penalty),
+        "min_tokens_to_keep": len(eos) + 1 if config.num_beams > 1 else 1,
+        "repetition_penalty": _off(config.repetition_penalty, 1.0),
+        "min_length": config.min_length or 0,
+        "min_new_tokens": config.min_new_tokens or 0,
+        "forced_bos_token_id": -1 if config.forced_bos_token_id is None else config.forced_bos_token_id,
+        "forced_eos_token_id": _ids(config.forced_eos_token_id),
+        "suppress_tokens": _ids(config.suppress_tokens),
+        "begin_suppress_tokens": _ids(config.begin_suppress_tokens),
+        "temperature": _off(config.temperature, 1.0),
+        "top_k": config.top_k or 0,
+        "tail": 1.0 - _off(config.top_p, 1.0),
+        "min_p": _off(config.min_p, 0.0),
+    }
+    stages = tuple(at for at, stage in enumerate(STAGES) if stage.wanted(config))
+    return Plan(config, key, build, stages, values)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Parameters row by row as columns: numbers [R], lists [R, W] padded with -1."""
+    columns = {}
+    for name, first in rows[0].items():
+        values = [row[name] for row in rows]
+        if isinstance(first, float):
+            columns[name] = torch.tensor(values, dtype=torch.float64)
+        elif isinstance(first, list):
+            wide = max(1, *(len(value) for value in values))
+            columns[name] = torch.tensor([value + [-1] * (wide - len(value)) for value in values])
+        else:
+            columns[name] = torch.tensor(values, dtype=torch.long)
+    return columns
+
+
+def _strategy(
+    config: GenerationConfig, ends: int
+) -> tuple[tuple[Any, ...], Callable[[Noise, Stop], Strategy]]:
+    """The strategy of a config: one line a method."""
+    if config.num_beams > 1:
+        width, draws = config.num_beams, config.do_sample
+        # Enough candidates that `width` remain when every beam's best choices all end it.
+        count = max(2, 1 + ends) * width
+        return ("beam", width, count, draws), lambda noise, stop: Beam(width, count, draws, noise, stop)
+    return ("sampling",), Sampling
+
+
+def _limit(config: GenerationConfig, prompt: Prompt, facts: Facts) -> int:
+    """How many tokens a row may have, prompt included."""
+    length, offset = prompt.length, prompt.offset
+    if config.max_new_tokens is not None:
+        name, limit = "max_new_tokens", length + config.max_new_tokens
+    elif "max_length" in config.given:
+        name, limit = "max_length", config.max_length - offset
+        if limit <= length:
+            must = f"must be > the {length + offset} tokens of the prompt"
+            raise ConfigError("max_length", must, config.max_length, "raise it or set max_new_tokens")
+    else:
+        name, limit = "max_length", length + DEFAULT_NEW_TOKENS
+        if facts.context is not None:
+            limit = min(limit, max(facts.context - offset, length + 1))
+    # The last token is never fed, so the table of positions may be one shorter.
+    if facts.table is not None and offset + limit - 1 > facts.table:
+        most = f"the model has {facts.table} positions and the prompt takes {length + offset}"
+        raise ConfigError(
+            name, f"must leave room: {most}", getattr(config, name), "lower it or shorten the prompt"
+        )
+    least = (
+        config.min_new_tokens
+        if config.min_new_tokens is not None
+        else (config.min_length or 0) - length - offset
+    )
+    if least > limit - length:
+        name = "min_new_tokens" if config.min_new_tokens is not None else "min_length"
+        must = f"must not ask for more than the {limit - length} new tokens allowed"
+        raise ConfigError(name, must, getattr(config, name), "lower it or raise max_new_tokens")
+    return limit
+
+
+def _refuse_strangers(config: GenerationConfig, facts: Facts) -> None:
+    """Raise for tokens that the model does not have, and for a ban that leaves none."""
+    for name in _KNOWN_TOKENS:
+        unknown = [token for token in _ids(getattr(config, name)) if not 0 <= token < facts.vocabulary]
+        if unknown:
+            raise ConfigError(name, f"must name tokens below {facts.vocabulary}, the vocabulary", unknown[0])
+    if len(set(_ids(config.suppress_tokens))) >= facts.vocabulary:
+        raise ConfigError("suppress_tokens", "must leave at least one token", config.suppress_tokens)
+
+
+def _pad(config: GenerationConfig, eos: list[int]) -> int:
+    """What fills the place after a row's end: the pad token, else the first end token, else 0."""
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    return eos[0] if eos else 0
+
+
+def _off(value: float | None, neutral: float) -> float:
+    """A number, or the one that changes nothing where the field is switched off."""
+    return neutral if value is None else float(value)
+
+
+def _ids(value: int | Sequence[int] | None) -> list[int]:
+    """Token ids as a list, whether none, one or several were given."""
+    if value is None:
+        return []
+    return [int(value)] if isinstance(value, int) else [int(one) for one in value]
+
+
+def explained(config: GenerationConfig, model: object = None) -> str:
+    """What a config would run on a model, and where each of its values comes from."""
+    if model is not None:
+        theirs = getattr(model, "generation_config", None)
+        merged = GenerationConfig.merge(
+            {}, config, None if theirs is None else GenerationConfig.from_transformers(theirs)
+        )
+        made = plan(merged, adapt(model).facts)
+    else:
+        merged = GenerationConfig.merge({}, config)
+        made = None
+    stages = [stage for stage in STAGES if stage.wanted(merged)]
+    mode = "beam" if merged.num_beams > 1 else "greedy"
+    names = {("beam", False): "beam search", ("beam", True): "beam sampling", ("greedy", True): "sampling"}
+    lines = [f"strategy    {names.get((mode, merged.do_sample), 'greedy search')}"]
+    if merged.num_beams > 1:
+        lines[0] += f", {merged.num_beams} beams"
+    lines.append("processors  " + (", ".join(type(stage.processor).__name__ for stage in stages) or "none"))
+    lines.append("stops       " + ", ".join(_stops(merged)))
+    if made is not None:
+        lines.append(f"padding     token {made.values['pad']}")
+    lines.append("values")
+    shown = [name for name in FIELDS if name in merged.given]
+    width = max((len(name) for name in shown), default=0)
+    lines += [f"  {name:<{width}}  {getattr(merged, name)!r}  ({merged.source(name)})" for name in shown]
+    lines += [
+        f"  {name:<{width}}  {value!r}  (set aside: no use in this mode)"
+        for name, value in merged.unused.items()
+    ]
+    return "\n".join(lines)
+
+
+def _stops(config: GenerationConfig) -> list[str]:
+    stops = []
+    if config.max_new_tokens is not None:
+        stops.append(f"{config.max_new_tokens} new tokens")
+    elif "max_length" in config.given:
+        stops.append(f"{config.max_length} tokens, prompt included")
+    else:
+        stops.append(f"{DEFAULT_NEW_TOKENS} new tokens (default)")
+    stops += [f"end token {token}" for token in _ids(config.eos_token_id)]
+    if config.max_time is not None:
+        stops.append(f"{config.max_time} s")
+    return stops
+
+
+register_explainer(explained)

@@ -1,0 +1,158 @@
+"""The table of a batch: a row is one hypothesis, everything that lives per row is a column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Column", "Rows", "identity", "join", "pick"]
+
+_versions = count(1)
+
+
+@runtime_checkable
+class Column(Protocol):
+    """Python state that lives per row and can follow its row: a tensor does the same by indexing.
+
+    `constant` says that all rows of one request hold the same, so that moving rows inside their
+    request moves nothing.
+    """
+
+    @property
+    def constant(self) -> bool:
+        """Whether all rows of one request hold the same."""
+        ...
+
+    def take(self, parents: Tensor) -> Self:
+        """The same column for new rows: row `i` continues old row `parents[i]`."""
+        ...
+
+    def cat(self, other: Self) -> Self:
+        """This column with another table's rows after its own."""
+        ...
+
+
+def identity(parents: Tensor, rows: int) -> bool:
+    """Whether `parents` [R'] keeps every one of `rows` rows where it is."""
+    return len(parents) == rows and torch.equal(parents, torch.arange(rows))
+
+
+def pick(column: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` (on the host) of a column on any device."""
+    return column.index_select(0, index.to(column.device, non_blocking=True))
+
+
+def join(first: Tensor, second: Tensor, fill: int = -1) -> Tensor:
+    """Two columns one below the other, the narrower one padded on the right with `fill`."""
+    wide = max(first.shape[1:], second.shape[1:])
+    padded = [
+        part
+        if part.shape[1:] == wide
+        else torch.nn.functional.pad(part, (0, wide[0] - part.shape[1]), value=fill)
+        for part in (first, second)
+    ]
+    return torch.cat(padded)
+
+
+@dataclass
+class Rows:
+    """The batch. Tokens live on the model's device; what the loop must know to steer lives on the host.
+
+    A row stands at position `offset + length`: `offset` positions were fed as embeddings and have no
+    token, `length` have one. The cache holds the first `cached` positions; the rest are pending.
+    `version` changes when rows of other requests come, go or move, so that what is compiled from the
+    layout of the table (index tensors, parameters on the device) can be kept until then.
+    """
+
+    tokens: Tensor  # [R, C] decided tokens, right padded
+    length: Tensor  # [R] how many are decided (host)
+    cached: Tensor  # [R] how many positions the cache holds (host)
+    offset: Tensor  # [R] how many positions have no token (host)
+    prompt: Tensor  # [R] how many of the tokens are prompt (host)
+    request: Tensor  # [R] which request the row belongs to (host)
+    slot: Tensor  # [R] which of its request's rows it is (host)
+    columns: Mapping[str, Tensor | Column] = field(default_factory=dict)
+    version: object = field(default_factory=lambda: next(_versions))
+
+    HOST = ("length", "cached", "offset", "prompt", "request", "slot")
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def position(self) -> Tensor:
+        """Where each row stands: the position of its next token [R]."""
+        return self.offset + self.length
+
+    @property
+    def pending(self) -> Tensor:
+        """How many positions of each row the cache does not hold yet [R]."""
+        return self.position - self.cached
+
+    def column(self, name: str) -> Tensor:
+        """The tensor column of that name [R, ...]."""
+        value = self.columns[name]
+        if not isinstance(value, Tensor):
+            raise TypeError(f"column `{name}` holds {type(value).__name__}, not a tensor")
+        return value
+
+    def take(self, parents: Tensor) -> Rows:
+        """New row `i` continues old row `parents[i]` (host): reorder, fork and drop in one verb."""
+        if identity(parents, len(self)):
+            return self
+        host = {name: getattr(self, name)[parents] for name in self.HOST}
+        same = torch.equal(host["request"], self.request)
+        columns: dict[str, Tensor | Column] = {}
+        for name, value in self.columns.items():
+            if isinstance(value, Tensor):
+                columns[name] = pick(value, parents)
+            else:
+                columns[name] = value if same and value.constant else value.take(parents)
+        version = self.version if same else next(_versions)
+        return Rows(pick(self.tokens, parents), **host, columns=columns, version=version)
+
+    def cat(self, other: Rows) -> Rows:
+        """This table with another's rows below; both have the same columns."""
+        if self.columns.keys() != other.columns.keys():
+            odd = sorted(self.columns.keys() ^ other.columns.keys())
+            raise KeyError(f"tables joined must have the same columns, these are in one only: {odd}")
+        host = {name: torch.cat((getattr(self, name), getattr(other, name))) for name in self.HOST}
+        columns: dict[str, Tensor | Column] = {}
+        for name, mine in self.columns.items():
+            theirs = other.columns[name]
+            if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+                columns[name] = join(mine, theirs)
+            elif isinstance(mine, Column) and isinstance(theirs, Column):
+                columns[name] = mine.cat(theirs)
+            else:
+                raise TypeError(f"column `{name}` is a tensor in one table and Python state in the other")
+        return Rows(join(self.tokens, other.tokens, 0), **host, columns=columns)
+
+    def append(self, tokens: Tensor, count: Tensor) -> Rows:
+        """Each row with the first `count[i]` (host) of `tokens[i]` decided; `tokens` is [R, K]."""
+        width = tokens.shape[1]
+        if not len(self) or not width:
+            return self
+        store = self._grown(width)
+        start = int(self.length[0])
+        if bool((self.length == start).all()):
+            store[:, start : start + width] = tokens
+        else:
+            at = self.length.to(store.device)[:, None] + torch.arange(width, device=store.device)
+            store.scatter_(1, at, tokens)
+        return replace(self, tokens=store, length=self.length + count)
+
+    def _grown(self, width: int) -> Tensor:
+        """The token store with room for `width` more tokens in every row."""
+        need = int(self.length.max()) + width
+        have = self.tokens.shape[1]
+        if need <= have:
+            return self.tokens
+        grown = self.tokens.new_zeros(len(self), max(need, have + have // 2))
+        grown[:, :have] = self.tokens
+        return grown

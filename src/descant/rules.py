@@ -1,0 +1,140 @@
+"""The rules between generation parameters: which value wins, which has no use, which cannot be.
+
+They work on plain dicts of given values and of their sources ("call", "argument", "model"), so
+that a config can check itself both alone (what was given together must agree) and merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from .errors import ConfigError, NotInThisVersion
+from .fields import Unset
+from .parameters import FIELDS, LATER
+
+__all__ = ["refuse_contradictions", "refuse_impossible", "refuse_later", "set_aside"]
+
+Values = dict[str, Any]
+Sources = Mapping[str, str]
+
+DEFAULT_NEW_TOKENS: Final = 20  # when no length is given at any level
+LENGTHS: Final = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
+RANK: Final = {"call": 0, "argument": 1, "model": 2}
+
+# Knobs that only one mode reads: (the knobs, the field that chooses the mode, its value without, the fix).
+MODES: Final = (
+    (
+        ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        "do_sample", False, "set do_sample=True or leave it out",
+    ),
+    (("early_stopping", "length_penalty"), "num_beams", 1, "set num_beams > 1 or leave it out"),
+    (
+        ("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+        "return_dict_in_generate", False, "set return_dict_in_generate=True or leave it out",
+    ),
+)  # fmt: skip
+
+# Values that ask for nothing, besides a field's default and its off value. Temperature 0 is how other
+# interfaces say greedy, which is what it gets.
+HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "temperature": (0.0,), "min_p": (0.0,), "output_logits": (False,),
+}  # fmt: skip
+
+
+def _effective(values: Values, name: str) -> Any:
+    return values.get(name, FIELDS[name].default)
+
+
+def _origin(name: str, sources: Sources) -> str:
+    return " (from the model's generation config)" if sources.get(name) == "model" else ""
+
+
+def set_aside(values: Values, sources: dict[str, str]) -> Values:
+    """Take out what loses or has no use; return it. Raise for a useless knob that the caller gave."""
+    aside: Values = {}
+
+    def drop(name: str) -> None:
+        aside[name] = values.pop(name)
+        sources.pop(name)
+
+    for new, total in LENGTHS:
+        if values.get(new) is not None and total in values:
+            drop(total if RANK[sources[new]] <= RANK[sources[total]] else new)
+    for knobs, chooser, value, fix in MODES:
+        if _effective(values, chooser) != value:
+            continue
+        for knob in knobs:
+            if knob not in values or _asks_nothing(knob, values[knob]):
+                continue
+            if sources[knob] != "model":
+                raise ConfigError(knob, f"has no use while `{chooser}` is {value}", values[knob], fix)
+            drop(knob)
+    for name, later in LATER.items():
+        if later.hint and name in values and values[name] not in later.neutral:
+            drop(name)
+    return aside
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    field = FIELDS[name]
+    return value in (field.default, field.off) or value in HARMLESS.get(name, ())
+
+
+def refuse_later(values: Values, sources: Sources | None = None) -> None:
+    """Raise for a value that asks for a method this version does not have."""
+    for name, later in LATER.items():
+        if name not in values or values[name] in later.neutral:
+            continue
+        do = "leave it unset"
+        if sources:
+            off = FIELDS[name].off
+            do = f"pass {name}={FIELDS[name].default if off is Unset else off!r} to go without"
+        must = f"is not in this version of Descant ({later.reason}){_origin(name, sources or {})}"
+        raise NotInThisVersion(name, must, values[name], do)
+
+
+def refuse_contradictions(values: Values, sources: Sources | None = None) -> None:
+    """Raise for given values that cannot hold together, whatever the other levels say."""
+    whence = sources or {}
+    pairs = [("min_new_tokens", "max_new_tokens")]
+    if values.get("max_new_tokens") is None:
+        pairs.append(("min_length", "max_length"))
+    for low, high in pairs:
+        if low == "min_length" and values.get("min_new_tokens") is not None:
+            continue
+        least, most = values.get(low), values.get(high)
+        if least is not None and most is not None and least > most:
+            must = f"must be <= `{high}` ({most}){_origin(low, whence)}"
+            raise ConfigError((low, high), must, least, f"lower `{low}` or raise `{high}`")
+    beams = values.get("num_beams", 1)
+    wanted = values.get("num_return_sequences", 1)
+    if beams > 1 and wanted > beams:
+        must = f"must be <= `num_beams` ({beams}){_origin('num_return_sequences', whence)}"
+        do = f"lower it or set num_beams={wanted}"
+        raise ConfigError(("num_return_sequences", "num_beams"), must, wanted, do)
+    groups = values.get("num_beam_groups", 1)
+    if "num_beams" in values and beams % groups:
+        must = f"must divide `num_beams` ({beams}){_origin('num_beam_groups', whence)}"
+        raise ConfigError(("num_beam_groups", "num_beams"), must, groups, "choose a divisor of `num_beams`")
+
+
+def refuse_impossible(values: Values, sources: Sources) -> None:
+    """Raise for what the defaults, too, make impossible: the last check of a merged config."""
+    wanted, beams = _effective(values, "num_return_sequences"), _effective(values, "num_beams")
+    sampled = _effective(values, "do_sample")
+    if wanted > 1 and beams == 1 and not sampled:
+        must = f"must be 1 in greedy search{_origin('num_return_sequences', sources)}"
+        do = f"set do_sample=True, num_beams={wanted}, or num_return_sequences=1"
+        raise ConfigError("num_return_sequences", must, wanted, do)
+    if sampled and _effective(values, "temperature") == 0.0:
+        must = f"must be > 0 while `do_sample` is True{_origin('temperature', sources)}"
+        raise ConfigError("temperature", must, 0.0, "set do_sample=False for greedy search")
+    least = values.get("min_new_tokens")
+    if (
+        least is not None
+        and least > DEFAULT_NEW_TOKENS
+        and not values.keys() & {"max_new_tokens", "max_length"}
+    ):
+        must = f"must be <= {DEFAULT_NEW_TOKENS}, the default length{_origin('min_new_tokens', sources)}"
+        raise ConfigError("min_new_tokens", must, least, f"set max_new_tokens >= {least} too")

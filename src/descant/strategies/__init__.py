@@ -1,0 +1,1 @@
+"""Strategies: what changes the choice."""

@@ -1,0 +1,251 @@
+"""Beam search and beam sampling: several rows a request, and the best of what they can become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from descant.ports import Noise, Stop
+from descant.rows import Rows, pick
+from descant.step import Hypothesis, Output, Proposal, Selection, params_of
+
+__all__ = ["Beam"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+# The score of what cannot be: finite, so that sums and comparisons with it stay in order.
+NEVER = np.float32(-1e9)
+
+
+@dataclass
+class _Candidates:
+    """The continuations looked at in one step, on the host, best (or first drawn) first [B, K]."""
+
+    scores: Array  # summed log-probabilities
+    rows: Tensor  # the row each continues
+    slots: Tensor  # the same as the slot of its request
+    tokens: Tensor
+    ends: Array  # bool
+    reasons: Sequence[tuple[str, Tensor]]
+
+    def reason(self, line: int, place: int) -> str:
+        """Why that candidate ends."""
+        flat = line * self.scores.shape[1] + place
+        return next(name for name, which in self.reasons if which[flat])
+
+
+class Beam:
+    """`width` beams a request, after a prefill of one row; hypotheses that end go to the request's pool.
+
+    A candidate's score is the sum of its processed log-probabilities; a finished one is divided by its
+    number of new tokens to the power of `length_penalty`. Each request is judged by its own pool alone,
+    so that no neighbour can end it. Sampling (`draws`) takes the candidates by chance instead of by rank.
+    """
+
+    normalised = True
+    columns: Mapping[str, Tensor] = {
+        "score": torch.zeros(1),  # the sum of the row's log-probabilities
+        "trail": torch.full(
+            (1, 32), -1, dtype=torch.int32
+        ),  # the slot each of its new tokens was chosen from
+    }
+
+    def __init__(self, width: int, candidates: int, draws: bool, noise: Noise, stop: Stop) -> None:
+        self._width = width
+        self._count = candidates
+        self._draws = draws
+        self._noise = noise
+        self._stop = stop
+        self._requests: Array = np.zeros(0, dtype=np.int64)  # [M] ascending
+        self._scores: Array = np.zeros((0, width), dtype=np.float32)  # [M, W] of the pools, best first
+        self._pools: Array = np.zeros((0, width), dtype=object)  # [M, W] Hypothesis, or None where none yet
+
+    def propose(self, rows: Rows) -> Proposal:
+        """Nothing is guessed ahead."""
+        return Proposal.none(rows)
+
+    def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:  # noqa: ARG002
+        """The best continuations of every request; requests that cannot improve leave."""
+        scores = output.logits[:, 0]  # [R, V]
+        order = np.lexsort((rows.slot.numpy(), rows.request.numpy()))
+        requests, counts = np.unique(rows.request.numpy(), return_counts=True)
+        self._admit(requests)
+        # Requests at their first choice stand on one row, all others on `width`.
+        parts = [
+            self._advanced(
+                rows, scores, torch.from_numpy(order[np.repeat(counts == count, counts)].reshape(-1, count))
+            )
+            for count in np.unique(counts)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return Selection(
+            torch.cat([part.parents for part in parts]),
+            torch.cat([part.accepted for part in parts]),
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([part.slot for part in parts]),
+            columns={
+                name: torch.cat([_tensor(part.columns[name]) for part in parts]) for name in self.columns
+            },
+            finished=[request for part in parts for request in part.finished],
+            failed=[request for part in parts for request in part.failed],
+        )
+
+    def finish(self, request: int) -> list[Hypothesis]:
+        """The request's pool, best first."""
+        line = int(np.searchsorted(self._requests, request))
+        pool = [entry for entry in self._pools[line] if entry is not None]
+        self.drop(request)
+        return pool
+
+    def drop(self, request: int) -> None:
+        """Forget a request."""
+        keep = self._requests != request
+        self._requests, self._scores, self._pools = (
+            self._requests[keep],
+            self._scores[keep],
+            self._pools[keep],
+        )
+
+    def _admit(self, requests: Array) -> None:
+        """An empty pool for every request that has none; requests are numbered as they come."""
+        new = requests[~np.isin(requests, self._requests)]
+        if len(new):
+            shape = (len(new), self._width)
+            self._requests = np.concatenate((self._requests, new))
+            self._scores = np.concatenate((self._scores, np.full(shape, NEVER)))
+            self._pools = np.concatenate((self._pools, np.full(shape, None)))
+            order = np.argsort(self._requests)
+            self._requests, self._scores, self._pools = (
+                part[order] for part in (self._requests, self._scores, self._pools)
+            )
+
+    def _advanced(self, rows: Rows, scores: Tensor, index: Tensor) -> Selection:
+        """One step of the requests whose beams are the rows `index` [B, N]."""
+        found = self._candidates(rows, scores, index)
+        first = rows.take(index[:, 0])  # a row of each request, for what its rows have in common
+        running = found.scores + np.where(found.ends, NEVER, np.float32(0))
+        best = np.argsort(-running, axis=1, kind="stable")[:, : self._width]
+        alive = np.take_along_axis(running, best, 1)
+        lines = np.searchsorted(self._requests, first.request.numpy())
+        self._collect(rows, first, found, lines)
+        going = self._improvable(first, lines, alive, found.ends)
+
+        possible = found.scores.max(1) > -np.inf
+        failed = first.request.numpy()[~possible].tolist()
+        finished = first.request.numpy()[possible & ~going].tolist()
+        on = torch.from_numpy(going & possible)
+        keep = torch.from_numpy(best)[on]
+        parents = found.rows[on].gather(1, keep).flatten()
+        whence = found.slots[on].gather(1, keep).flatten()
+        return Selection(
+            parents,
+            torch.zeros_like(parents),
+            found.tokens[on].gather(1, keep).flatten().to(scores.device, non_blocking=True),
+            torch.arange(keep.shape[1]).repeat(len(keep)),
+            columns={"score": torch.from_numpy(alive)[on].flatten(), "trail": _trails(rows, parents, whence)},
+            finished=finished,
+            failed=failed,
+        )
+
+    def _candidates(self, rows: Rows, scores: Tensor, index: Tensor) -> _Candidates:
+        """The likeliest continuations of every request, or as many drawn without replacement."""
+        batch, beams = index.shape
+        vocabulary = scores.shape[1]
+        flat = index.flatten()
+        so_far = rows.column("score")[flat].to(scores.device, non_blocking=True)
+        lines = scores if torch.equal(flat, torch.arange(len(scores))) else pick(scores, flat)
+        total = (lines + so_far[:, None]).view(batch, beams * vocabulary)
+        count = min(self._count, total.shape[1])
+        if self._draws:
+            # Noise for all `width` beams also while there is one, so that the stream does not depend on it.
+            leader = replace(rows.take(index[:, 0]), slot=torch.zeros(batch, dtype=torch.long))
+            noise = self._noise.draw(leader, self._width * vocabulary)[:, : total.shape[1]]
+            at = (total.softmax(-1) / noise).topk(count).indices
+            best = total.gather(1, at)
+        else:
+            best, at = total.topk(count)
+        # The one transfer of the step; the scores travel as their bits, since floats hold no large index.
+        bits, places = torch.stack((best.contiguous().view(torch.int32).long(), at)).cpu()
+        beam, tokens = places // vocabulary, places % vocabulary
+        parents = index.gather(1, beam)
+        reasons = self._stop.ended(rows, parents.flatten(), tokens.flatten())
+        ends = torch.stack([which for _, which in reasons]).any(0).view(batch, count).numpy()
+        sums = bits.to(torch.int32).view(torch.float32).numpy()
+        return _Candidates(sums, parents, rows.slot[parents], tokens, ends, reasons)
+
+    def _collect(self, rows: Rows, first: Rows, found: _Candidates, lines: Array) -> None:
+        """Put the candidates that end, of the first `width`, into their pools where they are good enough."""
+        params, width = params_of(first), self._width
+        full = _filled(self._pools[lines]).all(1)
+        closed = full & (params["early_stopping"].numpy() == 1)
+        ready = found.ends[:, :width] & ~closed[:, None]
+        if not ready.any():
+            return
+        new = (first.length + 1 - first.prompt).numpy()
+        shares = found.scores[:, :width] / _powers(new, params["length_penalty"].numpy())[:, None]
+        shares = np.where(ready, np.maximum(shares, NEVER), -np.inf)
+        held = np.where(_filled(self._pools[lines]), self._scores[lines], -np.inf)
+        merged = np.concatenate((held, shares), 1)
+        order = np.argsort(-merged, axis=1, kind="stable")[:, :width]
+        self._scores[lines] = np.maximum(np.take_along_axis(merged, order, 1), NEVER)
+        enters = np.argwhere((order >= width) & (np.take_along_axis(merged, order, 1) > -np.inf))
+        old = self._pools[lines]
+        pools = np.take_along_axis(np.concatenate((old, np.full(shares.shape, None)), 1), order, 1)
+        places = order[enters[:, 0], enters[:, 1]] - width
+        parents = found.rows[enters[:, 0], places]
+        written = pick(rows.tokens, parents).cpu()
+        for number, ((line, rank), place) in enumerate(zip(enters.tolist(), places.tolist(), strict=True)):
+            row = int(parents[number])
+            start, stop = int(rows.prompt[row]), int(rows.length[row])
+            trail = rows.column("trail")[row, : stop - start].tolist()
+            pools[line, rank] = Hypothesis(
+                torch.cat((written[number, start:stop], found.tokens[line, place : place + 1])),
+                found.reason(line, place),
+                float(merged[line, order[line, rank]]),
+                (*trail, int(found.slots[line, place])),
+            )
+        self._pools[lines] = pools
+
+    def _improvable(self, first: Rows, lines: Array, alive: Array, ends: Array) -> Array:
+        """Which requests can still better their pool [B]."""
+        params = params_of(first)
+        early, penalty = params["early_stopping"].numpy(), params["length_penalty"].numpy()
+        new = (first.length + 1 - first.prompt).numpy()
+        most = (params["limit"] - first.prompt).numpy()
+        length = np.where((early == 2) & (penalty > 0), most, new)
+        reachable = alive[:, 0] / _powers(length, penalty)
+        have = _filled(self._pools[lines])
+        worst = np.where(have.all(1), self._scores[lines].min(1), NEVER)
+        full = have.all(1)
+        return np.asarray((reachable > worst) & ~(full & (early == 1)) & ~ends.all(1))
+
+
+def _filled(pools: Array) -> Array:
+    """Which places of the pools hold a hypothesis [B, W]."""
+    return np.asarray(pools != np.array(None))
+
+
+def _powers(lengths: Array, penalties: Array) -> Array:
+    """`length ** penalty`, infinite rather than an error where it is too large [B]."""
+    with np.errstate(over="ignore"):
+        return np.power(lengths.astype(np.float64), penalties).astype(np.float32)
+
+
+def _trails(rows: Rows, parents: Tensor, slots: Tensor) -> Tensor:
+    """The trails of the new rows: their parents', and the slot that they come from [R', C]."""
+    trail = rows.column("trail")[parents]
+    at = (rows.length - rows.prompt)[parents]
+    need = int(at.max()) + 1 if len(at) else 0
+    if need > trail.shape[1]:
+        trail = torch.nn.functional.pad(trail, (0, need), value=-1)
+    return trail.scatter_(1, at[:, None], slots[:, None].to(trail.dtype))
+
+
+def _tensor(column: object) -> Tensor:
+    assert isinstance(column, Tensor)
+    return column
