@@ -258,4 +258,5 @@ def _config(given: Any) -> GenerationConfig | None:
         return given
     if not hasattr(given, "to_dict"):
         raise InputError("generation_config", "must be a GenerationConfig", given)
-    return GenerationConfig.from_transformers(given)
+    # Its attributes and not its `to_dict`, which copies everything deeply at every call.
+    return GenerationConfig.from_transformers(vars(given))

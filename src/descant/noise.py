@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from descant.context import params_of
 from descant.rows import Rows, pick
-from descant.step import params_of
 
 __all__ = ["Chance", "keyed_exponential"]
 

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from descant.context import Context
 from descant.rows import Rows
-from descant.step import Context, Hypothesis, Output, Proposal, Selection
+from descant.step import Hypothesis, Output, Proposal, Selection
 
 __all__ = ["Cache", "Drafter", "Facts", "Model", "Noise", "Processor", "Span", "Stop", "Strategy"]
 
@@ -65,8 +66,11 @@ class Cache(Protocol):
         """Write [N, H, T, D] at the span; the keys and values [N, H, S, D] that its rows hold then."""
         ...
 
-    def commit(self, parents: Tensor, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]` cut to `lengths[i]` (host): reorder, fork, roll back, evict."""
+    def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
+        """New row `i` is old row `parents[i]` cut to `lengths[i]` (host): reorder, fork, roll back, evict.
+
+        None for parents leaves every row where it is.
+        """
         ...
 
     def extend(self, rows: int) -> None:
@@ -127,7 +131,7 @@ class Drafter(Protocol):
         """Tokens that may follow each row."""
         ...
 
-    def commit(self, parents: Tensor, lengths: Tensor) -> None:
+    def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """Follow the rows: a drafter may own rows and a cache."""
         ...
 
@@ -151,6 +155,6 @@ class Noise(Protocol):
 class Stop(Protocol):
     """What ends a row."""
 
-    def ended(self, rows: Rows, parents: Tensor, tokens: Tensor) -> Sequence[tuple[str, Tensor]]:
-        """Reasons, and the candidates each ends [N]: `tokens[i]` after row `parents[i]`, all on the host."""
+    def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Tensor]]:
+        """Reasons, and which candidates each ends [N]: `tokens[i]` after row `parents[i]`, on the host."""
         ...

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,7 +99,7 @@ class Session:
     ) -> None:
         self.model = adapt(model, states)
         self.steps = 0
-        self._defaults = _own_config(model)
+        self._given = model
         self._cache = new_cache()
         self._noise, self._stops = Chance(), Stops()
         self._strategies: dict[tuple[Any, ...], Strategy] = {}
@@ -129,7 +130,7 @@ class Session:
             if known is None:
                 config = request.generation_config
                 if not request.merged:
-                    config = GenerationConfig.merge({}, config, self._defaults)
+                    config = GenerationConfig.merge({}, config, _own_config(self._given))
                 known = plans[id(request.generation_config)] = plan(config, self.model.facts)
             embeds = request.inputs.get("inputs_embeds") if not self.model.facts.encoder_decoder else None
             positions = len(ids) if embeds is None else len(embeds)
@@ -148,6 +149,7 @@ class Session:
             row["criteria"], marks = self._criteria(request)
             self._live[number] = _Live(known, self._order[row["lane"]], bits, marks)
         self._noise.lines = lines or self._noise.lines
+        self._stops.timed |= any(row["deadline"] < float("inf") for row in made)
         self._append(self._fresh(numbers, prompts, [prompt.offset for _, prompt in live], table(made)))
         return numbers
 
@@ -178,7 +180,7 @@ class Session:
             raise InputError("request", "must be a running request", request)
         assert self._rows is not None
         keep = (self._rows.request != request).nonzero().squeeze(1)
-        order = settle(keep.numpy(), len(self._rows))
+        order = settle(keep, len(self._rows))
         keep = keep if order is None else keep[order]
         self._rows = self._rows.take(keep)
         self._cache.commit(keep, self._rows.cached)
@@ -286,13 +288,13 @@ class Session:
         """The processors that any row's bits name, in order, each with the rows that do."""
         built = [(at, stage.processor) for at, stage in enumerate(STAGES)]
         custom = [(len(STAGES) + bit, one) for bit, one in sorted(self._custom.items())]
+        anybody, everybody = (int(fold.reduce(chain.numpy())) for fold in (np.bitwise_or, np.bitwise_and))
         stages: list[tuple[Processor, Tensor | None]] = []
         for bit, processor in built[:CUSTOM] + custom + built[CUSTOM:]:
-            uses = ((chain >> bit) & 1).bool()
-            if bool(uses.all()):
+            if everybody >> bit & 1:
                 stages.append((processor, None))
-            elif bool(uses.any()):
-                stages.append((processor, uses.nonzero().squeeze(1)))
+            elif anybody >> bit & 1:
+                stages.append((processor, ((chain >> bit) & 1).nonzero().squeeze(1)))
         return stages
 
     # -------------------------------------------------------------------- ends

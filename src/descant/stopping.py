@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from descant.context import Context, params_of
 from descant.errors import InputError
 from descant.rows import Rows
-from descant.step import Context, params_of
 
 __all__ = ["Criterion", "Stops"]
 
@@ -26,22 +26,25 @@ class Stops:
 
     def __init__(self) -> None:
         self.foreign: dict[int, Criterion] = {}
+        self.timed = False  # whether any request that ever came has a deadline
 
-    def ended(self, rows: Rows, parents: Tensor, tokens: Tensor) -> Sequence[tuple[str, Tensor]]:
-        """Reasons with the candidates each ends [N]: `tokens[i]` after row `parents[i]`, all on the host."""
+    def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Tensor]]:
+        """Reasons, and which candidates each ends [N]: `tokens[i]` after row `parents[i]`, on the host."""
         params = params_of(rows)
-        found = [
-            ("eos", (tokens[:, None] == params["eos"][parents]).any(1)),
-            ("length", (rows.length + 1 >= params["limit"])[parents]),
-        ]
-        deadline = params["deadline"]
-        if bool((deadline < float("inf")).any()):
-            found.append(("time", (deadline <= time.monotonic())[parents]))
-        wanted = params["criteria"][parents]
-        for bit, criterion in self.foreign.items():
-            mine = ((wanted >> bit) & 1).bool()
-            if bool(mine.any()):
-                found.append(("stop", self._ask(criterion, rows, parents, tokens, mine)))
+        eos, full = params["eos"], rows.length + 1 >= params["limit"]
+        if parents is not None:
+            eos, full = eos[parents], full[parents]
+        found = [("eos", (tokens[:, None] == eos).any(1)), ("length", full)]
+        if self.timed:
+            late = params["deadline"] <= time.monotonic()
+            found.append(("time", late if parents is None else late[parents]))
+        if self.foreign:
+            whence = torch.arange(len(rows)) if parents is None else parents
+            wanted = params["criteria"][whence]
+            for bit, criterion in self.foreign.items():
+                mine = ((wanted >> bit) & 1).bool()
+                if bool(mine.any()):
+                    found.append(("stop", self._ask(criterion, rows, whence, tokens, mine)))
         return found
 
     def _ask(self, criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, mine: Tensor) -> Tensor:
@@ -50,7 +53,8 @@ class Stops:
         whence = parents[index]
         params = params_of(rows)
         device = rows.tokens.device
-        after = rows.take(whence).append(tokens[index].to(device)[:, None], torch.ones_like(whence))
+        after = rows.take(whence)
+        after = after.append(tokens[index].to(device)[:, None], after.length + 1)
         context = Context(after.tokens, after.length, after.prompt, params_of(after).values)
         verdict = torch.as_tensor(criterion(context.left_padded(int(params["pad"][whence][0])), None))
         if verdict.dtype != torch.bool or verdict.shape not in (torch.Size([]), torch.Size([len(index)])):

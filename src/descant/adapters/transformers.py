@@ -15,7 +15,7 @@ from descant.adapters.memory import Memory
 from descant.adapters.views import CrossView, PairView, SelfView
 from descant.errors import InputError
 from descant.ports import Cache, Facts, Span
-from descant.rows import Rows, pick
+from descant.rows import Rows, pick, same
 from descant.step import Output, Proposal
 
 __all__ = ["TransformersModel"]
@@ -32,16 +32,20 @@ class _Batch:
     index: Tensor | None  # [N] (host); None: the whole table
     cached: Tensor  # [N] (host) positions before the fed ones
     fed: Tensor  # [N] (host) how many are fed
-    level: bool  # all start at the same position
+    start: int | None  # the position that all start at; None: they differ
+    width: int  # how many positions are fed, the longest row's
 
-    @property
-    def width(self) -> int:
-        return int(self.fed.max())
+    @classmethod
+    def of(cls, cached: Tensor, fed: Tensor, index: Tensor | None = None) -> _Batch:
+        """A batch of the rows `index`."""
+        if index is not None:
+            cached, fed = cached[index], fed[index]
+        return cls(index, cached, fed, same(cached), int(fed.numpy().max()))
 
     @property
     def stop(self) -> int:
         """How many slots are read: the longest past and everything fed after it."""
-        return int(self.cached.max()) + self.width
+        return (int(self.cached.max()) if self.start is None else self.start) + self.width
 
 
 class TransformersModel:
@@ -73,6 +77,7 @@ class TransformersModel:
         """The encoder's last output, with the states asked for."""
         return self._encoded
 
+    @torch.no_grad()
     def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Take the inputs of new requests that are no tokens, and run the encoder once for all of them."""
         if self.facts.encoder_decoder:
@@ -88,11 +93,11 @@ class TransformersModel:
         for request in requests:
             self._embeddings.pop(request, None)
 
+    @torch.no_grad()
     def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
         """Feed each row's pending tokens and drafts; logits of the last pending token and of every draft."""
-        fed = rows.pending + proposal.n
-        batches = self._batches(rows, fed)
-        slots = proposal.drafts.shape[1] + 1
+        pending = rows.pending
+        batches = self._batches(rows, pending if proposal.drafts is None else pending + proposal.tried())
         if len(batches) == 1:
             logits, states = self._run(rows, proposal, cache, batches[0])
             return Output(logits, [states] if self._states else [])
@@ -103,7 +108,7 @@ class TransformersModel:
             logits, states = self._run(rows, proposal, cache, batch)
             all_states.append(states)
             if joint is None:
-                joint = logits.new_empty(len(rows), slots, logits.shape[-1])
+                joint = logits.new_empty(len(rows), proposal.width + 1, logits.shape[-1])
             joint[batch.index.to(logits.device)] = logits
         assert joint is not None
         return Output(joint, all_states if self._states else [])
@@ -112,10 +117,12 @@ class TransformersModel:
     def _batches(self, rows: Rows, fed: Tensor) -> list[_Batch]:
         """The rows in as few forwards as their lengths allow, fresh rows first."""
         cached = rows.cached
-        level = bool((cached == cached[0]).all())
+        whole = _Batch.of(cached, fed)
+        if whole.width == 1 and (whole.start is not None or (self.facts.masks and int(cached.min()))):
+            return [whole]
+        if whole.start is not None and not self._wasteful(fed) and self._readable(fed):
+            return [whole]
         fresh = cached == 0
-        if level and not self._wasteful(fed) and self._readable(fed):
-            return [_Batch(None, cached, fed, True)]
         parts: list[Tensor] = []
         if bool(fresh.any()):
             parts += self._by_length(fresh.nonzero().squeeze(1), fed)
@@ -126,12 +133,7 @@ class TransformersModel:
             else:
                 past = cached[running]
                 parts += [running[past == length] for length in sorted(set(past.tolist()))]
-        if len(parts) == 1:
-            return [_Batch(None, cached, fed, level)]
-        return [
-            _Batch(part, cached[part], fed[part], bool((cached[part] == cached[part[0]]).all()))
-            for part in parts
-        ]
+        return [whole] if len(parts) == 1 else [_Batch.of(cached, fed, part) for part in parts]
 
     def _wasteful(self, fed: Tensor) -> bool:
         """Whether padding all rows to the longest would cost more than a second forward."""
@@ -161,13 +163,13 @@ class TransformersModel:
         """One forward of the model: logits [N, K + 1, V] in float32, and the states asked for."""
         device, width = self.device, batch.width
         index = None if batch.index is None else batch.index.to(device, non_blocking=True)
-        start: int | Tensor = (
-            int(batch.cached[0]) if batch.level else batch.cached.to(device, non_blocking=True)
-        )
-        span = Span(index, start, width, batch.stop)
-        inputs: dict[str, Any] = self._fed(rows, proposal, batch)
-        if not batch.level:
-            positions = batch.cached.to(device)[:, None] + torch.arange(width, device=device)
+        inputs = self._fed(rows, proposal, batch)
+        if batch.start is not None:
+            span = Span(index, batch.start, width, batch.start + width)
+        else:
+            past = batch.cached.to(device, non_blocking=True)
+            positions = past[:, None] + torch.arange(width, device=device)
+            span = Span(index, past, width, batch.stop)
             inputs["position_ids"] = positions
             inputs["attention_mask"] = self._mask(positions, batch.stop)
         view = SelfView(cache, span)
@@ -176,12 +178,11 @@ class TransformersModel:
         else:
             inputs["past_key_values"] = view
         wanted, places = self._places(proposal, batch)
-        if self.facts.keeps_logits and wanted is not None:
+        if wanted is not None:
             inputs["logits_to_keep"] = wanted
         for name in self._states:
             inputs[f"output_{name}"] = True
-        with torch.no_grad():
-            answer = self.model(**inputs, use_cache=True, return_dict=True)
+        answer = self.model(**inputs, use_cache=True, return_dict=True)
         self.forwards += 1
         self.positions_fed += width * len(batch.fed)
         logits = answer.logits
@@ -193,23 +194,21 @@ class TransformersModel:
     def _fed(self, rows: Rows, proposal: Proposal, batch: _Batch) -> dict[str, Any]:
         """The tokens (or embeddings) that are fed [N, T]."""
         name = "decoder_input_ids" if self.facts.encoder_decoder else "input_ids"
-        index = batch.index
+        index, width = batch.index, batch.width
         tokens = rows.tokens if index is None else pick(rows.tokens, index)
-        offset = rows.offset if index is None else rows.offset[index]
-        request = rows.request if index is None else rows.request[index]
-        n = proposal.n if index is None else proposal.n[index]
-        pending, width = batch.fed - n, batch.width
-        if self._embeddings and bool((batch.cached == 0).all()):
+        if self._embeddings:
+            request = rows.request if index is None else rows.request[index]
             lines = [self._embeddings.get(one) for one in request.tolist()]
-            if any(line is not None for line in lines):
+            if batch.start == 0 and any(line is not None for line in lines):
                 return {"inputs_embeds": self._embedded(lines, tokens, batch)}
-        start = batch.cached - offset
-        if batch.level and not bool(offset.any()) and not int(n.max()):
-            return {name: tokens[:, int(start[0]) : int(start[0]) + width]}
+        elif batch.start is not None and proposal.drafts is None:
+            return {name: tokens[:, batch.start : batch.start + width]}
+        start = batch.cached - (rows.offset if index is None else rows.offset[index])
         at = start.to(tokens.device)[:, None] + torch.arange(width, device=tokens.device)
         fed = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
-        if proposal.drafts.shape[1]:
+        if proposal.drafts is not None:
             drafts = proposal.drafts if index is None else pick(proposal.drafts, index)
+            pending = batch.fed - proposal.tried(index)
             place = torch.arange(width, device=tokens.device) - pending.to(tokens.device)[:, None]
             tried = drafts.gather(1, place.clamp(0, drafts.shape[1] - 1))
             fed = torch.where(place >= 0, tried, fed)
@@ -241,16 +240,14 @@ class TransformersModel:
 
     def _places(self, proposal: Proposal, batch: _Batch) -> tuple[int | Tensor | None, Tensor | None]:
         """Which positions to compute logits for, and where each row's are among those [N, K + 1]."""
-        n = proposal.n if batch.index is None else proposal.n[batch.index]
-        slots = proposal.drafts.shape[1] + 1
-        last = batch.fed - n - 1
         if batch.width == 1:
             return None, None
-        at = (last[:, None] + torch.arange(slots)).clamp(max=batch.width - 1)
+        last = batch.fed - proposal.tried(batch.index) - 1
+        at = (last[:, None] + torch.arange(proposal.width + 1)).clamp(max=batch.width - 1)
         if not self.facts.keeps_logits:
             return None, at
-        if bool((at == at[0]).all()) and int(last[0]) + slots == batch.width:
-            return slots, None
+        if bool((last == last[0]).all()) and int(last[0]) + proposal.width + 1 == batch.width:
+            return proposal.width + 1, None
         wanted, places = torch.unique(at, return_inverse=True)
         return wanted.to(self.device), places
 
@@ -285,8 +282,7 @@ class TransformersModel:
                 name = next(iter(fed))
                 fed["attention_mask"] = mask = _present([line.shape[0] for line in inputs[name]], self.device)
             asked = {f"output_{name}": True for name in self._states}
-            with torch.no_grad():
-                self._encoded = self.model.get_encoder()(**fed, **asked, return_dict=True)
+            self._encoded = self.model.get_encoder()(**fed, **asked, return_dict=True)
             states = self._encoded[0]
         if mask is None:
             mask = _present([len(line) for line in inputs["encoder_outputs"]], self.device)
@@ -295,7 +291,7 @@ class TransformersModel:
     def _decoder_side(self, rows: Rows, batch: _Batch, view: SelfView, span: Span) -> dict[str, Any]:
         request = rows.request if batch.index is None else rows.request[batch.index]
         lines = self._memory.lines(request)
-        fresh = bool((batch.cached == 0).all())
+        fresh = batch.start == 0
         cross = CrossView(self._memory, lines, span, 0 if fresh else self.facts.layers)
         return {
             "encoder_outputs": (self._memory.states(lines),),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,8 +59,11 @@ class DenseCache:
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; what its rows hold then [N, H, S, D], stale slots included."""
-        keys = self._room(self._keys, layer, key, span.stop)
-        values = self._room(self._values, layer, value, span.stop)
+        keys = self._keys.get(layer)
+        if keys is None or keys.shape[2] < span.stop or keys.shape[0] < self._rows:
+            keys = self._room(self._keys, layer, key, span.stop)
+            self._room(self._values, layer, value, span.stop)
+        values = self._values[layer]
         if span.rows is None and isinstance(span.start, int):
             stop = span.start + span.width
             keys[: self._rows, :, span.start : stop] = key
@@ -76,17 +80,15 @@ class DenseCache:
             return keys[: self._rows, :, : span.stop], values[: self._rows, :, : span.stop]
         return keys[rows, :, : span.stop], values[rows, :, : span.stop]
 
-    def commit(self, parents: Tensor, lengths: Tensor) -> None:
+    def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`."""
-        count = len(parents)
-        here = torch.arange(count)
-        moves = (parents != here).nonzero().squeeze(1)
-        if len(moves):
-            self._move(parents, moves, lengths)
-        if len(moves) or count != self._rows:
+        if parents is not None:
+            moves = (parents != torch.arange(len(parents))).nonzero().squeeze(1)
+            if len(moves):
+                self._move(parents, moves, lengths)
             self._adopt(parents, lengths)
-        self._rows = count
-        self._lengths = lengths.clone()
+            self._rows = len(parents)
+        self._lengths = lengths
         self._shared = torch.minimum(self._shared, lengths)
 
     def _move(self, parents: Tensor, moves: Tensor, lengths: Tensor) -> None:
@@ -96,6 +98,7 @@ class DenseCache:
         # A place that no row held keeps nobody's prefix; the clamp only makes the look-up legal.
         held = moves.clamp(max=max(self._rows - 1, 0))
         kin = (moves < self._rows) & (self._family[held] == self._family[source])
+        # What two rows of a family share ends where either was ever cut.
         starts = torch.where(kin, torch.minimum(self._shared[held], self._shared[source]), 0)
         parts = []
         for which in (kin, ~kin):  # two copies at the most, each of one slice of slots
@@ -115,8 +118,8 @@ class DenseCache:
     def _adopt(self, parents: Tensor, lengths: Tensor) -> None:
         """Families after a move: a row that forks for the first time founds one with its children."""
         family, shared = self._family[parents], self._shared[parents]
-        alone = (self._family[:, None] == self._family).sum(1) == 1
-        founds = alone[parents]
+        _, number, kin = np.unique(self._family.numpy(), return_inverse=True, return_counts=True)
+        founds = torch.from_numpy(kin[number] == 1)[parents]
         self._shared = torch.where(founds, lengths, shared)
         self._family = family
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from descant.context import Context
 from descant.processors.base import LogitsProcessor, marked, number
 from descant.processors.lengths import Ids, ids_of
-from descant.step import Context
 
 __all__ = ["SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"]
 

@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from descant.context import Context
 from descant.errors import InputError
-from descant.step import Context
 
 __all__ = ["FixedProcessor", "ForeignProcessor", "LogitsProcessor", "LogitsProcessorList", "marked", "number"]
 

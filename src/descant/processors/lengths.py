@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from descant.context import Context
 from descant.processors.base import LogitsProcessor, marked, number
-from descant.step import Context
 
 __all__ = [
     "ForcedBOSTokenLogitsProcessor",

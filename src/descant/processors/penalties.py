@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from descant.context import Context
 from descant.errors import InputError
 from descant.processors.base import LogitsProcessor, marked, number
-from descant.step import Context
 
 __all__ = ["RepetitionPenaltyLogitsProcessor"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,9 +64,9 @@ class Beam:
         self._scores: Array = np.zeros((0, width), dtype=np.float32)  # [M, W] of the pools, best first
         self._pools: Array = np.zeros((0, width), dtype=object)  # [M, W] Hypothesis, or None where none yet
 
-    def propose(self, rows: Rows) -> Proposal:
+    def propose(self, rows: Rows) -> Proposal:  # noqa: ARG002
         """Nothing is guessed ahead."""
-        return Proposal.none(rows)
+        return Proposal()
 
     def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:  # noqa: ARG002
         """The best continuations of every request; requests that cannot improve leave."""
@@ -81,19 +81,7 @@ class Beam:
             )
             for count in np.unique(counts)
         ]
-        if len(parts) == 1:
-            return parts[0]
-        return Selection(
-            torch.cat([part.parents for part in parts]),
-            torch.cat([part.accepted for part in parts]),
-            torch.cat([part.tokens for part in parts]),
-            torch.cat([part.slot for part in parts]),
-            columns={
-                name: torch.cat([_tensor(part.columns[name]) for part in parts]) for name in self.columns
-            },
-            finished=[request for part in parts for request in part.finished],
-            failed=[request for part in parts for request in part.failed],
-        )
+        return parts[0] if len(parts) == 1 else self._together(parts)
 
     def finish(self, request: int) -> list[Hypothesis]:
         """The request's pool, best first."""
@@ -109,6 +97,19 @@ class Beam:
             self._requests[keep],
             self._scores[keep],
             self._pools[keep],
+        )
+
+    def _together(self, parts: Sequence[Selection]) -> Selection:
+        """The selections of several groups of requests as one."""
+        return Selection(
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([_tensor(part.parents) for part in parts]),
+            slot=torch.cat([_tensor(part.slot) for part in parts]),
+            columns={
+                name: torch.cat([_tensor(part.columns[name]) for part in parts]) for name in self.columns
+            },
+            finished=[request for part in parts for request in part.finished],
+            failed=[request for part in parts for request in part.failed],
         )
 
     def _admit(self, requests: Array) -> None:
@@ -143,10 +144,9 @@ class Beam:
         parents = found.rows[on].gather(1, keep).flatten()
         whence = found.slots[on].gather(1, keep).flatten()
         return Selection(
-            parents,
-            torch.zeros_like(parents),
             found.tokens[on].gather(1, keep).flatten().to(scores.device, non_blocking=True),
-            torch.arange(keep.shape[1]).repeat(len(keep)),
+            parents,
+            slot=torch.arange(keep.shape[1]).repeat(len(keep)),
             columns={"score": torch.from_numpy(alive)[on].flatten(), "trail": _trails(rows, parents, whence)},
             finished=finished,
             failed=failed,
@@ -163,7 +163,7 @@ class Beam:
         count = min(self._count, total.shape[1])
         if self._draws:
             # Noise for all `width` beams also while there is one, so that the stream does not depend on it.
-            leader = replace(rows.take(index[:, 0]), slot=torch.zeros(batch, dtype=torch.long))
+            leader = rows.take(index[:, 0]).changed(slot=torch.zeros(batch, dtype=torch.long))
             noise = self._noise.draw(leader, self._width * vocabulary)[:, : total.shape[1]]
             at = (total.softmax(-1) / noise).topk(count).indices
             best = total.gather(1, at)

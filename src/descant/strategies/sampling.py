@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,37 +29,40 @@ class Sampling:
         self._done: dict[int, dict[int, Hypothesis]] = {}
         self._split: tuple[object, Tensor, Tensor] | None = None  # (version, greedy rows, sampling rows)
 
-    def propose(self, rows: Rows) -> Proposal:
+    def propose(self, rows: Rows) -> Proposal:  # noqa: ARG002
         """Nothing is guessed ahead."""
-        return Proposal.none(rows)
+        return Proposal()
 
     def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:  # noqa: ARG002
         """One token a row; rows that end leave."""
         scores = output.logits[:, 0]  # [R, V]
         rows, parents = _fanned(rows)
-        if len(parents) != len(scores):
+        if parents is not None:
             scores = pick(scores, parents)
         tokens = self._chosen(rows, scores)
         # The one transfer of the step: what was chosen, and whether it could be chosen at all.
-        possible = scores.gather(1, tokens[:, None])[:, 0] > -torch.inf
-        host, sound = torch.stack((tokens, possible.long())).cpu()
-        failed = [] if bool(sound.all()) else sorted(set(rows.request[sound == 0].tolist()))
+        chosen = tokens[:, None]
+        possible = scores.gather(1, chosen) > -torch.inf
+        host, sound = torch.cat((chosen, possible), 1).cpu().unbind(1)
+        emitted = Emission(rows.request, rows.slot, host)
 
-        reasons = self._stop.ended(rows, torch.arange(len(rows)), host)
-        gone = torch.stack([which for _, which in reasons]).any(0)
+        reasons = self._stop.ended(rows, None, host)
+        gone = reasons[0][1]
+        for _, which in reasons[1:]:
+            gone = gone | which
+        failed = [] if bool(sound.all()) else sorted(set(rows.request[sound == 0].tolist()))
         if failed:
-            gone |= torch.isin(rows.request, torch.tensor(failed))
-        slot, finished = rows.slot, []
-        if bool(gone.any()):
-            finished = self._retired(rows, host, gone, reasons, failed)
-            keep = (~gone).nonzero().squeeze(1)
-            parents, slot, tokens = parents[keep], slot[keep], pick(tokens, keep)
+            gone = gone | torch.isin(rows.request, torch.tensor(failed))
+        if not bool(gone.any()):
+            slot = None if parents is None else rows.slot
+            return Selection(tokens, parents, slot=slot, emitted=emitted)
+        finished = self._retired(rows, host, gone, reasons, failed)
+        keep = (~gone).nonzero().squeeze(1)
         return Selection(
-            parents,
-            torch.zeros_like(parents),
-            tokens,
-            slot,
-            emitted=Emission(rows.request, rows.slot, host),
+            pick(tokens, keep),
+            keep if parents is None else parents[keep],
+            slot=rows.slot[keep],
+            emitted=emitted,
             finished=finished,
             failed=failed,
         )
@@ -114,13 +116,16 @@ class Sampling:
         return [request for request in dict.fromkeys(rows.request[index].tolist()) if request not in others]
 
 
-def _fanned(rows: Rows) -> tuple[Rows, Tensor]:
+def _fanned(rows: Rows) -> tuple[Rows, Tensor | None]:
     """The rows that choose, and which fed row each stands on: more than were fed at a first choice."""
-    copies = torch.where(rows.length == rows.prompt, params_of(rows)["copies"], 1)
+    fresh = rows.length == rows.prompt
+    if not bool(fresh.any()):
+        return rows, None
+    copies = torch.where(fresh, params_of(rows)["copies"], 1)
     parents = torch.arange(len(rows)).repeat_interleave(copies)
     if len(parents) == len(rows):
-        return rows, parents
+        return rows, None
     first = torch.cumsum(copies, 0) - copies
     slot = torch.arange(len(parents)) - first[parents]
     slot = torch.where(copies[parents] > 1, slot, rows.slot[parents])
-    return replace(rows.take(parents), slot=slot), parents
+    return rows.take(parents).changed(slot=slot), parents

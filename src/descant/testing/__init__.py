@@ -1,0 +1,39 @@
+"""The laws of Descant as contract tests: plain functions that raise AssertionError, for ours and for yours.
+
+| Law | Checked by |
+|---|---|
+| a batch of N equals N batches of 1, in any order | `check_batch` |
+| admitted mid-flight equals admitted first, whatever becomes of the neighbours | `check_admission` |
+| a seeded request draws the same, whoever else is there and whenever it came | `check_seed` |
+| all drafts at once equals one by one, and what is rolled back leaves no trace | `check_drafts` |
+| a cache equals a list of lists, under any sequence of operations | `check_cache`, `check_generation` |
+| a processor looks at its own line alone, and changes nothing | `check_processor` |
+| a config written, read and written again is the same file | `check_config_roundtrip` |
+
+`check_cache` searches with hypothesis: `pip install descant[testing]`.
+"""
+
+from descant.testing.cache import ListCache, check_cache, check_generation
+from descant.testing.config import check_config_roundtrip
+from descant.testing.drafts import check_drafts
+from descant.testing.outcome import Outcome, compare, outcomes
+from descant.testing.processor import check_processor
+from descant.testing.requests import check_admission, check_batch, check_seed
+from descant.testing.schedule import Schedule, failing
+
+__all__ = [
+    "ListCache",
+    "Outcome",
+    "Schedule",
+    "check_admission",
+    "check_batch",
+    "check_cache",
+    "check_config_roundtrip",
+    "check_drafts",
+    "check_generation",
+    "check_processor",
+    "check_seed",
+    "compare",
+    "failing",
+    "outcomes",
+]
