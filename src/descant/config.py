@@ -107,7 +107,7 @@ class GenerationConfig(Parameters):
         """The config that counts: call > argument > model > default, checked as a whole.
 
         The result holds at most one of each pair of lengths, no value without use, and knows the
-        `source` of every field.
+        `source` of every field. Merged again alone, it stays as it is.
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
@@ -123,6 +123,9 @@ class GenerationConfig(Parameters):
         refuse_later(values, sources)
         refuse_contradictions(values, sources)
         refuse_impossible(values, sources)
+        if argument is not None and model is None and not call:  # a check of one config: it knows its past
+            sources = {name: argument.source(name) for name in values}
+            unused = {**argument._unused, **unused}
         return cls._make(values, sources, FrozenMap(extra), FrozenMap(unused))
 
     @classmethod

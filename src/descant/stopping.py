@@ -31,10 +31,13 @@ class Stops:
     def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Tensor]]:
         """Reasons, and which candidates each ends [N]: `tokens[i]` after row `parents[i]`, on the host."""
         params = params_of(rows)
-        eos, full = params["eos"], rows.length + 1 >= params["limit"]
+        # Numpy, here and where else a step works on a handful of host numbers: torch's dispatch would
+        # take longer than the work.
+        eos, full = params["eos"].numpy(), rows.length.numpy() + 1 >= params["limit"].numpy()
         if parents is not None:
-            eos, full = eos[parents], full[parents]
-        found = [("eos", (tokens[:, None] == eos).any(1)), ("length", full)]
+            eos, full = eos[parents.numpy()], full[parents.numpy()]
+        ends = (tokens.numpy()[:, None] == eos).any(1)
+        found = [("eos", torch.from_numpy(ends)), ("length", torch.from_numpy(full))]
         if self.timed:
             late = params["deadline"] <= time.monotonic()
             found.append(("time", late if parents is None else late[parents]))

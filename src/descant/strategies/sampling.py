@@ -47,15 +47,12 @@ class Sampling:
         emitted = Emission(rows.request, rows.slot, host)
 
         reasons = self._stop.ended(rows, None, host)
-        gone = reasons[0][1]
-        for _, which in reasons[1:]:
-            gone = gone | which
-        failed = [] if bool(sound.all()) else sorted(set(rows.request[sound == 0].tolist()))
-        if failed:
-            gone = gone | torch.isin(rows.request, torch.tensor(failed))
-        if not bool(gone.any()):
+        if sound.numpy().all() and not any(which.numpy().any() for _, which in reasons):
             slot = None if parents is None else rows.slot
             return Selection(tokens, parents, slot=slot, emitted=emitted)
+        gone = torch.stack([which for _, which in reasons]).any(0)
+        failed = sorted(set(rows.request[sound == 0].tolist()))
+        gone |= torch.isin(rows.request, torch.tensor(failed, dtype=torch.long))
         finished = self._retired(rows, host, gone, reasons, failed)
         keep = (~gone).nonzero().squeeze(1)
         return Selection(
@@ -118,9 +115,9 @@ class Sampling:
 
 def _fanned(rows: Rows) -> tuple[Rows, Tensor | None]:
     """The rows that choose, and which fed row each stands on: more than were fed at a first choice."""
-    fresh = rows.length == rows.prompt
-    if not bool(fresh.any()):
+    if not (rows.length.numpy() == rows.prompt.numpy()).any():
         return rows, None
+    fresh = rows.length == rows.prompt
     copies = torch.where(fresh, params_of(rows)["copies"], 1)
     parents = torch.arange(len(rows)).repeat_interleave(copies)
     if len(parents) == len(rows):

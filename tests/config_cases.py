@@ -1,0 +1,67 @@
+"""For every generation parameter what it takes and what it refuses."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from descant.config import FIELDS, GenerationConfig
+
+BOOLS = ([True, False, np.bool_(True), torch.tensor(False)], [0, 1, "true", 1.0, [True]])
+COUNTS = (
+    [1, 7, np.int64(3), torch.tensor(5)],
+    [0, -1, 1.0, True, "1", float("nan"), 2**63, [1], torch.ones(2)],
+)
+SIZES = ([0, *COUNTS[0]], COUNTS[1][1:])
+SHARES = ([0.5, 1, np.float32(0.25), torch.tensor(0.5)], [-0.1, 1.1, float("nan"), "0.5", True, [0.5]])
+SCALES = ([1.5, 1, 1e-30], [0.0, -1.0, 1e-40, 1e31, float("inf"), float("nan"), "1", False])
+IDS = ([0, 5, np.int32(5)], [-2, 1.5, True, "</s>", [], [[1]], [-1]])
+ID_LISTS = ([0, [1, 2], (3,), torch.tensor([4, 5]), np.array([6]), range(2), {7}], IDS[1])
+TOKEN_LISTS = ([[], [1, 2], torch.tensor([3])], [-1, [-1], "ab", [[1]], [None], [True]])
+DICTS = ([{"nbits": 4, "deep": {"list": [1]}}], [1, "x", [1], {1: 2}, {"a": {1, 2}}])
+
+# For each field what it takes and what it refuses.
+CASES = {
+    **dict.fromkeys((n for n, f in FIELDS.items() if f.type == "bool"), BOOLS),
+    **dict.fromkeys((n for n, f in FIELDS.items() if f.type == "int" and f.group != "tokens"), COUNTS),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "forced_bos_token_id"), IDS),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "top_k", "seed"), SIZES),
+    "encoder_no_repeat_ngram_size": SIZES,
+    **dict.fromkeys(("eos_token_id", "forced_eos_token_id", "decoder_start_token_id"), ID_LISTS),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), TOKEN_LISTS),
+    **dict.fromkeys(("top_p", "min_p", "penalty_alpha"), ([0, *SHARES[0]], SHARES[1])),
+    "assistant_confidence_threshold": SHARES,
+    **dict.fromkeys(("typical_p", "top_h"), (SHARES[0], [0, *SHARES[1]])),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), ([0, 3e-4], [1, *SHARES[1]])),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), SCALES),
+    "temperature": ([0, 0.0, *SCALES[0]], SCALES[1][1:]),
+    "max_time": ([0.5, 3], [0, -1.0, float("inf"), "1", True]),
+    "length_penalty": ([-1, 0, 2.5], [51, -51, float("nan"), "1", True, int]),
+    "diversity_penalty": ([0, 1.5], [-0.1, float("nan"), "1"]),
+    "guidance_scale": ([1.0, -2, 7.5], [float("inf"), "7", True]),
+    "early_stopping": ([True, False, "never"], ["always", 1, 0, [True]]),
+    "num_assistant_tokens_schedule": (["constant", "heuristic", "heuristic_transient"], ["linear", 1, ""]),
+    "cache_implementation": (["dynamic", "static", "quantized"], ["paged", 1, True]),
+    "stop_strings": (["\n", ["a", "b"]], ["", [], [""], [1], 5, {"a": 1}]),
+    "dola_layers": (["low", "high", [0, 2]], ["mid", [], [-1], 3, [True]]),
+    "bad_words_ids": ([[[1]], ((1, 2), (3,))], [[], [[]], [1], [[-1]], "ab", [["a"]]]),
+    "force_words_ids": ([[[1, 2]], [[[1], [2, 3]], [4]]], [[], [[]], [[[]]], [1], [[["a"]]]]),
+    "forced_decoder_ids": ([[], [[1, 9]], [[1, None], [2, 7]]], [[1], [[1]], [[None, 1]], [[1, -1]], "a"]),
+    "exponential_decay_length_penalty": (
+        [(10, 1.1), [0, 2]], [(10,), (1.5, 2.0), (-1, 1.0), (1, 0.0), 3, "ab"],
+    ),
+    "sequence_bias": (
+        [{(1, 2): -1.0, (3,): 2}, [[[1, 2], -1.0]], {"(1, 2)": 0.5, "(3,)": 1}],
+        [{}, [], {(): 1.0}, {(1,): float("nan")}, {1: 2.0}, {("a",): 1.0}, [[1]], [[[1], 1], [[1], 2]], 3],
+    ),
+    **dict.fromkeys(("cache_config", "watermarking_config", "compile_config", "generation_kwargs"), DICTS),
+    "constraints": ([[SimpleNamespace]], [[], 3, "ab", [[[]]]]),
+}  # fmt: skip
+
+EVERY_VALUE = [(name, value) for name, (good, _) in CASES.items() for value in good]
+EVERY_MISTAKE = [(name, value) for name, (_, bad) in CASES.items() for value in bad]
+
+
+def made(name, value):
+    """A config with one field as a file would give it, so that unbuilt methods do not matter."""
+    return GenerationConfig.from_dict({name: value})

@@ -1,0 +1,54 @@
+"""The exception tree, and that every error can be read, shown and sent between processes."""
+
+import pickle
+
+import pytest
+import torch
+
+from descant.errors import (
+    ConfigError,
+    DescantError,
+    InputError,
+    MissingExtra,
+    NotInThisVersion,
+    RowError,
+    UnsupportedModel,
+    shown,
+)
+
+
+def test_the_exception_tree():
+    for kind, builtin in (
+        (ConfigError, ValueError), (NotInThisVersion, ConfigError), (InputError, ValueError),
+        (UnsupportedModel, ValueError), (RowError, ValueError), (MissingExtra, ImportError),
+    ):  # fmt: skip
+        assert issubclass(kind, DescantError)
+        assert issubclass(kind, builtin)
+    assert (
+        str(MissingExtra("serve", "The server"))
+        == "The server needs the extra `serve`: pip install descant[serve]"
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("a", "must be b", 1, "do c"), InputError(("a", "b"), "must", None), RowError("failed", 3),
+     MissingExtra("x", "y"), UnsupportedModel("no"), NotInThisVersion("a", "is not", object)],
+)  # fmt: skip
+def test_errors_survive_a_pickle(error):
+    twin = pickle.loads(pickle.dumps(error))
+    assert (type(twin), str(twin)) == (type(error), str(error))
+    for name in ("field", "request", "extra"):
+        assert getattr(twin, name, None) == getattr(error, name, None)
+
+
+def test_shown_is_short_and_never_fails():
+    class Nasty:
+        def __repr__(self):
+            raise RuntimeError
+
+    assert shown(Nasty()) == "<Nasty>"
+    assert shown(torch.zeros(2, 3)) == "Tensor [2, 3] torch.float32"
+    assert shown("a\nb" * 1000).endswith("...")
+    assert len(shown("x" * 1000)) == 80
+    assert shown(torch.tensor(3)) == "tensor(3)"
