@@ -70,9 +70,10 @@ def generate(
         config = recovered_config(generation_config, kwargs["input_ids"].shape[1])
         given = recovered_inputs(generation_config, kwargs, bool(model.config.is_encoder_decoder))
         return _Call(model, config, processors, own_criteria(criteria), streamer).run(given)
-    config = GenerationConfig.merge(
-        call, _config(generation_config), _config(getattr(model, "generation_config", None))
-    )
+    own = getattr(model, "generation_config", None)
+    # A model's own config handed back as the argument is still the model's: its leftovers stay harmless.
+    argument = None if generation_config is own else _config(generation_config)
+    config = GenerationConfig.merge(call, argument, _config(own))
     return _Call(model, config, processors, criteria, streamer).run(kwargs)
 
 
@@ -214,7 +215,7 @@ class _Call:
         beams = config.num_beams > 1
         lines = config.num_beams if beams else config.num_return_sequences
         first = {number: line * lines for line, number in enumerate(numbers)}
-        layout = Layout(first, lines, self._pad, prompts.lengths, prompts.shown.shape[1])
+        layout = Layout(first, lines, self._pad, prompts.shown.shape[1])
         values: dict[str, Any] = {"sequences": whole}
         if self.trace is not None:
             values |= {name: self.trace.tensors(name, layout) for name in ("scores", "logits")}

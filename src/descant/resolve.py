@@ -20,6 +20,7 @@ from descant.processors import (
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    LogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -47,55 +48,45 @@ class Stage:
     wanted: Callable[[GenerationConfig], bool]
 
 
-def _given(name: str) -> Callable[[GenerationConfig], bool]:
-    return lambda config: getattr(config, name) is not None
+def _stage(kind: type[LogitsProcessor], field: str, wanted: Callable[[GenerationConfig], bool]) -> Stage:
+    return Stage(kind.bare(), (field,), wanted)
 
 
-def _at_least(name: str, low: int) -> Callable[[GenerationConfig], bool]:
-    return lambda config: (getattr(config, name) or 0) >= low and bool(_ids(config.eos_token_id))
+def _set(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
+    """Whether a field is set to something that does something."""
+    return lambda config: getattr(config, name) not in (None, *neutral)
 
 
-def _sampling(name: str, neutral: tuple[Any, ...]) -> Callable[[GenerationConfig], bool]:
-    return lambda config: config.do_sample and getattr(config, name) not in neutral
+def _before_end(name: str) -> Callable[[GenerationConfig], bool]:
+    """Whether a field keeps rows from an end that they could otherwise choose."""
+    return lambda config: bool(getattr(config, name)) and bool(_ids(config.eos_token_id))
 
 
-# The documented order. A user's own processors stand at CUSTOM: after the rules, before the samplers.
-STAGES: Final[tuple[Stage, ...]] = (
-    Stage(
-        RepetitionPenaltyLogitsProcessor.bare(),
-        ("repetition_penalty",),
-        lambda config: config.repetition_penalty not in (None, 1.0),
-    ),
-    Stage(
-        MinLengthLogitsProcessor.bare(),
-        ("min_length",),
-        lambda config: config.min_new_tokens is None and _at_least("min_length", 1)(config),
-    ),
-    Stage(MinNewTokensLengthLogitsProcessor.bare(), ("min_new_tokens",), _at_least("min_new_tokens", 1)),
-    Stage(ForcedBOSTokenLogitsProcessor.bare(), ("forced_bos_token_id",), _given("forced_bos_token_id")),
-    Stage(ForcedEOSTokenLogitsProcessor.bare(), ("forced_eos_token_id",), _given("forced_eos_token_id")),
-    Stage(
-        InfNanRemoveLogitsProcessor.bare(),
-        ("remove_invalid_values",),
-        lambda config: bool(config.remove_invalid_values),
-    ),
-    Stage(
-        SuppressTokensLogitsProcessor.bare(),
-        ("suppress_tokens",),
-        lambda config: bool(config.suppress_tokens),
-    ),
-    Stage(
-        SuppressTokensAtBeginLogitsProcessor.bare(),
-        ("begin_suppress_tokens",),
-        lambda config: bool(config.begin_suppress_tokens),
-    ),
-    Stage(TemperatureLogitsWarper.bare(), ("temperature",), _sampling("temperature", (None, 1.0))),
-    Stage(TopKLogitsWarper.bare(), ("top_k",), _sampling("top_k", (None, 0))),
-    Stage(TopPLogitsWarper.bare(), ("top_p",), _sampling("top_p", (None, 1.0))),
-    Stage(MinPLogitsWarper.bare(), ("min_p",), _sampling("min_p", (None,))),
-    Stage(LogitNormalization.bare(), ("renormalize_logits",), lambda config: bool(config.renormalize_logits)),
+def _drawn(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
+    """The same as `_set`, of a field that only sampling reads."""
+    return lambda config: config.do_sample and getattr(config, name) not in (None, *neutral)
+
+
+# The documented order: rules, then the user's own processors, then samplers. One line a processor.
+RULES: Final[tuple[Stage, ...]] = (
+    _stage(RepetitionPenaltyLogitsProcessor, "repetition_penalty", _set("repetition_penalty", 1.0)),
+    _stage(MinLengthLogitsProcessor, "min_length", _before_end("min_length")),
+    _stage(MinNewTokensLengthLogitsProcessor, "min_new_tokens", _before_end("min_new_tokens")),
+    _stage(ForcedBOSTokenLogitsProcessor, "forced_bos_token_id", _set("forced_bos_token_id")),
+    _stage(ForcedEOSTokenLogitsProcessor, "forced_eos_token_id", _set("forced_eos_token_id")),
+    _stage(InfNanRemoveLogitsProcessor, "remove_invalid_values", _set("remove_invalid_values", False)),
+    _stage(SuppressTokensLogitsProcessor, "suppress_tokens", _set("suppress_tokens", ())),
+    _stage(SuppressTokensAtBeginLogitsProcessor, "begin_suppress_tokens", _set("begin_suppress_tokens", ())),
 )
-CUSTOM: Final = 8
+SAMPLERS: Final[tuple[Stage, ...]] = (
+    _stage(TemperatureLogitsWarper, "temperature", _drawn("temperature", 1.0)),
+    _stage(TopKLogitsWarper, "top_k", _drawn("top_k", 0)),
+    _stage(TopPLogitsWarper, "top_p", _drawn("top_p", 1.0)),
+    _stage(MinPLogitsWarper, "min_p", _drawn("min_p")),
+    _stage(LogitNormalization, "renormalize_logits", _set("renormalize_logits", False)),
+)
+STAGES: Final = (*RULES, *SAMPLERS)
+CUSTOM: Final = len(RULES)  # where the user's own stand
 
 # Fields that name tokens which the model must know, since they are chosen or looked up.
 _KNOWN_TOKENS: Final = (

@@ -21,7 +21,6 @@ class Layout:
     first: Mapping[int, int]
     copies: int  # lines a request
     pad: int  # what a row that has ended is certain to say
-    prompt: Tensor  # [B] tokens of each prompt
     width: int  # of the padded prompts
 
     @property
@@ -47,7 +46,6 @@ class Trace:
 
     wants: frozenset[str]  # "scores", "logits", "hidden_states", "attentions"
     steps: list[list[Observation]] = field(default_factory=list)
-    _seen: int = -1
 
     def begin(self) -> None:
         """A new step."""

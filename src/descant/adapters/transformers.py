@@ -21,6 +21,8 @@ from descant.step import Output, Proposal
 __all__ = ["TransformersModel"]
 
 
+_STATES = ("hidden_states", "attentions", "decoder_hidden_states", "decoder_attentions", "cross_attentions")
+
 # At most so many logits are computed in one forward of ragged prompts: 128 MiB in float32.
 _LOGITS = 2**25
 
@@ -169,6 +171,8 @@ class TransformersModel:
         else:
             past = batch.cached.to(device, non_blocking=True)
             positions = past[:, None] + torch.arange(width, device=device)
+            if width > 1:  # what only fills a shorter row up must not run off a table of positions
+                positions = positions.clamp(max=(batch.cached + batch.fed - 1).to(device)[:, None])
             span = Span(index, past, width, batch.stop)
             inputs["position_ids"] = positions
             inputs["attention_mask"] = self._mask(positions, batch.stop)
@@ -255,14 +259,7 @@ class TransformersModel:
         """The states asked for, with the rows they belong to."""
         if not self._states:
             return {}
-        names = (
-            "hidden_states",
-            "attentions",
-            "decoder_hidden_states",
-            "decoder_attentions",
-            "cross_attentions",
-        )
-        kept: dict[str, Any] = {name: answer[name] for name in names if answer.get(name) is not None}
+        kept: dict[str, Any] = {name: answer[name] for name in _STATES if answer.get(name) is not None}
         index = torch.arange(len(rows)) if batch.index is None else batch.index
         return kept | {"rows": index, "fed": batch.fed, "cached": batch.cached}
 
