@@ -133,6 +133,7 @@ class _Call:
         self.session = Session(model, states=self.states, observe=self.trace)
         self._refuse_fused_attention()
 
+    @torch.no_grad()
     def run(self, given: Mapping[str, Any]) -> Tensor | GenerateOutput:
         """The whole call."""
         model = self.session.model

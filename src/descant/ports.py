@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,9 @@ from descant.context import Context
 from descant.rows import Rows
 from descant.step import Hypothesis, Output, Proposal, Selection
 
-__all__ = ["Cache", "Drafter", "Facts", "Model", "Noise", "Processor", "Span", "Stop", "Strategy"]
+Array = np.ndarray[Any, np.dtype[np.bool_]]
+
+__all__ = ["Array", "Cache", "Drafter", "Facts", "Model", "Noise", "Processor", "Span", "Stop", "Strategy"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,7 @@ class Facts:
         )
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Where one forward writes: which rows, from which slot on, and how far it reads.
 
     A row's position is its slot. Rows that start level have an `int` for a start and need no scatter.
@@ -155,6 +157,6 @@ class Noise(Protocol):
 class Stop(Protocol):
     """What ends a row."""
 
-    def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Tensor]]:
-        """Reasons, and which candidates each ends [N]: `tokens[i]` after row `parents[i]`, on the host."""
+    def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Array]]:
+        """Reasons that end somebody, and which candidates [N]: `tokens[i]` after row `parents[i]` (host)."""
         ...

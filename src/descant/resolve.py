@@ -122,7 +122,8 @@ class Plan:
         begins = length + 1 if length == 1 and config.forced_bos_token_id is not None else length
         return {
             **self.values,
-            "limit": _limit(config, prompt, facts),
+            "limit": (limit := _limit(config, prompt, facts)),
+            "last": limit - 1,  # a row of this length has its last choice before it
             "begin_index": begins,
             "width": prompt.width or length,
             "deadline": float("inf") if config.max_time is None else time.monotonic() + config.max_time,

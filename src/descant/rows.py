@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = ["Column", "Rows", "join", "pick", "same"]
+__all__ = ["Column", "Even", "Rows", "join", "pick", "same"]
 
 _versions = count(1)
 
@@ -61,6 +60,13 @@ def join(first: Tensor, second: Tensor, fill: int = -1) -> Tensor:
     return torch.cat(padded)
 
 
+class Even(NamedTuple):
+    """Where rows stand that all stand alike, without a position that has no token."""
+
+    length: int
+    cached: int
+
+
 @dataclass
 class Rows:
     """The batch. Tokens live on the model's device; what the loop must know to steer lives on the host.
@@ -82,6 +88,8 @@ class Rows:
     version: object = field(default_factory=lambda: next(_versions))
 
     HOST = ("length", "cached", "offset", "prompt", "request", "slot")
+    _UNKNOWN = Even(-1, -1)
+    _even: ClassVar[Even | None] = _UNKNOWN
 
     def __len__(self) -> int:
         return len(self.length)
@@ -95,6 +103,15 @@ class Rows:
     def pending(self) -> Tensor:
         """How many positions of each row the cache does not hold yet [R]."""
         return self.position - self.cached
+
+    @property
+    def even(self) -> Even | None:
+        """Where the rows stand, if all stand alike; found out once, for most steps move all rows by one."""
+        if self._even is Rows._UNKNOWN:
+            length, cached = same(self.length), same(self.cached)
+            alike = length is not None and cached is not None and not self.offset.numpy().any()
+            vars(self)["_even"] = Even(length, cached) if alike else None  # type: ignore[arg-type]
+        return self._even
 
     def column(self, name: str) -> Tensor:
         """The tensor column of that name [R, ...]."""
@@ -133,34 +150,37 @@ class Rows:
                 raise TypeError(f"column `{name}` is a tensor in one table and Python state in the other")
         return Rows(join(self.tokens, other.tokens, 0), **host, columns=columns)
 
-    def append(self, tokens: Tensor, length: Tensor) -> Rows:
+    def append(self, tokens: Tensor, length: Tensor, **fields: Any) -> Rows:
         """The rows with `tokens` [R, K] after what they have, of which `length` (host) in all are decided."""
-        width = tokens.shape[1]
         if not len(self):
-            return self
-        store = self._grown(width)
-        start = self.level
-        if start is not None:
-            store[:, start : start + width] = tokens
-        else:
-            at = self.length.to(store.device)[:, None] + torch.arange(width, device=store.device)
-            store.scatter_(1, at, tokens)
-        return self.changed(tokens=store, length=length)
+            return self.changed(**fields)
+        width = tokens.shape[1]
+        store = self._grown(int(self.length.max()) + width)
+        at = self.length.to(store.device)[:, None] + torch.arange(width, device=store.device)
+        return self.changed(tokens=store.scatter_(1, at, tokens), length=length, **fields)
+
+    def advance(self, tokens: Tensor, **fields: Any) -> Rows:
+        """The rows with one more token each [R], everything before it cached."""
+        even = self.even if len(self) else None
+        if even is None:
+            return self.append(tokens[:, None], self.length + 1, cached=self.position, **fields)
+        store = self._grown(even.length + 1)
+        store.select(1, even.length).copy_(tokens)
+        now = Even(even.length + 1, even.length)
+        return self.changed(tokens=store, length=self.length + 1, cached=self.length, _even=now, **fields)
 
     def changed(self, **fields: Any) -> Rows:
         """The same rows with some fields new; what `dataclasses.replace` does, at a tenth of its price."""
-        new = copy(self)
-        vars(new).update(fields)
+        new = object.__new__(Rows)
+        mine = vars(new)
+        mine.update(vars(self))
+        if "length" in fields or "cached" in fields or "offset" in fields:
+            mine.pop("_even", None)
+        mine.update(fields)
         return new
 
-    @property
-    def level(self) -> int | None:
-        """The length of every row, where all have the same."""
-        return same(self.length)
-
-    def _grown(self, width: int) -> Tensor:
-        """The token store with room for `width` more tokens in every row."""
-        need = int(self.length.max()) + width
+    def _grown(self, need: int) -> Tensor:
+        """The token store with room for so many tokens in every row."""
         have = self.tokens.shape[1]
         if need <= have:
             return self.tokens

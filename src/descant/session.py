@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from descant.config import GenerationConfig
+from descant.context import Params, params_of
 from descant.errors import DescantError, InputError, RowError
 from descant.noise import Chance
 from descant.ports import Processor, Strategy
 from descant.processors import FixedProcessor, ForeignProcessor, LogitsProcessor
 from descant.resolve import CUSTOM, STAGES, Plan, Prompt, adapt, new_cache, plan, table
 from descant.rows import Column, Rows
-from descant.step import Hypothesis, Lane, Observation, Params, params_of, settle, step
+from descant.step import Hypothesis, Lane, Observation, Tokens, settle, step
 from descant.stopping import Criterion, Stops
 
 __all__ = ["Event", "Failed", "Finished", "Request", "Session", "Tokens"]
@@ -43,15 +44,6 @@ class Request:
     width: int = 0  # of the padded prompts it came with; a user's processor is shown ids of that width
     line: int = -1  # which line of torch's noise is its own; -1: it draws from a stream of its own
     merged: bool = False  # the config has taken in the model's own already
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """New tokens of a step, one for each of several rows: columns on the host, not one object a token."""
-
-    request: Tensor  # [N]
-    slot: Tensor  # [N] which of the request's sequences
-    token: Tensor  # [N]
 
 
 @dataclass(frozen=True)
@@ -159,11 +151,7 @@ class Session:
             return []
         self._rows, selections = step(self.model, self._cache, self._rows, self._lanes_of, self._observe)
         self.steps += 1
-        events: list[Event] = []
-        for selection in selections:
-            if selection.emitted is not None:
-                emitted = selection.emitted
-                events.append(Tokens(emitted.request, emitted.slot, emitted.tokens))
+        events: list[Event] = [one.emitted for one in selections if one.emitted is not None]
         for selection in selections:
             for request in selection.failed:
                 events.append(Failed(request, self._impossible(request)))

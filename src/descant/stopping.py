@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from descant.rows import Rows
 
 __all__ = ["Criterion", "Stops"]
 
+Array = np.ndarray[Any, np.dtype[np.bool_]]
 Criterion = Callable[..., Any]  # (input_ids [N, L], scores) -> bool, or bool [N]
 
 
@@ -28,29 +30,40 @@ class Stops:
         self.foreign: dict[int, Criterion] = {}
         self.timed = False  # whether any request that ever came has a deadline
 
-    def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Tensor]]:
+    def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Array]]:
         """Reasons, and which candidates each ends [N]: `tokens[i]` after row `parents[i]`, on the host."""
-        params = params_of(rows)
         # Numpy, here and where else a step works on a handful of host numbers: torch's dispatch would
         # take longer than the work.
-        eos, full = params["eos"].numpy(), rows.length.numpy() + 1 >= params["limit"].numpy()
+        params = params_of(rows)
+        full = rows.length.numpy() >= params["last"].numpy()
         if parents is not None:
-            eos, full = eos[parents.numpy()], full[parents.numpy()]
-        ends = (tokens.numpy()[:, None] == eos).any(1)
-        found = [("eos", torch.from_numpy(ends)), ("length", torch.from_numpy(full))]
+            full = full[parents.numpy()]
+        found = [("length", full)] if full.any() else []
+        eos = params["eos"].numpy()
+        ends = (tokens.numpy()[:, None] == (eos if parents is None else eos[parents.numpy()])).any(1)
+        if ends.any():
+            found.insert(0, ("eos", ends))
         if self.timed:
-            late = params["deadline"] <= time.monotonic()
-            found.append(("time", late if parents is None else late[parents]))
+            late = params["deadline"].numpy() <= time.monotonic()
+            if late.any():
+                found.append(("time", late if parents is None else late[parents.numpy()]))
         if self.foreign:
-            whence = torch.arange(len(rows)) if parents is None else parents
-            wanted = params["criteria"][whence]
-            for bit, criterion in self.foreign.items():
-                mine = ((wanted >> bit) & 1).bool()
-                if bool(mine.any()):
-                    found.append(("stop", self._ask(criterion, rows, whence, tokens, mine)))
+            found += self._asked(rows, torch.arange(len(rows)) if parents is None else parents, tokens)
         return found
 
-    def _ask(self, criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, mine: Tensor) -> Tensor:
+    def _asked(self, rows: Rows, parents: Tensor, tokens: Tensor) -> list[tuple[str, Array]]:
+        """The verdicts of the users' own criteria."""
+        found = []
+        wanted = params_of(rows)["criteria"][parents]
+        for bit, criterion in self.foreign.items():
+            mine = ((wanted >> bit) & 1).bool()
+            if bool(mine.any()):
+                verdict = self._ask(criterion, rows, parents, tokens, mine)
+                if verdict.any():
+                    found.append(("stop", verdict))
+        return found
+
+    def _ask(self, criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, mine: Tensor) -> Array:
         """A user's verdict on the candidates `mine` [N], who sees ids padded on the left."""
         index = mine.nonzero().squeeze(1)
         whence = parents[index]
@@ -69,4 +82,4 @@ class Stops:
             )
         answer = torch.zeros_like(mine)
         answer[index] = verdict.cpu().expand(len(index))
-        return answer
+        return answer.numpy()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,22 +26,22 @@ _STATES = ("hidden_states", "attentions", "decoder_hidden_states", "decoder_atte
 _LOGITS = 2**25
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Rows that share a forward."""
 
-    index: Tensor | None  # [N] (host); None: the whole table
+    rows: Tensor | None  # [N] (host); None: the whole table
+    size: int  # how many rows
     cached: Tensor  # [N] (host) positions before the fed ones
-    fed: Tensor  # [N] (host) how many are fed
+    fed: Tensor  # [N] (host) how many are fed; not looked at where it is one each
     start: int | None  # the position that all start at; None: they differ
     width: int  # how many positions are fed, the longest row's
 
     @classmethod
-    def of(cls, cached: Tensor, fed: Tensor, index: Tensor | None = None) -> _Batch:
-        """A batch of the rows `index`."""
-        if index is not None:
-            cached, fed = cached[index], fed[index]
-        return cls(index, cached, fed, same(cached), int(fed.numpy().max()))
+    def of(cls, cached: Tensor, fed: Tensor, rows: Tensor | None = None) -> _Batch:
+        """A batch of the rows `rows`."""
+        if rows is not None:
+            cached, fed = cached[rows], fed[rows]
+        return cls(rows, len(fed), cached, fed, same(cached), int(fed.max()))
 
     @property
     def stop(self) -> int:
@@ -62,17 +61,15 @@ class TransformersModel:
     def __init__(self, model: PreTrainedModel, states: Sequence[str] = ()) -> None:
         self.model = model
         self.facts: Facts = facts_of(model)
+        self.device = torch.device(
+            model.device
+        )  # where it takes its inputs; asked once, for the model searches
         self._states = tuple(states)  # what else to return: "hidden_states", "attentions"
         self._memory = Memory()
         self._embeddings: dict[int, Tensor] = {}
         self._encoded: Any = {}
         self.forwards = 0
         self.positions_fed = 0
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model takes its inputs."""
-        return torch.device(self.model.device)
 
     @property
     def encoded(self) -> Any:
@@ -95,32 +92,36 @@ class TransformersModel:
         for request in requests:
             self._embeddings.pop(request, None)
 
-    @torch.no_grad()
     def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
         """Feed each row's pending tokens and drafts; logits of the last pending token and of every draft."""
-        pending = rows.pending
-        batches = self._batches(rows, pending if proposal.drafts is None else pending + proposal.tried())
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(rows, proposal, cache)
+        batches = self._batches(rows, proposal)
         if len(batches) == 1:
             logits, states = self._run(rows, proposal, cache, batches[0])
-            return Output(logits, [states] if self._states else [])
+            return Output(logits, [states] if self._states else ())
         joint: Tensor | None = None
         all_states = []
         for batch in batches:
-            assert batch.index is not None
+            assert batch.rows is not None
             logits, states = self._run(rows, proposal, cache, batch)
             all_states.append(states)
             if joint is None:
                 joint = logits.new_empty(len(rows), proposal.width + 1, logits.shape[-1])
-            joint[batch.index.to(logits.device)] = logits
+            joint[batch.rows.to(logits.device)] = logits
         assert joint is not None
-        return Output(joint, all_states if self._states else [])
+        return Output(joint, all_states if self._states else ())
 
     # -------------------------------------------------------------------- what shares a forward
-    def _batches(self, rows: Rows, fed: Tensor) -> list[_Batch]:
+    def _batches(self, rows: Rows, proposal: Proposal) -> list[_Batch]:
         """The rows in as few forwards as their lengths allow, fresh rows first."""
-        cached = rows.cached
+        cached, even = rows.cached, rows.even
+        if even is not None and even.length == even.cached + 1 and proposal.drafts is None:
+            return [_Batch(None, len(rows), cached, cached, even.cached, 1)]
+        fed = rows.pending + proposal.tried()
         whole = _Batch.of(cached, fed)
-        if whole.width == 1 and (whole.start is not None or (self.facts.masks and int(cached.min()))):
+        if whole.width == 1 and (whole.start is not None or (self.facts.masks and cached.numpy().all())):
             return [whole]
         if whole.start is not None and not self._wasteful(fed) and self._readable(fed):
             return [whole]
@@ -164,7 +165,7 @@ class TransformersModel:
     ) -> tuple[Tensor, Mapping[str, Any]]:
         """One forward of the model: logits [N, K + 1, V] in float32, and the states asked for."""
         device, width = self.device, batch.width
-        index = None if batch.index is None else batch.index.to(device, non_blocking=True)
+        index = None if batch.rows is None else batch.rows.to(device, non_blocking=True)
         inputs = self._fed(rows, proposal, batch)
         if batch.start is not None:
             span = Span(index, batch.start, width, batch.start + width)
@@ -188,7 +189,7 @@ class TransformersModel:
             inputs[f"output_{name}"] = True
         answer = self.model(**inputs, use_cache=True, return_dict=True)
         self.forwards += 1
-        self.positions_fed += width * len(batch.fed)
+        self.positions_fed += width * batch.size
         logits = answer.logits
         if places is not None:
             line = torch.arange(len(logits), device=logits.device)[:, None]
@@ -198,7 +199,7 @@ class TransformersModel:
     def _fed(self, rows: Rows, proposal: Proposal, batch: _Batch) -> dict[str, Any]:
         """The tokens (or embeddings) that are fed [N, T]."""
         name = "decoder_input_ids" if self.facts.encoder_decoder else "input_ids"
-        index, width = batch.index, batch.width
+        index, width = batch.rows, batch.width
         tokens = rows.tokens if index is None else pick(rows.tokens, index)
         if self._embeddings:
             request = rows.request if index is None else rows.request[index]
@@ -246,7 +247,7 @@ class TransformersModel:
         """Which positions to compute logits for, and where each row's are among those [N, K + 1]."""
         if batch.width == 1:
             return None, None
-        last = batch.fed - proposal.tried(batch.index) - 1
+        last = batch.fed - proposal.tried(batch.rows) - 1
         at = (last[:, None] + torch.arange(proposal.width + 1)).clamp(max=batch.width - 1)
         if not self.facts.keeps_logits:
             return None, at
@@ -260,8 +261,9 @@ class TransformersModel:
         if not self._states:
             return {}
         kept: dict[str, Any] = {name: answer[name] for name in _STATES if answer.get(name) is not None}
-        index = torch.arange(len(rows)) if batch.index is None else batch.index
-        return kept | {"rows": index, "fed": batch.fed, "cached": batch.cached}
+        index = torch.arange(len(rows)) if batch.rows is None else batch.rows
+        fed = batch.fed if batch.width > 1 else torch.ones_like(batch.cached)
+        return kept | {"rows": index, "fed": fed, "cached": batch.cached}
 
     # -------------------------------------------------------------------- encoder-decoder
     def _encode(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
@@ -286,7 +288,7 @@ class TransformersModel:
         self._memory.open(requests, states, mask)
 
     def _decoder_side(self, rows: Rows, batch: _Batch, view: SelfView, span: Span) -> dict[str, Any]:
-        request = rows.request if batch.index is None else rows.request[batch.index]
+        request = rows.request if batch.rows is None else rows.request[batch.rows]
         lines = self._memory.lines(request)
         fresh = batch.start == 0
         cross = CrossView(self._memory, lines, span, 0 if fresh else self.facts.layers)

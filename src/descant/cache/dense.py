@@ -35,6 +35,7 @@ class DenseCache:
         self._family = torch.zeros(0, dtype=torch.long)  # [R] rows of one family share their first slots
         self._shared = torch.zeros(0, dtype=torch.long)  # [R] how many slots that is
         self._families = count(1)
+        self._kin = False  # whether rows ever moved: before, nobody shares anything
         self.moved = 0  # slots of keys and values copied between rows, for reports and tests
 
     def __len__(self) -> int:
@@ -88,8 +89,10 @@ class DenseCache:
                 self._move(parents, moves, lengths)
             self._adopt(parents, lengths)
             self._rows = len(parents)
+            self._kin = True
         self._lengths = lengths
-        self._shared = torch.minimum(self._shared, lengths)
+        if self._kin:
+            self._shared = torch.minimum(self._shared, lengths)
 
     def _move(self, parents: Tensor, moves: Tensor, lengths: Tensor) -> None:
         """Copy the rows that change place."""

@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from descant.context import params_of
 from descant.ports import Noise, Stop
 from descant.rows import Rows, pick
-from descant.step import Hypothesis, Output, Proposal, Selection, params_of
+from descant.step import Hypothesis, Output, Proposal, Selection
 
 __all__ = ["Beam"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+NOTHING = Proposal()
 # The score of what cannot be: finite, so that sums and comparisons with it stay in order.
 NEVER = np.float32(-1e9)
 
@@ -30,7 +32,7 @@ class _Candidates:
     slots: Tensor  # the same as the slot of its request
     tokens: Tensor
     ends: Array  # bool
-    reasons: Sequence[tuple[str, Tensor]]
+    reasons: Sequence[tuple[str, Array]]
 
     def reason(self, line: int, place: int) -> str:
         """Why that candidate ends."""
@@ -66,7 +68,7 @@ class Beam:
 
     def propose(self, rows: Rows) -> Proposal:  # noqa: ARG002
         """Nothing is guessed ahead."""
-        return Proposal()
+        return NOTHING
 
     def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:  # noqa: ARG002
         """The best continuations of every request; requests that cannot improve leave."""
@@ -174,7 +176,9 @@ class Beam:
         beam, tokens = places // vocabulary, places % vocabulary
         parents = index.gather(1, beam)
         reasons = self._stop.ended(rows, parents.flatten(), tokens.flatten())
-        ends = torch.stack([which for _, which in reasons]).any(0).view(batch, count).numpy()
+        ends = np.zeros((batch, count), dtype=bool)
+        for _, which in reasons:
+            ends |= which.reshape(batch, count)
         sums = bits.to(torch.int32).view(torch.float32).numpy()
         return _Candidates(sums, parents, rows.slot[parents], tokens, ends, reasons)
 

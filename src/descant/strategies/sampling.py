@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from descant.ports import Noise, Stop
+from descant.context import params_of
+from descant.ports import Array, Noise, Stop
 from descant.rows import Rows, pick
-from descant.step import Emission, Hypothesis, Output, Proposal, Selection, params_of
+from descant.step import Hypothesis, Output, Proposal, Selection, Tokens
 
 __all__ = ["Sampling"]
+
+NOTHING = Proposal()
 
 
 class Sampling:
@@ -28,33 +32,31 @@ class Sampling:
         self._stop = stop
         self._done: dict[int, dict[int, Hypothesis]] = {}
         self._split: tuple[object, Tensor, Tensor] | None = None  # (version, greedy rows, sampling rows)
+        self._seasoned: object = None  # the version of a table none of whose rows is fresh
 
     def propose(self, rows: Rows) -> Proposal:  # noqa: ARG002
         """Nothing is guessed ahead."""
-        return Proposal()
+        return NOTHING
 
     def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:  # noqa: ARG002
         """One token a row; rows that end leave."""
         scores = output.logits[:, 0]  # [R, V]
-        rows, parents = _fanned(rows)
+        rows, parents = self._fanned(rows)
         if parents is not None:
             scores = pick(scores, parents)
-        tokens = self._chosen(rows, scores)
-        # The one transfer of the step: what was chosen, and whether it could be chosen at all.
-        chosen = tokens[:, None]
-        possible = scores.gather(1, chosen) > -torch.inf
-        host, sound = torch.cat((chosen, possible), 1).cpu().unbind(1)
-        emitted = Emission(rows.request, rows.slot, host)
+        tokens, sound, host = self._chosen(rows, scores)
+        emitted = Tokens(rows.request, rows.slot, host)
 
         reasons = self._stop.ended(rows, None, host)
-        if sound.numpy().all() and not any(which.numpy().any() for _, which in reasons):
+        if not reasons and sound.all():
             slot = None if parents is None else rows.slot
             return Selection(tokens, parents, slot=slot, emitted=emitted)
-        gone = torch.stack([which for _, which in reasons]).any(0)
-        failed = sorted(set(rows.request[sound == 0].tolist()))
-        gone |= torch.isin(rows.request, torch.tensor(failed, dtype=torch.long))
+        failed = sorted(set(rows.request.numpy()[~sound].tolist()))
+        gone = np.isin(rows.request.numpy(), failed)
+        for _, which in reasons:
+            gone |= which
         finished = self._retired(rows, host, gone, reasons, failed)
-        keep = (~gone).nonzero().squeeze(1)
+        keep = torch.from_numpy(np.flatnonzero(~gone))
         return Selection(
             pick(tokens, keep),
             keep if parents is None else parents[keep],
@@ -73,33 +75,59 @@ class Sampling:
         """Forget a request."""
         self._done.pop(request, None)
 
-    def _chosen(self, rows: Rows, scores: Tensor) -> Tensor:
-        """The token of each row [R]."""
+    def _fanned(self, rows: Rows) -> tuple[Rows, Tensor | None]:
+        """The rows that choose, and which fed row each stands on: more than were fed at a first choice."""
+        if rows.version == self._seasoned:
+            return rows, None
+        # Rows are fresh only in the first step of a table's layout: new rows make a new layout.
+        self._seasoned = rows.version
+        fresh = rows.length == rows.prompt
+        copies = torch.where(fresh, params_of(rows)["copies"], 1)
+        parents = torch.arange(len(rows)).repeat_interleave(copies)
+        if len(parents) == len(rows):
+            return rows, None
+        first = torch.cumsum(copies, 0) - copies
+        slot = torch.arange(len(parents)) - first[parents]
+        slot = torch.where(copies[parents] > 1, slot, rows.slot[parents])
+        return rows.take(parents).changed(slot=slot), parents
+
+    def _chosen(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Array, Tensor]:
+        """The token of each row [R], whether it was possible at all (host), and the token on the host."""
         if self._split is None or self._split[0] != rows.version:
             sampled = params_of(rows)["do_sample"].bool()
             self._split = (rows.version, (~sampled).nonzero().squeeze(1), sampled.nonzero().squeeze(1))
         _, greedy, drawing = self._split
         if not len(drawing):
-            return scores.argmax(-1)
-        if not len(greedy):
-            return self._drawn(rows, scores)
-        drawn = self._drawn(rows.take(drawing), pick(scores, drawing))
-        return scores.argmax(-1).index_copy(0, drawing.to(drawn.device), drawn)
+            best, tokens = scores.max(-1)
+        elif not len(greedy):
+            best, tokens = self._drawn(rows, scores)
+        else:
+            best, tokens = scores.max(-1)
+            place = drawing.to(tokens.device)
+            won, drawn = self._drawn(rows.take(drawing), pick(scores, drawing))
+            best, tokens = best.index_copy(0, place, won), tokens.index_copy(0, place, drawn)
+        if tokens.device.type == "cpu":
+            return tokens, best.numpy() > -np.inf, tokens
+        # The one transfer of the step, both in one.
+        host, sound = torch.stack((tokens, (best > -torch.inf).long())).cpu()
+        return tokens, sound.numpy() > 0, host
 
-    def _drawn(self, rows: Rows, scores: Tensor) -> Tensor:
-        """One draw a row from the distribution of its scores [R]."""
-        return (scores.softmax(-1) / self._noise.draw(rows, scores.shape[1])).argmax(-1)
+    def _drawn(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """One draw a row from the distribution of its scores: how it won the race, and the token [R] each."""
+        race = scores.softmax(-1).div_(self._noise.draw(rows, scores.shape[1]))
+        best, tokens = race.max(-1)
+        return best.log(), tokens
 
     def _retired(
         self,
         rows: Rows,
         tokens: Tensor,
-        gone: Tensor,
-        reasons: Sequence[tuple[str, Tensor]],
+        gone: Array,
+        reasons: Sequence[tuple[str, Array]],
         failed: Sequence[int],
     ) -> list[int]:
         """Keep what the rows that go have written; the requests none of whose rows stay."""
-        index = gone.nonzero().squeeze(1)
+        index = torch.from_numpy(np.flatnonzero(gone))
         written = pick(rows.tokens, index).cpu()
         for line, row in enumerate(index.tolist()):
             request = int(rows.request[row])
@@ -109,20 +137,5 @@ class Sampling:
             new = torch.cat((written[line, start:stop], tokens[row : row + 1]))
             reason = next(name for name, which in reasons if which[row])
             self._done.setdefault(request, {})[int(rows.slot[row])] = Hypothesis(new, reason)
-        others = set(rows.request[~gone].tolist()) | set(failed)
+        others = set(rows.request.numpy()[~gone].tolist()) | set(failed)
         return [request for request in dict.fromkeys(rows.request[index].tolist()) if request not in others]
-
-
-def _fanned(rows: Rows) -> tuple[Rows, Tensor | None]:
-    """The rows that choose, and which fed row each stands on: more than were fed at a first choice."""
-    if not (rows.length.numpy() == rows.prompt.numpy()).any():
-        return rows, None
-    fresh = rows.length == rows.prompt
-    copies = torch.where(fresh, params_of(rows)["copies"], 1)
-    parents = torch.arange(len(rows)).repeat_interleave(copies)
-    if len(parents) == len(rows):
-        return rows, None
-    first = torch.cumsum(copies, 0) - copies
-    slot = torch.arange(len(parents)) - first[parents]
-    slot = torch.where(copies[parents] > 1, slot, rows.slot[parents])
-    return rows.take(parents).changed(slot=slot), parents

@@ -114,7 +114,7 @@ def _compare(desk: _Desk, rows: Rows, guess: _Guess, logits: Tensor, tolerance: 
             far = (logits[row, slot] - expected[length + slot]).abs().max()
             if not far <= tolerance:
                 raise AssertionError(
-                    f"request {int(rows.request[row])}, row {row}: the logits after {sequence[: length + slot]} "
+                    f"row {row}: the logits after {sequence[: length + slot]} "
                     f"(draft {slot} of {len(tried)}) differ by {far:.3g} from those of one by one"
                 )
 
