@@ -14,7 +14,7 @@ from descant.context import Context
 from descant.rows import Rows
 from descant.step import Hypothesis, Output, Proposal, Selection
 
-Array = np.ndarray[Any, np.dtype[np.bool_]]
+Array = np.ndarray[Any, np.dtype[Any]]  # on the host
 
 __all__ = ["Array", "Cache", "Drafter", "Facts", "Model", "Noise", "Processor", "Span", "Stop", "Strategy"]
 

@@ -141,7 +141,6 @@ class Session:
             row["criteria"], marks = self._criteria(request)
             self._live[number] = _Live(known, self._order[row["lane"]], bits, marks)
         self._noise.lines = lines or self._noise.lines
-        self._stops.timed |= any(row["deadline"] < float("inf") for row in made)
         self._append(self._fresh(numbers, prompts, [prompt.offset for _, prompt in live], table(made)))
         return numbers
 

@@ -150,15 +150,17 @@ def step(
     observe: Callable[[Observation], None] | None = None,
 ) -> tuple[Rows, list[Selection]]:
     """Advance every row: one forward for all, one choice per strategy, one commit."""
-    proposal = _proposed(rows, lanes(rows))
+    present = lanes(rows)
+    proposal = _proposed(rows, present)
     if proposal.parents is not None:
         rows = rows.take(proposal.parents)
         cache.commit(proposal.parents, rows.cached)
+        present = lanes(rows)
 
     output = model.forward(rows, proposal, cache)
 
     chosen: list[tuple[Tensor | None, Selection]] = []
-    for lane in lanes(rows):
+    for lane in present:
         mine, tried, heard = _narrow(rows, proposal, output, lane.index)
         scores = lane.process(mine, tried, heard.logits)
         if observe is not None:

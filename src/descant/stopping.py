@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,18 @@ from descant.rows import Rows
 
 __all__ = ["Criterion", "Stops"]
 
-Array = np.ndarray[Any, np.dtype[np.bool_]]
+Array = np.ndarray[Any, np.dtype[Any]]
 Criterion = Callable[..., Any]  # (input_ids [N, L], scores) -> bool, or bool [N]
+
+
+class _Terms(NamedTuple):
+    """What the rows of one layout of the table are measured by, worked out once."""
+
+    version: object
+    last: Array  # [R] the length before a row's last choice
+    soonest: int  # the least of them
+    eos: Array | None  # [R, E] end tokens, None where no row has any
+    deadline: Array | None  # [R], None where no row has one
 
 
 class Stops:
@@ -28,25 +38,30 @@ class Stops:
 
     def __init__(self) -> None:
         self.foreign: dict[int, Criterion] = {}
-        self.timed = False  # whether any request that ever came has a deadline
+        self._terms: _Terms | None = None
 
     def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Array]]:
-        """Reasons, and which candidates each ends [N]: `tokens[i]` after row `parents[i]`, on the host."""
+        """Reasons that end somebody, and which candidates [N]: `tokens[i]` after row `parents[i]` (host)."""
         # Numpy, here and where else a step works on a handful of host numbers: torch's dispatch would
         # take longer than the work.
-        params = params_of(rows)
-        full = rows.length.numpy() >= params["last"].numpy()
-        if parents is not None:
-            full = full[parents.numpy()]
-        found = [("length", full)] if full.any() else []
-        eos = params["eos"].numpy()
-        ends = (tokens.numpy()[:, None] == (eos if parents is None else eos[parents.numpy()])).any(1)
-        if ends.any():
-            found.insert(0, ("eos", ends))
-        if self.timed:
-            late = params["deadline"].numpy() <= time.monotonic()
+        terms, even = self._terms, rows.even
+        if terms is None or terms.version != rows.version:
+            terms = self._terms = _terms_of(rows)
+        index = None if parents is None else parents.numpy()
+        found: list[tuple[str, Array]] = []
+        if terms.eos is not None:
+            eos = terms.eos if index is None else terms.eos[index]
+            ends = (tokens.numpy()[:, None] == eos).any(1)
+            if ends.any():
+                found.append(("eos", ends))
+        if even is None or even.length >= terms.soonest:
+            full = rows.length.numpy() >= terms.last
+            if full.any():
+                found.append(("length", full if index is None else full[index]))
+        if terms.deadline is not None:
+            late = terms.deadline <= time.monotonic()
             if late.any():
-                found.append(("time", late if parents is None else late[parents.numpy()]))
+                found.append(("time", late if index is None else late[index]))
         if self.foreign:
             found += self._asked(rows, torch.arange(len(rows)) if parents is None else parents, tokens)
         return found
@@ -83,3 +98,10 @@ class Stops:
         answer = torch.zeros_like(mine)
         answer[index] = verdict.cpu().expand(len(index))
         return answer.numpy()
+
+
+def _terms_of(rows: Rows) -> _Terms:
+    params = params_of(rows)
+    last, eos, deadline = (params[name].numpy() for name in ("last", "eos", "deadline"))
+    ends, timed = bool((eos >= 0).any()), bool(np.isfinite(deadline).any())
+    return _Terms(rows.version, last, int(last.min()), eos if ends else None, deadline if timed else None)

@@ -182,9 +182,11 @@ class TransformersModel:
             inputs |= self._decoder_side(rows, batch, view, span)
         else:
             inputs["past_key_values"] = view
-        wanted, places = self._places(proposal, batch)
-        if wanted is not None:
-            inputs["logits_to_keep"] = wanted
+        places = None
+        if width > 1:
+            wanted, places = self._places(proposal, batch)
+            if wanted is not None:
+                inputs["logits_to_keep"] = wanted
         for name in self._states:
             inputs[f"output_{name}"] = True
         answer = self.model(**inputs, use_cache=True, return_dict=True)
@@ -194,7 +196,7 @@ class TransformersModel:
         if places is not None:
             line = torch.arange(len(logits), device=logits.device)[:, None]
             logits = logits[line, places.to(logits.device)]
-        return logits.float(), self._kept(answer, rows, batch)
+        return logits.float(), self._kept(answer, rows, batch) if self._states else {}
 
     def _fed(self, rows: Rows, proposal: Proposal, batch: _Batch) -> dict[str, Any]:
         """The tokens (or embeddings) that are fed [N, T]."""
@@ -245,8 +247,6 @@ class TransformersModel:
 
     def _places(self, proposal: Proposal, batch: _Batch) -> tuple[int | Tensor | None, Tensor | None]:
         """Which positions to compute logits for, and where each row's are among those [N, K + 1]."""
-        if batch.width == 1:
-            return None, None
         last = batch.fed - proposal.tried(batch.rows) - 1
         at = (last[:, None] + torch.arange(proposal.width + 1)).clamp(max=batch.width - 1)
         if not self.facts.keeps_logits:
@@ -258,8 +258,6 @@ class TransformersModel:
 
     def _kept(self, answer: Any, rows: Rows, batch: _Batch) -> Mapping[str, Any]:
         """The states asked for, with the rows they belong to."""
-        if not self._states:
-            return {}
         kept: dict[str, Any] = {name: answer[name] for name in _STATES if answer.get(name) is not None}
         index = torch.arange(len(rows)) if batch.rows is None else batch.rows
         fed = batch.fed if batch.width > 1 else torch.ones_like(batch.cached)

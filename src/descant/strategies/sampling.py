@@ -44,14 +44,14 @@ class Sampling:
         rows, parents = self._fanned(rows)
         if parents is not None:
             scores = pick(scores, parents)
-        tokens, sound, host = self._chosen(rows, scores)
+        tokens, best, host = self._chosen(rows, scores)
         emitted = Tokens(rows.request, rows.slot, host)
 
         reasons = self._stop.ended(rows, None, host)
-        if not reasons and sound.all():
+        if not reasons and best.min() > -np.inf:
             slot = None if parents is None else rows.slot
             return Selection(tokens, parents, slot=slot, emitted=emitted)
-        failed = sorted(set(rows.request.numpy()[~sound].tolist()))
+        failed = sorted(set(rows.request.numpy()[~(best > -np.inf)].tolist()))
         gone = np.isin(rows.request.numpy(), failed)
         for _, which in reasons:
             gone |= which
@@ -92,7 +92,7 @@ class Sampling:
         return rows.take(parents).changed(slot=slot), parents
 
     def _chosen(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Array, Tensor]:
-        """The token of each row [R], whether it was possible at all (host), and the token on the host."""
+        """The token of each row [R], its score (-inf: no token was possible), and the token on the host."""
         if self._split is None or self._split[0] != rows.version:
             sampled = params_of(rows)["do_sample"].bool()
             self._split = (rows.version, (~sampled).nonzero().squeeze(1), sampled.nonzero().squeeze(1))
@@ -107,10 +107,10 @@ class Sampling:
             won, drawn = self._drawn(rows.take(drawing), pick(scores, drawing))
             best, tokens = best.index_copy(0, place, won), tokens.index_copy(0, place, drawn)
         if tokens.device.type == "cpu":
-            return tokens, best.numpy() > -np.inf, tokens
-        # The one transfer of the step, both in one.
-        host, sound = torch.stack((tokens, (best > -torch.inf).long())).cpu()
-        return tokens, sound.numpy() > 0, host
+            return tokens, best.numpy(), tokens
+        # The one transfer of the step: the scores travel as their bits beside the tokens.
+        host, bits = torch.stack((tokens, best.view(torch.int32).long())).cpu()
+        return tokens, bits.to(torch.int32).view(torch.float32).numpy(), host
 
     def _drawn(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Tensor]:
         """One draw a row from the distribution of its scores: how it won the race, and the token [R] each."""
