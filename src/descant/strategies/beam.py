@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,16 @@ class _Candidates:
         return next(name for name, which in self.reasons if which[flat])
 
 
+class _Asked(NamedTuple):
+    """What the requests of a step ask for and have so far [B]."""
+
+    request: Array
+    new: Array  # how many new tokens a candidate has
+    most: Array  # how many it may have
+    early: Array  # 0: by the present length, 1: when the pool is full, 2: when nothing longer can win
+    penalty: Array
+
+
 class Beam:
     """`width` beams a request, after a prefill of one row; hypotheses that end go to the request's pool.
 
@@ -62,6 +72,7 @@ class Beam:
         self._draws = draws
         self._noise = noise
         self._stop = stop
+        self._known: object = None  # the version of a table all of whose requests have a pool
         self._requests: Array = np.zeros(0, dtype=np.int64)  # [M] ascending
         self._scores: Array = np.zeros((0, width), dtype=np.float32)  # [M, W] of the pools, best first
         self._pools: Array = np.zeros((0, width), dtype=object)  # [M, W] Hypothesis, or None where none yet
@@ -75,7 +86,9 @@ class Beam:
         scores = output.logits[:, 0]  # [R, V]
         order = np.lexsort((rows.slot.numpy(), rows.request.numpy()))
         requests, counts = np.unique(rows.request.numpy(), return_counts=True)
-        self._admit(requests)
+        if rows.version != self._known:
+            self._known = rows.version
+            self._admit(requests)
         # Requests at their first choice stand on one row, all others on `width`.
         parts = [
             self._advanced(
@@ -130,17 +143,17 @@ class Beam:
     def _advanced(self, rows: Rows, scores: Tensor, index: Tensor) -> Selection:
         """One step of the requests whose beams are the rows `index` [B, N]."""
         found = self._candidates(rows, scores, index)
-        first = rows.take(index[:, 0])  # a row of each request, for what its rows have in common
+        asked = _asked(rows, index[:, 0].numpy())
         running = found.scores + np.where(found.ends, NEVER, np.float32(0))
         best = np.argsort(-running, axis=1, kind="stable")[:, : self._width]
         alive = np.take_along_axis(running, best, 1)
-        lines = np.searchsorted(self._requests, first.request.numpy())
-        self._collect(rows, first, found, lines)
-        going = self._improvable(first, lines, alive, found.ends)
+        lines = np.searchsorted(self._requests, asked.request)
+        self._collect(rows, asked, found, lines)
+        going = self._improvable(asked, lines, alive, found.ends)
 
         possible = found.scores.max(1) > -np.inf
-        failed = first.request.numpy()[~possible].tolist()
-        finished = first.request.numpy()[possible & ~going].tolist()
+        failed = asked.request[~possible].tolist()
+        finished = asked.request[possible & ~going].tolist()
         on = torch.from_numpy(going & possible)
         keep = torch.from_numpy(best)[on]
         parents = found.rows[on].gather(1, keep).flatten()
@@ -182,16 +195,15 @@ class Beam:
         sums = bits.to(torch.int32).view(torch.float32).numpy()
         return _Candidates(sums, parents, rows.slot[parents], tokens, ends, reasons)
 
-    def _collect(self, rows: Rows, first: Rows, found: _Candidates, lines: Array) -> None:
+    def _collect(self, rows: Rows, asked: _Asked, found: _Candidates, lines: Array) -> None:
         """Put the candidates that end, of the first `width`, into their pools where they are good enough."""
-        params, width = params_of(first), self._width
-        full = _filled(self._pools[lines]).all(1)
-        closed = full & (params["early_stopping"].numpy() == 1)
-        ready = found.ends[:, :width] & ~closed[:, None]
+        width = self._width
+        ready = found.ends[:, :width]
         if not ready.any():
             return
-        new = (first.length + 1 - first.prompt).numpy()
-        shares = found.scores[:, :width] / _powers(new, params["length_penalty"].numpy())[:, None]
+        closed = _filled(self._pools[lines]).all(1) & (asked.early == 1)
+        ready = ready & ~closed[:, None]
+        shares = found.scores[:, :width] / _powers(asked.new, asked.penalty)[:, None]
         shares = np.where(ready, np.maximum(shares, NEVER), -np.inf)
         held = np.where(_filled(self._pools[lines]), self._scores[lines], -np.inf)
         merged = np.concatenate((held, shares), 1)
@@ -215,18 +227,26 @@ class Beam:
             )
         self._pools[lines] = pools
 
-    def _improvable(self, first: Rows, lines: Array, alive: Array, ends: Array) -> Array:
+    def _improvable(self, asked: _Asked, lines: Array, alive: Array, ends: Array) -> Array:
         """Which requests can still better their pool [B]."""
-        params = params_of(first)
-        early, penalty = params["early_stopping"].numpy(), params["length_penalty"].numpy()
-        new = (first.length + 1 - first.prompt).numpy()
-        most = (params["limit"] - first.prompt).numpy()
-        length = np.where((early == 2) & (penalty > 0), most, new)
-        reachable = alive[:, 0] / _powers(length, penalty)
-        have = _filled(self._pools[lines])
-        worst = np.where(have.all(1), self._scores[lines].min(1), NEVER)
-        full = have.all(1)
-        return np.asarray((reachable > worst) & ~(full & (early == 1)) & ~ends.all(1))
+        length = np.where((asked.early == 2) & (asked.penalty > 0), asked.most, asked.new)
+        reachable = alive[:, 0] / _powers(length, asked.penalty)
+        full = _filled(self._pools[lines]).all(1)
+        worst = np.where(full, self._scores[lines].min(1), NEVER)
+        return np.asarray((reachable > worst) & ~(full & (asked.early == 1)) & ~ends.all(1))
+
+
+def _asked(rows: Rows, lead: Array) -> _Asked:
+    """What the requests ask for whose first rows are `lead` [B]."""
+    params = params_of(rows)
+    prompt = rows.prompt.numpy()[lead]
+    return _Asked(
+        rows.request.numpy()[lead],
+        rows.length.numpy()[lead] + 1 - prompt,
+        params["limit"].numpy()[lead] - prompt,
+        params["early_stopping"].numpy()[lead],
+        params["length_penalty"].numpy()[lead],
+    )
 
 
 def _filled(pools: Array) -> Array:
