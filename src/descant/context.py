@@ -125,8 +125,8 @@ class Context:
         value = self._params[name]
         return bool((value == value[0]).all())
 
-    def left_padded(self, fill: int) -> Tensor:
-        """The tokens as a documented processor expects them: aligned at the right, `fill` before [N, W].
+    def left_padded(self) -> Tensor:
+        """The tokens as a documented processor expects them: aligned at the right, padded before [N, W].
 
         The width is that of the call's padded prompts and what is new, also when the longest has left.
         """
@@ -137,7 +137,7 @@ class Context:
         )
         wide = int((padding + self._length).max())
         at = torch.arange(wide, device=self._tokens.device) - (wide - self.length)
-        return torch.where(at >= 0, self._tokens.gather(1, at.clamp(min=0)), fill)
+        return torch.where(at >= 0, self._tokens.gather(1, at.clamp(min=0)), self.param("pad"))
 
     def take(self, index: Tensor) -> Context:
         """The lines `index` (host) alone."""

@@ -154,8 +154,7 @@ class _Call:
         ]
         numbers = self.session.admit(*requests, lines=len(prompts) * copies)
         done = self._drained(numbers, prompts, copies)
-        kept = [done[number][: self.config.num_return_sequences] for number in numbers]
-        return self._laid_out(prompts, numbers, [one for some in kept for one in some])
+        return self._laid_out(prompts, numbers, [one for number in numbers for one in done[number]])
 
     def _drained(self, numbers: Sequence[int], prompts: Prepared, copies: int) -> dict[int, list[Hypothesis]]:
         first = {number: line * copies for line, number in enumerate(numbers)}

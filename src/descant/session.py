@@ -16,7 +16,7 @@ from descant.context import Params, params_of
 from descant.errors import DescantError, InputError, RowError
 from descant.noise import Chance
 from descant.ports import Processor, Strategy
-from descant.processors import FixedProcessor, ForeignProcessor, LogitsProcessor
+from descant.processors import UserProcessors
 from descant.resolve import CUSTOM, STAGES, Plan, Prompt, adapt, new_cache, plan, table
 from descant.rows import Column, Rows
 from descant.step import Hypothesis, Lane, Observation, Tokens, settle, step
@@ -99,7 +99,7 @@ class Session:
         self._rows: Rows | None = None
         self._live: dict[int, _Live] = {}
         self._numbers = count()
-        self._custom: dict[int, Processor] = {}  # users' processors, by bit
+        self._custom: dict[int, UserProcessors] = {}  # what requests bring along, by bit
         self._lanes: tuple[object, list[Lane]] | None = None
         self._observe = observe
 
@@ -113,35 +113,37 @@ class Session:
         return 0 if self._rows is None else len(self._rows)
 
     def admit(self, *requests: Request, lines: int = 0) -> list[int]:
-        """Take requests into the table; their numbers. `lines` is for calls that share torch's noise."""
-        plans: dict[int, Plan] = {}
-        made, live, prompts = [], [], []
-        for request in requests:
-            ids = torch.as_tensor(request.prompt, dtype=torch.long).reshape(-1)
-            known = plans.get(id(request.generation_config))
-            if known is None:
-                config = request.generation_config
-                if not request.merged:
-                    config = GenerationConfig.merge({}, config, _own_config(self._given))
-                known = plans[id(request.generation_config)] = plan(config, self.model.facts)
-            embeds = request.inputs.get("inputs_embeds") if not self.model.facts.encoder_decoder else None
-            positions = len(ids) if embeds is None else len(embeds)
-            if not positions:
-                raise InputError("prompt", "must have at least one token", request.prompt)
-            prompt = Prompt(len(ids), positions - len(ids), request.width)
-            made.append(self._parameters(request, known, prompt))
-            live.append((known, prompt))
-            prompts.append(ids)
+        """Take requests into the table, all or none; their numbers.
+
+        `lines` is for calls that share torch's noise: how many lines it is drawn for.
+        """
         if not requests:
             return []
+        plans: dict[int, Plan] = {}
+        made, prompts, offsets = [], [], []
+        for request in requests:
+            known = plans.get(id(request.generation_config))
+            if known is None:
+                known = plans[id(request.generation_config)] = self._planned(request)
+            ids = self._ids(request)
+            embeds = request.inputs.get("inputs_embeds") if not self.model.facts.encoder_decoder else None
+            offsets.append(0 if embeds is None else len(embeds) - len(ids))
+            if not len(ids) + offsets[-1]:
+                raise InputError("prompt", "must have at least one token", request.prompt)
+            made.append(known.row(Prompt(len(ids), offsets[-1], request.width), self.model.facts))
+            prompts.append(ids)
+            _refuse_uncallable(request)
         numbers = [next(self._numbers) for _ in requests]
         self.model.open(numbers, _listed([request.inputs for request in requests]))
-        for number, request, (known, _), row in zip(numbers, requests, live, made, strict=True):
-            row["chain"], bits = self._chain(known, request)
-            row["criteria"], marks = self._criteria(request)
-            self._live[number] = _Live(known, self._order[row["lane"]], bits, marks)
+        try:
+            for number, request, row in zip(numbers, requests, made, strict=True):
+                self._live[number] = self._enrolled(request, plans[id(request.generation_config)], row)
+        except InputError:
+            for number in numbers:
+                self._close(number)
+            raise
         self._noise.lines = lines or self._noise.lines
-        self._append(self._fresh(numbers, prompts, [prompt.offset for _, prompt in live], table(made)))
+        self._append(self._fresh(numbers, prompts, offsets, table(made)))
         return numbers
 
     def step(self) -> list[Event]:
@@ -157,7 +159,7 @@ class Session:
                 self._live[request].strategy.drop(request)
                 self._close(request)
             for request in selection.finished:
-                events.append(Finished(request, self._live[request].strategy.finish(request)))
+                events.append(self._ended(request))
                 self._close(request)
         return events
 
@@ -180,38 +182,59 @@ class Session:
             yield from self.step()
 
     # -------------------------------------------------------------------- admission
-    def _parameters(self, request: Request, known: Plan, prompt: Prompt) -> dict[str, Any]:
-        """A row's parameters, those of the table's own keeping included."""
-        row = known.row(prompt, self.model.facts)
+    def _planned(self, request: Request) -> Plan:
+        """What a request's config comes to."""
+        config = request.generation_config
+        if not request.merged:
+            config = GenerationConfig.merge({}, config, _own_config(self._given))
+        return plan(config, self.model.facts)
+
+    def _ids(self, request: Request) -> Tensor:
+        """A request's prompt, checked [L]."""
+        try:
+            ids = torch.as_tensor(request.prompt)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError("prompt", "must be a sequence of token ids", request.prompt) from None
+        if ids.numel() == 0:
+            return ids.long().reshape(-1)
+        if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise InputError("prompt", "must be one sequence of token ids", request.prompt)
+        size = self.model.facts.vocabulary
+        if not request.merged and (int(ids.min()) < 0 or int(ids.max()) >= size):
+            raise InputError("prompt", f"must hold ids from 0 to {size - 1}", request.prompt)
+        return ids.long()
+
+    def _enrolled(self, request: Request, known: Plan, row: dict[str, Any]) -> _Live:
+        """Give a request its strategy, processors and criteria, and its row the numbers of these."""
         if known.key not in self._strategies:
-            strategy = known.build(self._noise, self._stops)
-            self._strategies[known.key] = strategy
-            self._order.append(strategy)
-        row["lane"] = self._order.index(self._strategies[known.key])
+            self._strategies[known.key] = known.build(self._noise, self._stops)
+            self._order.append(self._strategies[known.key])
+        strategy = self._strategies[known.key]
+        row["lane"] = self._order.index(strategy)
         row["line"] = max(request.line, 0)
         if row["seed"] < 0 and request.line < 0 and known.config.do_sample:
             # Without a seed a request outside a batch gets one by chance, so that its luck is its own.
             row["seed"] = int(torch.randint(2**62, ()))
-        return row
-
-    def _chain(self, known: Plan, request: Request) -> tuple[int, tuple[int, ...]]:
-        """The bits of a request's processors, the user's own beside the built-in ones."""
-        kinds = {type(one) for one in request.logits_processor}
-        # A processor given by hand takes the place of the one that the config would make.
-        built = [at for at in known.stages if at >= CUSTOM or type(STAGES[at].processor) not in kinds]
-        bits = tuple(
-            _bit(_given(one), self._custom, lambda kept, one=one: kept.function is one, "logits_processor")  # type: ignore[misc]
-            for one in request.logits_processor
-        )
-        return sum(1 << at for at in built) | sum(1 << (len(STAGES) + bit) for bit in set(bits)), bits
-
-    def _criteria(self, request: Request) -> tuple[int, tuple[int, ...]]:
-        """The bits of a request's own criteria."""
+        row["chain"], bits = self._chain(known, request.logits_processor)
         marks = tuple(
-            _bit(one, self._stops.foreign, lambda kept, one=one: kept is one, "stopping_criteria")  # type: ignore[misc]
+            _bit(self._stops.foreign, lambda: one, lambda kept: kept is one, "stopping_criteria")  # noqa: B023
             for one in request.stopping_criteria
         )
-        return sum(1 << mark for mark in set(marks)), marks
+        row["criteria"] = sum(1 << mark for mark in set(marks))
+        return _Live(known, strategy, bits, marks)
+
+    def _chain(self, known: Plan, given: Sequence[Any]) -> tuple[int, tuple[int, ...]]:
+        """The bits of a request's processors: the built-in ones, and one for all that it brings along."""
+        kinds = {type(one) for one in given}
+        # A processor given by hand takes the place of the one that the config would make.
+        built = [at for at in known.stages if at >= CUSTOM or type(STAGES[at].processor) not in kinds]
+        chain = sum(1 << at for at in built)
+        if not given:
+            return chain, ()
+        bit = _bit(
+            self._custom, lambda: UserProcessors(given), lambda kept: kept.same(given), "logits_processor"
+        )
+        return chain | 1 << (len(STAGES) + bit), (bit,)
 
     def _fresh(
         self,
@@ -285,19 +308,35 @@ class Session:
         return stages
 
     # -------------------------------------------------------------------- ends
-    def _impossible(self, request: int) -> RowError:
+    def _ended(self, request: int) -> Finished | Failed:
+        """A request's sequences, as many as it asked for."""
+        known = self._live[request]
+        found = known.strategy.finish(request)
+        wanted = known.plan.config.num_return_sequences
+        if len(found) < wanted:
+            # Beams can be fewer than asked for when all other continuations were ruled out.
+            return Failed(
+                request, self._impossible(request, f"only {len(found)} of {wanted} sequences are possible")
+            )
+        return Finished(request, found[:wanted])
+
+    def _impossible(self, request: int, what: str = "no token is left to choose") -> RowError:
         known = self._live[request].plan
-        names = [f"`{name}`" for at in known.stages for name in STAGES[at].fields] or ["the model's logits"]
+        names = [f"`{name}`" for at in known.stages for name in STAGES[at].fields]
+        names += ["`num_return_sequences`"] if known.config.num_return_sequences > 1 else []
+        names = names or ["the model's logits"]
         return RowError(
-            f"request {request} has no token left to choose, every score is -inf or NaN after "
-            f"{', '.join(names)}: loosen these, or check the model's output",
+            f"request {request} has to give up: {what}, every other score is -inf or NaN; see to "
+            f"{', '.join(names)}, or check the model's output",
             request,
         )
 
     def _close(self, request: int) -> None:
         """Forget a request and the processors and criteria that only it used."""
-        gone = self._live.pop(request)
         self.model.close([request])
+        gone = self._live.pop(request, None)
+        if gone is None:  # admission failed before it came to this one
+            return
         for bits, mine, store in (
             ("bits", gone.bits, self._custom),
             ("marks", gone.marks, self._stops.foreign),
@@ -316,26 +355,24 @@ def _own_config(model: Any) -> GenerationConfig | None:
     return GenerationConfig.from_transformers(theirs)
 
 
-def _given(function: Any) -> Processor:
-    """A user's processor behind the port."""
-    if not callable(function):
-        raise InputError("logits_processor", "must hold callables (input_ids, scores) -> scores", function)
-    if isinstance(function, LogitsProcessor) and type(function).process is not LogitsProcessor.process:
-        return FixedProcessor(function)
-    return ForeignProcessor(function)
+def _refuse_uncallable(request: Request) -> None:
+    """Raise for processors and criteria that cannot be called."""
+    for name in ("logits_processor", "stopping_criteria"):
+        for one in getattr(request, name):
+            if not callable(one):
+                raise InputError(name, "must hold callables", one)
 
 
-def _bit(one: Any, store: dict[int, Any], same: Callable[[Any], bool], name: str) -> int:
+def _bit(store: dict[int, Any], make: Callable[[], Any], same: Callable[[Any], bool], name: str) -> int:
     """The bit under which `store` keeps something, put there when new."""
     for bit, kept in store.items():
         if same(kept):
             return bit
     free = next((bit for bit in range(_BITS - len(STAGES)) if bit not in store), None)
     if free is None:
-        raise InputError(
-            name, "must not hold so many different ones at once", len(store), "share them between requests"
-        )
-    store[free] = one
+        do = "share them between requests"
+        raise InputError(name, "must not hold so many different ones at once", len(store) + 1, do)
+    store[free] = make()
     return free
 
 

@@ -81,20 +81,17 @@ class Stops:
     def _ask(self, criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, mine: Tensor) -> Array:
         """A user's verdict on the candidates `mine` [N], who sees ids padded on the left."""
         index = mine.nonzero().squeeze(1)
-        whence = parents[index]
-        params = params_of(rows)
-        device = rows.tokens.device
-        after = rows.take(whence)
-        after = after.append(tokens[index].to(device)[:, None], after.length + 1)
+        after = rows.take(parents[index])
+        after = after.append(tokens[index].to(rows.tokens.device)[:, None], after.length + 1)
         context = Context(after.tokens, after.length, after.prompt, params_of(after).values)
-        verdict = torch.as_tensor(criterion(context.left_padded(int(params["pad"][whence][0])), None))
-        if verdict.dtype != torch.bool or verdict.shape not in (torch.Size([]), torch.Size([len(index)])):
-            raise InputError(
-                "stopping_criteria",
-                f"must answer a bool, or one bool for each of {len(index)} rows",
-                verdict,
-                "return torch.zeros(len(input_ids), dtype=torch.bool) where no row is to end",
-            )
+        verdict = criterion(context.left_padded(), None)
+        if isinstance(verdict, bool):
+            verdict = torch.full((len(index),), verdict)
+        alike = isinstance(verdict, Tensor) and verdict.dtype == torch.bool
+        if not alike or verdict.shape not in (torch.Size([]), torch.Size([len(index)])):
+            must = f"must answer a bool, or a tensor of {len(index)} bools, one a row"
+            do = "return torch.zeros(len(input_ids), dtype=torch.bool) where no row is to end"
+            raise InputError("stopping_criteria", must, verdict, do)
         answer = torch.zeros_like(mine)
         answer[index] = verdict.cpu().expand(len(index))
         return answer.numpy()

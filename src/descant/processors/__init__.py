@@ -1,7 +1,13 @@
 """Processors: what reshapes logits."""
 
 from descant.processors.bans import SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor
-from descant.processors.base import FixedProcessor, ForeignProcessor, LogitsProcessor, LogitsProcessorList
+from descant.processors.base import (
+    FixedProcessor,
+    ForeignProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    UserProcessors,
+)
 from descant.processors.filters import (
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
@@ -36,4 +42,5 @@ __all__ = [
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
     "TopPLogitsWarper",
+    "UserProcessors",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -12,7 +12,15 @@ from torch import Tensor
 from descant.context import Context
 from descant.errors import InputError
 
-__all__ = ["FixedProcessor", "ForeignProcessor", "LogitsProcessor", "LogitsProcessorList", "marked", "number"]
+__all__ = [
+    "FixedProcessor",
+    "ForeignProcessor",
+    "LogitsProcessor",
+    "LogitsProcessorList",
+    "UserProcessors",
+    "marked",
+    "number",
+]
 
 
 class LogitsProcessor:
@@ -71,16 +79,38 @@ class ForeignProcessor:
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """What the user's function makes of the scores."""
-        pad = int(context.param("pad")[0, 0])
-        answer: Any = self.function(context.left_padded(pad), scores.clone())
+        answer: Any = self.function(context.left_padded(), scores.clone())
         if not isinstance(answer, Tensor) or answer.shape != scores.shape:
-            raise InputError(
-                "logits_processor",
-                f"must return a tensor of shape {list(scores.shape)}",
-                answer,
-                "return the scores",
-            )
+            must = f"must return a tensor of shape {list(scores.shape)}"
+            raise InputError("logits_processor", must, answer, "return the scores")
         return answer.float()
+
+
+class UserProcessors:
+    """The processors that a request brings along, in its own order."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        for one in given:
+            if not callable(one):
+                raise InputError("logits_processor", "must hold callables (input_ids, scores) -> scores", one)
+        self.given = tuple(given)
+        self._stages = [_behind_the_port(one) for one in given]
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """What they make of the scores one after the other."""
+        for stage in self._stages:
+            scores = stage.process(context, scores)
+        return scores
+
+    def same(self, given: Sequence[Any]) -> bool:
+        """Whether these are the same objects in the same order."""
+        return len(given) == len(self.given) and all(a is b for a, b in zip(given, self.given, strict=True))
+
+
+def _behind_the_port(given: Any) -> FixedProcessor | ForeignProcessor:
+    if isinstance(given, LogitsProcessor) and type(given).process is not LogitsProcessor.process:
+        return FixedProcessor(given)
+    return ForeignProcessor(given)
 
 
 def marked(shape: torch.Size, ids: Tensor) -> Tensor:

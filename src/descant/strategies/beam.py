@@ -19,8 +19,6 @@ __all__ = ["Beam"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 NOTHING = Proposal()
-# The score of what cannot be: finite, so that sums and comparisons with it stay in order.
-NEVER = np.float32(-1e9)
 
 
 @dataclass
@@ -74,7 +72,7 @@ class Beam:
         self._stop = stop
         self._known: object = None  # the version of a table all of whose requests have a pool
         self._requests: Array = np.zeros(0, dtype=np.int64)  # [M] ascending
-        self._scores: Array = np.zeros((0, width), dtype=np.float32)  # [M, W] of the pools, best first
+        self._scores: Array = np.zeros((0, width))  # [M, W] of the pools, best first, -inf where none yet
         self._pools: Array = np.zeros((0, width), dtype=object)  # [M, W] Hypothesis, or None where none yet
 
     def propose(self, rows: Rows) -> Proposal:  # noqa: ARG002
@@ -133,7 +131,7 @@ class Beam:
         if len(new):
             shape = (len(new), self._width)
             self._requests = np.concatenate((self._requests, new))
-            self._scores = np.concatenate((self._scores, np.full(shape, NEVER)))
+            self._scores = np.concatenate((self._scores, np.full(shape, -np.inf)))
             self._pools = np.concatenate((self._pools, np.full(shape, None)))
             order = np.argsort(self._requests)
             self._requests, self._scores, self._pools = (
@@ -144,27 +142,27 @@ class Beam:
         """One step of the requests whose beams are the rows `index` [B, N]."""
         found = self._candidates(rows, scores, index)
         asked = _asked(rows, index[:, 0].numpy())
-        running = found.scores + np.where(found.ends, NEVER, np.float32(0))
+        running = np.where(found.ends, -np.inf, found.scores)
         best = np.argsort(-running, axis=1, kind="stable")[:, : self._width]
         alive = np.take_along_axis(running, best, 1)
         lines = np.searchsorted(self._requests, asked.request)
         self._collect(rows, asked, found, lines)
         going = self._improvable(asked, lines, alive, found.ends)
-
-        possible = found.scores.max(1) > -np.inf
-        failed = asked.request[~possible].tolist()
-        finished = asked.request[possible & ~going].tolist()
-        on = torch.from_numpy(going & possible)
-        keep = torch.from_numpy(best)[on]
-        parents = found.rows[on].gather(1, keep).flatten()
-        whence = found.slots[on].gather(1, keep).flatten()
+        # A request whose every continuation is impossible ends with what it has, or fails with nothing.
+        possible = (found.scores.max(1) > -np.inf) | _filled(self._pools[lines]).any(1)
+        kept = (alive > -np.inf) & going[:, None]
+        line, slot = np.nonzero(kept)
+        place = best[line, slot]
+        parents, whence = (torch.from_numpy(part.numpy()[line, place]) for part in (found.rows, found.slots))
+        tokens = torch.from_numpy(found.tokens.numpy()[line, place])
+        sums = torch.from_numpy(alive[kept].astype(np.float32))
         return Selection(
-            found.tokens[on].gather(1, keep).flatten().to(scores.device, non_blocking=True),
+            tokens.to(scores.device, non_blocking=True),
             parents,
-            slot=torch.arange(keep.shape[1]).repeat(len(keep)),
-            columns={"score": torch.from_numpy(alive)[on].flatten(), "trail": _trails(rows, parents, whence)},
-            finished=finished,
-            failed=failed,
+            slot=torch.from_numpy(slot),
+            columns={"score": sums, "trail": _trails(rows, parents, whence)},
+            finished=asked.request[possible & ~going].tolist(),
+            failed=asked.request[~possible].tolist(),
         )
 
     def _candidates(self, rows: Rows, scores: Tensor, index: Tensor) -> _Candidates:
@@ -204,12 +202,11 @@ class Beam:
         closed = _filled(self._pools[lines]).all(1) & (asked.early == 1)
         ready = ready & ~closed[:, None]
         shares = found.scores[:, :width] / _powers(asked.new, asked.penalty)[:, None]
-        shares = np.where(ready, np.maximum(shares, NEVER), -np.inf)
-        held = np.where(_filled(self._pools[lines]), self._scores[lines], -np.inf)
-        merged = np.concatenate((held, shares), 1)
+        shares = np.where(ready, shares, -np.inf)
+        merged = np.concatenate((self._scores[lines], shares), 1)
         order = np.argsort(-merged, axis=1, kind="stable")[:, :width]
-        self._scores[lines] = np.maximum(np.take_along_axis(merged, order, 1), NEVER)
-        enters = np.argwhere((order >= width) & (np.take_along_axis(merged, order, 1) > -np.inf))
+        self._scores[lines] = np.take_along_axis(merged, order, 1)
+        enters = np.argwhere((order >= width) & (self._scores[lines] > -np.inf))
         old = self._pools[lines]
         pools = np.take_along_axis(np.concatenate((old, np.full(shares.shape, None)), 1), order, 1)
         places = order[enters[:, 0], enters[:, 1]] - width
@@ -231,9 +228,10 @@ class Beam:
         """Which requests can still better their pool [B]."""
         length = np.where((asked.early == 2) & (asked.penalty > 0), asked.most, asked.new)
         reachable = alive[:, 0] / _powers(length, asked.penalty)
-        full = _filled(self._pools[lines]).all(1)
-        worst = np.where(full, self._scores[lines].min(1), NEVER)
-        return np.asarray((reachable > worst) & ~(full & (asked.early == 1)) & ~ends.all(1))
+        scores = self._scores[lines]
+        full = (scores > -np.inf).all(1)
+        able = (alive[:, 0] > -np.inf) & ~(full & (asked.early == 1)) & ~ends.all(1)
+        return np.asarray(able & (~full | (reachable > scores.min(1))))
 
 
 def _asked(rows: Rows, lead: Array) -> _Asked:
@@ -251,13 +249,12 @@ def _asked(rows: Rows, lead: Array) -> _Asked:
 
 def _filled(pools: Array) -> Array:
     """Which places of the pools hold a hypothesis [B, W]."""
-    return np.asarray(pools != np.array(None))
+    return np.asarray(pools != np.array(None), dtype=bool)
 
 
 def _powers(lengths: Array, penalties: Array) -> Array:
-    """`length ** penalty`, infinite rather than an error where it is too large [B]."""
-    with np.errstate(over="ignore"):
-        return np.power(lengths.astype(np.float64), penalties).astype(np.float32)
+    """`length ** penalty` in float64, whose range no penalty that is allowed exceeds [B]."""
+    return np.power(lengths.astype(np.float64), penalties)
 
 
 def _trails(rows: Rows, parents: Tensor, slots: Tensor) -> Tensor:
