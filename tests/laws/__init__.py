@@ -1,0 +1,1 @@
+"""The laws, run on everything that exists."""

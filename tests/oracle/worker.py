@@ -1,0 +1,235 @@
+"""The oracle's side of the pipe; runs in the venv that holds transformers 4.52.4.
+
+A request is `{"op": name, ...}`, an answer `{"ok": result}` or `{"error": {"type", "message", "traceback"}}`.
+To teach it something new, write a function and put `@operation` over it: its name is the op, its keyword
+arguments are the request's other fields.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import resource
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+
+import torch
+import transformers
+
+from tests.oracle import wire
+
+MODEL_BYTES = 700 << 20  # loaded models are dropped, the least recently used first, to stay below this
+
+_operations: dict[str, Callable[..., Any]] = {}
+
+
+def operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let requests name this function."""
+    _operations[function.__name__] = function
+    return function
+
+
+class Models:
+    """Loaded models by folder and load options, the least recently used dropped first."""
+
+    def __init__(self) -> None:
+        self.loaded: collections.OrderedDict[tuple[str, str], Any] = collections.OrderedDict()
+
+    def get(self, folder: str, options: Mapping[str, Any]) -> Any:
+        """The model in `folder`, in fp32 and evaluation mode."""
+        key = folder, json.dumps(options, sort_keys=True)
+        if key not in self.loaded:
+            needed = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
+            while self.loaded and sum(map(_bytes, self.loaded.values())) + needed > MODEL_BYTES:
+                self.loaded.popitem(last=False)
+            self.loaded[key] = _load(folder, options)
+        self.loaded.move_to_end(key)
+        return self.loaded[key]
+
+
+def _bytes(model: Any) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _load(folder: str, options: Mapping[str, Any]) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    auto = (
+        transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    )
+    return auto.from_pretrained(folder, torch_dtype=torch.float32, **options).eval()
+
+
+_models = Models()
+
+
+@operation
+def ping() -> dict[str, Any]:
+    """Versions, threads and the most memory held so far, in MB."""
+    return {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+@operation
+@torch.no_grad()
+def generate(
+    *,
+    model: str,
+    inputs: dict[str, Any],
+    arguments: dict[str, Any],
+    want: Sequence[str],
+    seed: int | None = None,
+    load: Mapping[str, Any] | None = None,
+    objects: Mapping[str, Sequence[Sequence[Any]]] | None = None,
+) -> dict[str, Any]:
+    """`model.generate(**inputs, **arguments)`; returns the fields of its output named in `want`.
+
+    `objects` are arguments that are lists of objects: `{"logits_processor": [(class, arguments), ...]}`.
+
+    Besides the output's own fields, `want` may name `transition_scores` (the model's own
+    `compute_transition_scores`), `log_transition_scores` (the same, normalised), `logprobs` (what the latter
+    should be: its fp32 sums along a strided axis lose up to 3e-4 over 32,000 tokens), `choices` (the two
+    best scores of each step, [R, T, 2]) and `fed` (tokens put through each forward).
+    """
+    net = _models.get(model, load or {})
+    asked = {k: True for k in ("scores", "logits", "hidden_states", "attentions") if _asks(want, k)}
+    asked |= {"scores": True} if _DERIVED & set(want) else {}
+    fed: list[int] = []
+    hook = net.register_forward_pre_hook(lambda *call: fed.append(_tokens_in(call[2])), with_kwargs=True)
+    if seed is not None:
+        torch.manual_seed(seed)
+    try:
+        out = net.generate(
+            **inputs,
+            **arguments,
+            **{name: [_made(*one) for one in some] for name, some in (objects or {}).items()},
+            return_dict_in_generate=True,
+            **{f"output_{k}": v for k, v in asked.items()},
+        )
+    finally:
+        hook.remove()
+    return {field: _field(net, out, field, fed) for field in want}
+
+
+def _made(name: str, arguments: Mapping[str, Any]) -> Any:
+    """An object of the class `name` of transformers or of its processors or criteria."""
+    places = (transformers, transformers.generation.logits_process, transformers.generation.stopping_criteria)
+    return next(getattr(place, name) for place in places if hasattr(place, name))(**arguments)
+
+
+_DERIVED = {"transition_scores", "log_transition_scores", "logprobs", "choices"}
+
+
+def _asks(want: Sequence[str], kind: str) -> bool:
+    return any(field == kind or field.endswith(f"_{kind}") for field in want if "transition" not in field)
+
+
+def _tokens_in(arguments: Mapping[str, Any]) -> int:
+    for name in ("decoder_input_ids", "input_ids"):
+        if arguments.get(name) is not None:
+            return int(arguments[name].numel())
+    embeds = arguments["inputs_embeds"]
+    return int(embeds.shape[0] * embeds.shape[1])
+
+
+def _field(net: Any, out: Any, field: str, fed: list[int]) -> Any:
+    if field == "fed":
+        return fed
+    if field == "choices":
+        return torch.stack([step.topk(2, dim=-1).values for step in out.scores], dim=1)
+    if field == "logprobs":
+        new = out.sequences[:, -len(out.scores) :]
+        steps = [
+            scores.double().log_softmax(-1).gather(1, new[:, t, None]) for t, scores in enumerate(out.scores)
+        ]
+        return torch.cat(steps, dim=1).float()
+    if field.endswith("transition_scores"):
+        return net.compute_transition_scores(
+            out.sequences,
+            out.scores,
+            out.get("beam_indices"),
+            normalize_logits=field.startswith("log_"),
+        )
+    return out.get(field)
+
+
+@operation
+@torch.no_grad()
+def forward(
+    *,
+    model: str,
+    inputs: dict[str, Any],
+    want: Sequence[str] = ("logits",),
+    load: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One plain forward of the model; returns the fields of its output named in `want`."""
+    out = _models.get(model, load or {})(**inputs, return_dict=True)
+    return {field: out.get(field) for field in want}
+
+
+@operation
+@torch.no_grad()
+def transition_scores(*, model: str, arguments: dict[str, Any]) -> torch.Tensor:
+    """`compute_transition_scores` on given sequences and scores."""
+    scores: torch.Tensor = _models.get(model, {}).compute_transition_scores(**arguments)
+    return scores
+
+
+@operation
+@torch.no_grad()
+def call(
+    *,
+    name: str,
+    arguments: dict[str, Any],
+    calls: Sequence[dict[str, Any]],
+    seed: int | None = None,
+) -> list[Any]:
+    """Build the class `name` of transformers (a processor, a criterion, ...) and call the object in turn."""
+    thing = _made(name, arguments)
+    if seed is not None:
+        torch.manual_seed(seed)
+    return [thing(**keywords) for keywords in calls]
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one request; whatever it raises becomes the answer."""
+    fields = dict(request)
+    try:
+        return {"ok": _operations[fields.pop("op")](**fields)}
+    except Exception as error:
+        return {
+            "error": {
+                "type": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+            }
+        }
+
+
+def main() -> None:
+    """Serve requests until the pipe closes."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    # Whatever a library prints must not reach the pipe.
+    pipe = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            request = wire.receive(sys.stdin.buffer)
+        except wire.Closed:
+            return
+        wire.send(pipe, answer(request))
+
+
+if __name__ == "__main__":
+    main()
