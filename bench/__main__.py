@@ -19,8 +19,8 @@ __all__ = ["main"]
 
 # What is left of a full run for CI: the loop's overhead everywhere, the network's presence once.
 _QUICK = {"tiny": tuple(CASES), "smollm2": ("greedy-1",)}
-_QUICK_REPEATS = {"tiny": 5, "smollm2": 3}
-_QUICK_NEW = {"tiny": 32, "smollm2": 8}
+_QUICK_REPEATS = {"tiny": 5, "smollm2": 2}
+_QUICK_NEW = {"tiny": 20, "smollm2": 8}
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,12 @@ from descant.trace import Layout, Trace
 
 __all__ = ["attach", "compute_transition_scores", "detach", "generate"]
 
-# Documented arguments whose method is not built yet: anything but these values is refused.
-_LATER: Mapping[str, tuple[Any, ...]] = {
-    "prefix_allowed_tokens_fn": (None,),
-    "synced_gpus": (None, False),
-    "assistant_model": (None,),
-    "negative_prompt_ids": (None,),
-    "negative_prompt_attention_mask": (None,),
-    "tokenizer": (None,),
-    "assistant_tokenizer": (None,),
-    "custom_generate": (None,),
-    "trust_remote_code": (None, False),
-}
+# Documented arguments whose method is not built yet: anything but None (or False) is refused.
+_LATER = (
+    "prefix_allowed_tokens_fn", "synced_gpus", "assistant_model", "negative_prompt_ids",
+    "negative_prompt_attention_mask", "tokenizer", "assistant_tokenizer", "custom_generate",
+    "trust_remote_code",
+)  # fmt: skip
 
 
 def generate(
@@ -55,17 +49,20 @@ def generate(
     Keyword arguments are fields of GenerationConfig or inputs of the model. Returns the sequences
     [B * num_return_sequences, L], or with `return_dict_in_generate=True` a record with what was asked for.
     """
-    for name, harmless in _LATER.items():
-        if kwargs.get(name) not in harmless:
-            raise NotInThisVersion(name, "is not in this version of Descant", kwargs[name], "leave it unset")
-        kwargs.pop(name, None)
+    for name in _LATER:
+        value = kwargs.pop(name, None)
+        if value is not None and value is not False:
+            raise NotInThisVersion(name, "is not in this version of Descant", value, "leave it unset")
     call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
     if inputs is not None:
-        name = "inputs_embeds" if isinstance(inputs, Tensor) and inputs.is_floating_point() else "input_ids"
+        if not isinstance(inputs, Tensor) or inputs.ndim not in (2, 3):
+            raise InputError("inputs", "must be [batch, length] of ids or [batch, length, size]", inputs)
+        name = "inputs_embeds" if inputs.ndim == 3 else "input_ids"
         if kwargs.get(name) is not None:
             raise InputError(name, "must not be given beside `inputs`, which is the same", kwargs[name])
         kwargs[name] = inputs
-    processors, criteria = tuple(logits_processor or ()), tuple(stopping_criteria or ())
+    processors = _listed("logits_processor", logits_processor)
+    criteria = _listed("stopping_criteria", stopping_criteria)
     if is_prepared(generation_config):
         config = recovered_config(generation_config, kwargs["input_ids"].shape[1])
         given = recovered_inputs(generation_config, kwargs, bool(model.config.is_encoder_decoder))
@@ -215,7 +212,7 @@ class _Call:
         beams = config.num_beams > 1
         lines = config.num_beams if beams else config.num_return_sequences
         first = {number: line * lines for line, number in enumerate(numbers)}
-        layout = Layout(first, lines, self._pad, prompts.shown.shape[1])
+        layout = Layout(first, lines, self._pad, prompts.width)
         values: dict[str, Any] = {"sequences": whole}
         if self.trace is not None:
             values |= {name: self.trace.tensors(name, layout) for name in ("scores", "logits")}
@@ -251,6 +248,15 @@ class _Call:
             raise InputError(
                 "output_attentions", f"needs attention weights, which {used!r} does not give", True, do
             )
+
+
+def _listed(name: str, given: Any) -> tuple[Any, ...]:
+    """A list of processors or criteria, checked to be one."""
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple):
+        raise InputError(name, "must be a list of callables", given)
+    return tuple(given)
 
 
 def _config(given: Any) -> GenerationConfig | None:

@@ -29,9 +29,15 @@ class Prepared:
     lengths: Tensor  # [B] (host) tokens of each prompt
     tokens: Tensor  # [B, L] the same tokens, left aligned
     inputs: list[dict[str, Any]] = field(default_factory=list)  # of each prompt, what else the model wants
+    positions: int = 0  # how wide the padded prompts are where they have no tokens
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def width(self) -> int:
+        """How many positions the padded prompts take."""
+        return self.positions or self.shown.shape[1]
 
     def prompt(self, line: int) -> Tensor:
         """The tokens of one prompt."""
@@ -44,7 +50,7 @@ def prepared(
     """The prompts of a call from its model inputs."""
     given = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
     past = given.pop("past_key_values", None)
-    if past is not None and int(past.get_seq_length()):
+    if past is not None and not _empty_cache(past):
         raise NotInThisVersion("past_key_values", "is not in this version of Descant", past, "leave it unset")
     known = {"input_ids", "attention_mask", "inputs_embeds"}
     if facts.encoder_decoder:
@@ -58,11 +64,16 @@ def prepared(
     for name, value in given.items():
         if isinstance(value, Tensor):
             given[name] = value.to(device)
-    return (
-        _encoder_decoder(given, config, device)
-        if facts.encoder_decoder
-        else _decoder_only(given, config, facts, device)
-    )
+        elif name != "encoder_outputs":
+            raise InputError(name, "must be a tensor", value)
+    build = _encoder_decoder if facts.encoder_decoder else _decoder_only
+    return build(given, config, facts, device)
+
+
+def _empty_cache(past: Any) -> bool:
+    """Whether this is a cache of transformers' that holds nothing, as its own generate() hands over."""
+    length = getattr(past, "get_seq_length", None)
+    return callable(length) and int(length()) == 0
 
 
 def _decoder_only(
@@ -72,6 +83,7 @@ def _decoder_only(
     if ids is None and embeds is None:
         if config.bos_token_id is None:
             raise InputError("input_ids", "must be given when the config has no `bos_token_id`", None)
+        _known("bos_token_id", config.bos_token_id, facts)
         ids = torch.tensor([[config.bos_token_id]], device=device)
     if embeds is not None:
         return _embedded(ids, embeds, given.get("attention_mask"), facts)
@@ -84,70 +96,117 @@ def _embedded(ids: Tensor | None, embeds: Tensor, mask: Tensor | None, facts: Fa
     """Prompts given as embeddings, alone or with the tokens they stand for."""
     if not facts.embeddings:
         raise InputError("inputs_embeds", "is not taken by this model", embeds)
-    if embeds.ndim != 3 or not embeds.shape[1]:
-        raise InputError("inputs_embeds", "must be [batch, length, size]", embeds)
-    if ids is not None and ids.shape[1] and ids.shape[:2] != embeds.shape[:2]:
-        raise InputError("inputs_embeds", f"must be as long as `input_ids` {list(ids.shape)}", embeds)
-    if mask is None:
-        mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-    if mask.shape != embeds.shape[:2]:
-        raise InputError("attention_mask", f"must be of shape {list(embeds.shape[:2])}", mask)
+    _floats("inputs_embeds", embeds, facts)
+    if ids is not None and ids.numel():
+        ids = _block("input_ids", ids, facts.vocabulary)
+        if ids.shape != embeds.shape[:2]:
+            raise InputError("inputs_embeds", f"must be as long as `input_ids` {list(ids.shape)}", embeds)
+    here = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+    mask = here if mask is None else _bits("attention_mask", mask, here.shape)
     inputs = [{"inputs_embeds": line[here.bool()]} for line, here in zip(embeds, mask, strict=True)]
-    if ids is None or not ids.shape[1]:
+    if ids is None or not ids.numel():
         none = torch.zeros(len(embeds), 0, dtype=torch.long, device=embeds.device)
-        return Prepared(none, torch.zeros(len(embeds), dtype=torch.long), none, inputs)
-    return _packed(ids, ids, mask.bool(), inputs)
+        empty = torch.zeros(len(embeds), dtype=torch.long)
+        return Prepared(none, empty, none, inputs, embeds.shape[1])
+    return _packed(ids, ids, mask, inputs)
 
 
-def _encoder_decoder(given: dict[str, Any], config: GenerationConfig, device: torch.device) -> Prepared:
+def _encoder_decoder(
+    given: dict[str, Any], config: GenerationConfig, facts: Facts, device: torch.device
+) -> Prepared:
     ids, embeds, ready = (given.get(name) for name in ("input_ids", "inputs_embeds", "encoder_outputs"))
     mask = given.get("attention_mask")
+    if ids is not None and embeds is not None:
+        raise InputError("inputs_embeds", "must not be given beside `input_ids` to an encoder", embeds)
     if ready is not None:
-        states = ready if isinstance(ready, Tensor) else ready[0]
+        states = _encoded(ready, facts, device)
         source = {"encoder_outputs": states}
     elif embeds is not None:
-        source = {"inputs_embeds": embeds}
+        source = {"inputs_embeds": _floats("inputs_embeds", embeds, facts)}
     elif ids is not None:
-        ids = _block("input_ids", ids, None)
-        source = {"input_ids": ids}
+        source = {"input_ids": _block("input_ids", ids, facts.vocabulary)}
         if mask is None:
-            mask = _mask(None, ids, config, leading=False).long()
+            mask = _mask(None, source["input_ids"], config, leading=False).long()
     else:
         raise InputError("input_ids", "must hold the encoder's input", None)
-    batch = len(next(iter(source.values())))
+    main = next(iter(source.values()))
     if mask is not None:
-        if len(mask) != batch:
-            raise InputError("attention_mask", f"must have {batch} lines", mask)
-        source["attention_mask"] = mask
-    inputs = [{name: value[line] for name, value in source.items()} for line in range(batch)]
-    begun = _decoder_prompt(given.get("decoder_input_ids"), config, batch, device)
+        source["attention_mask"] = _bits("attention_mask", mask, main.shape[:2]).long()
+    inputs = [{name: value[line] for name, value in source.items()} for line in range(len(main))]
+    begun = _decoder_prompt(given.get("decoder_input_ids"), config, facts, len(main), device)
     inner = given.get("decoder_attention_mask")
     here = torch.ones_like(begun, dtype=torch.bool)
     if inner is not None:
-        if inner.shape[0] != batch or inner.shape[1] > begun.shape[1]:
-            raise InputError("decoder_attention_mask", f"must be of shape {list(begun.shape)}", inner)
-        here[:, begun.shape[1] - inner.shape[1] :] = inner.bool()
+        # The start token may have been put before what the user gave.
+        width = begun.shape[1] if inner.shape[-1] == begun.shape[1] else begun.shape[1] - 1
+        here[:, begun.shape[1] - width :] = _bits(
+            "decoder_attention_mask", inner, torch.Size((len(main), width))
+        )
     return _packed(begun, begun, here, inputs)
 
 
-def _decoder_prompt(ids: Tensor | None, config: GenerationConfig, batch: int, device: torch.device) -> Tensor:
+def _encoded(ready: Any, facts: Facts, device: torch.device) -> Tensor:
+    """The hidden states of encoder outputs that the user computed [B, S, D]."""
+    states = ready
+    if not isinstance(ready, Tensor):
+        states = getattr(ready, "last_hidden_state", None)
+        if states is None and isinstance(ready, tuple | list) and ready:
+            states = ready[0]
+    if not isinstance(states, Tensor):
+        raise InputError("encoder_outputs", "must hold the encoder's last hidden states", ready)
+    return _floats("encoder_outputs", states.to(device), facts)
+
+
+def _decoder_prompt(
+    ids: Tensor | None, config: GenerationConfig, facts: Facts, batch: int, device: torch.device
+) -> Tensor:
     """What the decoder begins with: its start token, then what the user gave."""
-    start = config.decoder_start_token_id
-    if start is None:
-        start = config.bos_token_id
-    if ids is not None and len(ids) != batch:
-        raise InputError("decoder_input_ids", f"must have {batch} lines", ids)
+    name = "bos_token_id" if config.decoder_start_token_id is None else "decoder_start_token_id"
+    start = getattr(config, name)
+    if ids is not None:
+        ids = _block("decoder_input_ids", ids, facts.vocabulary)
+        if len(ids) != batch:
+            raise InputError("decoder_input_ids", f"must have {batch} lines", ids)
     if start is None:
         if ids is None:
             raise ConfigError("decoder_start_token_id", "must be set for an encoder-decoder model", None)
         return ids
-    first = torch.as_tensor(start, device=device).reshape(-1)
+    first = torch.tensor(start, device=device).reshape(-1)
+    for token in first.tolist():
+        _known(name, token, facts)
     if len(first) not in (1, batch):
-        raise ConfigError("decoder_start_token_id", f"must be one token or {batch}, one a prompt", start)
+        raise ConfigError(name, f"must be one token or {batch}, one a prompt", start)
     first = first.expand(batch)[:, None]
     if ids is None:
         return first.clone()
     return ids if bool((ids[:, :1] == first).all()) else torch.cat((first, ids), 1)
+
+
+def _known(name: str, token: int, facts: Facts) -> None:
+    """Raise for a token of the config that the model would have to look up and does not have."""
+    if not 0 <= token < facts.vocabulary:
+        raise ConfigError(name, f"must be below {facts.vocabulary}, the vocabulary", token)
+
+
+def _floats(name: str, states: Tensor, facts: Facts) -> Tensor:
+    """Embeddings or hidden states, checked to be [B, L, D] of the model's size."""
+    if not states.is_floating_point() or states.ndim != 3 or not states.shape[0] or not states.shape[1]:
+        raise InputError(name, "must be a tensor of floats [batch, length, size]", states)
+    if facts.size is not None and states.shape[2] != facts.size:
+        raise InputError(name, f"must be of size {facts.size}, the model's", states)
+    return states
+
+
+def _bits(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
+    """A mask, checked to be of that shape, of zeros and ones, and to leave every line something [B, L]."""
+    if mask.shape != shape:
+        raise InputError(name, f"must be of shape {list(shape)}", mask)
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise InputError(name, "must hold nothing but 0 and 1", mask)
+    here = mask.bool()
+    if not bool(here.any(1).all()):
+        raise InputError(name, "must leave every prompt at least one token", mask)
+    return here
 
 
 def _block(name: str, ids: Any, vocabulary: int | None) -> Tensor:
@@ -170,12 +229,7 @@ def _mask(mask: Tensor | None, ids: Tensor, config: GenerationConfig, leading: b
     token, such a run may be real, and where it may be either the user has to say.
     """
     if mask is not None:
-        if mask.shape != ids.shape:
-            raise InputError("attention_mask", f"must be of shape {list(ids.shape)}, as `input_ids` is", mask)
-        here = mask.bool()
-        if not bool(here.any(1).all()):
-            raise InputError("attention_mask", "must leave every prompt at least one token", mask)
-        return here
+        return _bits("attention_mask", mask, ids.shape)
     pad = config.pad_token_id
     if pad is None:
         return torch.ones_like(ids, dtype=torch.bool)

@@ -33,6 +33,7 @@ class Facts:
     windows: dict[str, int | None]  # kind of layer -> how far back it sees; None: everything
     table: int | None  # how many positions a learned table holds; None: no such limit
     context: int | None  # the length it was made for
+    size: int | None = None  # of its embeddings
 
     @property
     def masks(self) -> bool:

@@ -88,6 +88,10 @@ SAMPLERS: Final[tuple[Stage, ...]] = (
 STAGES: Final = (*RULES, *SAMPLERS)
 CUSTOM: Final = len(RULES)  # where the user's own stand
 
+_MOST: Final = {
+    "num_beams": 2**14, "num_return_sequences": 2**16, "max_new_tokens": 2**31, "max_length": 2**31,
+}  # fmt: skip
+
 # Fields that name tokens which the model must know, since they are chosen or looked up.
 _KNOWN_TOKENS: Final = (
     "forced_bos_token_id",
@@ -144,6 +148,7 @@ def plan(config: GenerationConfig, facts: Facts) -> Plan:
     """What a merged config comes to on a model, or a ConfigError that names the field."""
     eos = _ids(config.eos_token_id)
     _refuse_strangers(config, facts)
+    _refuse_immense(config)
     key, build = _strategy(config, len(eos))
     values = {
         "eos": eos,
@@ -227,6 +232,14 @@ def _limit(config: GenerationConfig, prompt: Prompt, facts: Facts) -> int:
         must = f"must not ask for more than the {limit - length} new tokens allowed"
         raise ConfigError(name, must, getattr(config, name), "lower it or raise max_new_tokens")
     return limit
+
+
+def _refuse_immense(config: GenerationConfig) -> None:
+    """Raise for counts that no memory can hold, rather than run out of it."""
+    for name, most in _MOST.items():
+        value = getattr(config, name)
+        if value is not None and value > most:
+            raise ConfigError(name, f"must be <= {most}", value, "lower it")
 
 
 def _refuse_strangers(config: GenerationConfig, facts: Facts) -> None:

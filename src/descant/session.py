@@ -315,20 +315,17 @@ class Session:
         wanted = known.plan.config.num_return_sequences
         if len(found) < wanted:
             # Beams can be fewer than asked for when all other continuations were ruled out.
-            return Failed(
-                request, self._impossible(request, f"only {len(found)} of {wanted} sequences are possible")
-            )
+            return Failed(request, self._impossible(request, f"{len(found)} sequences of {wanted}"))
         return Finished(request, found[:wanted])
 
-    def _impossible(self, request: int, what: str = "no token is left to choose") -> RowError:
+    def _impossible(self, request: int, got: str = "only scores of -inf or NaN") -> RowError:
+        """The error of a request that cannot go on, naming what may have ruled everything out."""
         known = self._live[request].plan
         names = [f"`{name}`" for at in known.stages for name in STAGES[at].fields]
         names += ["`num_return_sequences`"] if known.config.num_return_sequences > 1 else []
-        names = names or ["the model's logits"]
+        whose = " and ".join(names) or "the model"
         return RowError(
-            f"request {request} has to give up: {what}, every other score is -inf or NaN; see to "
-            f"{', '.join(names)}, or check the model's output",
-            request,
+            f"{whose} must leave enough to choose from, got {got}: loosen it (request {request})", request
         )
 
     def _close(self, request: int) -> None:

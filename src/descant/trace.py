@@ -63,7 +63,8 @@ class Trace:
         for number, observations in enumerate(self.steps):
             sample = getattr(observations[0], name)
             block = sample.new_full((layout.lines, sample.shape[-1]), -torch.inf)
-            block[:, layout.pad] = 0.0
+            if layout.pad < block.shape[1]:
+                block[:, layout.pad] = 0.0
             for seen in observations:
                 lines, rows = layout.places(seen.rows.request, seen.rows.slot, number == 0)
                 block[lines] = getattr(seen, name)[rows, 0]

@@ -8,6 +8,7 @@ arguments are the request's other fields.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import os
 import resource
@@ -99,13 +100,16 @@ def generate(
     Besides the output's own fields, `want` may name `transition_scores` (the model's own
     `compute_transition_scores`), `log_transition_scores` (the same, normalised), `logprobs` (what the latter
     should be: its fp32 sums along a strided axis lose up to 3e-4 over 32,000 tokens), `choices` (the two
-    best scores of each step, [R, T, 2]) and `fed` (tokens put through each forward).
+    best scores of each step, [R, T, 2]), `running` (the sums with which beams enter each step, [T, B, K])
+    and `fed` (tokens put through each forward).
     """
     net = _models.get(model, load or {})
     asked = {k: True for k in ("scores", "logits", "hidden_states", "attentions") if _asks(want, k)}
     asked |= {"scores": True} if _DERIVED & set(want) else {}
-    fed: list[int] = []
-    hook = net.register_forward_pre_hook(lambda *call: fed.append(_tokens_in(call[2])), with_kwargs=True)
+    seen = Seen()
+    hook = net.register_forward_pre_hook(lambda *call: seen.fed.append(_tokens_in(call[2])), with_kwargs=True)
+    choose = net._get_running_beams_for_next_iteration
+    net._get_running_beams_for_next_iteration = lambda **given: seen.kept(choose(**given))
     if seed is not None:
         torch.manual_seed(seed)
     try:
@@ -118,7 +122,21 @@ def generate(
         )
     finally:
         hook.remove()
-    return {field: _field(net, out, field, fed) for field in want}
+        del net._get_running_beams_for_next_iteration
+    return {field: _field(net, out, field, seen) for field in want}
+
+
+@dataclasses.dataclass
+class Seen:
+    """What was seen of a call while it ran."""
+
+    fed: list[int] = dataclasses.field(default_factory=list)
+    running: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+    def kept(self, chosen: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Note the sums of the beams that go on."""
+        self.running.append(chosen[1])
+        return chosen
 
 
 def _made(name: str, arguments: Mapping[str, Any]) -> Any:
@@ -142,9 +160,13 @@ def _tokens_in(arguments: Mapping[str, Any]) -> int:
     return int(embeds.shape[0] * embeds.shape[1])
 
 
-def _field(net: Any, out: Any, field: str, fed: list[int]) -> Any:
+def _field(net: Any, out: Any, field: str, seen: Seen) -> Any:
     if field == "fed":
-        return fed
+        return seen.fed
+    if field == "running":
+        first = torch.full_like(seen.running[0], -1e9)
+        first[:, 0] = 0
+        return torch.stack([first, *seen.running[:-1]])
     if field == "choices":
         return torch.stack([step.topk(2, dim=-1).values for step in out.scores], dim=1)
     if field == "logprobs":

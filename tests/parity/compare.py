@@ -25,6 +25,7 @@ from tests.oracle.client import Oracle
 from tests.tiny import pad
 
 TOLERANCE = 1e-4
+DEAD = -1e8  # beams with a lower sum only fill their places: the oracle carries them along
 TIE = 1e-5  # choices closer than this may fall either way with the machine's rounding
 TENSORS = ("sequences", "scores", "logits", "sequences_scores", "beam_indices")
 
@@ -119,7 +120,7 @@ class Call:
     def theirs(self, oracle: Oracle, prompts: Batch) -> dict[str, Any]:
         """Run the oracle's `generate`."""
         want = ["sequences", "transition_scores", "choices"]
-        want += ["sequences_scores", "beam_indices"] if self.beams > 1 else ["logprobs"]
+        want += ["sequences_scores", "beam_indices", "running"] if self.beams > 1 else ["logprobs"]
         want += ["scores", "logits"] if self.full else []
         return oracle.generate(
             self.subject.folder, prompts.inputs, self.arguments, want, seed=self.seed, objects=self.objects
@@ -145,6 +146,7 @@ class Answer:
     scores: list[Tensor] = field(default_factory=list)  # per step, [copies, V]
     logits: list[Tensor] = field(default_factory=list)
     choices: Tensor | None = None  # [copies, T, 2]: the two best scores of each step
+    running: Tensor | None = None  # [T, beams]: the sums with which the beams enter each step
 
 
 def split(
@@ -181,6 +183,8 @@ def read(call: Call, said: Mapping[str, Any], prompts: Batch, request: int) -> A
         answer.logits = [step[mine] for step in said["logits"]]
     if said.get("choices") is not None:
         answer.choices = said["choices"][mine]
+    if said.get("running") is not None:
+        answer.running = said["running"][:, request]
     return answer
 
 
@@ -242,23 +246,21 @@ def check(call: Call, ours: Answer, theirs: Answer, where: str) -> None:
 
 
 def closest(call: Call, theirs: Answer) -> float:
-    """The narrowest choice the oracle made for one request, replayed from its scores; infinite if unknown."""
+    """The narrowest choice the oracle made for one request, from its scores; infinite if unknown."""
     if call.arguments.get("do_sample") or not call.full:
         return float("inf")
     if call.beams == 1:
         best = torch.stack([step[0].topk(2).values for step in theirs.scores[: len(theirs.tokens[0])]])
         return float((best[:, 0] - best[:, 1]).min())
-    narrowest = float("inf")
-    vocab = theirs.scores[0].shape[-1]
-    running = torch.tensor([0.0] + [-1e9] * (call.beams - 1))
-    for step in theirs.scores:
+    assert theirs.running is not None
+    narrowest, vocab = float("inf"), theirs.scores[0].shape[-1]
+    for step, running in zip(theirs.scores, theirs.running, strict=True):
         best = (step + running[:, None]).flatten().topk((len(call.eos) + 1) * call.beams)
         live = [i for i, token in enumerate((best.indices % vocab).tolist()) if token not in call.eos]
-        # Candidates in order, down to the first that is not kept; dead ones (near -1e9) do not count.
-        seen = best.values[: live[call.beams] + 1 if len(live) > call.beams else None]
-        seen = seen[seen > -1e8]
-        narrowest = min([narrowest, *(seen[:-1] - seen[1:]).tolist()])
-        running = best.values[live[: call.beams]]
+        # Candidates in order, down to the first that is not kept; the dead do not count.
+        considered = best.values[: live[call.beams] + 1 if len(live) > call.beams else None]
+        considered = considered[considered > DEAD]
+        narrowest = min([narrowest, *(considered[:-1] - considered[1:]).tolist()])
     return narrowest
 
 
@@ -269,7 +271,7 @@ def _check_steps(call: Call, ours: Answer, theirs: Answer, where: str) -> None:
         steps = len(wanted) if call.beams > 1 else max(map(len, ours.tokens))
         assert len(mine) >= steps, f"{where}: {len(mine)} steps of {name}, the oracle has {steps}"
         for t in range(steps):
-            live = [j for j in range(call.copies) if call.beams > 1 or t < len(ours.tokens[j])]
+            live = _live(call, theirs, t)
             close(mine[t][live], wanted[t][live], f"{where}: {name} of step {t}")
     if call.full:
         for j in range(call.copies):
@@ -277,6 +279,15 @@ def _check_steps(call: Call, ours: Answer, theirs: Answer, where: str) -> None:
             for step in ours.scores[left:]:
                 certain = step[j].softmax(-1)[call.subject.pad]
                 assert certain == 1, f"{where}: scores of a row that has left give its pad {certain}"
+
+
+def _live(call: Call, theirs: Answer, step: int) -> list[int]:
+    """The lines of a request that mean something at a step: rows that have not ended, beams that can win."""
+    if call.beams == 1:
+        return [j for j, tokens in enumerate(theirs.tokens) if step < len(tokens)]
+    assert theirs.running is not None
+    # Before the first choice all beams are the same prompt, and both sides show it as many times.
+    return [j for j in range(call.beams) if step == 0 or theirs.running[step, j] > DEAD]
 
 
 def close(ours: Tensor, theirs: Tensor, where: str) -> None:

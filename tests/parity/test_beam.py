@@ -100,8 +100,8 @@ def test_option(name, option, tiny, oracle):
 @pytest.mark.parametrize("name", ENCODER_DECODER)
 def test_forced_bos(name, tiny, oracle):
     model = tiny(name)
-    # Only one beam lives after the forced token: the scores of the dead ones mean nothing on either side.
+    # Only one beam lives after the forced token.
     arguments = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": NEW, "forced_bos_token_id": 33}
-    call = Call(model, arguments, full=False)
+    call = Call(model, arguments)
     for answer in compare.by_row(oracle, call, ragged(model)):
         assert answer.tokens[0][0] == 33

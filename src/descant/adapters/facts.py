@@ -52,6 +52,7 @@ def _looked_up(model: PreTrainedModel, attention: str) -> Facts:
         keeps_logits="logits_to_keep" in takes,
         embeddings="inputs_embeds" in takes,
         vocabulary=vocabulary,
+        size=_size(model),
         layers=int(layers),
         attention=attention,
         windows=_windows(text),
@@ -89,6 +90,12 @@ def _table(model: PreTrainedModel) -> int | None:
             # Some tables keep their first lines for padding (OPT, BART).
             sizes.append(module.num_embeddings - int(getattr(module, "offset", 0)))
     return min(sizes) if sizes else None
+
+
+def _size(model: PreTrainedModel) -> int | None:
+    """How wide the embeddings of tokens are."""
+    table: Any = model.get_input_embeddings()
+    return int(table.embedding_dim) if isinstance(table, torch.nn.Embedding) else None
 
 
 def _context(text: Any) -> int | None:

@@ -46,15 +46,16 @@ class Memory:
 
     def open(self, requests: Sequence[int], states: Tensor, mask: Tensor) -> None:
         """Take new requests' encoder outputs [B, S, D] and mask [B, S]."""
+        first = 0
         if self._mask is None or not self._line:
             self._line, self._mask, self._states = {}, mask, states
             self._keys, self._values = {}, {}
         else:
             assert self._states is not None
+            first = len(self._mask)  # lines of requests that have left may still be among them
             size = max(self._mask.shape[1], mask.shape[1])
             self._mask = torch.cat((_padded(self._mask, size, 1), _padded(mask, size, 1)))
             self._states = torch.cat((_padded(self._states, size, 1), _padded(states, size, 1)))
-        first = len(self._line)
         self._line.update({request: first + at for at, request in enumerate(requests)})
 
     def close(self, requests: Sequence[int]) -> None:

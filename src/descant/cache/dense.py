@@ -111,7 +111,7 @@ class DenseCache:
                 self.moved += int(which.sum()) * (stop - start)
         for store in (self._keys, self._values):
             for layer, block in store.items():
-                block = _taller(block, len(parents))
+                block = _taller(block, max(len(parents), self._rows))
                 # All is read before anything is written: a source may be another move's target.
                 read = [block[out_of.to(block.device), :, slots] for _, out_of, slots in parts]
                 for (into, _, slots), content in zip(parts, read, strict=True):

@@ -78,8 +78,9 @@ class _Trial:
         try:
             self._operate()
         except Exception as error:
-            error.add_note("\n  ".join(["The cache was told:", *self._log]))
-            raise
+            what = error if isinstance(error, AssertionError) else f"{type(error).__name__}, {error}"
+            told = "\n  ".join(self._log)
+            raise AssertionError(f"{type(self._cache).__name__}: {what}, after\n  {told}") from error
 
     def _operate(self) -> None:
         self._extend()
@@ -176,7 +177,7 @@ class _Trial:
         self._lengths = lengths
 
     def _fail(self, what: str) -> None:
-        raise AssertionError(f"{type(self._cache).__name__}: {what}")
+        raise AssertionError(what)
 
 
 def check_cache(make_cache: Callable[[], Cache], examples: int = 200) -> None:
@@ -195,6 +196,7 @@ def check_cache(make_cache: Callable[[], Cache], examples: int = 200) -> None:
         deadline=None,
         database=None,
         derandomize=True,
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
     @given(strategies.data())
