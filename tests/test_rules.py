@@ -113,13 +113,13 @@ def test_a_models_hint_is_set_aside_and_a_models_method_is_not():
     merged = GenerationConfig.merge({}, None, GenerationConfig.from_dict(hints))
     assert merged.unused == hints
     assert merged.given == frozenset()
-    model = GenerationConfig.from_dict({"no_repeat_ngram_size": 3})
+    model = GenerationConfig.from_dict({"diversity_penalty": 3})
     with pytest.raises(
-        NotInThisVersion, match=r"from the model's .*got 3: pass no_repeat_ngram_size=0"
+        NotInThisVersion, match=r"from the model's .*got 3.0: pass diversity_penalty=0.0"
     ) as error:
         GenerationConfig.merge({}, None, model)
-    assert error.value.field == "no_repeat_ngram_size"
-    assert GenerationConfig.merge({"no_repeat_ngram_size": 0}, None, model).no_repeat_ngram_size == 0
+    assert error.value.field == "diversity_penalty"
+    assert GenerationConfig.merge({"diversity_penalty": 0}, None, model).diversity_penalty == 0
     greedy = GenerationConfig.merge({}, None, GenerationConfig.from_dict({"typical_p": 0.5}))
     assert greedy.unused == {"typical_p": 0.5}
 

@@ -13,6 +13,7 @@ from descant import (
     Finished,
     GenerationConfig,
     InputError,
+    MirostatLogitsWarper,
     Request,
     RowError,
     Session,
@@ -185,8 +186,8 @@ def test_nothing_is_kept_of_requests_that_left(model, method):
     list(session.drain())
     held = [vars(strategy) for strategy in session._order]
     assert not any(len(one.get("_requests", ())) or len(one.get("_done", ())) for one in held)
-    assert not session._custom
-    assert not session._stops.foreign
+    assert not any(shelf.items for shelf in session._shelves.values())
+    assert not session._wrapped
 
 
 # ------------------------------------------------------------------- users' own functions
@@ -278,10 +279,27 @@ def test_places_of_users_functions_are_used_again(model):
     for _ in range(120):
         session.admit(Request([1], config(max_new_tokens=1), logits_processor=[lambda ids, scores: scores]))
         assert any(isinstance(event, Finished) for event in session.step())
-    with pytest.raises(InputError, match="`logits_processor` must not hold so many"):
-        session.admit(
-            *(
-                Request([1], config(), logits_processor=[lambda ids, scores, at=at: scores])
-                for at in range(80)
-            )
+    assert not session._chains.items
+
+
+def test_any_number_of_users_functions_may_run_at_once(model):
+    session = Session(model)
+    numbers = session.admit(
+        *(
+            Request([1], config(), logits_processor=[lambda ids, scores, at=at: only(scores, at % 5)])
+            for at in range(80)
         )
+    )
+    done = {event.request: event for event in session.drain() if isinstance(event, Finished)}
+    for at, number in enumerate(numbers):
+        assert set(done[number].hypotheses[0].tokens.tolist()) == {at % 5}
+
+
+def only(scores, token):
+    return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
+
+
+def test_two_processors_may_not_keep_the_same_state(model):
+    asked = config(do_sample=True, seed=1, mirostat_tau=2.0)
+    with pytest.raises(InputError, match=r"`logits_processor` must not hold a second .* `mirostat_mu`"):
+        Session(model).admit(Request([1], asked, logits_processor=[MirostatLogitsWarper(3.0)]))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from descant import GenerationConfig
 from descant.cache.dense import DenseCache
-from descant.context import Params
-from descant.resolve import adapt, table
+from descant.context import Params, table
+from descant.resolve import adapt
 from descant.rows import Rows
 from descant.step import Lane, Proposal, Selection, settle, step
 from descant.testing import ListCache, outcomes

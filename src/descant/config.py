@@ -238,6 +238,8 @@ class GenerationConfig(Parameters):
         plain = {name: thaw(self._values[name]) for name in FIELDS if name in self._values}
         if self.sequence_bias is not None:  # JSON has no tuple keys
             plain["sequence_bias"] = [[list(ids), bias] for ids, bias in sorted(self.sequence_bias.items())]
+        if self.logit_bias is not None:  # nor numbers for keys
+            plain["logit_bias"] = {str(token): bias for token, bias in sorted(self.logit_bias.items())}
         return plain
 
     def _differs(self, name: str) -> bool:

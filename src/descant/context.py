@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from descant.rows import Rows, join, pick
+from descant.counters import uniform
+from descant.rows import Rows, join, pick, widened
 
-__all__ = ["Context", "Params", "params_of"]
+__all__ = ["Context", "Params", "Prompt", "Values", "params_of", "table"]
+
+Objects = np.ndarray[Any, np.dtype[Any]]  # [R] of Python objects, None where a row has none
+Values = Mapping[str, "Tensor | Objects"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the parameters of a row may depend on besides its config."""
+
+    length: int  # tokens
+    offset: int = 0  # positions without a token
+    width: int = 0  # tokens of the padded prompts it came with
+    batch: int = 0  # which prompt of its call it is
+    source: Callable[[], list[int]] = list  # ids of the encoder's input; without an encoder, the prompt's
 
 
 @dataclass(frozen=True)
 class Params:
-    """The column of parameters: `values[name]` is [R] or [R, W] on the host, equal inside a request."""
+    """The column of parameters: `values[name]` is [R], [R, W] or [R, K, W] (host), equal inside a request.
 
-    values: Mapping[str, Tensor]
+    It holds what somebody uses; for a row that does not use it a value is -1, or None where it is an object.
+    """
+
+    values: Values
     constant: bool = True
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.values[name]
+        value = self.values[name]
+        assert isinstance(value, Tensor)
+        return value
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values.values())))
 
     def take(self, parents: Tensor) -> Self:
         """The parameters of the new rows."""
-        return type(self)({name: value[parents] for name, value in self.values.items()})
+        return type(self)({name: _picked(value, parents) for name, value in self.values.items()})
 
     def cat(self, other: Self) -> Self:
         """These rows' parameters with another table's below."""
-        return type(self)({name: join(value, other.values[name]) for name, value in self.values.items()})
+        mine, theirs = self.values, other.values
+        if mine.keys() != theirs.keys():
+            mine = {**mine, **_absent(theirs, mine, len(self))}
+            theirs = {**theirs, **_absent(mine, theirs, len(other))}
+        return type(self)({name: _joined(value, theirs[name]) for name, value in mine.items()})
 
 
 def params_of(rows: Rows) -> Params:
@@ -41,51 +69,82 @@ def params_of(rows: Rows) -> Params:
     return params
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | Objects]:
+    """Parameters row by row as columns: numbers [R], lists [R, W] or [R, K, W] padded with -1."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: _column([row.get(name) for row in rows]) for name in names}
+
+
 class Context:
     """Where each line of logits stands: line `i` follows `tokens[i, :length[i]]`.
 
     `param(name)` is that line's own parameter, [N, 1] for a number and [N, W] for a list padded with -1;
-    `largest(name)` is its maximum over the lines, known on the host.
+    `largest(name)` is its maximum over the lines, known on the host. `state(name)` is what a processor
+    keeps of a line's past, [N, 1].
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the columns of a table
         self,
         tokens: Tensor,
         length: Tensor,
         prompt: Tensor,
-        params: Mapping[str, Tensor],
+        params: Values,
         cache: dict[str, Tensor] | None = None,
+        *,
+        slot: Tensor | None = None,
+        states: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokens = tokens  # [N, C]
         self._length = length  # [N] (host)
         self._prompt = prompt  # [N] (host)
-        self._params = params  # [N] or [N, W] each (host)
+        self._params = params  # [N] or [N, ...] each (host)
         self._device: dict[str, Tensor] = {} if cache is None else cache
+        self._slot = torch.zeros_like(length) if slot is None else slot  # [N] (host)
+        self._states = {} if states is None else states  # [N] each
 
     @classmethod
     def of(cls, rows: Rows, drafts: Tensor | None, cache: dict[str, Tensor]) -> Context:
-        """The lines of a table and its drafts [R, K], `K + 1` lines a row."""
+        """The lines of a table and its drafts [R, K], `K + 1` lines a row, in the state of their row."""
         params = params_of(rows)
         if drafts is None:
-            return cls(rows.tokens, rows.length, rows.prompt, params.values, cache)
+            return cls(
+                rows.tokens,
+                rows.length,
+                rows.prompt,
+                params.values,
+                cache,
+                slot=rows.slot,
+                states=rows.columns,
+            )
         width = drafts.shape[1]
         tokens = rows.append(drafts, rows.length).tokens.repeat_interleave(width + 1, 0)
         row = torch.arange(len(rows)).repeat_interleave(width + 1)
         length = (rows.length[:, None] + torch.arange(width + 1)).flatten()
-        values = {name: value[row] for name, value in params.values.items()}
-        return cls(tokens, length, rows.prompt[row], values)
+        states = {name: pick(value, row) for name, value in rows.columns.items() if isinstance(value, Tensor)}
+        values = params.take(row).values
+        return cls(tokens, length, rows.prompt[row], values, slot=rows.slot[row], states=states)
 
     @classmethod
-    def standalone(cls, input_ids: Tensor, params: Mapping[str, Any]) -> Context:
-        """A documented processor called by hand, as `(input_ids, scores)`: every id counts as real."""
+    def standalone(
+        cls, input_ids: Tensor, params: Mapping[str, Any], state: Mapping[str, float] | None = None
+    ) -> Context:
+        """A processor called by hand, as `(input_ids, scores)`: every id counts as real, its state begins."""
         count, length = input_ids.shape
         prompt = torch.full((count,), int(params.get("prompt", 0)))
-        return cls(input_ids, torch.full((count,), length), prompt, _lines(params, count))
+        states = {
+            name: torch.full((count,), value, device=input_ids.device)
+            for name, value in (state or {}).items()
+        }
+        values = _lines(params, count)
+        return cls(input_ids, torch.full((count,), length), prompt, values, states=states)
 
     def fixed(self, params: Mapping[str, Any]) -> Context:
         """The same lines, with some parameters the same for all of them."""
-        values = {**self._params, **_lines(params, len(self._length))}
-        return Context(self._tokens, self._length, self._prompt, values)
+        return self._like(params={**self._params, **_lines(params, len(self._length))})
+
+    def after(self, states: Mapping[str, Tensor]) -> Context:
+        """The same lines in another state [N] each."""
+        return self._like(states={**self._states, **states}, cache=self._device)
 
     @property
     def tokens(self) -> Tensor:
@@ -111,14 +170,38 @@ class Context:
         """That parameter on the device, [N, 1] or [N, W]."""
         if name not in self._device:
             value = self._params[name]
+            assert isinstance(value, Tensor)
             kind = torch.float32 if value.is_floating_point() else value.dtype
             value = value.to(self._tokens.device, kind, non_blocking=True)
             self._device[name] = value if value.ndim > 1 else value[:, None]
         return self._device[name]
 
+    def objects(self, name: str) -> list[Any]:
+        """A parameter that is an object, one a line."""
+        value = self._params[name]
+        assert not isinstance(value, Tensor)
+        return list(value)
+
+    def state(self, name: str) -> Tensor:
+        """What a processor keeps of each line's past [N, 1]; NaN where it has not begun."""
+        value: Tensor | None = self._states.get(name)
+        if value is None:
+            return torch.full((len(self._length), 1), torch.nan, device=self._tokens.device)
+        return value[:, None]
+
+    def chance(self, salt: int) -> Tensor:
+        """A number between 0 and 1 for each line [N, 1], the same whenever the row asks at this place."""
+        if "dice" not in self._params:  # called by hand
+            return torch.rand(len(self._length), 1, device=self._tokens.device)
+        value = self._params["dice"]
+        assert isinstance(value, Tensor)
+        drawn = uniform(value, self._slot, self._length, salt)[:, None]
+        return drawn.to(self._tokens.device, torch.float32, non_blocking=True)
+
     def largest(self, name: str) -> int:
         """The largest value of an integer parameter, without asking the device."""
-        return int(self._params[name].max())
+        value = self._params[name]
+        return int(value.max())
 
     def level(self, name: str) -> bool:
         """Whether the parameter is the same for every line."""
@@ -130,28 +213,109 @@ class Context:
 
         The width is that of the call's padded prompts and what is new, also when the longest has left.
         """
-        padding = (
-            self._params["width"] - self._prompt
-            if "width" in self._params
-            else torch.zeros(1, dtype=torch.long)
-        )
+        padding = torch.zeros(1, dtype=torch.long)
+        if "width" in self._params:
+            padding = torch.as_tensor(self._params["width"]) - self._prompt
         wide = int((padding + self._length).max())
         at = torch.arange(wide, device=self._tokens.device) - (wide - self.length)
         return torch.where(at >= 0, self._tokens.gather(1, at.clamp(min=0)), self.param("pad"))
 
-    def take(self, index: Tensor) -> Context:
+    def take(self, index: Tensor, cache: dict[str, Tensor] | None = None) -> Context:
         """The lines `index` (host) alone."""
-        values = {name: value[index] for name, value in self._params.items()}
-        return Context(pick(self._tokens, index), self._length[index], self._prompt[index], values)
+        states = {
+            name: pick(value, index) for name, value in self._states.items() if isinstance(value, Tensor)
+        }
+        return Context(
+            pick(self._tokens, index),
+            self._length[index],
+            self._prompt[index],
+            {name: _picked(value, index) for name, value in self._params.items()},
+            cache,
+            slot=self._slot[index],
+            states=states,
+        )
+
+    def _like(
+        self,
+        params: Values | None = None,
+        states: Mapping[str, Any] | None = None,
+        cache: dict[str, Tensor] | None = None,
+    ) -> Context:
+        return Context(
+            self._tokens,
+            self._length,
+            self._prompt,
+            self._params if params is None else params,
+            cache,
+            slot=self._slot,
+            states=self._states if states is None else states,
+        )
 
 
-def _lines(params: Mapping[str, Any], count: int) -> dict[str, Tensor]:
-    """Numbers and lists of numbers, repeated for so many lines."""
-    values = {}
-    for name, value in params.items():
-        if isinstance(value, float):
-            values[name] = torch.full((count,), value, dtype=torch.float64)
-        elif isinstance(value, int | list):
-            line = torch.tensor(value)
-            values[name] = line.expand(count, *line.shape)
-    return values
+def _picked(value: Tensor | Objects, index: Tensor) -> Tensor | Objects:
+    return value[index] if isinstance(value, Tensor) else value[index.numpy()]
+
+
+def _joined(first: Tensor | Objects, second: Tensor | Objects) -> Tensor | Objects:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return join(first, second)
+    return np.concatenate((first, second))
+
+
+def _absent(there: Values, here: Values, count: int) -> dict[str, Tensor | Objects]:
+    """What `count` rows hold of the parameters that only others use."""
+    return {
+        name: value.new_full((count, *value.shape[1:]), -1)
+        if isinstance(value, Tensor)
+        else np.full(count, None)
+        for name, value in there.items()
+        if name not in here
+    }
+
+
+def _column(values: Sequence[Any]) -> Tensor | Objects:
+    """One parameter of several rows, None where a row does not use it."""
+    first = next(value for value in values if value is not None)
+    if isinstance(first, float):
+        return torch.tensor([-1.0 if value is None else value for value in values], dtype=torch.float64)
+    if isinstance(first, int):
+        return torch.tensor([-1 if value is None else value for value in values], dtype=torch.long)
+    if isinstance(first, list):
+        if all(value is first or value == first for value in values):  # mostly: one config for all
+            block = _stacked([_block(first)])
+            return block.repeat(len(values), *[1] * (block.ndim - 1))
+        return _stacked([_block(value or []) for value in values])
+    objects = np.full(len(values), None)
+    for place, value in enumerate(values):  # one by one, since numpy would take a sequence apart
+        objects[place] = value
+    return objects
+
+
+def _block(value: list[Any]) -> Tensor:
+    """A list of numbers [1, W], or of lists of numbers [1, K, W] padded with -1."""
+    if value and isinstance(value[0], list):
+        wide = max(1, *(len(part) for part in value))
+        return torch.tensor([[*part, *[-1] * (wide - len(part))] for part in value])[None]
+    if any(isinstance(part, float) for part in value):
+        return torch.tensor(value, dtype=torch.float64)[None]
+    return torch.tensor(value, dtype=torch.long)[None]
+
+
+def _stacked(blocks: list[Tensor]) -> Tensor:
+    """Blocks of different size one below the other, none of them empty."""
+    deepest = max(blocks, key=lambda block: block.ndim)
+    blocks = [block if block.ndim == deepest.ndim else deepest.new_full((1, 1, 1), -1) for block in blocks]
+    if all(block.shape == deepest.shape for block in blocks) and deepest.numel():
+        return torch.cat(blocks)
+    wide = [max(1, *(block.shape[at] for block in blocks)) for at in range(1, deepest.ndim)]
+    kind = next((block.dtype for block in blocks if block.is_floating_point()), torch.long)
+    return torch.cat([widened(block.to(kind), wide) for block in blocks])
+
+
+def _lines(params: Mapping[str, Any], count: int) -> dict[str, Tensor | Objects]:
+    """Parameters repeated for so many lines."""
+    one = table([{name: value for name, value in params.items() if value is not None}])
+    return {
+        name: value.expand(count, *value.shape[1:]) if isinstance(value, Tensor) else np.repeat(value, count)
+        for name, value in one.items()
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
@@ -301,6 +302,65 @@ def strings() -> Kind:
         return found
 
     return Kind("str | list[str]", "a non-empty string or a non-empty list of them", parse)
+
+
+def pattern() -> Kind:
+    """A regular expression."""
+
+    def parse(value: Any) -> str:
+        try:
+            re.compile(_text(value))
+        except re.error as error:
+            raise _Narrow(f"a regular expression ({error})") from None
+        return str(value)
+
+    return Kind("str", "a regular expression as a non-empty string", parse)
+
+
+def names() -> Kind:
+    """Several different names."""
+
+    def parse(value: Any) -> tuple[str, ...]:
+        found = tuple(_text(item) for item in _items(value))
+        _require(bool(found) and len(set(found)) == len(found))
+        return found
+
+    return Kind("list[str]", "a non-empty list of different names", parse)
+
+
+def function() -> Kind:
+    """Something to call; it cannot be written to a file."""
+
+    def parse(value: Any) -> Any:
+        _require(callable(value))
+        hash(value)
+        return value
+
+    return Kind("Callable", "a function", parse)
+
+
+def tokens_or_texts() -> Kind:
+    """Several token ids, or texts that tokens contain."""
+
+    def parse(value: Any) -> tuple[int | str, ...]:
+        return tuple(_text(item) if isinstance(item, str) else _int(item) for item in _items(value))
+
+    return Kind("list[int | str]", "a list of token ids (ints >= 0) or non-empty strings", parse)
+
+
+def token_biases() -> Kind:
+    """A bias for each of some tokens: a dict whose keys are ids, or the strings that JSON makes of them."""
+
+    def key(value: Any) -> int:
+        return _int(int(value) if isinstance(value, str) else value)
+
+    def parse(value: Any) -> FrozenMap:
+        _require(isinstance(value, Mapping) and bool(value))
+        found = {key(token): _float(bias) for token, bias in value.items()}
+        _require(len(found) == len(value))
+        return FrozenMap(found)
+
+    return Kind("dict[int, float]", "a non-empty dict {token id: bias}, each token once", parse)
 
 
 def layers() -> Kind:

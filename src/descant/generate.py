@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from descant.adapters.callback import is_prepared, own_criteria, recovered_config, recovered_inputs
+from descant.calls import Asked, Call, merged, rows_of
 from descant.config import FIELDS, GenerationConfig
-from descant.errors import InputError, NotInThisVersion
-from descant.inputs import Prepared, prepared
+from descant.errors import ConfigError, InputError, NotInThisVersion
+from descant.inputs import Prepared
 from descant.outputs import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -21,7 +22,7 @@ from descant.outputs import (
     GenerateOutput,
     transition_scores,
 )
-from descant.session import Failed, Finished, Request, Session, Tokens
+from descant.session import Failed, Finished, Tokens
 from descant.step import Hypothesis
 from descant.trace import Layout, Trace
 
@@ -29,9 +30,8 @@ __all__ = ["attach", "compute_transition_scores", "detach", "generate"]
 
 # Documented arguments whose method is not built yet: anything but None (or False) is refused.
 _LATER = (
-    "prefix_allowed_tokens_fn", "synced_gpus", "assistant_model", "negative_prompt_ids",
-    "negative_prompt_attention_mask", "tokenizer", "assistant_tokenizer", "custom_generate",
-    "trust_remote_code",
+    "synced_gpus", "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask",
+    "assistant_tokenizer", "custom_generate", "trust_remote_code",
 )  # fmt: skip
 
 
@@ -46,9 +46,12 @@ def generate(
 ) -> Tensor | GenerateOutput:
     """Continue prompts: `generate(model, **tokenizer(...), max_new_tokens=20, num_beams=4)`.
 
-    Keyword arguments are fields of GenerationConfig or inputs of the model. Returns the sequences
-    [B * num_return_sequences, L], or with `return_dict_in_generate=True` a record with what was asked for.
+    Keyword arguments are fields of GenerationConfig or inputs of the model, and `tokenizer`, which what is
+    given as text needs. `generation_config` may be a list, one for each prompt, and so may `seed`. Returns
+    the sequences [B * num_return_sequences, L], or with `return_dict_in_generate=True` a record with what
+    was asked for.
     """
+    tokenizer = kwargs.pop("tokenizer", None)
     for name in _LATER:
         value = kwargs.pop(name, None)
         if value is not None and value is not False:
@@ -66,12 +69,11 @@ def generate(
     if is_prepared(generation_config):
         config = recovered_config(generation_config, kwargs["input_ids"].shape[1])
         given = recovered_inputs(generation_config, kwargs, bool(model.config.is_encoder_decoder))
-        return _Call(model, config, processors, own_criteria(criteria), streamer).run(given)
-    own = getattr(model, "generation_config", None)
-    # A model's own config handed back as the argument is still the model's: its leftovers stay harmless.
-    argument = None if generation_config is own else _config(generation_config)
-    config = GenerationConfig.merge(call, argument, _config(own))
-    return _Call(model, config, processors, criteria, streamer).run(kwargs)
+        return _Run(model, Asked([config], processors, own_criteria(criteria), tokenizer), streamer).run(
+            given
+        )
+    asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer)
+    return _Run(model, asked, streamer).run(kwargs)
 
 
 def attach(model: Any) -> Any:
@@ -101,62 +103,43 @@ def compute_transition_scores(
     return transition_scores(sequences, scores, beam_indices, normalize_logits)
 
 
-class _Call:
+class _Run:
     """One call of generate(): admits all prompts, drains, and lays the results out as documented."""
 
-    def __init__(
-        self,
-        model: Any,
-        config: GenerationConfig,
-        processors: Sequence[Any],
-        criteria: Sequence[Any],
-        streamer: Any,
-    ) -> None:
-        if streamer is not None and config.num_beams > 1:
-            raise InputError("streamer", "must be None with beams, whose tokens are not final", streamer)
+    def __init__(self, model: Any, asked: Asked, streamer: Any) -> None:
+        if streamer is not None and any(config.num_beams > 1 for config in asked.configs):
+            do = "use descant.stream, which shows what all beams agree on"
+            raise InputError("streamer", "must be None with beams, whose tokens are not final", streamer, do)
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise InputError("streamer", "must have `put` and `end`", streamer)
-        self.config = config
+        for config in asked.configs:
+            _refuse_unseen(config)
+        self.config = asked.config
         self.streamer = streamer
-        self.processors, self.criteria = tuple(processors), tuple(criteria)
         wants = {"scores", "logits", "attentions", "hidden_states"}
         wants = (
-            {name for name in wants if getattr(config, f"output_{name}")}
-            if config.return_dict_in_generate
+            {name for name in wants if getattr(self.config, f"output_{name}")}
+            if self.config.return_dict_in_generate
             else set()
         )
         self.states = tuple(sorted(wants & {"attentions", "hidden_states"}))
         self.trace = Trace(frozenset(wants)) if wants else None
-        self.session = Session(model, states=self.states, observe=self.trace)
+        self.call = Call(model, asked, states=self.states, observe=self.trace)
+        self.session = self.call.session
         self._refuse_fused_attention()
 
     @torch.no_grad()
     def run(self, given: Mapping[str, Any]) -> Tensor | GenerateOutput:
         """The whole call."""
-        model = self.session.model
-        prompts = prepared(given, self.config, model.facts, model.device)
-        copies = self.config.num_return_sequences if self.config.num_beams == 1 else 1
-        requests = [
-            Request(
-                prompts.prompt(line),
-                self.config,
-                prompts.inputs[line],
-                self.processors,
-                self.criteria,
-                width=prompts.shown.shape[1],
-                line=line * copies,
-                merged=True,
-            )
-            for line in range(len(prompts))
-        ]
-        numbers = self.session.admit(*requests, lines=len(prompts) * copies)
-        done = self._drained(numbers, prompts, copies)
-        return self._laid_out(prompts, numbers, [one for number in numbers for one in done[number]])
+        prompts = self.call.admit(given)
+        done = self._drained(prompts)
+        return self._laid_out(prompts, [done[number] for number in self.call.numbers])
 
-    def _drained(self, numbers: Sequence[int], prompts: Prepared, copies: int) -> dict[int, list[Hypothesis]]:
-        first = {number: line * copies for line, number in enumerate(numbers)}
+    def _drained(self, prompts: Prepared) -> dict[int, list[Hypothesis]]:
+        first = self.call.lines(rows_of)
+        copies = torch.tensor([rows_of(config) for config in self.call.configs])
         if self.streamer is not None:
-            self.streamer.put(prompts.shown.repeat_interleave(copies, 0).cpu())
+            self.streamer.put(prompts.shown.cpu().repeat_interleave(copies, 0))
         done: dict[int, list[Hypothesis]] = {}
         while len(self.session):
             if self.trace is not None:
@@ -167,7 +150,7 @@ class _Call:
                 elif isinstance(event, Failed):
                     raise event.error
                 elif self.streamer is not None:
-                    self.streamer.put(self._spread(event, first, len(numbers) * copies))
+                    self.streamer.put(self._spread(event, first, int(copies.sum())))
         if self.streamer is not None:
             self.streamer.end()
         return done
@@ -186,32 +169,27 @@ class _Call:
             pad = 0 if eos is None else eos if isinstance(eos, int) else eos[0]
         return int(pad)
 
-    def _laid_out(
-        self, prompts: Prepared, numbers: Sequence[int], sequences: Sequence[Hypothesis]
-    ) -> Tensor | GenerateOutput:
+    def _laid_out(self, prompts: Prepared, found: Sequence[list[Hypothesis]]) -> Tensor | GenerateOutput:
         """The prompts as given, each followed by what was found, padded at the right."""
-        device, each = self.session.model.device, self.config.num_return_sequences
+        sequences = [one for some in found for one in some]
         wide = max(len(one.tokens) for one in sequences)
         new = torch.full((len(sequences), wide), self._pad)
         for line, one in enumerate(sequences):
             new[line, : len(one.tokens)] = one.tokens
+        device = self.session.model.device
+        each = torch.tensor([len(some) for some in found], device=device)
         whole = torch.cat((prompts.shown.repeat_interleave(each, 0), new.to(device)), 1)
         if not self.config.return_dict_in_generate:
             return whole
-        return self._record(whole, prompts, numbers, sequences, wide)
+        return self._record(whole, prompts, found, wide)
 
     def _record(
-        self,
-        whole: Tensor,
-        prompts: Prepared,
-        numbers: Sequence[int],
-        sequences: Sequence[Hypothesis],
-        wide: int,
+        self, whole: Tensor, prompts: Prepared, found: Sequence[list[Hypothesis]], wide: int
     ) -> GenerateOutput:
         config, both = self.config, self.session.model.facts.encoder_decoder
-        beams = config.num_beams > 1
-        lines = config.num_beams if beams else config.num_return_sequences
-        first = {number: line * lines for line, number in enumerate(numbers)}
+        numbers, configs = self.call.numbers, self.call.configs
+        first = self.call.lines(_lines_of)
+        lines = {number: _lines_of(one) for number, one in zip(numbers, configs, strict=True)}
         layout = Layout(first, lines, self._pad, prompts.width)
         values: dict[str, Any] = {"sequences": whole}
         if self.trace is not None:
@@ -222,17 +200,17 @@ class _Call:
             values |= {name: self.trace.states(name, layout) for name in names}
             if both:
                 values |= {f"encoder_{name}": self.session.model.encoded.get(name) for name in self.states}
+        sequences = [one for some in found for one in some]
+        if any(one.logprobs is not None for one in sequences):
+            values["logprobs"] = tuple(one.logprobs for one in sequences)
+        beams = any(one.num_beams > 1 for one in configs)
         if beams:
-            each = config.num_return_sequences
             if config.output_scores:
-                values["sequences_scores"] = torch.tensor(
-                    [one.score for one in sequences], device=whole.device
-                )
-            trail = torch.full((len(sequences), wide), -1, dtype=torch.int32)
-            for line, one in enumerate(sequences):
-                start = first[numbers[line // each]]
-                trail[line, : len(one.tokens)] = torch.tensor(one.beams, dtype=torch.int32) + start
-            values["beam_indices"] = trail.to(whole.device)
+                scores = [torch.nan if one.score is None else one.score for one in sequences]
+                values["sequences_scores"] = torch.tensor(scores, device=whole.device)
+            values["beam_indices"] = _trails(found, [first[number] for number in numbers], wide).to(
+                whole.device
+            )
         kinds = {
             (False, False): GenerateDecoderOnlyOutput,
             (False, True): GenerateEncoderDecoderOutput,
@@ -254,16 +232,33 @@ def _listed(name: str, given: Any) -> tuple[Any, ...]:
     """A list of processors or criteria, checked to be one."""
     if given is None:
         return ()
+    if callable(given) and not isinstance(given, list | tuple):
+        return (given,)
     if not isinstance(given, list | tuple):
         raise InputError(name, "must be a list of callables", given)
     return tuple(given)
 
 
-def _config(given: Any) -> GenerationConfig | None:
-    """A generation config of ours, from ours or transformers' own."""
-    if given is None or isinstance(given, GenerationConfig):
-        return given
-    if not hasattr(given, "to_dict"):
-        raise InputError("generation_config", "must be a GenerationConfig", given)
-    # Its attributes and not its `to_dict`, which copies everything deeply at every call.
-    return GenerationConfig.from_transformers(vars(given))
+def _refuse_unseen(config: GenerationConfig) -> None:
+    """Raise for log-probabilities that nobody would be given."""
+    told = config.return_dict_in_generate or config.logprobs is None or config.source("logprobs") == "model"
+    if not told:
+        do = "set return_dict_in_generate=True or leave it out"
+        must = "has no use while `return_dict_in_generate` is False"
+        raise ConfigError("logprobs", must, config.logprobs, do)
+
+
+def _lines_of(config: GenerationConfig) -> int:
+    """How many lines a request has in the scores of a step."""
+    return config.num_beams if config.num_beams > 1 else config.num_return_sequences
+
+
+def _trails(found: Sequence[list[Hypothesis]], first: Sequence[int], wide: int) -> Tensor:
+    """The line of the scores that each token of each sequence was chosen from, -1 beyond its end [N, T]."""
+    trails = []
+    for start, some in zip(first, found, strict=True):
+        for slot, one in enumerate(some):
+            # A prompt without beams, beside others that have them, is on its own line all along.
+            own = [slot] * len(one.tokens) if one.beams is None else one.beams
+            trails.append([start + place for place in own] + [-1] * (wide - len(own)))
+    return torch.tensor(trails, dtype=torch.int32)

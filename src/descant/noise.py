@@ -11,18 +11,10 @@ import torch
 from torch import Tensor
 
 from descant.context import params_of
+from descant.counters import WORD, keyed, mix
 from descant.rows import Rows, pick
 
 __all__ = ["Chance", "keyed_exponential"]
-
-_WORD = 0xFFFFFFFF
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A 32-bit avalanche (the finaliser of MurmurHash3) in the low half of int64 lanes."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _WORD
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _WORD
-    return x ^ (x >> 16)
 
 
 def keyed_exponential(
@@ -33,13 +25,11 @@ def keyed_exponential(
     The first three are on the host [R]. Being counters and not a sequence, they are the same whoever
     else is in the batch, in whatever order, on whatever device.
     """
-    key = _mix((seed & _WORD) ^ _mix(((seed >> 32) + 0x9E3779B9) & _WORD))
-    key = _mix(key ^ _mix((slot + 0x7F4A7C15) & _WORD))
-    first = _mix(key ^ _mix((position + 0x94D049BB) & _WORD))
-    second = _mix((first + 0x2545F491) & _WORD)
+    first = keyed(seed, slot, position)
+    second = mix((first + 0x2545F491) & WORD)
     first, second = (part[:, None].to(device, non_blocking=True) for part in (first, second))
     index = torch.arange(size, device=device) * 0x9E3779B1
-    bits = _mix(_mix((index + first) & _WORD) ^ second)
+    bits = mix(mix((index + first) & WORD) ^ second)
     return -torch.log1p(-(bits.to(torch.float32) + 0.5) * 2.0**-32)
 
 

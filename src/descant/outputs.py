@@ -50,7 +50,7 @@ class GenerateOutput(OrderedDict[str, Any]):
 class GenerateDecoderOnlyOutput(GenerateOutput):
     """Of a decoder-only model, without beams."""
 
-    NAMES = ("sequences", "scores", "logits", "attentions", "hidden_states", "past_key_values")
+    NAMES = ("sequences", "scores", "logits", "logprobs", "attentions", "hidden_states", "past_key_values")
 
 
 class GenerateEncoderDecoderOutput(GenerateOutput):
@@ -60,6 +60,7 @@ class GenerateEncoderDecoderOutput(GenerateOutput):
         "sequences",
         "scores",
         "logits",
+        "logprobs",
         "encoder_attentions",
         "encoder_hidden_states",
         "decoder_attentions",
@@ -77,6 +78,7 @@ class GenerateBeamDecoderOnlyOutput(GenerateOutput):
         "sequences_scores",
         "scores",
         "logits",
+        "logprobs",
         "beam_indices",
         "attentions",
         "hidden_states",
@@ -92,6 +94,7 @@ class GenerateBeamEncoderDecoderOutput(GenerateOutput):
         "sequences_scores",
         "scores",
         "logits",
+        "logprobs",
         "beam_indices",
         "encoder_attentions",
         "encoder_hidden_states",

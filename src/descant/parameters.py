@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass
 from types import MappingProxyType
 from typing import Any, Final, dataclass_transform
@@ -21,8 +21,8 @@ __all__ = ["FIELDS", "GROUPS", "LATER", "Later", "Parameters", "typed", "unknown
 EMPTY: Final = FrozenMap()
 
 GROUPS: Final = (
-    "length", "strategy", "beams", "sampling", "penalties", "tokens", "output", "encoder", "speculation",
-    "watermark", "cache",
+    "length", "strategy", "beams", "sampling", "penalties", "tokens", "output", "encoder", "speech",
+    "speculation", "watermark", "cache",
 )  # fmt: skip
 
 CACHES: Final = (
@@ -97,7 +97,13 @@ class Parameters(Frozen):
         about="Seconds after which no further step begins.")
     stop_strings: str | Sequence[str] | None = declare(
         default=None, kind=kinds.strings(), group="length",
-        about="Text, or several texts, that end a row once it has produced one of them.")
+        about="Text, or several texts, that end a row once it has produced one of them; needs `tokenizer`.")
+    stop_token_ids: Sequence[int] | None = declare(
+        default=None, kind=kinds.tokens(empty=True), group="length",
+        about="Further tokens that end a row, besides `eos_token_id`.")
+    stop_regex: str | None = declare(
+        default=None, kind=kinds.pattern(), group="length",
+        about="Regular expression that ends a row once its new text matches anywhere; needs `tokenizer`.")
 
     # -- strategy
     do_sample: bool = declare(
@@ -121,6 +127,22 @@ class Parameters(Frozen):
     seed: int | None = declare(
         default=None, kind=kinds.integer(), group="strategy",
         about="Seed of the row's own random stream; unset draws from torch's generator.")
+    prefix_allowed_tokens_fn: Callable[[int, Any], Sequence[int]] | None = declare(
+        default=None, kind=kinds.function(), group="strategy",
+        about="Function of a prompt's number and a row's ids that says which tokens may come next.")
+    processor_order: Sequence[str] | None = declare(
+        default=None, kind=kinds.names(), group="strategy",
+        about='Fields whose processors run in this order, in the places these have among all; "custom": the '
+        "caller's own.")
+    thinking_budget: int | None = declare(
+        default=None, kind=kinds.integer(), group="strategy",
+        about="Most tokens of thought, after which `thinking_end` is forced.")
+    thinking_start: Sequence[int] | None = declare(
+        default=None, kind=kinds.tokens(empty=True), group="strategy",
+        about="Tokens that open a thought; unset: the thought begins with the first new token.")
+    thinking_end: Sequence[int] | None = declare(
+        default=None, kind=kinds.tokens(), group="strategy",
+        about="Tokens that close a thought.")
 
     # -- beams
     early_stopping: bool | str = declare(
@@ -162,6 +184,12 @@ class Parameters(Frozen):
     top_h: float | None = declare(
         default=None, kind=kinds.real(0.0, 1.0, open_low=True), group="sampling",
         about="Keep the likeliest tokens whose entropy stays within this share of the whole.")
+    top_n_sigma: float | None = declare(
+        default=None, kind=kinds.real(0.0, open_low=True), group="sampling",
+        about="Keep tokens whose logit is at most this many standard deviations below the best.")
+    p_less: bool = declare(
+        default=False, kind=kinds.flag(), group="sampling",
+        about="Keep tokens at least as likely as two independent draws are to agree.")
     typical_p: float = declare(
         default=1.0, kind=kinds.real(0.0, 1.0, open_low=True), group="sampling",
         about="Keep the tokens of most typical information content up to this probability; 1 keeps all.")
@@ -171,6 +199,30 @@ class Parameters(Frozen):
     eta_cutoff: float = declare(
         default=0.0, kind=kinds.real(0.0, 1.0, open_high=True), group="sampling",
         about="Drop tokens less likely than a bound that falls with the entropy; 0 drops none.")
+    xtc_probability: float = declare(
+        default=0.0, kind=kinds.real(0.0, 1.0), group="sampling",
+        about="How often to leave out all but the least likely of the tokens above `xtc_threshold`.")
+    xtc_threshold: float = declare(
+        default=0.1, off=Unset, kind=kinds.real(0.0, 1.0), group="sampling",
+        about="Probability from which on a token counts as a top choice.")
+    dynamic_temperature_range: float = declare(
+        default=0.0, kind=kinds.real(0.0), group="sampling",
+        about="How far the temperature follows the entropy, down and up from `temperature`.")
+    dynamic_temperature_exponent: float = declare(
+        default=1.0, off=Unset, kind=kinds.scale(), group="sampling",
+        about="Power of the relative entropy by which the temperature rises.")
+    mirostat_tau: float | None = declare(
+        default=None, kind=kinds.real(0.0, open_low=True), group="sampling",
+        about="Surprise a token, in bits, that mirostat steers towards.")
+    mirostat_eta: float = declare(
+        default=0.1, off=Unset, kind=kinds.real(0.0, 1.0), group="sampling",
+        about="How fast mirostat corrects its bound.")
+    adaptive_p_target: float | None = declare(
+        default=None, kind=kinds.real(0.0, 1.0), group="sampling",
+        about="Probability of the chosen tokens that adaptive-p steers towards.")
+    adaptive_p_decay: float = declare(
+        default=0.9, off=Unset, kind=kinds.real(0.0, 0.99), group="sampling",
+        about="How long adaptive-p remembers what was chosen.")
 
     # -- penalties, bans and biases
     repetition_penalty: float = declare(
@@ -179,6 +231,33 @@ class Parameters(Frozen):
     no_repeat_ngram_size: int = declare(
         default=0, kind=kinds.integer(), group="penalties",
         about="Length of the n-grams that may occur only once; 0 bans none.")
+    no_repeat_ngram_window: int = declare(
+        default=0, kind=kinds.integer(), group="penalties",
+        about="How many of the last tokens count for `no_repeat_ngram_size`; 0: all.")
+    presence_penalty: float = declare(
+        default=0.0, kind=kinds.real(-2.0, 2.0), group="penalties",
+        about="Taken from the logit of every token that was generated before.")
+    frequency_penalty: float = declare(
+        default=0.0, kind=kinds.real(-2.0, 2.0), group="penalties",
+        about="Taken from the logit of a token each time that it was generated before.")
+    dry_multiplier: float = declare(
+        default=0.0, kind=kinds.real(0.0), group="penalties",
+        about="Weight of the DRY penalty against going on with a repeat; 0 is none.")
+    dry_base: float = declare(
+        default=1.75, off=Unset, kind=kinds.real(1.0, 100.0), group="penalties",
+        about="Factor by which the DRY penalty grows with each token of the repeat.")
+    dry_allowed_length: int = declare(
+        default=2, off=Unset, kind=kinds.integer(1), group="penalties",
+        about="Longest repeat that DRY lets pass.")
+    dry_range: int = declare(
+        default=0, kind=kinds.integer(), group="penalties",
+        about="How many of the last tokens DRY looks at; 0: all.")
+    dry_sequence_breakers: Sequence[int | str] | None = declare(
+        default=None, kind=kinds.tokens_or_texts(), group="penalties",
+        about="Tokens that no repeat runs across: ids, or texts that they contain (needs `tokenizer`).")
+    logit_bias: Mapping[int, float] | None = declare(
+        default=None, kind=kinds.token_biases(), group="penalties",
+        about="What to add to the logits of these tokens.")
     bad_words_ids: Sequence[Sequence[int]] | None = declare(
         default=None, kind=kinds.words(), group="penalties",
         about="Token sequences that must not be produced.")
@@ -234,6 +313,10 @@ class Parameters(Frozen):
     output_logits: bool | None = declare(
         default=None, kind=kinds.flag(), group="output",
         about="Also return each step's logits as the model gave them.")
+    logprobs: int | None = declare(
+        default=None, kind=kinds.integer(), group="output",
+        about="Also return each token's log-probability before and after the processors, and this many of "
+        "the likeliest tokens at its place.")
     output_attentions: bool = declare(
         default=False, kind=kinds.flag(), group="output",
         about="Also return the attention weights of every layer.")
@@ -251,6 +334,17 @@ class Parameters(Frozen):
     encoder_repetition_penalty: float = declare(
         default=1.0, kind=kinds.scale(), group="encoder",
         about="Factor in favour of tokens of the encoder's input; 1 is none.")
+
+    # -- speech
+    return_timestamps: bool = declare(
+        default=False, kind=kinds.flag(), group="speech",
+        about="Keep to the rules of timestamp tokens, in pairs and ascending.")
+    no_timestamps_token_id: int | None = declare(
+        default=None, kind=kinds.token(), group="speech",
+        about="Token that says there are no timestamps; the timestamps follow it in the vocabulary.")
+    max_initial_timestamp_index: int | None = declare(
+        default=None, kind=kinds.integer(), group="speech",
+        about="Latest first timestamp, counted from the one for zero.")
 
     # -- speculation
     is_assistant: bool = declare(
@@ -330,7 +424,6 @@ class Later:
 
 # fmt: off
 LATER: Final[Mapping[str, Later]] = MappingProxyType({
-    "stop_strings": Later("stop strings"),
     "penalty_alpha": Later("contrastive search", (None, 0.0)),
     "dola_layers": Later("DoLa"),
     "guidance_scale": Later("classifier-free guidance", (None, 1.0)),
@@ -340,17 +433,7 @@ LATER: Final[Mapping[str, Later]] = MappingProxyType({
     "constraints": Later("constrained beam search"),
     "force_words_ids": Later("constrained beam search"),
     "low_memory": Later("sequential beams", (None, False), hint=True),
-    "top_h": Later("top-H sampling"),
-    "typical_p": Later("typical sampling", (1.0,)),
-    "epsilon_cutoff": Later("epsilon sampling", (0.0,)),
-    "eta_cutoff": Later("eta sampling", (0.0,)),
-    "no_repeat_ngram_size": Later("n-gram bans", (0,)),
-    "bad_words_ids": Later("banned words"),
-    "sequence_bias": Later("sequence bias"),
-    "exponential_decay_length_penalty": Later("exponential length decay"),
     "forced_decoder_ids": Later("forced decoder tokens", (None, ())),
-    "encoder_no_repeat_ngram_size": Later("n-gram bans", (0,)),
-    "encoder_repetition_penalty": Later("encoder repetition penalty", (1.0,)),
     "is_assistant": Later("speculative decoding", (False,), hint=True),
     "num_assistant_tokens": Later("speculative decoding", (20,), hint=True),
     "num_assistant_tokens_schedule": Later("speculative decoding", ("constant",), hint=True),

@@ -12,11 +12,23 @@ from torch import Tensor
 
 from descant.context import Context
 from descant.rows import Rows
-from descant.step import Hypothesis, Output, Proposal, Selection
+from descant.step import Hypothesis, Observation, Output, Proposal, Selection
 
 Array = np.ndarray[Any, np.dtype[Any]]  # on the host
 
-__all__ = ["Array", "Cache", "Drafter", "Facts", "Model", "Noise", "Processor", "Span", "Stop", "Strategy"]
+__all__ = [
+    "Array",
+    "Cache",
+    "Drafter",
+    "Facts",
+    "Follower",
+    "Model",
+    "Noise",
+    "Processor",
+    "Span",
+    "Stop",
+    "Strategy",
+]
 
 
 @dataclass(frozen=True)
@@ -126,6 +138,10 @@ class Strategy(Protocol):
         """Forget a request that was cancelled or failed."""
         ...
 
+    def standing(self, request: int) -> list[Hypothesis]:
+        """The sequences of a running request that have ended and may be returned."""
+        ...
+
 
 class Drafter(Protocol):
     """What guesses ahead."""
@@ -144,6 +160,27 @@ class Processor(Protocol):
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """New scores [N, V] for the lines of `context`."""
+        ...
+
+
+class Stateful(Processor, Protocol):
+    """A processor whose answer depends on more of a row's past than its tokens."""
+
+    @property
+    def state(self) -> Mapping[str, float]:
+        """The columns it keeps, with what a new row starts with; where there are none it has no state."""
+        ...
+
+    def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """The state of each line [N] after its token [N], of what was given and made of it [N, V]."""
+        ...
+
+
+class Follower(Protocol):
+    """What keeps a record of the rows' choices in columns of its own."""
+
+    def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
+        """The selection with its columns brought up to the choice."""
         ...
 
 

@@ -2,54 +2,83 @@
 
 from __future__ import annotations
 
+import difflib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-
-import torch
-from torch import Tensor
 
 from descant.adapters.transformers import TransformersModel
 from descant.cache.dense import DenseCache
 from descant.config import FIELDS, GenerationConfig, register_explainer
+from descant.context import Prompt
 from descant.errors import ConfigError
-from descant.ports import Cache, Facts, Noise, Processor, Stop, Strategy
+from descant.ports import Cache, Facts, Noise, Stop, Strategy
 from descant.processors import (
+    AdaptivePLogitsWarper,
+    DRYLogitsProcessor,
+    DynamicTemperatureLogitsWarper,
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
+    FrequencyPenaltyLogitsProcessor,
     InfNanRemoveLogitsProcessor,
+    LogitBiasLogitsProcessor,
     LogitNormalization,
     LogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    MirostatLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PLessLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    PresencePenaltyLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    ThinkingBudgetLogitsProcessor,
+    TopHLogitsWarper,
     TopKLogitsWarper,
+    TopNSigmaLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
+    WhisperTimeStampLogitsProcessor,
+    XTCLogitsWarper,
 )
 from descant.strategies.beam import Beam
 from descant.strategies.sampling import Sampling
 
-__all__ = ["CUSTOM", "STAGES", "Plan", "Prompt", "Stage", "adapt", "new_cache", "plan", "table"]
+__all__ = ["CUSTOM", "ORDER", "SAMPLERS", "STAGES", "Plan", "Stage", "adapt", "new_cache", "ordered", "plan"]
 
 DEFAULT_NEW_TOKENS: Final = 20
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A processor with the config fields that call for it, and when they do."""
+    """A processor with the config fields that call for it (its name first), and when they do."""
 
-    processor: Processor
+    processor: LogitsProcessor
     fields: tuple[str, ...]
     wanted: Callable[[GenerationConfig], bool]
 
+    @property
+    def name(self) -> str:
+        """What `processor_order` calls it."""
+        return self.fields[0]
 
-def _stage(kind: type[LogitsProcessor], field: str, wanted: Callable[[GenerationConfig], bool]) -> Stage:
-    return Stage(kind.bare(), (field,), wanted)
+
+def _stage(
+    kind: type[LogitsProcessor], field: str, wanted: Callable[[GenerationConfig], bool], *others: str
+) -> Stage:
+    return Stage(kind.bare(), (field, *others), wanted)
 
 
 def _set(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
@@ -59,7 +88,12 @@ def _set(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
 
 def _before_end(name: str) -> Callable[[GenerationConfig], bool]:
     """Whether a field keeps rows from an end that they could otherwise choose."""
-    return lambda config: bool(getattr(config, name)) and bool(_ids(config.eos_token_id))
+    return lambda config: bool(getattr(config, name)) and bool(_ends(config))
+
+
+def _decays(config: GenerationConfig) -> bool:
+    """Whether an end token's score grows; further stop tokens are left alone."""
+    return config.exponential_decay_length_penalty is not None and bool(_ids(config.eos_token_id))
 
 
 def _drawn(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
@@ -67,26 +101,69 @@ def _drawn(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
     return lambda config: config.do_sample and getattr(config, name) not in (None, *neutral)
 
 
+def _warmed(config: GenerationConfig) -> bool:
+    """Whether a fixed temperature is asked for, not one that follows the entropy."""
+    return config.do_sample and config.temperature != 1.0 and not config.dynamic_temperature_range
+
+
 # The documented order: rules, then the user's own processors, then samplers. One line a processor.
 RULES: Final[tuple[Stage, ...]] = (
+    _stage(LogitBiasLogitsProcessor, "logit_bias", _set("logit_bias")),
+    _stage(SequenceBiasLogitsProcessor, "sequence_bias", _set("sequence_bias")),
+    _stage(
+        EncoderRepetitionPenaltyLogitsProcessor,
+        "encoder_repetition_penalty",
+        _set("encoder_repetition_penalty", 1.0),
+    ),
     _stage(RepetitionPenaltyLogitsProcessor, "repetition_penalty", _set("repetition_penalty", 1.0)),
+    _stage(PresencePenaltyLogitsProcessor, "presence_penalty", _set("presence_penalty", 0.0)),
+    _stage(FrequencyPenaltyLogitsProcessor, "frequency_penalty", _set("frequency_penalty", 0.0)),
+    _stage(DRYLogitsProcessor, "dry_multiplier", _set("dry_multiplier", 0.0)),
+    _stage(NoRepeatNGramLogitsProcessor, "no_repeat_ngram_size", _set("no_repeat_ngram_size", 0)),
+    _stage(
+        EncoderNoRepeatNGramLogitsProcessor,
+        "encoder_no_repeat_ngram_size",
+        _set("encoder_no_repeat_ngram_size", 0),
+    ),
+    _stage(NoBadWordsLogitsProcessor, "bad_words_ids", _set("bad_words_ids")),
     _stage(MinLengthLogitsProcessor, "min_length", _before_end("min_length")),
     _stage(MinNewTokensLengthLogitsProcessor, "min_new_tokens", _before_end("min_new_tokens")),
+    _stage(PrefixConstrainedLogitsProcessor, "prefix_allowed_tokens_fn", _set("prefix_allowed_tokens_fn")),
     _stage(ForcedBOSTokenLogitsProcessor, "forced_bos_token_id", _set("forced_bos_token_id")),
     _stage(ForcedEOSTokenLogitsProcessor, "forced_eos_token_id", _set("forced_eos_token_id")),
     _stage(InfNanRemoveLogitsProcessor, "remove_invalid_values", _set("remove_invalid_values", False)),
+    _stage(
+        ExponentialDecayLengthPenalty,
+        "exponential_decay_length_penalty",
+        _decays,
+    ),
     _stage(SuppressTokensLogitsProcessor, "suppress_tokens", _set("suppress_tokens", ())),
     _stage(SuppressTokensAtBeginLogitsProcessor, "begin_suppress_tokens", _set("begin_suppress_tokens", ())),
+    _stage(WhisperTimeStampLogitsProcessor, "return_timestamps", _set("return_timestamps", False)),
+    _stage(ThinkingBudgetLogitsProcessor, "thinking_budget", _set("thinking_budget"), "thinking_end"),
 )
 SAMPLERS: Final[tuple[Stage, ...]] = (
-    _stage(TemperatureLogitsWarper, "temperature", _drawn("temperature", 1.0)),
+    _stage(TemperatureLogitsWarper, "temperature", _warmed),
+    _stage(
+        DynamicTemperatureLogitsWarper, "dynamic_temperature_range", _drawn("dynamic_temperature_range", 0.0)
+    ),
+    _stage(TopNSigmaLogitsWarper, "top_n_sigma", _drawn("top_n_sigma")),
+    _stage(TopHLogitsWarper, "top_h", _drawn("top_h")),
     _stage(TopKLogitsWarper, "top_k", _drawn("top_k", 0)),
     _stage(TopPLogitsWarper, "top_p", _drawn("top_p", 1.0)),
     _stage(MinPLogitsWarper, "min_p", _drawn("min_p")),
+    _stage(TypicalLogitsWarper, "typical_p", _drawn("typical_p", 1.0)),
+    _stage(EpsilonLogitsWarper, "epsilon_cutoff", _drawn("epsilon_cutoff", 0.0)),
+    _stage(EtaLogitsWarper, "eta_cutoff", _drawn("eta_cutoff", 0.0)),
+    _stage(PLessLogitsWarper, "p_less", _drawn("p_less", False)),
+    _stage(XTCLogitsWarper, "xtc_probability", _drawn("xtc_probability", 0.0)),
+    _stage(MirostatLogitsWarper, "mirostat_tau", _drawn("mirostat_tau")),
+    _stage(AdaptivePLogitsWarper, "adaptive_p_target", _drawn("adaptive_p_target")),
     _stage(LogitNormalization, "renormalize_logits", _set("renormalize_logits", False)),
 )
 STAGES: Final = (*RULES, *SAMPLERS)
-CUSTOM: Final = len(RULES)  # where the user's own stand
+CUSTOM: Final = "custom"  # what `processor_order` calls the user's own, which stand between the two
+ORDER: Final = (*(stage.name for stage in RULES), CUSTOM, *(stage.name for stage in SAMPLERS))
 
 _MOST: Final = {
     "num_beams": 2**14, "num_return_sequences": 2**16, "max_new_tokens": 2**31, "max_length": 2**31,
@@ -98,16 +175,12 @@ _KNOWN_TOKENS: Final = (
     "forced_eos_token_id",
     "suppress_tokens",
     "begin_suppress_tokens",
+    "logit_bias",
+    "sequence_bias",
+    "bad_words_ids",
+    "thinking_end",
+    "no_timestamps_token_id",
 )
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What the length rules need to know of a prompt."""
-
-    length: int  # tokens
-    offset: int = 0  # positions without a token
-    width: int = 0  # tokens of the padded prompts it came with
 
 
 @dataclass(frozen=True)
@@ -117,21 +190,26 @@ class Plan:
     config: GenerationConfig
     key: tuple[Any, ...]  # requests of one key share a strategy
     build: Callable[[Noise, Stop], Strategy]
-    stages: tuple[int, ...]  # places in STAGES
+    chain: tuple[tuple[int, Stage], ...]  # its stages, each with its place in the order
+    custom: int  # the place of the user's own processors
     values: Mapping[str, Any]
 
     def row(self, prompt: Prompt, facts: Facts) -> dict[str, Any]:
         """The parameters of a row with that prompt."""
         config, length = self.config, prompt.length
         begins = length + 1 if length == 1 and config.forced_bos_token_id is not None else length
-        return {
+        params = {
             **self.values,
             "limit": (limit := _limit(config, prompt, facts)),
             "last": limit - 1,  # a row of this length has its last choice before it
             "begin_index": begins,
             "width": prompt.width or length,
+            "batch": prompt.batch,
             "deadline": float("inf") if config.max_time is None else time.monotonic() + config.max_time,
         }
+        for _, stage in self.chain:
+            params |= stage.processor.columns(config, prompt)
+        return params
 
 
 def adapt(model: Any, states: Sequence[str] = ()) -> Any:
@@ -148,10 +226,12 @@ def plan(config: GenerationConfig, facts: Facts) -> Plan:
     """What a merged config comes to on a model, or a ConfigError that names the field."""
     eos = _ids(config.eos_token_id)
     _refuse_strangers(config, facts)
-    _refuse_immense(config)
-    key, build = _strategy(config, len(eos))
+    _refuse_immense(config, facts)
+    key, build = _strategy(config, len(_ends(config)))
     values = {
         "eos": eos,
+        "stop_ids": _ids(config.stop_token_ids),
+        "ends": _ends(config),
         "pad": _pad(config, eos),
         "do_sample": int(config.do_sample),
         "copies": config.num_return_sequences if config.num_beams == 1 else 1,
@@ -159,35 +239,26 @@ def plan(config: GenerationConfig, facts: Facts) -> Plan:
         "early_stopping": {False: 0, True: 1, "never": 2}[config.early_stopping],
         "length_penalty": float(config.length_penalty),
         "min_tokens_to_keep": len(eos) + 1 if config.num_beams > 1 else 1,
-        "repetition_penalty": _off(config.repetition_penalty, 1.0),
-        "min_length": config.min_length or 0,
-        "min_new_tokens": config.min_new_tokens or 0,
-        "forced_bos_token_id": -1 if config.forced_bos_token_id is None else config.forced_bos_token_id,
-        "forced_eos_token_id": _ids(config.forced_eos_token_id),
-        "suppress_tokens": _ids(config.suppress_tokens),
-        "begin_suppress_tokens": _ids(config.begin_suppress_tokens),
-        "temperature": _off(config.temperature, 1.0),
-        "top_k": config.top_k or 0,
-        "tail": 1.0 - _off(config.top_p, 1.0),
-        "min_p": _off(config.min_p, 0.0),
+        "logprobs": -1 if config.logprobs is None else config.logprobs,
     }
-    stages = tuple(at for at, stage in enumerate(STAGES) if stage.wanted(config))
-    return Plan(config, key, build, stages, values)
+    order = ordered(config)
+    chain = tuple((order.index(stage.name), stage) for stage in STAGES if stage.wanted(config))
+    return Plan(config, key, build, chain, order.index(CUSTOM), values)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Parameters row by row as columns: numbers [R], lists [R, W] padded with -1."""
-    columns = {}
-    for name, first in rows[0].items():
-        values = [row[name] for row in rows]
-        if isinstance(first, float):
-            columns[name] = torch.tensor(values, dtype=torch.float64)
-        elif isinstance(first, list):
-            wide = max(1, *(len(value) for value in values))
-            columns[name] = torch.tensor([value + [-1] * (wide - len(value)) for value in values])
-        else:
-            columns[name] = torch.tensor(values, dtype=torch.long)
-    return columns
+def ordered(config: GenerationConfig) -> tuple[str, ...]:
+    """The names of all stages in the order in which a config wants them."""
+    wanted = config.processor_order
+    if wanted is None:
+        return ORDER
+    for name in wanted:
+        if name not in ORDER:
+            close = difflib.get_close_matches(name, ORDER, n=1)
+            do = f"did you mean `{close[0]}`?" if close else f"choose from {', '.join(ORDER)}"
+            raise ConfigError("processor_order", "must name fields that call for a processor", name, do)
+    # Those named take each other's places, everybody else stays.
+    turn = iter(wanted)
+    return tuple(next(turn) if name in wanted else name for name in ORDER)
 
 
 def _strategy(
@@ -234,9 +305,9 @@ def _limit(config: GenerationConfig, prompt: Prompt, facts: Facts) -> int:
     return limit
 
 
-def _refuse_immense(config: GenerationConfig) -> None:
+def _refuse_immense(config: GenerationConfig, facts: Facts) -> None:
     """Raise for counts that no memory can hold, rather than run out of it."""
-    for name, most in _MOST.items():
+    for name, most in {**_MOST, "logprobs": facts.vocabulary}.items():
         value = getattr(config, name)
         if value is not None and value > most:
             raise ConfigError(name, f"must be <= {most}", value, "lower it")
@@ -245,7 +316,7 @@ def _refuse_immense(config: GenerationConfig) -> None:
 def _refuse_strangers(config: GenerationConfig, facts: Facts) -> None:
     """Raise for tokens that the model does not have, and for a ban that leaves none."""
     for name in _KNOWN_TOKENS:
-        unknown = [token for token in _ids(getattr(config, name)) if not 0 <= token < facts.vocabulary]
+        unknown = [token for token in _flat(getattr(config, name)) if not 0 <= token < facts.vocabulary]
         if unknown:
             raise ConfigError(name, f"must name tokens below {facts.vocabulary}, the vocabulary", unknown[0])
     if len(set(_ids(config.suppress_tokens))) >= facts.vocabulary:
@@ -259,9 +330,18 @@ def _pad(config: GenerationConfig, eos: list[int]) -> int:
     return eos[0] if eos else 0
 
 
-def _off(value: float | None, neutral: float) -> float:
-    """A number, or the one that changes nothing where the field is switched off."""
-    return neutral if value is None else float(value)
+def _ends(config: GenerationConfig) -> list[int]:
+    """Every token that ends a row."""
+    return [*_ids(config.eos_token_id), *_ids(config.stop_token_ids)]
+
+
+def _flat(value: Any) -> Iterator[int]:
+    """Every token id that a field's value names."""
+    if isinstance(value, Mapping | tuple | list):
+        for part in value:  # the keys of a mapping
+            yield from _flat(part)
+    elif value is not None:
+        yield int(value)
 
 
 def _ids(value: int | Sequence[int] | None) -> list[int]:
@@ -282,7 +362,10 @@ def explained(config: GenerationConfig, model: object = None) -> str:
     else:
         merged = GenerationConfig.merge({}, config)
         made = None
-    stages = [stage for stage in STAGES if stage.wanted(merged)]
+    order = ordered(merged)
+    stages = sorted(
+        (stage for stage in STAGES if stage.wanted(merged)), key=lambda one: order.index(one.name)
+    )
     mode = "beam" if merged.num_beams > 1 else "greedy"
     names = {("beam", False): "beam search", ("beam", True): "beam sampling", ("greedy", True): "sampling"}
     lines = [f"strategy    {names.get((mode, merged.do_sample), 'greedy search')}"]
@@ -311,7 +394,10 @@ def _stops(config: GenerationConfig) -> list[str]:
         stops.append(f"{config.max_length} tokens, prompt included")
     else:
         stops.append(f"{DEFAULT_NEW_TOKENS} new tokens (default)")
-    stops += [f"end token {token}" for token in _ids(config.eos_token_id)]
+    stops += [f"end token {token}" for token in _ends(config)]
+    texts = (config.stop_strings,) if isinstance(config.stop_strings, str) else config.stop_strings or ()
+    stops += [f"text {text!r}" for text in texts]
+    stops += [f"text matching {config.stop_regex!r}"] if config.stop_regex is not None else []
     if config.max_time is not None:
         stops.append(f"{config.max_time} s")
     return stops

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["Column", "Even", "Rows", "join", "pick", "same"]
+__all__ = ["Column", "Even", "Rows", "join", "pick", "same", "widened"]
 
 _versions = count(1)
 
@@ -50,14 +50,16 @@ def pick(column: Tensor, index: Tensor) -> Tensor:
 
 def join(first: Tensor, second: Tensor, fill: int = -1) -> Tensor:
     """Two columns one below the other, the narrower one padded on the right with `fill`."""
-    wide = max(first.shape[1:], second.shape[1:])
-    padded = [
-        part
-        if part.shape[1:] == wide
-        else torch.nn.functional.pad(part, (0, wide[0] - part.shape[1]), value=fill)
-        for part in (first, second)
-    ]
-    return torch.cat(padded)
+    if first.shape[1:] == second.shape[1:]:
+        return torch.cat((first, second))
+    wide = [max(pair) for pair in zip(first.shape[1:], second.shape[1:], strict=True)]
+    return torch.cat((widened(first, wide, fill), widened(second, wide, fill)))
+
+
+def widened(column: Tensor, wide: Sequence[int], fill: int = -1) -> Tensor:
+    """A column whose entries are padded on the right to the size `wide`."""
+    lacks = [(0, most - have) for most, have in zip(wide, column.shape[1:], strict=True)]
+    return torch.nn.functional.pad(column, [edge for pair in reversed(lacks) for edge in pair], value=fill)
 
 
 class Even(NamedTuple):

@@ -25,8 +25,28 @@ RANK: Final = {"call": 0, "argument": 1, "model": 2}
 # Knobs that only one mode reads: (the knobs, the field that chooses the mode, its value without, the fix).
 MODES: Final = (
     (
-        ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        (
+            "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+            "top_n_sigma", "p_less", "xtc_probability", "dynamic_temperature_range", "mirostat_tau",
+            "adaptive_p_target",
+        ),
         "do_sample", False, "set do_sample=True or leave it out",
+    ),
+    (("xtc_threshold",), "xtc_probability", 0.0, "set xtc_probability or leave it out"),
+    (
+        ("dynamic_temperature_exponent",), "dynamic_temperature_range", 0.0,
+        "set dynamic_temperature_range or leave it out",
+    ),
+    (("mirostat_eta",), "mirostat_tau", None, "set mirostat_tau or leave it out"),
+    (("adaptive_p_decay",), "adaptive_p_target", None, "set adaptive_p_target or leave it out"),
+    (("no_repeat_ngram_window",), "no_repeat_ngram_size", 0, "set no_repeat_ngram_size or leave it out"),
+    (
+        ("dry_base", "dry_allowed_length", "dry_range", "dry_sequence_breakers"), "dry_multiplier", 0.0,
+        "set dry_multiplier or leave it out",
+    ),
+    (
+        ("thinking_start", "thinking_end"), "thinking_budget", None,
+        "set thinking_budget or leave it out",
     ),
     (("early_stopping", "length_penalty"), "num_beams", 1, "set num_beams > 1 or leave it out"),
     (
@@ -130,6 +150,18 @@ def refuse_impossible(values: Values, sources: Sources) -> None:
     if sampled and _effective(values, "temperature") == 0.0:
         must = f"must be > 0 while `do_sample` is True{_origin('temperature', sources)}"
         raise ConfigError("temperature", must, 0.0, "set do_sample=False for greedy search")
+    if values.get("thinking_budget") is not None and values.get("thinking_end") is None:
+        must = f"needs `thinking_end`, the tokens that close a thought{_origin('thinking_budget', sources)}"
+        do = "set thinking_end, for instance to tokenizer.encode('</think>', add_special_tokens=False)"
+        raise ConfigError(("thinking_budget", "thinking_end"), must, values["thinking_budget"], do)
+    end, start = values.get("thinking_end") or (), values.get("thinking_start") or ()
+    if start and any(end[at : at + len(start)] == start for at in range(len(end))):
+        must = f"must not contain `thinking_start` {list(start)}, or its end would begin the next thought"
+        raise ConfigError(("thinking_end", "thinking_start"), must, list(end))
+    if _effective(values, "return_timestamps") and values.get("no_timestamps_token_id") is None:
+        must = f"needs `no_timestamps_token_id`{_origin('return_timestamps', sources)}"
+        do = "set it, or use a speech model whose generation config has it"
+        raise ConfigError(("return_timestamps", "no_timestamps_token_id"), must, True, do)
     least = values.get("min_new_tokens")
     if (
         least is not None

@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from descant.config import GenerationConfig
-from descant.context import Params, params_of
+from descant.context import Params, Values, params_of, table
 from descant.errors import DescantError, InputError, RowError
+from descant.ledger import Ledger, Pages
 from descant.noise import Chance
-from descant.ports import Processor, Strategy
-from descant.processors import UserProcessors
-from descant.resolve import CUSTOM, STAGES, Plan, Prompt, adapt, new_cache, plan, table
-from descant.rows import Column, Rows
-from descant.step import Hypothesis, Lane, Observation, Tokens, settle, step
-from descant.stopping import Criterion, Stops
+from descant.ports import Follower, Processor, Strategy
+from descant.processors import behind_the_port
+from descant.request import Request, prompt_of, refuse_uncallable, texts_of
+from descant.resolve import SAMPLERS, Plan, adapt, new_cache, plan
+from descant.rows import Column, Rows, pick
+from descant.shelf import Shelf
+from descant.step import Hypothesis, Lane, Observation, Tokens, settle, stateful, step
+from descant.stopping import Stops
 
 __all__ = ["Event", "Failed", "Finished", "Request", "Session", "Tokens"]
 
-_BITS = 62  # a request names its users' processors and criteria by bits of an int64
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """One prompt and how to continue it.
-
-    `prompt` holds the token ids (of the decoder, for encoder-decoder models; empty where the prompt is
-    given as `inputs["inputs_embeds"]` alone). `inputs` holds what else the model wants, without a batch
-    dimension: `inputs_embeds`, or an encoder's `input_ids` and `attention_mask`.
-    """
-
-    prompt: Tensor | Sequence[int]
-    generation_config: GenerationConfig = field(default_factory=GenerationConfig)
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    logits_processor: Sequence[Any] = ()
-    stopping_criteria: Sequence[Criterion] = ()
-    width: int = 0  # of the padded prompts it came with; a user's processor is shown ids of that width
-    line: int = -1  # which line of torch's noise is its own; -1: it draws from a stream of its own
-    merged: bool = False  # the config has taken in the model's own already
+Chain = tuple[tuple[tuple[int, int], Processor], ...]  # processors, each with its place in the order
 
 
 @dataclass(frozen=True)
@@ -71,8 +56,7 @@ class _Live:
 
     plan: Plan
     strategy: Strategy
-    bits: tuple[int, ...]  # of its users' processors
-    marks: tuple[int, ...]  # of its criteria
+    places: Mapping[str, int]  # where its processors, criteria and texts lie on their shelves
 
 
 class Session:
@@ -99,7 +83,15 @@ class Session:
         self._rows: Rows | None = None
         self._live: dict[int, _Live] = {}
         self._numbers = count()
-        self._custom: dict[int, UserProcessors] = {}  # what requests bring along, by bit
+        self._wrapped: WeakValueDictionary[int, Any] = WeakValueDictionary()  # users' processors, by identity
+        self._chains: Shelf[Chain] = Shelf()
+        self._shelves: dict[str, Shelf[Any]] = {
+            "chain": self._chains, "criteria": Shelf(), "stop_table": Shelf(), "stop_pattern": Shelf(),
+        }  # fmt: skip
+        self._stops.criteria = self._shelves["criteria"].items
+        self._stops.tables = self._shelves["stop_table"].items
+        self._stops.patterns = self._shelves["stop_pattern"].items
+        self._ledger = Ledger()
         self._lanes: tuple[object, list[Lane]] | None = None
         self._observe = observe
 
@@ -130,15 +122,15 @@ class Session:
             offsets.append(0 if embeds is None else len(embeds) - len(ids))
             if not len(ids) + offsets[-1]:
                 raise InputError("prompt", "must have at least one token", request.prompt)
-            made.append(known.row(Prompt(len(ids), offsets[-1], request.width), self.model.facts))
+            made.append(known.row(prompt_of(request, ids, offsets[-1]), self.model.facts))
             prompts.append(ids)
-            _refuse_uncallable(request)
+            refuse_uncallable(request)
         numbers = [next(self._numbers) for _ in requests]
         self.model.open(numbers, _listed([request.inputs for request in requests]))
         try:
             for number, request, row in zip(numbers, requests, made, strict=True):
                 self._live[number] = self._enrolled(request, plans[id(request.generation_config)], row)
-        except InputError:
+        except DescantError:
             for number in numbers:
                 self._close(number)
             raise
@@ -176,6 +168,21 @@ class Session:
         self._live[request].strategy.drop(request)
         self._close(request)
 
+    def agreed(self, request: int) -> Tensor:
+        """The new tokens that every sequence which a running request may still return begins with (host)."""
+        known, rows = self._live[request], self._rows
+        assert rows is not None
+        index = (rows.request == request).nonzero().squeeze(1)
+        written = pick(rows.tokens, index).cpu()
+        mine = [
+            written[line, int(rows.prompt[row]) : int(rows.length[row])]
+            for line, row in enumerate(index.tolist())
+        ]
+        mine += [one.tokens for one in known.strategy.standing(request)]
+        size = min(len(one) for one in mine)
+        alike = (torch.stack([one[:size] for one in mine]) == mine[0][:size]).all(0)
+        return mine[0][: int(alike.long().cumprod(0).sum())]
+
     def drain(self) -> Iterator[Event]:
         """Step until nothing runs."""
         while len(self):
@@ -205,7 +212,7 @@ class Session:
         return ids.long()
 
     def _enrolled(self, request: Request, known: Plan, row: dict[str, Any]) -> _Live:
-        """Give a request its strategy, processors and criteria, and its row the numbers of these."""
+        """Give a request its strategy, processors and stops, and its row the places of these."""
         if known.key not in self._strategies:
             self._strategies[known.key] = known.build(self._noise, self._stops)
             self._order.append(self._strategies[known.key])
@@ -215,46 +222,59 @@ class Session:
         if row["seed"] < 0 and request.line < 0 and known.config.do_sample:
             # Without a seed a request outside a batch gets one by chance, so that its luck is its own.
             row["seed"] = int(torch.randint(2**62, ()))
-        row["chain"], bits = self._chain(known, request.logits_processor)
-        marks = tuple(
-            _bit(self._stops.foreign, lambda: one, lambda kept: kept is one, "stopping_criteria")  # noqa: B023
-            for one in request.stopping_criteria
-        )
-        row["criteria"] = sum(1 << mark for mark in set(marks))
-        return _Live(known, strategy, bits, marks)
+        chain = self._chain(known, request.logits_processor)
+        if any(getattr(processor, "random", False) for _, processor in chain):
+            row["dice"] = row["seed"] if row["seed"] >= 0 else int(torch.randint(2**62, ()))
+        own = tuple(request.stopping_criteria) or None
+        texts = texts_of(request, known.config)
+        keys = {
+            "chain": (chain, tuple((place, id(one)) for place, one in chain)),
+            "criteria": (own, tuple(map(id, own or ()))),
+            "stop_table": (texts.table, id(texts.table)),
+            "stop_pattern": (texts.pattern, texts.pattern),
+        }
+        places = {
+            name: -1 if thing is None else self._shelves[name].put(key, thing)
+            for name, (thing, key) in keys.items()
+        }
+        row |= places
+        if texts.breakers is not None:
+            row["dry_sequence_breakers"] = texts.breakers
+        return _Live(known, strategy, places)
 
-    def _chain(self, known: Plan, given: Sequence[Any]) -> tuple[int, tuple[int, ...]]:
-        """The bits of a request's processors: the built-in ones, and one for all that it brings along."""
+    def _chain(self, known: Plan, given: Sequence[Any]) -> Chain:
+        """A request's processors in order: the built-in ones and, at their place, those it brings along."""
         kinds = {type(one) for one in given}
-        # A processor given by hand takes the place of the one that the config would make.
-        built = [at for at in known.stages if at >= CUSTOM or type(STAGES[at].processor) not in kinds]
-        chain = sum(1 << at for at in built)
-        if not given:
-            return chain, ()
-        bit = _bit(
-            self._custom, lambda: UserProcessors(given), lambda kept: kept.same(given), "logits_processor"
-        )
-        return chain | 1 << (len(STAGES) + bit), (bit,)
+        # A processor given by hand takes the place of the one that the config would make, if that is a rule.
+        chain: list[tuple[tuple[int, int], Processor]] = [
+            ((place, 0), stage.processor)
+            for place, stage in known.chain
+            if stage in SAMPLERS or type(stage.processor) not in kinds
+        ]
+        for number, one in enumerate(given):
+            wrapped = self._wrapped.get(id(one))
+            if wrapped is None:
+                wrapped = self._wrapped[id(one)] = behind_the_port(one)
+            chain.append(((known.custom, number), wrapped))
+        _refuse_shared_state(chain)
+        return tuple(sorted(chain, key=lambda entry: entry[0]))
 
     def _fresh(
         self,
         numbers: Sequence[int],
         prompts: Sequence[Tensor],
         offsets: Sequence[int],
-        params: dict[str, Tensor],
+        params: Values,
     ) -> Rows:
         """One row a request, nothing of it cached."""
         length = torch.tensor([len(prompt) for prompt in prompts])
-        room = int((params["limit"] - length).max())
+        column = Params(params)
+        room = int((column["limit"] - length).max())
         tokens = torch.zeros(len(prompts), int(length.max()) + min(room, 256), dtype=torch.long)
         for line, prompt in enumerate(prompts):
             tokens[line, : len(prompt)] = prompt
         zeros = torch.zeros_like(length)
-        columns: dict[str, Tensor | Column] = {"params": Params(params)}
-        for strategy in self._order:
-            for name, start in strategy.columns.items():
-                columns[name] = start.repeat(len(prompts), *[1] * (start.ndim - 1))
-        return Rows(
+        rows = Rows(
             tokens.to(self.model.device),
             length=length,
             cached=zeros,
@@ -262,22 +282,51 @@ class Session:
             prompt=length.clone(),
             request=torch.tensor(numbers),
             slot=zeros.clone(),
-            columns=columns,
+            columns={"params": column},
         )
+        return rows.changed(columns={**rows.columns, **self._started(len(rows), column, prompts)})
+
+    def _started(
+        self, count: int, params: Params, prompts: Sequence[Tensor] = ()
+    ) -> dict[str, Tensor | Column]:
+        """The columns that anybody in the table needs, as rows have them that begin."""
+        columns: dict[str, Tensor | Column] = {}
+        for strategy in self._order:
+            for name, start in strategy.columns.items():
+                columns[name] = start.repeat(count, *[1] * (start.ndim - 1))
+        for chain in self._chains.items.values():
+            for _, processor in chain:
+                keeps = stateful(processor)
+                for name, value in keeps.state.items() if keeps is not None else ():
+                    columns[name] = torch.full((count,), value, device=self.model.device)
+        if self._stops.tables:
+            own = params["stop_table"].tolist()
+            state = (
+                [
+                    self._stops.tables[place].run(prompt.tolist()) if place >= 0 else 0
+                    for place, prompt in zip(own, prompts, strict=True)
+                ]
+                if prompts
+                else [0] * count
+            )
+            columns[self._stops.state] = torch.tensor(state)
+        deepest = max((one.plan.values["logprobs"] for one in self._live.values()), default=-1)
+        if deepest >= 0:
+            columns[self._ledger.name] = Pages.empty(count, deepest, self.model.device)
+        return columns
 
     def _append(self, new: Rows) -> None:
-        """Put fresh rows below the table, whose rows get the columns of strategies they met only now."""
+        """Put fresh rows below the table, whose rows get the columns of what they met only now."""
         self._cache.extend(len(new))
         if self._rows is None or not len(self._rows):
             self._rows = new
             return
-        columns = dict(self._rows.columns)
-        for name in new.columns.keys() - columns.keys():
-            start = new.columns[name]
-            assert isinstance(start, Tensor)
-            columns[name] = start[:1].repeat(len(self._rows), *[1] * (start.ndim - 1))
-        self._rows.columns = columns
-        self._rows = self._rows.cat(new)
+        old = self._rows
+        columns = dict(old.columns)
+        if not new.columns.keys() <= columns.keys():
+            columns = {**self._started(len(old), params_of(old)), **columns}
+        # Columns that nobody running needs any more are left behind.
+        self._rows = old.changed(columns={name: columns[name] for name in new.columns}).cat(new)
 
     # -------------------------------------------------------------------- the layout of the table
     def _lanes_of(self, rows: Rows) -> Sequence[Lane]:
@@ -290,22 +339,32 @@ class Session:
                 index = (lane == number).nonzero().squeeze(1)
                 whole = len(index) == len(rows)
                 stages = self._stages(chain if whole else chain[index])
-                lanes.append(Lane(self._order[number], None if whole else index, stages))
+                index_or_all = None if whole else index
+                lanes.append(Lane(self._order[number], index_or_all, stages, self._followers(rows)))
             self._lanes = (rows.version, lanes)
         return self._lanes[1]
 
     def _stages(self, chain: Tensor) -> list[tuple[Processor, Tensor | None]]:
-        """The processors that any row's bits name, in order, each with the rows that do."""
-        built = [(at, stage.processor) for at, stage in enumerate(STAGES)]
-        custom = [(len(STAGES) + bit, one) for bit, one in sorted(self._custom.items())]
-        anybody, everybody = (int(fold.reduce(chain.numpy())) for fold in (np.bitwise_or, np.bitwise_and))
+        """The processors of the rows' chains in order, each with the rows that use it."""
+        places = chain.numpy()
+        users: dict[tuple[tuple[int, int], int], tuple[Processor, list[int]]] = {}
+        for number in sorted(set(places.tolist())):
+            for place, processor in self._chains.items[number]:
+                users.setdefault((place, id(processor)), (processor, []))[1].append(number)
         stages: list[tuple[Processor, Tensor | None]] = []
-        for bit, processor in built[:CUSTOM] + custom + built[CUSTOM:]:
-            if everybody >> bit & 1:
-                stages.append((processor, None))
-            elif anybody >> bit & 1:
-                stages.append((processor, ((chain >> bit) & 1).nonzero().squeeze(1)))
+        for _, (processor, chains) in sorted(users.items(), key=lambda entry: entry[0][0]):
+            mine = np.isin(places, chains)
+            stages.append((processor, None if mine.all() else torch.from_numpy(np.flatnonzero(mine))))
         return stages
+
+    def _followers(self, rows: Rows) -> list[Follower]:
+        """Who keeps a record of these rows."""
+        followers: list[Follower] = []
+        if self._stops.state in rows.columns:
+            followers.append(self._stops)
+        if self._ledger.name in rows.columns:
+            followers.append(self._ledger)
+        return followers
 
     # -------------------------------------------------------------------- ends
     def _ended(self, request: int) -> Finished | Failed:
@@ -321,7 +380,7 @@ class Session:
     def _impossible(self, request: int, got: str = "only scores of -inf or NaN") -> RowError:
         """The error of a request that cannot go on, naming what may have ruled everything out."""
         known = self._live[request].plan
-        names = [f"`{name}`" for at in known.stages for name in STAGES[at].fields]
+        names = [f"`{name}`" for _, stage in known.chain for name in stage.fields]
         names += ["`num_return_sequences`"] if known.config.num_return_sequences > 1 else []
         whose = " and ".join(names) or "the model"
         return RowError(
@@ -334,13 +393,22 @@ class Session:
         gone = self._live.pop(request, None)
         if gone is None:  # admission failed before it came to this one
             return
-        for bits, mine, store in (
-            ("bits", gone.bits, self._custom),
-            ("marks", gone.marks, self._stops.foreign),
-        ):
-            used = {bit for one in self._live.values() for bit in getattr(one, bits)} if mine else set()
-            for bit in set(mine) - used:
-                store.pop(bit)
+        for name, place in gone.places.items():
+            self._shelves[name].drop(place)
+        if not self._live:
+            self._lanes = None  # it holds on to what the last ones used
+
+
+def _refuse_shared_state(chain: Sequence[tuple[Any, Processor]]) -> None:
+    """Raise for two processors of one request that would write each other's column."""
+    seen: dict[str, Processor] = {}
+    for _, processor in chain:
+        keeps = stateful(processor)
+        for name in keeps.state if keeps is not None else ():
+            if name in seen:
+                must = f"must not hold a second processor that keeps `{name}`"
+                raise InputError("logits_processor", must, getattr(processor, "function", processor))
+            seen[name] = processor
 
 
 def _own_config(model: Any) -> GenerationConfig | None:
@@ -350,27 +418,6 @@ def _own_config(model: Any) -> GenerationConfig | None:
     if theirs is None or isinstance(theirs, GenerationConfig):
         return theirs
     return GenerationConfig.from_transformers(theirs)
-
-
-def _refuse_uncallable(request: Request) -> None:
-    """Raise for processors and criteria that cannot be called."""
-    for name in ("logits_processor", "stopping_criteria"):
-        for one in getattr(request, name):
-            if not callable(one):
-                raise InputError(name, "must hold callables", one)
-
-
-def _bit(store: dict[int, Any], make: Callable[[], Any], same: Callable[[Any], bool], name: str) -> int:
-    """The bit under which `store` keeps something, put there when new."""
-    for bit, kept in store.items():
-        if same(kept):
-            return bit
-    free = next((bit for bit in range(_BITS - len(STAGES)) if bit not in store), None)
-    if free is None:
-        do = "share them between requests"
-        raise InputError(name, "must not hold so many different ones at once", len(store) + 1, do)
-    store[free] = make()
-    return free
 
 
 def _listed(inputs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -15,12 +15,13 @@ from descant.context import Context, Params, params_of
 from descant.rows import Column, Rows, join, pick
 
 if TYPE_CHECKING:
-    from descant.ports import Cache, Model, Processor, Strategy
+    from descant.ports import Cache, Follower, Model, Processor, Stateful, Strategy
 
 __all__ = [
     "Context",
     "Hypothesis",
     "Lane",
+    "Logprobs",
     "Observation",
     "Output",
     "Params",
@@ -29,6 +30,7 @@ __all__ = [
     "Tokens",
     "params_of",
     "settle",
+    "stateful",
     "step",
 ]
 
@@ -76,9 +78,26 @@ class Tokens(NamedTuple):
     request: Tensor  # [N]
     slot: Tensor  # [N] which of the request's sequences
     token: Tensor  # [N]
+    row: Tensor | None = None  # [N] the fed row that each follows; None: the first the first, and so on
+    raw: Tensor | None = None  # [N] log-probabilities before the processors, where a row asks for them
+    processed: Tensor | None = None  # [N] and after them
 
 
 @dataclass(frozen=True)
+class Logprobs:
+    """The log-probability of each token of a sequence before and after the processors, and the likeliest.
+
+    `top` holds the `n` tokens that the model itself found likeliest at each place, best first.
+    """
+
+    raw: Tensor  # [T] (host)
+    processed: Tensor  # [T]
+    top: Tensor  # [T, n] tokens
+    top_raw: Tensor  # [T, n]
+    top_processed: Tensor  # [T, n]
+
+
+@dataclass
 class Hypothesis:
     """One returned sequence: its new tokens, why it ended, and its score where the method has one."""
 
@@ -86,6 +105,7 @@ class Hypothesis:
     reason: str  # "eos", "length", "time", "stop"
     score: float | None = None
     beams: tuple[int, ...] | None = None  # which slot of its request each token was chosen from
+    logprobs: Logprobs | None = None  # where its request asks for them
 
 
 class Selection(NamedTuple):
@@ -103,6 +123,8 @@ class Selection(NamedTuple):
     emitted: Tokens | None = None
     finished: Sequence[int] = ()  # requests that have ended
     failed: Sequence[int] = ()  # requests with a row that has no token to choose
+    host: Tensor | None = None  # [R'] `tokens` on the host
+    retired: Sequence[tuple[int, Hypothesis]] = ()  # sequences that ended, each with the fed row it continued
 
 
 class Observation(NamedTuple):
@@ -115,6 +137,21 @@ class Observation(NamedTuple):
 
 
 # ------------------------------------------------------------------------ the loop
+def stateful(processor: Processor) -> Stateful | None:
+    """The processor, if it has a state."""
+    return processor if getattr(processor, "state", None) else None  # type: ignore[return-value]
+
+
+class _Remembered(NamedTuple):
+    """What a processor with a state was given and made of it, until the choice is known."""
+
+    processor: Stateful
+    users: Tensor | None  # the lane's rows that use it (host); None: all
+    context: Context  # in the state of each line
+    before: Tensor  # [N * (K + 1), V]
+    after: Tensor
+
+
 @dataclass
 class Lane:
     """The rows of one strategy, and the processors that any of them uses, in order."""
@@ -122,24 +159,90 @@ class Lane:
     strategy: Strategy
     index: Tensor | None  # [N] (host); None: the whole table
     stages: Sequence[tuple[Processor, Tensor | None]]  # each with the lane's rows that use it; None: all
-    uploaded: dict[str, Tensor] = field(default_factory=dict)  # parameters on the device
+    followers: Sequence[Follower] = ()
+    uploaded: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # parameters on the device, by stage
+    _remembered: list[_Remembered] = field(default_factory=list)
 
     def process(self, rows: Rows, proposal: Proposal, logits: Tensor) -> Tensor:
         """The logits as the strategy reads them [R, K + 1, V]."""
         scores = logits.log_softmax(-1) if self.strategy.normalised else logits
         if not self.stages:
             return scores
-        context = Context.of(rows, proposal.drafts, self.uploaded)
+        context = Context.of(rows, proposal.drafts, self.uploaded.setdefault(-1, {}))
         lines, flat = logits.shape[1], scores.flatten(0, 1)
-        for processor, index in self.stages:
-            if index is None:
-                flat = processor.process(context, flat)
-                continue
-            if lines > 1:
-                index = (index[:, None] * lines + torch.arange(lines)).flatten()
-            changed = processor.process(context.take(index), pick(flat, index))
-            flat = flat.index_copy(0, index.to(flat.device), changed)
+        self._remembered.clear()
+        for number, (processor, index) in enumerate(self.stages):
+            part, before, place = context, flat, None
+            if index is not None:
+                place = index if lines == 1 else (index[:, None] * lines + torch.arange(lines)).flatten()
+                cache = self.uploaded.setdefault(number, {}) if lines == 1 else None
+                part, before = context.take(place, cache), pick(flat, place)
+            keeps = stateful(processor)
+            if keeps is not None:
+                after = self._processed(keeps, index, part, before, proposal)
+            else:
+                after = processor.process(part, before)
+            flat = after if place is None else flat.index_copy(0, place.to(flat.device), after)
         return flat.view_as(scores)
+
+    def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
+        """The selection with the columns of processors and followers brought up to it."""
+        if self._remembered:
+            columns = dict(selection.columns)
+            for kept in self._remembered:
+                columns |= _advanced(kept, seen.rows, selection, seen.logits.shape[1])
+            self._remembered.clear()
+            selection = selection._replace(columns=columns)
+        for follower in self.followers:
+            selection = follower.follow(seen, proposal, selection)
+        return selection
+
+    def _processed(
+        self, processor: Stateful, index: Tensor | None, context: Context, before: Tensor, proposal: Proposal
+    ) -> Tensor:
+        """The answer of a processor with a state, which each draft brings forward."""
+        width = proposal.width
+        if proposal.drafts is None:
+            after = processor.process(context, before)
+            self._remembered.append(_Remembered(processor, index, context, before, after))
+            return after
+        drafts = proposal.drafts if index is None else pick(proposal.drafts, index)
+        count = len(drafts)
+        first = torch.arange(count) * (width + 1)
+        answers, states = [], {name: context.state(name)[:: width + 1, 0] for name in processor.state}
+        trail = {name: [value] for name, value in states.items()}
+        for place in range(width + 1):
+            here, given = context.take(first + place).after(states), pick(before, first + place)
+            answers.append(processor.process(here, given))
+            if place < width:
+                states = processor.advance(here, given, answers[-1], drafts[:, place])
+                for name, value in states.items():
+                    trail[name].append(value)
+        after = torch.stack(answers, 1).flatten(0, 1)
+        context = context.after({name: torch.stack(values, 1).flatten() for name, values in trail.items()})
+        self._remembered.append(_Remembered(processor, index, context, before, after))
+        return after
+
+
+def _advanced(kept: _Remembered, rows: Rows, selection: Selection, lines: int) -> dict[str, Tensor]:
+    """The state columns of a processor for the new rows."""
+    count = len(selection.tokens)
+    parents = torch.arange(count) if selection.parents is None else selection.parents
+    old = {name: pick(rows.column(name), parents) for name in kept.processor.state}
+    place = torch.full((len(rows),), -1)
+    users = torch.arange(len(rows)) if kept.users is None else kept.users
+    place[users] = torch.arange(len(users))
+    mine = (place[parents] >= 0).nonzero().squeeze(1)  # the new rows that use it
+    line = place[parents[mine]] * lines
+    if selection.accepted is not None:
+        line = line + selection.accepted[mine]
+    if not len(mine):
+        return old
+    new = kept.processor.advance(
+        kept.context.take(line), pick(kept.before, line), pick(kept.after, line), pick(selection.tokens, mine)
+    )
+    at = mine.to(selection.tokens.device)
+    return {name: value.index_copy(0, at, new[name].to(value.dtype)) for name, value in old.items()}
 
 
 def step(
@@ -163,9 +266,11 @@ def step(
     for lane in present:
         mine, tried, heard = _narrow(rows, proposal, output, lane.index)
         scores = lane.process(mine, tried, heard.logits)
+        seen = Observation(mine, heard.logits, scores, heard)
         if observe is not None:
-            observe(Observation(mine, heard.logits, scores, heard))
-        chosen.append((lane.index, lane.strategy.select(mine, tried, Output(scores, heard.states))))
+            observe(seen)
+        selected = lane.strategy.select(mine, tried, Output(scores, heard.states))
+        chosen.append((lane.index, lane.follow(seen, tried, selected)))
 
     selection = _settled(_joined(rows, chosen), len(rows))
     rows = _extended(rows, proposal, selection)

@@ -1,10 +1,11 @@
-"""What ends a row: its end token, its length, its time, or a criterion of the user's own."""
+"""What ends a row: its end token, its length, its time, its text, or a criterion of the user's own."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +13,30 @@ from torch import Tensor
 
 from descant.context import Context, params_of
 from descant.errors import InputError
-from descant.rows import Rows
+from descant.rows import Rows, pick
+from descant.step import Observation, Proposal, Selection
 
-__all__ = ["Criterion", "Stops"]
+if TYPE_CHECKING:
+    from descant.matching import StopTable
+    from descant.vocabulary import Vocabulary
+
+__all__ = ["Criterion", "Pattern", "Stops"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Criterion = Callable[..., Any]  # (input_ids [N, L], scores) -> bool, or bool [N]
+
+
+class Pattern(NamedTuple):
+    """A regular expression that ends a row once its new text matches, and the bytes its tokens stand for."""
+
+    expression: re.Pattern[str]
+    vocabulary: Vocabulary
+
+    def found(self, tokens: Sequence[int]) -> bool:
+        """Whether the text of these tokens matches; a character that is not whole yet is not there yet."""
+        known = self.vocabulary.bytes
+        text = b"".join(known[token] for token in tokens if token < len(known))
+        return self.expression.search(text.decode("utf-8", errors="ignore")) is not None
 
 
 class _Terms(NamedTuple):
@@ -27,33 +46,39 @@ class _Terms(NamedTuple):
     last: Array  # [R] the length before a row's last choice
     soonest: int  # the least of them
     eos: Array | None  # [R, E] end tokens, None where no row has any
+    stops: Array | None  # [R, E] further tokens that end a row
     deadline: Array | None  # [R], None where no row has one
+    tables: Sequence[tuple[StopTable, Array]]  # each with the rows [R] that it watches
+    patterns: Sequence[tuple[Pattern, Array]]
+    criteria: Sequence[tuple[Criterion, Array]]
 
 
 class Stops:
     """Every reason that can end a row of the table, asked about candidates that are not appended yet.
 
-    `foreign` holds the criteria of the users; a request names its own by bits of the `criteria` column.
+    What is not a number is kept on a shelf, and a parameter of the row names its place there.
     """
 
+    state = "stop_state"  # the column that says how much of a stop string a row's text ends with
+
     def __init__(self) -> None:
-        self.foreign: dict[int, Criterion] = {}
+        self.criteria: Mapping[int, tuple[Criterion, ...]] = {}
+        self.tables: Mapping[int, StopTable] = {}
+        self.patterns: Mapping[int, Pattern] = {}
         self._terms: _Terms | None = None
 
     def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Array]]:
         """Reasons that end somebody, and which candidates [N]: `tokens[i]` after row `parents[i]` (host)."""
         # Numpy, here and where else a step works on a handful of host numbers: torch's dispatch would
         # take longer than the work.
-        terms, even = self._terms, rows.even
-        if terms is None or terms.version != rows.version:
-            terms = self._terms = _terms_of(rows)
+        terms, even = self._terms_of(rows), rows.even
         index = None if parents is None else parents.numpy()
         found: list[tuple[str, Array]] = []
-        if terms.eos is not None:
-            eos = terms.eos if index is None else terms.eos[index]
-            ends = (tokens.numpy()[:, None] == eos).any(1)
-            if ends.any():
-                found.append(("eos", ends))
+        for name, ids in (("eos", terms.eos), ("stop", terms.stops)):
+            if ids is not None:
+                ends = (tokens.numpy()[:, None] == (ids if index is None else ids[index])).any(1)
+                if ends.any():
+                    found.append((name, ends))
         if even is None or even.length >= terms.soonest:
             full = rows.length.numpy() >= terms.last
             if full.any():
@@ -62,43 +87,103 @@ class Stops:
             late = terms.deadline <= time.monotonic()
             if late.any():
                 found.append(("time", late if index is None else late[index]))
-        if self.foreign:
-            found += self._asked(rows, torch.arange(len(rows)) if parents is None else parents, tokens)
+        if terms.tables or terms.patterns or terms.criteria:
+            found += self._texts(terms, rows, torch.arange(len(rows)) if parents is None else parents, tokens)
         return found
 
-    def _asked(self, rows: Rows, parents: Tensor, tokens: Tensor) -> list[tuple[str, Array]]:
-        """The verdicts of the users' own criteria."""
-        found = []
-        wanted = params_of(rows)["criteria"][parents]
-        for bit, criterion in self.foreign.items():
-            mine = ((wanted >> bit) & 1).bool()
-            if bool(mine.any()):
-                verdict = self._ask(criterion, rows, parents, tokens, mine)
-                if verdict.any():
-                    found.append(("stop", verdict))
-        return found
+    def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:  # noqa: ARG002
+        """The selection with the state of every row's stop strings after its new token."""
+        rows, terms = seen.rows, self._terms_of(seen.rows)
+        if not terms.tables:
+            return selection
+        parents = np.arange(len(rows)) if selection.parents is None else selection.parents.numpy()
+        tokens = selection.tokens.cpu() if selection.host is None else selection.host
+        state = rows.column(self.state).numpy()[parents]
+        for table, mine in terms.tables:
+            # A model may have more tokens than its tokenizer: these have no text and move nothing.
+            here = np.flatnonzero(mine[parents] & (tokens.numpy() < table.size))
+            state[here] = table.next[tokens.numpy()[here], state[here]]
+        return selection._replace(columns={**selection.columns, self.state: torch.from_numpy(state)})
 
-    def _ask(self, criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, mine: Tensor) -> Array:
-        """A user's verdict on the candidates `mine` [N], who sees ids padded on the left."""
-        index = mine.nonzero().squeeze(1)
-        after = rows.take(parents[index])
-        after = after.append(tokens[index].to(rows.tokens.device)[:, None], after.length + 1)
-        context = Context(after.tokens, after.length, after.prompt, params_of(after).values)
-        verdict = criterion(context.left_padded(), None)
-        if isinstance(verdict, bool):
-            verdict = torch.full((len(index),), verdict)
-        alike = isinstance(verdict, Tensor) and verdict.dtype == torch.bool
-        if not alike or verdict.shape not in (torch.Size([]), torch.Size([len(index)])):
-            must = f"must answer a bool, or a tensor of {len(index)} bools, one a row"
-            do = "return torch.zeros(len(input_ids), dtype=torch.bool) where no row is to end"
-            raise InputError("stopping_criteria", must, verdict, do)
-        answer = torch.zeros_like(mine)
-        answer[index] = verdict.cpu().expand(len(index))
+    def _texts(self, terms: _Terms, rows: Rows, parents: Tensor, tokens: Tensor) -> list[tuple[str, Array]]:
+        """The verdicts on what the candidates say."""
+        verdicts = []
+        index = parents.numpy()
+        if terms.tables:
+            state, verdict = rows.column(self.state).numpy()[index], np.zeros(len(index), dtype=bool)
+            for table, mine in terms.tables:
+                here = np.flatnonzero(mine[index] & (tokens.numpy() < table.size))
+                verdict[here] = table.hits[tokens.numpy()[here], state[here]]
+            verdicts.append(verdict)
+        verdicts += [_matched(pattern, rows, parents, tokens, mine) for pattern, mine in terms.patterns]
+        verdicts += [_asked(criterion, rows, parents, tokens, mine) for criterion, mine in terms.criteria]
+        return [("stop", verdict) for verdict in verdicts if verdict.any()]
+
+    def _terms_of(self, rows: Rows) -> _Terms:
+        terms = self._terms
+        if terms is None or terms.version != rows.version:
+            terms = self._terms = self._measured(rows)
+        return terms
+
+    def _measured(self, rows: Rows) -> _Terms:
+        params = params_of(rows)
+        last, eos, stops, deadline = (
+            params[name].numpy() for name in ("last", "eos", "stop_ids", "deadline")
+        )
+        own = params["criteria"].numpy()
+        criteria = {id(one): one for some in self.criteria.values() for one in some}
+        masks = {
+            name: np.isin(
+                own, [place for place, some in self.criteria.items() if any(one is c for c in some)]
+            )
+            for name, one in criteria.items()
+        }
+        return _Terms(
+            rows.version,
+            last,
+            int(last.min()),
+            eos if bool((eos >= 0).any()) else None,
+            stops if bool((stops >= 0).any()) else None,
+            deadline if bool(np.isfinite(deadline).any()) else None,
+            _users(self.tables, params["stop_table"].numpy()),
+            _users(self.patterns, params["stop_pattern"].numpy()),
+            [(criteria[name], mask) for name, mask in masks.items() if mask.any()],
+        )
+
+
+def _users(shelf: Mapping[int, Any], places: Array) -> list[tuple[Any, Array]]:
+    """What the rows name on a shelf, each with which rows do."""
+    return [(one, mine) for place, one in shelf.items() if (mine := places == place).any()]
+
+
+def _matched(pattern: Pattern, rows: Rows, parents: Tensor, tokens: Tensor, mine: Array) -> Array:
+    """Which candidates [N] make a row's new text match."""
+    verdict = np.zeros(len(parents), dtype=bool)
+    here = np.flatnonzero(mine[parents.numpy()])
+    written = pick(rows.tokens, parents[here]).cpu()
+    for line, place in enumerate(here.tolist()):
+        row = int(parents[place])
+        new = written[line, int(rows.prompt[row]) : int(rows.length[row])].tolist()
+        verdict[place] = pattern.found([*new, int(tokens[place])])
+    return verdict
+
+
+def _asked(criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, mine: Array) -> Array:
+    """A user's verdict on the candidates [N] of the rows `mine`, who sees ids padded on the left."""
+    index = torch.from_numpy(np.flatnonzero(mine[parents.numpy()]))
+    answer = torch.zeros(len(parents), dtype=torch.bool)
+    if not len(index):
         return answer.numpy()
-
-
-def _terms_of(rows: Rows) -> _Terms:
-    params = params_of(rows)
-    last, eos, deadline = (params[name].numpy() for name in ("last", "eos", "deadline"))
-    ends, timed = bool((eos >= 0).any()), bool(np.isfinite(deadline).any())
-    return _Terms(rows.version, last, int(last.min()), eos if ends else None, deadline if timed else None)
+    after = rows.take(parents[index])
+    after = after.append(tokens[index].to(rows.tokens.device)[:, None], after.length + 1)
+    context = Context(after.tokens, after.length, after.prompt, params_of(after).values)
+    verdict = criterion(context.left_padded(), None)
+    if isinstance(verdict, bool):
+        verdict = torch.full((len(index),), verdict)
+    alike = isinstance(verdict, Tensor) and verdict.dtype == torch.bool
+    if not alike or verdict.shape not in (torch.Size([]), torch.Size([len(index)])):
+        must = f"must answer a bool, or a tensor of {len(index)} bools, one a row"
+        do = "return torch.zeros(len(input_ids), dtype=torch.bool) where no row is to end"
+        raise InputError("stopping_criteria", must, verdict, do)
+    answer[index] = verdict.cpu().expand(len(index))
+    return answer.numpy()

@@ -19,22 +19,24 @@ class Layout:
     """How rows of the table map to lines of the output: request `r`, slot `s` is line `first[r] + s`."""
 
     first: Mapping[int, int]
-    copies: int  # lines a request
+    copies: Mapping[int, int]  # lines a request
     pad: int  # what a row that has ended is certain to say
     width: int  # of the padded prompts
 
     @property
     def lines(self) -> int:
         """How many lines the output has."""
-        return len(self.first) * self.copies
+        return sum(self.copies.values())
 
     def places(self, request: Tensor, slot: Tensor, first_step: bool) -> tuple[Tensor, Tensor]:
         """Lines of the output and the fed row each takes its content from; a first step stands for all."""
         start = torch.tensor([self.first[one] for one in request.tolist()])
         if not first_step:
             return start + slot, torch.arange(len(request))
-        lines = (start[:, None] + torch.arange(self.copies)).flatten()
-        return lines, torch.arange(len(request)).repeat_interleave(self.copies)
+        copies = torch.tensor([self.copies[one] for one in request.tolist()])
+        rows = torch.arange(len(request)).repeat_interleave(copies)
+        place = torch.arange(len(rows)) - (copies.cumsum(0) - copies)[rows]  # which of its request's lines
+        return start[rows] + place, rows
 
 
 @dataclass

@@ -5,6 +5,7 @@ A case is made from its number alone, so one that fails can be made again: `case
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,62 @@ from tests.tiny import ARCHITECTURES, pad, prompts
 NAN, INF = float("nan"), float("inf")
 VOCAB = 97  # of the tiny Llama; those of the others are a little larger
 
+# What the tokens of the fuzz say: a character each, and one of three; those beyond say nothing.
+TEXTS = (*(chr(33 + at) for at in range(94)), " ", "\n", "the")
+assert len(TEXTS) == VOCAB
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """A byte-level tokenizer of those texts."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models
+
+    spelled = {" ": "\u0120", "\n": "\u010a"}
+    vocabulary = {spelled.get(text, text): at for at, text in enumerate(TEXTS)}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def anything(batch: int, ids: torch.Tensor) -> list[int]:
+    """Allows every token."""
+    return list(range(VOCAB))
+
+
+def evens(batch: int, ids: torch.Tensor) -> list[int]:
+    """Allows the even tokens, and after one of them the odd ones."""
+    return list(range(1 if ids[-1:].tolist() and int(ids[-1]) % 2 == 0 else 0, VOCAB, 2))
+
+
+def few(batch: int, ids: torch.Tensor) -> list[int]:
+    """Allows a handful, by the row's length and the prompt's number."""
+    first = 3 + (7 * len(ids) + batch) % 60
+    return [first, first + 1, first + 5, first]
+
+
+def as_tensor(batch: int, ids: torch.Tensor) -> torch.Tensor:
+    """Allows a tensor of tokens."""
+    return torch.arange(4, 40)
+
+
+def nothing(batch: int, ids: torch.Tensor) -> list[int]:
+    """Allows nothing once there are three tokens."""
+    return [] if len(ids) >= 3 else [5, 6, 7, 8]
+
+
+def strangers(batch: int, ids: torch.Tensor) -> list[int]:
+    """Allows tokens that the model does not have."""
+    return [5, 6, 7000]
+
+
+def rubbish(batch: int, ids: torch.Tensor) -> Any:
+    """Answers what is no list of tokens."""
+    return "five"
+
+
+ALLOWING = (anything, evens, few, as_tensor)  # those that answer as documented, and always something
+
 # What makes sense on a tiny model, and what only just does. Where a value is huge no machine could do it: one
 # that could be done, slowly, would only test patience.
 GOOD: dict[str, list[Any]] = {
@@ -31,7 +88,7 @@ GOOD: dict[str, list[Any]] = {
     "max_time": [1e-9, 0.5, 60, 1e30],
     "do_sample": [True, True, True, False],
     "num_beams": [1, 2, 3, 4, 8, 100, 2**40, 2**63 - 1],
-    "seed": [0, 1, 7, 2**32, 2**63 - 1],
+    "seed": [0, 1, 7, 2**32, 2**63 - 1, [3], (4, 5), torch.tensor([6, 7, 8])],
     "early_stopping": [True, False, "never"],
     "length_penalty": [-50, -1, 0, 0.3, 1, 2, 50.0],
     "temperature": [0, 1e-30, 0.1, 0.7, 1, 1.5, 30, 1e30],
@@ -55,6 +112,60 @@ GOOD: dict[str, list[Any]] = {
     "output_attentions": [True, False],
     "output_hidden_states": [True, False],
     "decoder_start_token_id": [0, 5, [0], [0, 5], [0, 5, 6], 150, [0, 150]],
+    "stop_strings": ["!", "a", ["the"], ["a", "b", "zz"], ["A\n", "the end"], ["\u00e9"], "x" * 50],
+    "stop_token_ids": [[], [7], [10, 11, 12], [2], range(20, 60), [5, 5], [150], [2**63 - 1]],
+    "stop_regex": ["a", "[a-z]{2}", r"\d", "the|end", r"(?s).{5}", "^$", "(?i)THE"],
+    "prefix_allowed_tokens_fn": [anything, evens, few, as_tensor, nothing, strangers, rubbish],
+    "processor_order": [
+        ["top_p", "temperature"], ["temperature", "top_k"], ["bad_words_ids", "forced_eos_token_id"],
+        ["custom"], ["renormalize_logits", "custom", "repetition_penalty"], ["top_h", "xtc_probability"],
+        ["thinking_budget", "suppress_tokens"], ["min_tokens"], ["top_kk", "top_p"],
+    ],
+    "thinking_budget": [0, 1, 2, 4, 100, 2**63 - 1],
+    "thinking_start": [[], [7], [3, 4], [2], [150]],
+    "thinking_end": [[30], [30, 31], [30, 30, 31], [2], [96, 2], [150], [5, 6, 7, 8, 9, 10, 11]],
+    "top_h": [1e-9, 0.3, 0.7, 1],
+    "top_n_sigma": [1e-9, 0.5, 1, 3, 1e30],
+    "p_less": [True, False],
+    "typical_p": [1e-9, 0.2, 0.9, 1],
+    "epsilon_cutoff": [0, 3e-4, 0.05, 0.9],
+    "eta_cutoff": [0, 3e-4, 0.05, 0.9],
+    "xtc_probability": [0, 0.5, 1],
+    "xtc_threshold": [0, 0.05, 0.1, 0.5, 1],
+    "dynamic_temperature_range": [0, 0.3, 1, 5, 1e30],
+    "dynamic_temperature_exponent": [1e-30, 0.5, 1, 3, 1e30],
+    "mirostat_tau": [1e-9, 1, 3, 5, 1e30],
+    "mirostat_eta": [0, 0.1, 1],
+    "adaptive_p_target": [0, 0.3, 0.7, 1],
+    "adaptive_p_decay": [0, 0.5, 0.9, 0.99],
+    "no_repeat_ngram_size": [0, 1, 2, 3, 7, 2**63 - 1],
+    "no_repeat_ngram_window": [0, 1, 4, 10, 2**63 - 1],
+    "presence_penalty": [0, 0.5, -1, 2, 1e30, -1e30, 1e300],
+    "frequency_penalty": [0, 0.5, -1, 2, 1e30, -1e30, 1e300],
+    "dry_multiplier": [0, 0.8, 5, 1e30, 1e300],
+    "dry_base": [1, 1.75, 4, 100],
+    "dry_allowed_length": [1, 2, 3, 50, 2**63 - 1],
+    "dry_range": [0, 1, 5, 1000, 2**63 - 1],
+    "dry_sequence_breakers": [[], [5], [5, 6, 7], ["\n", "a"], [5, "the"], [150], [2**63 - 1]],
+    "logit_bias": [{5: 2.5}, {5: -100, 6: 3}, {"7": 1e30}, {5: -1e300, 9: 1e300}, {150: 1.0}, {2: 5}],
+    "bad_words_ids": [
+        [[5]], [[5], [6, 7]], [[2]], [[2], [8, 2]], [[1, 2, 3, 4, 5, 6, 7, 8]], [[n] for n in range(120)],
+        [[n] for n in range(VOCAB)], [[n, m] for n in range(10) for m in range(10)], [[150]], [[5], [5]],
+    ],
+    "sequence_bias": [
+        {(5,): 2.0}, {(5, 6): -3.0, (7,): 1}, [[[5, 6, 7], 4.0]], {(2,): 9}, {(5,): 1e30},
+        {(5,): 1e300, (6,): -1e300}, {(150,): 1.0}, {(5,): 1.0, (5, 5): -1.0},
+        {(n, m): 0.5 for n in range(10) for m in range(10)},
+    ],
+    "exponential_decay_length_penalty": [
+        (0, 1.1), (3, 2), (100, 1.5), (1, 0.5), (0, 1e30), (2**63 - 1, 1.1), (2, 1),
+    ],
+    "logprobs": [0, 1, 3, VOCAB, 1000, 2**63 - 1],
+    "encoder_no_repeat_ngram_size": [0, 1, 2, 3, 2**63 - 1],
+    "encoder_repetition_penalty": [1e-30, 0.5, 1, 1.5, 1e30],
+    "return_timestamps": [True, False],
+    "no_timestamps_token_id": [60, 80, 95, 0, 150],
+    "max_initial_timestamp_index": [0, 3, 50, 2**63 - 1],
 }  # fmt: skip
 
 
@@ -91,9 +202,27 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 NOW = tuple(name for name in FIELDS if name not in LATER)
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING = tuple(name for name, one in FIELDS.items() if one.group == "sampling")
 BEAMS = ("early_stopping", "length_penalty")
-OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "logprobs")
+TEXTUAL = ("stop_strings", "stop_regex", "dry_sequence_breakers")
+# What each of these needs beside it to be of any use.
+NEEDS = {
+    "xtc_threshold": "xtc_probability",
+    "dynamic_temperature_exponent": "dynamic_temperature_range",
+    "mirostat_eta": "mirostat_tau",
+    "adaptive_p_decay": "adaptive_p_target",
+    "no_repeat_ngram_window": "no_repeat_ngram_size",
+    **dict.fromkeys(
+        ("dry_base", "dry_allowed_length", "dry_range", "dry_sequence_breakers"), "dry_multiplier"
+    ),
+    "thinking_start": "thinking_budget",
+    "thinking_end": "thinking_budget",
+    "thinking_budget": "thinking_end",
+    "return_timestamps": "no_timestamps_token_id",
+    "no_timestamps_token_id": "return_timestamps",
+    "max_initial_timestamp_index": "return_timestamps",
+}
 
 
 @dataclass
@@ -121,29 +250,35 @@ class Case:
 def value(rng: random.Random, name: str) -> Any:
     """A value for a field: good more often than not."""
     luck = rng.random()
-    if luck < 0.76 and name in GOOD:
+    if name == "prefix_allowed_tokens_fn" and luck >= 0.84:
+        # Nothing that can be called: what a stranger's function raises is the caller's own affair.
+        return rng.choice([*CASES[name][1], *(one for one in ODD if not callable(one))])
+    if luck < 0.84 and name in GOOD:
         return rng.choice(GOOD[name])
     good, bad = CASES[name]
-    if luck < 0.88:
+    if luck < 0.92:
         # Half of the good values of a field to come are those that ask for nothing.
         if name in LATER and rng.random() < 0.5:
             return rng.choice([one for one in LATER[name].neutral if one != ()])
         return rng.choice(
             [one for one in good if name not in ("num_beams", "num_return_sequences") or int(one) < 9]
         )
-    if luck < 0.94:
+    if luck < 0.96:
         return rng.choice(bad)
     return rng.choice(ODD)
 
 
 def fields(rng: random.Random) -> dict[str, Any]:
-    """One to six fields, half of the time with what gives them a use."""
+    """One to six fields, most of the time with what gives them a use."""
     names = [
         rng.choice(NOW) if rng.random() < 0.85 else rng.choice(tuple(FIELDS))
         for _ in range(rng.randint(1, 6))
     ]
     given = {name: value(rng, name) for name in names}
-    if rng.random() < 0.7:
+    if rng.random() < 0.85:
+        for _ in range(2):  # what is needed may need something
+            for name in [one for one in NEEDS if one in given and NEEDS[one] not in given]:
+                given[NEEDS[name]] = rng.choice(GOOD[NEEDS[name]])
         if given.keys() & set(SAMPLING) and "do_sample" not in given:
             given["do_sample"] = True
         if given.keys() & set(BEAMS) and "num_beams" not in given:
@@ -173,6 +308,8 @@ def case(seed: int, number: int) -> Case:
         made.odd, made.inputs = _odd_inputs(rng, ids, mask)
         if "stopping_criteria" in made.inputs:  # then nothing else ends what has no limit
             made.call["max_new_tokens"] = 6
+    if set(TEXTUAL) & made.fields.keys() and rng.random() < 0.85:
+        made.inputs.setdefault("tokenizer", tokenizer())
     return made
 
 

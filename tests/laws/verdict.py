@@ -14,14 +14,11 @@ import descant
 from descant import NotInThisVersion, RowError
 from descant.config import FIELDS, GenerationConfig
 from descant.outputs import GenerateOutput
-from tests.laws.configs import HOPELESS, Case, as_config
+from tests.laws.configs import HOPELESS, SAMPLING, Case, as_config
+from tests.laws.promises import Promises, Violation, stopped
 from tests.tiny import Tiny
 
 MOST = 16  # no row gets more new tokens than this: a criterion ends it
-
-
-class Violation(AssertionError):
-    """A call that was answered in a way it must not be."""
 
 
 def _cap(width: int) -> Any:
@@ -44,20 +41,28 @@ def run(case: Case, tiny: Tiny) -> tuple[str, str]:
         raise Violation(f"a warning, {warning!r}") from warning
     except ValueError as error:
         _check_error(case, error)
-        _check_surroundings(before, _surroundings(tiny), random=isinstance(error, RowError))
+        # What comes up on the way, in a row or in a function of the caller's, comes after some noise.
+        underway = isinstance(error, RowError) or callable(case.fields.get("prefix_allowed_tokens_fn"))
+        _check_surroundings(before, _surroundings(tiny), random=underway)
         return ("later" if isinstance(error, NotInThisVersion) else "refused"), str(error)
     except Exception as error:
         raise Violation(f"{type(error).__name__}: {error}") from error
     if case.odd in HOPELESS:
         raise Violation("accepted, which nobody can have meant")
     effective = GenerationConfig.merge(
-        case.call,
+        {name: _first(one) if name == "seed" else one for name, one in case.call.items()},
         as_config(case.argument) if case.argument else None,
         GenerationConfig.from_transformers(tiny.model.generation_config),
     )
     _check_surroundings(before, _surroundings(tiny), random=effective.do_sample and effective.seed is None)
     _Answer(case, tiny, effective, answer).check()
     return "accepted", ""
+
+
+def _first(seed: Any) -> Any:
+    """A seed, where there is one for each prompt that of the first."""
+    several = isinstance(seed, list | tuple) or (isinstance(seed, Tensor) and seed.ndim)
+    return seed[0] if several else seed
 
 
 def _called(case: Case, tiny: Tiny) -> Any:
@@ -126,10 +131,18 @@ class _Answer:
             self._outputs()
         elif self.config.return_dict_in_generate:
             raise Violation("`return_dict_in_generate` gave a tensor")
+        elif self.config.logprobs is not None:
+            raise Violation("`logprobs` was asked for and is nowhere")
         if self.case.odd and self.case.odd not in ("ids as int32", "a mask of bools", "the other name"):
             return  # which tokens count as the prompt is a matter of its own
         for line, new in enumerate(self.new.tolist()):
-            self._line(new, len(self._prompt(line)))
+            prompt = self._prompt(line)
+            body = self._line(new, prompt)
+            Promises(self.config, self._source(line), prompt, body, self._limit(len(prompt))).check(
+                line // self.config.num_return_sequences
+            )
+            if self.record is not None and self.config.logprobs is not None:
+                self._logprobs(line, body)
         self._repeats()
 
     @property
@@ -155,9 +168,11 @@ class _Answer:
         return self.sequences[:, self.shown.shape[1] :]
 
     @property
-    def eos(self) -> set[int]:
+    def ends(self) -> set[int]:
+        """Every token that ends a row."""
         ids = self.config.eos_token_id
-        return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+        eos = set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+        return eos | set(self.config.stop_token_ids or ())
 
     @property
     def pad(self) -> int:
@@ -169,6 +184,10 @@ class _Answer:
     def _prompt(self, line: int) -> list[int]:
         if self.case.encoder_decoder:
             return self.shown[0].tolist()
+        return self.case.rows[line // self.config.num_return_sequences]
+
+    def _source(self, line: int) -> list[int]:
+        """What the encoder was given, or the prompt where there is none."""
         return self.case.rows[line // self.config.num_return_sequences]
 
     def _shape(self) -> None:
@@ -185,12 +204,15 @@ class _Answer:
         if not self.new.shape[1]:
             raise Violation("nothing is new")
 
-    def _line(self, new: list[int], prompt: int) -> None:
-        """One sequence's new tokens against the fields."""
-        config = self.config
+    def _line(self, new: list[int], before: list[int]) -> list[int]:
+        """One sequence's new tokens against the fields; those up to and with its end."""
+        config, prompt = self.config, len(before)
         longest = self._limit(prompt)
         # Beyond the limit there is only padding, which may look like an end.
-        end = next((at for at, token in enumerate(new[:longest]) if token in self.eos), None)
+        end = next((at for at, token in enumerate(new[:longest]) if token in self.ends), None)
+        spoken = stopped(config, before, new[:longest])
+        if spoken is not None and (end is None or spoken < end):
+            end = spoken
         count = min(len(new), longest) if end is None else end + 1
         body = new[:count]
         if any(not 0 <= token < self.tiny.vocab for token in body):
@@ -204,13 +226,15 @@ class _Answer:
         cut = config.max_time is not None or "stopping_criteria" in self.case.inputs
         if end is None and count < min(longest, MOST) and not cut:
             raise Violation(f"{new} ended after {count} tokens without a reason")
-        if self.eos and end is not None:
+        if end is not None and end != spoken:
             least = (
                 config.min_new_tokens
                 if config.min_new_tokens is not None
                 else (config.min_length or 0) - prompt
             )
             forced = config.forced_eos_token_id is not None and count == longest
+            # The end of a thought is forced, even if it is an end token.
+            forced |= bool(self.ends & set(config.thinking_end or ()))
             if end < least and not forced:
                 raise Violation(f"an end after {end} new tokens, {least} were to come first")
         banned = set(map(int, config.suppress_tokens or ()))
@@ -220,7 +244,8 @@ class _Answer:
         forced = config.forced_bos_token_id
         if first and not (prompt == 1 and forced is not None) and body[0] in first:
             raise Violation(f"{body[0]} comes first, which `begin_suppress_tokens` rules out")
-        if forced is not None and prompt == 1 and body[0] != forced:
+        # A budget of no thought closes it at once, which comes after the rest.
+        if forced is not None and prompt == 1 and body[0] != forced and config.thinking_budget != 0:
             raise Violation(f"{body[0]} comes first, `forced_bos_token_id` is {forced}")
         last = config.forced_eos_token_id
         if (
@@ -229,8 +254,19 @@ class _Answer:
             and not (longest == 1 and prompt == 1 and forced is not None)
         ):
             allowed = {last} if isinstance(last, int) else set(last)
-            if body[-1] not in allowed | self.eos:
+            thought = config.thinking_budget is not None
+            if body[-1] not in allowed | self.ends and not thought and end != spoken:
                 raise Violation(f"{body} reached its limit and does not end with {sorted(allowed)}")
+        return body
+
+    def _logprobs(self, line: int, body: list[int]) -> None:
+        """Of every token two numbers, and as many alternatives as asked for."""
+        assert self.record is not None
+        one, count = self.record.logprobs[line], len(body)
+        for name in ("raw", "processed"):
+            got = getattr(one, name)
+            if len(got) != count or not bool((got <= 1e-4).all()):
+                raise Violation(f"{name} log-probabilities {got} for {count} tokens")
 
     def _limit(self, prompt: int) -> int:
         """How many new tokens a row with that prompt may have."""
@@ -260,6 +296,8 @@ class _Answer:
                     raise Violation(f"`{name}` of shapes {[list(one.shape) for one in got]}")
         if steps is not None and not self.case.odd and steps < self.new.shape[1]:
             raise Violation(f"{steps} steps of scores for {self.new.shape[1]} new tokens")
+        if (self.record.get("logprobs") is not None) != (self.config.logprobs is not None):
+            raise Violation(f"`logprobs` is {self.config.logprobs}, the record has {list(self.record)}")
         for name in ("hidden_states", "attentions"):
             asked = bool(getattr(self.config, f"output_{name}"))
             if any(name in key for key in self.record) != asked:
@@ -284,9 +322,11 @@ class _Answer:
                 stopping_criteria=[_cap(_width(self.case) + MOST)],
             )
             greedy = greedy.sequences if isinstance(greedy, GenerateOutput) else greedy
+            if config.processor_order is not None:
+                return  # what comes before `top_k` may leave out the likeliest
             if not torch.equal(greedy.repeat_interleave(config.num_return_sequences, 0), self.sequences):
                 raise Violation("`top_k` is 1 and the tokens are not the likeliest")
 
 
-_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "num_return_sequences", "seed")
+_SAMPLING = (*SAMPLING, "do_sample", "num_return_sequences", "seed", "processor_order")
 assert set(_SAMPLING) <= set(FIELDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import os
 import resource
@@ -25,6 +26,8 @@ import torch
 import transformers
 
 from tests.oracle import wire
+from tests.parity.own import allowed_by_any, verdict
+from tests.processors.prefixes import allowed_after
 
 MODEL_BYTES = 700 << 20  # loaded models are dropped, the least recently used first, to stay below this
 
@@ -221,6 +224,106 @@ def call(
     if seed is not None:
         torch.manual_seed(seed)
     return [thing(**keywords) for keywords in calls]
+
+
+@operation
+def streamer(
+    *, tokenizer: str, arguments: Mapping[str, Any], runs: Sequence[Sequence[Sequence[int]]]
+) -> list[list[tuple[str, bool]]]:
+    """What a TextStreamer with the tokenizer of a folder hands to `on_finalized_text`, for each run.
+
+    A run is the prompt's ids [L] and then the ids of each step; each is followed by `end`.
+    """
+    loaded = _tokenizer(tokenizer)
+    return [_streamed(transformers.TextStreamer(loaded, **arguments), run) for run in runs]
+
+
+@functools.cache
+def _tokenizer(folder: str) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def _streamed(thing: Any, run: Sequence[Sequence[int]]) -> list[tuple[str, bool]]:
+    texts: list[tuple[str, bool]] = []
+    thing.on_finalized_text = lambda text, stream_end=False: texts.append((text, stream_end))
+    thing.put(torch.tensor([run[0]]))
+    for ids in run[1:]:
+        thing.put(torch.tensor(ids))
+    thing.end()
+    return texts
+
+
+@operation
+@torch.no_grad()
+def process(
+    *, name: str, cases: Sequence[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]
+) -> list[torch.Tensor]:
+    """One processor and one call for each case, `(arguments, input_ids, scores)`.
+
+    Arguments that the pipe cannot carry are sent as what they are made from: a config as its fields,
+    a prefix function as its salt, the members of a list as `(class, arguments)`.
+    """
+    return [_processor(name, arguments)(ids, scores) for arguments, ids, scores in cases]
+
+
+def _processor(name: str, arguments: Mapping[str, Any]) -> Any:
+    made = dict(arguments)
+    if "generate_config" in made:
+        made["generate_config"] = transformers.GenerationConfig(**made["generate_config"])
+    if "prefix_allowed_tokens_fn" in made:
+        made["prefix_allowed_tokens_fn"] = allowed_after(*made["prefix_allowed_tokens_fn"])
+    if name == "LogitsProcessorList":
+        return transformers.LogitsProcessorList(_made(*one) for one in made["members"])
+    return _made(name, made)
+
+
+@functools.cache
+def _tokenizer(folder: str) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@operation
+def generate_own(
+    *,
+    arguments: dict[str, Any],
+    tokenizer: str | None = None,
+    prefix: Sequence[Any] | None = None,
+    verdicts: Sequence[Sequence[Any]] = (),
+    **fields: Any,
+) -> dict[str, Any]:
+    """`generate` with what a user brings along: the tokenizer of a folder, a prefix function, criteria.
+
+    The functions are sent as what they are made from: see `tests/parity/own.py`.
+    """
+    given = dict(arguments)
+    if tokenizer is not None:
+        given["tokenizer"] = _tokenizer(tokenizer)
+    if prefix is not None:
+        given["prefix_allowed_tokens_fn"] = allowed_by_any(*prefix)
+    if verdicts:
+        given["stopping_criteria"] = [verdict(*one) for one in verdicts]
+    return dict(generate(arguments=given, **fields))
+
+
+@operation
+@torch.no_grad()
+def criteria(*, cases: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Verdicts of many criteria: each of a class `name` and `arguments`, called on `calls` (input ids).
+
+    A `tokenizer` is named by its folder.
+    """
+    tokenizers: dict[str, Any] = {}
+    verdicts = []
+    for case in cases:
+        arguments = dict(case["arguments"])
+        folder = case.get("tokenizer")
+        if folder is not None:
+            if folder not in tokenizers:
+                tokenizers[folder] = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+            arguments["tokenizer"] = tokenizers[folder]
+        criterion = _made(case["name"], arguments)
+        verdicts.append([criterion(ids, None) for ids in case["calls"]])
+    return verdicts
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:

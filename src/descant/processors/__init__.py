@@ -1,46 +1,102 @@
 """Processors: what reshapes logits."""
 
-from descant.processors.bans import SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor
+from descant.processors.bans import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 from descant.processors.base import (
     FixedProcessor,
     ForeignProcessor,
     LogitsProcessor,
     LogitsProcessorList,
-    UserProcessors,
+    behind_the_port,
 )
+from descant.processors.biases import LogitBiasLogitsProcessor, SequenceBiasLogitsProcessor
+from descant.processors.feedback import AdaptivePLogitsWarper, MirostatLogitsWarper
 from descant.processors.filters import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
+from descant.processors.guidance import ClassifierFreeGuidanceLogitsProcessor
 from descant.processors.lengths import (
+    ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
 )
-from descant.processors.penalties import RepetitionPenaltyLogitsProcessor
+from descant.processors.penalties import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+from descant.processors.repetition import (
+    DRYLogitsProcessor,
+    FrequencyPenaltyLogitsProcessor,
+    PresencePenaltyLogitsProcessor,
+)
+from descant.processors.speech import AlternatingCodebooksLogitsProcessor, WhisperTimeStampLogitsProcessor
+from descant.processors.temperatures import DynamicTemperatureLogitsWarper
+from descant.processors.thinking import ThinkingBudgetLogitsProcessor
+from descant.processors.truncation import (
+    PLessLogitsWarper,
+    TopHLogitsWarper,
+    TopNSigmaLogitsWarper,
+    XTCLogitsWarper,
+)
 
 __all__ = [
+    "AdaptivePLogitsWarper",
+    "AlternatingCodebooksLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "DRYLogitsProcessor",
+    "DynamicTemperatureLogitsWarper",
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "ExponentialDecayLengthPenalty",
     "FixedProcessor",
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
     "ForeignProcessor",
+    "FrequencyPenaltyLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
+    "LogitBiasLogitsProcessor",
     "LogitNormalization",
     "LogitsProcessor",
     "LogitsProcessorList",
     "MinLengthLogitsProcessor",
     "MinNewTokensLengthLogitsProcessor",
     "MinPLogitsWarper",
+    "MirostatLogitsWarper",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "PLessLogitsWarper",
+    "PrefixConstrainedLogitsProcessor",
+    "PresencePenaltyLogitsProcessor",
     "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
     "TemperatureLogitsWarper",
+    "ThinkingBudgetLogitsProcessor",
+    "TopHLogitsWarper",
     "TopKLogitsWarper",
+    "TopNSigmaLogitsWarper",
     "TopPLogitsWarper",
-    "UserProcessors",
+    "TypicalLogitsWarper",
+    "WhisperTimeStampLogitsProcessor",
+    "XTCLogitsWarper",
+    "behind_the_port",
 ]

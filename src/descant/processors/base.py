@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from descant.context import Context
+from descant.config import GenerationConfig
+from descant.context import Context, Prompt
 from descant.errors import InputError
 
 __all__ = [
@@ -17,31 +18,49 @@ __all__ = [
     "ForeignProcessor",
     "LogitsProcessor",
     "LogitsProcessorList",
-    "UserProcessors",
+    "behind_the_port",
+    "listed",
     "marked",
     "number",
 ]
+
+NO_STATE: Mapping[str, float] = {}
 
 
 class LogitsProcessor:
     """The base of all processors: a subclass defines `process`, or, knowing nothing of contexts, `__call__`.
 
     `process` is pure and reads its parameters from the context, where every line has its own; an
-    instance only holds the parameters of a call by hand, under the same names.
+    instance only holds the parameters of a call by hand, under the same names. One whose answer depends
+    on the row's past beyond its tokens names the columns it keeps in `state`, with what a row starts
+    with, and defines `advance`.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ()  # the config fields that are its parameters as they are
+    state: Mapping[str, float] = NO_STATE
+    random: ClassVar[bool] = False  # whether it asks `context.chance`
 
     @classmethod
     def bare(cls) -> Self:
         """One without parameters of its own, as the loop uses it."""
         return cls.__new__(cls)
 
+    @classmethod
+    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
+        """The parameters of a row that uses it: numbers, lists of numbers, or objects."""
+        return {name: listed(getattr(config, name)) for name in cls.reads}
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """New scores [N, V] after the ids [N, L], all of which count as real."""
-        return self.process(Context.standalone(input_ids, vars(self)), scores)
+        return self.process(Context.standalone(input_ids, vars(self), self.state), scores)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """New scores [N, V] for the lines of `context`."""
         raise NotImplementedError(f"{type(self).__name__} must define `process` or `__call__`")
+
+    def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """The state of each line [N] after its token [N], of what was given and made of it [N, V]."""
+        raise NotImplementedError(f"{type(self).__name__} has a `state` and must define `advance`")
 
 
 class LogitsProcessorList(list[Any]):
@@ -65,14 +84,23 @@ class FixedProcessor:
 
     def __init__(self, function: LogitsProcessor) -> None:
         self.function = function
+        self.state = function.state
+        self.random = function.random
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """What it makes of the scores."""
         return self.function.process(context.fixed(vars(self.function)), scores)
 
+    def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """Its state after the choice."""
+        return self.function.advance(context.fixed(vars(self.function)), before, after, tokens)
+
 
 class ForeignProcessor:
     """A user's own processor, who is shown the ids of the running rows padded on the left."""
+
+    state = NO_STATE
+    random = False
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.function = function
@@ -85,32 +113,23 @@ class ForeignProcessor:
             raise InputError("logits_processor", must, answer, "return the scores")
         return answer.float()
 
-
-class UserProcessors:
-    """The processors that a request brings along, in its own order."""
-
-    def __init__(self, given: Sequence[Any]) -> None:
-        for one in given:
-            if not callable(one):
-                raise InputError("logits_processor", "must hold callables (input_ids, scores) -> scores", one)
-        self.given = tuple(given)
-        self._stages = [_behind_the_port(one) for one in given]
-
-    def process(self, context: Context, scores: Tensor) -> Tensor:
-        """What they make of the scores one after the other."""
-        for stage in self._stages:
-            scores = stage.process(context, scores)
-        return scores
-
-    def same(self, given: Sequence[Any]) -> bool:
-        """Whether these are the same objects in the same order."""
-        return len(given) == len(self.given) and all(a is b for a, b in zip(given, self.given, strict=True))
+    def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
+        """It has no state that we know of."""
+        return {}
 
 
-def _behind_the_port(given: Any) -> FixedProcessor | ForeignProcessor:
+def behind_the_port(given: Any) -> FixedProcessor | ForeignProcessor:
+    """A processor that a user brings along, as the loop calls it."""
+    if not callable(given):
+        raise InputError("logits_processor", "must hold callables (input_ids, scores) -> scores", given)
     if isinstance(given, LogitsProcessor) and type(given).process is not LogitsProcessor.process:
         return FixedProcessor(given)
     return ForeignProcessor(given)
+
+
+def listed(value: Any) -> Any:
+    """A field's value as a parameter: sequences as lists."""
+    return [listed(part) for part in value] if isinstance(value, tuple) else value
 
 
 def marked(shape: torch.Size, ids: Tensor) -> Tensor:

@@ -112,6 +112,11 @@ class Beam:
             self._pools[keep],
         )
 
+    def standing(self, request: int) -> list[Hypothesis]:
+        """The request's pool so far, best first."""
+        line = np.flatnonzero(self._requests == request)
+        return [entry for entry in self._pools[line].flatten() if entry is not None]
+
     def _together(self, parts: Sequence[Selection]) -> Selection:
         """The selections of several groups of requests as one."""
         return Selection(
@@ -123,6 +128,8 @@ class Beam:
             },
             finished=[request for part in parts for request in part.finished],
             failed=[request for part in parts for request in part.failed],
+            host=torch.cat([_tensor(part.host) for part in parts]),
+            retired=[one for part in parts for one in part.retired],
         )
 
     def _admit(self, requests: Array) -> None:
@@ -146,7 +153,7 @@ class Beam:
         best = np.argsort(-running, axis=1, kind="stable")[:, : self._width]
         alive = np.take_along_axis(running, best, 1)
         lines = np.searchsorted(self._requests, asked.request)
-        self._collect(rows, asked, found, lines)
+        retired = self._collect(rows, asked, found, lines)
         going = self._improvable(asked, lines, alive, found.ends)
         # A request whose every continuation is impossible ends with what it has, or fails with nothing.
         possible = (found.scores.max(1) > -np.inf) | _filled(self._pools[lines]).any(1)
@@ -163,6 +170,8 @@ class Beam:
             columns={"score": sums, "trail": _trails(rows, parents, whence)},
             finished=asked.request[possible & ~going].tolist(),
             failed=asked.request[~possible].tolist(),
+            host=tokens,
+            retired=retired,
         )
 
     def _candidates(self, rows: Rows, scores: Tensor, index: Tensor) -> _Candidates:
@@ -193,12 +202,14 @@ class Beam:
         sums = bits.to(torch.int32).view(torch.float32).numpy()
         return _Candidates(sums, parents, rows.slot[parents], tokens, ends, reasons)
 
-    def _collect(self, rows: Rows, asked: _Asked, found: _Candidates, lines: Array) -> None:
+    def _collect(
+        self, rows: Rows, asked: _Asked, found: _Candidates, lines: Array
+    ) -> list[tuple[int, Hypothesis]]:
         """Put the candidates that end, of the first `width`, into their pools where they are good enough."""
         width = self._width
         ready = found.ends[:, :width]
         if not ready.any():
-            return
+            return []
         closed = _filled(self._pools[lines]).all(1) & (asked.early == 1)
         ready = ready & ~closed[:, None]
         shares = found.scores[:, :width] / _powers(asked.new, asked.penalty)[:, None]
@@ -212,17 +223,21 @@ class Beam:
         places = order[enters[:, 0], enters[:, 1]] - width
         parents = found.rows[enters[:, 0], places]
         written = pick(rows.tokens, parents).cpu()
+        retired = []
         for number, ((line, rank), place) in enumerate(zip(enters.tolist(), places.tolist(), strict=True)):
             row = int(parents[number])
             start, stop = int(rows.prompt[row]), int(rows.length[row])
             trail = rows.column("trail")[row, : stop - start].tolist()
-            pools[line, rank] = Hypothesis(
+            one = Hypothesis(
                 torch.cat((written[number, start:stop], found.tokens[line, place : place + 1])),
                 found.reason(line, place),
                 float(merged[line, order[line, rank]]),
                 (*trail, int(found.slots[line, place])),
             )
+            pools[line, rank] = one
+            retired.append((row, one))
         self._pools[lines] = pools
+        return retired
 
     def _improvable(self, asked: _Asked, lines: Array, alive: Array, ends: Array) -> Array:
         """Which requests can still better their pool [B]."""

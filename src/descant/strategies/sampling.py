@@ -45,25 +45,27 @@ class Sampling:
         if parents is not None:
             scores = pick(scores, parents)
         tokens, best, host = self._chosen(rows, scores)
-        emitted = Tokens(rows.request, rows.slot, host)
+        emitted = Tokens(rows.request, rows.slot, host, parents)
 
         reasons = self._stop.ended(rows, None, host)
         if not reasons and best.min() > -np.inf:
             slot = None if parents is None else rows.slot
-            return Selection(tokens, parents, slot=slot, emitted=emitted)
+            return Selection(tokens, parents, slot=slot, emitted=emitted, host=host)
         failed = sorted(set(rows.request.numpy()[~(best > -np.inf)].tolist()))
         gone = np.isin(rows.request.numpy(), failed)
         for _, which in reasons:
             gone |= which
-        finished = self._retired(rows, host, gone, reasons, failed)
+        retired = self._retired(rows, host, gone, reasons, failed)
         keep = torch.from_numpy(np.flatnonzero(~gone))
         return Selection(
             pick(tokens, keep),
             keep if parents is None else parents[keep],
             slot=rows.slot[keep],
             emitted=emitted,
-            finished=finished,
+            finished=_ended(rows, gone, failed),
             failed=failed,
+            host=host[keep],
+            retired=[(row if parents is None else int(parents[row]), one) for row, one in retired],
         )
 
     def finish(self, request: int) -> list[Hypothesis]:
@@ -74,6 +76,10 @@ class Sampling:
     def drop(self, request: int) -> None:
         """Forget a request."""
         self._done.pop(request, None)
+
+    def standing(self, request: int) -> list[Hypothesis]:
+        """The request's sequences that have ended."""
+        return list(self._done.get(request, {}).values())
 
     def _fanned(self, rows: Rows) -> tuple[Rows, Tensor | None]:
         """The rows that choose, and which fed row each stands on: more than were fed at a first choice."""
@@ -125,17 +131,25 @@ class Sampling:
         gone: Array,
         reasons: Sequence[tuple[str, Array]],
         failed: Sequence[int],
-    ) -> list[int]:
-        """Keep what the rows that go have written; the requests none of whose rows stay."""
+    ) -> list[tuple[int, Hypothesis]]:
+        """Keep what the rows that go have written: each with its row."""
         index = torch.from_numpy(np.flatnonzero(gone))
         written = pick(rows.tokens, index).cpu()
+        kept = []
         for line, row in enumerate(index.tolist()):
             request = int(rows.request[row])
             if request in failed:
                 continue
             start, stop = int(rows.prompt[row]), int(rows.length[row])
             new = torch.cat((written[line, start:stop], tokens[row : row + 1]))
-            reason = next(name for name, which in reasons if which[row])
-            self._done.setdefault(request, {})[int(rows.slot[row])] = Hypothesis(new, reason)
-        others = set(rows.request.numpy()[~gone].tolist()) | set(failed)
-        return [request for request in dict.fromkeys(rows.request[index].tolist()) if request not in others]
+            one = Hypothesis(new, next(name for name, which in reasons if which[row]))
+            self._done.setdefault(request, {})[int(rows.slot[row])] = one
+            kept.append((row, one))
+        return kept
+
+
+def _ended(rows: Rows, gone: Array, failed: Sequence[int]) -> list[int]:
+    """The requests none of whose rows stay."""
+    requests = rows.request.numpy()
+    others = set(requests[~gone].tolist()) | set(failed)
+    return [request for request in dict.fromkeys(requests[gone].tolist()) if request not in others]

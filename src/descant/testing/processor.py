@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from descant.context import table
 from descant.ports import Processor
 from descant.processors import FixedProcessor, ForeignProcessor, LogitsProcessor
-from descant.resolve import table
 from descant.rows import Rows
 from descant.step import Context, Params
 
@@ -46,7 +46,7 @@ def check_processor(
     rng = random.Random(vocabulary)
     for _ in range(examples):
         lines = [
-            _line(rng, vocabulary, {"pad": 0, **params[at % len(params)]})
+            _line(rng, vocabulary, {"pad": 0, "batch": 0, **params[at % len(params)]})
             for at in range(2 * len(params) + 3)
         ]
         alone = [_asked(port, [line], rng)[0] for line in lines]
@@ -96,10 +96,11 @@ def _asked(port: Processor, lines: Sequence[_Line], rng: random.Random) -> Tenso
     prompt = torch.tensor([line.prompt for line in lines])
     values = table([line.params for line in lines])
     scores = torch.stack([line.scores for line in lines])
-    given = [tokens, length, prompt, scores, *values.values()]
+    numbers = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    given = [tokens, length, prompt, scores, *numbers.values()]
     before = [tensor.clone() for tensor in given]
     answer = port.process(Context(tokens, length, prompt, values), scores)
-    names = ["tokens", "length", "prompt", "scores", *values]
+    names = ["tokens", "length", "prompt", "scores", *numbers]
     for name, old, new in zip(names, before, given, strict=True):
         if not torch.equal(old.nan_to_num(7.0), new.nan_to_num(7.0)):
             raise AssertionError(f"the processor changed `{name}` in place: return a new tensor instead")

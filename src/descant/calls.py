@@ -1,0 +1,147 @@
+"""A call: prompts with their configs, admitted together into a Session of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from descant.config import GenerationConfig
+from descant.errors import ConfigError, InputError
+from descant.inputs import Prepared, prepared
+from descant.session import Request, Session
+from descant.step import Observation
+
+__all__ = ["Asked", "Call", "merged", "rows_of"]
+
+# What concerns the call as a whole and not one sequence: all rows must say the same.
+_SHARED = (
+    "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+    "pad_token_id", "bos_token_id", "decoder_start_token_id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caller asks for: how to decode, with one config for all prompts or one for each."""
+
+    configs: Sequence[GenerationConfig]  # merged
+    processors: Sequence[Any] = ()
+    criteria: Sequence[Any] = ()
+    tokenizer: Any = None
+
+    @property
+    def config(self) -> GenerationConfig:
+        """The config of the call as a whole."""
+        return self.configs[0]
+
+
+def merged(model: Any, argument: Any, call: Mapping[str, Any]) -> list[GenerationConfig]:
+    """The configs that count: one for all prompts, or one each where the argument or the seed is a list."""
+    own = _config(getattr(model, "generation_config", None))
+    seeds = call.get("seed")
+    several = isinstance(argument, list | tuple)
+    given = list(argument) if several else [argument]
+    if not given:
+        raise InputError("generation_config", "must hold a config for each prompt", argument)
+    if isinstance(seeds, list | tuple | torch.Tensor):
+        seeds = seeds.tolist() if isinstance(seeds, torch.Tensor) else list(seeds)
+        given = given * len(seeds) if len(given) == 1 else given
+        if len(seeds) != len(given):
+            raise ConfigError("seed", f"must be one number or {len(given)}, one a prompt", seeds)
+        calls = [{**call, "seed": seed} for seed in seeds]
+    else:
+        calls = [dict(call)] * len(given)
+    made: dict[Any, GenerationConfig] = {}
+    configs = []
+    for one, how in zip(given, calls, strict=True):
+        key = (id(one), how.get("seed"))
+        if key not in made:
+            # A model's own config handed back as the argument is still the model's: leftovers stay harmless.
+            mine = None if one is getattr(model, "generation_config", None) else _config(one)
+            made[key] = GenerationConfig.merge(how, mine, own)
+        configs.append(made[key])
+    _refuse_differences(configs)
+    return configs
+
+
+class Call:
+    """The prompts of one call in a Session: which request is which prompt, and which lines are its."""
+
+    def __init__(
+        self,
+        model: Any,
+        asked: Asked,
+        *,
+        states: Sequence[str] = (),
+        observe: Callable[[Observation], None] | None = None,
+    ) -> None:
+        self.asked = asked
+        self.session = Session(model, states=states, observe=observe)
+        self.numbers: list[int] = []
+        self.configs: list[GenerationConfig] = []
+
+    def admit(self, given: Mapping[str, Any]) -> Prepared:
+        """Take the prompts of the model inputs `given` in."""
+        asked, model = self.asked, self.session.model
+        prompts = prepared(given, asked.config, model.facts, model.device)
+        self.configs = list(asked.configs)
+        if len(self.configs) == 1:
+            self.configs *= len(prompts)
+        if len(self.configs) != len(prompts):
+            must = f"must hold one config for each of the {len(prompts)} prompts"
+            raise InputError("generation_config", must, f"{len(self.configs)} configs")
+        first, requests = 0, []
+        for line, config in enumerate(self.configs):
+            requests.append(
+                Request(
+                    prompts.prompt(line),
+                    config,
+                    prompts.inputs[line],
+                    tuple(asked.processors),
+                    tuple(asked.criteria),
+                    tokenizer=asked.tokenizer,
+                    batch=line,
+                    width=prompts.shown.shape[1],
+                    line=first,
+                    merged=True,
+                )
+            )
+            first += rows_of(config)
+        self.numbers = self.session.admit(*requests, lines=first)
+        return prompts
+
+    def lines(self, count: Callable[[GenerationConfig], int]) -> dict[int, int]:
+        """The first line of each request where each has `count(config)` lines."""
+        first, lines = 0, {}
+        for number, config in zip(self.numbers, self.configs, strict=True):
+            lines[number] = first
+            first += count(config)
+        return lines
+
+
+def rows_of(config: GenerationConfig) -> int:
+    """How many rows a request draws for: beams draw as one."""
+    return config.num_return_sequences if config.num_beams == 1 else 1
+
+
+def _config(given: Any) -> GenerationConfig | None:
+    """A generation config of ours, from ours or transformers' own."""
+    if given is None or isinstance(given, GenerationConfig):
+        return given
+    if not hasattr(given, "to_dict"):
+        raise InputError("generation_config", "must be a GenerationConfig, or a list of them", given)
+    # Its attributes and not its `to_dict`, which copies everything deeply at every call.
+    return GenerationConfig.from_transformers(vars(given))
+
+
+def _refuse_differences(configs: Sequence[GenerationConfig]) -> None:
+    """Raise for configs of one call that differ in what concerns it as a whole."""
+    for name in _SHARED:
+        values = [getattr(config, name) for config in configs]
+        odd = next((value for value in values if value != values[0]), values[0])
+        if odd != values[0]:
+            must = f"must be the same for every prompt of a call, the first has {values[0]!r}"
+            raise ConfigError(name, must, odd)

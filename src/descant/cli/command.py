@@ -1,0 +1,110 @@
+"""A command as a dataclass: its annotated fields are arguments and options, `run` does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from descant.adapters.loading import DTYPES, load
+from descant.cli import options, terminal
+from descant.config import GenerationConfig
+from descant.errors import ConfigError, DescantError, InputError, UnsupportedModel
+
+__all__ = ["Command", "Decoder", "callback"]
+
+USAGE, FAILURE, INTERRUPTED, NO_READER = 2, 1, 130, 141  # exit codes; the last two as shells report signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What every command takes: a config, and the generation parameters given as options."""
+
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="PATH", help="A generation config: a JSON file or a model's folder."
+        ),
+    ] = None
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", metavar="")] = (
+        False
+    )
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self) -> int:
+        """Do it; the exit code."""
+        raise NotImplementedError
+
+    def argument(self) -> GenerationConfig | None:
+        """The config of `--config`, which the options overrule and which overrules the model's."""
+        if self.config is None:
+            return None
+        if self.config.is_dir():
+            return GenerationConfig.from_pretrained(self.config)
+        return GenerationConfig.from_pretrained(self.config.parent, self.config.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder(Command):
+    """What a command that decodes takes: a model, and how to load it."""
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Precision of the weights: {', '.join(DTYPES)} (as stored).")
+    ] = None
+    device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = None
+
+    def load(self) -> tuple[Any, Any]:
+        """The model and its tokenizer, once the config is known to be right."""
+        options.refuse_tensors(self.values)
+        GenerationConfig.merge(self.values, self.argument())
+        with terminal.console().status("loading"):
+            return load(self.model, self.dtype, self.device)
+
+
+def callback(kind: type[Command]) -> Callable[..., None]:
+    """A command as the function that typer wants, its options those of the class and of the config."""
+    hints = get_type_hints(kind, include_extras=True)
+    own = {one.name: one for one in dataclasses.fields(kind) if one.name != "values"}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    mine = [
+        inspect.Parameter(name, keyword, annotation=hints[name], default=_default(one))
+        for name, one in own.items()
+    ]
+
+    def command(**given: Any) -> None:
+        chosen = {name: given.pop(name) for name in own}
+        raise typer.Exit(_guarded(kind, chosen, given))
+
+    command.__doc__ = inspect.getdoc(kind)
+    command.__annotations__ = {}
+    command.__signature__ = inspect.Signature([*mine, *options.parameters()])  # type: ignore[attr-defined]
+    return command
+
+
+def _default(one: dataclasses.Field[Any]) -> Any:
+    """A dataclass field's default as a parameter's."""
+    return inspect.Parameter.empty if one.default is dataclasses.MISSING else one.default
+
+
+def _guarded(kind: type[Command], chosen: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+    """Run a command; its exit code, whatever happens."""
+    try:
+        return kind(**chosen, values=options.values_of(given)).run()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        terminal.silence()
+        return NO_READER
+    except Exception as error:
+        if chosen["debug"]:
+            terminal.console().print(traceback.format_exc(), end="")
+        known = isinstance(error, DescantError | OSError)
+        terminal.blame(error if known else f"{type(error).__name__}: {error}")
+        return USAGE if isinstance(error, ConfigError | InputError | UnsupportedModel) else FAILURE

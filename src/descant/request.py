@@ -1,0 +1,98 @@
+"""A request: one prompt, how to continue it, and what its texts come to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from descant.config import GenerationConfig
+from descant.context import Prompt
+from descant.errors import InputError
+from descant.matching import StopTable
+from descant.stopping import Criterion, Pattern
+from descant.vocabulary import Vocabulary
+
+__all__ = ["Request", "Texts", "prompt_of", "refuse_uncallable", "texts_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One prompt and how to continue it.
+
+    `prompt` holds the token ids (of the decoder, for encoder-decoder models; empty where the prompt is
+    given as `inputs["inputs_embeds"]` alone). `inputs` holds what else the model wants, without a batch
+    dimension: `inputs_embeds`, or an encoder's `input_ids` and `attention_mask`.
+    """
+
+    prompt: Tensor | Sequence[int]
+    generation_config: GenerationConfig = field(default_factory=GenerationConfig)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    logits_processor: Sequence[Any] = ()
+    stopping_criteria: Sequence[Criterion] = ()
+    tokenizer: Any = None  # for what is given as text: `stop_strings`, `stop_regex`, `dry_sequence_breakers`
+    batch: int = 0  # which prompt of its call it is, for `prefix_allowed_tokens_fn`
+    width: int = 0  # of the padded prompts it came with; a user's processor is shown ids of that width
+    line: int = -1  # which line of torch's noise is its own; -1: it draws from a stream of its own
+    merged: bool = False  # the config has taken in the model's own already
+
+
+class Texts(NamedTuple):
+    """What a request gives as text, in terms of tokens."""
+
+    table: StopTable | None
+    pattern: Pattern | None
+    breakers: list[int] | None
+
+
+def texts_of(request: Request, config: GenerationConfig) -> Texts:
+    """A request's texts by its tokenizer, or an InputError that asks for one."""
+    breakers = config.dry_sequence_breakers if config.dry_multiplier else None
+    spoken = [part for part in breakers or () if isinstance(part, str)]
+    needs = {
+        "stop_strings": config.stop_strings,
+        "stop_regex": config.stop_regex,
+        "dry_sequence_breakers": spoken,
+    }
+    asking = next((name for name, value in needs.items() if value), None)
+    if asking is None:
+        return Texts(None, None, None)
+    if request.tokenizer is None:
+        raise InputError("tokenizer", f"must be given with `{asking}`", None, "pass the model's tokenizer")
+    strings = (config.stop_strings,) if isinstance(config.stop_strings, str) else config.stop_strings
+    vocabulary = Vocabulary.of(request.tokenizer)
+    found = None
+    if spoken:
+        parts = [part.encode() for part in spoken]
+        found = [int(part) for part in breakers or () if not isinstance(part, str)]
+        found += [at for at, text in enumerate(vocabulary.bytes) if any(part in text for part in parts)]
+    return Texts(
+        StopTable.of(request.tokenizer, tuple(strings)) if strings else None,
+        Pattern(re.compile(config.stop_regex), vocabulary) if config.stop_regex else None,
+        found,
+    )
+
+
+def prompt_of(request: Request, ids: Tensor, offset: int) -> Prompt:
+    """What the parameters of a request's row may depend on."""
+
+    def source() -> list[int]:
+        given = request.inputs.get("input_ids")
+        if given is None:
+            return [int(token) for token in ids.tolist()]
+        mask = request.inputs.get("attention_mask")
+        kept = given if mask is None else given[mask.bool()]
+        return [int(token) for token in kept.tolist()]
+
+    return Prompt(len(ids), offset, request.width, request.batch, source)
+
+
+def refuse_uncallable(request: Request) -> None:
+    """Raise for processors and criteria that cannot be called."""
+    for name in ("logits_processor", "stopping_criteria"):
+        for one in getattr(request, name):
+            if not callable(one):
+                raise InputError(name, "must hold callables", one)

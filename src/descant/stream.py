@@ -1,0 +1,289 @@
+"""stream(): a call whose tokens and text are events, for loops and event loops alike."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from descant.calls import Asked, Call, merged
+from descant.config import FIELDS, GenerationConfig
+from descant.errors import ConfigError, DescantError, InputError
+from descant.session import Event, Failed, Finished, Session, Tokens
+from descant.step import Hypothesis
+from descant.text import TextStream
+
+__all__ = ["Stream", "StreamEvent", "stream"]
+
+# Fields of a call's returned record, which a stream does not have.
+_RECORD = (
+    "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What became known of one sequence: new tokens, the text that is now final, and at last why it ended.
+
+    `logprob` and `raw_logprob` are the log-probabilities of the tokens after and before the processors, where
+    `logprobs` asks for them; of tokens that beams agree on early they are known at the end only, in
+    `hypothesis`, which the last event of a sequence brings with its score and all of its tokens.
+    """
+
+    row: int  # which prompt
+    sequence: int  # which of the prompt's `num_return_sequences`
+    token_ids: tuple[int, ...] = ()
+    text: str | None = None  # None without a tokenizer
+    logprob: tuple[float, ...] | None = None
+    raw_logprob: tuple[float, ...] | None = None
+    finish_reason: str | None = None  # "eos", "length", "time", "stop", "error"; None: more may come
+    error: DescantError | None = None
+    hypothesis: Hypothesis | None = field(default=None, compare=False, repr=False)
+
+
+def stream(
+    model: Any,
+    inputs: Any = None,
+    tokenizer: Any = None,
+    generation_config: Any = None,
+    logits_processor: Sequence[Any] | None = None,
+    stopping_criteria: Sequence[Any] | None = None,
+    **kwargs: Any,
+) -> Stream:
+    """Continue prompts, event by event: `for event in stream(model, "Once", tokenizer, max_new_tokens=20):`.
+
+    Takes what `generate` takes, and with a `tokenizer` also a text or a list of texts. The events of all
+    prompts and sequences are mingled; a sequence of beams brings what all beams agree on at once, and the
+    rest when it is decided. Iterate with `for` or `async for`; `close`, or leaving `with`, cancels what runs.
+    """
+    call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
+    _refuse_record(call, generation_config)
+    processors = _listed("logits_processor", logits_processor)
+    criteria = _listed("stopping_criteria", stopping_criteria)
+    asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer)
+    return Stream(model, asked, inputs, kwargs)
+
+
+class Stream:
+    """The events of a call, as an iterator and an async iterator; its requests end when it is closed."""
+
+    def __init__(self, model: Any, asked: Asked, inputs: Any, others: Mapping[str, Any]) -> None:
+        call = Call(model, asked)
+        self.session: Session = call.session
+        self._ready: deque[StreamEvent] = deque()
+        self._over = False
+        # A step that an event loop no longer waits for goes on in its thread; whoever is next waits for it.
+        self._lock = threading.Lock()
+        with torch.no_grad():
+            prompts = call.admit(_given(inputs, asked.tokenizer, others))
+        self._asked = {
+            number: _Asker(line, config, asked.tokenizer, prompts.prompt(line))
+            for line, (number, config) in enumerate(zip(call.numbers, call.configs, strict=True))
+        }
+
+    def __iter__(self) -> Iterator[StreamEvent]:
+        return self
+
+    def __next__(self) -> StreamEvent:
+        while not self._ready:
+            if self._over:
+                raise StopIteration
+            self._advance()
+        return self._ready.popleft()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        while not self._ready:
+            if self._over:
+                raise StopAsyncIteration
+            await asyncio.to_thread(self._advance)
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Cancel what still runs and free it; nothing comes thereafter."""
+        with self._lock:
+            self._drop()
+            self._ready.clear()
+
+    async def aclose(self) -> None:
+        """Close, without holding up the event loop should a step be under way."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # -------------------------------------------------------------------- the loop
+    def _advance(self) -> None:
+        """Take one step, if there is one to take and nobody has found events meanwhile."""
+        with self._lock, torch.no_grad():
+            if self._ready or self._over:
+                return
+            try:
+                told = self._told(self.session.step())
+                self._ready.extend(sorted(told, key=lambda one: (one.row, one.sequence)))
+            except BaseException:
+                self._drop()
+                raise
+            self._over = not self._asked
+
+    def _drop(self) -> None:
+        """Cancel all requests that are left."""
+        self._over = True
+        while self._asked:
+            number, _ = self._asked.popitem()
+            self.session.cancel(number)
+
+    def _told(self, events: Sequence[Event]) -> Iterator[StreamEvent]:
+        """A step's events by prompt and sequence."""
+        ends = {one.request: one for one in events if not isinstance(one, Tokens)}
+        for one in events:
+            if isinstance(one, Tokens):
+                yield from self._chosen(one, ends)
+        for number, end in ends.items():
+            asker = self._asked.pop(number)
+            yield from asker.failed(end.error) if isinstance(end, Failed) else asker.finished(end)
+        for number, asker in self._asked.items():
+            if asker.config.num_beams > 1:
+                yield from asker.agreed(self.session.agreed(number))
+
+    def _chosen(self, event: Tokens, ends: Mapping[int, Any]) -> Iterator[StreamEvent]:
+        """The tokens of requests that go on; those that end are told with their end."""
+        columns = [part.tolist() for part in (event.request, event.slot, event.token)]
+        unknown = [None] * len(columns[0])
+        laws = [unknown if part is None else part.tolist() for part in (event.raw, event.processed)]
+        for number, slot, token, raw, processed in zip(*columns, *laws, strict=True):
+            if number not in ends:
+                yield self._asked[number].chosen(slot, token, raw, processed)
+
+
+class _Asker:
+    """One prompt and its sequences as far as they have been told."""
+
+    def __init__(self, row: int, config: GenerationConfig, tokenizer: Any, prompt: Tensor) -> None:
+        self.row, self.config = row, config
+        count = config.num_return_sequences
+        self.told = [0] * count  # how many tokens of each sequence
+        ids = [] if tokenizer is None else prompt.tolist()
+        stops = config.stop_strings or ()
+        self.texts = [
+            None
+            if tokenizer is None
+            else TextStream(tokenizer, prompt_ids=ids, stop_strings=stops, skip_special_tokens=True)
+            for _ in range(count)
+        ]
+
+    def chosen(self, slot: int, token: int, raw: float | None, processed: float | None) -> StreamEvent:
+        """One token that a sequence has chosen."""
+        self.told[slot] += 1
+        text = self._text(slot, (token,))
+        if self.config.logprobs is None or raw is None or processed is None:
+            return StreamEvent(self.row, slot, (token,), text)
+        return StreamEvent(self.row, slot, (token,), text, (processed,), (raw,))
+
+    def agreed(self, tokens: Tensor) -> Iterator[StreamEvent]:
+        """What all beams begin with: the same for every sequence."""
+        for slot, told in enumerate(self.told):
+            ids = tuple(tokens[told:].tolist())
+            if ids:
+                self.told[slot] += len(ids)
+                yield StreamEvent(self.row, slot, ids, self._text(slot, ids))
+
+    def finished(self, event: Finished) -> Iterator[StreamEvent]:
+        """The rest of every sequence."""
+        for slot, one in enumerate(event.hypotheses):
+            told = self.told[slot]
+            ids = tuple(one.tokens[told:].tolist())
+            laws = one.logprobs
+            yield StreamEvent(
+                self.row,
+                slot,
+                ids,
+                self._text(slot, ids, last=True),
+                None if laws is None else tuple(laws.processed[told:].tolist()),
+                None if laws is None else tuple(laws.raw[told:].tolist()),
+                one.reason,
+                hypothesis=one,
+            )
+
+    def failed(self, error: DescantError) -> Iterator[StreamEvent]:
+        """No more of any sequence."""
+        for slot in range(len(self.told)):
+            text = self._text(slot, (), last=True)
+            yield StreamEvent(self.row, slot, (), text, finish_reason="error", error=error)
+
+    def _text(self, slot: int, ids: Sequence[int], last: bool = False) -> str | None:
+        growing = self.texts[slot]
+        if growing is None:
+            return None
+        text = growing.put(ids)
+        return text + growing.end() if last else text
+
+
+# ------------------------------------------------------------------------ what was given
+def _given(inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's inputs, `inputs` among them under their own name."""
+    given = dict(others)
+    if inputs is None:
+        return given
+    if isinstance(inputs, str) or (isinstance(inputs, list | tuple) and inputs):
+        new = _encoded([inputs] if isinstance(inputs, str) else inputs, tokenizer)
+    elif isinstance(inputs, Tensor) and inputs.ndim in (2, 3):
+        new = {"inputs_embeds" if inputs.ndim == 3 else "input_ids": inputs}
+    else:
+        must = "must be text, a list of texts, [batch, length] of ids or [batch, length, size]"
+        raise InputError("inputs", must, inputs)
+    for name in new:
+        if given.get(name) is not None:
+            raise InputError(name, "must not be given beside `inputs`, which has it", given[name])
+    return {**given, **new}
+
+
+def _encoded(texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
+    """Texts as ids and mask [B, L], padded on the right, which is all one to ragged rows."""
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError("inputs", "must hold nothing but texts when it is a list", texts)
+    if tokenizer is None:
+        raise InputError("tokenizer", "must be given when `inputs` is text", None)
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    for text, row in zip(texts, rows, strict=True):
+        if not row:
+            raise InputError("inputs", "must hold texts of at least one token", text)
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for line, row in enumerate(rows):
+        ids[line, : len(row)], mask[line, : len(row)] = torch.tensor(row), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _listed(name: str, given: Any) -> tuple[Any, ...]:
+    """A list of processors or criteria, checked to be one."""
+    if given is not None and not isinstance(given, list | tuple):
+        raise InputError(name, "must be a list of callables", given)
+    return tuple(given or ())
+
+
+def _refuse_record(call: Mapping[str, Any], argument: Any) -> None:
+    """Raise for fields of the record that generate() returns and a stream does not."""
+    configs = argument if isinstance(argument, list | tuple) else (argument,)
+    for name in _RECORD:
+        asked = [call.get(name), *(getattr(config, name, None) for config in configs)]
+        if any(asked):
+            do = "use `logprobs`, or generate(..., return_dict_in_generate=True)"
+            raise ConfigError(name, "has no use in a stream", True, do)

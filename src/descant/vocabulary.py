@@ -1,0 +1,357 @@
+"""What bytes each token of a tokenizer stands for.
+
+A token's bytes are what it adds to a text that is already under way. So the bytes of a token sequence,
+joined, are the text's UTF-8, but for a space that some tokenizers put before the first word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from descant.errors import InputError
+
+__all__ = ["Vocabulary"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Step = Mapping[str, Any]  # one decoder, as a tokenizer file describes it
+
+_SPACE = "▁"  # how sentencepiece writes a space
+_FEW = 1000  # tokens that are read one by one
+_FOREIGN = 256  # stands for a character that no byte is written as
+
+
+def _printable() -> Array:
+    """Which byte each character of GPT-2's alphabet is: printable ones themselves, the rest from 256 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    table = np.full(256 + len(hidden) + 1, _FOREIGN, np.uint16)
+    table[shown] = shown
+    table[256 : 256 + len(hidden)] = hidden
+    return table
+
+
+_ALPHABET = _printable()  # the last entry stands for every character beyond
+
+
+class Vocabulary:
+    """The bytes of every token by id; an id without a token, and one beyond the last, stands for no bytes."""
+
+    def __init__(self, data: bytes, offsets: Array) -> None:
+        self.data = np.frombuffer(data, np.uint8)  # of all tokens, one after the other
+        self.offsets = offsets  # [size + 1] where each begins
+        self.size = len(offsets) - 1
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        """The vocabulary of a tokenizer, made once for each and anew when tokens were added."""
+        key, count = id(tokenizer), _count(tokenizer)
+        known = _known.get(key)
+        if known is not None and known[0]() is tokenizer and known[1] == count:
+            return known[2]
+        made = cls(*_read(tokenizer))
+        with contextlib.suppress(TypeError):  # an object that nobody can watch is read anew each time
+            _known[key] = weakref.ref(tokenizer, lambda _: _known.pop(key, None)), count, made
+        return made
+
+    @cached_property
+    def bytes(self) -> list[bytes]:
+        """The bytes of each token by id."""
+        data, ends = self.data.tobytes(), self.offsets.tolist()
+        return [data[start:end] for start, end in itertools.pairwise(ends)]
+
+
+_known: dict[int, tuple[weakref.ref[Any], int, Vocabulary]] = {}
+
+
+class _Joined:
+    """The tokens in the order of their ids, joined by a character that none of them has."""
+
+    def __init__(self, text: str, separator: str) -> None:
+        self.text, self.separator = text, separator
+        self.points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        self.between = self.points == ord(separator)
+        self.count = int(np.count_nonzero(self.between)) + 1
+
+    @classmethod
+    def of(cls, tokens: Sequence[str]) -> _Joined:
+        """Of a list of them, and not an empty one."""
+        letters = "".join(tokens)
+        separator = next(mark for mark in map(chr, range(0x10FFFF, 0, -1)) if mark not in letters)
+        return cls(separator.join(tokens), separator)
+
+    def flat(
+        self, swaps: Sequence[tuple[str, str]], bytewise: bool, patches: dict[int, bytes]
+    ) -> tuple[bytes, Array]:
+        """The bytes of all tokens and where each begins; `patches` are the bytes of those known already."""
+        ends = np.append(np.flatnonzero(self.between), len(self.points))  # [count] in characters
+        if bytewise:
+            found = _ALPHABET[np.minimum(self.points, len(_ALPHABET) - 1)]
+            foreign = np.flatnonzero((found == _FOREIGN) & ~self.between)
+            for at in np.unique(np.searchsorted(ends, foreign)).tolist():
+                # A token with a character of no byte is text already.
+                start = ends[at - 1] + 1 if at else 0
+                patches.setdefault(at, self.text[start : ends[at]].encode("utf-8", "surrogateescape"))
+            data = found[~self.between].astype(np.uint8).tobytes()
+            ends -= np.arange(self.count)
+        else:
+            points = self.points.copy()
+            for old, new in swaps:
+                points[points == ord(old)] = ord(new)
+            width = (points >= 0x80).view(np.uint8) + (points >= 0x800) + (points >= 0x10000) + np.uint8(1)
+            width[(points >= 0xDC80) & (points <= 0xDCFF)] = 1  # a byte that is no text
+            width[self.between] = 0
+            ends = np.append(np.int64(0), np.cumsum(width, dtype=np.int64))[ends]
+            text = _swapped(self.text.replace(self.separator, ""), swaps)
+            data = text.encode("utf-8", "surrogateescape")
+        return _patched(data, np.append(np.int64(0), ends), patches)
+
+
+def _patched(data: bytes, offsets: Array, patches: Mapping[int, bytes]) -> tuple[bytes, Array]:
+    """The same with other bytes for some tokens, also beyond the last."""
+    missing = max(patches, default=-1) + 2 - len(offsets)
+    offsets = np.append(offsets, np.full(max(missing, 0), offsets[-1]))
+    length = np.diff(offsets)
+    pieces, done = [], 0
+    for at in sorted(patches):
+        pieces += [data[done : offsets[at]], patches[at]]
+        done = int(offsets[at + 1])
+        length[at] = len(patches[at])
+    return b"".join([*pieces, data[done:]]), np.append(np.int64(0), np.cumsum(length))
+
+
+def _count(tokenizer: Any) -> int:
+    for name in ("__len__", "get_vocab_size"):
+        if hasattr(tokenizer, name):
+            return int(getattr(tokenizer, name)())
+    return -1
+
+
+def _read(tokenizer: Any) -> tuple[bytes, Array]:
+    """The bytes of all tokens, and where each begins."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    steps, added = _decoder(tokenizer, backend), _added(tokenizer, backend)
+    kinds = {step["type"] for step in steps or ()}
+    bytewise = "ByteLevel" in kinds
+    swaps = [] if steps is None or bytewise else _swaps(steps)
+    joined = _spaced(backend) if bytewise or swaps else None
+    fast = joined is not None
+    patches = _byte_tokens(backend) if fast and "ByteFallback" in kinds else {}
+    if joined is None:
+        tokens = _listed(tokenizer, added)
+        if not bytewise:
+            tokens = _asked(tokenizer, tokens) if steps is None else _decoded(tokens, steps, backend)
+        joined, swaps = _Joined.of(tokens), []
+    for at, (content, special) in added.items():
+        if special or (bytewise and _outside(backend, at)):
+            patches[at] = content.encode()
+        elif fast and at >= joined.count:
+            patches[at] = _swapped(content, swaps).encode()
+    return joined.flat(swaps, bytewise, patches)
+
+
+def _spaced(backend: Any) -> _Joined | None:
+    """The tokens of a fast tokenizer as it joins them, by spaces; None where they cannot be told apart so.
+
+    Half the time of get_vocab(), which would be most of what a vocabulary costs.
+    """
+    if not (hasattr(backend, "model") and hasattr(backend, "get_vocab_size")):
+        return None
+    count = backend.get_vocab_size(with_added_tokens=False)
+    plain = type(backend)(backend.model)  # the same model, with no decoder
+    # Were an id below `count` free, another would be above.
+    if count < _FEW or plain.decode(list(range(count, 2 * count))):
+        return None
+    joined = _Joined(plain.decode(list(range(count))), " ")
+    return joined if joined.count == count else None
+
+
+def _byte_tokens(backend: Any) -> dict[int, bytes]:
+    """The tokens such as <0x0A> that stand for one byte."""
+    ids = {byte: backend.model.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    return {at: bytes([byte]) for byte, at in ids.items() if at is not None}
+
+
+def _outside(backend: Any, at: int) -> bool:
+    """Whether the model itself has no such token."""
+    return not hasattr(backend, "model") or backend.model.id_to_token(at) is None
+
+
+def _listed(tokenizer: Any, added: Mapping[int, tuple[str, bool]]) -> list[str]:
+    """Every token by id as it is stored, "" where there is none."""
+    if not hasattr(tokenizer, "get_vocab"):
+        do = "pass a tokenizer of transformers or tokenizers"
+        raise InputError("tokenizer", "must know its tokens (get_vocab)", tokenizer, do)
+    by_token: dict[Any, int] = tokenizer.get_vocab()
+    tokens = [""] * (max([*by_token.values(), *added], default=-1) + 1)
+    for token, at in by_token.items():
+        tokens[at] = token.decode("utf-8", "surrogateescape") if isinstance(token, bytes) else token
+    for at, (content, _) in added.items():
+        tokens[at] = content
+    return tokens
+
+
+def _added(tokenizer: Any, backend: Any) -> dict[int, tuple[str, bool]]:
+    """The tokens added to the model's own: their text, and whether they are special."""
+    if hasattr(backend, "get_added_tokens_decoder"):
+        added = backend.get_added_tokens_decoder()
+    else:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {int(at): (str(token.content), bool(token.special)) for at, token in added.items()}
+
+
+def _decoder(tokenizer: Any, backend: Any) -> list[Step] | None:
+    """What turns tokens into text, step by step; None where only the tokenizer itself can tell."""
+    if hasattr(backend, "decoder") and hasattr(backend, "pre_tokenizer"):
+        stated = _stated(backend.decoder)
+        if backend.decoder is None:
+            # A tokenizer that splits bytes or spaces in a known way means them so when it decodes, too.
+            before = _flat(_stated(backend.pre_tokenizer) or {}, "pretokenizers")
+            stated = next(
+                (s for s in before if s["type"] in ("ByteLevel", "Metaspace")), {"type": "Separate"}
+            )
+        steps = [] if stated is None else _flat(stated, "decoders")
+        return steps if steps and all(_understood(step) for step in steps) else None
+    if hasattr(tokenizer, "sp_model"):
+        return [{"type": "Metaspace", "replacement": _SPACE}, {"type": "ByteFallback"}]
+    if hasattr(tokenizer, "byte_decoder"):
+        return [{"type": "ByteLevel"}]
+    if hasattr(tokenizer, "wordpiece_tokenizer"):
+        return [{"type": "WordPiece", "prefix": "##", "cleanup": False}]
+    return None
+
+
+def _stated(part: Any) -> Step | None:
+    """A part of a tokenizer as its file describes it; None for one written in Python."""
+    try:
+        return dict(json.loads(part.__getstate__()))
+    except Exception:
+        return None
+
+
+def _flat(step: Step, name: str) -> list[Step]:
+    """A sequence of steps, sequences inside it opened."""
+    if step.get("type") != "Sequence":
+        return [step] if step else []
+    return [one for part in step[name] for one in _flat(part, name)]
+
+
+def _understood(step: Step) -> bool:
+    if step["type"] == "Replace":
+        return "String" in step["pattern"]
+    return step["type"] in {"BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace"} | {
+        "Separate", "Strip", "WordPiece",
+    }  # fmt: skip
+
+
+def _swap(step: Step) -> tuple[str, str] | None:
+    """The text that a step replaces, and by what."""
+    match step:
+        case {"type": "Metaspace", "replacement": mark}:
+            return mark, " "
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return old, new
+        case {"type": "BPEDecoder", "suffix": suffix}:
+            return suffix, " "
+    return None
+
+
+def _swapped(text: str, swaps: Iterable[tuple[str, str]]) -> str:
+    for pair in swaps:
+        text = text.replace(*pair)
+    return text
+
+
+def _swaps(steps: Sequence[Step]) -> list[tuple[str, str]]:
+    """The first steps, where they only put one character for another and can wait for the joined text."""
+    first = []
+    for pair in map(_swap, steps):
+        if pair is None:
+            break
+        first.append(pair)
+    simple = all(len(old) == len(new) == 1 and old > "\x7f" for old, new in first)
+    later = [step["type"] for step in steps[len(first) :]]
+    return first if simple and later in ([], *_AFTER_SWAPS) else []
+
+
+_AFTER_SWAPS = ["Fuse"], ["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"]
+
+
+def _decoded(tokens: list[str], steps: Sequence[Step], backend: Any) -> list[str]:
+    """The tokens as text in mid-sentence; a byte that is no text is a surrogate."""
+    fused = False
+    for step in steps:
+        match step["type"]:
+            case "Fuse":
+                fused = True
+            case "Strip" if not fused:  # afterwards, only the ends of the whole text
+                tokens = [_stripped(token, step) for token in tokens]
+            case "ByteFallback":
+                tokens = _with_bytes(tokens)
+            case "Separate":
+                tokens = [f" {token}" if token else "" for token in tokens]
+            case "WordPiece":
+                tokens = _with_spaces(tokens, step, backend)
+        pair = _swap(step)
+        if pair is not None:
+            tokens = [_swapped(token, [pair]) for token in tokens]
+    return tokens
+
+
+def _with_bytes(tokens: list[str]) -> list[str]:
+    """Tokens such as <0x0A> as the bytes they are."""
+    sizes = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    for at in np.flatnonzero(sizes == 6).tolist():
+        token = tokens[at]
+        if token.startswith("<0x") and token.endswith(">"):
+            try:
+                tokens[at] = bytes([int(token[3:5], 16)]).decode("utf-8", "surrogateescape")
+            except ValueError:
+                continue
+    return tokens
+
+
+def _stripped(token: str, step: Step) -> str:
+    content: str = step["content"]
+    for _ in range(step["start"]):
+        token = token.removeprefix(content)
+    for _ in range(step["stop"]):
+        token = token.removesuffix(content)
+    return token
+
+
+def _with_spaces(tokens: list[str], step: Step, backend: Any) -> list[str]:
+    """Tokens of WordPiece: one with the prefix continues a word, another begins one."""
+    prefix = step["prefix"]
+    found = [t.removeprefix(prefix) if t.startswith(prefix) else f" {t}" if t else "" for t in tokens]
+    if step["cleanup"]:
+        # Punctuation loses the space before it: which, the decoder knows.
+        for at, token in enumerate(tokens):
+            if token and not token.isalnum() and not token.startswith(prefix):
+                found[at] = backend.decoder.decode(["a", token])[1:]
+    return found
+
+
+def _asked(tokenizer: Any, tokens: list[str]) -> list[str]:
+    """What the tokenizer itself writes for each token after some text; the way for unknown kinds."""
+    if not hasattr(tokenizer, "convert_tokens_to_string"):
+        do = "pass a tokenizer of transformers or tokenizers"
+        raise InputError("tokenizer", "must decode its tokens (convert_tokens_to_string)", tokenizer, do)
+    lead = list(tokenizer.tokenize("abcdef")) if hasattr(tokenizer, "tokenize") else []
+    start: str = tokenizer.convert_tokens_to_string(lead) if lead else ""
+    found = []
+    for token in tokens:
+        text: str = tokenizer.convert_tokens_to_string([*lead, token]) if token else ""
+        text = text.removeprefix(start)
+        if len(token) == 1 and ord(token) < 256 and (not text or "\ufffd" in text):
+            # A byte under the character of its number (ByT5), which is no text by itself.
+            text = bytes([ord(token)]).decode("utf-8", "surrogateescape")
+        found.append(text)
+    return found
