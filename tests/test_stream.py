@@ -405,7 +405,7 @@ def test_a_reader_that_gives_up_during_a_step(tiny):
         ({"inputs": torch.ones(3, dtype=torch.long)}, "inputs"),
         ({"inputs": torch.ones(1, 3, dtype=torch.long), "input_ids": torch.ones(1, 3)}, "input_ids"),
         ({"inputs": "a", "tokenizer": "given", "attention_mask": torch.ones(1, 1)}, "attention_mask"),
-        ({"input_ids": torch.ones(1, 3, dtype=torch.long), "logits_processor": len}, "logits_processor"),
+        ({"input_ids": torch.ones(1, 3, dtype=torch.long), "logits_processor": 3}, "logits_processor"),
         ({"input_ids": torch.ones(1, 3, dtype=torch.long), "streamer": len}, "streamer"),
         ({"input_ids": torch.ones(1, 3, dtype=torch.long), "output_scores": True}, "output_scores"),
     ],
@@ -422,3 +422,38 @@ def test_a_config_that_asks_for_a_record(tiny):
     config = descant.GenerationConfig(return_dict_in_generate=True)
     with pytest.raises(DescantError, match="has no use in a stream"):
         stream(tiny("llama").model, torch.ones(1, 3, dtype=torch.long), generation_config=config)
+
+
+def test_a_sequence_that_ends_before_its_siblings_says_so_at_once(tiny):
+    """Its reason, its rest and its log-probabilities come with its last token, and only once."""
+    model = tiny("llama")
+    asked = {
+        "do_sample": True,
+        "seed": 3,
+        "num_return_sequences": 4,
+        "max_new_tokens": 24,
+        "temperature": 2.0,
+    }
+    ids = torch.tensor([[5, 6, 7]])
+    events = list(stream(model.model, ids, **asked))
+    ends = [place for place, event in enumerate(events) if event.finish_reason]
+    assert sorted(events[place].sequence for place in ends) == [0, 1, 2, 3]
+    assert "eos" in {events[place].finish_reason for place in ends}
+    for place in ends:
+        mine = [event for event in events if event.sequence == events[place].sequence]
+        assert mine[-1] is events[place]
+        told = [token for event in mine for token in event.token_ids]
+        assert told == mine[-1].hypothesis.tokens.tolist()
+        laws = [value for event in mine for value in event.raw_logprob]
+        assert laws == pytest.approx(mine[-1].hypothesis.logprobs.raw.tolist())
+    first = min(ends)
+    assert events[first].finish_reason == "eos"
+    assert any(not event.finish_reason for event in events[first:])  # others went on
+
+
+def test_log_probabilities_come_unless_declined(tiny):
+    ids = torch.tensor([[5, 6, 7]])
+    assert all(event.logprob for event in stream(tiny("llama").model, ids, max_new_tokens=2))
+    assert not any(
+        event.logprob for event in stream(tiny("llama").model, ids, max_new_tokens=2, logprobs=None)
+    )

@@ -12,7 +12,17 @@ import torch
 import transformers
 
 import descant
-from descant import ConfigError, Failed, Finished, GenerationConfig, Request, RowError, Session, Tokens
+from descant import (
+    ConfigError,
+    Failed,
+    Finished,
+    GenerationConfig,
+    InputError,
+    Request,
+    RowError,
+    Session,
+    Tokens,
+)
 from descant import processors as made
 from descant.ports import Facts
 from descant.step import Output
@@ -253,19 +263,32 @@ def test_a_processor_remembers_the_last_call(kind, tiny):
         assert vars(used) == before
 
 
-def test_two_of_a_kind_share_their_memory():
-    """Two mirostats in one chain steer by what each of them was given, not by each other's state."""
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (made.MirostatLogitsWarper, {"mirostat_tau": 2.0}),
+        (made.AdaptivePLogitsWarper, {"adaptive_p_target": 0.4}),
+    ],
+)
+def test_two_of_a_kind_share_their_memory(kind, field):
+    """What two would write to one column is refused, by hand or beside the field; one of them is not."""
     model = Chain.chance(40, 4, spread=2.0)
     given = {"do_sample": True, "seed": 11, "max_new_tokens": 20, "top_k": 0}
+    value = next(iter(field.values()))
 
-    def said(*some):
-        return outcomes(model, [Request([1], GenerationConfig(**given), logits_processor=some)])[0].tokens[0]
+    def said(*some, **more):
+        request = Request([1], GenerationConfig(**given, **more), logits_processor=some)
+        return outcomes(model, [request])[0].tokens[0]
 
-    strict, idle = made.MirostatLogitsWarper(1.0, 0.5), made.MirostatLogitsWarper(100.0, 0.0)
-    alone = said(strict)
-    assert alone != said()
-    assert said(idle) == said()
-    assert said(idle, strict) == alone
+    assert said(kind(value)) == said(**field) != said()
+    for some, more in (((kind(value), kind(value / 2)), {}), ((kind(value),), field)):
+        with pytest.raises(InputError, match="logits_processor"):
+            said(*some, **more)
+    # Neither does a neighbour's share it: rows are rows.
+    pair = [
+        Request([1], GenerationConfig(**given), logits_processor=[kind(one)]) for one in (value, value / 2)
+    ]
+    assert [one.tokens[0] for one in outcomes(model, pair)] == [said(kind(value)), said(kind(value / 2))]
 
 
 # ------------------------------------------------------------------------------------------------- seeds

@@ -14,7 +14,7 @@ from descant.inputs import Prepared, prepared
 from descant.session import Request, Session
 from descant.step import Observation
 
-__all__ = ["Asked", "Call", "merged", "rows_of"]
+__all__ = ["Asked", "Call", "listed", "merged", "placed", "rows_of"]
 
 # What concerns the call as a whole and not one sequence: all rows must say the same.
 _SHARED = (
@@ -120,6 +120,30 @@ class Call:
             lines[number] = first
             first += count(config)
         return lines
+
+
+def listed(name: str, given: Any) -> tuple[Any, ...]:
+    """Processors or criteria, one or a list of them, as a tuple."""
+    if given is None:
+        return ()
+    if callable(given) and not isinstance(given, list | tuple):
+        return (given,)
+    if not isinstance(given, list | tuple):
+        raise InputError(name, "must be a list of callables", given)
+    return tuple(given)
+
+
+def placed(inputs: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's inputs, with `inputs` under its own name."""
+    given = dict(others)
+    if inputs is None:
+        return given
+    if not isinstance(inputs, torch.Tensor) or inputs.ndim not in (2, 3):
+        raise InputError("inputs", "must be [batch, length] of ids or [batch, length, size]", inputs)
+    name = "inputs_embeds" if inputs.ndim == 3 else "input_ids"
+    if given.get(name) is not None:
+        raise InputError(name, "must not be given beside `inputs`, which is the same", given[name])
+    return {**given, name: inputs}
 
 
 def rows_of(config: GenerationConfig) -> int:

@@ -72,7 +72,15 @@ def params_of(rows: Rows) -> Params:
 def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | Objects]:
     """Parameters row by row as columns: numbers [R], lists [R, W] or [R, K, W] padded with -1."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: _column([row.get(name) for row in rows]) for name in names}
+    given = {name: [row.get(name) for row in rows] for name in names}
+    kinds = {name: _kind(values) for name, values in given.items()}
+    columns: dict[str, Tensor | Objects] = {}
+    # All numbers of a kind as one tensor, of which each column is a line: most of the time is torch's entry.
+    for kind, dtype in ((int, torch.long), (float, torch.float64)):
+        mine = [name for name in names if kinds[name] is kind]
+        lines = [[-1 if value is None else value for value in given[name]] for name in mine]
+        columns |= dict(zip(mine, torch.tensor(lines, dtype=dtype), strict=True))
+    return {name: columns[name] if name in columns else _column(given[name]) for name in names}
 
 
 class Context:
@@ -273,13 +281,15 @@ def _absent(there: Values, here: Values, count: int) -> dict[str, Tensor | Objec
     }
 
 
-def _column(values: Sequence[Any]) -> Tensor | Objects:
-    """One parameter of several rows, None where a row does not use it."""
+def _kind(values: Sequence[Any]) -> type:
+    """Of what kind a parameter is: int (also for bools), float, list or object."""
     first = next(value for value in values if value is not None)
-    if isinstance(first, float):
-        return torch.tensor([-1.0 if value is None else value for value in values], dtype=torch.float64)
-    if isinstance(first, int):
-        return torch.tensor([-1 if value is None else value for value in values], dtype=torch.long)
+    return next((kind for kind in (float, int, list) if isinstance(first, kind)), object)
+
+
+def _column(values: Sequence[Any]) -> Tensor | Objects:
+    """A parameter of several rows that is no number, None where a row does not use it."""
+    first = next(value for value in values if value is not None)
     if isinstance(first, list):
         if all(value is first or value == first for value in values):  # mostly: one config for all
             block = _stacked([_block(first)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from descant.adapters.callback import is_prepared, own_criteria, recovered_config, recovered_inputs
-from descant.calls import Asked, Call, merged, rows_of
+from descant.calls import Asked, Call, listed, merged, placed, rows_of
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, InputError, NotInThisVersion
 from descant.inputs import Prepared
@@ -57,15 +57,9 @@ def generate(
         if value is not None and value is not False:
             raise NotInThisVersion(name, "is not in this version of Descant", value, "leave it unset")
     call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
-    if inputs is not None:
-        if not isinstance(inputs, Tensor) or inputs.ndim not in (2, 3):
-            raise InputError("inputs", "must be [batch, length] of ids or [batch, length, size]", inputs)
-        name = "inputs_embeds" if inputs.ndim == 3 else "input_ids"
-        if kwargs.get(name) is not None:
-            raise InputError(name, "must not be given beside `inputs`, which is the same", kwargs[name])
-        kwargs[name] = inputs
-    processors = _listed("logits_processor", logits_processor)
-    criteria = _listed("stopping_criteria", stopping_criteria)
+    kwargs = placed(inputs, kwargs)
+    processors = listed("logits_processor", logits_processor)
+    criteria = listed("stopping_criteria", stopping_criteria)
     if is_prepared(generation_config):
         config = recovered_config(generation_config, kwargs["input_ids"].shape[1])
         given = recovered_inputs(generation_config, kwargs, bool(model.config.is_encoder_decoder))
@@ -226,17 +220,6 @@ class _Run:
             raise InputError(
                 "output_attentions", f"needs attention weights, which {used!r} does not give", True, do
             )
-
-
-def _listed(name: str, given: Any) -> tuple[Any, ...]:
-    """A list of processors or criteria, checked to be one."""
-    if given is None:
-        return ()
-    if callable(given) and not isinstance(given, list | tuple):
-        return (given,)
-    if not isinstance(given, list | tuple):
-        raise InputError(name, "must be a list of callables", given)
-    return tuple(given)
 
 
 def _refuse_unseen(config: GenerationConfig) -> None:

@@ -81,6 +81,7 @@ class Tokens(NamedTuple):
     row: Tensor | None = None  # [N] the fed row that each follows; None: the first the first, and so on
     raw: Tensor | None = None  # [N] log-probabilities before the processors, where a row asks for them
     processed: Tensor | None = None  # [N] and after them
+    ended: Mapping[int, Hypothesis] = MappingProxyType({})  # by place: the sequences that these tokens end
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from descant.calls import Asked, Call, merged
+from descant.calls import Asked, Call, listed, merged, placed
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, DescantError, InputError
 from descant.session import Event, Failed, Finished, Session, Tokens
@@ -31,8 +31,8 @@ _RECORD = (
 class StreamEvent:
     """What became known of one sequence: new tokens, the text that is now final, and at last why it ended.
 
-    `logprob` and `raw_logprob` are the log-probabilities of the tokens after and before the processors, where
-    `logprobs` asks for them; of tokens that beams agree on early they are known at the end only, in
+    `logprob` and `raw_logprob` are the log-probabilities of the tokens after and before the processors,
+    unless `logprobs` is None; of tokens that beams agree on early they are known at the end only, in
     `hypothesis`, which the last event of a sequence brings with its score and all of its tokens.
     """
 
@@ -64,8 +64,11 @@ def stream(
     """
     call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
     _refuse_record(call, generation_config)
-    processors = _listed("logits_processor", logits_processor)
-    criteria = _listed("stopping_criteria", stopping_criteria)
+    configs = generation_config if isinstance(generation_config, list | tuple) else (generation_config,)
+    if all(getattr(one, "logprobs", None) is None for one in configs):
+        call = {"logprobs": 0, **call}
+    processors = listed("logits_processor", logits_processor)
+    criteria = listed("stopping_criteria", stopping_criteria)
     asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer)
     return Stream(model, asked, inputs, kwargs)
 
@@ -168,8 +171,12 @@ class Stream:
         columns = [part.tolist() for part in (event.request, event.slot, event.token)]
         unknown = [None] * len(columns[0])
         laws = [unknown if part is None else part.tolist() for part in (event.raw, event.processed)]
-        for number, slot, token, raw, processed in zip(*columns, *laws, strict=True):
-            if number not in ends:
+        for place, (number, slot, token, raw, processed) in enumerate(zip(*columns, *laws, strict=True)):
+            if number in ends:
+                continue
+            if place in event.ended:
+                yield self._asked[number].ended(slot, event.ended[place])
+            else:
                 yield self._asked[number].chosen(slot, token, raw, processed)
 
 
@@ -180,6 +187,7 @@ class _Asker:
         self.row, self.config = row, config
         count = config.num_return_sequences
         self.told = [0] * count  # how many tokens of each sequence
+        self.over: set[int] = set()  # the sequences that have ended while others go on
         ids = [] if tokenizer is None else prompt.tolist()
         stops = config.stop_strings or ()
         self.texts = [
@@ -206,27 +214,33 @@ class _Asker:
                 yield StreamEvent(self.row, slot, ids, self._text(slot, ids))
 
     def finished(self, event: Finished) -> Iterator[StreamEvent]:
-        """The rest of every sequence."""
+        """The rest of every sequence that was not over yet."""
         for slot, one in enumerate(event.hypotheses):
-            told = self.told[slot]
-            ids = tuple(one.tokens[told:].tolist())
-            laws = one.logprobs
-            yield StreamEvent(
-                self.row,
-                slot,
-                ids,
-                self._text(slot, ids, last=True),
-                None if laws is None else tuple(laws.processed[told:].tolist()),
-                None if laws is None else tuple(laws.raw[told:].tolist()),
-                one.reason,
-                hypothesis=one,
-            )
+            if slot not in self.over:
+                yield self.ended(slot, one)
+
+    def ended(self, slot: int, one: Hypothesis) -> StreamEvent:
+        """The rest of a sequence."""
+        told, laws = self.told[slot], one.logprobs
+        ids = tuple(one.tokens[told:].tolist())
+        self.over.add(slot)
+        return StreamEvent(
+            self.row,
+            slot,
+            ids,
+            self._text(slot, ids, last=True),
+            None if laws is None else tuple(laws.processed[told:].tolist()),
+            None if laws is None else tuple(laws.raw[told:].tolist()),
+            one.reason,
+            hypothesis=one,
+        )
 
     def failed(self, error: DescantError) -> Iterator[StreamEvent]:
-        """No more of any sequence."""
+        """No more of any sequence that was not over yet."""
         for slot in range(len(self.told)):
-            text = self._text(slot, (), last=True)
-            yield StreamEvent(self.row, slot, (), text, finish_reason="error", error=error)
+            if slot not in self.over:
+                text = self._text(slot, (), last=True)
+                yield StreamEvent(self.row, slot, (), text, finish_reason="error", error=error)
 
     def _text(self, slot: int, ids: Sequence[int], last: bool = False) -> str | None:
         growing = self.texts[slot]
@@ -239,20 +253,15 @@ class _Asker:
 # ------------------------------------------------------------------------ what was given
 def _given(inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
     """The model's inputs, `inputs` among them under their own name."""
-    given = dict(others)
-    if inputs is None:
-        return given
-    if isinstance(inputs, str) or (isinstance(inputs, list | tuple) and inputs):
-        new = _encoded([inputs] if isinstance(inputs, str) else inputs, tokenizer)
-    elif isinstance(inputs, Tensor) and inputs.ndim in (2, 3):
-        new = {"inputs_embeds" if inputs.ndim == 3 else "input_ids": inputs}
-    else:
-        must = "must be text, a list of texts, [batch, length] of ids or [batch, length, size]"
-        raise InputError("inputs", must, inputs)
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    if not isinstance(inputs, list | tuple) or not inputs:
+        return placed(inputs, others)
+    new = _encoded(inputs, tokenizer)
     for name in new:
-        if given.get(name) is not None:
-            raise InputError(name, "must not be given beside `inputs`, which has it", given[name])
-    return {**given, **new}
+        if others.get(name) is not None:
+            raise InputError(name, "must not be given beside `inputs`, which has it", others[name])
+    return {**others, **new}
 
 
 def _encoded(texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
@@ -270,13 +279,6 @@ def _encoded(texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
     for line, row in enumerate(rows):
         ids[line, : len(row)], mask[line, : len(row)] = torch.tensor(row), 1
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def _listed(name: str, given: Any) -> tuple[Any, ...]:
-    """A list of processors or criteria, checked to be one."""
-    if given is not None and not isinstance(given, list | tuple):
-        raise InputError(name, "must be a list of callables", given)
-    return tuple(given or ())
 
 
 def _refuse_record(call: Mapping[str, Any], argument: Any) -> None:

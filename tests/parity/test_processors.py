@@ -8,7 +8,7 @@ its noise, on both sides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -189,8 +189,9 @@ def run(oracle: Any, call: Call, mode: str, prompts: Batch) -> list[compare.Answ
 
 
 def three(model: Tiny, seed: int = 0) -> Batch:
-    """Rows of different length, one of them a single token."""
-    return replace(ragged(model, seed), rows=ragged(model, seed).rows[:3])
+    """Rows of different length, the last of them a single token."""
+    *others, last = ragged(model, seed).rows[:3]
+    return compare.batch(model, [*others, last[:1]])
 
 
 def plain_of(model: Tiny, seed: int = 0) -> Plain:

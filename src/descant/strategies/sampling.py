@@ -61,7 +61,7 @@ class Sampling:
             pick(tokens, keep),
             keep if parents is None else parents[keep],
             slot=rows.slot[keep],
-            emitted=emitted,
+            emitted=emitted._replace(ended=dict(retired)),
             finished=_ended(rows, gone, failed),
             failed=failed,
             host=host[keep],
