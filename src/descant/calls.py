@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from descant.config import GenerationConfig
+from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, InputError
 from descant.inputs import Prepared, prepared
 from descant.session import Request, Session
@@ -31,6 +31,7 @@ class Asked:
     processors: Sequence[Any] = ()
     criteria: Sequence[Any] = ()
     tokenizer: Any = None
+    several: str = "generation_config"  # the argument that may be a list, and is
 
     @property
     def config(self) -> GenerationConfig:
@@ -40,31 +41,36 @@ class Asked:
 
 def merged(model: Any, argument: Any, call: Mapping[str, Any]) -> list[GenerationConfig]:
     """The configs that count: one for all prompts, or one each where the argument or the seed is a list."""
-    own = _config(getattr(model, "generation_config", None))
-    seeds = call.get("seed")
-    several = isinstance(argument, list | tuple)
-    given = list(argument) if several else [argument]
+    own = getattr(model, "generation_config", None)
+    given = list(argument) if isinstance(argument, list | tuple) else [argument]
     if not given:
         raise InputError("generation_config", "must hold a config for each prompt", argument)
-    if isinstance(seeds, list | tuple | torch.Tensor):
-        seeds = seeds.tolist() if isinstance(seeds, torch.Tensor) else list(seeds)
-        given = given * len(seeds) if len(given) == 1 else given
-        if len(seeds) != len(given):
-            raise ConfigError("seed", f"must be one number or {len(given)}, one a prompt", seeds)
-        calls = [{**call, "seed": seed} for seed in seeds]
-    else:
-        calls = [dict(call)] * len(given)
+    calls = _by_seed(call, len(given))
+    given = given * len(calls) if len(given) == 1 else given
+    calls = calls * len(given) if len(calls) == 1 else calls
     made: dict[Any, GenerationConfig] = {}
     configs = []
     for one, how in zip(given, calls, strict=True):
-        key = (id(one), how.get("seed"))
+        key = (id(one), id(how))
         if key not in made:
             # A model's own config handed back as the argument is still the model's: leftovers stay harmless.
-            mine = None if one is getattr(model, "generation_config", None) else _config(one)
-            made[key] = GenerationConfig.merge(how, mine, own)
+            made[key] = GenerationConfig.merge(how, None if one is own else _config(one), _config(own))
         configs.append(made[key])
     _refuse_differences(configs)
     return configs
+
+
+def _by_seed(call: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+    """The call for all prompts, or where its seeds are several, one for each, of `count` unless that is 1."""
+    seeds: Any = call.get("seed")
+    if not isinstance(seeds, list | tuple) and not getattr(seeds, "ndim", 0):
+        return [call]
+    each = list(seeds if isinstance(seeds, list | tuple) else seeds.tolist())
+    if not each or count not in (1, len(each)):
+        many = "one number or a list" if count == 1 else str(count)
+        raise ConfigError("seed", f"must be {many}, one a prompt", each)
+    kept = {seed: {**call, "seed": seed} for seed in dict.fromkeys(FIELDS["seed"].parse(one) for one in each)}
+    return [kept[FIELDS["seed"].parse(seed)] for seed in each]
 
 
 class Call:
@@ -91,8 +97,8 @@ class Call:
         if len(self.configs) == 1:
             self.configs *= len(prompts)
         if len(self.configs) != len(prompts):
-            must = f"must hold one config for each of the {len(prompts)} prompts"
-            raise InputError("generation_config", must, f"{len(self.configs)} configs")
+            must = f"must be one for each of the {len(prompts)} prompts, or one for all"
+            raise InputError(asked.several, must, f"{len(self.configs)} of them")
         first, requests = 0, []
         for line, config in enumerate(self.configs):
             requests.append(

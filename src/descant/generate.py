@@ -66,7 +66,8 @@ def generate(
         return _Run(model, Asked([config], processors, own_criteria(criteria), tokenizer), streamer).run(
             given
         )
-    asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer)
+    several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
+    asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer, several)
     return _Run(model, asked, streamer).run(kwargs)
 
 

@@ -57,6 +57,7 @@ class _Live:
     plan: Plan
     strategy: Strategy
     places: Mapping[str, int]  # where its processors, criteria and texts lie on their shelves
+    brought: bool  # whether it has processors of its own
 
 
 class Session:
@@ -147,7 +148,7 @@ class Session:
         events: list[Event] = [one.emitted for one in selections if one.emitted is not None]
         for selection in selections:
             for request in selection.failed:
-                events.append(Failed(request, self._impossible(request)))
+                events.append(Failed(request, self._impossible(request, request in selection.hopeless)))
                 self._live[request].strategy.drop(request)
                 self._close(request)
             for request in selection.finished:
@@ -222,11 +223,10 @@ class Session:
         if row["seed"] < 0 and request.line < 0 and known.config.do_sample:
             # Without a seed a request outside a batch gets one by chance, so that its luck is its own.
             row["seed"] = int(torch.randint(2**62, ()))
-        chain = self._chain(known, request.logits_processor)
+        chain, texts = self._chain(known, request.logits_processor), texts_of(request, known.config)
         if any(getattr(processor, "random", False) for _, processor in chain):
             row["dice"] = row["seed"] if row["seed"] >= 0 else int(torch.randint(2**62, ()))
         own = tuple(request.stopping_criteria) or None
-        texts = texts_of(request, known.config)
         keys = {
             "chain": (chain, tuple((place, id(one)) for place, one in chain)),
             "criteria": (own, tuple(map(id, own or ()))),
@@ -240,7 +240,7 @@ class Session:
         row |= places
         if texts.breakers is not None:
             row["dry_sequence_breakers"] = texts.breakers
-        return _Live(known, strategy, places)
+        return _Live(known, strategy, places, bool(request.logits_processor))
 
     def _chain(self, known: Plan, given: Sequence[Any]) -> Chain:
         """A request's processors in order: the built-in ones and, at their place, those it brings along."""
@@ -374,18 +374,28 @@ class Session:
         wanted = known.plan.config.num_return_sequences
         if len(found) < wanted:
             # Beams can be fewer than asked for when all other continuations were ruled out.
-            return Failed(request, self._impossible(request, f"{len(found)} sequences of {wanted}"))
+            return Failed(request, self._impossible(request, got=f"{len(found)} sequences of {wanted}"))
         return Finished(request, found[:wanted])
 
-    def _impossible(self, request: int, got: str = "only scores of -inf or NaN") -> RowError:
+    def _impossible(
+        self, request: int, hopeless: bool = False, got: str = "only scores of -inf or NaN"
+    ) -> RowError:
         """The error of a request that cannot go on, naming what may have ruled everything out."""
-        known = self._live[request].plan
-        names = [f"`{name}`" for _, stage in known.chain for name in stage.fields]
-        names += ["`num_return_sequences`"] if known.config.num_return_sequences > 1 else []
-        whose = " and ".join(names) or "the model"
-        return RowError(
-            f"{whose} must leave enough to choose from, got {got}: loosen it (request {request})", request
-        )
+        live = self._live[request]
+        config = live.plan.config
+        # A sampler leaves something of what there is, but a number that was asked for may overflow.
+        names = [
+            f"`{name}`"
+            for _, stage in live.plan.chain
+            for name in stage.fields
+            if stage not in SAMPLERS or config.source(name) != "default"
+        ]
+        names += ["`logits_processor`"] if live.brought else []
+        names += ["`num_return_sequences`"] if config.num_return_sequences > 1 else []
+        whose = "the model" if hopeless or not names else " and ".join(names)
+        do = "look at its logits" if hopeless or not names else "loosen it"
+        must = f"{whose} must leave enough to choose from"
+        return RowError(f"{must}, got {got}: {do} (request {request})", request)
 
     def _close(self, request: int) -> None:
         """Forget a request and the processors and criteria that only it used."""

@@ -124,6 +124,7 @@ class Selection(NamedTuple):
     emitted: Tokens | None = None
     finished: Sequence[int] = ()  # requests that have ended
     failed: Sequence[int] = ()  # requests with a row that has no token to choose
+    hopeless: Sequence[int] = ()  # those of them that the model itself left none
     host: Tensor | None = None  # [R'] `tokens` on the host
     retired: Sequence[tuple[int, Hypothesis]] = ()  # sequences that ended, each with the fed row it continued
 
@@ -191,11 +192,14 @@ class Lane:
         if self._remembered:
             columns = dict(selection.columns)
             for kept in self._remembered:
-                columns |= _advanced(kept, seen.rows, selection, seen.logits.shape[1])
+                # Two processors may keep a column of one name, each for its own rows.
+                columns |= _advanced(kept, seen, selection, columns)
             self._remembered.clear()
             selection = selection._replace(columns=columns)
         for follower in self.followers:
             selection = follower.follow(seen, proposal, selection)
+        if selection.failed:
+            selection = selection._replace(hopeless=_hopeless(seen, selection.failed))
         return selection
 
     def _processed(
@@ -225,11 +229,23 @@ class Lane:
         return after
 
 
-def _advanced(kept: _Remembered, rows: Rows, selection: Selection, lines: int) -> dict[str, Tensor]:
-    """The state columns of a processor for the new rows."""
-    count = len(selection.tokens)
+def _hopeless(seen: Observation, failed: Sequence[int]) -> list[int]:
+    """The requests among those that failed of which the model itself said nothing that can be chosen from."""
+    mine = torch.from_numpy(np.isin(seen.rows.request.numpy(), list(failed))).nonzero().squeeze(1)
+    best = pick(seen.logits[:, 0], mine).max(-1).values.cpu()  # NaN where any is
+    return sorted(set(seen.rows.request[mine[~best.isfinite()]].tolist()))
+
+
+def _advanced(
+    kept: _Remembered, seen: Observation, selection: Selection, done: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The state columns of a processor for the new rows, `done` holding what others have made of them."""
+    rows, lines, count = seen.rows, seen.logits.shape[1], len(selection.tokens)
     parents = torch.arange(count) if selection.parents is None else selection.parents
-    old = {name: pick(rows.column(name), parents) for name in kept.processor.state}
+    old: dict[str, Tensor] = {
+        name: done[name] if name in done else pick(rows.column(name), parents)
+        for name in kept.processor.state
+    }
     place = torch.full((len(rows),), -1)
     users = torch.arange(len(rows)) if kept.users is None else kept.users
     place[users] = torch.arange(len(users))

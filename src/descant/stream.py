@@ -69,7 +69,8 @@ def stream(
         call = {"logprobs": 0, **call}
     processors = listed("logits_processor", logits_processor)
     criteria = listed("stopping_criteria", stopping_criteria)
-    asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer)
+    several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
+    asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer, several)
     return Stream(model, asked, inputs, kwargs)
 
 

@@ -38,7 +38,9 @@ def test_a_process_has_a_luck_of_its_own(monkeypatch, capsys):
 
 
 def test_an_interrupt_ends_it_quietly(stories):
-    with process("generate", stories, "Once", *ENDLESS) as running:
+    # What a shell runs in the background starts with interrupts ignored, and so would its children.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); " + ENTRY
+    with process("generate", stories, "Once", *ENDLESS, code=code) as running:
         first = running.stdout.read(1)  # it streams: this comes long before the end
         running.send_signal(signal.SIGINT)
         rest, errors = running.communicate(timeout=120)

@@ -137,9 +137,9 @@ def test_a_seed_for_each_prompt(tiny):
         assert torch.equal(found[line][: len(alone)], alone)
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
-    with pytest.raises(InputError, match="one config for each of the 4 prompts"):
+    with pytest.raises(InputError, match="`seed` must be one for each of the 4 prompts"):
         generate(subject.model, ids, seed=[7, 8], **asked)
-    with pytest.raises(ConfigError, match="`seed` must be one number or 2, one a prompt"):
+    with pytest.raises(ConfigError, match="`seed` must be 2, one a prompt"):
         generate(subject.model, ids[:2], [GenerationConfig(), GenerationConfig()], seed=[7, 8, 9], **asked)
 
 

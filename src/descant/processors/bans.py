@@ -176,33 +176,43 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """New scores [N, V] after the ids [N, L], all of which count as real."""
         batch = [line // self.num_beams for line in range(len(input_ids))]
-        return self._kept(Context.standalone(input_ids, vars(self)), scores, batch)
+        context = Context.standalone(input_ids, vars(self))
+        return _kept(self._answers(context, scores, batch, least=1), scores)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores of the allowed tokens, of lines whose prompts the context knows."""
-        return self._kept(context, scores, context.param("batch").squeeze(1).tolist())
+        """The scores of the allowed tokens, of lines whose prompts the context knows.
 
-    def _kept(self, context: Context, scores: Tensor, batch: list[int]) -> Tensor:
+        Where nothing is allowed nothing is left, and that row alone fails.
+        """
+        batch = context.param("batch").squeeze(1).tolist()
+        return _kept(self._answers(context, scores, batch), scores)
+
+    def _answers(self, context: Context, scores: Tensor, batch: list[int], least: int = 0) -> list[list[int]]:
+        """What the function allows after each line."""
         functions = context.objects("prefix_allowed_tokens_fn")
         lengths = context.length.squeeze(1).tolist()
         lines = zip(functions, batch, context.tokens, lengths, strict=True)
-        answers = [
-            _allowed(function(prompt, tokens[:length].clone()), prompt, scores.shape[1])
+        return [
+            _allowed(function(prompt, tokens[:length].clone()), prompt, scores.shape[1], least)
             for function, prompt, tokens, length in lines
         ]
-        wide = max(map(len, answers))
-        ids = torch.tensor([answer + [-1] * (wide - len(answer)) for answer in answers], device=scores.device)
-        return scores.masked_fill(~marked(scores.shape, ids), -torch.inf)
 
 
-def _allowed(answer: Any, prompt: int, vocabulary: int) -> list[int]:
-    """What the function returned, as a list of ids."""
+def _kept(answers: list[list[int]], scores: Tensor) -> Tensor:
+    """The scores of the tokens allowed, nothing else [N, V]."""
+    wide = max(1, *map(len, answers))
+    ids = torch.tensor([answer + [-1] * (wide - len(answer)) for answer in answers], device=scores.device)
+    return scores.masked_fill(~marked(scores.shape, ids), -torch.inf)
+
+
+def _allowed(answer: Any, prompt: int, vocabulary: int, least: int) -> list[int]:
+    """What the function returned, as a list of at least so many ids."""
     name = "prefix_allowed_tokens_fn"
     ids = answer.tolist() if isinstance(answer, Tensor) else answer
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
         raise InputError(name, "must return a list of token ids", answer)
     ids = list(ids)
-    if not ids:
+    if len(ids) < least:
         must = f"must allow at least one token, for prompt {prompt} too"
         raise InputError(name, must, answer, "return the end token where nothing may follow")
     odd = [one for one in ids if not isinstance(one, Integral) or not 0 <= int(one) < vocabulary]

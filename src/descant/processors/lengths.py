@@ -152,4 +152,5 @@ def _decay(pair: Any, prompt: int) -> dict[str, Any]:
     start = number("exponential_decay_length_penalty", pair[0], 0, whole=True)
     factor = float(number("exponential_decay_length_penalty", pair[1], 0.0))
     rounded = float(torch.tensor(factor, dtype=torch.float32))
-    return {"decay_start": start + prompt, "decay_factor": factor, "decay_rest": factor - rounded}
+    begins = min(start + prompt, 2**62)  # no row is as long, and an int64 holds it
+    return {"decay_start": begins, "decay_factor": factor, "decay_rest": factor - rounded}

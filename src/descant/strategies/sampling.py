@@ -56,12 +56,17 @@ class Sampling:
         for _, which in reasons:
             gone |= which
         retired = self._retired(rows, host, gone, reasons, failed)
+        told = torch.from_numpy(np.flatnonzero(~np.isin(rows.request.numpy(), failed)))
+        if len(told) < len(rows):  # what a row that failed would have said is nothing
+            whence = told if parents is None else parents[told]
+            emitted = Tokens(rows.request[told], rows.slot[told], host[told], whence)
+        places = {row: place for place, row in enumerate(told.tolist())}
         keep = torch.from_numpy(np.flatnonzero(~gone))
         return Selection(
             pick(tokens, keep),
             keep if parents is None else parents[keep],
             slot=rows.slot[keep],
-            emitted=emitted._replace(ended=dict(retired)),
+            emitted=emitted._replace(ended={places[row]: one for row, one in retired}),
             finished=_ended(rows, gone, failed),
             failed=failed,
             host=host[keep],
