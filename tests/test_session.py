@@ -303,3 +303,10 @@ def test_two_processors_may_not_keep_the_same_state(model):
     asked = config(do_sample=True, seed=1, mirostat_tau=2.0)
     with pytest.raises(InputError, match=r"`logits_processor` must not hold a second .* `mirostat_mu`"):
         Session(model).admit(Request([1], asked, logits_processor=[MirostatLogitsWarper(3.0)]))
+
+
+def test_who_is_refused_has_not_moved_torchs_generator(model):
+    before = torch.get_rng_state()
+    with pytest.raises(InputError, match="`tokenizer` must be given with `stop_strings`"):
+        Session(model).admit(Request([1], config(do_sample=True, stop_strings="a", xtc_probability=0.5)))
+    assert torch.equal(before, torch.get_rng_state())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -83,6 +83,25 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | Objects]:
     return {name: columns[name] if name in columns else _column(given[name]) for name in names}
 
 
+class _Some(Mapping[str, Any]):
+    """Some lines of columns, each picked when it is asked for: a stage reads few of those a table has."""
+
+    def __init__(self, columns: Mapping[str, Any], index: Tensor) -> None:
+        self._columns, self._index = columns, index
+
+    def __getitem__(self, name: str) -> Tensor | Objects:
+        return _picked(self._columns[name], self._index)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
 class Context:
     """Where each line of logits stands: line `i` follows `tokens[i, :length[i]]`.
 
@@ -128,8 +147,7 @@ class Context:
         tokens = rows.append(drafts, rows.length).tokens.repeat_interleave(width + 1, 0)
         row = torch.arange(len(rows)).repeat_interleave(width + 1)
         length = (rows.length[:, None] + torch.arange(width + 1)).flatten()
-        states = {name: pick(value, row) for name, value in rows.columns.items() if isinstance(value, Tensor)}
-        values = params.take(row).values
+        values, states = _Some(params.values, row), _Some(rows.columns, row)
         return cls(tokens, length, rows.prompt[row], values, slot=rows.slot[row], states=states)
 
     @classmethod
@@ -151,8 +169,8 @@ class Context:
         return self._like(params={**self._params, **_lines(params, len(self._length))})
 
     def after(self, states: Mapping[str, Tensor]) -> Context:
-        """The same lines in another state [N] each."""
-        return self._like(states={**self._states, **states}, cache=self._device)
+        """The same lines, of whose states these [N] are known."""
+        return self._like(states=states, cache=self._device)
 
     @property
     def tokens(self) -> Tensor:
@@ -230,17 +248,14 @@ class Context:
 
     def take(self, index: Tensor, cache: dict[str, Tensor] | None = None) -> Context:
         """The lines `index` (host) alone."""
-        states = {
-            name: pick(value, index) for name, value in self._states.items() if isinstance(value, Tensor)
-        }
         return Context(
             pick(self._tokens, index),
             self._length[index],
             self._prompt[index],
-            {name: _picked(value, index) for name, value in self._params.items()},
+            _Some(self._params, index),
             cache,
             slot=self._slot[index],
-            states=states,
+            states=_Some(self._states, index),
         )
 
     def _like(
@@ -261,7 +276,7 @@ class Context:
 
 
 def _picked(value: Tensor | Objects, index: Tensor) -> Tensor | Objects:
-    return value[index] if isinstance(value, Tensor) else value[index.numpy()]
+    return pick(value, index) if isinstance(value, Tensor) else value[index.numpy()]
 
 
 def _joined(first: Tensor | Objects, second: Tensor | Objects) -> Tensor | Objects:

@@ -147,12 +147,8 @@ class StopRegexCriteria(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
         """Which rows [N, L] match [N]."""
         ids = _without_padding(input_ids.cpu().numpy(), self._pad)[:, self.prompt_length :]
-        found = [self.pattern.search(self._text(row)) is not None for row in ids.tolist()]
+        found = [self.pattern.search(self._vocabulary.text(row)) is not None for row in ids.tolist()]
         return torch.tensor(found, dtype=torch.bool, device=input_ids.device)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        known = self._vocabulary.bytes
-        return b"".join([known[one] for one in ids if 0 <= one < len(known)]).decode(errors="ignore")
 
 
 def _all(input_ids: Tensor, verdict: bool) -> Tensor:

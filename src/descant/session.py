@@ -220,10 +220,11 @@ class Session:
         strategy = self._strategies[known.key]
         row["lane"] = self._order.index(strategy)
         row["line"] = max(request.line, 0)
+        # Before anything is drawn, for whoever is refused must not have moved torch's generator.
+        chain, texts = self._chain(known, request.logits_processor), texts_of(request, known.config)
         if row["seed"] < 0 and request.line < 0 and known.config.do_sample:
             # Without a seed a request outside a batch gets one by chance, so that its luck is its own.
             row["seed"] = int(torch.randint(2**62, ()))
-        chain, texts = self._chain(known, request.logits_processor), texts_of(request, known.config)
         if any(getattr(processor, "random", False) for _, processor in chain):
             row["dice"] = row["seed"] if row["seed"] >= 0 else int(torch.randint(2**62, ()))
         own = tuple(request.stopping_criteria) or None
@@ -336,11 +337,11 @@ class Session:
             lane, chain = params["lane"], params["chain"]
             lanes = []
             for number in sorted(set(lane.tolist())):
-                index = (lane == number).nonzero().squeeze(1)
-                whole = len(index) == len(rows)
-                stages = self._stages(chain if whole else chain[index])
-                index_or_all = None if whole else index
-                lanes.append(Lane(self._order[number], index_or_all, stages, self._followers(rows)))
+                index: Tensor | None = (lane == number).nonzero().squeeze(1)
+                if index is not None and len(index) == len(rows):
+                    index = None  # the whole table
+                stages = self._stages(chain if index is None else chain[index])
+                lanes.append(Lane(self._order[number], index, stages, self._followers(rows)))
             self._lanes = (rows.version, lanes)
         return self._lanes[1]
 

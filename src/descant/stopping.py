@@ -33,10 +33,8 @@ class Pattern(NamedTuple):
     vocabulary: Vocabulary
 
     def found(self, tokens: Sequence[int]) -> bool:
-        """Whether the text of these tokens matches; a character that is not whole yet is not there yet."""
-        known = self.vocabulary.bytes
-        text = b"".join(known[token] for token in tokens if token < len(known))
-        return self.expression.search(text.decode("utf-8", errors="ignore")) is not None
+        """Whether the text of these tokens matches."""
+        return self.expression.search(self.vocabulary.text(tokens)) is not None
 
 
 class _Terms(NamedTuple):

@@ -61,6 +61,10 @@ class Vocabulary:
             _known[key] = weakref.ref(tokenizer, lambda _: _known.pop(key, None)), count, made
         return made
 
+    def text(self, ids: Iterable[int]) -> str:
+        """The text of these tokens; a character whose last bytes have not come yet is not there yet."""
+        return b"".join([self.bytes[one] for one in ids if 0 <= one < self.size]).decode(errors="ignore")
+
     @cached_property
     def bytes(self) -> list[bytes]:
         """The bytes of each token by id."""

@@ -82,8 +82,8 @@ class DRYLogitsProcessor(LogitsProcessor):
     @classmethod
     def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:
         """Its numbers, and the breakers as a list."""
-        breakers = getattr(config, "dry_sequence_breakers", None) or ()
-        return {**super().columns(config, prompt), "dry_sequence_breakers": list(breakers)}
+        breakers = list(config.dry_sequence_breakers or ())
+        return {**super().columns(config, prompt), "dry_sequence_breakers": breakers}
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores, lower where a token would prolong a repeat."""
