@@ -89,9 +89,11 @@ class Builder:
             scratch.mkdir()
             progress.phase("converting")
             job = Job(recipe, archives, assets, self.out, scratch, folder, progress.update)
-            _module(recipe.converter).convert(job)
+            converter = _module(recipe.converter)
+            converter.convert(job)
             progress.phase("checking")
-            _module("check").check(recipe, folder)
+            check = getattr(converter, "check", None) or _module("check").check
+            check(recipe, folder)
             stamp = write_stamp(folder, recipe, fingerprint)
             folder.chmod(0o755)
             _put(folder, target, Path(temporary, "replaced"))

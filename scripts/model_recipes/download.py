@@ -1,10 +1,13 @@
-"""Fetching pinned archives with pip and npm into a cache, each checked against its hash."""
+"""Fetching pinned archives with pip, npm or plain HTTPS into a cache, each checked against its hash."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from .stamp import check_sha256, sha256
 
 Fetch = Callable[[Package, Path, Progress], None]
 POLL = 0.1  # seconds between looks at the growing download
+WAIT = 60.0  # seconds without a byte before a server is given up
 
 
 def cached(package: Package, cache: Path, progress: Progress, fetch: Fetch | None = None) -> Path:
@@ -47,6 +51,9 @@ def cached(package: Package, cache: Path, progress: Progress, fetch: Fetch | Non
 
 
 def _fetch(package: Package, folder: Path, progress: Progress) -> None:
+    if package.registry == "sdist":
+        _fetch_source(package, folder, progress)
+        return
     environment = dict(os.environ)
     if package.registry == "pypi":
         options = "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: --dest"
@@ -64,6 +71,31 @@ def _fetch(package: Package, folder: Path, progress: Progress) -> None:
         command = [npm, "pack", *options.split(), str(folder), package.spec]
         environment["npm_config_cache"] = str(folder / "npm-cache")
     _run(command, environment, folder, package, progress)
+
+
+def _fetch_source(package: Package, folder: Path, progress: Progress) -> None:
+    """Fetch a source archive over HTTPS: pip would run its setup script to learn what it depends on."""
+    index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
+    page = f"{index}/{package.name}/"
+    try:
+        with urllib.request.urlopen(page, timeout=WAIT) as answer:
+            links = re.findall(r'href="([^"#]+)', answer.read().decode("utf-8", "replace"))
+        link = next((link for link in links if link.rsplit("/", 1)[-1] == package.file), None)
+        if link is None:
+            raise ModelError(f"{page} should offer {package.file}, got {len(links)} other files")
+        done = 0
+        with (
+            urllib.request.urlopen(urllib.parse.urljoin(page, link), timeout=WAIT) as answer,
+            (folder / package.file).open("wb") as sink,
+        ):
+            while block := answer.read(1 << 18):
+                sink.write(block)
+                done += len(block)
+                progress.update(min(done, package.size), package.size)
+    except OSError as error:
+        raise ModelError(
+            f"could not fetch {package.spec} from {index}: {error}\ncheck the network, then run again"
+        ) from error
 
 
 def _run(

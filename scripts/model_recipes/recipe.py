@@ -12,7 +12,7 @@ from typing import Any, Literal
 class Package:
     """One archive of a public registry, pinned by version, hash and size."""
 
-    registry: Literal["pypi", "npm"]
+    registry: Literal["pypi", "sdist", "npm"]  # "sdist": a source archive on PyPI
     name: str
     version: str
     sha256: str
@@ -21,13 +21,15 @@ class Package:
     @property
     def spec(self) -> str:
         """The requirement as its registry's own tool takes it."""
-        return f"{self.name}=={self.version}" if self.registry == "pypi" else f"{self.name}@{self.version}"
+        return f"{self.name}@{self.version}" if self.registry == "npm" else f"{self.name}=={self.version}"
 
     @property
     def file(self) -> str:
         """The name under which that tool saves the archive."""
         if self.registry == "pypi":
             return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
+        if self.registry == "sdist":
+            return f"{self.name}-{self.version}.tar.gz"
         return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}.tgz"
 
 
@@ -49,7 +51,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model folder is made; `converter` is a module of this package with `convert(job)`."""
+    """How one folder is made; `converter` is a module of this package with `convert(job)`.
+
+    A converter that makes no model has a `check(recipe, folder)` of its own.
+    """
 
     name: str
     about: str

@@ -148,11 +148,14 @@ def listed(name: str, given: Any) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def placed(inputs: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+def placed(model: Any, inputs: Any, others: Mapping[str, Any]) -> dict[str, Any]:
     """The model's inputs, with `inputs` under its own name."""
     given = dict(others)
     if inputs is None:
         return given
+    main = getattr(model, "main_input_name", "input_ids")
+    if main != "input_ids" and isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
+        return {**given, main: inputs}
     if not isinstance(inputs, torch.Tensor) or inputs.ndim not in (2, 3):
         raise InputError("inputs", "must be [batch, length] of ids or [batch, length, size]", inputs)
     name = "inputs_embeds" if inputs.ndim == 3 else "input_ids"

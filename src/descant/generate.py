@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from descant.adapters.callback import is_prepared, own_criteria, recovered_config, recovered_inputs
+from descant.adapters.speech import listener_of
 from descant.calls import Asked, Call, listed, merged, placed, rows_of
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, InputError, NotInThisVersion
@@ -23,6 +24,7 @@ from descant.outputs import (
     transition_scores,
 )
 from descant.session import Failed, Finished, Tokens
+from descant.speech.call import Spoken, transcribe
 from descant.step import Hypothesis
 from descant.trace import Layout, Trace
 
@@ -56,10 +58,20 @@ def generate(
         value = kwargs.pop(name, None)
         if value is not None and value is not False:
             raise NotInThisVersion(name, "is not in this version of Descant", value, "leave it unset")
-    call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
-    kwargs = placed(inputs, kwargs)
     processors = listed("logits_processor", logits_processor)
     criteria = listed("stopping_criteria", stopping_criteria)
+    listener = None if is_prepared(generation_config) else listener_of(model)
+    if listener is not None:
+        spoken = Spoken(
+            inputs, generation_config, processors, criteria, tokenizer, streamer is not None, kwargs
+        )
+
+        def decode(asked: Asked, given: Mapping[str, Any], shown: bool) -> Any:
+            return _Run(model, asked, streamer if shown else None).run(given)
+
+        return transcribe(listener, decode, spoken)
+    call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
+    kwargs = placed(model, inputs, kwargs)
     if is_prepared(generation_config):
         config = recovered_config(generation_config, kwargs["input_ids"].shape[1])
         given = recovered_inputs(generation_config, kwargs, bool(model.config.is_encoder_decoder))

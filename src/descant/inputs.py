@@ -11,14 +11,18 @@ from torch import Tensor
 
 from descant.config import GenerationConfig
 from descant.errors import ConfigError, InputError, NotInThisVersion
+from descant.media import dealt
 from descant.ports import Facts
 
 __all__ = ["Prepared", "prepared"]
 
 # Handed over by transformers' own generate() when it calls us, or of no meaning to a loop with its own cache.
-_IGNORED = frozenset(
-    {"use_cache", "position_ids", "logits_to_keep", "cache_position", "return_dict", "token_type_ids"}
-)
+_IGNORED = frozenset({"use_cache", "position_ids", "logits_to_keep", "cache_position", "return_dict"})
+
+
+_TEXT = ("input_ids", "attention_mask", "inputs_embeds")
+_DECODER = ("encoder_outputs", "decoder_input_ids", "decoder_attention_mask")
+_TENSORS = (*_TEXT, "decoder_input_ids", "decoder_attention_mask")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ def prepared(
     past = given.pop("past_key_values", None)
     if past is not None and not _empty_cache(past):
         raise NotInThisVersion("past_key_values", "is not in this version of Descant", past, "leave it unset")
-    known = {"input_ids", "attention_mask", "inputs_embeds"}
+    given = _without_idle(given, facts)
+    known = {"input_ids", "attention_mask", "inputs_embeds"} | facts.accepts
     if facts.encoder_decoder:
         known |= {"encoder_outputs", "decoder_input_ids", "decoder_attention_mask"}
     unknown = sorted(given.keys() - known)
@@ -64,7 +69,7 @@ def prepared(
     for name, value in given.items():
         if isinstance(value, Tensor):
             given[name] = value.to(device)
-        elif name != "encoder_outputs":
+        elif name in _TENSORS:
             raise InputError(name, "must be a tensor", value)
     build = _encoder_decoder if facts.encoder_decoder else _decoder_only
     return build(given, config, facts, device)
@@ -76,20 +81,45 @@ def _empty_cache(past: Any) -> bool:
     return callable(length) and int(length()) == 0
 
 
+def _without_idle(given: dict[str, Any], facts: Facts) -> dict[str, Any]:
+    """The inputs without marks that tokenizers give and the model does not know, where they say nothing."""
+    kinds = given.get("token_type_ids")
+    if isinstance(kinds, Tensor) and "token_type_ids" not in facts.accepts and not bool(kinds.any()):
+        return {name: value for name, value in given.items() if name != "token_type_ids"}
+    return given
+
+
+def _count(given: Mapping[str, Any], facts: Facts) -> int:
+    """How many prompts there are, by the model's main input or the first that there is."""
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    main = given.get(facts.main)
+    return len(main) if isinstance(main, Tensor) else len(tensors[0]) if tensors else 1
+
+
 def _decoder_only(
     given: dict[str, Any], config: GenerationConfig, facts: Facts, device: torch.device
 ) -> Prepared:
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    media = {name: value for name, value in given.items() if name not in _TEXT}
     if ids is None and embeds is None:
         if config.bos_token_id is None:
             raise InputError("input_ids", "must be given when the config has no `bos_token_id`", None)
         _known("bos_token_id", config.bos_token_id, facts)
-        ids = torch.tensor([[config.bos_token_id]], device=device)
+        ids = torch.tensor([[config.bos_token_id]] * _count(media, facts), device=device)
     if embeds is not None:
+        if media:
+            raise InputError(
+                next(iter(media)), "must not be given beside `inputs_embeds`, which hold it", embeds
+            )
         return _embedded(ids, embeds, given.get("attention_mask"), facts)
-    ids = _block("input_ids", ids, facts.vocabulary)
+    ids = _block("input_ids", ids, _known_ids(facts))
     mask = _mask(given.get("attention_mask"), ids, config)
-    return _packed(ids, ids, mask, [{} for _ in ids])
+    return _packed(ids, ids, mask, dealt(media, ids, mask, facts.marks, len(ids)))
+
+
+def _known_ids(facts: Facts) -> int:
+    """How many token ids a prompt may use: those that stand for media can lie beyond the vocabulary."""
+    return max(facts.vocabulary, *(token + 1 for token in facts.marks.values()), 0)
 
 
 def _embedded(ids: Tensor | None, embeds: Tensor, mask: Tensor | None, facts: Facts) -> Prepared:
@@ -114,8 +144,13 @@ def _embedded(ids: Tensor | None, embeds: Tensor, mask: Tensor | None, facts: Fa
 def _encoder_decoder(
     given: dict[str, Any], config: GenerationConfig, facts: Facts, device: torch.device
 ) -> Prepared:
+    if facts.main != "input_ids" and "input_ids" in given and facts.main in given:
+        # Beside what an encoder of another kind reads, tokens are the decoder's.
+        given = {**given, "decoder_input_ids": given.get("decoder_input_ids", given["input_ids"])}
+        del given["input_ids"]
     ids, embeds, ready = (given.get(name) for name in ("input_ids", "inputs_embeds", "encoder_outputs"))
     mask = given.get("attention_mask")
+    media = {name: value for name, value in given.items() if name not in (*_TEXT, *_DECODER)}
     if ids is not None and embeds is not None:
         raise InputError("inputs_embeds", "must not be given beside `input_ids` to an encoder", embeds)
     if ready is not None:
@@ -124,23 +159,73 @@ def _encoder_decoder(
     elif embeds is not None:
         source = {"inputs_embeds": _floats("inputs_embeds", embeds, facts)}
     elif ids is not None:
-        source = {"input_ids": _block("input_ids", ids, facts.vocabulary)}
+        source = {"input_ids": _block("input_ids", ids, _known_ids(facts))}
         if mask is None:
             mask = _mask(None, source["input_ids"], config, leading=False).long()
+    elif media:
+        return _heard(given, media, config, facts, device)
     else:
-        raise InputError("input_ids", "must hold the encoder's input", None)
+        raise InputError(facts.main, "must hold the encoder's input", None)
     main = next(iter(source.values()))
     if mask is not None:
         source["attention_mask"] = _bits("attention_mask", mask, main.shape[:2]).long()
     inputs = [{name: value[line] for name, value in source.items()} for line in range(len(main))]
-    begun = _decoder_prompt(given.get("decoder_input_ids"), config, facts, len(main), device)
+    if media and ready is None:
+        here = None if mask is None else mask.bool()
+        shares = dealt(media, ids, here, facts.marks, len(main))
+        if here is not None:
+            inputs = [
+                {name: value[line][at] for name, value in source.items()} for line, at in enumerate(here)
+            ]
+        inputs = [{**line, **share} for line, share in zip(inputs, shares, strict=True)]
+    return _begun(given, inputs, config, facts, device)
+
+
+def _heard(
+    given: dict[str, Any], media: dict[str, Any], config: GenerationConfig, facts: Facts, device: torch.device
+) -> Prepared:
+    """Prompts of an encoder that reads no tokens: sounds, images."""
+    count = _count(media, facts)
+    if "attention_mask" in given:
+        media = {**media, "attention_mask": given["attention_mask"]}
+    lines = [{} for _ in range(count)]  # type: list[dict[str, Any]]
+    for name, value in media.items():
+        if not isinstance(value, Tensor) or len(value) != count:
+            raise InputError(name, f"must have an entry for each of {count} prompts", value)
+        for line in range(count):
+            # A mask goes without its batch dimension, as that of tokens does.
+            lines[line][name] = value[line] if name == "attention_mask" else value[line : line + 1]
+    lines = [_unpadded(line, facts.main) for line in lines]
+    return _begun(given, lines, config, facts, device)
+
+
+def _unpadded(line: dict[str, Any], main: str) -> dict[str, Any]:
+    """A sound without the silence that only fills it up to its neighbours: its encoder need not hear it."""
+    mask, heard = line.get("attention_mask"), line.get(main)
+    if mask is None or heard is None or heard.shape[1:2] != mask.shape:
+        return line
+    long = int(mask.sum())
+    if long == len(mask) or not bool(mask[:long].all()):
+        return line
+    return {**line, main: heard[:, :long], "attention_mask": mask[:long]}
+
+
+def _begun(
+    given: dict[str, Any],
+    inputs: list[dict[str, Any]],
+    config: GenerationConfig,
+    facts: Facts,
+    device: torch.device,
+) -> Prepared:
+    """The decoder's prompts beside what the encoder reads."""
+    begun = _decoder_prompt(given.get("decoder_input_ids"), config, facts, len(inputs), device)
     inner = given.get("decoder_attention_mask")
     here = torch.ones_like(begun, dtype=torch.bool)
     if inner is not None:
         # The start token may have been put before what the user gave.
         width = begun.shape[1] if inner.shape[-1] == begun.shape[1] else begun.shape[1] - 1
         here[:, begun.shape[1] - width :] = _bits(
-            "decoder_attention_mask", inner, torch.Size((len(main), width))
+            "decoder_attention_mask", inner, torch.Size((len(inputs), width))
         )
     return _packed(begun, begun, here, inputs)
 

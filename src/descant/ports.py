@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,10 +22,12 @@ __all__ = [
     "Drafter",
     "Facts",
     "Follower",
+    "KeyCache",
     "Model",
     "Noise",
     "Processor",
     "Span",
+    "StateCache",
     "Stop",
     "Strategy",
 ]
@@ -46,12 +48,25 @@ class Facts:
     table: int | None  # how many positions a learned table holds; None: no such limit
     context: int | None  # the length it was made for
     size: int | None = None  # of its embeddings
+    memory: str = "keys"  # what it remembers: "keys" and values, a state of its "own", or "none"
+    past: str = "past_key_values"  # under which name it takes that
+    asks: bool = False  # says by itself what it is fed, so that it has to be asked
+    level: bool = False  # only rows of equal length can share a forward
+    alone: bool = False  # rows cannot share a forward at all
+    places: bool = False  # counts positions in a way of its own
+    spelt: bool = False  # has to be told positions that it would count otherwise
+    main: str = "input_ids"  # the input that a prompt is, or for an encoder, that it reads
+    accepts: frozenset[str] = frozenset()  # names of all its inputs
+    marks: Mapping[str, int] = field(default_factory=dict)  # kind of medium -> the token that stands for it
 
     @property
     def masks(self) -> bool:
         """Whether it can be shown a mask of our own, so that ragged rows can share a forward."""
         return (
-            self.positions and self.attention in ("sdpa", "eager") and "chunked_attention" not in self.windows
+            self.positions
+            and not self.level
+            and self.attention in ("sdpa", "eager")
+            and "chunked_attention" not in self.windows
         )
 
 
@@ -73,13 +88,9 @@ class Span(NamedTuple):
 
 
 class Cache(Protocol):
-    """What remembers keys and values, row by row."""
+    """What remembers what rows have read; how it is read and written is between it and the model."""
 
     rewind: int | None  # how far commit may cut a row; None: any length
-
-    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
-        """Write [N, H, T, D] at the span; the keys and values [N, H, S, D] that its rows hold then."""
-        ...
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]` (host): reorder, fork, roll back, evict.
@@ -90,6 +101,30 @@ class Cache(Protocol):
 
     def extend(self, rows: int) -> None:
         """Append empty rows."""
+        ...
+
+
+class KeyCache(Cache, Protocol):
+    """A cache of keys and values, slot by slot."""
+
+    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """Write [N, H, T, D] at the span; the keys and values [N, H, S, D] that its rows hold then."""
+        ...
+
+
+class StateCache(Cache, Protocol):
+    """A cache of whatever a model keeps by itself."""
+
+    def together(self) -> list[Tensor]:
+        """The rows that have a state, in as few parts as can share a forward (host)."""
+        ...
+
+    def fetch(self, rows: Tensor) -> Any:
+        """The state of those rows (host), a line each, in that order; it may be written to."""
+        ...
+
+    def keep(self, rows: Tensor, state: Any) -> None:
+        """Hold the state of those rows (host) after a forward."""
         ...
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from descant.adapters.transformers import TransformersModel
 from descant.cache.dense import DenseCache
+from descant.cache.objects import ObjectCache
 from descant.config import FIELDS, GenerationConfig, register_explainer
 from descant.context import Prompt
 from descant.errors import ConfigError
@@ -217,9 +218,9 @@ def adapt(model: Any, states: Sequence[str] = ()) -> Any:
     return model if hasattr(model, "facts") else TransformersModel(model, states)
 
 
-def new_cache(config: GenerationConfig | None = None) -> Cache:  # noqa: ARG001 - one kind so far
-    """An empty cache of the kind asked for."""
-    return DenseCache()
+def new_cache(facts: Facts) -> Cache:
+    """An empty cache of the kind that a model can use."""
+    return ObjectCache(facts.past) if facts.memory == "own" else DenseCache()
 
 
 def plan(config: GenerationConfig, facts: Facts) -> Plan:

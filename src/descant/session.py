@@ -77,7 +77,7 @@ class Session:
         self.model = adapt(model, states)
         self.steps = 0
         self._given = model
-        self._cache = new_cache()
+        self._cache = new_cache(self.model.facts)
         self._noise, self._stops = Chance(), Stops()
         self._strategies: dict[tuple[Any, ...], Strategy] = {}
         self._order: list[Strategy] = []

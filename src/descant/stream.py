@@ -85,7 +85,7 @@ class Stream:
         # A step that an event loop no longer waits for goes on in its thread; whoever is next waits for it.
         self._lock = threading.Lock()
         with torch.no_grad():
-            prompts = call.admit(_given(inputs, asked.tokenizer, others))
+            prompts = call.admit(_given(model, inputs, asked.tokenizer, others))
         self._asked = {
             number: _Asker(line, config, asked.tokenizer, prompts.prompt(line))
             for line, (number, config) in enumerate(zip(call.numbers, call.configs, strict=True))
@@ -252,12 +252,12 @@ class _Asker:
 
 
 # ------------------------------------------------------------------------ what was given
-def _given(inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+def _given(model: Any, inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
     """The model's inputs, `inputs` among them under their own name."""
     if isinstance(inputs, str):
         inputs = [inputs]
     if not isinstance(inputs, list | tuple) or not inputs:
-        return placed(inputs, others)
+        return placed(model, inputs, others)
     new = _encoded(inputs, tokenizer)
     for name in new:
         if others.get(name) is not None:

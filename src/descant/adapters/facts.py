@@ -1,20 +1,54 @@
-"""What a transformers model accepts, found out by looking at what it declares."""
+"""What a transformers model needs, found out by looking at what it declares."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.utils import GenerationMixin
 
 from descant.errors import UnsupportedModel
 from descant.ports import Facts
 
-__all__ = ["facts_of"]
+__all__ = ["ON_MODULES", "facts_of"]
 
 _known: WeakKeyDictionary[PreTrainedModel, Facts] = WeakKeyDictionary()
+
+# The names under which models take what they remember, and return it.
+_PASTS = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+
+# State that a model keeps on its own modules, row by row.
+ON_MODULES = ("recurrent_states", "conv1d_state")
+
+# What no declaration tells: kinds of model that put more into their cache than the tokens fed (a learned
+# prefix, patches of bytes, images), or forget by cutting it, and so have to keep a cache of their own.
+_OWN = frozenset({"blip_text_model", "blt", "cpmant", "git", "mllama", "moshi"})
+
+# Kinds of model whose positions are read off the padding of a batch, so that nothing may be padded.
+_LEVEL = frozenset({"prophetnet"})
+# Kinds of model that mix up rows: a step of several is broadcast wrongly.
+_ALONE = frozenset({"rwkv"})
+
+# Inputs that are the loop's own affair, or that would have to be given again at every step.
+_INSIDE = frozenset(
+    {
+        "self", "args", "kwargs", "labels", "return_dict", "use_cache", "is_first_iteration",
+        "next_sequence_length", "past_key_values", "cache_params", "state", "mems", "past_buckets_states", "position_ids", "logits_to_keep", "head_mask",
+    }
+)  # fmt: skip
+
+# What a decoder looks at beside its tokens, at every step: only for one that says so by itself.
+_CROSS = frozenset({"encoder_hidden_states", "encoder_attention_mask"})
+
+# Parts of a model whose positions are not those of its tokens.
+_ELSEWHERE = ("encoder.", "vision", "visual", "image", "video", "audio", "tower", "relative")
+
+_MEDIA = ("image", "video", "audio")
 
 
 def facts_of(model: PreTrainedModel) -> Facts:
@@ -27,43 +61,123 @@ def facts_of(model: PreTrainedModel) -> Facts:
 
 
 def _looked_up(model: PreTrainedModel, attention: str) -> Facts:
+    if not isinstance(model, GenerationMixin):
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not generate: it has no head that predicts tokens"
+        )
     takes = inspect.signature(model.forward).parameters
     text = model.config.get_text_config(decoder=True)
-    if "past_key_values" not in takes:
-        raise UnsupportedModel(
-            f"{type(model).__name__} takes no `past_key_values`: "
-            "models without a key-value cache are not in this version"
-        )
-    if _recurrent(text):
-        raise UnsupportedModel(
-            f"{type(model).__name__} keeps recurrent state, which is not in this version of Descant"
-        )
     both = bool(model.config.is_encoder_decoder)
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    vocabulary = int(getattr(head, "out_features", 0) or text.vocab_size)
-    layers = (
-        getattr(text, "decoder_layers", None)
-        or getattr(text, "num_decoder_layers", None)
-        or text.num_hidden_layers
-    )
+    memory = _memory(model, takes, text)
+    asks = memory != "keys" or _overrides(model, "prepare_inputs_for_generation")
     return Facts(
         encoder_decoder=both,
         positions="position_ids" in takes and not both,
         keeps_logits="logits_to_keep" in takes,
         embeddings="inputs_embeds" in takes,
-        vocabulary=vocabulary,
+        vocabulary=_vocabulary(model, text),
         size=_size(model),
-        layers=int(layers),
+        layers=_layers(text),
         attention=attention,
         windows=_windows(text),
         table=_table(model),
         context=_context(text),
+        memory=memory,
+        past=next((name for name in _PASTS if name in takes), ""),
+        asks=asks,
+        level=asks or _stretches(text) or _squares(model) or text.model_type in _LEVEL,
+        alone=text.model_type in _ALONE,
+        spelt=_padded_table(model),
+        places=_overrides(model, "_prepare_position_ids_for_generation"),
+        main=_main(model, both),
+        accepts=_accepted(model, both) - (frozenset() if asks and not both else _CROSS),
+        marks=_marks(model.config),
     )
 
 
-def _recurrent(text: Any) -> bool:
-    kinds = set(getattr(text, "layer_types", None) or ())
-    return bool(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
+def _overrides(model: PreTrainedModel, method: str) -> bool:
+    """Whether a model has a way of its own to do what transformers does alike for most."""
+    return getattr(type(model), method, None) is not getattr(GenerationMixin, method)
+
+
+def _memory(model: Any, takes: Mapping[str, Any], text: Any) -> str:
+    """Keys and values where the model's own cache would hold nothing else, or what it makes for itself."""
+    if not any(name in takes for name in _PASTS):
+        return "none"
+    usual = model._supports_default_dynamic_cache() and "past_key_values" in takes
+    usual = usual and not any(name in vars(module) for module in model.modules() for name in ON_MODULES)
+    usual = usual and not {model.config.model_type, text.model_type} & _OWN
+    kinds = {type(layer) for layer in DynamicCache(config=text).layers} if usual else set()
+    return "keys" if usual and kinds <= {DynamicLayer, DynamicSlidingWindowLayer} else "own"
+
+
+def _squares(model: PreTrainedModel) -> bool:
+    """Whether attention has a triangle of its own, which takes the fed tokens for the last of all rows."""
+    return any(table.ndim == 4 and table.shape[-1] == table.shape[-2] > 1 for table in model.buffers())
+
+
+def _tables(model: PreTrainedModel) -> list[torch.nn.Embedding]:
+    """The learned tables of positions that the decoder looks up."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+        and ("position" in name.lower() or name.lower().endswith("wpe"))
+        and not any(part in name.lower() for part in _ELSEWHERE)
+    ]
+
+
+def _padded_table(model: PreTrainedModel) -> bool:
+    """Whether the table of positions keeps a line for padding, from where the model would count by itself."""
+    return any(table.padding_idx is not None for table in _tables(model))
+
+
+def _stretches(text: Any) -> bool:
+    """Whether rotary frequencies depend on the longest row of a batch, so that rows would mingle."""
+    ropes = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = [one for one in (ropes, *ropes.values()) if isinstance(one, dict)]
+    return any(one.get("rope_type", one.get("type")) in ("dynamic", "longrope") for one in kinds)
+
+
+def _vocabulary(model: PreTrainedModel, text: Any) -> int:
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return int(getattr(head, "out_features", 0) or getattr(text, "vocab_size", 0))
+
+
+def _layers(text: Any) -> int:
+    for name in ("decoder_layers", "num_decoder_layers", "num_hidden_layers"):
+        if isinstance(getattr(text, name, None), int):
+            return int(getattr(text, name))
+    return 0
+
+
+def _main(model: PreTrainedModel, both: bool) -> str:
+    """The name of a model's main input: of its encoder's, where that has another."""
+    encoder = getattr(model, "encoder", None) if both else None
+    return str(getattr(encoder, "main_input_name", None) or model.main_input_name or "input_ids")
+
+
+def _accepted(model: Any, both: bool) -> frozenset[str]:
+    """The names of all inputs: of the model itself, of how it prepares them, of its encoder and decoder."""
+    sources: list[Any] = [model.forward, model.prepare_inputs_for_generation]
+    if both:
+        parts = [model.get_encoder()] + [
+            getattr(model, name, None) for name in ("encoder", "decoder", "model")
+        ]
+        sources += [part.forward for part in parts if isinstance(part, torch.nn.Module)]
+    names = {name for source in sources for name in inspect.signature(source).parameters}
+    return frozenset(name for name in names if name not in _INSIDE and not name.startswith("output_"))
+
+
+def _marks(config: Any) -> dict[str, int]:
+    """The tokens that stand for media in a prompt."""
+    found: dict[str, int] = {}
+    for kind in _MEDIA:
+        for name in (f"{kind}_token_id", f"{kind}_token_index"):
+            token = getattr(config, name, None)
+            if isinstance(token, int):
+                found.setdefault(kind, token)
+    return found
 
 
 def _windows(text: Any) -> dict[str, int | None]:
@@ -73,28 +187,25 @@ def _windows(text: Any) -> dict[str, int | None]:
         window = None
     kinds = getattr(text, "layer_types", None)
     if not kinds:
-        kinds = ["full_attention" if window is None else "sliding_attention"]
+        chunk = getattr(text, "attention_chunk_size", None)
+        chunked = "chunked_attention" if chunk is not None else "full_attention"
+        kinds = [chunked if window is None else "sliding_attention"]
     return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
 
 
 def _table(model: PreTrainedModel) -> int | None:
     """The size of the smallest learned table of positions that the decoder looks up, if it has one."""
-    sizes = []
-    for name, module in model.named_modules():
-        where = name.lower()
-        if (
-            isinstance(module, torch.nn.Embedding)
-            and ("position" in where or where.endswith("wpe"))
-            and "encoder." not in where
-        ):
-            # Some tables keep their first lines for padding (OPT, BART).
-            sizes.append(module.num_embeddings - int(getattr(module, "offset", 0)))
+    # Some tables keep their first lines for padding (OPT, BART).
+    sizes = [table.num_embeddings - int(getattr(table, "offset", 0)) for table in _tables(model)]
     return min(sizes) if sizes else None
 
 
 def _size(model: PreTrainedModel) -> int | None:
     """How wide the embeddings of tokens are."""
-    table: Any = model.get_input_embeddings()
+    try:
+        table: Any = model.get_input_embeddings()
+    except NotImplementedError:  # several tables, or none that is named as such
+        return None
     return int(table.embedding_dim) if isinstance(table, torch.nn.Embedding) else None
 
 

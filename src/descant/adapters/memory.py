@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ def _padded(block: Tensor, size: int, dim: int) -> Tensor:
     return torch.cat((block, block.new_zeros(shape)), dim)
 
 
+def _below(first: Tensor, second: Tensor) -> Tensor:
+    """Two blocks one below the other, the shorter lines padded [B, S, ...]."""
+    if first.ndim == 1:
+        return torch.cat((first, second))
+    size = max(first.shape[1], second.shape[1])
+    return torch.cat((_padded(first, size, 1), _padded(second, size, 1)))
+
+
 class Memory:
     """Encoder outputs, their masks, and each layer's keys and values, one line a request.
 
@@ -29,7 +37,8 @@ class Memory:
 
     def __init__(self) -> None:
         self._line: dict[int, int] = {}
-        self._mask: Tensor | None = None  # [M, S]
+        self._mask: Tensor | None = None  # [M, T] of what the encoder read
+        self._beside: dict[str, Tensor] = {}  # [M, ...] what else the encoder said, by name
         self._states: Tensor | None = None  # [M, S, D], only while a request waits for its first forward
         self._keys: dict[int, Tensor] = {}  # [M, H, S, D] a layer
         self._values: dict[int, Tensor] = {}
@@ -44,18 +53,21 @@ class Memory:
         """What keys and values take in memory."""
         return sum(block.nbytes for store in (self._keys, self._values) for block in store.values())
 
-    def open(self, requests: Sequence[int], states: Tensor, mask: Tensor) -> None:
-        """Take new requests' encoder outputs [B, S, D] and mask [B, S]."""
+    def open(
+        self, requests: Sequence[int], states: Tensor, mask: Tensor, beside: Mapping[str, Tensor]
+    ) -> None:
+        """Take new requests' encoder outputs [B, S, D], mask [B, T], and what else there is a line each."""
         first = 0
         if self._mask is None or not self._line:
             self._line, self._mask, self._states = {}, mask, states
+            self._beside = dict(beside)
             self._keys, self._values = {}, {}
         else:
             assert self._states is not None
             first = len(self._mask)  # lines of requests that have left may still be among them
-            size = max(self._mask.shape[1], mask.shape[1])
-            self._mask = torch.cat((_padded(self._mask, size, 1), _padded(mask, size, 1)))
-            self._states = torch.cat((_padded(self._states, size, 1), _padded(states, size, 1)))
+            self._mask = _below(self._mask, mask)
+            self._states = _below(self._states, states)
+            self._beside = {name: _below(self._beside[name], value) for name, value in beside.items()}
         self._line.update({request: first + at for at, request in enumerate(requests)})
 
     def close(self, requests: Sequence[int]) -> None:
@@ -68,6 +80,7 @@ class Memory:
         self._line = {request: at for at, request in enumerate(self._line)}
         self._mask = self._mask[keep]
         self._states = None if self._states is None else self._states[keep]
+        self._beside = {name: value[keep] for name, value in self._beside.items()}
         for store in (self._keys, self._values):
             for layer, block in store.items():
                 store[layer] = block[keep]
@@ -75,9 +88,9 @@ class Memory:
     def lines(self, requests: Tensor) -> Tensor | None:
         """The line of each row's request, for `requests` [R] (host); None where row `i` reads line `i`."""
         assert self._mask is not None
-        # Requests are numbered as they come, so the numbers kept are in ascending order.
-        known = torch.tensor(list(self._line), dtype=torch.long)
-        lines = torch.tensor(list(self._line.values()), dtype=torch.long)[torch.searchsorted(known, requests)]
+        known = torch.tensor(sorted(self._line), dtype=torch.long)
+        held = torch.tensor([self._line[one] for one in known.tolist()], dtype=torch.long)
+        lines = held[torch.searchsorted(known, requests)]
         if len(lines) == len(self._mask) and torch.equal(lines, torch.arange(len(lines))):
             return None
         return lines
@@ -92,6 +105,10 @@ class Memory:
         assert self._states is not None
         return self._read(self._states, lines)
 
+    def beside(self, lines: Tensor | None) -> dict[str, Tensor]:
+        """What else the encoder said, for each row [R, ...]."""
+        return {name: self._read(value, lines) for name, value in self._beside.items()}
+
     def keys(self, layer: int, lines: Tensor | None) -> Tensor:
         """One layer's keys for each row [R, H, S, D]."""
         return self._read(self._keys[layer], lines)
@@ -102,8 +119,8 @@ class Memory:
 
     def write(self, layer: int, key: Tensor, value: Tensor, lines: Tensor | None) -> None:
         """Keep one layer's keys and values of requests at their first forward [B, H, S, D]."""
-        assert self._mask is not None
-        count, size = self._mask.shape
+        assert self._states is not None
+        count, size = self._states.shape[:2]
         for store, block in ((self._keys, key), (self._values, value)):
             if lines is None:
                 store[layer] = block

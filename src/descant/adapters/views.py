@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache
 
 from descant.adapters.memory import Memory
-from descant.ports import Cache, Span
+from descant.ports import KeyCache, Span
 
 __all__ = ["CrossView", "PairView", "SelfView"]
 
@@ -17,7 +17,7 @@ __all__ = ["CrossView", "PairView", "SelfView"]
 class SelfView(TransformersCache):
     """Self-attention keys and values: writes go to `store` at `span`, reads come from there."""
 
-    def __init__(self, store: Cache, span: Span) -> None:
+    def __init__(self, store: KeyCache, span: Span) -> None:
         # The base builds layers of its own; this view has none, so its constructor is not for us.
         self.layers: list[Any] = []
         self.offloading = False
@@ -95,6 +95,10 @@ class CrossView(SelfView):
         self._memory = memory
         self._lines = lines
         self._span = span
+
+    def __len__(self) -> int:
+        # Some models ask whether there is anything to be had by asking whether the cache is true.
+        return len(self.layers)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

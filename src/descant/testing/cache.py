@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from descant.errors import MissingExtra
-from descant.ports import Cache, Span
+from descant.ports import KeyCache, Span
 from descant.session import Request
 from descant.testing.outcome import TOLERANCE, compare, outcomes
 from descant.testing.schedule import Schedule
@@ -66,7 +66,7 @@ class _Trial:
 
     layers, heads, size = 2, 2, 3
 
-    def __init__(self, cache: Cache, data: Any, strategies: Any) -> None:
+    def __init__(self, cache: KeyCache, data: Any, strategies: Any) -> None:
         self._cache, self._list = cache, ListCache()
         self._data, self._st = data, strategies
         self._lengths: list[int] = []
@@ -180,7 +180,7 @@ class _Trial:
         raise AssertionError(what)
 
 
-def check_cache(make_cache: Callable[[], Cache], examples: int = 200) -> None:
+def check_cache(make_cache: Callable[[], KeyCache], examples: int = 200) -> None:
     """Any sequence of operations leaves every row's keys and values equal to ListCache's.
 
     The operations are those of the loop: empty rows are appended; forwards write to all or some rows,
@@ -207,7 +207,7 @@ def check_cache(make_cache: Callable[[], Cache], examples: int = 200) -> None:
 
 
 def check_generation(
-    make_cache: Callable[[], Cache],
+    make_cache: Callable[[], KeyCache],
     model: Any,
     requests: Sequence[Request],
     schedules: int = 3,

@@ -1,0 +1,190 @@
+"""The cache of objects: whatever state a model keeps by itself, held for rows that share a forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ObjectCache", "joined", "shape_of", "taken"]
+
+# Where rows are not along the first dimension, by the name of what holds the tensor.
+_AXES = {"indexer_position_ids": 1, "mems": 1}
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass
+class _Group:
+    """A state object and the rows whose state its lines are."""
+
+    rows: list[int]
+    state: Any
+
+
+class ObjectCache:
+    """State objects of a model's own, one for the rows that were fed together.
+
+    Every tensor in such an object has its rows along one dimension, nearly always the first; taking rows
+    takes lines of all of them, and objects that differ in nothing but their rows can be joined. State is
+    not cut: what a recurrent layer has read it cannot unread.
+    """
+
+    rewind: int | None = 0
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name  # what the model calls its state
+        self._groups: list[_Group] = []
+        self._lengths = torch.zeros(0, dtype=torch.long)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many positions each row has read [R] (host)."""
+        return self._lengths
+
+    def extend(self, rows: int) -> None:
+        """Append rows that have read nothing."""
+        self._lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))
+
+    def together(self) -> list[Tensor]:
+        """The rows that have a state, in as few parts as can share an object (host)."""
+        self._merge()
+        return [torch.tensor(sorted(group.rows)) for group in self._groups]
+
+    def fetch(self, rows: Tensor) -> Any:
+        """The state of those rows (host), a line each, in that order; it may be written to."""
+        wanted = rows.tolist()
+        for group in self._groups:
+            if group.rows == wanted:
+                return group.state
+            if set(wanted) <= set(group.rows):
+                return self._taken(group, [group.rows.index(row) for row in wanted])
+        raise KeyError(f"rows {wanted} do not share a state")
+
+    def keep(self, rows: Tensor, state: Any) -> None:
+        """Hold the state of those rows (host) after a forward."""
+        fed = set(rows.tolist())
+        rest = []
+        for group in self._groups:
+            left = [row for row in group.rows if row not in fed]
+            if left == group.rows:
+                rest.append(group)
+            elif left:
+                places = [group.rows.index(row) for row in left]
+                rest.append(_Group(left, self._taken(group, places)))
+        self._groups = [*rest, _Group(rows.tolist(), state)]
+
+    def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
+        """New row `i` is old row `parents[i]`; it has read `lengths[i]` positions, all of them still."""
+        self._lengths = lengths
+        if parents is None:
+            return
+        old = parents.tolist()
+        groups = []
+        for group in self._groups:
+            place = {row: line for line, row in enumerate(group.rows)}
+            rows = [row for row, parent in enumerate(old) if parent in place]
+            lines = [place[old[row]] for row in rows]
+            if not rows:
+                continue
+            same = lines == list(range(len(group.rows)))
+            groups.append(_Group(rows, group.state if same else self._taken(group, lines)))
+        self._groups = groups
+
+    def _taken(self, group: _Group, lines: Sequence[int]) -> Any:
+        return taken(group.state, lines, len(group.rows), self._name)
+
+    def _merge(self) -> None:
+        """Join the objects that differ in nothing but their rows."""
+        if len(self._groups) < 2:
+            return
+        alike: dict[Any, list[_Group]] = {}
+        for group in self._groups:
+            alike.setdefault(shape_of(group.state, len(group.rows), self._name), []).append(group)
+        self._groups = [
+            some[0]
+            if len(some) == 1
+            else _Group(
+                [row for one in some for row in one.rows],
+                joined([one.state for one in some], [len(one.rows) for one in some], self._name),
+            )
+            for some in alike.values()
+        ]
+
+
+def taken(state: Any, lines: Sequence[int], size: int, name: str = "") -> Any:
+    """An object of `size` lines with those lines of it, the given one left as it is."""
+
+    def take(leaves: Sequence[Tensor], axis: int) -> Tensor:
+        leaf = leaves[0]
+        if not _lined(leaf, axis, size):
+            return leaf.clone()
+        return leaf.index_select(axis, torch.tensor(list(lines), device=leaf.device))
+
+    return _walked([state], take, name)
+
+
+def joined(states: Sequence[Any], sizes: Sequence[int], name: str = "") -> Any:
+    """Objects of one shape as one, the lines of the first coming first."""
+
+    def cat(leaves: Sequence[Tensor], axis: int) -> Tensor:
+        whole = all(_lined(leaf, axis, size) for leaf, size in zip(leaves, sizes, strict=True))
+        return torch.cat(list(leaves), axis) if whole else leaves[0]
+
+    return _walked(list(states), cat, name)
+
+
+def shape_of(state: Any, size: int, name: str = "") -> Any:
+    """All that tells an object of `size` lines from one with other lines: equal shapes can be joined."""
+    parts: list[Any] = []
+
+    def note(leaves: Sequence[Tensor], axis: int) -> Tensor:
+        leaf = leaves[0]
+        shape = list(leaf.shape)
+        if _lined(leaf, axis, size):
+            shape[axis] = -1
+        parts.append((tuple(shape), leaf.dtype, leaf.device))
+        return leaf
+
+    _walked([state], note, name, parts.append)
+    return tuple(parts)
+
+
+def _lined(leaf: Tensor, axis: int, size: int) -> bool:
+    """Whether a tensor has a line for each row."""
+    return leaf.ndim > axis and leaf.shape[axis] == size
+
+
+def _walked(
+    states: list[Any],
+    leaf: Callable[[Sequence[Tensor], int], Tensor],
+    name: str,
+    note: Callable[[Any], None] | None = None,
+) -> Any:
+    """A copy of the first object whose tensors are what `leaf` makes of those at their place."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        return leaf(states, _AXES.get(name, 0))
+    if isinstance(first, _PLAIN) or callable(first) or hasattr(first, "to_dict"):  # the last: configs
+        if note is not None and isinstance(first, bool | int | float | str | type(None)):
+            note(first)
+        return first
+    if isinstance(first, list | tuple):
+        parts = [_walked(list(some), leaf, name, note) for some in zip(*states, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    whole = copy.copy(first)
+    if isinstance(first, dict):
+        for key in first:
+            part = str(key) if isinstance(key, str) else name
+            whole[key] = _walked([state[key] for state in states], leaf, part, note)
+        return whole
+    for part in vars(first) if hasattr(first, "__dict__") else ():
+        whole.__dict__[part] = _walked([vars(state)[part] for state in states], leaf, part, note)
+    return whole

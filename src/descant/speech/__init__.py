@@ -1,0 +1,1 @@
+"""Speech: models that hear through a window, and audio of any length."""

@@ -1,0 +1,1 @@
+"""The sweep: every generative architecture of transformers, tiny and random, decoded by both."""

@@ -1,0 +1,948 @@
+"""Tiny random models that read pictures or sound or speak, and what they are asked."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from .small_media import SPECIAL, VOCABULARY, Ids, overrides, shrink
+from .subject import Entry, Subject
+
+__all__ = ["subject"]
+
+Inputs = dict[str, Tensor]
+LENGTHS = ((3, 4), (2, 9), (7, 0))  # text before and after the picture; the last prompt has text only
+# Weights by which attention chooses.
+CHOICE = re.compile(r"(^|[._])(q|k|query|key|q_proj|k_proj|qkv|c_attn|query_key_value)\.weight")
+PER_TOKEN = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "moe_mm_token_type_ids",
+    "image_embeds_position_mask",
+    "image_attention_mask",
+    "cross_attention_mask",
+    "bbox",
+)
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    """Standard normal values that depend on nothing but the seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def words(count: int, seed: int) -> list[int]:
+    """Ordinary token ids: no marks, no placeholders."""
+    return torch.randint(30, SPECIAL - 2, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def build(entry: Entry) -> Any:
+    """The architecture at a small size, with weights under which every input matters."""
+    kind = getattr(transformers, entry.name)
+    fields = shrink(kind.config_class().to_dict(), Ids())
+    overrides(fields, entry)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**fields)).eval().float()
+    stir(model)
+    for part in model.modules():  # some generate() calls that of a model inside
+        settings = getattr(part, "generation_config", None)
+        if settings is not None:
+            settings.eos_token_id = settings.forced_eos_token_id = None
+            settings.pad_token_id = padding(model)
+    return model
+
+
+def padding(model: Any) -> int:
+    """The id that fills up short rows; some models tell by it where a row begins."""
+    text = model.config.get_text_config(decoder=True)
+    return int(first(model.config, "pad_token_id", default=first(text, "pad_token_id", default=0)))
+
+
+def stir(model: nn.Module) -> None:
+    """Gives weights a spread that keeps signals level and lets attention choose; moves norms off neutral."""
+    chance = torch.Generator().manual_seed(1)
+    tables = {id(part.weight): 1.0 for part in model.modules() if isinstance(part, nn.Embedding)}
+    for part in model.modules():  # what the model multiplies its embeddings by, it or its table may know
+        scale = first(part, "scalar_embed_scale", "embed_scale")
+        for table in (part, *part.children()) if scale is not None else ():
+            if isinstance(table, nn.Embedding) and (table is part or table.num_embeddings >= VOCABULARY):
+                tables[id(table.weight)] = 1 / float(scale)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            fresh = torch.randn(weight.shape, generator=chance)
+            if id(weight) in tables:
+                weight.copy_(fresh * tables[id(weight)])
+            elif weight.dim() > 1:
+                inputs = weight.shape[-1] if weight.dim() == 3 else weight[0].numel()
+                weight.copy_(fresh * (2.0 if CHOICE.search(name) else 1.2) / max(1, inputs) ** 0.5)
+            else:
+                weight.add_(0.2 * fresh)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("codebook.embed_sum", "codebook.embed")):  # all alike in a codec never trained
+                buffer.copy_(torch.randn(buffer.shape, generator=chance))
+
+
+def parameters(function: Callable[..., Any]) -> set[str]:
+    """The names a function takes."""
+    return set(inspect.signature(function).parameters)
+
+
+def side(config: Any, *names: str) -> Any:
+    """The sub-configuration of the vision or audio tower under the first of these names."""
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), config)
+
+
+def first(config: Any, *names: str, default: Any = None) -> Any:
+    """The first of these fields that has a value."""
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), default)
+
+
+def square(model: Any, index: int) -> Inputs:
+    """A picture of the tower's own size."""
+    vision = side(model.config, "vision_config", "encoder")
+    size = first(vision, "image_size", default=16)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return {"pixel_values": noise(1, 3, height, width, seed=100 + index)}
+
+
+def patches(model: Any, index: int) -> Inputs:
+    """A picture as a row of flat patches and the grid they come from, as Qwen2-VL's processor gives it."""
+    vision = side(model.config, "vision_config")
+    merge = first(vision, "spatial_merge_size", "merge_size", default=2)
+    height, width = 2 * merge, (2 + index % 2) * merge
+    channels = first(vision, "in_channels", "in_chans", "num_channels", default=3)
+    volume = (
+        channels * first(vision, "temporal_patch_size", "patch_temporal", default=1) * vision.patch_size**2
+    )
+    return {
+        "pixel_values": noise(height * width, volume, seed=100 + index),
+        "image_grid_thw": torch.tensor([[1, height, width]]),
+    }
+
+
+def cut(model: Any, index: int) -> Inputs:
+    """The same with patches that keep their channels, rows and columns."""
+    media = patches(model, index)
+    size = model.config.vision_config.patch_size
+    return media | {"pixel_values": media["pixel_values"].view(-1, 3, size, size)}
+
+
+def merged(model: Any, index: int) -> Inputs:
+    """The same with the side of the squares of patches that become one token."""
+    return patches(model, index) | {"image_merge_sizes": torch.tensor([2])}
+
+
+def grid(model: Any, index: int) -> Inputs:
+    """The same with a grid that has no time."""
+    media = patches(model, index)
+    return {"pixel_values": media["pixel_values"], "image_grid_hw": media["image_grid_thw"][:, 1:]}
+
+
+def strip(model: Any, index: int) -> Inputs:
+    """Patches side by side in one strip, with the grid they come from (MiniCPM-V)."""
+    size = model.config.vision_config.patch_size
+    height, width = 4, 4 + 4 * (index % 2)
+    return {
+        "pixel_values": noise(1, 3, size, size * height * width, seed=100 + index),
+        "target_sizes": torch.tensor([[height, width]], dtype=torch.int32),
+    }
+
+
+def placed(model: Any, index: int) -> Inputs:
+    """Flat patches with the place of each (Gemma 4)."""
+    height, width = 4, 4
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1)
+    volume = 3 * model.config.vision_config.patch_size**2
+    return {
+        "pixel_values": noise(1, height * width, volume, seed=100 + index),
+        "image_position_ids": places[None],
+    }
+
+
+def shaped(model: Any, index: int) -> Inputs:
+    """Flat patches padded to a common number, with their mask and shape (SigLIP 2)."""
+    height, width, limit = 4, 2 + 2 * (index % 2), 16
+    volume = 3 * model.config.vision_config.patch_size**2
+    return {
+        "pixel_values": nn.functional.pad(
+            noise(1, height * width, volume, seed=100 + index), (0, 0, 0, limit - height * width)
+        ),
+        "pixel_attention_mask": (torch.arange(limit) < height * width).long()[None],
+        "spatial_shapes": torch.tensor([[height, width]]),
+    }
+
+
+def bare(model: Any, index: int) -> Inputs:
+    """Flat patches and nothing else (Fuyu)."""
+    return {"pixel_values": noise(4 + 2 * index, 3 * model.config.patch_size**2, seed=100 + index)}
+
+
+def folded(model: Any, index: int) -> Inputs:
+    """Patches in time, height, width and channel (Inkling)."""
+    vision = model.config.vision_config
+    size = vision.patch_size
+    return {"pixel_values": noise(4 + 2 * index, vision.temporal_patch_size, size, size, 3, seed=100 + index)}
+
+
+def hybrid(model: Any, index: int) -> Inputs:
+    """A picture at two resolutions (DeepSeek-VL)."""
+    size = model.config.high_res_vision_config.image_size
+    return square(model, index) | {"high_res_pixel_values": noise(1, 3, size, size, seed=200 + index)}
+
+
+def pooled(model: Any, index: int) -> Inputs:
+    """An overview and a crop, flat patches in both, with the patches each token pools (Molmo 2)."""
+    vision = model.config.vision_config
+    corner = torch.tensor([0, 1, 4, 5])
+    windows = torch.stack([corner + shift + 16 * crop for crop in range(2) for shift in (0, 2, 8, 10)])
+    return {
+        "pixel_values": noise(2, 16, 3 * vision.patch_size**2, seed=100 + index),
+        "image_token_pooling": windows,
+        "image_grids": torch.tensor([[2, 2, 2, 2]]),
+        "image_num_crops": torch.tensor([2]),
+    }
+
+
+def masked(model: Any, index: int) -> Inputs:
+    """A picture with the mask of its real pixels, one image in a row of images."""
+    size = model.config.vision_config.image_size
+    return {
+        "pixel_values": noise(1, 1, 3, size, size, seed=100 + index),
+        "pixel_attention_mask": torch.ones(1, 1, size, size, dtype=torch.long),
+    }
+
+
+def sized(model: Any, index: int) -> Inputs:
+    """A picture with its height and width."""
+    media = square(model, index)
+    return media | {"image_sizes": torch.tensor([media["pixel_values"].shape[-2:]])}
+
+
+def tiles(model: Any, index: int) -> Inputs:
+    """A picture cut in two tiles beside its overview, and the size it had before."""
+    size = model.config.vision_config.image_size
+    return {
+        "pixel_values": noise(1, 3, 3, size, size, seed=100 + index),
+        "image_sizes": torch.tensor([[size, 2 * size]]),
+    }
+
+
+def pictured(model: Any) -> Callable[[Any, int], Inputs]:
+    """The form of picture that the signature of the forward pass asks for."""
+    takes = parameters(model.forward)
+    if "image_grid_thw" in takes:
+        return patches
+    if "pixel_attention_mask" in takes:
+        return masked
+    return square
+
+
+def room(model: Any, media: Inputs) -> int:
+    """How many placeholders a picture or a sound needs: as many as it has features."""
+    names = ("get_image_features", "get_audio_features", "get_video_features")
+    owners = (model, getattr(model, "model", model))
+    read = next(getattr(owner, name) for name in names for owner in owners if hasattr(owner, name))
+    if not any("pixel" in name for name in media) and hasattr(model, "get_audio_features"):
+        read = model.get_audio_features
+    takes = parameters(read)
+    with torch.no_grad():
+        try:
+            found = read(**{name: value for name, value in media.items() if name in takes})
+        except TypeError:  # a signature that hides what it takes
+            found = read(**media)
+    if not isinstance(found, (Tensor, list, tuple)):
+        layers = getattr(found, "deepstack_features", None)
+        if found.pooler_output is not None:
+            found = found.pooler_output
+        else:
+            found = layers[0][1] if layers else found.last_hidden_state
+    if isinstance(found, (list, tuple)):
+        return sum(each.shape[:-1].numel() for each in found)
+    return int(found.shape[:-1].numel())
+
+
+def placeholder(config: Any) -> int:
+    """The id that stands for one feature of a picture or a sound."""
+    mark = first(config, *PLACEHOLDERS, default=first(side(config, "vision_config"), *PLACEHOLDERS))
+    if mark is None:
+        raise LookupError(f"`{type(config).__name__}` names no token for a picture or a sound")
+    return int(mark)
+
+
+def prompt(model: Any, ids: list[int], media: Inputs) -> Inputs:
+    """One row as a processor would give it."""
+    row: Inputs = {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
+    }
+    takes = parameters(model.forward) | parameters(model.prepare_inputs_for_generation)
+    kind = model.config.model_type
+    for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+        if name in takes:
+            marks = [placeholder(model.config)]
+            if name.startswith("moe") or kind == "molmo2":  # what stands around the picture counts as picture
+                marks += [model.config.image_start_token_id, model.config.image_end_token_id]
+            row[name] = torch.isin(row["input_ids"], torch.tensor(marks)).long()
+    if kind == "paligemma":  # here a type tells the prompt from the answer
+        row["token_type_ids"].zero_()
+    return row | media
+
+
+def joined(
+    model: Any, rows: list[Inputs], seams: Mapping[str, Callable[[list[Tensor]], Tensor]] | None = None
+) -> Inputs:
+    """Rows as one batch: text padded at the left (an encoder's at the right), all else one after another."""
+    batch: Inputs = {}
+    left = not model.config.is_encoder_decoder
+    widest = max(row["input_ids"].shape[1] if "input_ids" in row else 0 for row in rows)
+    for name in rows[0]:
+        values = [row[name] for row in rows if name in row]
+        if seams and name in seams:
+            batch[name] = seams[name](values)
+            continue
+        if widest and name in PER_TOKEN and (values[0].dim() < 4 or name == "cross_attention_mask"):
+            behind = [0, 0] * (values[0].dim() - 2)
+            fill = padding(model) if name == "input_ids" else 0
+            lacks = [widest - value.shape[1] for value in values]
+            values = [
+                nn.functional.pad(value, (*behind, lack, 0) if left else (*behind, 0, lack), value=fill)
+                for value, lack in zip(values, lacks, strict=True)
+            ]
+        batch[name] = torch.cat([filled(value, values) for value in values])
+    return batch
+
+
+def filled(value: Tensor, others: list[Tensor]) -> Tensor:
+    """The tensor with zeros behind it in every dimension but the first, up to the largest of the others."""
+    ends: list[int] = []
+    for dimension in range(value.dim() - 1, 0, -1):
+        ends += [0, max(other.shape[dimension] for other in others) - value.shape[dimension]]
+    return nn.functional.pad(value, ends)
+
+
+def illustrated(entry: Entry, model: Any) -> Subject:
+    """Text with a picture or a sound in it, with two where the model takes two, and without any."""
+    picture = PICTURES.get(entry.model_type) or pictured(model)
+    seams = SEAMS.get(entry.model_type)
+    rows = []
+    for index, (before, after) in enumerate(LENGTHS):
+        if index == 2 and entry.model_type in NEED_PICTURE:
+            after = 2
+        shown = [picture(model, index)] if after else []
+        if index == 1 and entry.model_type not in ONE_PICTURE:
+            shown.append(picture(model, 3))
+        ids = words(before, index)
+        for count, media in enumerate(shown):
+            ids += place(entry, model, media) + words(1, 30 + count)
+        media = joined(model, shown, seams) if shown else {}
+        if len(shown) == 2 and picture is masked:  # here the pictures of a row stand side by side
+            media = {name: torch.cat([each[name] for each in shown], dim=1) for name in media}
+        rows.append(prompt(model, ids + words(after, index + 10), media))
+    return Subject(entry, model, rows, joined(model, rows, seams))
+
+
+def place(entry: Entry, model: Any, media: Inputs) -> list[int]:
+    """The ids that stand for one picture or sound, between its marks if it has marks."""
+    config = model.config
+    count = ROOMS[entry.model_type] if entry.model_type in ROOMS else room(model, media)
+    opening, closing = first(config, *OPENINGS), first(config, *CLOSINGS)
+    middle = [placeholder(config)] * count
+    return middle if opening is None or closing is None else [opening, *middle, closing]
+
+
+def written(entry: Entry, model: Any) -> Subject:
+    """Text alone."""
+    rows = []
+    for index, length in enumerate((6, 11, 8)):
+        ids = torch.tensor([words(length, index)])
+        rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    return Subject(entry, model, rows, joined(model, rows))
+
+
+def diffused(entry: Entry, model: Any) -> Subject:
+    """Text alone for a model that fills in whole stretches of it, in few steps."""
+    model.generation_config.max_denoising_steps = 4
+    return written(entry, model)
+
+
+def spoken(entry: Entry, model: Any) -> Subject:
+    """Text to be said or sung."""
+    begin(model)
+    subject = written(entry, model)
+    return SPEAKERS[entry.model_type](subject) if entry.model_type in SPEAKERS else subject
+
+
+def codes(subject: Subject) -> Subject:
+    """Starts a decoder of codebooks at its padding (MusicGen)."""
+    decoder = subject.model.config.decoder
+    for part in (subject.model, subject.model.decoder):
+        part.generation_config.decoder_start_token_id = part.generation_config.pad_token_id = (
+            decoder.pad_token_id
+        )
+        part.generation_config.bos_token_id = decoder.pad_token_id
+    return subject
+
+
+def delayed(subject: Subject) -> Subject:
+    """Gives the decoder the starts of its channels, each later than the one before (Dia)."""
+    config = subject.model.config
+    late = torch.tensor(config.delay_pattern)
+    steps = torch.arange(int(late.max()) + 1)[:, None]
+    start = torch.where(steps <= late, config.decoder_config.bos_token_id, config.decoder_config.pad_token_id)
+    everything = [*subject.prompts, subject.batch] if subject.batch else subject.prompts
+    for row in everything:
+        count = row["input_ids"].shape[0]
+        row["decoder_input_ids"] = start[None].expand(count, -1, -1).clone()
+        row["decoder_attention_mask"] = torch.ones(count, len(steps), dtype=torch.long)
+    settings = subject.model.generation_config
+    settings.pad_token_id = config.decoder_config.pad_token_id
+    settings.bos_token_id = settings.decoder_start_token_id = config.decoder_config.bos_token_id
+    settings.eos_token_id = config.decoder_config.eos_token_id
+    subject.note = "eos_token_id stays: the delay of the channels is worked out from it"
+    return subject
+
+
+def opened(subject: Subject) -> Subject:
+    """Ends every prompt with the mark after which sound begins (Higgs Audio)."""
+    mark = subject.model.config.audio_bos_token_id
+    for row in [*subject.prompts, subject.batch or {}]:
+        if row:
+            row["input_ids"][:, -1] = mark
+    return subject
+
+
+def languages(subject: Subject) -> Subject:
+    """Names a language for text, units and voice (SeamlessM4T)."""
+    settings = subject.model.generation_config
+    for name in ("text_decoder_lang_to_code_id", "t2u_lang_code_to_id", "vocoder_lang_code_to_id"):
+        setattr(settings, name, {"eng": 1 if name.startswith("vocoder") else 20})
+    if subject.entry.model_type == "seamless_m4t_v2":
+        settings.eos_token_id = subject.model.config.eos_token_id
+        subject.note = "eos_token_id stays: the step from text to units asks for it"
+    settings.id_to_text = {str(n): chr(97 + n % 26) for n in range(VOCABULARY)}
+    settings.char_to_id = {chr(97 + n): 5 + n for n in range(26)}
+    subject.model.t2u_model.generation_config.max_new_tokens = 20
+    subject.options = {
+        "tgt_lang": "eng",
+        "return_intermediate_token_ids": True,  # else it gives sound only
+        "return_dict_in_generate": False,  # it sets this itself where it wants it
+        "output_logits": False,
+    }
+    return subject
+
+
+def staged(subject: Subject) -> Subject:
+    """Settings of the three stages, and text as wide as the first of them wants it (Bark)."""
+    settings = subject.model.generation_config
+    settings.semantic_config = {
+        "eos_token_id": 40,
+        "semantic_vocab_size": 40,
+        "text_encoding_offset": 50,
+        "text_pad_token": 240,
+        "semantic_infer_token": 241,
+        "max_input_semantic_length": 12,
+    }
+    settings.coarse_acoustics_config = {
+        "coarse_semantic_pad_token": 80,
+        "coarse_infer_token": 81,
+        "max_coarse_input_length": 12,
+        "max_coarse_history": 20,
+        "sliding_window_len": 12,
+    }
+    settings.fine_acoustics_config = {"max_fine_history_length": 8, "max_fine_input_length": 16}
+    settings.codebook_size = 16
+    for row in [*subject.prompts, subject.batch or {}]:
+        for name, value in row.items():
+            row[name] = nn.functional.pad(value, (0, 12 - value.shape[1]))
+    subject.options = {"semantic_max_new_tokens": 10}
+    subject.note = (
+        "three stages; semantic_max_new_tokens, not max_new_tokens, which the second stage sets itself"
+    )
+    return subject
+
+
+def thinking(entry: Entry, model: Any) -> Subject:
+    """The text side of a model that can also speak."""
+    options: dict[str, Any] = {"thinker_max_new_tokens": 10}
+    if hasattr(model, "speaker_map"):
+        model.speaker_map.setdefault("Chelsie", {})
+    if entry.model_type == "qwen3_omni_moe":
+        options["thinker_eos_token_id"] = None
+    else:
+        options["generation_mode"] = "text"
+    inner = illustrated(Entry(entry.task, f"{entry.model_type}_thinker", entry.name), model.thinker)
+    return Subject(entry, model, inner.prompts, inner.batch, options, "text only, without its voice")
+
+
+def streamed(entry: Entry, model: Any) -> Subject:
+    """Text that runs along with sound, eight frames to a token (Voxtral Realtime)."""
+    rows = []
+    for index, length in enumerate((6, 9, 7)):
+        ids = torch.tensor([words(length, index)])
+        sound = noise(1, model.config.audio_config.num_mel_bins, 8 * (length + 24), seed=100 + index)
+        rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "input_features": sound})
+    return Subject(entry, model, rows, None)
+
+
+def dictated(entry: Entry, model: Any) -> Subject:
+    """Samples that become text, one token to a frame (Kyutai); padding would reach into them."""
+    rows = []
+    for index in range(3):
+        count = 14 * model.config.codec_config.frame_size
+        rows.append(
+            {
+                "input_values": noise(1, 1, count, seed=100 + index),
+                "padding_mask": torch.ones(1, 1, count, dtype=torch.long),
+            }
+        )
+    return Subject(entry, model, rows, joined(model, rows))
+
+
+def captioned(entry: Entry, model: Any) -> Subject:
+    """A picture and a text that begins its caption, the picture beside the text and not in it."""
+    picture = PICTURES.get(entry.model_type) or pictured(model)
+    begin(model)
+    rows = []
+    for index, length in enumerate((4, 7, 2)):
+        ids = torch.tensor(
+            [[first(model.config.get_text_config(), "bos_token_id", default=1), *words(length, index)]]
+        )
+        row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | picture(model, index)
+        if "bbox" in parameters(model.forward):
+            row["bbox"] = torch.rand(1, length + 1, 4, generator=torch.Generator().manual_seed(index))
+        if "image_attention_mask" in parameters(model.forward):
+            row["image_attention_mask"] = torch.ones(1, length + 1, 1, dtype=torch.long)
+        if "cross_attention_mask" in parameters(model.forward):
+            ids[0, 1] = placeholder(model.config)
+            row["cross_attention_mask"] = (
+                torch.ones(1, length + 1, 1, 4, dtype=torch.long) * row["aspect_ratio_mask"]
+            )
+            row["cross_attention_mask"][:, 0] = 0
+        rows.append(row)
+    return Subject(entry, model, rows, joined(model, rows))
+
+
+def noted(entry: Entry, model: Any) -> Subject:
+    """Text behind a picture whose places a mask marks (Kosmos)."""
+    rows = []
+    count = model.config.latent_query_num
+    for index, (_, after) in enumerate(LENGTHS):
+        ids = torch.tensor([[0, *words(count + 2, index), *words(after + 3, index + 10)]])
+        places = torch.zeros_like(ids)
+        places[0, 2 : 2 + count] = 1
+        row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "image_embeds_position_mask": places}
+        if entry.model_type == "kosmos-2":
+            media = square(model, index)
+        else:
+            media = flat(model, index)
+            del media["attention_mask"]
+            media |= {"height": torch.tensor([3]), "width": torch.tensor([2 + index])}
+            places[0, 1] = places[0, 2 + count] = -1
+        rows.append(row | media)
+    return Subject(entry, model, rows, joined(model, rows))
+
+
+def shown(entry: Entry, model: Any) -> Subject:
+    """A picture for the encoder, nothing for the decoder but its start."""
+    picture = PICTURES.get(entry.model_type) or pictured(model)
+    begin(model)
+    rows = [picture(model, index) for index in range(3)]
+    return Subject(entry, model, rows, joined(model, rows))
+
+
+def heard(entry: Entry, model: Any) -> Subject:
+    """Sound of three lengths for the encoder, nothing for the decoder but its start."""
+    begin(model)
+    rows = [SOUNDS[entry.model_type](model, index) for index in range(3)]
+    return Subject(entry, model, rows, joined(model, rows))
+
+
+def composed(entry: Entry, model: Any) -> Subject:
+    """Sound whose style a token names (Pop2Piano)."""
+    model.generation_config.composer_to_feature_token = {f"composer{n + 1}": n + 100 for n in range(21)}
+    return heard(entry, model)
+
+
+def begin(model: Any) -> None:
+    """Names the token a decoder starts with where the configuration names none."""
+    if model.generation_config.decoder_start_token_id is None:
+        model.generation_config.decoder_start_token_id = 3
+
+
+def spectrogram(model: Any, frames: int, seed: int, bins: int = 8) -> Inputs:
+    """Log-mel frames, time first, with the mask the extractor gives."""
+    config = side(model.config, "encoder_config", "audio_config")
+    bins = first(
+        config, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", default=bins
+    )
+    return {
+        "input_features": noise(1, frames, bins, seed=seed),
+        "attention_mask": torch.ones(1, frames, dtype=torch.long),
+    }
+
+
+def wave(samples: int, seed: int) -> Inputs:
+    """Samples of sound with the mask the extractor gives."""
+    return {
+        "input_values": noise(1, samples, seed=seed),
+        "attention_mask": torch.ones(1, samples, dtype=torch.long),
+    }
+
+
+def window(model: Any, index: int) -> Inputs:
+    """Log-mel frames of a fixed stretch of time, bins first (Whisper)."""
+    config = side(model.config, "audio_config")
+    return {
+        "input_features": noise(1, config.num_mel_bins, 2 * config.max_source_positions, seed=100 + index)
+    }
+
+
+def flat(model: Any, index: int) -> Inputs:
+    """Flat patches with their places, padded to a common number (Pix2Struct)."""
+    vision = model.config.vision_config
+    volume = vision.patch_embed_hidden_size  # the width of the flat patch, by another name
+    height, width, limit = 3, 2 + index, 12
+    places = torch.cartesian_prod(torch.arange(1.0, height + 1), torch.arange(1.0, width + 1))
+    pixels = noise(height * width, volume, seed=100 + index)
+    row = nn.functional.pad(torch.cat([places, pixels], dim=1), (0, 0, 0, limit - height * width))
+    return {
+        "flattened_patches": row[None],
+        "attention_mask": (torch.arange(limit) < height * width).float()[None],
+    }
+
+
+def asked(model: Any, index: int) -> Inputs:
+    """A picture and the question put to the Q-Former (InstructBLIP)."""
+    ids = torch.tensor([words(3 + 2 * index, 20 + index)])
+    return square(model, index) | {"qformer_input_ids": ids, "qformer_attention_mask": torch.ones_like(ids)}
+
+
+def film(model: Any, index: int) -> Inputs:
+    """Four frames and the question put to the Q-Former."""
+    return asked(model, index) | {"pixel_values": noise(1, 4, 3, 16, 16, seed=100 + index)}
+
+
+def lone(model: Any, index: int) -> Inputs:
+    """One picture in a row of pictures (IDEFICS)."""
+    return {"pixel_values": square(model, index)["pixel_values"][None]}
+
+
+def ratio(_model: Any, index: int) -> Inputs:
+    """A picture as two of four tiles, with their arrangement (Llama 3.2 Vision)."""
+    tiles_used = torch.arange(4) < 2
+    return {
+        "pixel_values": noise(1, 1, 4, 3, 16, 16, seed=100 + index) * tiles_used[:, None, None, None],
+        "aspect_ratio_ids": torch.tensor([[2]]),
+        "aspect_ratio_mask": tiles_used.long()[None, None],
+    }
+
+
+def crops(_model: Any, index: int) -> Inputs:
+    """An overview and one crop with the mask of their patches (Phi-4 multimodal)."""
+    return {
+        "image_pixel_values": noise(1, 2, 3, 16, 16, seed=100 + index),
+        "image_sizes": torch.tensor([[16, 16]]),
+        "image_attention_mask": torch.ones(1, 2, 4, 4, dtype=torch.long),
+    }
+
+
+def protein(_model: Any, index: int) -> Inputs:
+    """A chain of amino acids (Evolla)."""
+    ids = torch.tensor([words(6 + 3 * index, 30 + index)])
+    return {"protein_input_ids": ids, "protein_attention_mask": torch.ones_like(ids)}
+
+
+def frames(count: int, bins: int, seed: int) -> Inputs:
+    """Log-mel frames, time first, under the names of a model that puts sound into text."""
+    return {
+        "input_features": noise(1, count, bins, seed=seed),
+        "input_features_mask": torch.ones(1, count, dtype=torch.long),
+    }
+
+
+def turned(media: Inputs) -> Inputs:
+    """The same with bins first."""
+    return media | {"input_features": media["input_features"].transpose(1, 2).contiguous()}
+
+
+def halved(model: Any, index: int) -> Inputs:
+    """Log-mel frames padded to whole stretches of a hundred (Qwen3-ASR)."""
+    media = turned(frames(100, model.config.audio_config.num_mel_bins, 100 + index))
+    return media | {"input_features_mask": (torch.arange(100) < 60 + 20 * index).long()[None]}
+
+
+def projected(model: Any, index: int) -> Inputs:
+    """Log-mel frames with a mask over what becomes of them (Granite Speech)."""
+    media = frames(30, model.config.encoder_config.input_dim, 100 + index)
+    return media | {"input_features_mask": torch.ones(1, 6, dtype=torch.bool)}
+
+
+def chunked(model: Any, index: int) -> Inputs:
+    """A Whisper window, its mask, and the mask of the samples behind it (MOSS)."""
+    media = window(model, index)
+    count = media["input_features"].shape[-1]
+    return media | {
+        "input_features_mask": torch.ones(1, count, dtype=torch.long),
+        "padding_mask": torch.ones(1, count * 160, dtype=torch.long),
+    }
+
+
+def covered(model: Any, index: int) -> Inputs:
+    """A Whisper window and its mask (Audio Flamingo)."""
+    media = window(model, index)
+    return media | {"input_features_mask": torch.ones(1, media["input_features"].shape[-1], dtype=torch.long)}
+
+
+def attended(model: Any, index: int) -> Inputs:
+    """A Whisper window and its mask (Qwen2-Audio)."""
+    media = window(model, index)
+    return media | {
+        "feature_attention_mask": torch.ones(1, media["input_features"].shape[-1], dtype=torch.long)
+    }
+
+
+def sampled(_model: Any, index: int) -> Inputs:
+    """Samples and their mask (VibeVoice)."""
+    count = 16 * (4 + 2 * index)
+    return {
+        "input_values": noise(1, 1, count, seed=100 + index),
+        "padding_mask": torch.ones(1, count, dtype=torch.bool),
+    }
+
+
+def shifted(values: list[Tensor]) -> Tensor:
+    """Windows of patch numbers of several pictures, each counted behind the patches of those before it."""
+    return torch.cat([value + 32 * index for index, value in enumerate(values)])
+
+
+PLACEHOLDERS = (
+    "image_token_id",
+    "image_token_index",
+    "image_patch_id",
+    "video_token_index",
+    "audio_token_id",
+    "audio_token_index",
+)
+OPENINGS = (
+    "vision_start_token_id",
+    "image_start_token_id",
+    "image_start_id",
+    "boi_token_index",
+    "boi_token_id",
+    "audio_bos_token_id",
+)
+CLOSINGS = (
+    "vision_end_token_id",
+    "image_end_token_id",
+    "image_end_id",
+    "eoi_token_index",
+    "eoi_token_id",
+    "audio_eos_token_id",
+)
+NEED_PICTURE = frozenset({"blip-2", "instructblip", "instructblipvideo"})  # generate() wants pixel_values
+ONE_PICTURE = frozenset(  # a row has one picture, or one sound, by design
+    [
+        "blip-2",
+        "instructblip",
+        "instructblipvideo",
+        "florence2",
+        "molmo2",
+        "phi4_multimodal",
+        "audioflamingo3",
+        "musicflamingo",
+        "fun_asr_nano",
+        "glmasr",
+        "granite_speech",
+        "granite_speech_plus",
+        "moss_transcribe_diarize",
+        "nemo_speechlm",
+        "qwen3_asr",
+        "vibevoice_asr",
+    ]
+)
+ALONE = {  # rows that transformers itself cannot put into one batch without changing what they say
+    "blip": "no batch: padding is taken for text",
+    "hunyuan_vl": "no batch: pictures are numbered through the batch",
+    "udop": "no batch: padding moves the picture away from the text",
+    "musicgen_melody": "no batch: padding moves the text before the melody",
+    "voxtral_realtime": "no batch: sound and text of one length only",
+}
+# Placeholders of models that do not tell how many they want.
+ROOMS = {"qwen2_audio": 8, "musicflamingo": 8, "instructblipvideo": 16, "phi4_multimodal": 13}
+ROW = {"pixel_values": lambda values: torch.cat(values, dim=-1)}
+SEAMS: dict[str, Mapping[str, Callable[[list[Tensor]], Tensor]]] = {
+    "minicpm_ocr": ROW,
+    "minicpmv4_6": ROW,
+    "minicpmv4_7": ROW,
+    "molmo2": {"image_token_pooling": shifted},
+}
+PICTURES: dict[str, Callable[[Any, int], Inputs]] = {
+    "llava_next": tiles,
+    "llava_onevision": tiles,
+    "llava_next_video": tiles,
+    "granite4_vision": tiles,
+    "mistral3": sized,
+    "mistral_large4": sized,
+    "lighton_ocr": sized,
+    "pix2struct": flat,
+    "kimi_k25": cut,
+    "paddleocr_vl": cut,
+    "video_llama_3": merged,
+    "nemotron_h_omni": grid,
+    "minicpm_ocr": strip,
+    "minicpmv4_6": strip,
+    "minicpmv4_7": strip,
+    "gemma4": placed,
+    "gemma4_unified": placed,
+    "lfm2_vl": shaped,
+    "fuyu": bare,
+    "inkling_mm_model": folded,
+    "deepseek_vl_hybrid": hybrid,
+    "molmo2": pooled,
+    "emu3": sized,
+    "instructblip": asked,
+    "instructblipvideo": film,
+    "idefics": lone,
+    "mllama": ratio,
+    "evolla": protein,
+    "fun_asr_nano": lambda model, index: frames(6, 7 * model.config.audio_config.num_mel_bins, 100 + index),
+    "granite_speech": projected,
+    "granite_speech_plus": projected,
+    "qwen3_asr": halved,
+    "glmasr": lambda _, index: turned(frames(48, 8, 100 + index)),
+    "voxtral": window,
+    "moss_transcribe_diarize": chunked,
+    "audioflamingo3": covered,
+    "musicflamingo": covered,
+    "qwen2_audio": attended,
+    "phi4_multimodal": crops,
+    "nemo_speechlm": lambda _, index: frames(24 + 16 * index, 8, 100 + index),
+    "vibevoice_asr": sampled,
+}
+# Of one length where padding would reach into the sound; a batch would not say what its rows say.
+SOUNDS: dict[str, Callable[[Any, int], Inputs]] = {
+    "whisper": window,
+    "speech_to_text": lambda model, index: spectrogram(model, 31, index),
+    "canary": lambda model, index: spectrogram(model, (40, 57, 72)[index], index),
+    "cohere_asr": lambda model, index: spectrogram(model, (40, 57, 72)[index], index),
+    "seamless_m4t": lambda model, index: spectrogram(model, (12, 15, 20)[index], index),
+    "seamless_m4t_v2": lambda model, index: spectrogram(model, (12, 15, 20)[index], index),
+    "pop2piano": lambda model, index: spectrogram(model, (7, 9, 12)[index], index, bins=32),
+    "moonshine": lambda _, index: wave(3000, index),
+    "moonshine_streaming": lambda _, index: wave(3200, index),
+    "speech-encoder-decoder": lambda _, index: wave((200, 260, 320)[index], index),
+    "speecht5": lambda _, index: wave(260, index),
+}
+NO_BEAMS = "transformers has greedy search and sampling only"
+NOTES: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "CsmForConditionalGeneration",
+            "DiaForConditionalGeneration",
+            "HiggsAudioV2ForConditionalGeneration",
+            "MusicgenForConditionalGeneration",
+            "MusicgenMelodyForConditionalGeneration",
+        ),
+        f"{NO_BEAMS}; several codebooks a step",
+    ),
+    **dict.fromkeys(
+        ("GradiumPhononTTSForConditionalGeneration", "PocketTTSForConditionalGeneration"),
+        f"{NO_BEAMS}; gives continuous latents, not tokens",
+    ),
+    **dict.fromkeys(
+        ("FuyuForCausalLM", "Llama4ForConditionalGeneration"),
+        "transformers' beam search fails once there is a picture",
+    ),
+    "DiffusionGemmaForBlockDiffusion": "block diffusion, not autoregressive",
+}
+SPEAKERS: dict[str, Callable[[Subject], Subject]] = {
+    "musicgen": codes,
+    "musicgen_melody": codes,
+    "dia": delayed,
+    "higgs_audio_v2": opened,
+    "pocket_tts": opened,
+    "gradium_phonon_tts": opened,
+    "bark": staged,
+    "seamless_m4t": languages,
+    "seamless_m4t_v2": languages,
+}
+FORMS: dict[str, Callable[[Entry, Any], Subject]] = {
+    "Mistral4ForCausalLM": written,
+    "DiffusionGemmaForBlockDiffusion": diffused,
+    "Pop2PianoForConditionalGeneration": composed,
+    "VoxtralRealtimeForConditionalGeneration": streamed,
+    "KyutaiSpeechToTextForConditionalGeneration": dictated,
+    **dict.fromkeys(
+        ("Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"), thinking
+    ),
+    **dict.fromkeys(
+        (
+            "BarkModel",
+            "CsmForConditionalGeneration",
+            "DiaForConditionalGeneration",
+            "GradiumPhononTTSForConditionalGeneration",
+            "HiggsAudioV2ForConditionalGeneration",
+            "MusicgenForConditionalGeneration",
+            "MusicgenMelodyForConditionalGeneration",
+            "PocketTTSForConditionalGeneration",
+            "SeamlessM4TForTextToSpeech",
+            "SeamlessM4Tv2ForTextToSpeech",
+            "VibeVoiceForConditionalGeneration",
+        ),
+        spoken,
+    ),
+    **dict.fromkeys(("Kosmos2ForConditionalGeneration", "Kosmos2_5ForConditionalGeneration"), noted),
+    **dict.fromkeys(
+        (
+            "BlipForConditionalGeneration",
+            "GitForCausalLM",
+            "IdeficsForVisionText2Text",
+            "MllamaForConditionalGeneration",
+            "UdopForConditionalGeneration",
+            "EvollaForProteinText2Text",
+        ),
+        captioned,
+    ),
+    **dict.fromkeys(
+        (
+            "VisionEncoderDecoderModel",
+            "Pix2StructForConditionalGeneration",
+            "PPFormulaNetForConditionalGeneration",
+        ),
+        shown,
+    ),
+    **dict.fromkeys(
+        (
+            "WhisperForConditionalGeneration",
+            "Speech2TextForConditionalGeneration",
+            "CanaryForConditionalGeneration",
+            "CohereAsrForConditionalGeneration",
+            "SeamlessM4TForSpeechToText",
+            "SeamlessM4Tv2ForSpeechToText",
+            "MoonshineForConditionalGeneration",
+            "MoonshineStreamingForConditionalGeneration",
+            "SpeechEncoderDecoderModel",
+            "SpeechT5ForSpeechToText",
+        ),
+        heard,
+    ),
+}
+
+
+def subject(entry: Entry) -> Subject:
+    """A small model of that class with three prompts of different length."""
+    if not getattr(transformers, entry.name).can_generate():
+        raise TypeError(f"`{entry.name}` has no generate()")
+    subject = FORMS.get(entry.name, illustrated)(entry, build(entry))
+    if entry.model_type in ALONE:
+        subject.batch = None
+    notes = (subject.note, NOTES.get(entry.name), ALONE.get(entry.model_type))
+    subject.note = "; ".join(filter(None, notes))
+    return subject

@@ -1,0 +1,113 @@
+"""The results of a sweep: as JSON, and as a Markdown page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from sweep.catalogue import TASKS
+
+__all__ = ["document", "page"]
+
+_STATUS = {
+    "works": "greedy and beam-4 tokens and greedy logits are transformers' own, and batches say what rows do",
+    "refused": "Descant says that it cannot, and why",
+    "differs": "a check failed",
+    "fails": "Descant raised what it should not have",
+    "not tried": "transformers' own generate() cannot run the tiny model",
+}
+_TITLES = {
+    "causal-lm": "Causal language models",
+    "seq2seq-lm": "Encoder-decoders",
+    "image-text-to-text": "Images and text",
+    "vision2seq": "Images to text",
+    "speech-seq2seq": "Speech",
+    "text-to-audio": "Text to audio",
+    "multimodal-lm": "Audio and text",
+}
+
+
+def document(records: Sequence[dict[str, Any]]) -> str:
+    """Records as a JSON document, with the versions they were made with."""
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return json.dumps({"versions": versions, "results": list(records)}, indent=1) + "\n"
+
+
+def page(data: dict[str, Any]) -> str:
+    """A Markdown page of a JSON document: the counts, then a table for each task."""
+    records = data["results"]
+    parts = [_counts(records)]
+    for task in TASKS:
+        some = [record for record in records if record["task"] == task]
+        if some:
+            parts.append(f"## {_TITLES[task]}\n\n{_table(some)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _counts(records: Sequence[dict[str, Any]]) -> str:
+    tasks = [task for task in TASKS if any(record["task"] == task for record in records)]
+    counts = Counter((record["status"], record["task"]) for record in records)
+    found = [status for status in _STATUS if any(record["status"] == status for record in records)]
+    head = ["", *(_TITLES[task] for task in tasks), "all", "that is"]
+    rows = []
+    for status in found:
+        numbers = [counts[status, task] for task in tasks]
+        rows.append([status, *map(str, numbers), str(sum(numbers)), _STATUS[status]])
+    return _grid(head, rows)
+
+
+def _table(records: Iterable[dict[str, Any]]) -> str:
+    rows = [
+        [f"`{record['name']}`", f"`{record['model_type']}`", record["status"], _remark(record)]
+        for record in records
+    ]
+    return _grid(["class", "model type", "result", "remark"], rows)
+
+
+def _remark(record: dict[str, Any]) -> str:
+    parts = [record["reason"], record["note"]]
+    if record["reference_beam"]:
+        parts.append(f"transformers' own beam search fails with a cache ({record['reference_beam']})")
+    elif record["beam"] == "compared without a cache":
+        parts.append("transformers' own beam search says something else with its cache than without")
+    if record["status"] == "works" and record["beam"] == "not compared":
+        parts.append("greedy only")
+    elif record["beam"] == "compared without a cache":
+        parts.append("compared with its search without one")
+    return "; ".join(part for part in parts if part)
+
+
+def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Text that neither ends a cell nor becomes markup."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Turn a JSON document into a page: `python -m sweep.report results.json > page.md`."""
+    parser = argparse.ArgumentParser(prog="python -m sweep.report", description=main.__doc__)
+    parser.add_argument("results", type=Path)
+    options = parser.parse_args(argv)
+    sys.stdout.write(page(json.loads(options.results.read_text(encoding="utf-8"))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
