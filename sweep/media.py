@@ -336,7 +336,7 @@ def illustrated(entry: Entry, model: Any) -> Subject:
         if index == 2 and entry.model_type in NEED_PICTURE:
             after = 2
         shown = [picture(model, index)] if after else []
-        if index == 1 and entry.model_type not in ONE_PICTURE:
+        if index == 1 and entry.model_type not in ONE_PICTURE | MIXED:
             shown.append(picture(model, 3))
         ids = words(before, index)
         for count, media in enumerate(shown):
@@ -345,7 +345,11 @@ def illustrated(entry: Entry, model: Any) -> Subject:
         if len(shown) == 2 and picture is masked:  # here the pictures of a row stand side by side
             media = {name: torch.cat([each[name] for each in shown], dim=1) for name in media}
         rows.append(prompt(model, ids + words(after, index + 10), media))
-    return Subject(entry, model, rows, joined(model, rows, seams))
+    together = rows
+    if picture is masked:  # and a row without one has an empty one in the batch
+        empty = {name: torch.zeros_like(value) for name, value in masked(model, 0).items()}
+        together = [empty | row for row in rows]
+    return Subject(entry, model, rows, joined(model, together, seams))
 
 
 def place(entry: Entry, model: Any, media: Inputs) -> list[int]:
@@ -461,7 +465,10 @@ def staged(subject: Subject) -> Subject:
     for row in [*subject.prompts, subject.batch or {}]:
         for name, value in row.items():
             row[name] = nn.functional.pad(value, (0, 12 - value.shape[1]))
-    subject.options = {"semantic_max_new_tokens": 10}
+    # With lengths of its own for every stage; where text is over, the padding of the next stage begins.
+    settings.semantic_config["pad_token_id"] = settings.semantic_config["eos_token_id"]
+    subject.options = {"semantic_max_new_tokens": 10, "max_new_tokens": None}
+    subject.batch = None  # the sound of a shorter row is cut off where the longest ends
     subject.note = (
         "three stages; semantic_max_new_tokens, not max_new_tokens, which the second stage sets itself"
     )
@@ -767,6 +774,20 @@ ONE_PICTURE = frozenset(  # a row has one picture, or one sound, by design
         "vibevoice_asr",
     ]
 )
+# Beams of transformers that get each other's pictures or sounds when a row has two: the score they give a row
+# is not the score of that row alone.
+MIXED = frozenset(
+    {
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
+        "glm5_next",
+        "glm_ocr",
+        "granite4_vision",
+        "qwen2_audio",
+        "voxtral",
+    }
+)
 ALONE = {  # rows that transformers itself cannot put into one batch without changing what they say
     "blip": "no batch: padding is taken for text",
     "hunyuan_vl": "no batch: pictures are numbered through the batch",
@@ -943,6 +964,7 @@ def subject(entry: Entry) -> Subject:
     subject = FORMS.get(entry.name, illustrated)(entry, build(entry))
     if entry.model_type in ALONE:
         subject.batch = None
-    notes = (subject.note, NOTES.get(entry.name), ALONE.get(entry.model_type))
+    mixed = "one picture or sound a row: transformers' beams mix up two" if entry.model_type in MIXED else ""
+    notes = (subject.note, NOTES.get(entry.name), mixed, ALONE.get(entry.model_type))
     subject.note = "; ".join(filter(None, notes))
     return subject

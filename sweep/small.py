@@ -133,7 +133,6 @@ TABLE: dict[str, dict[str, Any]] = {
                "position_bias_max_distance": 16},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
              "ffn_config": {"moe_top_k": 2, "hidden_size": _HIDDEN}},
-    "doge": {"keep_window_size": 8},
     "falcon_h1": {"mamba_d_ssm": 2 * _HIDDEN},
     "mamba2": {"num_heads": 8},
     "led": {"attention_window": 4},

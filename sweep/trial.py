@@ -44,7 +44,7 @@ class Reference(NamedTuple):
     """What transformers' own generate() says, prompt by prompt; `beam` is empty where it cannot search."""
 
     greedy: list[Said]
-    beam: list[Said]
+    beam: Sequence[Said | None]
     error: str = ""  # of a search with a cache
 
 
@@ -118,7 +118,7 @@ def _reference(subject: Subject) -> Reference:
         beam = [_said(own, subject, prompt, BEAMS) for prompt in subject.prompts]
     except Exception as error:
         plain = [_uncached(subject, prompt) for prompt in subject.prompts]
-        return Reference(greedy, [said for said in plain if said is not None], _headline(error))
+        return Reference(greedy, plain, _headline(error))
     return Reference(greedy, beam)
 
 
@@ -131,7 +131,7 @@ def _compare(subject: Subject, reference: Reference) -> str:
     greedy, beam = [], []
     how = (
         "not compared"
-        if not reference.beam
+        if not any(reference.beam)
         else "compared without a cache"
         if reference.error
         else "compared"
@@ -139,9 +139,9 @@ def _compare(subject: Subject, reference: Reference) -> str:
     for index, prompt in enumerate(subject.prompts):
         greedy.append(ours(prompt))
         compared(f"greedy, prompt {index}", reference.greedy[index], greedy[-1])
-    for index, expected in enumerate(reference.beam):
+    for index, expected in enumerate(reference.beam if any(reference.beam) else ()):
         beam.append(ours(subject.prompts[index], BEAMS))
-        if not _compare_beams(subject, index, expected, beam[-1]):
+        if expected is not None and not _compare_beams(subject, index, expected, beam[-1]):
             how = "compared without a cache"
     if subject.batch is not None:
         _compare_rows("greedy batch", subject, greedy, ours(subject.batch))
@@ -237,6 +237,7 @@ def _said(call: Callable[..., Any], subject: Subject, prompt: Mapping[str, Any],
     asked: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "num_beams": beams, **subject.options}
     if beams == 1:
         asked = {"output_logits": True, "return_dict_in_generate": True, **asked}
+    asked = {name: value for name, value in asked.items() if value is not None}
     torch.manual_seed(0)  # a few models draw numbers in their forward
     with torch.no_grad():
         answer = call(**given, **asked)

@@ -16,6 +16,7 @@ from descant.errors import (
     InputError,
     MissingExtra,
     NotInThisVersion,
+    RankError,
     RowError,
     UnsupportedModel,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "PLessLogitsWarper",
     "PrefixConstrainedLogitsProcessor",
     "PresencePenaltyLogitsProcessor",
+    "RankError",
     "RepetitionPenaltyLogitsProcessor",
     "Request",
     "RowError",

@@ -5,6 +5,7 @@ DescantError (Exception)
 │   └── NotInThisVersion            right, but its method is not built yet
 ├── InputError (ValueError)         a tensor or another argument is wrong; `.field` names it
 ├── UnsupportedModel (ValueError)   the model cannot be decoded this way
+├── RankError (RuntimeError)        another process of a tensor-parallel model failed; `.rank` says which
 ├── RowError (ValueError)           one request failed, its neighbours did not; `.request` is its number
 └── MissingExtra (ImportError)      an optional dependency is absent; `.extra` names the extra
 """
@@ -19,6 +20,7 @@ __all__ = [
     "InputError",
     "MissingExtra",
     "NotInThisVersion",
+    "RankError",
     "RowError",
     "UnsupportedModel",
     "shown",
@@ -90,6 +92,17 @@ class RowError(DescantError, ValueError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class RankError(DescantError, RuntimeError):
+    """The failure of another process that holds a part of the same model."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        super().__init__(f"rank {rank} has failed, and no rank goes on alone: look at its error")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank,)
 
 
 class MissingExtra(DescantError, ImportError):

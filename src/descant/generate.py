@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from descant.adapters.callback import is_prepared, own_criteria, recovered_config, recovered_inputs
+from descant.adapters.outer import outer_of
+from descant.adapters.pace import in_step
 from descant.adapters.speech import listener_of
 from descant.calls import Asked, Call, listed, merged, placed, rows_of
 from descant.config import FIELDS, GenerationConfig
@@ -32,11 +34,12 @@ __all__ = ["attach", "compute_transition_scores", "detach", "generate"]
 
 # Documented arguments whose method is not built yet: anything but None (or False) is refused.
 _LATER = (
-    "synced_gpus", "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask",
+    "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask",
     "assistant_tokenizer", "custom_generate", "trust_remote_code",
 )  # fmt: skip
 
 
+@in_step
 def generate(
     model: Any,
     inputs: Any = None,
@@ -70,6 +73,12 @@ def generate(
             return _Run(model, asked, streamer if shown else None).run(given)
 
         return transcribe(listener, decode, spoken)
+    outer = None if is_prepared(generation_config) else outer_of(model)
+    if outer is not None:
+        held = {"logits_processor": processors, "stopping_criteria": criteria, "streamer": streamer}
+        held = {**held, "tokenizer": tokenizer, **kwargs}
+        answer: Tensor | GenerateOutput = outer.run(generate, inputs, generation_config, held)
+        return answer
     call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
     kwargs = placed(model, inputs, kwargs)
     if is_prepared(generation_config):

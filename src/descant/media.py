@@ -13,28 +13,41 @@ from descant.errors import InputError
 
 __all__ = ["dealt", "is_mark"]
 
-# Inputs that have one entry for each token of a prompt, beside those that say which type it is of.
-_MARKS = frozenset(
-    {
-        "bbox", "cross_attention_mask", "image_attention_mask", "image_embeds_position_mask", "langs",
-    }
-)  # fmt: skip
+# Inputs that have one entry for each token of a prompt, beside those that say which type it is of; and how
+# many dimensions they have for one prompt, where the same name means something else with more.
+_MARKS = {
+    "bbox": 2,
+    "cross_attention_mask": 3,
+    "image_attention_mask": 2,
+    "image_embeds_position_mask": 1,
+    "langs": 1,
+}
 
 # What the name of an input says about the medium that it belongs to.
 _WORDS = {
     "video": ("video",),
     "audio": ("audio", "input_features", "feature", "input_values", "speech", "padding_mask"),
-    "image": ("image", "pixel", "patch", "aspect", "vision", "flattened", "num_crops"),
+    "image": (
+        "image",
+        "pixel",
+        "patch",
+        "aspect",
+        "vision",
+        "flattened",
+        "num_crops",
+        "target_sizes",
+        "spatial_shapes",
+    ),
 }
 
 
-# Inputs that count through the media of all prompts, so that a prompt cannot be given its own.
-_JOINT = frozenset({"image_token_pooling", "video_token_pooling"})
+# Inputs that point at the features of all media of a batch, one after the other, and the media they are of.
+_POINTERS = {"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"}
 
 
-def is_mark(name: str) -> bool:
-    """Whether an input has one entry for each token of a prompt."""
-    return name in _MARKS or name.endswith("token_type_ids")
+def is_mark(name: str, dimensions: int) -> bool:
+    """Whether an input of so many dimensions, for one prompt, has one entry for each of its tokens."""
+    return _MARKS.get(name) == dimensions or name.endswith("token_type_ids")
 
 
 def dealt(
@@ -48,18 +61,36 @@ def dealt(
     lines: list[dict[str, Any]] = [{} for _ in range(count)]
     deal = _Deal(given, ids, marks, count)
     for name, value in given.items():
-        if is_mark(name) and isinstance(value, Tensor) and ids is not None:
+        if isinstance(value, Tensor) and ids is not None and is_mark(name, value.ndim - 1):
             for line, part in enumerate(_marked(name, value, ids, here)):
                 lines[line][name] = part
-        elif name in _JOINT and count > 1:
-            raise InputError(name, "must be given for one prompt at a time, for it counts through all", value)
         elif count == 1 or not isinstance(value, Tensor | list | tuple):
             for one in lines:
                 one[name] = value
         else:
             for line, part in enumerate(deal.parts(name, value)):
                 lines[line][name] = part
-    return [_present(line) for line in lines]
+    for name, media in _POINTERS.items():
+        if name in given and media in given:
+            _pointed(lines, name, media)
+    return [_unpadded(_present(line)) for line in lines]
+
+
+def _pointed(lines: Sequence[dict[str, Any]], name: str, media: str) -> None:
+    """Let the pointers of each prompt count from its own first feature; what is negative points nowhere."""
+    before = 0
+    for line in lines:
+        line[name] = torch.where(line[name] < 0, line[name], line[name] - before)
+        before += line[media].shape[:2].numel()
+
+
+def _unpadded(line: dict[str, Any]) -> dict[str, Any]:
+    """A sound without the silence that only fills it up to its neighbours in the batch."""
+    sound, mask = line.get("input_values"), line.get("padding_mask")
+    if sound is None or mask is None or sound.shape[-1] != mask.shape[-1]:
+        return line
+    long = int(mask.long().sum(-1).max())
+    return {**line, "input_values": sound[..., :long], "padding_mask": mask[..., :long]}
 
 
 def _present(line: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +116,7 @@ def _kind(name: str) -> str:
 def _grids(given: Mapping[str, Any]) -> dict[str, Tensor]:
     """For each kind of medium, the table that says how many patches each one has [M, 2 or 3]."""
     return {
-        _kind(name) or "image": value
+        _kind(name): value
         for name, value in given.items()
         if ("_grid_" in name or name in ("target_sizes", "spatial_shapes"))
         and isinstance(value, Tensor)
@@ -107,13 +138,10 @@ class _Deal:
         kind = _kind(name)
         token, grid = self._marks.get(kind), self._grids.get(kind)
         size = len(value)
-        if grid is None and size == self._count and (self._ids is None or token is None):
-            return _split(name, value, [1] * size)
         if self._ids is None or token is None:
-            grids = next(iter(self._grids.values()), None)
-            if grids is None or size != len(grids) or not self._marks or self._ids is None:
+            if size != self._count:
                 raise InputError(name, f"must have an entry for each of {self._count} prompts", value)
-            return self.parts(next(iter(self._grids)) + name, value)
+            return _split(name, value, [1] * size)
         number = size if grid is None else len(grid)
         patches = [1] * size if grid is None else grid.prod(1).tolist()
         each = self._media(name, value, number, patches, self._ids == token)

@@ -25,6 +25,7 @@ __all__ = [
     "KeyCache",
     "Model",
     "Noise",
+    "Peers",
     "Processor",
     "Span",
     "StateCache",
@@ -224,6 +225,30 @@ class Noise(Protocol):
 
     def draw(self, rows: Rows, size: int) -> Tensor:
         """One line of `size` variables for each row [R, size], on the rows' device."""
+        ...
+
+
+class Peers(Protocol):
+    """Other processes that decode the same table, each with a part of the model: all must choose alike."""
+
+    def word(self, mine: Tensor) -> Tensor:
+        """What the first of them holds: integers, of the same shape in all."""
+        ...
+
+    def any(self, mine: bool) -> bool:
+        """Whether it is so in any of them."""
+        ...
+
+    def same(self, name: str, mine: object, digest: int) -> None:
+        """Raise in all of them where what `name` names differs, as told by its digest."""
+        ...
+
+    def check(self) -> None:
+        """Raise if any of them has failed."""
+        ...
+
+    def leave(self) -> None:
+        """Tell the others that this one goes no further."""
         ...
 
 

@@ -24,8 +24,9 @@ class Request:
     """One prompt and how to continue it.
 
     `prompt` holds the token ids (of the decoder, for encoder-decoder models; empty where the prompt is
-    given as `inputs["inputs_embeds"]` alone). `inputs` holds what else the model wants, without a batch
-    dimension: `inputs_embeds`, or an encoder's `input_ids` and `attention_mask`.
+    given as `inputs["inputs_embeds"]` alone). `inputs` holds what else the model wants: `inputs_embeds`, an
+    encoder's `input_ids` and `attention_mask`, `token_type_ids` and the like without a batch dimension;
+    media (`pixel_values`, `input_features`) as their processor makes them for it alone.
     """
 
     prompt: Tensor | Sequence[int]

@@ -6,6 +6,7 @@ import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from descant.adapters.transformers import TransformersModel
@@ -14,7 +15,7 @@ from descant.cache.objects import ObjectCache
 from descant.config import FIELDS, GenerationConfig, register_explainer
 from descant.context import Prompt
 from descant.errors import ConfigError
-from descant.ports import Cache, Facts, Noise, Stop, Strategy
+from descant.ports import Cache, Facts, Noise, Peers, Stop, Strategy
 from descant.processors import (
     AdaptivePLogitsWarper,
     DRYLogitsProcessor,
@@ -190,7 +191,7 @@ class Plan:
 
     config: GenerationConfig
     key: tuple[Any, ...]  # requests of one key share a strategy
-    build: Callable[[Noise, Stop], Strategy]
+    build: Callable[[Noise, Stop, Peers | None], Strategy]
     chain: tuple[tuple[int, Stage], ...]  # its stages, each with its place in the order
     custom: int  # the place of the user's own processors
     values: Mapping[str, Any]
@@ -264,13 +265,13 @@ def ordered(config: GenerationConfig) -> tuple[str, ...]:
 
 def _strategy(
     config: GenerationConfig, ends: int
-) -> tuple[tuple[Any, ...], Callable[[Noise, Stop], Strategy]]:
+) -> tuple[tuple[Any, ...], Callable[[Noise, Stop, Peers | None], Strategy]]:
     """The strategy of a config: one line a method."""
     if config.num_beams > 1:
         width, draws = config.num_beams, config.do_sample
         # Enough candidates that `width` remain when every beam's best choices all end it.
         count = max(2, 1 + ends) * width
-        return ("beam", width, count, draws), lambda noise, stop: Beam(width, count, draws, noise, stop)
+        return ("beam", width, count, draws), partial(Beam, width, count, draws)
     return ("sampling",), Sampling
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import isfinite
 from typing import Any
 from weakref import WeakValueDictionary
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from descant.context import Params, Values, params_of, table
 from descant.errors import DescantError, InputError, RowError
 from descant.ledger import Ledger, Pages
 from descant.noise import Chance
-from descant.ports import Follower, Processor, Strategy
+from descant.ports import Follower, Peers, Processor, Strategy
 from descant.processors import behind_the_port
 from descant.request import Request, prompt_of, refuse_uncallable, texts_of
 from descant.resolve import SAMPLERS, Plan, adapt, new_cache, plan
@@ -79,6 +81,8 @@ class Session:
         self._given = model
         self._cache = new_cache(self.model.facts)
         self._noise, self._stops = Chance(), Stops()
+        self._peers: Peers | None = getattr(self.model, "peers", None)
+        self._stops.peers = self._peers
         self._strategies: dict[tuple[Any, ...], Strategy] = {}
         self._order: list[Strategy] = []
         self._rows: Rows | None = None
@@ -126,6 +130,11 @@ class Session:
             made.append(known.row(prompt_of(request, ids, offsets[-1]), self.model.facts))
             prompts.append(ids)
             refuse_uncallable(request)
+        if self._peers is not None:
+            keys = [plans[id(one.generation_config)].key for one in requests]
+            self._peers.same("prompt", prompts[0], _digest(prompts, keys, made))
+            timed = any(isfinite(row["deadline"]) for row in made)
+            self._stops.heeded |= self._peers.any(timed or any(one.stopping_criteria for one in requests))
         numbers = [next(self._numbers) for _ in requests]
         self.model.open(numbers, _listed([request.inputs for request in requests]))
         try:
@@ -135,6 +144,11 @@ class Session:
             for number in numbers:
                 self._close(number)
             raise
+        if self._peers is not None:
+            # What processors draw by is the first one's, so that all have the same scores.
+            drawn = torch.tensor([row.get("dice", -1) for row in made])
+            for row, dice in zip(made, self._peers.word(drawn).tolist(), strict=True):
+                row |= {"dice": dice} if "dice" in row else {}
         self._noise.lines = lines or self._noise.lines
         self._append(self._fresh(numbers, prompts, offsets, table(made)))
         return numbers
@@ -143,6 +157,8 @@ class Session:
         """Advance every row by one step; what became known."""
         if self._rows is None or not len(self._rows):
             return []
+        if self._peers is not None:
+            self._peers.check()
         self._rows, selections = step(self.model, self._cache, self._rows, self._lanes_of, self._observe)
         self.steps += 1
         events: list[Event] = [one.emitted for one in selections if one.emitted is not None]
@@ -215,7 +231,7 @@ class Session:
     def _enrolled(self, request: Request, known: Plan, row: dict[str, Any]) -> _Live:
         """Give a request its strategy, processors and stops, and its row the places of these."""
         if known.key not in self._strategies:
-            self._strategies[known.key] = known.build(self._noise, self._stops)
+            self._strategies[known.key] = known.build(self._noise, self._stops, self._peers)
             self._order.append(self._strategies[known.key])
         strategy = self._strategies[known.key]
         row["lane"] = self._order.index(strategy)
@@ -429,6 +445,14 @@ def _own_config(model: Any) -> GenerationConfig | None:
     if theirs is None or isinstance(theirs, GenerationConfig):
         return theirs
     return GenerationConfig.from_transformers(theirs)
+
+
+def _digest(prompts: Sequence[Tensor], keys: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> int:
+    """A number that differs where prompts do, or how many rows they become and for how long."""
+    told = crc32(repr([keys, *((row["limit"], row["copies"], row["eos"]) for row in rows)]).encode())
+    for prompt in prompts:
+        told = crc32(prompt.cpu().numpy().tobytes(), told)
+    return told
 
 
 def _listed(inputs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

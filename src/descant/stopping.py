@@ -13,6 +13,7 @@ from torch import Tensor
 
 from descant.context import Context, params_of
 from descant.errors import InputError
+from descant.ports import Peers
 from descant.rows import Rows, pick
 from descant.step import Observation, Proposal, Selection
 
@@ -63,6 +64,9 @@ class Stops:
         self.criteria: Mapping[int, tuple[Criterion, ...]] = {}
         self.tables: Mapping[int, StopTable] = {}
         self.patterns: Mapping[int, Pattern] = {}
+        self.peers: Peers | None = None
+        # Whether any of the peers has a deadline or a criterion: then all exchange their verdicts.
+        self.heeded = False
         self._terms: _Terms | None = None
 
     def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Array]]:
@@ -81,13 +85,14 @@ class Stops:
             full = rows.length.numpy() >= terms.last
             if full.any():
                 found.append(("length", full if index is None else full[index]))
-        if terms.deadline is not None:
-            late = terms.deadline <= time.monotonic()
-            if late.any():
-                found.append(("time", late if index is None else late[index]))
-        if terms.tables or terms.patterns or terms.criteria:
-            found += self._texts(terms, rows, torch.arange(len(rows)) if parents is None else parents, tokens)
-        return found
+        if terms.deadline is None and not (terms.tables or terms.patterns or terms.criteria or self.heeded):
+            return found
+        parents = torch.arange(len(rows)) if parents is None else parents
+        late, asked = self._outside(terms, rows, parents, tokens)
+        found += [("time", late)] if late.any() else []
+        if terms.tables or terms.patterns:
+            found += self._texts(terms, rows, parents, tokens)
+        return [*found, ("stop", asked)] if asked.any() else found
 
     def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:  # noqa: ARG002
         """The selection with the state of every row's stop strings after its new token."""
@@ -103,6 +108,18 @@ class Stops:
             state[here] = table.next[tokens.numpy()[here], state[here]]
         return selection._replace(columns={**selection.columns, self.state: torch.from_numpy(state)})
 
+    def _outside(self, terms: _Terms, rows: Rows, parents: Tensor, tokens: Tensor) -> tuple[Array, Array]:
+        """Which candidates [N] the clock ends, and which the user: what does not follow from the tokens."""
+        index = parents.numpy()
+        late = asked = np.zeros(len(index), dtype=bool)
+        if terms.deadline is not None:
+            late = (terms.deadline <= time.monotonic())[index]
+        for criterion, mine in terms.criteria:
+            asked = asked | _asked(criterion, rows, parents, tokens, mine)
+        if self.peers is not None and self.heeded:
+            late, asked = self.peers.word(torch.from_numpy(np.stack((late, asked))).long()).bool().numpy()
+        return late, asked
+
     def _texts(self, terms: _Terms, rows: Rows, parents: Tensor, tokens: Tensor) -> list[tuple[str, Array]]:
         """The verdicts on what the candidates say."""
         verdicts = []
@@ -114,7 +131,6 @@ class Stops:
                 verdict[here] = table.hits[tokens.numpy()[here], state[here]]
             verdicts.append(verdict)
         verdicts += [_matched(pattern, rows, parents, tokens, mine) for pattern, mine in terms.patterns]
-        verdicts += [_asked(criterion, rows, parents, tokens, mine) for criterion, mine in terms.criteria]
         return [("stop", verdict) for verdict in verdicts if verdict.any()]
 
     def _terms_of(self, rows: Rows) -> _Terms:

@@ -12,9 +12,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from descant.adapters.ranks import together
 from descant.calls import Asked, Call, listed, merged, placed
 from descant.config import FIELDS, GenerationConfig
-from descant.errors import ConfigError, DescantError, InputError
+from descant.errors import ConfigError, DescantError, InputError, RankError
+from descant.ports import Peers
 from descant.session import Event, Failed, Finished, Session, Tokens
 from descant.step import Hypothesis
 from descant.text import TextStream
@@ -62,16 +64,17 @@ def stream(
     prompts and sequences are mingled; a sequence of beams brings what all beams agree on at once, and the
     rest when it is decided. Iterate with `for` or `async for`; `close`, or leaving `with`, cancels what runs.
     """
-    call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
-    _refuse_record(call, generation_config)
-    configs = generation_config if isinstance(generation_config, list | tuple) else (generation_config,)
-    if all(getattr(one, "logprobs", None) is None for one in configs):
-        call = {"logprobs": 0, **call}
-    processors = listed("logits_processor", logits_processor)
-    criteria = listed("stopping_criteria", stopping_criteria)
-    several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
-    asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer, several)
-    return Stream(model, asked, inputs, kwargs)
+    with together(model):
+        call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
+        _refuse_record(call, generation_config)
+        configs = generation_config if isinstance(generation_config, list | tuple) else (generation_config,)
+        if all(getattr(one, "logprobs", None) is None for one in configs):
+            call = {"logprobs": 0, **call}
+        processors = listed("logits_processor", logits_processor)
+        criteria = listed("stopping_criteria", stopping_criteria)
+        several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
+        asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer, several)
+        return Stream(model, asked, inputs, kwargs)
 
 
 class Stream:
@@ -84,6 +87,7 @@ class Stream:
         self._over = False
         # A step that an event loop no longer waits for goes on in its thread; whoever is next waits for it.
         self._lock = threading.Lock()
+        self._peers: Peers | None = getattr(self.session.model, "peers", None)
         with torch.no_grad():
             prompts = call.admit(_given(model, inputs, asked.tokenizer, others))
         self._asked = {
@@ -114,6 +118,8 @@ class Stream:
     def close(self) -> None:
         """Cancel what still runs and free it; nothing comes thereafter."""
         with self._lock:
+            if self._asked and self._peers is not None:
+                self._peers.leave()
             self._drop()
             self._ready.clear()
 
@@ -142,7 +148,9 @@ class Stream:
             try:
                 told = self._told(self.session.step())
                 self._ready.extend(sorted(told, key=lambda one: (one.row, one.sequence)))
-            except BaseException:
+            except BaseException as error:
+                if self._peers is not None and not isinstance(error, RankError):
+                    self._peers.leave()
                 self._drop()
                 raise
             self._over = not self._asked

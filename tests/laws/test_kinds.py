@@ -1,4 +1,4 @@
-"""The laws on one representative of each kind of model: how it is fed is nobody's business but the adapter's."""
+"""The laws on one representative of each kind of model: how it is fed must not be seen."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ def test_the_path_is_the_cheapest(shape):
         assert warped(cost).tolist() == cheapest(cost)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("beams", [1, 3])
 def test_tokens_are_spoken_when_transformers_says(seed, beams):
     call = {"return_token_timestamps": True, "language": "en", "num_beams": beams}
-    model, sound = whisper("eager"), recordings(120, seed=seed)
+    model, sound = whisper("eager"), recordings(80, seed=seed)
     theirs, ours = both(model, **sound, **call, return_timestamps=True, return_segments=True)
     equal(theirs, ours)
     for wanted, got in zip(theirs["segments"][0], ours["segments"][0], strict=True):

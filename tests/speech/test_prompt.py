@@ -106,9 +106,8 @@ def test_a_prompt_stands_before_the_beginning():
 
 
 @pytest.mark.parametrize("how", ["first-segment", "all-segments"])
-@pytest.mark.parametrize("seed", range(2))
-def test_a_prompt_and_what_was_said(how, seed):
-    sound = recordings(120, 30, 70, seed=seed)
+def test_a_prompt_and_what_was_said(how):
+    sound = recordings(100, 30, 70)
     out = compared(
         whisper(), **sound, language="en", return_timestamps=True, return_segments=True,
         condition_on_prev_tokens=True, prompt_ids=torch.tensor([PREVIOUS, 8, 9]),

@@ -12,20 +12,18 @@ from tests.speech.subjects import BINS, END, WINDOW, both, changed, compared, eq
 LONG = {"return_timestamps": True, "return_segments": True}
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("past", [False, True])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_ragged_recordings(seed, past, beams):
-    sound = recordings(140, 33, 10, 75, seed=seed)
+def test_ragged_recordings(past, beams):
+    sound = recordings(120, 33, 10, 75, seed=beams)
     out = compared(whisper(), **sound, **LONG, condition_on_prev_tokens=past, num_beams=beams, language="en")
     assert max(map(len, out["segments"])) > 3
     assert any(len(line[0]["tokens"]) != line[0]["idxs"][1] for line in out["segments"])
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("call", [{}, {"return_timestamps": True}, {"num_beams": 2}, LONG])
-def test_what_fits_in_a_window(seed, call):
-    compared(whisper(), **recordings(WINDOW, WINDOW, seed=seed), **call)
+def test_what_fits_in_a_window(call):
+    compared(whisper(), **recordings(WINDOW, WINDOW), **call)
 
 
 def test_less_than_a_window_is_filled_up_with_silence():
@@ -47,7 +45,7 @@ def test_tokens_alone_are_those_of_all_segments():
 
 @pytest.mark.parametrize("past", [False, True])
 def test_a_batch_equals_its_recordings_one_by_one(past):
-    frames = (140, 33, 10, 75)
+    frames = (100, 33, 10, 60)
     sound = recordings(*frames)
     call = {**LONG, "condition_on_prev_tokens": past, "language": "en"}
     together = descant.generate(whisper(), **sound, **call)

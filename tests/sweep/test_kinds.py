@@ -1,4 +1,4 @@
-"""One representative of each kind of model decodes as transformers does; the whole sweep is `python -m sweep`."""
+"""One representative of each kind of model decodes as in transformers; `python -m sweep` tries all."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
 from typing import Any
@@ -155,6 +156,11 @@ def test_masked_logits_are_equal_when_both_are():
     compared("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[float("-inf"), 1.0]]))
 
 
+def test_masked_logits_do_not_hide_others():
+    with pytest.raises(Differs, match=r"logits of step 0 by 1\.00e"):
+        compared("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[float("-inf"), 2.0]]))
+
+
 def test_a_masked_logit_that_is_not_masked_is_noticed():
     with pytest.raises(Differs, match="logits of step 0 by inf"):
         compared("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[0.0, 1.0]]))
@@ -281,7 +287,9 @@ def test_cpu_time_is_limited(stage, status):
         while True:
             pass
 
-    record = _run(spin, seconds=1)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    record = _run(spin, seconds=1, patience=60)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 3
     assert record["status"] == status
     assert record["reason"] == f"used up 1 seconds of CPU time ({stage})"
 
@@ -296,15 +304,16 @@ def test_waiting_is_limited():
     assert time.monotonic() - begun < 10
 
 
-def test_memory_is_limited():
+@pytest.mark.parametrize(("memory", "says"), [(1 << 30, "stopped"), (1 << 40, "not stopped")])
+def test_memory_is_limited(memory, says):
     def grow(*_: Any) -> dict[str, Any]:
         try:
-            bytearray(64 << 30)
+            bytearray(1 << 30)
         except MemoryError:
             return {"status": "stopped"}
         return {"status": "not stopped"}
 
-    assert _run(grow)["status"] == "stopped"
+    assert _run(grow, memory=memory)["status"] == says
 
 
 def test_a_process_that_dies_is_told_of():

@@ -52,8 +52,10 @@ class Encoder:
                 lines = [all_lines[place] for place in part]
                 if lines[0] is None:
                     continue
-                lengths = lengths or [len(line) for line in lines] if _padded(name) else lengths
-                fed[name] = (_stacked if _padded(name) else _joined)(lines, self.device)
+                lengths = (
+                    lengths or [len(line) for line in lines] if _padded(name, lines[0].shape) else lengths
+                )
+                fed[name] = (_stacked if _padded(name, lines[0].shape) else _joined)(lines, self.device)
             if not fed:
                 raise InputError(self.facts.main, "must hold the encoder's input", None)
             states, mask, beside = self._read(fed, lengths)
@@ -84,7 +86,7 @@ class Encoder:
             for name, value in self.encoded.items()
             if isinstance(value, Tensor) and name != "last_hidden_state" and len(value) == len(mask)
         }
-        return self.encoded[0], mask, beside
+        return self.encoded[0].to(self.device), mask, beside
 
     def _encoded(self, fed: dict[str, Any]) -> Any:
         """What the encoder says, by the model's own way to ask it where it has one."""
@@ -104,9 +106,8 @@ class Encoder:
         """The line of memory that each row reads; None: the first the first, and so on."""
         return self._memory.lines(requests)
 
-    def shown(self, requests: Tensor) -> dict[str, Any]:
-        """What the decoder is shown of the encoder, for each row."""
-        lines = self._memory.lines(requests)
+    def shown(self, lines: Tensor | None) -> dict[str, Any]:
+        """What the decoder is shown of the encoder, for rows that read those lines."""
         states = self._memory.states(lines)
         if self.model.config.model_type in _WRITES:
             states = states.clone()
@@ -116,16 +117,15 @@ class Encoder:
             shown["attention_mask"] = self._memory.mask(lines)
         return shown
 
-    def past(self, requests: Tensor, own: SelfView, span: Span) -> PairView:
+    def past(self, lines: Tensor | None, own: SelfView, span: Span) -> PairView:
         """The decoder's cache: its own, and what it made of the encoder's output."""
-        lines = self._memory.lines(requests)
         depth = 0 if isinstance(span.start, int) and span.start == 0 else self._memory.depth
         return PairView(own, CrossView(self._memory, lines, span, depth), depth)
 
 
-def _padded(name: str) -> bool:
+def _padded(name: str, shape: Sequence[int]) -> bool:
     """Whether an input is a line of tokens or of their marks, which can be padded."""
-    return name in _LINES or is_mark(name)
+    return name in _LINES or is_mark(name, len(shape))
 
 
 def _alike(inputs: Mapping[str, Sequence[Any]], count: int) -> list[list[int]]:
@@ -135,7 +135,7 @@ def _alike(inputs: Mapping[str, Sequence[Any]], count: int) -> list[list[int]]:
         given = ((name, lines[place]) for name, lines in inputs.items() if lines[place] is not None)
         shapes = tuple((name, tuple(value.shape)) for name, value in given)
         # Beside media, tokens are not padded either: their encoder may put them in one row with these.
-        plain = all(_padded(name) for name, _ in shapes)
+        plain = all(_padded(name, shape) for name, shape in shapes)
         kind = tuple(name for name, _ in shapes) if plain else shapes
         parts.setdefault(kind, []).append(place)
     return list(parts.values())

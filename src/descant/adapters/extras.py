@@ -47,7 +47,7 @@ class Extras:
                 if value is None:
                     continue
                 value = value.to(device) if isinstance(value, Tensor) else value
-                if is_mark(name):
+                if isinstance(value, Tensor) and is_mark(name, value.ndim):
                     extra.marks[name] = value
                 else:
                     extra.media[name] = value

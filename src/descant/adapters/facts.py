@@ -38,7 +38,8 @@ _ALONE = frozenset({"rwkv"})
 _INSIDE = frozenset(
     {
         "self", "args", "kwargs", "labels", "return_dict", "use_cache", "is_first_iteration",
-        "next_sequence_length", "past_key_values", "cache_params", "state", "mems", "past_buckets_states", "position_ids", "logits_to_keep", "head_mask",
+        "next_sequence_length", "past_key_values", "cache_params", "state", "mems", "past_buckets_states",
+        "position_ids", "logits_to_keep", "head_mask",
     }
 )  # fmt: skip
 
@@ -172,11 +173,13 @@ def _accepted(model: Any, both: bool) -> frozenset[str]:
 def _marks(config: Any) -> dict[str, int]:
     """The tokens that stand for media in a prompt."""
     found: dict[str, int] = {}
-    for kind in _MEDIA:
-        for name in (f"{kind}_token_id", f"{kind}_token_index"):
-            token = getattr(config, name, None)
-            if isinstance(token, int):
-                found.setdefault(kind, token)
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())]
+    for part in parts:
+        for kind in _MEDIA:
+            for name in (f"{kind}_token_id", f"{kind}_token_index", f"special_{kind}_token_id"):
+                token = getattr(part, name, None)
+                if isinstance(token, int):
+                    found.setdefault(kind, token)
     return found
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from descant.rows import pick
+
 __all__ = ["Memory"]
 
 
@@ -76,14 +78,14 @@ class Memory:
             self._line.pop(request, None)
         if self._mask is None or 2 * len(self._line) > len(self._mask):
             return
-        keep = torch.tensor(list(self._line.values()), dtype=torch.long, device=self._mask.device)
+        keep = torch.tensor(list(self._line.values()), dtype=torch.long)
         self._line = {request: at for at, request in enumerate(self._line)}
-        self._mask = self._mask[keep]
-        self._states = None if self._states is None else self._states[keep]
-        self._beside = {name: value[keep] for name, value in self._beside.items()}
+        self._mask = pick(self._mask, keep)
+        self._states = None if self._states is None else pick(self._states, keep)
+        self._beside = {name: pick(value, keep) for name, value in self._beside.items()}
         for store in (self._keys, self._values):
             for layer, block in store.items():
-                store[layer] = block[keep]
+                store[layer] = pick(block, keep)  # each layer's on its own device
 
     def lines(self, requests: Tensor) -> Tensor | None:
         """The line of each row's request, for `requests` [R] (host); None where row `i` reads line `i`."""

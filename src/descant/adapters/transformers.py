@@ -14,6 +14,9 @@ from descant.adapters.batches import Batch, Batches
 from descant.adapters.encoder import Encoder
 from descant.adapters.extras import Extras
 from descant.adapters.facts import facts_of
+from descant.adapters.pace import present_pace
+from descant.adapters.placement import input_device, spread
+from descant.adapters.ranks import ranks_of
 from descant.adapters.views import SelfView
 from descant.ports import Cache, Facts, KeyCache, Span, StateCache
 from descant.rows import Rows, pick
@@ -39,7 +42,10 @@ class TransformersModel:
         self.model = model
         self.facts: Facts = facts_of(model)
         # Where it takes its inputs; asked once, for the model searches.
-        self.device = torch.device(model.device)
+        self.device = input_device(model)
+        self.peers = ranks_of(model)
+        self._spread = spread(model)
+        self._pace = present_pace()
         self._states = tuple(states)  # what else to return: "hidden_states", "attentions"
         self._batches = Batches(self.facts)
         self._extras = Extras()
@@ -130,8 +136,9 @@ class TransformersModel:
             inputs |= self._beside(inputs, batch, request.tolist())
         view = SelfView(cast(KeyCache, cache), span)
         if self._encoder is not None:
-            inputs |= self._encoder.shown(request)
-            inputs["past_key_values"] = self._encoder.past(request, view, span)
+            read = self._encoder.lines(request)
+            inputs |= self._encoder.shown(read)
+            inputs["past_key_values"] = self._encoder.past(read, view, span)
         else:
             inputs["past_key_values"] = view
         places = None
@@ -144,7 +151,7 @@ class TransformersModel:
         if places is not None:
             line = torch.arange(len(logits), device=logits.device)[:, None]
             logits = logits[line, places.to(logits.device)]
-        return logits.float(), self._kept(answer, rows, batch) if self._states else {}
+        return self._brought(logits), self._kept(answer, rows, batch) if self._states else {}
 
     def _run_asking(
         self, rows: Rows, proposal: Proposal, cache: Cache, batch: Batch
@@ -157,7 +164,7 @@ class TransformersModel:
         requests = request.tolist()
         more: dict[str, Any] = {"logits_to_keep": proposal.width + 1} if facts.keeps_logits else {}
         if self._encoder is not None:
-            more |= self._encoder.shown(request)
+            more |= self._encoder.shown(self._encoder.lines(request))
         lines = [self._embeddings.get(one) for one in requests] if self._embeddings else []
         if start == 0 and any(one is not None for one in lines):
             more["inputs_embeds"] = self._embedded(lines, self._whole(rows, proposal, batch), batch)
@@ -181,18 +188,24 @@ class TransformersModel:
             cast(StateCache, cache).keep(line, self._state.after(answer, state, found))
         self._asking.heard(answer, requests)
         logits = answer.logits[:, -(proposal.width + 1) :]
-        return logits.float(), self._kept(answer, rows, batch) if self._states else {}
+        return self._brought(logits), self._kept(answer, rows, batch) if self._states else {}
+
+    def _brought(self, logits: Tensor) -> Tensor:
+        """The logits in float32 and where the rows are: a model spread over devices may answer elsewhere."""
+        return logits.to(self.device, torch.float32)
 
     def _view(self, cache: Cache, span: Span, request: Tensor) -> Any:
         """The cache as the model sees it."""
         view = SelfView(cast(KeyCache, cache), span)
-        return view if self._encoder is None else self._encoder.past(request, view, span)
+        return view if self._encoder is None else self._encoder.past(self._encoder.lines(request), view, span)
 
     def _called(self, inputs: dict[str, Any], batch: Batch) -> Any:
         """The model's answer, with the states asked for."""
         for name in self._states:
             inputs[f"output_{name}"] = True
         inputs["return_dict"] = True
+        if self._pace is not None:
+            self._pace.forward()
         answer = self.model(**inputs)
         self.forwards += 1
         self.positions_fed += batch.width * batch.size
@@ -295,7 +308,9 @@ class TransformersModel:
             masks[kind] = mask[:, None]
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
-    def _places(self, proposal: Proposal, batch: Batch) -> tuple[int | Tensor | None, Tensor | None]:
+    def _places(
+        self, proposal: Proposal, batch: Batch
+    ) -> tuple[int | Tensor | list[int] | None, Tensor | None]:
         """Which positions to compute logits for, and where each row's are among those [N, K + 1]."""
         last = batch.fed - proposal.tried(batch.rows) - 1
         at = (last[:, None] + torch.arange(proposal.width + 1)).clamp(max=batch.width - 1)
@@ -304,7 +319,8 @@ class TransformersModel:
         if bool((last == last[0]).all()) and int(last[0]) + proposal.width + 1 == batch.width:
             return proposal.width + 1, None
         wanted, places = torch.unique(at, return_inverse=True)
-        return wanted.to(self.device), places
+        # An index must be where the last layer is or on the host, and what spreads a model moves tensors.
+        return wanted.tolist() if self._spread else wanted.to(self.device), places
 
     def _kept(self, answer: Any, rows: Rows, batch: Batch) -> Mapping[str, Any]:
         """The states asked for, with the rows they belong to."""

@@ -36,6 +36,7 @@ class DenseCache:
         self._shared = torch.zeros(0, dtype=torch.long)  # [R] how many slots that is
         self._families = count(1)
         self._kin = False  # whether rows ever moved: before, nobody shares anything
+        self._placed: dict[torch.device, tuple[Span, Tensor, Tensor]] = {}
         self.moved = 0  # slots of keys and values copied between rows, for reports and tests
 
     def __len__(self) -> int:
@@ -70,9 +71,7 @@ class DenseCache:
             keys[: self._rows, :, span.start : stop] = key
             values[: self._rows, :, span.start : stop] = value
             return keys[: self._rows, :, : span.stop], values[: self._rows, :, : span.stop]
-        rows = torch.arange(self._rows, device=key.device) if span.rows is None else span.rows
-        slots = torch.arange(span.width, device=key.device)
-        at = slots + span.start if isinstance(span.start, int) else slots + span.start[:, None]
+        rows, at = self._places(span, key.device)
         keys[rows[:, None], :, at] = key.transpose(1, 2)
         values[rows[:, None], :, at] = value.transpose(1, 2)
         if span.fresh:
@@ -80,6 +79,22 @@ class DenseCache:
         if span.rows is None:
             return keys[: self._rows, :, : span.stop], values[: self._rows, :, : span.stop]
         return keys[rows, :, : span.stop], values[rows, :, : span.stop]
+
+    def _places(self, span: Span, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rows [N] and slots [N, T] of a span on a layer's device, found once a device and forward."""
+        known = self._placed.get(device)
+        if known is None or known[0] is not span:
+            rows = (
+                torch.arange(self._rows, device=device)
+                if span.rows is None
+                else span.rows.to(device, non_blocking=True)
+            )
+            slots = torch.arange(span.width, device=device)
+            start = span.start
+            if isinstance(start, Tensor):
+                start = start.to(device, non_blocking=True)[:, None]
+            known = self._placed[device] = (span, rows, slots + start)
+        return known[1:]
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from descant.context import params_of
-from descant.ports import Noise, Stop
+from descant.ports import Noise, Peers, Stop
 from descant.rows import Rows, pick
 from descant.step import Hypothesis, Output, Proposal, Selection
 
@@ -64,12 +64,15 @@ class Beam:
         ),  # the slot each of its new tokens was chosen from
     }
 
-    def __init__(self, width: int, candidates: int, draws: bool, noise: Noise, stop: Stop) -> None:
+    def __init__(
+        self, width: int, candidates: int, draws: bool, noise: Noise, stop: Stop, peers: Peers | None = None
+    ) -> None:
         self._width = width
         self._count = candidates
         self._draws = draws
         self._noise = noise
         self._stop = stop
+        self._peers = peers
         self._known: object = None  # the version of a table all of whose requests have a pool
         self._requests: Array = np.zeros(0, dtype=np.int64)  # [M] ascending
         self._scores: Array = np.zeros((0, width))  # [M, W] of the pools, best first, -inf where none yet
@@ -192,7 +195,8 @@ class Beam:
         else:
             best, at = total.topk(count)
         # The one transfer of the step; the scores travel as their bits, since floats hold no large index.
-        bits, places = torch.stack((best.contiguous().view(torch.int32).long(), at)).cpu()
+        choice = torch.stack((best.contiguous().view(torch.int32).long(), at))
+        bits, places = (choice if self._peers is None else self._peers.word(choice)).cpu()
         beam, tokens = places // vocabulary, places % vocabulary
         parents = index.gather(1, beam)
         reasons = self._stop.ended(rows, parents.flatten(), tokens.flatten())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from descant.context import params_of
-from descant.ports import Array, Noise, Stop
+from descant.ports import Array, Noise, Peers, Stop
 from descant.rows import Rows, pick
 from descant.step import Hypothesis, Output, Proposal, Selection, Tokens
 
@@ -27,9 +27,10 @@ class Sampling:
     normalised = False
     columns: Mapping[str, Tensor] = {}
 
-    def __init__(self, noise: Noise, stop: Stop) -> None:
+    def __init__(self, noise: Noise, stop: Stop, peers: Peers | None = None) -> None:
         self._noise = noise
         self._stop = stop
+        self._peers = peers
         self._done: dict[int, dict[int, Hypothesis]] = {}
         self._split: tuple[object, Tensor, Tensor] | None = None  # (version, greedy rows, sampling rows)
         self._seasoned: object = None  # the version of a table none of whose rows is fresh
@@ -117,10 +118,14 @@ class Sampling:
             place = drawing.to(tokens.device)
             won, drawn = self._drawn(rows.take(drawing), pick(scores, drawing))
             best, tokens = best.index_copy(0, place, won), tokens.index_copy(0, place, drawn)
-        if tokens.device.type == "cpu":
+        if tokens.device.type == "cpu" and self._peers is None:
             return tokens, best.numpy(), tokens
         # The one transfer of the step: the scores travel as their bits beside the tokens.
-        host, bits = torch.stack((tokens, best.view(torch.int32).long())).cpu()
+        choice = torch.stack((tokens, best.view(torch.int32).long()))
+        if self._peers is not None:
+            choice = self._peers.word(choice)
+            tokens = choice[0]
+        host, bits = choice.cpu()
         return tokens, bits.to(torch.int32).view(torch.float32).numpy(), host
 
     def _drawn(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,35 @@
+"""Where the parts of a model compute, which need not be where their weights are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+__all__ = ["input_device", "spread"]
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its inputs: where it embeds them."""
+    return _computes(model.get_input_embeddings()) or torch.device(model.device)
+
+
+def spread(model: PreTrainedModel) -> bool:
+    """Whether parts of a model compute on different devices, by its `device_map` or by its two ends."""
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return True
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    ends = {_computes(model.get_input_embeddings()), _computes(head)} - {None}
+    return len(ends) > 1
+
+
+def _computes(module: Any) -> torch.device | None:
+    """The device of a module's own computation: as its hook says if weights are brought in from elsewhere."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        device = getattr(one, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    weight = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
+    return None if weight is None else weight.device
