@@ -465,10 +465,9 @@ def staged(subject: Subject) -> Subject:
     for row in [*subject.prompts, subject.batch or {}]:
         for name, value in row.items():
             row[name] = nn.functional.pad(value, (0, 12 - value.shape[1]))
-    # With lengths of its own for every stage; where text is over, the padding of the next stage begins.
     settings.semantic_config["pad_token_id"] = settings.semantic_config["eos_token_id"]
     subject.options = {"semantic_max_new_tokens": 10, "max_new_tokens": None}
-    subject.batch = None  # the sound of a shorter row is cut off where the longest ends
+    subject.batch = None  # every row of a batch sounds as long as the longest
     subject.note = (
         "three stages; semantic_max_new_tokens, not max_new_tokens, which the second stage sets itself"
     )

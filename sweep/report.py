@@ -16,7 +16,7 @@ import transformers
 
 from sweep.catalogue import TASKS
 
-__all__ = ["document", "page"]
+__all__ = ["PAGE", "RESULTS", "document", "kept", "page"]
 
 _STATUS = {
     "works": "greedy and beam-4 tokens and greedy logits are transformers' own, and batches say what rows do",
@@ -36,6 +36,32 @@ _TITLES = {
 }
 
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "sweep" / "results.json"
+PAGE = ROOT / "docs" / "reference" / "models.md"
+
+_HEAD = """<!-- Made by `python -m sweep.report --keep` from sweep/results.json: edit there. -->
+
+# Models
+
+Every generative class that the auto mappings of transformers {transformers} list, each as a tiny random
+model in float32, decoded by transformers' own `generate()` and by Descant: three prompts of different length
+one by one, then together, greedily and with four beams. `python -m sweep` does it again. What a class says
+about itself decides how it is fed; see [Models: text, images, sound](../guide/models.md).
+
+"""
+_KEPT = ("task", "model_type", "name", "status", "reason", "note", "beam", "reference_beam", "cpu")
+
+
+def kept(data: dict[str, Any]) -> str:
+    """Of a JSON document what is worth keeping, a line for each class."""
+    lines = [
+        json.dumps({name: record[name] for name in _KEPT if name in record}) for record in data["results"]
+    ]
+    versions = json.dumps(data["versions"])
+    return f'{{"versions": {versions}, "results": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
 def document(records: Sequence[dict[str, Any]]) -> str:
     """Records as a JSON document, with the versions they were made with."""
     versions = {
@@ -49,7 +75,7 @@ def document(records: Sequence[dict[str, Any]]) -> str:
 def page(data: dict[str, Any]) -> str:
     """A Markdown page of a JSON document: the counts, then a table for each task."""
     records = data["results"]
-    parts = [_counts(records)]
+    parts = [_HEAD.format(**data["versions"]) + _counts(records)]
     for task in TASKS:
         some = [record for record in records if record["task"] == task]
         if some:
@@ -101,11 +127,17 @@ def _cell(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Turn a JSON document into a page: `python -m sweep.report results.json > page.md`."""
+    """Turn a JSON document into a page: `python -m sweep.report results.json`, `--keep` to keep both."""
     parser = argparse.ArgumentParser(prog="python -m sweep.report", description=main.__doc__)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
+    parser.add_argument("--keep", action="store_true", help="write the project's own data and page")
     options = parser.parse_args(argv)
-    sys.stdout.write(page(json.loads(options.results.read_text(encoding="utf-8"))))
+    data = json.loads(options.results.read_text(encoding="utf-8"))
+    if options.keep:
+        RESULTS.write_text(kept(data), encoding="utf-8")
+        PAGE.write_text(page(data), encoding="utf-8")
+    else:
+        sys.stdout.write(page(data))
     return 0
 
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from descant.adapters.outer import outer_of
+from descant.adapters.speech import listener_of
 from descant.adapters.transformers import TransformersModel
 from descant.cache.dense import DenseCache
 from descant.cache.objects import ObjectCache
 from descant.config import FIELDS, GenerationConfig, register_explainer
 from descant.context import Prompt
-from descant.errors import ConfigError
+from descant.errors import ConfigError, UnsupportedModel
 from descant.ports import Cache, Facts, Noise, Peers, Stop, Strategy
 from descant.processors import (
     AdaptivePLogitsWarper,
@@ -216,7 +218,12 @@ class Plan:
 
 def adapt(model: Any, states: Sequence[str] = ()) -> Any:
     """The model behind the Model port; what already offers the port is used as it is."""
-    return model if hasattr(model, "facts") else TransformersModel(model, states)
+    if hasattr(model, "facts"):
+        return model
+    if listener_of(model) is None and outer_of(model) is not None:
+        kind = type(model).__name__
+        raise UnsupportedModel(f"{kind} prepares prompts in a generate() of its own: use descant.generate")
+    return TransformersModel(model, states)
 
 
 def new_cache(facts: Facts) -> Cache:

@@ -43,7 +43,7 @@ def temperatures(monkeypatch):
 def test_seeded_fallback_draws_as_transformers_does(limits, monkeypatch):
     seen = temperatures(monkeypatch)
     call = {**LONG, "temperature": (0.0, 0.3, 0.6, 0.9)}
-    compared(whisper(), 1, **recordings(110, seed=1), **call, **limits)
+    compared(whisper(), 1, **recordings(80, seed=1), **call, **limits)
     tried = [temperature for temperature, _, _ in seen]
     assert any(tried)
     assert tried.count(0.0) > tried.count(0.9), "some windows are believed at once or on the way"
@@ -108,10 +108,10 @@ def test_silence_is_passed_over():
 
 
 def test_a_neighbour_changes_neither_doubt_nor_silence():
-    sound = recordings(110, 64, 40, seed=3)
+    sound = recordings(80, 40, seed=3)
     call = {**LONG, "temperature": (0.0, 0.4, 0.8), "logprob_threshold": -0.9, "no_speech_threshold": 0.001}
-    together = descant.generate(whisper(), **sound, **call, seed=[5, 6, 7])
-    for line, frames in enumerate((110, 64, 40)):
+    together = descant.generate(whisper(), **sound, **call, seed=[5, 6])
+    for line, frames in enumerate((80, 40)):
         alone = {name: value[line : line + 1, ..., :frames] for name, value in sound.items()}
         single = descant.generate(whisper(), **alone, **call, seed=[5 + line])
         assert [one["tokens"].tolist() for one in single["segments"][0]] == [
@@ -139,7 +139,21 @@ def test_copies_are_drawn_apart():
     assert torch.equal(out["sequences"], again["sequences"])
 
 
-def test_every_window_and_attempt_has_luck_of_its_own():
+def test_every_window_and_attempt_has_luck_of_its_own(monkeypatch):
+    from descant.speech.decoder import Decoder
+
+    seeds = []
+    decode = Decoder.decode
+
+    def watched(self, configs, states, prompts):
+        seeds.extend(config.seed for config in configs)
+        return decode(self, configs, states, prompts)
+
+    monkeypatch.setattr(Decoder, "decode", watched)
+    call = {**LONG, "temperature": (0.3, 0.6), "logprob_threshold": 100.0, "seed": 9}
+    descant.generate(whisper(), **recordings(90), **call)
+    assert len(seeds) == len(set(seeds)) > 4
+    assert seeds[0] == 9
     assert derived(9, 0, 0) == 9
     assert len({derived(9, turn, attempt) for turn in range(20) for attempt in range(6)}) == 120
 

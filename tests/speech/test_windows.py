@@ -34,6 +34,15 @@ def test_less_than_a_window_is_filled_up_with_silence():
     assert ours[0].tolist()[0][:20] == ours[1].tolist()[0][:20]
 
 
+def test_a_short_recording_is_heard_to_the_end_of_its_window_whatever_the_mask_says():
+    sound = recordings(WINDOW, WINDOW)
+    sound["attention_mask"][:, 6:] = 0
+    seen = []
+    call = {"language": "en", "monitor_progress": lambda frames: seen.append(frames.tolist())}
+    compared(whisper(), **sound, **LONG, **call)
+    assert seen[0] == seen[len(seen) // 2] == [[0, WINDOW]] * 2
+
+
 def test_tokens_alone_are_those_of_all_segments():
     sound = recordings(140, 50)
     segments = descant.generate(whisper(), **sound, **LONG, language="en")["segments"]

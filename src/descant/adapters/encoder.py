@@ -41,7 +41,7 @@ class Encoder:
         self._kind: Any = BaseModelOutput  # the record in which the decoder is shown what the encoder said
         self._takes = inspect.signature(model.forward).parameters
         method = "_maybe_prepare_encoder_kwargs_for_generation"
-        self._own = getattr(type(model), method) is not getattr(GenerationMixin, method)
+        self._own = getattr(type(model), method, None) is not getattr(GenerationMixin, method, None)
 
     def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Run the encoder on new requests, or take what the user computed."""

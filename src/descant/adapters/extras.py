@@ -59,6 +59,12 @@ class Extras:
         for request in requests:
             self._kept.pop(request, None)
 
+    def fed(self, requests: Sequence[int]) -> None:
+        """Let go of media that have been fed, and will not be again."""
+        for request in requests:
+            if (extra := self._kept.get(request)) is not None:
+                extra.media = {}
+
     def placed(self, request: int, ahead: Tensor) -> None:
         """Note how far a request's positions run ahead [k]."""
         self._kept.setdefault(request, Extra()).ahead = ahead

@@ -98,7 +98,7 @@ def _looked_up(model: PreTrainedModel, attention: str) -> Facts:
 
 def _overrides(model: PreTrainedModel, method: str) -> bool:
     """Whether a model has a way of its own to do what transformers does alike for most."""
-    return getattr(type(model), method, None) is not getattr(GenerationMixin, method)
+    return getattr(type(model), method, None) is not getattr(GenerationMixin, method, None)
 
 
 def _memory(model: Any, takes: Mapping[str, Any], text: Any) -> str:

@@ -70,7 +70,8 @@ def _reason(kind: Any) -> str:
 
 def _names(kind: Any) -> frozenset[str]:
     """What the code of a class' own generate() refers to by name."""
-    return frozenset(inspect.unwrap(kind.generate).__code__.co_names)
+    code = getattr(inspect.unwrap(kind.generate), "__code__", None)
+    return frozenset(code.co_names if code is not None else ())
 
 
 class Outer:
@@ -83,7 +84,10 @@ class Outer:
     def run(self, generate: Callable[..., Any], inputs: Any, config: Any, asked: Mapping[str, Any]) -> Any:
         """What the model's own generate() returns, while `generate` is what decodes."""
         kind: Any = type(self.model)
-        given = {name: _copied(value) for name, value in asked.items() if value is not None and value != ()}
+        empty = [
+            name for name, value in asked.items() if value is None or (isinstance(value, tuple) and not value)
+        ]
+        given = {name: _copied(value) for name, value in asked.items() if name not in empty}
         if isinstance(config, GenerationConfig):
             given = {name: getattr(config, name) for name in config.given} | given
         elif isinstance(config, list | tuple) and self._reads_config:

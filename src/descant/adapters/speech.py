@@ -6,11 +6,14 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+from descant.adapters.placement import input_device
 
 __all__ = ["LANGUAGES", "Listener", "listener_of"]
 
@@ -32,7 +35,7 @@ class Listener:
     @property
     def device(self) -> torch.device:
         """Where it takes its inputs."""
-        return torch.device(self.model.device)
+        return input_device(self.model)
 
     @property
     def attention(self) -> str:
@@ -58,8 +61,8 @@ class Listener:
 
 def listener_of(model: Any) -> Listener | None:
     """The model as a listener, if it declares that it hears by windows: its own generate() counts frames."""
-    own = getattr(type(model), "generate", None)
-    if own is None or "num_segment_frames" not in inspect.signature(own).parameters:
+    kind: Any = type(model)
+    if not _counts_frames(kind):
         return None
     config, encoder = model.config, model.get_encoder()
     stride = math.prod(
@@ -74,3 +77,9 @@ def listener_of(model: Any) -> Listener | None:
         vocabulary=int(config.vocab_size),
         smoothing=int(getattr(config, "median_filter_width", 7)),
     )
+
+
+@cache
+def _counts_frames(kind: Any) -> bool:
+    own = getattr(kind, "generate", None)
+    return own is not None and "num_segment_frames" in inspect.signature(own).parameters

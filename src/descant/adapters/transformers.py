@@ -147,6 +147,8 @@ class TransformersModel:
             if wanted is not None:
                 inputs["logits_to_keep"] = wanted
         answer = self._called({**inputs, "use_cache": True}, batch)
+        if batch.start == 0 and len(self._extras):
+            self._extras.fed(request.tolist())
         logits = answer.logits
         if places is not None:
             line = torch.arange(len(logits), device=logits.device)[:, None]

@@ -50,12 +50,6 @@ class Options:
     force_unique_generate_call: bool = False
     monitor_progress: Callable[[Tensor], None] | None = None
 
-    @property
-    def judged(self) -> bool:
-        """Whether what was heard is looked at before it is believed."""
-        limits = self.compression_ratio_threshold, self.logprob_threshold, self.no_speech_threshold
-        return any(limit is not None for limit in limits)
-
 
 def options_of(given: Mapping[str, Any], config: GenerationConfig) -> Options:
     """The options of a call, those it does not give taken from its generation config, all checked."""
