@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from descant.adapters.ranks import together
+from descant.adapters.speech import listener_of
 from descant.calls import Asked, Call, listed, merged, placed
 from descant.config import FIELDS, GenerationConfig
-from descant.errors import ConfigError, DescantError, InputError, RankError
+from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
 from descant.ports import Peers
 from descant.session import Event, Failed, Finished, Session, Tokens
 from descant.step import Hypothesis
@@ -64,6 +65,11 @@ def stream(
     prompts and sequences are mingled; a sequence of beams brings what all beams agree on at once, and the
     rest when it is decided. Iterate with `for` or `async for`; `close`, or leaving `with`, cancels what runs.
     """
+    if listener_of(model) is not None:
+        kind = type(model).__name__
+        raise UnsupportedModel(
+            f"{kind} hears by windows: use descant.generate, with a streamer for short audio"
+        )
     with together(model):
         call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
         _refuse_record(call, generation_config)

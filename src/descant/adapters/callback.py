@@ -46,6 +46,9 @@ def recovered_inputs(theirs: Any, given: Mapping[str, Any], encoder_decoder: boo
     fresh = {name: _once(value, repeats, lines) for name, value in given.items()}
     if encoder_decoder:
         fresh["decoder_input_ids"] = fresh.pop("input_ids")
+        ready, mask = fresh.get("encoder_outputs"), fresh.get("attention_mask")
+        if ready is not None and mask is not None and ready[0].shape[1] != mask.shape[1]:
+            del fresh["attention_mask"]  # of what the encoder heard, and not of what it made of it
     return fresh
 
 

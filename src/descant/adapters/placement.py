@@ -12,7 +12,7 @@ __all__ = ["input_device", "spread"]
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where a model takes its inputs: where it embeds them."""
-    return _computes(model.get_input_embeddings()) or torch.device(model.device)
+    return _computes(_table(model)) or torch.device(model.device)
 
 
 def spread(model: PreTrainedModel) -> bool:
@@ -20,8 +20,16 @@ def spread(model: PreTrainedModel) -> bool:
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return True
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    ends = {_computes(model.get_input_embeddings()), _computes(head)} - {None}
+    ends = {_computes(_table(model)), _computes(head)} - {None}
     return len(ends) > 1
+
+
+def _table(model: PreTrainedModel) -> Any:
+    """The table that a model embeds tokens with; None where it names none."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
 
 
 def _computes(module: Any) -> torch.device | None:
