@@ -788,9 +788,6 @@ MIXED = frozenset(
     }
 )
 ALONE = {  # rows that transformers itself cannot put into one batch without changing what they say
-    "blip": "no batch: padding is taken for text",
-    "hunyuan_vl": "no batch: pictures are numbered through the batch",
-    "udop": "no batch: padding moves the picture away from the text",
     "musicgen_melody": "no batch: padding moves the text before the melody",
     "voxtral_realtime": "no batch: sound and text of one length only",
 }

@@ -350,10 +350,12 @@ def test_the_page_counts_and_explains():
 def test_the_page_says_how_beams_were_compared():
     plain = _record(beam="compared without a cache")
     none = _record(beam="not compared", reference_beam="ValueError: no")
-    assert "with its cache than without; compared with its search without one" in report.page(
-        {"results": [plain]}
-    )
-    assert "fails with a cache (ValueError: no); greedy only" in report.page({"results": [none]})
+
+    def page(record):
+        return report.page(json.loads(report.document([record])))
+
+    assert "with its cache than without; compared with its search without one" in page(plain)
+    assert "fails with a cache (ValueError: no); greedy only" in page(none)
 
 
 def test_the_command_lists_and_chooses(capsys):

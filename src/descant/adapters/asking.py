@@ -77,11 +77,8 @@ class Asking:
             kept.pop(name, None)
         kept = {name: value[:1] if isinstance(value, Tensor) else value for name, value in kept.items()}
         if extra.lasting is None:
-            extra.media, extra.marks = (
-                {},
-                {name: value[0] for name, value in kept.items() if name in extra.marks},
-            )
             extra.media = {name: value for name, value in kept.items() if name not in extra.marks}
+            extra.marks = {name: kept[name][0] for name in extra.marks if name in kept}
         else:
             extra.lasting = kept
 
@@ -124,12 +121,11 @@ def own_positions(
     """Positions of fresh rows by the model's own count [k, N, L]; how far ahead each runs is noted."""
     with untouched(model):
         found: Tensor | None = model._prepare_position_ids_for_generation(tokens, dict(asked))
-    present = asked.get("attention_mask")
-    long = torch.full((len(tokens),), tokens.shape[1]) if present is None else present.sum(1)
     if found is not None and found.ndim == 3:
-        for line, request in enumerate(requests):
-            last = int(long[line])
-            extras.placed(request, found[:, line, last - 1] + 1 - last)
+        present = asked.get("attention_mask")
+        lengths = [tokens.shape[1]] * len(tokens) if present is None else present.sum(1).tolist()
+        for line, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+            extras.placed(request, found[:, line, length - 1] + 1 - length)
     return found
 
 
