@@ -54,6 +54,10 @@ class SelfView(TransformersCache):
     def __len__(self) -> int:
         return 0
 
+    def __bool__(self) -> bool:
+        # Models ask whether there is a cache at all by asking whether it is true.
+        return True
+
     @property
     def is_sliding(self) -> list[bool]:
         """No layer forgets: windows are a matter of the mask."""
@@ -96,10 +100,6 @@ class CrossView(SelfView):
         self._lines = lines
         self._span = span
 
-    def __len__(self) -> int:
-        # Some models ask whether there is anything to be had by asking whether the cache is true.
-        return len(self.layers)
-
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
@@ -118,6 +118,9 @@ class PairView(EncoderDecoderCache):
 
     def __len__(self) -> int:
         return 0
+
+    def __bool__(self) -> bool:
+        return True
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The position of the first fed token."""
