@@ -57,9 +57,9 @@ def prepared(
     if past is not None and not _empty_cache(past):
         raise NotInThisVersion("past_key_values", "is not in this version of Descant", past, "leave it unset")
     given = _without_idle(given, facts)
-    known = {"input_ids", "attention_mask", "inputs_embeds"} | facts.accepts
+    known = {*_TEXT, *facts.accepts}
     if facts.encoder_decoder:
-        known |= {"encoder_outputs", "decoder_input_ids", "decoder_attention_mask"}
+        known |= set(_DECODER)
     unknown = sorted(given.keys() - known)
     if unknown:
         do = f"known are {sorted(known)} and the fields of GenerationConfig"
@@ -188,7 +188,7 @@ def _heard(
     count = _count(media, facts)
     if "attention_mask" in given:
         media = {**media, "attention_mask": given["attention_mask"]}
-    lines = [{} for _ in range(count)]  # type: list[dict[str, Any]]
+    lines: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in media.items():
         if not isinstance(value, Tensor) or len(value) != count:
             raise InputError(name, f"must have an entry for each of {count} prompts", value)

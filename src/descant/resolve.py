@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from descant.adapters.outer import outer_of
-from descant.adapters.speech import listener_of
+from descant.adapters.speech import hears
 from descant.adapters.transformers import TransformersModel
 from descant.cache.dense import DenseCache
 from descant.cache.objects import ObjectCache
@@ -220,7 +220,7 @@ def adapt(model: Any, states: Sequence[str] = ()) -> Any:
     """The model behind the Model port; what already offers the port is used as it is."""
     if hasattr(model, "facts"):
         return model
-    if listener_of(model) is None and outer_of(model) is not None:
+    if not hears(model) and outer_of(model) is not None:
         kind = type(model).__name__
         raise UnsupportedModel(f"{kind} prepares prompts in a generate() of its own: use descant.generate")
     return TransformersModel(model, states)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from descant.adapters.ranks import together
-from descant.adapters.speech import listener_of
+from descant.adapters.speech import hears
 from descant.calls import Asked, Call, listed, merged, placed
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
@@ -65,7 +65,7 @@ def stream(
     prompts and sequences are mingled; a sequence of beams brings what all beams agree on at once, and the
     rest when it is decided. Iterate with `for` or `async for`; `close`, or leaving `with`, cancels what runs.
     """
-    if listener_of(model) is not None:
+    if hears(model):
         kind = type(model).__name__
         raise UnsupportedModel(
             f"{kind} hears by windows: use descant.generate, with a streamer for short audio"

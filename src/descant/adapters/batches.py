@@ -57,8 +57,8 @@ class Batches:
         """
         cached, even, facts = rows.cached, rows.even, self.facts
         plain = not apart and held is None and not facts.alone
-        stepping = even is not None and even.length == even.cached + 1 and proposal.drafts is None
-        if plain and stepping and facts.memory == "keys" and even is not None:
+        stepping = plain and facts.memory == "keys" and proposal.drafts is None
+        if stepping and even is not None and even.length == even.cached + 1:
             return [Batch(None, len(rows), cached, cached, even.cached, 1)]
         fed = rows.pending + proposal.tried()
         if facts.memory == "none":  # everything is fed again, every time

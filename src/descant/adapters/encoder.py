@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
 
+from descant.adapters.facts import overrides
 from descant.adapters.memory import Memory
 from descant.adapters.views import CrossView, PairView, SelfView
 from descant.errors import InputError
@@ -40,8 +40,7 @@ class Encoder:
         self._memory = Memory()
         self._kind: Any = BaseModelOutput  # the record in which the decoder is shown what the encoder said
         self._takes = inspect.signature(model.forward).parameters
-        method = "_maybe_prepare_encoder_kwargs_for_generation"
-        self._own = getattr(type(model), method, None) is not getattr(GenerationMixin, method, None)
+        self._own = overrides(model, "_maybe_prepare_encoder_kwargs_for_generation")
 
     def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Run the encoder on new requests, or take what the user computed."""
@@ -52,10 +51,11 @@ class Encoder:
                 lines = [all_lines[place] for place in part]
                 if lines[0] is None:
                     continue
-                lengths = (
-                    lengths or [len(line) for line in lines] if _padded(name, lines[0].shape) else lengths
-                )
-                fed[name] = (_stacked if _padded(name, lines[0].shape) else _joined)(lines, self.device)
+                if _padded(name, lines[0].shape):
+                    lengths = lengths or [len(line) for line in lines]
+                    fed[name] = _stacked(lines, self.device)
+                else:
+                    fed[name] = _joined(lines, self.device)
             if not fed:
                 raise InputError(self.facts.main, "must hold the encoder's input", None)
             states, mask, beside = self._read(fed, lengths)

@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerationMixin
 from descant.errors import UnsupportedModel
 from descant.ports import Facts
 
-__all__ = ["ON_MODULES", "facts_of"]
+__all__ = ["ON_MODULES", "facts_of", "overrides"]
 
 _known: WeakKeyDictionary[PreTrainedModel, Facts] = WeakKeyDictionary()
 
@@ -70,7 +70,7 @@ def _looked_up(model: PreTrainedModel, attention: str) -> Facts:
     text = model.config.get_text_config(decoder=True)
     both = bool(model.config.is_encoder_decoder)
     memory = _memory(model, takes, text)
-    asks = memory != "keys" or _overrides(model, "prepare_inputs_for_generation")
+    asks = memory != "keys" or overrides(model, "prepare_inputs_for_generation")
     return Facts(
         encoder_decoder=both,
         positions="position_ids" in takes and not both,
@@ -89,14 +89,14 @@ def _looked_up(model: PreTrainedModel, attention: str) -> Facts:
         level=asks or _stretches(text) or _squares(model) or text.model_type in _LEVEL,
         alone=text.model_type in _ALONE,
         spelt=_padded_table(model),
-        places=_overrides(model, "_prepare_position_ids_for_generation"),
+        places=overrides(model, "_prepare_position_ids_for_generation"),
         main=_main(model, both),
         accepts=_accepted(model, both) - (frozenset() if asks and not both else _CROSS),
         marks=_marks(model.config),
     )
 
 
-def _overrides(model: PreTrainedModel, method: str) -> bool:
+def overrides(model: PreTrainedModel, method: str) -> bool:
     """Whether a model has a way of its own to do what transformers does alike for most."""
     return getattr(type(model), method, None) is not getattr(GenerationMixin, method, None)
 

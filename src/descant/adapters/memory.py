@@ -39,6 +39,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._line: dict[int, int] = {}
+        self._sorted: tuple[Tensor, Tensor] | None = None  # requests in order, and their lines
         self._mask: Tensor | None = None  # [M, T] of what the encoder read
         self._beside: dict[str, Tensor] = {}  # [M, ...] what else the encoder said, by name
         self._states: Tensor | None = None  # [M, S, D], only while a request waits for its first forward
@@ -70,12 +71,14 @@ class Memory:
             self._mask = _below(self._mask, mask)
             self._states = _below(self._states, states)
             self._beside = {name: _below(self._beside[name], value) for name, value in beside.items()}
+        self._sorted = None
         self._line.update({request: first + at for at, request in enumerate(requests)})
 
     def close(self, requests: Sequence[int]) -> None:
         """Forget requests; their lines go when fewer than half are in use."""
         for request in requests:
             self._line.pop(request, None)
+        self._sorted = None
         if self._mask is None or 2 * len(self._line) > len(self._mask):
             return
         keep = torch.tensor(list(self._line.values()), dtype=torch.long)
@@ -90,8 +93,11 @@ class Memory:
     def lines(self, requests: Tensor) -> Tensor | None:
         """The line of each row's request, for `requests` [R] (host); None where row `i` reads line `i`."""
         assert self._mask is not None
-        known = torch.tensor(sorted(self._line), dtype=torch.long)
-        held = torch.tensor([self._line[one] for one in known.tolist()], dtype=torch.long)
+        if self._sorted is None:  # asked every step, and changes when a request comes or goes
+            known = torch.tensor(sorted(self._line), dtype=torch.long)
+            held = torch.tensor([self._line[one] for one in known.tolist()], dtype=torch.long)
+            self._sorted = known, held
+        known, held = self._sorted
         lines = held[torch.searchsorted(known, requests)]
         if len(lines) == len(self._mask) and torch.equal(lines, torch.arange(len(lines))):
             return None

@@ -15,7 +15,7 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from descant.adapters.placement import input_device
 
-__all__ = ["LANGUAGES", "Listener", "listener_of"]
+__all__ = ["LANGUAGES", "Listener", "hears", "listener_of"]
 
 LANGUAGES: Mapping[str, str] = TO_LANGUAGE_CODE  # "english" -> "en"
 
@@ -59,10 +59,15 @@ class Listener:
         return states
 
 
-def listener_of(model: Any) -> Listener | None:
-    """The model as a listener, if it declares that it hears by windows: its own generate() counts frames."""
+def hears(model: Any) -> bool:
+    """Whether a model declares that it hears by windows: its own generate() counts frames."""
     kind: Any = type(model)
-    if not _counts_frames(kind):
+    return _counts_frames(kind)
+
+
+def listener_of(model: Any) -> Listener | None:
+    """The model as a listener, if it is one."""
+    if not hears(model):
         return None
     config, encoder = model.config, model.get_encoder()
     stride = math.prod(
