@@ -113,13 +113,11 @@ def test_a_models_hint_is_set_aside_and_a_models_method_is_not():
     merged = GenerationConfig.merge({}, None, GenerationConfig.from_dict(hints))
     assert merged.unused == hints
     assert merged.given == frozenset()
-    model = GenerationConfig.from_dict({"diversity_penalty": 3})
-    with pytest.raises(
-        NotInThisVersion, match=r"from the model's .*got 3.0: pass diversity_penalty=0.0"
-    ) as error:
+    model = GenerationConfig.from_dict({"token_healing": True})
+    with pytest.raises(NotInThisVersion, match=r"from the model's .*pass token_healing=False") as error:
         GenerationConfig.merge({}, None, model)
-    assert error.value.field == "diversity_penalty"
-    assert GenerationConfig.merge({"diversity_penalty": 0}, None, model).diversity_penalty == 0
+    assert error.value.field == "token_healing"
+    assert GenerationConfig.merge({"token_healing": False}, None, model).token_healing is False
     greedy = GenerationConfig.merge({}, None, GenerationConfig.from_dict({"typical_p": 0.5}))
     assert greedy.unused == {"typical_p": 0.5}
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, InputError
+from descant.guidance.cfg import NEGATIVE
 from descant.inputs import Prepared, prepared
 from descant.session import Request, Session
 from descant.step import Observation
@@ -92,7 +94,13 @@ class Call:
     def admit(self, given: Mapping[str, Any]) -> Prepared:
         """Take the prompts of the model inputs `given` in."""
         asked, model = self.asked, self.session.model
+        given = dict(given)
+        negative = _negative(given.pop(NEGATIVE, None), given.pop("negative_prompt_attention_mask", None))
         prompts = prepared(given, asked.config, model.facts, model.device)
+        if negative is not None and len(negative) != len(prompts):
+            raise InputError(
+                NEGATIVE, f"must have one line for each of the {len(prompts)} prompts", len(negative)
+            )
         self.configs = _by_length(asked.configs, asked.criteria)
         if len(self.configs) == 1:
             self.configs *= len(prompts)
@@ -105,7 +113,9 @@ class Call:
                 Request(
                     prompts.prompt(line),
                     config,
-                    prompts.inputs[line],
+                    prompts.inputs[line]
+                    if negative is None
+                    else {**prompts.inputs[line], NEGATIVE: negative[line]},
                     tuple(asked.processors),
                     tuple(asked.criteria),
                     tokenizer=asked.tokenizer,
@@ -126,6 +136,20 @@ class Call:
             lines[number] = first
             first += count(config)
         return lines
+
+
+def _negative(ids: Any, mask: Any) -> list[Tensor] | None:
+    """Negative prompts [B, L] as lines without padding."""
+    if ids is None:
+        if mask is not None:
+            do = "leave it out"
+            raise InputError("negative_prompt_attention_mask", f"has no use without `{NEGATIVE}`", mask, do)
+        return None
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+        raise InputError(NEGATIVE, "must be [batch, length] of ids", ids)
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+        raise InputError("negative_prompt_attention_mask", f"must have the shape of `{NEGATIVE}`", mask)
+    return [line if mask is None else line[mask[at].bool()] for at, line in enumerate(ids)]
 
 
 def _by_length(configs: Sequence[GenerationConfig], criteria: Sequence[Any]) -> list[GenerationConfig]:

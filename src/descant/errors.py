@@ -7,6 +7,7 @@ DescantError (Exception)
 ├── UnsupportedModel (ValueError)   the model cannot be decoded this way
 ├── RankError (RuntimeError)        another process of a tensor-parallel model failed; `.rank` says which
 ├── RowError (ValueError)           one request failed, its neighbours did not; `.request` is its number
+│   └── ConstraintError             its result does not meet its constraints; `.unmet` says which
 └── MissingExtra (ImportError)      an optional dependency is absent; `.extra` names the extra
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 __all__ = [
     "ConfigError",
+    "ConstraintError",
     "DescantError",
     "InputError",
     "MissingExtra",
@@ -92,6 +94,15 @@ class RowError(DescantError, ValueError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class ConstraintError(RowError):
+    """A result that does not meet its constraints, where no record would say so."""
+
+    def __init__(self, message: str, request: int | None = None, unmet: tuple[int, ...] = ()) -> None:
+        super().__init__(message, request)
+        self.unmet = unmet
+        self.args = (message, request, unmet)
 
 
 class RankError(DescantError, RuntimeError):

@@ -15,7 +15,7 @@ from descant.adapters.pace import in_step
 from descant.adapters.speech import listener_of
 from descant.calls import Asked, Call, listed, merged, placed, rows_of
 from descant.config import FIELDS, GenerationConfig
-from descant.errors import ConfigError, InputError, NotInThisVersion
+from descant.errors import ConfigError, ConstraintError, InputError, NotInThisVersion
 from descant.inputs import Prepared
 from descant.outputs import (
     GenerateBeamDecoderOnlyOutput,
@@ -34,8 +34,7 @@ __all__ = ["attach", "compute_transition_scores", "detach", "generate"]
 
 # Documented arguments whose method is not built yet: anything but None (or False) is refused.
 _LATER = (
-    "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask",
-    "assistant_tokenizer", "custom_generate", "trust_remote_code",
+    "assistant_model", "assistant_tokenizer", "custom_generate", "trust_remote_code",
 )  # fmt: skip
 
 
@@ -51,10 +50,10 @@ def generate(
 ) -> Tensor | GenerateOutput:
     """Continue prompts: `generate(model, **tokenizer(...), max_new_tokens=20, num_beams=4)`.
 
-    Keyword arguments are fields of GenerationConfig or inputs of the model, and `tokenizer`, which what is
-    given as text needs. `generation_config` may be a list, one for each prompt, and so may `seed`. Returns
-    the sequences [B * num_return_sequences, L], or with `return_dict_in_generate=True` a record with what
-    was asked for.
+    Keyword arguments are fields of GenerationConfig or inputs of the model, `tokenizer`, which what is given
+    as text needs, and for guidance `negative_prompt_ids` [B, L] with `negative_prompt_attention_mask`.
+    `generation_config` may be a list, one for each prompt, and so may `seed`. Returns the sequences
+    [B * num_return_sequences, L], or with `return_dict_in_generate=True` a record with what was asked for.
     """
     tokenizer = kwargs.pop("tokenizer", None)
     for name in _LATER:
@@ -158,15 +157,14 @@ class _Run:
             self.streamer.put(prompts.shown.cpu().repeat_interleave(copies, 0))
         done: dict[int, list[Hypothesis]] = {}
         while len(self.session):
-            if self.trace is not None:
-                self.trace.begin()
             for event in self.session.step():
                 if isinstance(event, Finished):
                     done[event.request] = event.hypotheses
                 elif isinstance(event, Failed):
                     raise event.error
                 elif self.streamer is not None:
-                    self.streamer.put(self._spread(event, first, int(copies.sum())))
+                    for part in event.singly():
+                        self.streamer.put(self._spread(part, first, int(copies.sum())))
         if self.streamer is not None:
             self.streamer.end()
         return done
@@ -196,6 +194,7 @@ class _Run:
         each = torch.tensor([len(some) for some in found], device=device)
         whole = torch.cat((prompts.shown.repeat_interleave(each, 0), new.to(device)), 1)
         if not self.config.return_dict_in_generate:
+            _refuse_unmet(sequences, [len(some) for some in found])
             return whole
         return self._record(whole, prompts, found, wide)
 
@@ -224,6 +223,8 @@ class _Run:
             if config.output_scores:
                 scores = [torch.nan if one.score is None else one.score for one in sequences]
                 values["sequences_scores"] = torch.tensor(scores, device=whole.device)
+            if any(one.unmet is not None for one in sequences):
+                values["unmet_constraints"] = tuple(one.unmet or () for one in sequences)
             values["beam_indices"] = _trails(found, [first[number] for number in numbers], wide).to(
                 whole.device
             )
@@ -241,6 +242,21 @@ class _Run:
             do = 'load the model with attn_implementation="eager"'
             raise InputError(
                 "output_attentions", f"needs attention weights, which {used!r} does not give", True, do
+            )
+
+
+def _refuse_unmet(sequences: Sequence[Hypothesis], counts: Sequence[int]) -> None:
+    """Raise for sequences that do not meet their constraints, where nothing else would say so."""
+    whose = [line for line, count in enumerate(counts) for _ in range(count)]
+    for line, one in zip(whose, sequences, strict=True):
+        if one.unmet:
+            places = ", ".join(map(str, one.unmet))
+            do = "raise max_new_tokens or num_beams, or set return_dict_in_generate=True to be told which"
+            raise ConstraintError(
+                f"the result of prompt {line} must meet all constraints, got {len(one.tokens)} tokens "
+                f"without number {places}: {do}",
+                line,
+                one.unmet,
             )
 
 

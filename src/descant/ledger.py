@@ -82,14 +82,23 @@ class Ledger:
         entries = self._entries(raw, processed, parents, selection.tokens, pages.top.shape[2])
         columns = {**selection.columns, self.name: pages.take(parents).written(place, entries)}
         for row, ended in selection.retired:
-            last = ended.tokens[-1:].to(raw.device)
-            entry = self._entries(raw, processed, torch.tensor([row]), last, pages.top.shape[2])
+            # Its last token is not in the row yet, unless it was tentative there.
+            new = len(ended.tokens) - int(rows.length[row] - rows.prompt[row])
+            last = ended.tokens[len(ended.tokens) - new :].to(raw.device)
+            entry = self._entries(raw, processed, torch.full((new,), row), last, pages.top.shape[2])
             ended.logprobs = _page(rows, pages, row, entry)
         emitted = selection.emitted
         if emitted is not None:
             whence = torch.arange(len(emitted.token)) if emitted.row is None else emitted.row
             tokens = emitted.token.to(raw.device)
-            both = torch.stack([_of(part, whence, tokens) for part in (raw, processed)]).cpu()
+            if emitted.held:
+                at = (rows.length - rows.prompt)[whence] - 1
+                found = [
+                    part[whence.to(raw.device), at.to(raw.device)] for part in (pages.raw, pages.processed)
+                ]
+            else:
+                found = [_of(part, whence, tokens) for part in (raw, processed)]
+            both = torch.stack(found).cpu()
             emitted = emitted._replace(raw=both[0], processed=both[1])
         return selection._replace(columns=columns, emitted=emitted)
 

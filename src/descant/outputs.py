@@ -76,6 +76,7 @@ class GenerateBeamDecoderOnlyOutput(GenerateOutput):
     NAMES = (
         "sequences",
         "sequences_scores",
+        "unmet_constraints",
         "scores",
         "logits",
         "logprobs",
@@ -92,6 +93,7 @@ class GenerateBeamEncoderDecoderOutput(GenerateOutput):
     NAMES = (
         "sequences",
         "sequences_scores",
+        "unmet_constraints",
         "scores",
         "logits",
         "logprobs",

@@ -164,6 +164,12 @@ class Parameters(Frozen):
     force_words_ids: Sequence[Any] | None = declare(
         default=None, kind=kinds.words_or_choices(), group="beams",
         about="Words that must occur, as token ids; a list of lists is a word with alternatives.")
+    ordered_constraints: bool = declare(
+        default=False, kind=kinds.flag(), group="beams",
+        about="Whether the constraints must be met in the order given.")
+    constraint_gap: int = declare(
+        default=0, kind=kinds.integer(), group="beams",
+        about="Fewest tokens between the end of one constraint and the beginning of the next.")
     low_memory: bool | None = declare(
         default=None, kind=kinds.flag(), group="beams",
         about="Run beams or candidates one after the other, for less memory.")
@@ -424,15 +430,7 @@ class Later:
 
 # fmt: off
 LATER: Final[Mapping[str, Later]] = MappingProxyType({
-    "penalty_alpha": Later("contrastive search", (None, 0.0)),
-    "dola_layers": Later("DoLa"),
-    "guidance_scale": Later("classifier-free guidance", (None, 1.0)),
     "token_healing": Later("token healing", (False,)),
-    "num_beam_groups": Later("diverse beam search", (1,)),
-    "diversity_penalty": Later("diverse beam search", (0.0,)),
-    "constraints": Later("constrained beam search"),
-    "force_words_ids": Later("constrained beam search"),
-    "low_memory": Later("sequential beams", (None, False), hint=True),
     "forced_decoder_ids": Later("forced decoder tokens", (None, ())),
     "is_assistant": Later("speculative decoding", (False,), hint=True),
     "num_assistant_tokens": Later("speculative decoding", (20,), hint=True),

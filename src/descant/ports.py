@@ -31,6 +31,7 @@ __all__ = [
     "StateCache",
     "Stop",
     "Strategy",
+    "Wrapper",
 ]
 
 
@@ -56,6 +57,8 @@ class Facts:
     alone: bool = False  # rows cannot share a forward at all
     places: bool = False  # counts positions in a way of its own
     spelt: bool = False  # has to be told positions that it would count otherwise
+    tied: bool = False  # its output embeddings are its input embeddings
+    head: bool = True  # hidden states can be given to its output embeddings
     main: str = "input_ids"  # the input that a prompt is, or for an encoder, that it reads
     accepts: frozenset[str] = frozenset()  # names of all its inputs
     marks: Mapping[str, int] = field(default_factory=dict)  # kind of medium -> the token that stands for it
@@ -91,7 +94,14 @@ class Span(NamedTuple):
 class Cache(Protocol):
     """What remembers what rows have read; how it is read and written is between it and the model."""
 
-    rewind: int | None  # how far commit may cut a row; None: any length
+    @property
+    def rewind(self) -> int | None:
+        """How far commit may cut a row; None: any length."""
+        ...
+
+    def __len__(self) -> int:
+        """How many rows it has."""
+        ...
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]` (host): reorder, fork, roll back, evict.
@@ -147,8 +157,22 @@ class Model(Protocol):
         """Forget those requests."""
         ...
 
+    def show(self, states: Sequence[str]) -> None:
+        """Bring these states along from the next forward on: "hidden_states", "attentions"."""
+        ...
+
     def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
         """Feed each row's pending tokens and drafts."""
+        ...
+
+
+class Wrapper(Model, Protocol):
+    """A model over another that changes the distribution of the rows that ask for it, and of no others."""
+
+    inner: Model
+
+    def around(self, cache: Cache) -> Cache:
+        """The cache that it needs, given the one of the model inside."""
         ...
 
 

@@ -16,7 +16,7 @@ from descant.matching import StopTable
 from descant.stopping import Criterion, Pattern
 from descant.vocabulary import Vocabulary
 
-__all__ = ["Request", "Texts", "prompt_of", "refuse_uncallable", "texts_of"]
+__all__ = ["Request", "Texts", "prompt_of", "refuse_uncallable", "refuse_unguided", "texts_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +89,22 @@ def prompt_of(request: Request, ids: Tensor, offset: int) -> Prompt:
         return [int(token) for token in kept.tolist()]
 
     return Prompt(len(ids), offset, request.width, request.batch, source)
+
+
+def refuse_unguided(request: Request, wraps: Sequence[str], vocabulary: int) -> None:
+    """Raise for a negative prompt that nobody reads or that is none, and for guidance without any."""
+    given = request.inputs.get("negative_prompt_ids")
+    if given is None:
+        if "guidance" in wraps and not len(request.prompt):
+            must = "must be given with `guidance_scale` where the prompt has no tokens"
+            raise InputError("negative_prompt_ids", must, None)
+        return
+    if "guidance" not in wraps:
+        do = "set guidance_scale, or leave it out"
+        raise InputError("negative_prompt_ids", "has no use without `guidance_scale`", given, do)
+    ids = [int(token) for token in given]
+    if not ids or min(ids) < 0 or max(ids) >= vocabulary:
+        raise InputError("negative_prompt_ids", f"must hold ids from 0 to {vocabulary - 1}", given)
 
 
 def refuse_uncallable(request: Request) -> None:

@@ -15,11 +15,16 @@ from descant.adapters.transformers import TransformersModel
 from descant.cache.dense import DenseCache
 from descant.cache.objects import ObjectCache
 from descant.config import FIELDS, GenerationConfig, register_explainer
+from descant.constraints import ConstraintListState, forced
 from descant.context import Prompt
 from descant.errors import ConfigError, UnsupportedModel
+from descant.guidance.cfg import Guidance
+from descant.guidance.dola import DoLa, early_layers
 from descant.ports import Cache, Facts, Noise, Peers, Stop, Strategy
 from descant.processors import (
     AdaptivePLogitsWarper,
+    AllowedSequences,
+    AllowedSequencesLogitsProcessor,
     DRYLogitsProcessor,
     DynamicTemperatureLogitsWarper,
     EncoderNoRepeatNGramLogitsProcessor,
@@ -30,6 +35,7 @@ from descant.processors import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     FrequencyPenaltyLogitsProcessor,
+    HammingDiversityLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitBiasLogitsProcessor,
     LogitNormalization,
@@ -57,7 +63,9 @@ from descant.processors import (
     WhisperTimeStampLogitsProcessor,
     XTCLogitsWarper,
 )
-from descant.strategies.beam import Beam
+from descant.strategies.beams.beam import Beam, Shape
+from descant.strategies.beams.constrained import Constrained
+from descant.strategies.contrastive import Contrastive
 from descant.strategies.sampling import Sampling
 
 __all__ = ["CUSTOM", "ORDER", "SAMPLERS", "STAGES", "Plan", "Stage", "adapt", "new_cache", "ordered", "plan"]
@@ -100,6 +108,16 @@ def _decays(config: GenerationConfig) -> bool:
     return config.exponential_decay_length_penalty is not None and bool(_ids(config.eos_token_id))
 
 
+def _has_sequences(config: GenerationConfig) -> bool:
+    """Whether what may follow is a compiled set of sequences."""
+    return isinstance(config.prefix_allowed_tokens_fn, AllowedSequences)
+
+
+def _asks_function(config: GenerationConfig) -> bool:
+    """Whether what may follow is for a function to say."""
+    return config.prefix_allowed_tokens_fn is not None and not _has_sequences(config)
+
+
 def _drawn(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
     """The same as `_set`, of a field that only sampling reads."""
     return lambda config: config.do_sample and getattr(config, name) not in (None, *neutral)
@@ -114,6 +132,7 @@ def _warmed(config: GenerationConfig) -> bool:
 RULES: Final[tuple[Stage, ...]] = (
     _stage(LogitBiasLogitsProcessor, "logit_bias", _set("logit_bias")),
     _stage(SequenceBiasLogitsProcessor, "sequence_bias", _set("sequence_bias")),
+    _stage(HammingDiversityLogitsProcessor, "diversity_penalty", _set("diversity_penalty", 0.0)),
     _stage(
         EncoderRepetitionPenaltyLogitsProcessor,
         "encoder_repetition_penalty",
@@ -132,7 +151,8 @@ RULES: Final[tuple[Stage, ...]] = (
     _stage(NoBadWordsLogitsProcessor, "bad_words_ids", _set("bad_words_ids")),
     _stage(MinLengthLogitsProcessor, "min_length", _before_end("min_length")),
     _stage(MinNewTokensLengthLogitsProcessor, "min_new_tokens", _before_end("min_new_tokens")),
-    _stage(PrefixConstrainedLogitsProcessor, "prefix_allowed_tokens_fn", _set("prefix_allowed_tokens_fn")),
+    _stage(PrefixConstrainedLogitsProcessor, "prefix_allowed_tokens_fn", _asks_function),
+    _stage(AllowedSequencesLogitsProcessor, "prefix_allowed_tokens_fn", _has_sequences),
     _stage(ForcedBOSTokenLogitsProcessor, "forced_bos_token_id", _set("forced_bos_token_id")),
     _stage(ForcedEOSTokenLogitsProcessor, "forced_eos_token_id", _set("forced_eos_token_id")),
     _stage(InfNanRemoveLogitsProcessor, "remove_invalid_values", _set("remove_invalid_values", False)),
@@ -167,7 +187,9 @@ SAMPLERS: Final[tuple[Stage, ...]] = (
 )
 STAGES: Final = (*RULES, *SAMPLERS)
 CUSTOM: Final = "custom"  # what `processor_order` calls the user's own, which stand between the two
-ORDER: Final = (*(stage.name for stage in RULES), CUSTOM, *(stage.name for stage in SAMPLERS))
+ORDER: Final = tuple(
+    dict.fromkeys((*(stage.name for stage in RULES), CUSTOM, *(stage.name for stage in SAMPLERS)))
+)
 
 _MOST: Final = {
     "num_beams": 2**14, "num_return_sequences": 2**16, "max_new_tokens": 2**31, "max_length": 2**31,
@@ -182,6 +204,7 @@ _KNOWN_TOKENS: Final = (
     "logit_bias",
     "sequence_bias",
     "bad_words_ids",
+    "force_words_ids",
     "thinking_end",
     "no_timestamps_token_id",
 )
@@ -197,6 +220,7 @@ class Plan:
     chain: tuple[tuple[int, Stage], ...]  # its stages, each with its place in the order
     custom: int  # the place of the user's own processors
     values: Mapping[str, Any]
+    wraps: tuple[str, ...] = ()  # which wrappers the model needs
 
     def row(self, prompt: Prompt, facts: Facts) -> dict[str, Any]:
         """The parameters of a row with that prompt."""
@@ -214,6 +238,38 @@ class Plan:
         for _, stage in self.chain:
             params |= stage.processor.columns(config, prompt)
         return params
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """A wrapper with when a config calls for it, and the parameters that its rows then have."""
+
+    build: Callable[[Any], Any]  # of a Wrapper
+    wanted: Callable[[GenerationConfig], bool]
+    values: Callable[[GenerationConfig, Facts], dict[str, Any]]
+
+
+def _dola(config: GenerationConfig, facts: Facts) -> dict[str, Any]:
+    assert config.dola_layers is not None
+    if facts.encoder_decoder or not facts.head:
+        lacks = "an encoder" if facts.encoder_decoder else "no output embeddings"
+        do = "leave it out"
+        raise ConfigError("dola_layers", f"has no meaning for a model with {lacks}", config.dola_layers, do)
+    return {"early_layers": early_layers(config.dola_layers, facts)}
+
+
+def _guided(config: GenerationConfig, facts: Facts) -> dict[str, Any]:
+    if facts.encoder_decoder:
+        must = "has no meaning for a model with an encoder, whose prompt is not in the decoder"
+        raise ConfigError("guidance_scale", must, config.guidance_scale, "leave it out")
+    return {"guided": 1, "guidance_scale": float(config.guidance_scale or 0.0)}
+
+
+# What changes the distribution, the innermost first. One line a wrapper.
+WRAPS: Final[Mapping[str, Wrap]] = {
+    "dola": Wrap(DoLa, _set("dola_layers"), _dola),
+    "guidance": Wrap(Guidance, _set("guidance_scale", 1.0), _guided),
+}
 
 
 def adapt(model: Any, states: Sequence[str] = ()) -> Any:
@@ -252,7 +308,14 @@ def plan(config: GenerationConfig, facts: Facts) -> Plan:
     }
     order = ordered(config)
     chain = tuple((order.index(stage.name), stage) for stage in STAGES if stage.wanted(config))
-    return Plan(config, key, build, chain, order.index(CUSTOM), values)
+    wraps = tuple(name for name, wrap in WRAPS.items() if wrap.wanted(config))
+    for name in wraps:
+        values |= WRAPS[name].values(config, facts)
+    if key[0] == "constrained":
+        values |= {"demands": _demands(config)}
+    if key[0] == "contrastive":
+        values |= {"penalty_alpha": config.penalty_alpha, "top_k": config.top_k}
+    return Plan(config, key, build, chain, order.index(CUSTOM), values, wraps)
 
 
 def ordered(config: GenerationConfig) -> tuple[str, ...]:
@@ -275,11 +338,30 @@ def _strategy(
 ) -> tuple[tuple[Any, ...], Callable[[Noise, Stop, Peers | None], Strategy]]:
     """The strategy of a config: one line a method."""
     if config.num_beams > 1:
-        width, draws = config.num_beams, config.do_sample
-        # Enough candidates that `width` remain when every beam's best choices all end it.
-        count = max(2, 1 + ends) * width
-        return ("beam", width, count, draws), partial(Beam, width, count, draws)
+        # Enough candidates that as many as there are beams remain when every beam's best choices all end it.
+        shape = Shape(config.num_beams, config.num_beam_groups, max(2, 1 + ends), config.do_sample)
+        if constrains(config):
+            return ("constrained", *shape), partial(Constrained, shape)
+        return ("beam", *shape), partial(Beam, shape)
+    if contrasts(config):
+        return ("contrastive",), Contrastive
     return ("sampling",), Sampling
+
+
+def constrains(config: GenerationConfig) -> bool:
+    """Whether a config has constraints."""
+    return config.constraints is not None or config.force_words_ids is not None
+
+
+def _demands(config: GenerationConfig) -> ConstraintListState:
+    """A config's constraints, none of them met."""
+    constraints = [*(config.constraints or ()), *forced(config.force_words_ids or ())]
+    return ConstraintListState(constraints, config.ordered_constraints, config.constraint_gap)
+
+
+def contrasts(config: GenerationConfig) -> bool:
+    """Whether a config asks for contrastive search."""
+    return bool(config.penalty_alpha) and config.top_k > 1
 
 
 def _limit(config: GenerationConfig, prompt: Prompt, facts: Facts) -> int:

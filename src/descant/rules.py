@@ -48,7 +48,14 @@ MODES: Final = (
         ("thinking_start", "thinking_end"), "thinking_budget", None,
         "set thinking_budget or leave it out",
     ),
-    (("early_stopping", "length_penalty"), "num_beams", 1, "set num_beams > 1 or leave it out"),
+    (
+        (
+            "early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", "constraints",
+            "force_words_ids", "ordered_constraints", "constraint_gap",
+        ),
+        "num_beams", 1, "set num_beams > 1 or leave it out",
+    ),
+    (("diversity_penalty",), "num_beam_groups", 1, "set num_beam_groups > 1 or leave it out"),
     (
         ("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
         "return_dict_in_generate", False, "set return_dict_in_generate=True or leave it out",
@@ -86,6 +93,8 @@ def set_aside(values: Values, sources: dict[str, str]) -> Values:
             continue
         for knob in knobs:
             if knob not in values or _asks_nothing(knob, values[knob]):
+                continue
+            if knob == "top_k" and values.get("penalty_alpha"):  # contrastive search reads it too
                 continue
             if sources[knob] != "model":
                 raise ConfigError(knob, f"has no use while `{chooser}` is {value}", values[knob], fix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 from math import isfinite
@@ -19,10 +19,10 @@ from descant.context import Params, Values, params_of, table
 from descant.errors import DescantError, InputError, RowError
 from descant.ledger import Ledger, Pages
 from descant.noise import Chance
-from descant.ports import Follower, Peers, Processor, Strategy
+from descant.ports import Cache, Follower, Peers, Processor, Strategy, Wrapper
 from descant.processors import behind_the_port
-from descant.request import Request, prompt_of, refuse_uncallable, texts_of
-from descant.resolve import SAMPLERS, Plan, adapt, new_cache, plan
+from descant.request import Request, prompt_of, refuse_uncallable, refuse_unguided, texts_of
+from descant.resolve import SAMPLERS, WRAPS, Plan, adapt, new_cache, plan
 from descant.rows import Column, Rows, pick
 from descant.shelf import Shelf
 from descant.step import Hypothesis, Lane, Observation, Tokens, settle, stateful, step
@@ -76,10 +76,15 @@ class Session:
         states: Sequence[str] = (),
         observe: Callable[[Observation], None] | None = None,
     ) -> None:
-        self.model = adapt(model, states)
+        self.model: Any = adapt(model, states)
         self.steps = 0
         self._given = model
-        self._cache = new_cache(self.model.facts)
+        self._bare = self.model
+        self._wrapped_by: dict[str, Wrapper] = {}
+        self._states = tuple(states)
+        self._shown = set(states)
+        own = getattr(self.model, "new_cache", None)
+        self._cache: Cache = new_cache(self.model.facts) if own is None else own()
         self._noise, self._stops = Chance(), Stops()
         self._peers: Peers | None = getattr(self.model, "peers", None)
         self._stops.peers = self._peers
@@ -130,12 +135,14 @@ class Session:
             made.append(known.row(prompt_of(request, ids, offsets[-1]), self.model.facts))
             prompts.append(ids)
             refuse_uncallable(request)
+            refuse_unguided(request, known.wraps, self.model.facts.vocabulary)
         if self._peers is not None:
             keys = [plans[id(one.generation_config)].key for one in requests]
             self._peers.same("prompt", prompts[0], _digest(prompts, keys, made))
             timed = any(isfinite(row["deadline"]) for row in made)
             self._stops.heeded |= self._peers.any(timed or any(one.stopping_criteria for one in requests))
         numbers = [next(self._numbers) for _ in requests]
+        self._wrap({name for known in plans.values() for name in known.wraps})
         self.model.open(numbers, _listed([request.inputs for request in requests]))
         try:
             for number, request, row in zip(numbers, requests, made, strict=True):
@@ -150,6 +157,7 @@ class Session:
             for row, dice in zip(made, self._peers.word(drawn).tolist(), strict=True):
                 row |= {"dice": dice} if "dice" in row else {}
         self._noise.lines = lines or self._noise.lines
+        self._show()
         self._append(self._fresh(numbers, prompts, offsets, table(made)))
         return numbers
 
@@ -212,6 +220,33 @@ class Session:
         if not request.merged:
             config = GenerationConfig.merge({}, config, _own_config(self._given))
         return plan(config, self.model.facts)
+
+    def _wrap(self, names: Set[str]) -> None:
+        """Put the wrappers of these names around the model, each once and in their order."""
+        if names <= self._wrapped_by.keys():
+            return
+        inner = self._bare
+        for name, wrap in WRAPS.items():
+            if name in names and name not in self._wrapped_by:
+                self._wrapped_by[name] = wrap.build(inner)
+                self._cache = self._wrapped_by[name].around(self._cache)
+            if name in self._wrapped_by:
+                self._wrapped_by[name].inner = inner
+                inner = self._wrapped_by[name]
+        self.model = inner
+
+    def _show(self) -> None:
+        """Have the model bring along the states that anybody needs."""
+        needs = [getattr(one.strategy, "states", ()) for one in self._live.values()]
+        needs += [
+            getattr(self._wrapped_by[name], "states", ())
+            for one in self._live.values()
+            for name in one.plan.wraps
+        ]
+        wanted = {name for some in needs for name in some} | set(self._states)
+        if wanted != self._shown:
+            self._shown = wanted
+            self.model.show(sorted(wanted))
 
     def _ids(self, request: Request) -> Tensor:
         """A request's prompt, checked [L]."""

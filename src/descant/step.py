@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ __all__ = [
     "Proposal",
     "Selection",
     "Tokens",
+    "Told",
     "params_of",
     "settle",
     "stateful",
@@ -70,6 +72,12 @@ class Output(NamedTuple):
 
     logits: Tensor  # [R, K + 1, V], float32
     states: Sequence[Mapping[str, Any]] = ()
+    plain: Tensor | None = (
+        None  # [R, K + 1, V] what the network itself says, where `logits` are more than that
+    )
+    place: Tensor | None = None  # [R] (host) which fed row of the table each is; None: the first the first
+    # The processed scores [N, V] of some rows [N] with further columns, for a strategy that asks by itself.
+    process: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None
 
 
 class Tokens(NamedTuple):
@@ -82,6 +90,26 @@ class Tokens(NamedTuple):
     raw: Tensor | None = None  # [N] log-probabilities before the processors, where a row asks for them
     processed: Tensor | None = None  # [N] and after them
     ended: Mapping[int, Hypothesis] = MappingProxyType({})  # by place: the sequences that these tokens end
+    held: bool = False  # chosen in an earlier step: each is its row's last token already
+
+    def singly(self) -> Iterator[Tokens]:
+        """The same in parts that hold one token of a sequence at the most, in order."""
+        seen: dict[tuple[int, int], int] = {}
+        turn = []
+        for line in zip(self.request.tolist(), self.slot.tolist(), strict=True):
+            turn.append(seen.get(line, 0))
+            seen[line] = turn[-1] + 1
+        if not any(turn):
+            yield self
+            return
+        for number in range(max(turn) + 1):
+            here = torch.tensor([place for place, one in enumerate(turn) if one == number])
+            ended = {at: self.ended[old] for at, old in enumerate(here.tolist()) if old in self.ended}
+            row, raw, law = (
+                None if part is None else part[here] for part in (self.row, self.raw, self.processed)
+            )
+            one = (self.request[here], self.slot[here], self.token[here])
+            yield Tokens(*one, row, raw, law, ended, self.held)
 
 
 @dataclass(frozen=True)
@@ -107,12 +135,23 @@ class Hypothesis:
     score: float | None = None
     beams: tuple[int, ...] | None = None  # which slot of its request each token was chosen from
     logprobs: Logprobs | None = None  # where its request asks for them
+    unmet: tuple[int, ...] | None = None  # places of the constraints it does not meet; None: it had none
+
+
+class Told(NamedTuple):
+    """Which lines of a step count for the record, where not every fed row is one of them."""
+
+    rows: Tensor  # [N] (host) the fed row that each is of
+    slot: Tensor  # [N] (host) which of its request's lines it is
+    scores: Tensor | None = None  # [N, V] processed; None: as the lane processed them
 
 
 class Selection(NamedTuple):
     """Rows to keep: new row `i` continues fed row `parents[i]`, keeps `accepted[i]` drafts, then `tokens[i]`.
 
-    `slot` and `columns` are aligned to the new rows. `emits` is False where no token is chosen yet.
+    `slot` and `columns` are aligned to the new rows. Where `accepted` is below 0 the row takes back so many
+    of its own last tokens. `emits` is False (0) where no token is chosen yet, and -1 where in addition the
+    row's last token is to be fed again.
     """
 
     tokens: Tensor  # [R']
@@ -120,22 +159,24 @@ class Selection(NamedTuple):
     accepted: Tensor | None = None  # [R'] (host); None: no draft
     slot: Tensor | None = None  # [R'] (host); None: the parent's
     columns: Mapping[str, Tensor | Column] = MappingProxyType({})
-    emits: bool | Tensor = True  # or [R'] of 0 and 1 (host)
+    emits: bool | Tensor = True  # or [R'] of 1, 0 and -1 (host)
     emitted: Tokens | None = None
     finished: Sequence[int] = ()  # requests that have ended
     failed: Sequence[int] = ()  # requests with a row that has no token to choose
     hopeless: Sequence[int] = ()  # those of them that the model itself left none
     host: Tensor | None = None  # [R'] `tokens` on the host
     retired: Sequence[tuple[int, Hypothesis]] = ()  # sequences that ended, each with the fed row it continued
+    told: Told | None = None  # None: every fed row is a line of the record
 
 
 class Observation(NamedTuple):
-    """What a step looked like before its choice, for one lane: for scores, traces and pictures."""
+    """What a step looked like to one lane: for scores, traces and pictures."""
 
     rows: Rows
     logits: Tensor  # [R, K + 1, V] raw
     scores: Tensor  # [R, K + 1, V] processed
     output: Output
+    told: Told | None = None
 
 
 # ------------------------------------------------------------------------ the loop
@@ -168,11 +209,11 @@ class Lane:
     def process(self, rows: Rows, proposal: Proposal, logits: Tensor) -> Tensor:
         """The logits as the strategy reads them [R, K + 1, V]."""
         scores = logits.log_softmax(-1) if self.strategy.normalised else logits
-        if not self.stages:
+        self._remembered.clear()
+        if not self.stages or getattr(self.strategy, "grouped", False):
             return scores
         context = Context.of(rows, proposal.drafts, self.uploaded.setdefault(-1, {}))
         lines, flat = logits.shape[1], scores.flatten(0, 1)
-        self._remembered.clear()
         for number, (processor, index) in enumerate(self.stages):
             part, before, place = context, flat, None
             if index is not None:
@@ -186,6 +227,25 @@ class Lane:
                 after = processor.process(part, before)
             flat = after if place is None else flat.index_copy(0, place.to(flat.device), after)
         return flat.view_as(scores)
+
+    def some(self, rows: Rows, scores: Tensor, index: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """The processed scores [N, V] of the rows `index` (host), which have further columns [N, ...]."""
+        if not self.stages:
+            return pick(scores[:, 0], index)
+        place = torch.full((len(rows),), -1)
+        place[index] = torch.arange(len(index))
+        stages = []
+        for processor, users in self.stages:
+            mine = None if users is None else place[users][place[users] >= 0]
+            if mine is None or len(mine):
+                stages.append((processor, mine))
+        part = rows.take(index)
+        part = part.changed(columns={**part.columns, **columns}, version=object())
+        lane = Lane(_Processed(), None, stages)  # type: ignore[arg-type]
+        answer = lane.process(part, Proposal(), pick(scores, index))
+        for kept in lane._remembered:
+            self._remembered.append(kept._replace(users=index if kept.users is None else index[kept.users]))
+        return answer[:, 0]
 
     def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
         """The selection with the columns of processors and followers brought up to it."""
@@ -227,6 +287,12 @@ class Lane:
         context = context.after({name: torch.stack(values, 1).flatten() for name, values in trail.items()})
         self._remembered.append(_Remembered(processor, index, context, before, after))
         return after
+
+
+class _Processed:
+    """In the place of a strategy: scores are processed as they are."""
+
+    normalised = False
 
 
 def _hopeless(seen: Observation, failed: Sequence[int]) -> list[int]:
@@ -283,10 +349,12 @@ def step(
     for lane in present:
         mine, tried, heard = _narrow(rows, proposal, output, lane.index)
         scores = lane.process(mine, tried, heard.logits)
-        seen = Observation(mine, heard.logits, scores, heard)
+        asked = partial(lane.some, mine, scores)
+        selected = lane.strategy.select(mine, tried, heard._replace(logits=scores, process=asked))
+        raw = heard.logits if heard.plain is None else heard.plain
+        seen = Observation(mine, raw, scores, heard, selected.told)
         if observe is not None:
             observe(seen)
-        selected = lane.strategy.select(mine, tried, Output(scores, heard.states))
         chosen.append((lane.index, lane.follow(seen, tried, selected)))
 
     selection = _settled(_joined(rows, chosen), len(rows))
@@ -340,15 +408,21 @@ def _extended(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
         fields["slot"] = selection.slot
     if selection.columns:
         fields["columns"] = {**kept.columns, **selection.columns}
-    if selection.accepted is not None and proposal.drafts is not None:
-        drafts = proposal.drafts if parents is None else pick(proposal.drafts, parents)
-        kept = kept.append(drafts, kept.length + selection.accepted)
+    again: Tensor | int = 0  # how many tokens before its new one a row feeds again
+    if selection.accepted is not None:
+        length = kept.length + selection.accepted
+        if proposal.drafts is not None:
+            kept = kept.append(proposal.drafts if parents is None else pick(proposal.drafts, parents), length)
+        else:
+            kept = kept.changed(length=length)
+        again = ((selection.accepted < 0) & (torch.as_tensor(selection.emits) <= 0)).long()
     if selection.emits is True:
         return kept.advance(selection.tokens, **fields)
     if selection.emits is False:
-        return kept.changed(cached=kept.position, **fields)
-    cached = kept.position
-    return kept.append(selection.tokens[:, None], kept.length + selection.emits, cached=cached, **fields)
+        return kept.changed(cached=kept.position - again, **fields)
+    cached = kept.position - torch.maximum(torch.as_tensor(again), -selection.emits)
+    length = kept.length + selection.emits.clamp(min=0)
+    return kept.append(selection.tokens[:, None], length, cached=cached, **fields)
 
 
 # ------------------------------------------------------------------------ several strategies in one table
@@ -414,7 +488,9 @@ def _narrow(
         probs = None if proposal.probs is None else pick(proposal.probs, index)
         n = None if proposal.n is None else proposal.n[index]
         tried = Proposal(None, pick(proposal.drafts, index), n, probs)
-    return _lane_rows(rows, index), tried, Output(pick(output.logits, index), output.states)
+    plain = None if output.plain is None else pick(output.plain, index)
+    heard = Output(pick(output.logits, index), output.states, plain, index)
+    return _lane_rows(rows, index), tried, heard
 
 
 def _joined(rows: Rows, chosen: Sequence[tuple[Tensor | None, Selection]]) -> Selection:

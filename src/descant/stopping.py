@@ -102,10 +102,15 @@ class Stops:
         parents = np.arange(len(rows)) if selection.parents is None else selection.parents.numpy()
         tokens = selection.tokens.cpu() if selection.host is None else selection.host
         state = rows.column(self.state).numpy()[parents]
+        spoken = np.broadcast_to(np.asarray(selection.emits) > 0, len(parents))
         for table, mine in terms.tables:
             # A model may have more tokens than its tokenizer: these have no text and move nothing.
-            here = np.flatnonzero(mine[parents] & (tokens.numpy() < table.size))
+            here = np.flatnonzero(mine[parents] & (tokens.numpy() < table.size) & spoken)
             state[here] = table.next[tokens.numpy()[here], state[here]]
+            if selection.accepted is not None:  # what was taken back has not been said
+                for row in np.flatnonzero(mine[parents] & (selection.accepted.numpy() < 0)).tolist():
+                    left = int(rows.length[parents[row]] + selection.accepted[row])
+                    state[row] = table.run(rows.tokens[parents[row], :left].tolist())
         return selection._replace(columns={**selection.columns, self.state: torch.from_numpy(state)})
 
     def _outside(self, terms: _Terms, rows: Rows, parents: Tensor, tokens: Tensor) -> tuple[Array, Array]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from descant.rows import pick
 from descant.step import Observation
 
 __all__ = ["Layout", "Trace"]
@@ -28,15 +29,22 @@ class Layout:
         """How many lines the output has."""
         return sum(self.copies.values())
 
-    def places(self, request: Tensor, slot: Tensor, first_step: bool) -> tuple[Tensor, Tensor]:
-        """Lines of the output and the fed row each takes its content from; a first step stands for all."""
-        start = torch.tensor([self.first[one] for one in request.tolist()])
-        if not first_step:
-            return start + slot, torch.arange(len(request))
-        copies = torch.tensor([self.copies[one] for one in request.tolist()])
-        rows = torch.arange(len(request)).repeat_interleave(copies)
-        place = torch.arange(len(rows)) - (copies.cumsum(0) - copies)[rows]  # which of its request's lines
-        return start[rows] + place, rows
+
+class _Lines(NamedTuple):
+    """Which lines of the output an observation holds."""
+
+    line: Tensor  # [N]
+    row: Tensor  # [N] the fed row, in the lane, that each is of
+    number: Tensor  # [N] of which new token
+    which: Tensor | None  # [N] the line of `told.scores`; None: the row's own scores
+
+
+class _Place(NamedTuple):
+    """One row's states in one forward."""
+
+    part: Mapping[str, Any]
+    at: int
+    line: int
 
 
 @dataclass
@@ -47,55 +55,86 @@ class Trace:
     """
 
     wants: frozenset[str]  # "scores", "logits", "hidden_states", "attentions"
-    steps: list[list[Observation]] = field(default_factory=list)
-
-    def begin(self) -> None:
-        """A new step."""
-        self.steps.append([])
+    seen: list[Observation] = field(default_factory=list)
 
     def __call__(self, observation: Observation) -> None:
-        """Keep one lane of the step at hand."""
-        self.steps[-1].append(observation)
+        """Keep one lane of a step."""
+        self.seen.append(observation)
 
     def tensors(self, name: str, layout: Layout) -> tuple[Tensor, ...] | None:
-        """`scores` or `logits` of every step [lines, V]."""
+        """`scores` or `logits` of every new token [lines, V]."""
         if name not in self.wants:
             return None
-        out = []
-        for number, observations in enumerate(self.steps):
-            sample = getattr(observations[0], name)
-            block = sample.new_full((layout.lines, sample.shape[-1]), -torch.inf)
-            if layout.pad < block.shape[1]:
-                block[:, layout.pad] = 0.0
-            for seen in observations:
-                lines, rows = layout.places(seen.rows.request, seen.rows.slot, number == 0)
-                block[lines] = getattr(seen, name)[rows, 0]
-            out.append(block)
-        return tuple(out)
+        blocks: list[Tensor] = []
+        for seen in self.seen:
+            lines = _lines(seen, layout)
+            told = seen.told.scores if seen.told is not None and name == "scores" else None
+            source = getattr(seen, name)[:, 0] if told is None else told
+            at = lines.row if told is None or lines.which is None else lines.which
+            for number in sorted(set(lines.number.tolist())):
+                while len(blocks) <= number:
+                    blocks.append(_certain(source, layout))
+                here = (lines.number == number).nonzero().squeeze(1)
+                blocks[number][lines.line[here].to(source.device)] = pick(source, at[here])
+        return tuple(blocks)
 
     def states(self, name: str, layout: Layout) -> tuple[tuple[Tensor, ...], ...] | None:
-        """Hidden states or attentions of every step, a tuple of layers each, aligned as the prompts."""
-        out = []
-        for number, observations in enumerate(self.steps):
-            parts = [part for seen in observations for part in seen.output.states if name in part]
-            if not parts:
-                return None
-            rows = observations[0].rows
-            depth = len(parts[0][name])
-            out.append(
-                tuple(
-                    _laid_out([(part, part[name][layer]) for part in parts], rows, layout, number, name)
-                    for layer in range(depth)
-                )
-            )
-        return tuple(out)
+        """Hidden states or attentions of every new token, a tuple of layers each, aligned as the prompts."""
+        steps: list[list[_Place]] = []
+        for seen in self.seen:
+            for number, place in _places(seen, layout, name):
+                while len(steps) <= number:
+                    steps.append([])
+                steps[number].append(place)
+        if not steps:
+            return None
+        depth = len(steps[0][0].part[name])
+        return tuple(
+            tuple(_laid_out(places, name, layer, number, layout) for layer in range(depth))
+            for number, places in enumerate(steps)
+        )
 
 
-def _laid_out(parts: list[tuple[Any, Tensor]], rows: Any, layout: Layout, number: int, name: str) -> Tensor:
+def _lines(seen: Observation, layout: Layout) -> _Lines:
+    """The lines that an observation holds; at its first choice a row stands for all of its request's."""
+    rows, told = seen.rows, seen.told
+    row = torch.arange(len(rows)) if told is None else told.rows
+    slot = rows.slot if told is None else told.slot
+    number = (rows.length - rows.prompt)[row]
+    start = torch.tensor([layout.first[one] for one in rows.request[row].tolist()], dtype=torch.long)
+    if told is not None:
+        return _Lines(start + slot, row, number, torch.arange(len(row)))
+    copies = torch.tensor([layout.copies[one] for one in rows.request.tolist()], dtype=torch.long)
+    copies = torch.where(number == 0, copies, 1)
+    whose = row.repeat_interleave(copies)
+    place = torch.arange(len(whose)) - (copies.cumsum(0) - copies)[whose]  # which of its request's lines
+    return _Lines(start[whose] + torch.where(copies > 1, 0, slot)[whose] + place, whose, number[whose], None)
+
+
+def _certain(like: Tensor, layout: Layout) -> Tensor:
+    """The scores of lines that have ended [lines, V]."""
+    block = like.new_full((layout.lines, like.shape[-1]), -torch.inf)
+    if layout.pad < block.shape[1]:
+        block[:, layout.pad] = 0.0
+    return block
+
+
+def _places(seen: Observation, layout: Layout, name: str) -> Iterator[tuple[int, _Place]]:
+    """Where the states of an observation's lines are, each with the number of its new token."""
+    parts = [part for part in seen.output.states if name in part]
+    found = {row: (part, at) for part in parts for at, row in enumerate(part["rows"].tolist())}
+    lines, index = _lines(seen, layout), seen.output.place
+    fed = lines.row if index is None else index[lines.row]
+    for line, row, number in zip(lines.line.tolist(), fed.tolist(), lines.number.tolist(), strict=True):
+        if row in found:
+            yield number, _Place(*found[row], line)
+
+
+def _laid_out(places: list[_Place], name: str, layer: int, number: int, layout: Layout) -> Tensor:
     """One layer of one step [lines, ...]: queries aligned at the right, keys as far as the call's width."""
     queries = layout.width if number == 0 else 1
     keys = layout.width + number
-    sample = parts[0][1]
+    sample: Tensor = places[0].part[name][layer]
     attention = "attentions" in name
     cross = name == "cross_attentions"
     shape: tuple[int, ...]
@@ -104,15 +143,13 @@ def _laid_out(parts: list[tuple[Any, Tensor]], rows: Any, layout: Layout, number
     else:
         shape = (layout.lines, queries, sample.shape[-1])
     block = sample.new_zeros(shape)
-    for part, tensor in parts:
-        index = part["rows"]
-        lines, source = layout.places(rows.request[index], rows.slot[index], number == 0)
-        for line, at in zip(lines.tolist(), source.tolist(), strict=True):
-            fed, past = int(part["fed"][at]), int(part["cached"][at])
-            if not attention:
-                block[line, queries - fed :] = tensor[at, :fed]
-            elif cross:
-                block[line, :, queries - fed :, : tensor.shape[-1]] = tensor[at, :, :fed]
-            else:
-                block[line, :, queries - fed :, keys - past - fed :] = tensor[at, :, :fed, : past + fed]
+    for part, at, line in places:
+        tensor = part[name][layer]
+        fed, past = int(part["fed"][at]), int(part["cached"][at])
+        if not attention:
+            block[line, queries - fed :] = tensor[at, :fed]
+        elif cross:
+            block[line, :, queries - fed :, : tensor.shape[-1]] = tensor[at, :, :fed]
+        else:
+            block[line, :, queries - fed :, keys - past - fed :] = tensor[at, :, :fed, : past + fed]
     return block

@@ -93,6 +93,8 @@ def _looked_up(model: PreTrainedModel, attention: str) -> Facts:
         main=_main(model, both),
         accepts=_accepted(model, both) - (frozenset() if asks and not both else _CROSS),
         marks=_marks(model.config),
+        tied=bool(getattr(model.config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False))),
+        head=model.get_output_embeddings() is not None,  # type: ignore[no-untyped-call]
     )
 
 

@@ -58,6 +58,16 @@ class TransformersModel:
         self.forwards = 0
         self.positions_fed = 0
 
+    def show(self, states: Sequence[str]) -> None:
+        """Bring these states along from the next forward on: "hidden_states", "attentions"."""
+        self._states = tuple(states)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The logits that hidden states of any layer [..., D] come to, in float32 [..., V]."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        weight = next(head.parameters())
+        return self._brought(head(hidden.to(weight.device, weight.dtype)))
+
     @property
     def encoded(self) -> Any:
         """The encoder's last output, with the states asked for."""

@@ -134,10 +134,17 @@ class DenseCache:
                 store[layer] = block
 
     def _adopt(self, parents: Tensor, lengths: Tensor) -> None:
-        """Families after a move: a row that forks for the first time founds one with its children."""
+        """Families after a move: one whose rows all continue the same row shares all that this one had."""
         family, shared = self._family[parents], self._shared[parents]
-        _, number, kin = np.unique(self._family.numpy(), return_inverse=True, return_counts=True)
-        founds = torch.from_numpy(kin[number] == 1)[parents]
+        _, number = np.unique(family.numpy(), return_inverse=True)
+        whence, first, last = (
+            parents.numpy(),
+            np.full(len(family), len(parents) + self._rows),
+            np.full(len(family), -1),
+        )
+        np.minimum.at(first, number, whence)
+        np.maximum.at(last, number, whence)
+        founds = torch.from_numpy((first == last)[number])
         self._shared = torch.where(founds, lengths, shared)
         self._family = family
 

@@ -16,6 +16,7 @@ from descant.processors.base import (
     behind_the_port,
 )
 from descant.processors.biases import LogitBiasLogitsProcessor, SequenceBiasLogitsProcessor
+from descant.processors.diversity import HammingDiversityLogitsProcessor
 from descant.processors.feedback import AdaptivePLogitsWarper, MirostatLogitsWarper
 from descant.processors.filters import (
     EpsilonLogitsWarper,
@@ -28,7 +29,10 @@ from descant.processors.filters import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from descant.processors.guidance import ClassifierFreeGuidanceLogitsProcessor
+from descant.processors.guidance import (
+    ClassifierFreeGuidanceLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from descant.processors.lengths import (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
@@ -45,6 +49,7 @@ from descant.processors.repetition import (
     FrequencyPenaltyLogitsProcessor,
     PresencePenaltyLogitsProcessor,
 )
+from descant.processors.sequences import AllowedSequences, AllowedSequencesLogitsProcessor
 from descant.processors.speech import AlternatingCodebooksLogitsProcessor, WhisperTimeStampLogitsProcessor
 from descant.processors.temperatures import DynamicTemperatureLogitsWarper
 from descant.processors.thinking import ThinkingBudgetLogitsProcessor
@@ -57,6 +62,8 @@ from descant.processors.truncation import (
 
 __all__ = [
     "AdaptivePLogitsWarper",
+    "AllowedSequences",
+    "AllowedSequencesLogitsProcessor",
     "AlternatingCodebooksLogitsProcessor",
     "ClassifierFreeGuidanceLogitsProcessor",
     "DRYLogitsProcessor",
@@ -71,6 +78,7 @@ __all__ = [
     "ForcedEOSTokenLogitsProcessor",
     "ForeignProcessor",
     "FrequencyPenaltyLogitsProcessor",
+    "HammingDiversityLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
     "LogitBiasLogitsProcessor",
     "LogitNormalization",
@@ -96,6 +104,7 @@ __all__ = [
     "TopNSigmaLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "WhisperTimeStampLogitsProcessor",
     "XTCLogitsWarper",
     "behind_the_port",

@@ -1,0 +1,1 @@
+"""Guidance: what wraps models and changes their distribution."""

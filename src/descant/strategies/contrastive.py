@@ -1,0 +1,262 @@
+"""Contrastive search: the likeliest candidates, ranked by how unlike they are to what stands before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from descant.context import params_of
+from descant.errors import UnsupportedModel
+from descant.ports import Array, Noise, Peers, Stop
+from descant.rows import Rows, pick
+from descant.step import Hypothesis, Output, Proposal, Selection, Tokens, Told
+
+__all__ = ["Contrastive", "Past", "hidden_of"]
+
+NOTHING = Proposal()
+
+
+class _Choice(NamedTuple):
+    """What the requests of a step choose: one row each, and the candidates that follow it (host)."""
+
+    rows: Array  # [B] the row chosen
+    tokens: Tensor  # [B, k]
+    probs: Array  # [B, k] 0 where there is no such candidate
+    dead: Array  # [B] whether the row has nothing to go on with
+
+
+class Contrastive:
+    """`top_k` rows a request, which differ in their last token (Su et al. 2022, arXiv 2202.06417).
+
+    That token is tentative: it is fed, and the row whose `(1 - alpha) * p - alpha * s` is best stays, with
+    `p` the token's probability and `s` the largest cosine of its hidden state with those before it. The
+    row that stays is forked again into its own likeliest continuations.
+    """
+
+    normalised = False
+    states = ("hidden_states",)
+    columns: Mapping[str, Tensor] = {
+        "confidence": torch.zeros(1),  # the probability of the row's last token
+        "tentative": torch.full((1,), -1),  # that token, on the host
+        "ending": torch.full((1,), -1),  # why it would end the row, as a place in a list; -1: it does not
+    }
+
+    def __init__(self, noise: Noise, stop: Stop, peers: Peers | None = None) -> None:  # noqa: ARG002
+        self._stop = stop
+        self._peers = peers
+        self._past = Past()
+        self._reasons: list[str] = []
+        self._done: dict[int, Hypothesis] = {}
+
+    def propose(self, rows: Rows) -> Proposal:  # noqa: ARG002
+        """Nothing: candidates are rows."""
+        return NOTHING
+
+    def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:  # noqa: ARG002
+        """The best candidate of each request, and the candidates after it."""
+        hidden = hidden_of(output, len(rows))
+        families = _families(rows)
+        fresh = (rows.length == rows.prompt).numpy()[families[:, 0]]
+        for row in families[fresh, 0].tolist():
+            self._past.open(int(rows.request[row]), hidden[row])
+        last = torch.stack([part[-1] for part in hidden])
+        choice = self._chosen(rows, families, fresh, last, output.logits[:, 0])
+        failed = rows.request.numpy()[choice.rows[choice.dead]].tolist()
+        ending = rows.column("ending").numpy()[choice.rows]
+        over = (ending >= 0) & ~choice.dead & ~fresh
+        goes = ~over & ~choice.dead
+        told = (~fresh & ~choice.dead).nonzero()[0]
+        retired = self._retired(rows, choice.rows[over], ending[over])
+        places = {row: place for place, row in enumerate(choice.rows[told].tolist())}
+        whose = torch.from_numpy(choice.rows[told])
+        emitted = Tokens(
+            rows.request[whose],
+            torch.zeros_like(whose),
+            rows.column("tentative")[whose],
+            whose,
+            ended={places[row]: one for row, one in retired},
+            held=True,
+        )
+        return self._forked(rows, choice, goes)._replace(
+            emitted=emitted if len(told) else None,
+            finished=rows.request.numpy()[choice.rows[over]].tolist(),
+            failed=failed,
+            retired=retired,
+        )
+
+    def finish(self, request: int) -> list[Hypothesis]:
+        """The request's one sequence."""
+        self._past.close(request)
+        return [self._done.pop(request)]
+
+    def drop(self, request: int) -> None:
+        """Forget a request."""
+        self._past.close(request)
+        self._done.pop(request, None)
+
+    def standing(self, request: int) -> list[Hypothesis]:
+        """Nothing ends while the request goes on."""
+        del request
+        return []
+
+    def _chosen(self, rows: Rows, families: Array, fresh: Array, last: Tensor, scores: Tensor) -> _Choice:
+        """The row of each family that stays, with the continuations of all its rows to choose from."""
+        params, device = params_of(rows), scores.device
+        alpha, count = (params[name].numpy()[families[:, 0]] for name in ("penalty_alpha", "top_k"))
+        requests = rows.request.numpy()[families[:, 0]]
+        index = torch.from_numpy(families).to(device)  # [B, k], -1 where a family is smaller
+        unit = torch.nn.functional.normalize(last.float(), dim=-1)
+        mine = unit[index.clamp(min=0)]  # [B, k, D]
+        alike = self._past.nearest(requests, mine)  # [B, k]
+        sure = rows.column("confidence").to(device)[index.clamp(min=0)]
+        weight = torch.from_numpy(alpha).to(device, torch.float32)[:, None]
+        value = ((1 - weight) * sure - weight * alike).masked_fill(index < 0, -torch.inf)
+        best = torch.where(torch.from_numpy(fresh).to(device), 0, value.argmax(1))
+        row = index.gather(1, best[:, None]).squeeze(1)
+        # Only rows that stay have candidates worth looking for.
+        width = min(int(count.max()), scores.shape[1])
+        probs, tokens = scores[row].softmax(-1).topk(width)
+        # The one transfer of the step; probabilities travel as their bits beside the integers.
+        bits = probs.contiguous().view(torch.int32).long()
+        word = torch.cat((best[:, None], tokens, bits), 1)
+        word = (word if self._peers is None else self._peers.word(word)).cpu()
+        picked = families[np.arange(len(families)), word[:, 0].numpy()]
+        self._past.append(
+            requests[~fresh],
+            mine[torch.arange(len(mine)), word[:, 0].to(device)][torch.from_numpy(~fresh).to(device)],
+        )
+        sums = word[:, 1 + width :].to(torch.int32).view(torch.float32).numpy()
+        kept = np.where(np.arange(width) < count[:, None], sums, 0.0)
+        return _Choice(picked, word[:, 1 : 1 + width], np.nan_to_num(kept), ~(sums[:, 0] > 0))
+
+    def _forked(self, rows: Rows, choice: _Choice, goes: Array) -> Selection:
+        """The rows that stay, forked into their candidates."""
+        line, rank = np.nonzero((choice.probs > 0) & goes[:, None])
+        parents = torch.from_numpy(choice.rows[line])
+        tokens = torch.from_numpy(choice.tokens.numpy()[line, rank])
+        ending = np.full(len(line), -1)
+        for name, which in reversed(self._stop.ended(rows, parents, tokens)) if len(line) else ():
+            if name not in self._reasons:
+                self._reasons.append(name)
+            ending[which] = self._reasons.index(name)
+        counted = torch.from_numpy(choice.rows[goes])
+        return Selection(
+            tokens.to(rows.tokens.device, non_blocking=True),
+            parents,
+            slot=torch.from_numpy(rank),
+            columns={
+                "confidence": torch.from_numpy(choice.probs[line, rank].astype(np.float32)),
+                "tentative": tokens,
+                "ending": torch.from_numpy(ending),
+            },
+            host=tokens,
+            told=Told(counted, torch.zeros_like(counted)),
+        )
+
+    def _retired(self, rows: Rows, index: Array, ending: Array) -> list[tuple[int, Hypothesis]]:
+        """Keep what the requests that end have written: each with its row."""
+        written = pick(rows.tokens, torch.from_numpy(index)).cpu()
+        kept = []
+        for line, (row, reason) in enumerate(zip(index.tolist(), ending.tolist(), strict=True)):
+            start, stop = int(rows.prompt[row]), int(rows.length[row])
+            one = Hypothesis(written[line, start:stop].clone(), self._reasons[reason])
+            self._done[int(rows.request[row])] = one
+            kept.append((row, one))
+        return kept
+
+
+class Past:
+    """The hidden states of all positions of each request, as unit vectors, one line a request."""
+
+    def __init__(self) -> None:
+        self._bank: Tensor | None = None  # [M, C, D]
+        self._lengths = np.zeros(0, dtype=np.int64)  # [M]
+        self._requests = np.zeros(0, dtype=np.int64)  # [M]
+
+    def open(self, request: int, states: Tensor) -> None:
+        """Take a new request's [T, D]."""
+        unit = torch.nn.functional.normalize(states.float(), dim=-1)
+        size = len(unit)
+        if self._bank is None or not len(self._requests):
+            self._bank = unit.new_zeros(1, size + 64, unit.shape[1])
+        else:
+            self._bank = torch.cat((self._bank, torch.zeros_like(self._bank[:1])))
+        self._requests = np.append(self._requests, request)
+        self._lengths = np.append(self._lengths, size)
+        self._grow(size)
+        self._bank[-1, :size] = unit
+
+    def close(self, request: int) -> None:
+        """Forget a request."""
+        keep = self._requests != request
+        if self._bank is None or keep.all():
+            return
+        self._requests, self._lengths = self._requests[keep], self._lengths[keep]
+        self._bank = pick(self._bank, torch.from_numpy(np.flatnonzero(keep))) if keep.any() else None
+
+    def nearest(self, requests: Array, states: Tensor) -> Tensor:
+        """The largest cosine of each unit vector [B, k, D] with the past of its request [B, k]."""
+        bank, lines = self._lines(requests)
+        lengths = self._lengths[lines]
+        bank = bank[:, : int(lengths.max())]
+        alike = torch.bmm(states, bank.transpose(1, 2))
+        there = torch.arange(bank.shape[1]) < torch.from_numpy(lengths)[:, None]
+        return alike.masked_fill(~there.to(alike.device)[:, None], -torch.inf).amax(-1)
+
+    def append(self, requests: Array, states: Tensor) -> None:
+        """One more position a request [B, D]."""
+        if not len(requests):
+            return
+        lines = self._places(requests)
+        self._grow(int(self._lengths[lines].max()) + 1)
+        assert self._bank is not None
+        at = torch.from_numpy(np.stack((lines, self._lengths[lines]))).to(self._bank.device)
+        self._bank[at[0], at[1]] = states
+        self._lengths[lines] += 1
+
+    def _places(self, requests: Array) -> Array:
+        order = np.argsort(self._requests)
+        return np.asarray(order[np.searchsorted(self._requests, requests, sorter=order)])
+
+    def _lines(self, requests: Array) -> tuple[Tensor, Array]:
+        """The bank with a line for each request, in that order."""
+        assert self._bank is not None
+        lines = self._places(requests)
+        if len(lines) == len(self._requests) and (lines == np.arange(len(lines))).all():
+            return self._bank, lines
+        return pick(self._bank, torch.from_numpy(lines)), lines
+
+    def _grow(self, size: int) -> None:
+        assert self._bank is not None
+        have = self._bank.shape[1]
+        if have < size:
+            wide = max(size + 64, have + have // 2)
+            self._bank = torch.nn.functional.pad(self._bank, (0, 0, 0, wide - have))
+
+
+def hidden_of(output: Output, rows: int) -> list[Tensor]:
+    """The last layer's states of each row's fed positions, drafts included [T, D]."""
+    names = ("hidden_states", "decoder_hidden_states")
+    found: dict[int, Tensor] = {}
+    for part in output.states:
+        layers: Any = next((part[name] for name in names if part.get(name) is not None), None)
+        if layers is None:
+            raise UnsupportedModel("contrastive search needs hidden states, which the model does not give")
+        whole, fed = layers[-1], part["fed"].tolist()
+        for at, row in enumerate(part["rows"].tolist()):
+            found[row] = whole[at, : fed[at]]
+    index: Sequence[int] = range(rows) if output.place is None else output.place.tolist()
+    return [found[row] for row in index]
+
+
+def _families(rows: Rows) -> Array:
+    """The rows of each request, by slot [B, k], -1 where one has fewer."""
+    order = np.lexsort((rows.slot.numpy(), rows.request.numpy()))
+    _, first, counts = np.unique(rows.request.numpy()[order], return_index=True, return_counts=True)
+    at = np.arange(counts.max())
+    place = np.minimum(first[:, None] + at, len(order) - 1)
+    return np.asarray(np.where(at < counts[:, None], order[place], -1))
