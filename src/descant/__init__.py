@@ -1,6 +1,7 @@
 """Descant: every way to decode a language model, in one exact loop."""
 
 from descant.config import GenerationConfig
+from descant.constraints import Constraint, ConstraintListState, DisjunctiveConstraint, PhrasalConstraint
 from descant.criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -12,6 +13,7 @@ from descant.criteria import (
 )
 from descant.errors import (
     ConfigError,
+    ConstraintError,
     DescantError,
     InputError,
     MissingExtra,
@@ -29,6 +31,8 @@ from descant.outputs import (
 )
 from descant.processors import (
     AdaptivePLogitsWarper,
+    AllowedSequences,
+    AllowedSequencesLogitsProcessor,
     AlternatingCodebooksLogitsProcessor,
     ClassifierFreeGuidanceLogitsProcessor,
     DRYLogitsProcessor,
@@ -41,6 +45,7 @@ from descant.processors import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     FrequencyPenaltyLogitsProcessor,
+    HammingDiversityLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitBiasLogitsProcessor,
     LogitNormalization,
@@ -66,6 +71,7 @@ from descant.processors import (
     TopNSigmaLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
     XTCLogitsWarper,
 )
@@ -78,13 +84,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptivePLogitsWarper",
+    "AllowedSequences",
+    "AllowedSequencesLogitsProcessor",
     "AlternatingCodebooksLogitsProcessor",
     "AsyncTextIteratorStreamer",
     "BaseStreamer",
     "ClassifierFreeGuidanceLogitsProcessor",
     "ConfigError",
+    "Constraint",
+    "ConstraintError",
+    "ConstraintListState",
     "DRYLogitsProcessor",
     "DescantError",
+    "DisjunctiveConstraint",
     "DynamicTemperatureLogitsWarper",
     "EncoderNoRepeatNGramLogitsProcessor",
     "EncoderRepetitionPenaltyLogitsProcessor",
@@ -103,6 +115,7 @@ __all__ = [
     "GenerateDecoderOnlyOutput",
     "GenerateEncoderDecoderOutput",
     "GenerationConfig",
+    "HammingDiversityLogitsProcessor",
     "Hypothesis",
     "InfNanRemoveLogitsProcessor",
     "InputError",
@@ -122,6 +135,7 @@ __all__ = [
     "NoRepeatNGramLogitsProcessor",
     "NotInThisVersion",
     "PLessLogitsWarper",
+    "PhrasalConstraint",
     "PrefixConstrainedLogitsProcessor",
     "PresencePenaltyLogitsProcessor",
     "RankError",
@@ -148,6 +162,7 @@ __all__ = [
     "TopNSigmaLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "UnsupportedModel",
     "WhisperTimeStampLogitsProcessor",
     "XTCLogitsWarper",

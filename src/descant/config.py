@@ -25,7 +25,7 @@ from typing import Any, Final, Self
 from .errors import ConfigError, DescantError, InputError, NotInThisVersion, shown
 from .fields import Field, FrozenMap, freeze, thaw
 from .parameters import FIELDS, GROUPS, LATER, Later, Parameters, typed, unknown
-from .rules import refuse_contradictions, refuse_impossible, refuse_later, set_aside
+from .rules import refuse_clashes, refuse_contradictions, refuse_impossible, refuse_later, set_aside
 
 __all__ = ["FIELDS", "GROUPS", "LATER", "Field", "GenerationConfig", "Later", "register_explainer"]
 
@@ -122,6 +122,7 @@ class GenerationConfig(Parameters):
         unused = set_aside(values, sources)
         refuse_later(values, sources)
         refuse_contradictions(values, sources)
+        refuse_clashes(values, sources)
         refuse_impossible(values, sources)
         if argument is not None and model is None and not call:  # a check of one config: it knows its past
             sources = {name: argument.source(name) for name in values}

@@ -65,7 +65,7 @@ from descant.processors import (
 )
 from descant.strategies.beams.beam import Beam, Shape
 from descant.strategies.beams.constrained import Constrained
-from descant.strategies.contrastive import Contrastive
+from descant.strategies.contrastive import Contrastive, Sequential
 from descant.strategies.sampling import Sampling
 
 __all__ = ["CUSTOM", "ORDER", "SAMPLERS", "STAGES", "Plan", "Stage", "adapt", "new_cache", "ordered", "plan"]
@@ -258,6 +258,13 @@ def _dola(config: GenerationConfig, facts: Facts) -> dict[str, Any]:
     return {"early_layers": early_layers(config.dola_layers, facts)}
 
 
+def _refuse_unrewound(config: GenerationConfig, facts: Facts) -> None:
+    """Raise for what takes tokens back, on a model that cannot forget."""
+    if config.low_memory and contrasts(config) and facts.memory == "own":
+        must = "needs a model that can forget a token, this one remembers more than keys and values"
+        raise ConfigError(("low_memory", "penalty_alpha"), must, True, "leave it out")
+
+
 def _guided(config: GenerationConfig, facts: Facts) -> dict[str, Any]:
     if facts.encoder_decoder:
         must = "has no meaning for a model with an encoder, whose prompt is not in the decoder"
@@ -292,6 +299,7 @@ def plan(config: GenerationConfig, facts: Facts) -> Plan:
     eos = _ids(config.eos_token_id)
     _refuse_strangers(config, facts)
     _refuse_immense(config, facts)
+    _refuse_unrewound(config, facts)
     key, build = _strategy(config, len(_ends(config)))
     values = {
         "eos": eos,
@@ -313,7 +321,9 @@ def plan(config: GenerationConfig, facts: Facts) -> Plan:
         values |= WRAPS[name].values(config, facts)
     if key[0] == "constrained":
         values |= {"demands": _demands(config)}
-    if key[0] == "contrastive":
+    if config.low_memory:
+        values |= {"low_memory": 1}
+    if contrasts(config):
         values |= {"penalty_alpha": config.penalty_alpha, "top_k": config.top_k}
     return Plan(config, key, build, chain, order.index(CUSTOM), values, wraps)
 
@@ -344,7 +354,9 @@ def _strategy(
             return ("constrained", *shape), partial(Constrained, shape)
         return ("beam", *shape), partial(Beam, shape)
     if contrasts(config):
-        return ("contrastive",), Contrastive
+        return ("sequential",) if config.low_memory else (
+            "contrastive",
+        ), Sequential if config.low_memory else Contrastive
     return ("sampling",), Sampling
 
 
@@ -378,8 +390,8 @@ def _limit(config: GenerationConfig, prompt: Prompt, facts: Facts) -> int:
         name, limit = "max_length", length + DEFAULT_NEW_TOKENS
         if facts.context is not None:
             limit = min(limit, max(facts.context - offset, length + 1))
-    # The last token is never fed, so the table of positions may be one shorter.
-    if facts.table is not None and offset + limit - 1 > facts.table:
+    # The last token is never fed, unless it has to be ranked: the table of positions may be one shorter.
+    if facts.table is not None and offset + limit - (not contrasts(config)) > facts.table:
         most = f"the model has {facts.table} positions and the prompt takes {length + offset}"
         raise ConfigError(
             name, f"must leave room: {most}", getattr(config, name), "lower it or shorten the prompt"

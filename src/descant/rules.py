@@ -13,7 +13,14 @@ from .errors import ConfigError, NotInThisVersion
 from .fields import Unset
 from .parameters import FIELDS, LATER
 
-__all__ = ["refuse_contradictions", "refuse_impossible", "refuse_later", "set_aside"]
+__all__ = [
+    "CLASHES",
+    "refuse_clashes",
+    "refuse_contradictions",
+    "refuse_impossible",
+    "refuse_later",
+    "set_aside",
+]
 
 Values = dict[str, Any]
 Sources = Mapping[str, str]
@@ -62,10 +69,25 @@ MODES: Final = (
     ),
 )  # fmt: skip
 
+# What has no meaning together: (a field, another, why). Where only one comes with the model, it gives way.
+CLASHES: Final = (
+    ("penalty_alpha", "do_sample", "contrastive search ranks its candidates, nothing is drawn"),
+    ("penalty_alpha", "num_beams", "contrastive search keeps candidates of one text, not several texts"),
+    ("num_beam_groups", "do_sample", "groups differ by what they have chosen, not by chance"),
+    ("constraints", "do_sample", "beams are dealt out by what they have met, not by chance"),
+    ("force_words_ids", "do_sample", "beams are dealt out by what they have met, not by chance"),
+    (
+        "dola_layers",
+        "guidance_scale",
+        "DoLa rules tokens out, which leaves nothing to be guided away from",
+    ),
+)
+
 # Values that ask for nothing, besides a field's default and its off value. Temperature 0 is how other
 # interfaces say greedy, which is what it gets.
 HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
-    "temperature": (0.0,), "min_p": (0.0,), "output_logits": (False,),
+    "temperature": (0.0,), "min_p": (0.0,), "output_logits": (False,), "penalty_alpha": (0.0,),
+    "guidance_scale": (1.0,), "low_memory": (False,),
 }  # fmt: skip
 
 
@@ -94,11 +116,22 @@ def set_aside(values: Values, sources: dict[str, str]) -> Values:
         for knob in knobs:
             if knob not in values or _asks_nothing(knob, values[knob]):
                 continue
-            if knob == "top_k" and values.get("penalty_alpha"):  # contrastive search reads it too
+            if knob == "top_k" and _asks(values, "penalty_alpha"):  # contrastive search reads it too
                 continue
             if sources[knob] != "model":
                 raise ConfigError(knob, f"has no use while `{chooser}` is {value}", values[knob], fix)
             drop(knob)
+    for first, second, _ in CLASHES:
+        if not (_asks(values, first) and _asks(values, second)):
+            continue
+        loser = next((name for name in (first, second) if sources.get(name) == "model"), None)
+        if loser is not None and {sources.get(first), sources.get(second)} != {"model"}:
+            drop(loser)
+    if "low_memory" in values and not (_asks(values, "num_beams") or _asks(values, "penalty_alpha")):
+        if values["low_memory"] and sources["low_memory"] != "model":
+            do = "leave it out"
+            raise ConfigError("low_memory", "has no use without beams or contrastive search", True, do)
+        drop("low_memory")
     for name, later in LATER.items():
         if later.hint and name in values and values[name] not in later.neutral:
             drop(name)
@@ -108,6 +141,18 @@ def set_aside(values: Values, sources: dict[str, str]) -> Values:
 def _asks_nothing(name: str, value: Any) -> bool:
     field = FIELDS[name]
     return value in (field.default, field.off) or value in HARMLESS.get(name, ())
+
+
+def _asks(values: Values, name: str) -> bool:
+    return name in values and not _asks_nothing(name, values[name])
+
+
+def refuse_clashes(values: Values, sources: Sources) -> None:
+    """Raise for methods that have no meaning together."""
+    for first, second, why in CLASHES:
+        if _asks(values, first) and _asks(values, second):
+            must = f"has no meaning with `{second}`{_origin(first, sources)}, since {why}"
+            raise ConfigError((first, second), must, values[first], "choose one of them")
 
 
 def refuse_later(values: Values, sources: Sources | None = None) -> None:
@@ -156,6 +201,14 @@ def refuse_impossible(values: Values, sources: Sources) -> None:
         must = f"must be 1 in greedy search{_origin('num_return_sequences', sources)}"
         do = f"set do_sample=True, num_beams={wanted}, or num_return_sequences=1"
         raise ConfigError("num_return_sequences", must, wanted, do)
+    if _effective(values, "num_beam_groups") > 1 and not _effective(values, "diversity_penalty"):
+        must = f"must be > 0 while `num_beam_groups` is {values['num_beam_groups']}, or all groups are alike"
+        got = _effective(values, "diversity_penalty")
+        raise ConfigError(("diversity_penalty", "num_beam_groups"), must, got, "set it, or leave groups out")
+    if _asks(values, "penalty_alpha") and _effective(values, "top_k") < 2:
+        must = f"needs `top_k` > 1, the number of candidates{_origin('penalty_alpha', sources)}"
+        do = "set top_k=4, or leave penalty_alpha out"
+        raise ConfigError(("penalty_alpha", "top_k"), must, values["penalty_alpha"], do)
     if sampled and _effective(values, "temperature") == 0.0:
         must = f"must be > 0 while `do_sample` is True{_origin('temperature', sources)}"
         raise ConfigError("temperature", must, 0.0, "set do_sample=False for greedy search")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from descant.context import Params
 from descant.ports import Facts
 from descant.rows import Rows, same
 from descant.step import Proposal
@@ -56,7 +57,8 @@ class Batches:
         the rows that have a state of their own, in parts that can share it.
         """
         cached, even, facts = rows.cached, rows.even, self.facts
-        plain = not apart and held is None and not facts.alone
+        turns = _turns(rows)
+        plain = not apart and turns is None and held is None and not facts.alone
         stepping = plain and facts.memory == "keys" and proposal.drafts is None
         if stepping and even is not None and even.length == even.cached + 1:
             return [Batch(None, len(rows), cached, cached, even.cached, 1)]
@@ -72,13 +74,13 @@ class Batches:
         fresh = cached == 0
         parts = []
         if bool(fresh.any()):
-            for part in _by(_apart(rows, apart), fresh.nonzero().squeeze(1)):
+            for part in _by(_apart(rows, apart, turns), fresh.nonzero().squeeze(1)):
                 parts += self._by_length(part, fed)
         if not bool(fresh.all()):
             for part in (
                 held if held is not None else self._running((~fresh).nonzero().squeeze(1), cached, fed)
             ):
-                parts += _by(_apart(rows, apart), part)
+                parts += _by(_apart(rows, apart, turns), part)
         return [whole] if len(parts) == 1 else [Batch.of(cached, fed, part) for part in parts]
 
     def _fits(self, whole: Batch, fed: Tensor) -> bool:
@@ -129,10 +131,20 @@ def _by(column: Tensor, index: Tensor) -> list[Tensor]:
     return [index[mine == value] for value in sorted(set(mine.tolist()))]
 
 
-def _apart(rows: Rows, apart: Mapping[int, object]) -> Tensor:
+def _turns(rows: Rows) -> Tensor | None:
+    """For rows that take turns to spare memory which turn is theirs, else -1 [R]; None where none does."""
+    params = rows.columns.get("params")
+    spare = params.values.get("low_memory") if isinstance(params, Params) else None
+    if not isinstance(spare, Tensor) or not bool((spare == 1).any()):
+        return None
+    return torch.where(spare == 1, rows.slot, -1)
+
+
+def _apart(rows: Rows, apart: Mapping[int, object], turns: Tensor | None) -> Tensor:
     """A number for each row that is the same where rows can share a forward."""
-    if not apart:
+    if not apart and turns is None:
         return torch.zeros_like(rows.request)
     kinds: dict[object, int] = {}
-    numbers = [kinds.setdefault(apart.get(one), len(kinds)) for one in rows.request.tolist()]
-    return torch.tensor(numbers)
+    turn = [-1] * len(rows) if turns is None else turns.tolist()
+    whose = zip(rows.request.tolist(), turn, strict=True)
+    return torch.tensor([kinds.setdefault((apart.get(one), at), len(kinds)) for one, at in whose])

@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from descant.guidance.twins import Twins
 from descant.context import Params, params_of
+from descant.guidance.twins import Twins
 from descant.ports import Cache, Facts
 from descant.rows import Rows, pick
 from descant.step import Output, Proposal

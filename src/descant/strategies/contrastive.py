@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from descant.ports import Array, Noise, Peers, Stop
 from descant.rows import Rows, pick
 from descant.step import Hypothesis, Output, Proposal, Selection, Tokens, Told
 
-__all__ = ["Contrastive", "Past", "hidden_of"]
+__all__ = ["Contrastive", "Sequential"]
 
 NOTHING = Proposal()
 
@@ -167,6 +168,150 @@ class Contrastive:
             self._done[int(rows.request[row])] = one
             kept.append((row, one))
         return kept
+
+
+@dataclass
+class _Round:
+    """The candidates of one request's next token, tried one after the other, and the best so far."""
+
+    tokens: list[int]
+    probs: list[float]
+    turn: int = 0
+    value: float = -np.inf
+    best: int = 0
+    state: Tensor | None = None  # [D] of the best, a unit vector
+    coming: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # what follows the best
+
+
+class Sequential:
+    """Contrastive search that tries its candidates one after the other, as drafts of one row a request.
+
+    It keeps one copy of keys and values and takes `top_k` forwards a token. A row's last token is fed
+    again with each candidate, so that what it says of the next token is known whenever one is chosen.
+    """
+
+    normalised = False
+    states = ("hidden_states",)
+    columns: Mapping[str, Tensor] = {}
+
+    def __init__(self, noise: Noise, stop: Stop, peers: Peers | None = None) -> None:  # noqa: ARG002
+        self._stop = stop
+        self._peers = peers
+        self._past = Past()
+        self._rounds: dict[int, _Round] = {}
+        self._done: dict[int, Hypothesis] = {}
+
+    def propose(self, rows: Rows) -> Proposal:
+        """The next candidate of every request that has any."""
+        rounds = [self._rounds.get(request) for request in rows.request.tolist()]
+        if not any(rounds):
+            return NOTHING
+        drafts = [[one.tokens[one.turn] if one else 0] for one in rounds]
+        tried = torch.tensor([int(one is not None) for one in rounds])
+        return Proposal(None, torch.tensor(drafts).to(rows.tokens.device), tried)
+
+    def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:  # noqa: ARG002
+        """The best candidate of the requests that have tried all of theirs."""
+        hidden, requests = hidden_of(output, len(rows)), rows.request.tolist()
+        fresh = np.array([request not in self._rounds for request in requests])
+        for row in np.flatnonzero(fresh).tolist():
+            self._past.open(requests[row], hidden[row])
+        unit = torch.nn.functional.normalize(torch.stack([part[-1] for part in hidden]).float(), dim=-1)
+        alike = self._past.nearest(rows.request.numpy(), unit[:, None]).squeeze(1)
+        place = torch.from_numpy(np.where(fresh, 0, output.logits.shape[1] - 1)).to(unit.device)
+        scores = output.logits[torch.arange(len(rows), device=unit.device), place]
+        width = min(int(params_of(rows)["top_k"].max()), scores.shape[1])
+        probs, tokens = scores.softmax(-1).topk(width)
+        bits = torch.cat((alike[:, None], probs), 1).contiguous().view(torch.int32).long()
+        word = torch.cat((bits, tokens), 1)
+        word = (word if self._peers is None else self._peers.word(word)).cpu()
+        values = word[:, : 1 + width].to(torch.int32).view(torch.float32).numpy()
+        ready, failed = [], []
+        for row, request in enumerate(requests):
+            count = int(params_of(rows)["top_k"][row])
+            kept = [at for at in range(min(count, width)) if values[row, 1 + at] > 0]
+            coming = (
+                [int(word[row, 1 + width + at]) for at in kept],
+                [float(values[row, 1 + at]) for at in kept],
+            )
+            if fresh[row]:
+                if not kept:
+                    failed.append(request)
+                    continue
+                self._rounds[request] = _Round(*coming)
+            elif self._weighed(rows, row, float(values[row, 0]), unit[row], coming):
+                ready.append(row)
+        return self._chosen(rows, ready, failed)
+
+    def finish(self, request: int) -> list[Hypothesis]:
+        """The request's one sequence."""
+        found = self._done.pop(request)
+        self.drop(request)
+        return [found]
+
+    def drop(self, request: int) -> None:
+        """Forget a request."""
+        self._past.close(request)
+        self._rounds.pop(request, None)
+        self._done.pop(request, None)
+
+    def standing(self, request: int) -> list[Hypothesis]:
+        """Nothing ends while the request goes on."""
+        del request
+        return []
+
+    def _weighed(
+        self, rows: Rows, row: int, alike: float, state: Tensor, coming: tuple[list[int], list[float]]
+    ) -> bool:
+        """Take what a candidate is worth; whether it was the last."""
+        one = self._rounds[int(rows.request[row])]
+        alpha = float(params_of(rows)["penalty_alpha"][row])
+        value = (1 - alpha) * one.probs[one.turn] - alpha * alike
+        if value > one.value:
+            one.value, one.best, one.state, one.coming = value, one.turn, state, coming
+        one.turn += 1
+        return one.turn == len(one.tokens)
+
+    def _chosen(self, rows: Rows, ready: list[int], failed: list[int]) -> Selection:
+        """The rows with the token of those that are ready; all others are asked again."""
+        tokens, emits = torch.zeros(len(rows), dtype=torch.long), torch.full((len(rows),), -1)
+        for row in ready:
+            one = self._rounds[int(rows.request[row])]
+            tokens[row], emits[row] = one.tokens[one.best], 1
+            assert one.state is not None
+            self._past.append(rows.request.numpy()[row : row + 1], one.state[None])
+        now = torch.tensor(ready, dtype=torch.long)
+        reasons = self._stop.ended(rows, now, tokens[now]) if ready else []
+        retired, gone = [], {row for row in range(len(rows)) if int(rows.request[row]) in failed}
+        for place, row in enumerate(ready):
+            why = next((name for name, which in reasons if which[place]), None)
+            request = int(rows.request[row])
+            one = self._rounds[request]
+            if why is not None:
+                written = rows.tokens[row, int(rows.prompt[row]) : int(rows.length[row])].cpu()
+                self._done[request] = Hypothesis(torch.cat((written, tokens[row : row + 1])), why)
+                retired.append((row, self._done[request]))
+                gone.add(row)
+            elif not one.coming[0]:
+                failed.append(request)
+                gone.add(row)
+            else:
+                self._rounds[request] = _Round(*one.coming)
+        ends = {ready.index(row): one for row, one in retired}
+        emitted = Tokens(rows.request[now], torch.zeros_like(now), tokens[now], now, ended=ends)
+        keep = torch.tensor([row for row in range(len(rows)) if row not in gone], dtype=torch.long)
+        return Selection(
+            tokens[keep].to(rows.tokens.device),
+            keep,
+            torch.zeros_like(keep),
+            emits=emits[keep],
+            emitted=emitted if ready else None,
+            finished=[int(rows.request[row]) for row, _ in retired],
+            failed=failed,
+            host=tokens[keep],
+            retired=retired,
+            told=Told(now, torch.zeros_like(now)),
+        )
 
 
 class Past:
