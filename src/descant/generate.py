@@ -37,6 +37,8 @@ _LATER = (
     "assistant_model", "assistant_tokenizer", "custom_generate", "trust_remote_code",
 )  # fmt: skip
 
+_DECODER = ("decoder_attentions", "cross_attentions", "decoder_hidden_states")
+
 
 @in_step
 def generate(
@@ -209,10 +211,9 @@ class _Run:
         values: dict[str, Any] = {"sequences": whole}
         if self.trace is not None:
             values |= {name: self.trace.tensors(name, layout) for name in ("scores", "logits")}
-            names = (
-                ("decoder_attentions", "cross_attentions", "decoder_hidden_states") if both else self.states
-            )
-            values |= {name: self.trace.states(name, layout) for name in names}
+            names = _DECODER if both else self.states
+            wanted = [name for name in names if name.endswith(self.states)]
+            values |= {name: self.trace.states(name, layout) for name in wanted}
             if both:
                 values |= {f"encoder_{name}": self.session.model.encoded.get(name) for name in self.states}
         sequences = [one for some in found for one in some]

@@ -145,7 +145,8 @@ def _laid_out(places: list[_Place], name: str, layer: int, number: int, layout: 
     block = sample.new_zeros(shape)
     for part, at, line in places:
         tensor = part[name][layer]
-        fed, past = int(part["fed"][at]), int(part["cached"][at])
+        # What is tried after the row's own tokens is not its past yet.
+        fed, past = int(part["fed"][at] - part["tried"][at]), int(part["cached"][at])
         if not attention:
             block[line, queries - fed :] = tensor[at, :fed]
         elif cross:

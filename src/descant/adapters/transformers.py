@@ -163,7 +163,7 @@ class TransformersModel:
         if places is not None:
             line = torch.arange(len(logits), device=logits.device)[:, None]
             logits = logits[line, places.to(logits.device)]
-        return self._brought(logits), self._kept(answer, rows, batch) if self._states else {}
+        return self._brought(logits), self._kept(answer, rows, proposal, batch) if self._states else {}
 
     def _run_asking(
         self, rows: Rows, proposal: Proposal, cache: Cache, batch: Batch
@@ -200,7 +200,7 @@ class TransformersModel:
             cast(StateCache, cache).keep(line, self._state.after(answer, state, found))
         self._asking.heard(answer, requests)
         logits = answer.logits[:, -(proposal.width + 1) :]
-        return self._brought(logits), self._kept(answer, rows, batch) if self._states else {}
+        return self._brought(logits), self._kept(answer, rows, proposal, batch) if self._states else {}
 
     def _brought(self, logits: Tensor) -> Tensor:
         """The logits in float32 and where the rows are: a model spread over devices may answer elsewhere."""
@@ -334,9 +334,10 @@ class TransformersModel:
         # An index must be where the last layer is or on the host, and what spreads a model moves tensors.
         return wanted.tolist() if self._spread else wanted.to(self.device), places
 
-    def _kept(self, answer: Any, rows: Rows, batch: Batch) -> Mapping[str, Any]:
+    def _kept(self, answer: Any, rows: Rows, proposal: Proposal, batch: Batch) -> Mapping[str, Any]:
         """The states asked for, with the rows they belong to."""
         kept: dict[str, Any] = {name: answer[name] for name in _STATES if answer.get(name) is not None}
         index = torch.arange(len(rows)) if batch.rows is None else batch.rows
         fed = batch.fed if batch.width > 1 else torch.ones_like(batch.cached)
-        return kept | {"rows": index, "fed": fed, "cached": batch.cached}
+        tried = torch.as_tensor(proposal.tried(batch.rows)).expand(len(index))
+        return kept | {"rows": index, "fed": fed, "tried": tried, "cached": batch.cached}

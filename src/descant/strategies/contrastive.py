@@ -241,7 +241,9 @@ class Sequential:
                 self._rounds[request] = _Round(*coming)
             elif self._weighed(rows, row, float(values[row, 0]), unit[row], coming):
                 ready.append(row)
-        return self._chosen(rows, ready, failed)
+        # The prompt is told of when it is read, a choice when it is made.
+        told = torch.tensor(sorted({*ready, *np.flatnonzero(fresh).tolist()}), dtype=torch.long)
+        return self._chosen(rows, ready, failed)._replace(told=Told(told, torch.zeros_like(told)))
 
     def finish(self, request: int) -> list[Hypothesis]:
         """The request's one sequence."""
@@ -310,7 +312,6 @@ class Sequential:
             failed=failed,
             host=tokens[keep],
             retired=retired,
-            told=Told(now, torch.zeros_like(now)),
         )
 
 
