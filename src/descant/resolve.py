@@ -367,7 +367,8 @@ def constrains(config: GenerationConfig) -> bool:
 
 def _demands(config: GenerationConfig) -> ConstraintListState:
     """A config's constraints, none of them met."""
-    constraints = [*(config.constraints or ()), *forced(config.force_words_ids or ())]
+    words = forced(config.force_words_ids) if config.force_words_ids else ()
+    constraints = [*(config.constraints or ()), *words]
     return ConstraintListState(constraints, config.ordered_constraints, config.constraint_gap)
 
 

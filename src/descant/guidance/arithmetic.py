@@ -246,8 +246,7 @@ def _facts(names: Sequence[str], parts: Sequence[Facts]) -> Facts:
     return replace(
         first,
         positions=all(facts.positions for facts in parts),
-        embeddings=False,  # every model has its own, and its own output embeddings
-        head=False,
+        head=False,  # each has its own, and no hidden state speaks for all
         table=min((facts.table for facts in parts if facts.table is not None), default=None),
         context=min((facts.context for facts in parts if facts.context is not None), default=None),
         memory="own" if any(facts.memory == "own" for facts in parts) else first.memory,

@@ -34,6 +34,8 @@ class DoLa:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self._layout: tuple[object, Tensor, Tensor, list[int], Tensor] | None = None
+        # Whether the model's logits are its output embeddings of its last states, and no more than that.
+        self._same: bool | None = None
 
     @property
     def facts(self) -> Facts:
@@ -68,15 +70,22 @@ class DoLa:
 
     def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
         """The contrast, for the rows that ask for it."""
-        output: Output = self.inner.forward(rows, proposal, cache)
         mine, place, layers, wanted = self._laid_out(rows)
+        alone = bool(self._same) and len(mine) == len(rows)
+        output: Output = self.inner.forward(rows, proposal, cache, heads=not alone)
         if not len(mine):
             return output
-        final = pick(output.logits, mine).log_softmax(-1)  # [N, K + 1, V]
-        early = self.inner.head(_exits(output, proposal, place, layers)).log_softmax(-1)  # [N, K + 1, L, V]
+        # The last layer's prediction with the others', in one pass over the output embeddings.
+        said = self.inner.head(_exits(output, proposal, place, [*layers, -1]))  # [N, K + 1, L + 1, V]
+        plain = pick(output.logits, mine) if output.logits.shape[-1] else said[:, :, -1]
+        if self._same is None:
+            self._same = torch.allclose(plain, said[:, :, -1], rtol=1e-4, atol=1e-4)
+        final, early = plain.log_softmax(-1), said[:, :, :-1].log_softmax(-1)
         base = _farthest(final, early, wanted) if len(layers) > 1 else early[:, :, 0]
         least = final.amax(-1, keepdim=True) + log(PLAUSIBLE)
         contrast = (final - base).masked_fill(final < least, -torch.inf)
+        if alone:
+            return output._replace(logits=contrast, plain=plain)
         logits = output.logits.index_copy(0, mine.to(final.device), contrast)
         return output._replace(logits=logits, plain=output.logits)
 
@@ -122,8 +131,9 @@ def _farthest(final: Tensor, early: Tensor, wanted: Tensor) -> Tensor:
     """The early prediction, of those [N, K + 1, L, V] that a row wants, farthest from the last's."""
     last = final[:, :, None]
     mean = early.exp().add_(last.exp()).mul_(0.5)
-    # Both divergences from the mean at once: they share its entropy.
-    apart = torch.special.xlogy(mean, mean).sum(-1) - 0.5 * ((early + last) * mean).sum(-1)
+    # Both divergences from the mean at once; where it is 0 there is nothing to diverge from.
+    logs = mean.clamp(min=torch.finfo(mean.dtype).tiny).log_().mul_(2).sub_(early).sub_(last)
+    apart = logs.mul_(mean).sum(-1)
     best = apart.masked_fill(~wanted[:, None], -torch.inf).argmax(-1)  # [N, K + 1]
     return early.gather(2, best[..., None, None].expand(-1, -1, 1, early.shape[-1]))[:, :, 0]
 

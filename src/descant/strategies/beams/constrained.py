@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +18,10 @@ from descant.step import Hypothesis, Output, Proposal, Selection
 from descant.strategies.beams.beam import CUTS, Beam, Candidates, Shape, Team
 from descant.strategies.beams.pool import banked, running
 
-__all__ = ["Constrained"]
+__all__ = ["Constrained", "Entry", "dealt", "leading"]
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """One continuation that may be kept."""
 
     row: int
@@ -83,7 +83,7 @@ class Constrained(Beam):
         best = running(found.sums, final, self._shape.team)
         entries = self._likely(rows, found, final, best)
         led = self._led(rows, scores, team, entries)
-        chosen = [self._dealt(some, more) for some, more in zip(entries, led, strict=True)]
+        chosen = [dealt(some, more, self._shape.team) for some, more in zip(entries, led, strict=True)]
         retired = self._ended(rows, team, found, final)
         going = self._pools.improvable(team.lines, team.terms, found.sums[:, 0])
         kept = self._laid_out(rows, found, chosen)
@@ -118,7 +118,7 @@ class Constrained(Beam):
             known.add(token)
         return known
 
-    def _likely(self, rows: Rows, found: Candidates, final: Array, best: Array) -> list[list[_Entry]]:
+    def _likely(self, rows: Rows, found: Candidates, final: Array, best: Array) -> list[list[Entry]]:
         """The candidates that beams would keep without constraints, by request."""
         entries = []
         for line, places in enumerate(best.tolist()):
@@ -129,26 +129,20 @@ class Constrained(Beam):
                     continue
                 row, token = int(found.rows[line, place]), int(found.tokens[line, place])
                 reason = found.reason(line, place) if found.ends[line, place] else None
-                some.append(_Entry(row, token, score, self._read(rows, row, token), reason))
+                some.append(Entry(row, token, score, self._read(rows, row, token), reason))
             entries.append(some)
         return entries
 
     def _led(
-        self, rows: Rows, scores: Tensor, team: Team, entries: Sequence[Sequence[_Entry]]
-    ) -> list[list[_Entry]]:
+        self, rows: Rows, scores: Tensor, team: Team, entries: Sequence[Sequence[Entry]]
+    ) -> list[list[Entry]]:
         """The continuations that go on with a constraint, besides those at hand, by request."""
         pairs: list[tuple[int, int, int]] = []
         for line, some in enumerate(entries):
             seen = {(entry.row, entry.token) for entry in some}
-            for row in team.rows[line].tolist():
-                state = self._state(rows, row)
-                for token in () if state.completed else state.advance() or ():
-                    if not 0 <= token < scores.shape[1]:
-                        must = f"must advance by tokens below {scores.shape[1]}, the vocabulary"
-                        raise InputError("constraints", must, token)
-                    if (row, token) not in seen:
-                        pairs.append((line, row, token))
-        led: list[list[_Entry]] = [[] for _ in entries]
+            states = {row: self._state(rows, row) for row in team.rows[line].tolist()}
+            pairs += [(line, *pair) for pair in leading(states, seen, scores.shape[1])]
+        led: list[list[Entry]] = [[] for _ in entries]
         if not pairs:
             return led
         _, whence, tokens = torch.tensor(pairs).T
@@ -162,19 +156,10 @@ class Constrained(Beam):
             why = [name for name, which in reasons if which[at]]
             if values[at] > -np.inf and all(name in CUTS for name in why):
                 state = self._read(rows, row, token)
-                led[line].append(_Entry(row, token, values[at], state, why[0] if why else None))
+                led[line].append(Entry(row, token, values[at], state, why[0] if why else None))
         return led
 
-    def _dealt(self, likely: list[_Entry], led: list[_Entry]) -> list[_Entry]:
-        """As many of both as the team is wide, the best of every bank first."""
-        if not led:
-            return likely
-        both = likely + led
-        banks = np.array([entry.state.get_bank() for entry in both])
-        sums = np.array([entry.sum for entry in both])
-        return [both[place] for place in banked(banks, sums, self._shape.team)]
-
-    def _laid_out(self, rows: Rows, found: Candidates, chosen: Sequence[Sequence[_Entry]]) -> Candidates:
+    def _laid_out(self, rows: Rows, found: Candidates, chosen: Sequence[Sequence[Entry]]) -> Candidates:
         """The entries as candidates [B, W], of sum -inf where there are fewer."""
         shape = (len(chosen), self._shape.team)
         sums = np.full(shape, -np.inf, dtype=found.sums.dtype)
@@ -226,3 +211,28 @@ class Constrained(Beam):
         row, one = super()._hypothesis(rows, found, line, place, score, written)
         one.unmet = self._read(rows, row, int(found.tokens[line, place])).unmet
         return row, one
+
+
+def leading(
+    states: Mapping[int, ConstraintListState], seen: Collection[tuple[int, int]], vocabulary: int
+) -> list[tuple[int, int]]:
+    """The rows and tokens that go on with a constraint, but those seen, by what each row has met."""
+    pairs = []
+    for row, state in states.items():
+        for token in () if state.completed else state.advance() or ():
+            if not 0 <= token < vocabulary:
+                must = f"must advance by tokens below {vocabulary}, the vocabulary"
+                raise InputError("constraints", must, token)
+            if (row, token) not in seen:
+                pairs.append((row, token))
+    return pairs
+
+
+def dealt(likely: list[Entry], led: list[Entry], width: int) -> list[Entry]:
+    """`width` of the likeliest continuations and of those that are led, the best of every bank first."""
+    if not led:
+        return likely
+    both = likely + led
+    banks = np.array([entry.state.get_bank() for entry in both])
+    sums = np.array([entry.sum for entry in both])
+    return [both[place] for place in banked(banks, sums, width)]
