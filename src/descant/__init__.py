@@ -23,6 +23,7 @@ from descant.errors import (
     UnsupportedModel,
 )
 from descant.generate import attach, compute_transition_scores, detach, generate
+from descant.guidance.arithmetic import ContrastiveDecoding, DExperts, ProxyTuning
 from descant.outputs import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -94,6 +95,8 @@ __all__ = [
     "Constraint",
     "ConstraintError",
     "ConstraintListState",
+    "ContrastiveDecoding",
+    "DExperts",
     "DRYLogitsProcessor",
     "DescantError",
     "DisjunctiveConstraint",
@@ -138,6 +141,7 @@ __all__ = [
     "PhrasalConstraint",
     "PrefixConstrainedLogitsProcessor",
     "PresencePenaltyLogitsProcessor",
+    "ProxyTuning",
     "RankError",
     "RepetitionPenaltyLogitsProcessor",
     "Request",

@@ -14,13 +14,15 @@ from descant.adapters.speech import hears
 from descant.adapters.transformers import TransformersModel
 from descant.cache.dense import DenseCache
 from descant.cache.objects import ObjectCache
+from descant.cache.several import SeveralCaches
 from descant.config import FIELDS, GenerationConfig, register_explainer
 from descant.constraints import ConstraintListState, forced
 from descant.context import Prompt
 from descant.errors import ConfigError, UnsupportedModel
+from descant.guidance.arithmetic import Arithmetic, Joint
 from descant.guidance.cfg import Guidance
 from descant.guidance.dola import DoLa, early_layers
-from descant.ports import Cache, Facts, Noise, Peers, Stop, Strategy
+from descant.ports import Cache, Facts, Model, Noise, Peers, Stop, Strategy
 from descant.processors import (
     AdaptivePLogitsWarper,
     AllowedSequences,
@@ -252,7 +254,7 @@ class Wrap:
 def _dola(config: GenerationConfig, facts: Facts) -> dict[str, Any]:
     assert config.dola_layers is not None
     if facts.encoder_decoder or not facts.head:
-        lacks = "an encoder" if facts.encoder_decoder else "no output embeddings"
+        lacks = "an encoder" if facts.encoder_decoder else "no output embeddings of its own"
         do = "leave it out"
         raise ConfigError("dola_layers", f"has no meaning for a model with {lacks}", config.dola_layers, do)
     return {"early_layers": early_layers(config.dola_layers, facts)}
@@ -283,6 +285,10 @@ def adapt(model: Any, states: Sequence[str] = ()) -> Any:
     """The model behind the Model port; what already offers the port is used as it is."""
     if hasattr(model, "facts"):
         return model
+    if isinstance(model, Arithmetic):
+        # A port for each session, since it holds requests; states are the first model's.
+        parts = [adapt(one, states if place == 0 else ()) for place, one in enumerate(model.models)]
+        return Joint(model, parts, lambda parts: SeveralCaches([cache_of(part) for part in parts]))
     if not hears(model) and outer_of(model) is not None:
         kind = type(model).__name__
         raise UnsupportedModel(f"{kind} prepares prompts in a generate() of its own: use descant.generate")
@@ -292,6 +298,13 @@ def adapt(model: Any, states: Sequence[str] = ()) -> Any:
 def new_cache(facts: Facts) -> Cache:
     """An empty cache of the kind that a model can use."""
     return ObjectCache(facts.past) if facts.memory == "own" else DenseCache()
+
+
+def cache_of(model: Model) -> Cache:
+    """An empty cache for a model: what it makes itself, or one of the kind that it can use."""
+    own = getattr(model, "new_cache", None)
+    cache: Cache = new_cache(model.facts) if own is None else own()
+    return cache
 
 
 def plan(config: GenerationConfig, facts: Facts) -> Plan:
@@ -423,6 +436,10 @@ def _refuse_strangers(config: GenerationConfig, facts: Facts) -> None:
         unknown = [token for token in _flat(getattr(config, name)) if not 0 <= token < facts.vocabulary]
         if unknown:
             raise ConfigError(name, f"must name tokens below {facts.vocabulary}, the vocabulary", unknown[0])
+    allowed = config.prefix_allowed_tokens_fn
+    if isinstance(allowed, AllowedSequences) and allowed.size > facts.vocabulary:
+        must = f"must name tokens below {facts.vocabulary}, the vocabulary"
+        raise ConfigError("prefix_allowed_tokens_fn", must, allowed.size - 1)
     if len(set(_ids(config.suppress_tokens))) >= facts.vocabulary:
         raise ConfigError("suppress_tokens", "must leave at least one token", config.suppress_tokens)
 

@@ -22,7 +22,7 @@ from descant.noise import Chance
 from descant.ports import Cache, Follower, Peers, Processor, Strategy, Wrapper
 from descant.processors import behind_the_port
 from descant.request import Request, prompt_of, refuse_uncallable, refuse_unguided, texts_of
-from descant.resolve import SAMPLERS, WRAPS, Plan, adapt, new_cache, plan
+from descant.resolve import SAMPLERS, WRAPS, Plan, adapt, cache_of, plan
 from descant.rows import Column, Rows, pick
 from descant.shelf import Shelf
 from descant.step import Hypothesis, Lane, Observation, Tokens, settle, stateful, step
@@ -83,8 +83,7 @@ class Session:
         self._wrapped_by: dict[str, Wrapper] = {}
         self._states = tuple(states)
         self._shown = set(states)
-        own = getattr(self.model, "new_cache", None)
-        self._cache: Cache = new_cache(self.model.facts) if own is None else own()
+        self._cache: Cache = cache_of(self.model)
         self._noise, self._stops = Chance(), Stops()
         self._peers: Peers | None = getattr(self.model, "peers", None)
         self._stops.peers = self._peers

@@ -63,6 +63,7 @@ class TransformersModel:
         """Bring these states along from the next forward on: "hidden_states", "attentions"."""
         self._states = tuple(states)
 
+    @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
         """The logits that hidden states of any layer [..., D] come to, in float32 [..., V]."""
         head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -87,16 +87,20 @@ class Guidance:
         if order is not None:
             both, tried = both.take(order), _taken(tried, order)
         output: Output = self.inner.forward(both, tried, cache.inner)
-        said = output.logits[: len(rows)] if order is None else pick(output.logits, cache.place)
+        own = output.logits if output.plain is None else output.plain
+        said, plain = (
+            block[: len(rows)] if order is None else pick(block, cache.place)
+            for block in (output.logits, own)
+        )
         states = [{**part, "rows": cache.whose[part["rows"]]} for part in output.states]
         if not len(mine):
-            return Output(said, states)
+            return Output(said, states, None if output.plain is None else plain)
         without = pick(output.logits, cache.twin[mine]).log_softmax(-1)
         given = pick(said, mine).log_softmax(-1)
         scale = params["guidance_scale"][mine].to(given.device, torch.float32)[:, None, None]
         away = torch.where(given == without, without, without + (given - without) * scale)
         away = torch.where(given == -torch.inf, given, away)  # what a model rules out stays ruled out
-        return Output(said.index_copy(0, mine.to(said.device), away), states, said)
+        return Output(said.index_copy(0, mine.to(said.device), away), states, plain)
 
     def _seat(self, rows: Rows, new: Tensor, cache: Twins) -> None:
         """Give rows that are guided from now on their twins."""

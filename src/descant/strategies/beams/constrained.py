@@ -13,7 +13,7 @@ from descant.constraints import ConstraintListState
 from descant.context import params_of
 from descant.errors import InputError
 from descant.ports import Array, Noise, Peers, Stop
-from descant.rows import Rows
+from descant.rows import Rows, pick
 from descant.step import Hypothesis, Output, Proposal, Selection
 from descant.strategies.beams.beam import CUTS, Beam, Candidates, Shape, Team
 from descant.strategies.beams.pool import banked, running
@@ -84,6 +84,7 @@ class Constrained(Beam):
         entries = self._likely(rows, found, final, best)
         led = self._led(rows, scores, team, entries)
         chosen = [dealt(some, more, self._shape.team) for some, more in zip(entries, led, strict=True)]
+        self._rescue(rows, scores, team, chosen)
         retired = self._ended(rows, team, found, final)
         going = self._pools.improvable(team.lines, team.terms, found.sums[:, 0])
         kept = self._laid_out(rows, found, chosen)
@@ -138,13 +139,30 @@ class Constrained(Beam):
     ) -> list[list[Entry]]:
         """The continuations that go on with a constraint, besides those at hand, by request."""
         pairs: list[tuple[int, int, int]] = []
+        led: list[list[Entry]] = [[] for _ in entries]
+        waiting: list[tuple[int, int]] = []  # rows in the gap after a constraint, which no token leads on
         for line, some in enumerate(entries):
             seen = {(entry.row, entry.token) for entry in some}
             states = {row: self._state(rows, row) for row in team.rows[line].tolist()}
             pairs += [(line, *pair) for pair in leading(states, seen, scores.shape[1])]
-        led: list[list[Entry]] = [[] for _ in entries]
+            held = {entry.row for entry in some}
+            waiting += [
+                (line, row)
+                for row, state in states.items()
+                if row not in held and not state.completed and state.advance() is None
+            ]
+        for line, entry in zip((line for line, *_ in pairs), self._entered(rows, scores, pairs), strict=True):
+            led[line] += [] if entry is None else [entry]
+        for line, entry in self._likeliest(rows, scores, waiting):
+            led[line].append(entry)
+        return led
+
+    def _entered(
+        self, rows: Rows, scores: Tensor, pairs: Sequence[tuple[int, int, int]]
+    ) -> list[Entry | None]:
+        """Continuations given as line, row and token; None where one is impossible or ends by itself."""
         if not pairs:
-            return led
+            return []
         _, whence, tokens = torch.tensor(pairs).T
         device = scores.device
         sums = scores[whence.to(device), tokens.to(device)] + rows.column("score")[whence].to(device)
@@ -152,12 +170,51 @@ class Constrained(Beam):
         bits = (bits if self._peers is None else self._peers.word(bits)).cpu()
         values = bits.to(torch.int32).view(torch.float32).tolist()
         reasons = self._stop.ended(rows, whence, tokens)
-        for at, (line, row, token) in enumerate(pairs):
+        entries: list[Entry | None] = []
+        for at, (_, row, token) in enumerate(pairs):
             why = [name for name, which in reasons if which[at]]
-            if values[at] > -np.inf and all(name in CUTS for name in why):
-                state = self._read(rows, row, token)
-                led[line].append(Entry(row, token, values[at], state, why[0] if why else None))
-        return led
+            able = values[at] > -np.inf and all(name in CUTS for name in why)
+            state = self._read(rows, row, token) if able else None
+            entries.append(
+                None if state is None else Entry(row, token, values[at], state, why[0] if why else None)
+            )
+        return entries
+
+    def _likeliest(
+        self, rows: Rows, scores: Tensor, wanted: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, Entry]]:
+        """The likeliest continuation that does not end, of rows given as line and row."""
+        if not wanted:
+            return []
+        index = torch.tensor([row for _, row in wanted])
+        top = pick(scores, index).topk(min(self._shape.candidates, scores.shape[1])).indices
+        top = (top if self._peers is None else self._peers.word(top)).cpu()
+        pairs = [
+            (line, row, token)
+            for (line, row), some in zip(wanted, top.tolist(), strict=True)
+            for token in some
+        ]
+        found: dict[tuple[int, int], Entry] = {}
+        for (line, row, _), entry in zip(pairs, self._entered(rows, scores, pairs), strict=True):
+            if entry is not None:
+                found.setdefault((line, row), entry)
+        return [(line, entry) for (line, _), entry in found.items()]
+
+    def _rescue(self, rows: Rows, scores: Tensor, team: Team, chosen: list[list[Entry]]) -> None:
+        """Keep a text that has met everything where none else has and there is no time to begin again."""
+        left = team.terms.most - team.terms.new
+        wanted = []
+        for line in np.flatnonzero(self._pools.empty(team.lines)).tolist():
+            states = {row: self._state(rows, row) for row in team.rows[line].tolist()}
+            late = left[line] < next(iter(states.values())).copy(stateful=False).least
+            if late and chosen[line] and not any(entry.state.completed for entry in chosen[line]):
+                wanted += [(line, row) for row, state in states.items() if state.completed]
+        best: dict[int, Entry] = {}
+        for line, entry in self._likeliest(rows, scores, wanted):
+            if line not in best or entry.sum > best[line].sum:
+                best[line] = entry
+        for line, entry in best.items():
+            chosen[line][-1 if len(chosen[line]) == self._shape.team else len(chosen[line]) :] = [entry]
 
     def _laid_out(self, rows: Rows, found: Candidates, chosen: Sequence[Sequence[Entry]]) -> Candidates:
         """The entries as candidates [B, W], of sum -inf where there are fewer."""
