@@ -78,6 +78,7 @@ from descant.processors import (
 )
 from descant.session import Event, Failed, Finished, Request, Session, Tokens
 from descant.step import Hypothesis, Logprobs
+from descant.strategies.beams.scorers import BeamScorer, BeamSearchScorer, ConstrainedBeamSearchScorer
 from descant.stream import Stream, StreamEvent, stream
 from descant.streamers import AsyncTextIteratorStreamer, BaseStreamer, TextIteratorStreamer, TextStreamer
 
@@ -90,8 +91,11 @@ __all__ = [
     "AlternatingCodebooksLogitsProcessor",
     "AsyncTextIteratorStreamer",
     "BaseStreamer",
+    "BeamScorer",
+    "BeamSearchScorer",
     "ClassifierFreeGuidanceLogitsProcessor",
     "ConfigError",
+    "ConstrainedBeamSearchScorer",
     "Constraint",
     "ConstraintError",
     "ConstraintListState",

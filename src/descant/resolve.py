@@ -224,6 +224,11 @@ class Plan:
     values: Mapping[str, Any]
     wraps: tuple[str, ...] = ()  # which wrappers the model needs
 
+    @property
+    def again(self) -> bool:
+        """Whether its rows' last tokens are fed again, so that they must have one."""
+        return self.key[0] in ("sequential", "rewinding")
+
     def row(self, prompt: Prompt, facts: Facts) -> dict[str, Any]:
         """The parameters of a row with that prompt."""
         config, length = self.config, prompt.length
@@ -246,6 +251,7 @@ class Plan:
 class Wrap:
     """A wrapper with when a config calls for it, and the parameters that its rows then have."""
 
+    name: str
     build: Callable[[Any], Any]  # of a Wrapper
     wanted: Callable[[GenerationConfig], bool]
     values: Callable[[GenerationConfig, Facts], dict[str, Any]]
@@ -276,8 +282,8 @@ def _guided(config: GenerationConfig, facts: Facts) -> dict[str, Any]:
 
 # What changes the distribution, the innermost first. One line a wrapper.
 WRAPS: Final[Mapping[str, Wrap]] = {
-    "dola": Wrap(DoLa, _set("dola_layers"), _dola),
-    "guidance": Wrap(Guidance, _set("guidance_scale", 1.0), _guided),
+    "dola": Wrap("DoLa", DoLa, _set("dola_layers"), _dola),
+    "guidance": Wrap("guidance", Guidance, _set("guidance_scale", 1.0), _guided),
 }
 
 
@@ -487,11 +493,10 @@ def explained(config: GenerationConfig, model: object = None) -> str:
     stages = sorted(
         (stage for stage in STAGES if stage.wanted(merged)), key=lambda one: order.index(one.name)
     )
-    mode = "beam" if merged.num_beams > 1 else "greedy"
-    names = {("beam", False): "beam search", ("beam", True): "beam sampling", ("greedy", True): "sampling"}
-    lines = [f"strategy    {names.get((mode, merged.do_sample), 'greedy search')}"]
-    if merged.num_beams > 1:
-        lines[0] += f", {merged.num_beams} beams"
+    lines = [f"strategy    {_named(merged)}"]
+    around = [wrap.name for wrap in WRAPS.values() if wrap.wanted(merged)]
+    if around:
+        lines.append("model       " + ", ".join(f"with {name}" for name in around))
     lines.append("processors  " + (", ".join(type(stage.processor).__name__ for stage in stages) or "none"))
     lines.append("stops       " + ", ".join(_stops(merged)))
     if made is not None:
@@ -505,6 +510,17 @@ def explained(config: GenerationConfig, model: object = None) -> str:
         for name, value in merged.unused.items()
     ]
     return "\n".join(lines)
+
+
+def _named(config: GenerationConfig) -> str:
+    """The strategy of a config in words."""
+    if config.num_beams == 1:
+        single = "sampling" if config.do_sample else "greedy search"
+        return f"contrastive search, {config.top_k} candidates" if contrasts(config) else single
+    kind = "beam sampling" if config.do_sample else "beam search"
+    kind = f"constrained {kind}" if constrains(config) else kind
+    groups = f" in {config.num_beam_groups} groups" if config.num_beam_groups > 1 else ""
+    return f"{kind}, {config.num_beams} beams{groups}"
 
 
 def _stops(config: GenerationConfig) -> list[str]:

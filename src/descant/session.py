@@ -131,6 +131,9 @@ class Session:
             offsets.append(0 if embeds is None else len(embeds) - len(ids))
             if not len(ids) + offsets[-1]:
                 raise InputError("prompt", "must have at least one token", request.prompt)
+            if known.again and not len(ids):
+                must = "must come with `input_ids` of at least the last token, which is fed again"
+                raise InputError("inputs_embeds", must, embeds)
             made.append(known.row(prompt_of(request, ids, offsets[-1]), self.model.facts))
             prompts.append(ids)
             refuse_uncallable(request)

@@ -26,7 +26,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VER
 import torch
 import transformers
 
-from tests.oracle import wire
+from tests.constraints import script
+from tests.oracle import margins, wire
 from tests.parity.own import allowed_by_any, verdict
 from tests.processors.prefixes import allowed_after
 
@@ -112,26 +113,30 @@ def generate(
     Besides the output's own fields, `want` may name `transition_scores` (the model's own
     `compute_transition_scores`), `log_transition_scores` (the same, normalised), `logprobs` (what the latter
     should be: its fp32 sums along a strided axis lose up to 3e-4 over 32,000 tokens), `choices` (the two
-    best scores of each step, [R, T, 2]), `running` (the sums with which beams enter each step, [T, B, K])
-    and `fed` (tokens put through each forward).
+    best scores of each step, [R, T, 2]), `running` (the sums with which beams enter each step, [T, B, K]),
+    `margin` (how narrowly the removed methods chose: see `tests/oracle/margins.py`) and `fed` (tokens put
+    through each forward).
     """
     net = _models.get(model, load or {})
     asked = {k: True for k in ("scores", "logits", "hidden_states", "attentions") if _asks(want, k)}
     asked |= {"scores": True} if _DERIVED & set(want) else {}
     seen = Seen()
-    hook = net.register_forward_pre_hook(lambda *call: seen.fed.append(_tokens_in(call[2])), with_kwargs=True)
+    hook = net.register_forward_pre_hook(
+        lambda *call: seen.fed.append(_tokens_in(*call[1:])), with_kwargs=True
+    )
     choose = net._get_running_beams_for_next_iteration
     net._get_running_beams_for_next_iteration = lambda **given: seen.kept(choose(**given))
     if seed is not None:
         torch.manual_seed(seed)
     try:
-        out = net.generate(
-            **inputs,
-            **arguments,
-            **{name: [_made(*one) for one in some] for name, some in (objects or {}).items()},
-            return_dict_in_generate=True,
-            **{f"output_{k}": v for k, v in asked.items()},
-        )
+        with margins.watched() as seen.watch:
+            out = net.generate(
+                **inputs,
+                **arguments,
+                **{name: [_made(*one) for one in some] for name, some in (objects or {}).items()},
+                return_dict_in_generate=True,
+                **{f"output_{k}": v for k, v in asked.items()},
+            )
     finally:
         hook.remove()
         del net._get_running_beams_for_next_iteration
@@ -144,6 +149,7 @@ class Seen:
 
     fed: list[int] = dataclasses.field(default_factory=list)
     running: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    watch: margins.Watch = dataclasses.field(default_factory=margins.Watch)
 
     def kept(self, chosen: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Note the sums of the beams that go on."""
@@ -164,7 +170,9 @@ def _asks(want: Sequence[str], kind: str) -> bool:
     return any(field == kind or field.endswith(f"_{kind}") for field in want if "transition" not in field)
 
 
-def _tokens_in(arguments: Mapping[str, Any]) -> int:
+def _tokens_in(given: Sequence[Any], arguments: Mapping[str, Any]) -> int:
+    if given:
+        return int(given[0].numel())
     for name in ("decoder_input_ids", "input_ids"):
         if arguments.get(name) is not None:
             return int(arguments[name].numel())
@@ -175,6 +183,10 @@ def _tokens_in(arguments: Mapping[str, Any]) -> int:
 def _field(net: Any, out: Any, field: str, seen: Seen) -> Any:
     if field == "fed":
         return seen.fed
+    if field == "margin":
+        return min(seen.watch.margins, default=float("inf"))
+    if field == "running" and seen.watch.sums:
+        return torch.stack([seen.watch.first(), *seen.watch.running[:-1]])
     if field == "running":
         first = torch.full_like(seen.running[0], -1e9)
         first[:, 0] = 0
@@ -333,6 +345,32 @@ def criteria(*, cases: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         criterion = _made(case["name"], arguments)
         verdicts.append([criterion(ids, None) for ids in case["calls"]])
     return verdicts
+
+
+@operation
+def constraints(*, cases: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Scripts of calls on constraints: see `tests/constraints/script.py`."""
+    return [script.run(transformers, **case) for case in cases]
+
+
+@operation
+@torch.no_grad()
+def scorer(
+    *,
+    name: str,
+    arguments: Mapping[str, Any],
+    constraints: Sequence[Sequence[Any]],
+    calls: Sequence[Mapping[str, Any]],
+    last: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """A beam scorer of the class `name`: `process` for each call, then `finalize` unless `last` is None.
+
+    Its constraints are sent as `(class, arguments)`. Each step tells also which requests are done after it.
+    """
+    given = {"constraints": [_made(*one) for one in constraints]} if constraints else {}
+    thing = _made(name, {**arguments, **given, "device": torch.device("cpu")})
+    steps = [{**thing.process(**one), "done": thing._done.clone()} for one in calls]
+    return {"steps": steps, "end": None if last is None else dict(thing.finalize(**last))}
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
