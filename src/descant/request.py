@@ -13,6 +13,7 @@ from descant.config import GenerationConfig
 from descant.context import Prompt
 from descant.errors import InputError
 from descant.matching import StopTable
+from descant.ports import Facts
 from descant.stopping import Criterion, Pattern
 from descant.vocabulary import Vocabulary
 
@@ -91,8 +92,8 @@ def prompt_of(request: Request, ids: Tensor, offset: int) -> Prompt:
     return Prompt(len(ids), offset, request.width, request.batch, source)
 
 
-def refuse_unguided(request: Request, wraps: Sequence[str], vocabulary: int) -> None:
-    """Raise for a negative prompt that nobody reads or that is none, and for guidance without any."""
+def refuse_unguided(request: Request, wraps: Sequence[str], facts: Facts, new: int) -> None:
+    """Raise for a negative prompt that nobody reads, or that leaves no room for `new` tokens after it."""
     given = request.inputs.get("negative_prompt_ids")
     if given is None:
         if "guidance" in wraps and not len(request.prompt):
@@ -103,8 +104,14 @@ def refuse_unguided(request: Request, wraps: Sequence[str], vocabulary: int) -> 
         do = "set guidance_scale, or leave it out"
         raise InputError("negative_prompt_ids", "has no use without `guidance_scale`", given, do)
     ids = [int(token) for token in given]
-    if not ids or min(ids) < 0 or max(ids) >= vocabulary:
-        raise InputError("negative_prompt_ids", f"must hold ids from 0 to {vocabulary - 1}", given)
+    if not ids or min(ids) < 0 or max(ids) >= facts.vocabulary:
+        raise InputError("negative_prompt_ids", f"must hold ids from 0 to {facts.vocabulary - 1}", given)
+    # The last token is never fed.
+    if facts.table is not None and len(ids) + new - 1 > facts.table:
+        must = f"must leave room for {new} new tokens, the model has {facts.table} positions"
+        raise InputError(
+            "negative_prompt_ids", must, f"{len(ids)} tokens", "shorten it or lower max_new_tokens"
+        )
 
 
 def refuse_uncallable(request: Request) -> None:

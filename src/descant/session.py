@@ -137,7 +137,7 @@ class Session:
             made.append(known.row(prompt_of(request, ids, offsets[-1]), self.model.facts))
             prompts.append(ids)
             refuse_uncallable(request)
-            refuse_unguided(request, known.wraps, self.model.facts.vocabulary)
+            refuse_unguided(request, known.wraps, self.model.facts, made[-1]["limit"] - len(ids))
         if self._peers is not None:
             keys = [plans[id(one.generation_config)].key for one in requests]
             self._peers.same("prompt", prompts[0], _digest(prompts, keys, made))

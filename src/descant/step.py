@@ -242,7 +242,7 @@ class Lane:
         part = rows.take(index)
         part = part.changed(columns={**part.columns, **columns}, version=object())
         lane = Lane(_Processed(), None, stages)  # type: ignore[arg-type]
-        answer = lane.process(part, Proposal(), pick(scores, index))
+        answer = lane.process(part, Proposal(), pick(scores[:, :1], index))
         for kept in lane._remembered:
             self._remembered.append(kept._replace(users=index if kept.users is None else index[kept.users]))
         return answer[:, 0]

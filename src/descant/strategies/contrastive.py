@@ -218,7 +218,7 @@ class Sequential:
             self._past.open(requests[row], hidden[row])
         unit = torch.nn.functional.normalize(torch.stack([part[-1] for part in hidden]).float(), dim=-1)
         alike = self._past.nearest(rows.request.numpy(), unit[:, None]).squeeze(1)
-        place = torch.from_numpy(np.where(fresh, 0, output.logits.shape[1] - 1)).to(unit.device)
+        place = torch.from_numpy(np.where(fresh, 0, 1)).to(unit.device)  # after the row, or the candidate
         scores = output.logits[torch.arange(len(rows), device=unit.device), place]
         width = min(int(params_of(rows)["top_k"].max()), scores.shape[1])
         probs, tokens = scores.softmax(-1).topk(width)
