@@ -1,11 +1,10 @@
 """For every generation parameter what it takes and what it refuses."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import torch
 
 from descant.config import FIELDS, GROUPS, GenerationConfig
+from descant.constraints import DisjunctiveConstraint, PhrasalConstraint
 
 BOOLS = ([True, False, np.bool_(True), torch.tensor(False)], [0, 1, "true", 1.0, [True]])
 COUNTS = (
@@ -63,6 +62,7 @@ CASES = {
     "num_assistant_tokens_schedule": (["constant", "heuristic", "heuristic_transient"], ["linear", 1, ""]),
     "cache_implementation": (["dynamic", "static", "quantized"], ["paged", 1, True]),
     "stop_strings": (["\n", ["a", "b"]], ["", [], [""], [1], 5, {"a": 1}]),
+    "banned_phrases": (["\n", ["a", "b"]], ["", [], [""], [1], 5, {"a": 1}]),
     "dola_layers": (["low", "high", [0, 2]], ["mid", [], [-1], 3, [True]]),
     "bad_words_ids": ([[[1]], ((1, 2), (3,))], [[], [[]], [1], [[-1]], "ab", [["a"]]]),
     "force_words_ids": ([[[1, 2]], [[[1], [2, 3]], [4]]], [[], [[]], [[[]]], [1], [[["a"]]]]),
@@ -75,7 +75,11 @@ CASES = {
         [{}, [], {(): 1.0}, {(1,): float("nan")}, {1: 2.0}, {("a",): 1.0}, [[1]], [[[1], 1], [[1], 2]], 3],
     ),
     **dict.fromkeys(("cache_config", "watermarking_config", "compile_config", "generation_kwargs"), DICTS),
-    "constraints": ([[SimpleNamespace]], [[], 3, "ab", [[[]]]]),
+    "constraint_gap": SIZES,
+    "constraints": (
+        [[PhrasalConstraint([5])], (PhrasalConstraint([5, 6]), DisjunctiveConstraint([[5], [6, 7]]))],
+        [[], 3, "ab", [[[]]], [[5, 6]], {}],
+    ),
 }  # fmt: skip
 
 EVERY_VALUE = [(name, value) for name, (good, _) in CASES.items() for value in good]

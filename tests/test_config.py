@@ -20,9 +20,9 @@ from tests.config_cases import CASES, EVERY_VALUE, made
 # This list must shrink to nothing: each issue that builds a method takes its fields out, never puts one in.
 NOT_YET = {
     "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "cache_config",
-    "cache_implementation", "compile_config", "disable_compile",     "forced_decoder_ids", "generation_kwargs",     "is_assistant", "max_matching_ngram_size", "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "prefill_chunk_size",
-    "prompt_lookup_num_tokens", "return_legacy_cache", "target_lookbehind", "token_healing", "use_cache",
+    "cache_implementation", "compile_config", "disable_compile", "forced_decoder_ids", "generation_kwargs",
+    "is_assistant", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "prefill_chunk_size", "prompt_lookup_num_tokens", "return_legacy_cache", "target_lookbehind", "use_cache",
     "watermarking_config",
 }  # fmt: skip
 

@@ -113,11 +113,11 @@ def test_a_models_hint_is_set_aside_and_a_models_method_is_not():
     merged = GenerationConfig.merge({}, None, GenerationConfig.from_dict(hints))
     assert merged.unused == hints
     assert merged.given == frozenset()
-    model = GenerationConfig.from_dict({"token_healing": True})
-    with pytest.raises(NotInThisVersion, match=r"from the model's .*pass token_healing=False") as error:
+    model = GenerationConfig.from_dict({"forced_decoder_ids": [[1, 9]]})
+    with pytest.raises(NotInThisVersion, match=r"from the model's .*pass forced_decoder_ids=None") as error:
         GenerationConfig.merge({}, None, model)
-    assert error.value.field == "token_healing"
-    assert GenerationConfig.merge({"token_healing": False}, None, model).token_healing is False
+    assert error.value.field == "forced_decoder_ids"
+    assert not GenerationConfig.merge({"forced_decoder_ids": None}, None, model).forced_decoder_ids
     greedy = GenerationConfig.merge({}, None, GenerationConfig.from_dict({"typical_p": 0.5}))
     assert greedy.unused == {"typical_p": 0.5}
 

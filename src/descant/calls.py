@@ -12,11 +12,12 @@ from torch import Tensor
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, InputError
 from descant.guidance.cfg import NEGATIVE
+from descant.healing import Tail
 from descant.inputs import Prepared, prepared
 from descant.session import Request, Session
 from descant.step import Observation
 
-__all__ = ["Asked", "Call", "listed", "merged", "placed", "rows_of"]
+__all__ = ["Asked", "Call", "listed", "merged", "pad_of", "placed", "rows_of"]
 
 # What concerns the call as a whole and not one sequence: all rows must say the same.
 _SHARED = (
@@ -90,6 +91,7 @@ class Call:
         self.session = Session(model, states=states, observe=observe)
         self.numbers: list[int] = []
         self.configs: list[GenerationConfig] = []
+        self.healed: list[Tail] = []  # what token healing has taken off each prompt
 
     def admit(self, given: Mapping[str, Any]) -> Prepared:
         """Take the prompts of the model inputs `given` in."""
@@ -107,11 +109,19 @@ class Call:
         if len(self.configs) != len(prompts):
             must = f"must be one for each of the {len(prompts)} prompts, or one for all"
             raise InputError(asked.several, must, f"{len(self.configs)} of them")
+        whole = [prompts.prompt(line) for line in range(len(prompts))]
+        self.healed = [
+            Tail.of(asked.tokenizer, ids.tolist())
+            if config.token_healing and asked.tokenizer is not None
+            else Tail()
+            for config, ids in zip(self.configs, whole, strict=True)
+        ]
+        prompts = prompts.shortened([len(tail) for tail in self.healed], pad_of(asked.config))
         first, requests = 0, []
         for line, config in enumerate(self.configs):
             requests.append(
                 Request(
-                    prompts.prompt(line),
+                    whole[line],
                     config,
                     prompts.inputs[line]
                     if negative is None
@@ -150,6 +160,14 @@ def _negative(ids: Any, mask: Any) -> list[Tensor] | None:
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         raise InputError("negative_prompt_attention_mask", f"must have the shape of `{NEGATIVE}`", mask)
     return [line if mask is None else line[mask[at].bool()] for at, line in enumerate(ids)]
+
+
+def pad_of(config: GenerationConfig) -> int:
+    """What fills the place after a row's end: the pad token, else the first end token, else 0."""
+    pad, eos = config.pad_token_id, config.eos_token_id
+    if pad is None:
+        pad = 0 if eos is None else eos if isinstance(eos, int) else eos[0]
+    return int(pad)
 
 
 def _by_length(configs: Sequence[GenerationConfig], criteria: Sequence[Any]) -> list[GenerationConfig]:

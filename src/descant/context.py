@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from descant.counters import uniform
+from descant.healing import Tail
 from descant.rows import Rows, join, pick, widened
 
 __all__ = ["Context", "Params", "Prompt", "Values", "params_of", "table"]
@@ -29,6 +30,7 @@ class Prompt:
     width: int = 0  # tokens of the padded prompts it came with
     batch: int = 0  # which prompt of its call it is
     source: Callable[[], list[int]] = list  # ids of the encoder's input; without an encoder, the prompt's
+    tail: Tail | None = None  # what token healing has taken off its end; `length` counts it
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,17 @@ class Context:
     def generated(self) -> Tensor:
         """How many of them are new, not prompt [N, 1]."""
         return (self._length - self._prompt).to(self._tokens.device, non_blocking=True)[:, None]
+
+    @cached_property
+    def new(self) -> list[int]:
+        """The same, known on the host."""
+        return [int(one) for one in (self._length - self._prompt).tolist()]
+
+    def written(self, line: int) -> list[int]:
+        """The new tokens of a line, on the host."""
+        return [
+            int(one) for one in self._tokens[line, int(self._prompt[line]) : int(self._length[line])].tolist()
+        ]
 
     @cached_property
     def valid(self) -> Tensor:

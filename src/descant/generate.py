@@ -13,7 +13,7 @@ from descant.adapters.callback import is_prepared, own_criteria, recovered_confi
 from descant.adapters.outer import outer_of
 from descant.adapters.pace import in_step
 from descant.adapters.speech import listener_of
-from descant.calls import Asked, Call, listed, merged, placed, rows_of
+from descant.calls import Asked, Call, listed, merged, pad_of, placed, rows_of
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, ConstraintError, InputError, NotInThisVersion
 from descant.inputs import Prepared
@@ -180,10 +180,7 @@ class _Run:
 
     @property
     def _pad(self) -> int:
-        pad, eos = self.config.pad_token_id, self.config.eos_token_id
-        if pad is None:
-            pad = 0 if eos is None else eos if isinstance(eos, int) else eos[0]
-        return int(pad)
+        return pad_of(self.config)
 
     def _laid_out(self, prompts: Prepared, found: Sequence[list[Hypothesis]]) -> Tensor | GenerateOutput:
         """The prompts as given, each followed by what was found, padded at the right."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,16 @@ class Prepared:
     def prompt(self, line: int) -> Tensor:
         """The tokens of one prompt."""
         return self.tokens[line, : int(self.lengths[line])]
+
+    def shortened(self, counts: Sequence[int], pad: int) -> Prepared:
+        """The same prompts without the last tokens, so many of each; shown padded on the left."""
+        if not any(counts):
+            return self
+        lengths = self.lengths - torch.tensor(counts)
+        shown = self.tokens.new_full((len(self), int(lengths.max())), pad)
+        for line, size in enumerate(lengths.tolist()):
+            shown[line, shown.shape[1] - size :] = self.tokens[line, :size]
+        return replace(self, shown=shown, lengths=lengths)
 
 
 def prepared(

@@ -91,13 +91,12 @@ class Ledger:
         if emitted is not None:
             whence = torch.arange(len(emitted.token)) if emitted.row is None else emitted.row
             tokens = emitted.token.to(raw.device)
-            if emitted.held:
-                at = (rows.length - rows.prompt)[whence] - 1
-                found = [
-                    part[whence.to(raw.device), at.to(raw.device)] for part in (pages.raw, pages.processed)
-                ]
-            else:
-                found = [_of(part, whence, tokens) for part in (raw, processed)]
+            now = (rows.length - rows.prompt)[whence]
+            at = now - 1 if emitted.held else now if emitted.place is None else emitted.place
+            found = [
+                _spoken(law, page, whence, (at, now), tokens)
+                for law, page in ((raw, pages.raw), (processed, pages.processed))
+            ]
             both = torch.stack(found).cpu()
             emitted = emitted._replace(raw=both[0], processed=both[1])
         return selection._replace(columns=columns, emitted=emitted)
@@ -114,6 +113,17 @@ class Ledger:
 def _of(law: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     """The log-probability of each token [N] after its row [N]."""
     return law[rows.to(law.device, non_blocking=True), 0, tokens]
+
+
+def _spoken(law: Tensor, page: Tensor, rows: Tensor, places: tuple[Tensor, Tensor], tokens: Tensor) -> Tensor:
+    """The log-probability of each token [N] of its row [N]: the one now chosen, or one written down."""
+    at, now = places
+    new = _of(law, rows, tokens)
+    if torch.equal(at, now):
+        return new
+    device = law.device
+    old = page[rows.to(device), at.clamp(max=page.shape[1] - 1).to(device)]
+    return torch.where((at == now).to(device), new, old)
 
 
 def _page(rows: Rows, pages: Pages, row: int, last: tuple[Tensor, ...]) -> Logprobs | None:

@@ -94,6 +94,7 @@ class StopTable:
         self.reach = max(map(len, encoded))  # no match spans more tokens that have bytes
         automaton = _Automaton.of(encoded)
         self.states = len(automaton.texts)
+        self.depth = automaton.depth  # [S] how many bytes of a stop string the text ends with
         self._kind, rows, hits = _composed(vocabulary, automaton)
         self.next = _Lookup(self._kind, rows)
         self.hits = _Lookup(self._kind, hits)

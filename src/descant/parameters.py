@@ -123,7 +123,12 @@ class Parameters(Frozen):
         about="Strength of classifier-free guidance away from the negative prompt; 1 is none.")
     token_healing: bool = declare(
         default=False, kind=kinds.flag(), group="strategy",
-        about="Let the model choose the prompt's last token again, among those that extend its text.")
+        about="Let the model write the end of the prompt again, in tokens that agree with its text; needs "
+        "`tokenizer`.")
+    banned_phrases: str | Sequence[str] | None = declare(
+        default=None, kind=kinds.strings(), group="strategy",
+        about="Text, or several texts, never said: a row that completes one is cut back to where it began, "
+        "and goes another way; needs `tokenizer`.")
     seed: int | None = declare(
         default=None, kind=kinds.integer(), group="strategy",
         about="Seed of the row's own random stream; unset draws from torch's generator.")
@@ -430,7 +435,6 @@ class Later:
 
 # fmt: off
 LATER: Final[Mapping[str, Later]] = MappingProxyType({
-    "token_healing": Later("token healing", (False,)),
     "forced_decoder_ids": Later("forced decoder tokens", (None, ())),
     "is_assistant": Later("speculative decoding", (False,), hint=True),
     "num_assistant_tokens": Later("speculative decoding", (20,), hint=True),

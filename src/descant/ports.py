@@ -180,7 +180,7 @@ class Strategy(Protocol):
     """What chooses: which rows go on, with which tokens."""
 
     normalised: bool  # processors see log-probabilities, not logits
-    columns: Mapping[str, Tensor]  # the state it keeps per row: what a new row starts with, [1, ...]
+    columns: Mapping[str, Any]  # the state it keeps per row: what a new row starts with, [1, ...] or a Column
 
     def propose(self, rows: Rows) -> Proposal:
         """What to feed."""

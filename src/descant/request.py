@@ -12,12 +12,24 @@ from torch import Tensor
 from descant.config import GenerationConfig
 from descant.context import Prompt
 from descant.errors import InputError
+from descant.healing import Tail
 from descant.matching import StopTable
+from descant.media import is_mark
 from descant.ports import Facts
+from descant.phrases import Phrases
 from descant.stopping import Criterion, Pattern
 from descant.vocabulary import Vocabulary
 
-__all__ = ["Request", "Texts", "prompt_of", "refuse_uncallable", "refuse_unguided", "texts_of"]
+__all__ = [
+    "Request",
+    "Texts",
+    "healed",
+    "prompt_of",
+    "refuse_uncallable",
+    "refuse_unguided",
+    "shortened",
+    "texts_of",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +47,7 @@ class Request:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     logits_processor: Sequence[Any] = ()
     stopping_criteria: Sequence[Criterion] = ()
-    tokenizer: Any = None  # for what is given as text: `stop_strings`, `stop_regex`, `dry_sequence_breakers`
+    tokenizer: Any = None  # for what is text: `stop_strings`, `stop_regex`, `dry_sequence_breakers`, healing
     batch: int = 0  # which prompt of its call it is, for `prefix_allowed_tokens_fn`
     width: int = 0  # of the padded prompts it came with; a user's processor is shown ids of that width
     line: int = -1  # which line of torch's noise is its own; -1: it draws from a stream of its own
@@ -48,6 +60,7 @@ class Texts(NamedTuple):
     table: StopTable | None
     pattern: Pattern | None
     breakers: list[int] | None
+    phrases: Phrases | None = None
 
 
 def texts_of(request: Request, config: GenerationConfig) -> Texts:
@@ -58,13 +71,14 @@ def texts_of(request: Request, config: GenerationConfig) -> Texts:
         "stop_strings": config.stop_strings,
         "stop_regex": config.stop_regex,
         "dry_sequence_breakers": spoken,
+        "banned_phrases": config.banned_phrases,
     }
     asking = next((name for name, value in needs.items() if value), None)
     if asking is None:
         return Texts(None, None, None)
     if request.tokenizer is None:
         raise InputError("tokenizer", f"must be given with `{asking}`", None, "pass the model's tokenizer")
-    strings = (config.stop_strings,) if isinstance(config.stop_strings, str) else config.stop_strings
+    strings = _strings(config.stop_strings)
     vocabulary = Vocabulary.of(request.tokenizer)
     found = None
     if spoken:
@@ -72,13 +86,39 @@ def texts_of(request: Request, config: GenerationConfig) -> Texts:
         found = [int(part) for part in breakers or () if not isinstance(part, str)]
         found += [at for at, text in enumerate(vocabulary.bytes) if any(part in text for part in parts)]
     return Texts(
-        StopTable.of(request.tokenizer, tuple(strings)) if strings else None,
+        StopTable.of(request.tokenizer, strings) if strings else None,
         Pattern(re.compile(config.stop_regex), vocabulary) if config.stop_regex else None,
         found,
+        Phrases.of(request.tokenizer, _strings(config.banned_phrases)) if config.banned_phrases else None,
     )
 
 
-def prompt_of(request: Request, ids: Tensor, offset: int) -> Prompt:
+def _strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Texts of a config, one or several."""
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+def healed(request: Request, config: GenerationConfig, ids: Tensor) -> Tail | None:
+    """What token healing takes off the end of a request's prompt; None where it is not asked for."""
+    if not config.token_healing:
+        return None
+    if request.tokenizer is None:
+        do = "pass the model's tokenizer"
+        raise InputError("tokenizer", "must be given with `token_healing`", None, do)
+    return Tail.of(request.tokenizer, ids.tolist())
+
+
+def shortened(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """What a model that has no encoder is given beside its prompt, without its last `count` tokens."""
+    return {
+        name: one[: len(one) - count]
+        if name == "inputs_embeds" or is_mark(name, getattr(one, "ndim", 0))
+        else one
+        for name, one in inputs.items()
+    }
+
+
+def prompt_of(request: Request, ids: Tensor, offset: int, tail: Tail | None = None) -> Prompt:
     """What the parameters of a request's row may depend on."""
 
     def source() -> list[int]:
@@ -89,7 +129,7 @@ def prompt_of(request: Request, ids: Tensor, offset: int) -> Prompt:
         kept = given if mask is None else given[mask.bool()]
         return [int(token) for token in kept.tolist()]
 
-    return Prompt(len(ids), offset, request.width, request.batch, source)
+    return Prompt(len(ids), offset, request.width, request.batch, source, tail)
 
 
 def refuse_unguided(request: Request, wraps: Sequence[str], facts: Facts, new: int) -> None:

@@ -38,6 +38,7 @@ from descant.processors import (
     ForcedEOSTokenLogitsProcessor,
     FrequencyPenaltyLogitsProcessor,
     HammingDiversityLogitsProcessor,
+    HealingLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitBiasLogitsProcessor,
     LogitNormalization,
@@ -52,6 +53,7 @@ from descant.processors import (
     PrefixConstrainedLogitsProcessor,
     PresencePenaltyLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    RewoundLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
@@ -68,6 +70,7 @@ from descant.processors import (
 from descant.strategies.beams.beam import Beam, Shape
 from descant.strategies.beams.constrained import Constrained
 from descant.strategies.contrastive import Contrastive, Sequential
+from descant.strategies.rewinding import Rewinding
 from descant.strategies.sampling import Sampling
 
 __all__ = ["CUSTOM", "ORDER", "SAMPLERS", "STAGES", "Plan", "Stage", "adapt", "new_cache", "ordered", "plan"]
@@ -151,10 +154,12 @@ RULES: Final[tuple[Stage, ...]] = (
         _set("encoder_no_repeat_ngram_size", 0),
     ),
     _stage(NoBadWordsLogitsProcessor, "bad_words_ids", _set("bad_words_ids")),
+    _stage(RewoundLogitsProcessor, "banned_phrases", _set("banned_phrases", ())),
     _stage(MinLengthLogitsProcessor, "min_length", _before_end("min_length")),
     _stage(MinNewTokensLengthLogitsProcessor, "min_new_tokens", _before_end("min_new_tokens")),
     _stage(PrefixConstrainedLogitsProcessor, "prefix_allowed_tokens_fn", _asks_function),
     _stage(AllowedSequencesLogitsProcessor, "prefix_allowed_tokens_fn", _has_sequences),
+    _stage(HealingLogitsProcessor, "token_healing", _set("token_healing", False)),
     _stage(ForcedBOSTokenLogitsProcessor, "forced_bos_token_id", _set("forced_bos_token_id")),
     _stage(ForcedEOSTokenLogitsProcessor, "forced_eos_token_id", _set("forced_eos_token_id")),
     _stage(InfNanRemoveLogitsProcessor, "remove_invalid_values", _set("remove_invalid_values", False)),
@@ -244,6 +249,8 @@ class Plan:
         }
         for _, stage in self.chain:
             params |= stage.processor.columns(config, prompt)
+        if prompt.tail is not None and "min_new_tokens" in params:
+            params["min_new_tokens"] += len(prompt.tail)  # what is said again is not new
         return params
 
 
@@ -271,6 +278,9 @@ def _refuse_unrewound(config: GenerationConfig, facts: Facts) -> None:
     if config.low_memory and contrasts(config) and facts.memory == "own":
         must = "needs a model that can forget a token, this one remembers more than keys and values"
         raise ConfigError(("low_memory", "penalty_alpha"), must, True, "leave it out")
+    if config.banned_phrases and facts.memory == "own":
+        must = "needs a model that can forget tokens, this one remembers more than keys and values"
+        raise ConfigError("banned_phrases", must, config.banned_phrases, "use bad_words_ids")
 
 
 def _guided(config: GenerationConfig, facts: Facts) -> dict[str, Any]:
@@ -372,6 +382,8 @@ def _strategy(
         if constrains(config):
             return ("constrained", *shape), partial(Constrained, shape)
         return ("beam", *shape), partial(Beam, shape)
+    if config.banned_phrases:
+        return ("rewinding",), Rewinding
     if contrasts(config):
         return ("sequential",) if config.low_memory else (
             "contrastive",

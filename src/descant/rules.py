@@ -76,6 +76,10 @@ CLASHES: Final = (
     ("num_beam_groups", "do_sample", "groups differ by what they have chosen, not by chance"),
     ("constraints", "do_sample", "beams are dealt out by what they have met, not by chance"),
     ("force_words_ids", "do_sample", "beams are dealt out by what they have met, not by chance"),
+    ("banned_phrases", "num_beams", "a beam that says one could simply die, which is another method"),
+    ("banned_phrases", "penalty_alpha", "its candidates cannot take tokens back"),
+    ("banned_phrases", "mirostat_tau", "its state cannot be taken back with the tokens"),
+    ("banned_phrases", "adaptive_p_target", "its state cannot be taken back with the tokens"),
     (
         "dola_layers",
         "guidance_scale",
@@ -110,6 +114,12 @@ def set_aside(values: Values, sources: dict[str, str]) -> Values:
     for new, total in LENGTHS:
         if values.get(new) is not None and total in values:
             drop(total if RANK[sources[new]] <= RANK[sources[total]] else new)
+    for first, second, _ in CLASHES:
+        if not (_asks(values, first) and _asks(values, second)):
+            continue
+        loser = next((name for name in (first, second) if sources.get(name) == "model"), None)
+        if loser is not None and {sources.get(first), sources.get(second)} != {"model"}:
+            drop(loser)
     for knobs, chooser, value, fix in MODES:
         if _effective(values, chooser) != value:
             continue
@@ -121,12 +131,6 @@ def set_aside(values: Values, sources: dict[str, str]) -> Values:
             if sources[knob] != "model":
                 raise ConfigError(knob, f"has no use while `{chooser}` is {value}", values[knob], fix)
             drop(knob)
-    for first, second, _ in CLASHES:
-        if not (_asks(values, first) and _asks(values, second)):
-            continue
-        loser = next((name for name in (first, second) if sources.get(name) == "model"), None)
-        if loser is not None and {sources.get(first), sources.get(second)} != {"model"}:
-            drop(loser)
     if "low_memory" in values and not (_asks(values, "num_beams") or _asks(values, "penalty_alpha")):
         if values["low_memory"] and sources["low_memory"] != "model":
             do = "leave it out"

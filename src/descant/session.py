@@ -21,7 +21,15 @@ from descant.ledger import Ledger, Pages
 from descant.noise import Chance
 from descant.ports import Cache, Follower, Peers, Processor, Strategy, Wrapper
 from descant.processors import behind_the_port
-from descant.request import Request, prompt_of, refuse_uncallable, refuse_unguided, texts_of
+from descant.request import (
+    Request,
+    healed,
+    prompt_of,
+    refuse_uncallable,
+    refuse_unguided,
+    shortened,
+    texts_of,
+)
 from descant.resolve import SAMPLERS, WRAPS, Plan, adapt, cache_of, plan
 from descant.rows import Column, Rows, pick
 from descant.shelf import Shelf
@@ -121,12 +129,13 @@ class Session:
         if not requests:
             return []
         plans: dict[int, Plan] = {}
-        made, prompts, offsets = [], [], []
+        made, prompts, offsets, inputs = [], [], [], []
         for request in requests:
             known = plans.get(id(request.generation_config))
             if known is None:
                 known = plans[id(request.generation_config)] = self._planned(request)
             ids = self._ids(request)
+            tail = healed(request, known.config, ids)
             embeds = request.inputs.get("inputs_embeds") if not self.model.facts.encoder_decoder else None
             offsets.append(0 if embeds is None else len(embeds) - len(ids))
             if not len(ids) + offsets[-1]:
@@ -134,8 +143,11 @@ class Session:
             if known.again and not len(ids):
                 must = "must come with `input_ids` of at least the last token, which is fed again"
                 raise InputError("inputs_embeds", must, embeds)
-            made.append(known.row(prompt_of(request, ids, offsets[-1]), self.model.facts))
-            prompts.append(ids)
+            made.append(known.row(prompt_of(request, ids, offsets[-1], tail), self.model.facts))
+            count = 0 if tail is None else len(tail)
+            prompts.append(ids[: len(ids) - count])
+            both = self.model.facts.encoder_decoder
+            inputs.append(shortened(request.inputs, count) if count and not both else request.inputs)
             refuse_uncallable(request)
             refuse_unguided(request, known.wraps, self.model.facts, made[-1]["limit"] - len(ids))
         if self._peers is not None:
@@ -145,7 +157,7 @@ class Session:
             self._stops.heeded |= self._peers.any(timed or any(one.stopping_criteria for one in requests))
         numbers = [next(self._numbers) for _ in requests]
         self._wrap({name for known in plans.values() for name in known.wraps})
-        self.model.open(numbers, _listed([request.inputs for request in requests]))
+        self.model.open(numbers, _listed(inputs))
         try:
             for number, request, row in zip(numbers, requests, made, strict=True):
                 self._live[number] = self._enrolled(request, plans[id(request.generation_config)], row)
@@ -275,6 +287,8 @@ class Session:
         row["line"] = max(request.line, 0)
         # Before anything is drawn, for whoever is refused must not have moved torch's generator.
         chain, texts = self._chain(known, request.logits_processor), texts_of(request, known.config)
+        if texts.phrases is not None:
+            _refuse_state(chain)
         if row["seed"] < 0 and request.line < 0 and known.config.do_sample:
             # Without a seed a request outside a batch gets one by chance, so that its luck is its own.
             row["seed"] = int(torch.randint(2**62, ()))
@@ -292,6 +306,8 @@ class Session:
             for name, (thing, key) in keys.items()
         }
         row |= places
+        if texts.phrases is not None:
+            row["phrases"] = texts.phrases
         if texts.breakers is not None:
             row["dry_sequence_breakers"] = texts.breakers
         return _Live(known, strategy, places, bool(request.logits_processor))
@@ -347,7 +363,11 @@ class Session:
         columns: dict[str, Tensor | Column] = {}
         for strategy in self._order:
             for name, start in strategy.columns.items():
-                columns[name] = start.repeat(count, *[1] * (start.ndim - 1))
+                columns[name] = (
+                    start.repeat(count, *[1] * (start.ndim - 1))
+                    if isinstance(start, Tensor)
+                    else start.take(torch.zeros(count, dtype=torch.long))
+                )
         for chain in self._chains.items.values():
             for _, processor in chain:
                 keeps = stateful(processor)
@@ -473,6 +493,14 @@ def _refuse_shared_state(chain: Sequence[tuple[Any, Processor]]) -> None:
                 must = f"must not hold a second processor that keeps `{name}`"
                 raise InputError("logits_processor", must, getattr(processor, "function", processor))
             seen[name] = processor
+
+
+def _refuse_state(chain: Sequence[tuple[Any, Processor]]) -> None:
+    """Raise for a processor whose state cannot follow a row that takes tokens back."""
+    for _, processor in chain:
+        if stateful(processor) is not None:
+            must = "must not hold a processor with a state beside `banned_phrases`, which take tokens back"
+            raise InputError("logits_processor", must, getattr(processor, "function", processor))
 
 
 def _own_config(model: Any) -> GenerationConfig | None:

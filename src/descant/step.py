@@ -91,6 +91,7 @@ class Tokens(NamedTuple):
     processed: Tensor | None = None  # [N] and after them
     ended: Mapping[int, Hypothesis] = MappingProxyType({})  # by place: the sequences that these tokens end
     held: bool = False  # chosen in an earlier step: each is its row's last token already
+    place: Tensor | None = None  # [N] which new token of its row each is; None: the one after its row
 
     def singly(self) -> Iterator[Tokens]:
         """The same in parts that hold one token of a sequence at the most, in order."""
@@ -109,7 +110,8 @@ class Tokens(NamedTuple):
                 None if part is None else part[here] for part in (self.row, self.raw, self.processed)
             )
             one = (self.request[here], self.slot[here], self.token[here])
-            yield Tokens(*one, row, raw, law, ended, self.held)
+            place = None if self.place is None else self.place[here]
+            yield Tokens(*one, row, raw, law, ended, self.held, place)
 
 
 @dataclass(frozen=True)

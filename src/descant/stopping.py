@@ -18,6 +18,7 @@ from descant.rows import Rows, pick
 from descant.step import Observation, Proposal, Selection
 
 if TYPE_CHECKING:
+    from descant.healing import Tail
     from descant.matching import StopTable
     from descant.vocabulary import Vocabulary
 
@@ -33,9 +34,9 @@ class Pattern(NamedTuple):
     expression: re.Pattern[str]
     vocabulary: Vocabulary
 
-    def found(self, tokens: Sequence[int]) -> bool:
-        """Whether the text of these tokens matches."""
-        return self.expression.search(self.vocabulary.text(tokens)) is not None
+    def found(self, tokens: Sequence[int], skip: int = 0) -> bool:
+        """Whether the text of these tokens matches, but for its first `skip` bytes."""
+        return self.expression.search(self.vocabulary.text(tokens, skip)) is not None
 
 
 class _Terms(NamedTuple):
@@ -134,6 +135,8 @@ class Stops:
             for table, mine in terms.tables:
                 here = np.flatnonzero(mine[index] & (tokens.numpy() < table.size))
                 verdict[here] = table.hits[tokens.numpy()[here], state[here]]
+                for place in here[verdict[here]].tolist() if "healing" in params_of(rows).values else ():
+                    verdict[place] = _closed(table, rows, int(index[place]), int(tokens[place]))
             verdicts.append(verdict)
         verdicts += [_matched(pattern, rows, parents, tokens, mine) for pattern, mine in terms.patterns]
         return [("stop", verdict) for verdict in verdicts if verdict.any()]
@@ -175,6 +178,21 @@ def _users(shelf: Mapping[int, Any], places: Array) -> list[tuple[Any, Array]]:
     return [(one, mine) for place, one in shelf.items() if (mine := places == place).any()]
 
 
+def _closed(table: StopTable, rows: Rows, row: int, token: int) -> bool:
+    """Whether a candidate that completes a stop string does so after what token healing says again."""
+    tail, start = _healing(rows, row), int(rows.prompt[row])
+    if tail is None:
+        return True
+    ids = rows.tokens[row, : int(rows.length[row])].tolist()
+    return tail.closes(ids[max(0, start - table.reach) : start], [*ids[start:], token], table.strings)
+
+
+def _healing(rows: Rows, row: int) -> Tail | None:
+    """What token healing has taken off a row's prompt."""
+    tails = params_of(rows).values.get("healing")
+    return None if tails is None else tails[row]  # type: ignore[return-value]
+
+
 def _matched(pattern: Pattern, rows: Rows, parents: Tensor, tokens: Tensor, mine: Array) -> Array:
     """Which candidates [N] make a row's new text match."""
     verdict = np.zeros(len(parents), dtype=bool)
@@ -183,7 +201,8 @@ def _matched(pattern: Pattern, rows: Rows, parents: Tensor, tokens: Tensor, mine
     for line, place in enumerate(here.tolist()):
         row = int(parents[place])
         new = written[line, int(rows.prompt[row]) : int(rows.length[row])].tolist()
-        verdict[place] = pattern.found([*new, int(tokens[place])])
+        tail = _healing(rows, row)
+        verdict[place] = pattern.found([*new, int(tokens[place])], 0 if tail is None else len(tail.text))
     return verdict
 
 

@@ -17,6 +17,7 @@ from descant.adapters.speech import hears
 from descant.calls import Asked, Call, listed, merged, placed
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
+from descant.healing import Tail
 from descant.ports import Peers
 from descant.session import Event, Failed, Finished, Session, Tokens
 from descant.step import Hypothesis
@@ -97,7 +98,7 @@ class Stream:
         with torch.no_grad():
             prompts = call.admit(_given(model, inputs, asked.tokenizer, others))
         self._asked = {
-            number: _Asker(line, config, asked.tokenizer, prompts.prompt(line))
+            number: _Asker(line, config, asked.tokenizer, prompts.prompt(line), call.healed[line])
             for line, (number, config) in enumerate(zip(call.numbers, call.configs, strict=True))
         }
 
@@ -198,17 +199,23 @@ class Stream:
 class _Asker:
     """One prompt and its sequences as far as they have been told."""
 
-    def __init__(self, row: int, config: GenerationConfig, tokenizer: Any, prompt: Tensor) -> None:
+    def __init__(
+        self, row: int, config: GenerationConfig, tokenizer: Any, prompt: Tensor, healed: Tail
+    ) -> None:
         self.row, self.config = row, config
         count = config.num_return_sequences
         self.told = [0] * count  # how many tokens of each sequence
         self.over: set[int] = set()  # the sequences that have ended while others go on
         ids = [] if tokenizer is None else prompt.tolist()
         stops = config.stop_strings or ()
+        # What token healing says again is in the prompt that the reader has.
+        skip = len(healed.text.decode(errors="ignore"))
         self.texts = [
             None
             if tokenizer is None
-            else TextStream(tokenizer, prompt_ids=ids, stop_strings=stops, skip_special_tokens=True)
+            else TextStream(
+                tokenizer, prompt_ids=ids, stop_strings=stops, skip=skip, skip_special_tokens=True
+            )
             for _ in range(count)
         ]
 

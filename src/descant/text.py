@@ -27,7 +27,8 @@ class TextStream:
     The pieces add up to `tokenizer.decode(ids, **decode_kwargs)` of all ids put, or with `prompt_ids` to what
     these add to the prompt's text (so that sentencepiece's leading space is there). A character of several
     tokens comes whole; bytes that never become one come out as U+FFFD. With `stop_strings`, text that may
-    still become one is held back, and `matched` names the one at which the text ended.
+    still become one is held back, and `matched` names the one at which the text ended. The first `skip`
+    characters are left out.
 
     Only the last few tokens are decoded at each `put`, so a token costs the same at any length.
     """
@@ -38,6 +39,7 @@ class TextStream:
         *,
         prompt_ids: Iterable[int] = (),
         stop_strings: str | Sequence[str] = (),
+        skip: int = 0,
         **decode_kwargs: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -47,6 +49,7 @@ class TextStream:
             getattr(tokenizer, "clean_up_tokenization_spaces", False) if cleans is None else cleans
         )
         self._hold = Holdback(stop_strings) if stop_strings else None
+        self._skip = skip  # characters that the reader has already
         self._ids: list[int] = []  # the window: the last tokens put
         self._seen = ""  # its text
         self._text = ""  # what was given out of the window's text: always its beginning
@@ -80,6 +83,7 @@ class TextStream:
         final = self._advanced(text)
         if len(self._ids) > _FULL:
             final += self._cut()
+        final = self._unread(final)
         return final if self._hold is None else self._hold.feed(final)
 
     def end(self) -> str:
@@ -88,7 +92,14 @@ class TextStream:
         begun = self._begun(text)
         new = text[len(begun) :] if text.startswith(begun) else self._decoded(self._ids[self._done :])
         self._ids, self._seen, self._text, self._done, self._before = [], "", "", 0, None
+        new = self._unread(new)
         return new if self._hold is None else self._hold.feed(new) + self._hold.flush()
+
+    def _unread(self, text: str) -> str:
+        """The text but for what the reader has already."""
+        skip = min(self._skip, len(text))
+        self._skip -= skip
+        return text[skip:]
 
     # -------------------------------------------------------------------- what is final
     def _advanced(self, text: str) -> str:

@@ -66,8 +66,10 @@ class Trace:
         if name not in self.wants:
             return None
         blocks: list[Tensor] = []
+        last = torch.full((layout.lines,), -1)
         for seen in self.seen:
             lines = _lines(seen, layout)
+            last[lines.line] = lines.number
             told = seen.told.scores if seen.told is not None and name == "scores" else None
             source = getattr(seen, name)[:, 0] if told is None else told
             at = lines.row if told is None or lines.which is None else lines.which
@@ -76,7 +78,11 @@ class Trace:
                     blocks.append(_certain(source, layout))
                 here = (lines.number == number).nonzero().squeeze(1)
                 blocks[number][lines.line[here].to(source.device)] = pick(source, at[here])
-        return tuple(blocks)
+        # A row that took tokens back has been further than where it is.
+        for number, block in enumerate(blocks):
+            stale = (last < number).nonzero().squeeze(1).to(block.device)
+            block[stale] = _certain(block, layout)[stale]
+        return tuple(blocks[: int(last.max()) + 1])
 
     def states(self, name: str, layout: Layout) -> tuple[tuple[Tensor, ...], ...] | None:
         """Hidden states or attentions of every new token, a tuple of layers each, aligned as the prompts."""
@@ -86,6 +92,10 @@ class Trace:
                 while len(steps) <= number:
                     steps.append([])
                 steps[number].append(place)
+                for after in steps[number + 1 :]:  # taken back
+                    after[:] = [one for one in after if one.line != place.line]
+        while steps and not steps[-1]:
+            steps.pop()
         if not steps:
             return None
         depth = len(steps[0][0].part[name])

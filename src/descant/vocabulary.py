@@ -44,7 +44,8 @@ _ALPHABET = _printable()  # the last entry stands for every character beyond
 class Vocabulary:
     """The bytes of every token by id; an id without a token, and one beyond the last, stands for no bytes."""
 
-    def __init__(self, data: bytes, offsets: Array) -> None:
+    def __init__(self, data: bytes, offsets: Array, special: Iterable[int] = ()) -> None:
+        self.special = frozenset(special)  # tokens whose bytes are a name, not text
         self.data = np.frombuffer(data, np.uint8)  # of all tokens, one after the other
         self.offsets = offsets  # [size + 1] where each begins
         self.size = len(offsets) - 1
@@ -61,9 +62,20 @@ class Vocabulary:
             _known[key] = weakref.ref(tokenizer, lambda _: _known.pop(key, None)), count, made
         return made
 
-    def text(self, ids: Iterable[int]) -> str:
-        """The text of these tokens; a character whose last bytes have not come yet is not there yet."""
-        return b"".join([self.bytes[one] for one in ids if 0 <= one < self.size]).decode(errors="ignore")
+    def text(self, ids: Iterable[int], skip: int = 0) -> str:
+        """The text of these tokens after `skip` bytes; a character that is not whole yet is not there yet."""
+        whole = b"".join([self.bytes[one] for one in ids if 0 <= one < self.size])
+        return whole[skip:].decode(errors="ignore")
+
+    @cached_property
+    def plain(self) -> Vocabulary:
+        """The same, its special tokens standing for no bytes."""
+        length = np.diff(self.offsets)
+        special = [at for at in self.special if at < self.size]
+        kept = np.ones(self.size, bool)
+        kept[special] = False
+        data = self.data[np.repeat(kept, length)].tobytes()
+        return Vocabulary(data, np.append(np.int64(0), np.cumsum(np.where(kept, length, 0))))
 
     @cached_property
     def bytes(self) -> list[bytes]:
@@ -138,8 +150,8 @@ def _count(tokenizer: Any) -> int:
     return -1
 
 
-def _read(tokenizer: Any) -> tuple[bytes, Array]:
-    """The bytes of all tokens, and where each begins."""
+def _read(tokenizer: Any) -> tuple[bytes, Array, list[int]]:
+    """The bytes of all tokens, where each begins, and which are special."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     steps, added = _decoder(tokenizer, backend), _added(tokenizer, backend)
     kinds = {step["type"] for step in steps or ()}
@@ -158,7 +170,7 @@ def _read(tokenizer: Any) -> tuple[bytes, Array]:
             patches[at] = content.encode()
         elif fast and at >= joined.count:
             patches[at] = _swapped(content, swaps).encode()
-    return joined.flat(swaps, bytewise, patches)
+    return *joined.flat(swaps, bytewise, patches), [at for at, (_, special) in added.items() if special]
 
 
 def _spaced(backend: Any) -> _Joined | None:

@@ -80,7 +80,7 @@ def read(field: Field, texts: Sequence[str]) -> Any:
     What cannot be read is returned as it is: the config refuses it, and says what it must be.
     """
     inner, outer = _words(field)
-    if texts == ["" if _text(field) or outer == ["str"] and not inner else OFF]:
+    if texts == ["" if _text(field) or (outer == ["str"] and not inner) else OFF]:
         return [] if _text(field) and not outer else None
     if _nested(field):
         return _json(field, texts[-1])

@@ -33,6 +33,7 @@ from descant.processors.guidance import (
     ClassifierFreeGuidanceLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from descant.processors.healing import HealingLogitsProcessor
 from descant.processors.lengths import (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
@@ -49,6 +50,7 @@ from descant.processors.repetition import (
     FrequencyPenaltyLogitsProcessor,
     PresencePenaltyLogitsProcessor,
 )
+from descant.processors.rewinding import RewoundLogitsProcessor
 from descant.processors.sequences import AllowedSequences, AllowedSequencesLogitsProcessor
 from descant.processors.speech import AlternatingCodebooksLogitsProcessor, WhisperTimeStampLogitsProcessor
 from descant.processors.temperatures import DynamicTemperatureLogitsWarper
@@ -79,6 +81,7 @@ __all__ = [
     "ForeignProcessor",
     "FrequencyPenaltyLogitsProcessor",
     "HammingDiversityLogitsProcessor",
+    "HealingLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
     "LogitBiasLogitsProcessor",
     "LogitNormalization",
@@ -94,6 +97,7 @@ __all__ = [
     "PrefixConstrainedLogitsProcessor",
     "PresencePenaltyLogitsProcessor",
     "RepetitionPenaltyLogitsProcessor",
+    "RewoundLogitsProcessor",
     "SequenceBiasLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from descant.context import params_of
 from descant.ports import Array, Noise, Peers, Stop
-from descant.rows import Rows, pick
+from descant.rows import Column, Rows, pick
 from descant.step import Hypothesis, Output, Proposal, Selection, Tokens
 
-__all__ = ["Sampling"]
+__all__ = ["Sampling", "over"]
 
 NOTHING = Proposal()
 
@@ -25,7 +25,7 @@ class Sampling:
     """
 
     normalised = False
-    columns: Mapping[str, Tensor] = {}
+    columns: Mapping[str, Tensor | Column] = {}
 
     def __init__(self, noise: Noise, stop: Stop, peers: Peers | None = None) -> None:
         self._noise = noise
@@ -68,7 +68,7 @@ class Sampling:
             keep if parents is None else parents[keep],
             slot=rows.slot[keep],
             emitted=emitted._replace(ended={places[row]: one for row, one in retired}),
-            finished=_ended(rows, gone, failed),
+            finished=over(rows, gone, failed),
             failed=failed,
             host=host[keep],
             retired=[(row if parents is None else int(parents[row]), one) for row, one in retired],
@@ -93,8 +93,7 @@ class Sampling:
             return rows, None
         # Rows are fresh only in the first step of a table's layout: new rows make a new layout.
         self._seasoned = rows.version
-        fresh = rows.length == rows.prompt
-        copies = torch.where(fresh, params_of(rows)["copies"], 1)
+        copies = torch.where(self._fresh(rows), params_of(rows)["copies"], 1)
         parents = torch.arange(len(rows)).repeat_interleave(copies)
         if len(parents) == len(rows):
             return rows, None
@@ -102,6 +101,10 @@ class Sampling:
         slot = torch.arange(len(parents)) - first[parents]
         slot = torch.where(copies[parents] > 1, slot, rows.slot[parents])
         return rows.take(parents).changed(slot=slot), parents
+
+    def _fresh(self, rows: Rows) -> Tensor:
+        """Which rows have not split up yet [R]."""
+        return rows.length == rows.prompt
 
     def _chosen(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Array, Tensor]:
         """The token of each row [R], its score (-inf: no token was possible), and the token on the host."""
@@ -158,7 +161,7 @@ class Sampling:
         return kept
 
 
-def _ended(rows: Rows, gone: Array, failed: Sequence[int]) -> list[int]:
+def over(rows: Rows, gone: Array, failed: Sequence[int]) -> list[int]:
     """The requests none of whose rows stay."""
     requests = rows.request.numpy()
     others = set(requests[~gone].tolist()) | set(failed)
