@@ -60,6 +60,7 @@ OURS = {
     "processor_order": None, "prefix_allowed_tokens_fn": None, "stop_token_ids": None, "stop_regex": None,
     "logprobs": None, "return_timestamps": False, "no_timestamps_token_id": None,
     "max_initial_timestamp_index": None, "ordered_constraints": False, "constraint_gap": 0,
+    "banned_phrases": None,
 }  # fmt: skip
 
 # -- the table

@@ -15,8 +15,8 @@ from descant.errors import InputError
 from descant.healing import Tail
 from descant.matching import StopTable
 from descant.media import is_mark
-from descant.ports import Facts
 from descant.phrases import Phrases
+from descant.ports import Facts
 from descant.stopping import Criterion, Pattern
 from descant.vocabulary import Vocabulary
 
