@@ -216,6 +216,11 @@ class TransformersModel:
             cast(StateCache, cache).keep(line, self._state.after(answer, state, found))
         self._asking.heard(answer, requests)
         logits = answer.logits[:, -(proposal.width + 1) :]
+        if proposal.drafts is not None:  # a row that tries fewer stands further right
+            size = logits.shape[1]
+            tried = torch.as_tensor(proposal.tried(batch.rows))
+            at = (size - 1 - tried[:, None] + torch.arange(proposal.width + 1)).clamp(0, size - 1)
+            logits = logits[torch.arange(len(logits))[:, None].to(logits.device), at.to(logits.device)]
         return self._brought(logits), self._kept(answer, rows, proposal, batch) if self._states else {}
 
     def _brought(self, logits: Tensor) -> Tensor:

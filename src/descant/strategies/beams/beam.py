@@ -211,7 +211,7 @@ class Beam:
         if cut.any():
             still = np.zeros_like(cut)
             np.put_along_axis(still, best, alive > -np.inf, 1)
-            retired += self._collect(rows, team, found, still & cut & going[:, None], first=None)
+            retired += self._collect(rows, team, found, still & cut & going[:, None], every=True)
             going &= ~cut.all(1)
         tokens = np.where(alive > -np.inf, np.take_along_axis(found.tokens.numpy(), best, 1), -1)
         return self._kept(rows, team, found, best, alive, going, retired), tokens
@@ -286,10 +286,10 @@ class Beam:
         return Candidates(sums, parents, slots, tokens, ends, reasons)
 
     def _collect(
-        self, rows: Rows, team: Team, found: Candidates, ready: Array, first: int | None = 0
+        self, rows: Rows, team: Team, found: Candidates, ready: Array, every: bool = False
     ) -> list[tuple[int, Hypothesis]]:
-        """Put the candidates that are ready, of as many as the team is wide, where they are good enough."""
-        wide = self._shape.team if first is not None else found.sums.shape[1]
+        """Put the candidates that are ready, of as many as the team is wide or of all, where they are good."""
+        wide = found.sums.shape[1] if every else self._shape.team
         ready = ready[:, :wide]
         if not ready.any():
             return []

@@ -259,7 +259,7 @@ class Constrained(Beam):
             some.append(one[1])
             some.sort(key=lambda other: -(other.score or 0.0))
             del some[self._shape.width :]
-        return retired + self._collect(rows, team, found, met, first=None if cut else 0)
+        return retired + self._collect(rows, team, found, met, every=cut)
 
     def _hypothesis(
         self, rows: Rows, found: Candidates, line: int, place: int, score: float, written: Tensor
