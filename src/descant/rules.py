@@ -81,11 +81,11 @@ CLASHES: Final = (
     ("banned_phrases", "mirostat_tau", "its state cannot be taken back with the tokens"),
     ("banned_phrases", "adaptive_p_target", "its state cannot be taken back with the tokens"),
     (
-        "dola_layers",
-        "guidance_scale",
-        "DoLa rules tokens out, which leaves nothing to be guided away from",
+        "token_healing", "prefix_allowed_tokens_fn",
+        "what may follow is counted from the prompt's end, which healing moves",
     ),
-)
+    ("dola_layers", "guidance_scale", "DoLa rules tokens out, which leaves nothing to be guided away from"),
+)  # fmt: skip
 
 # Values that ask for nothing, besides a field's default and its off value. Temperature 0 is how other
 # interfaces say greedy, which is what it gets.
@@ -131,6 +131,12 @@ def set_aside(values: Values, sources: dict[str, str]) -> Values:
             if sources[knob] != "model":
                 raise ConfigError(knob, f"has no use while `{chooser}` is {value}", values[knob], fix)
             drop(knob)
+    for name in ("ordered_constraints", "constraint_gap"):
+        if _asks(values, name) and not (_asks(values, "constraints") or _asks(values, "force_words_ids")):
+            if sources[name] != "model":
+                do = "set constraints or force_words_ids, or leave it out"
+                raise ConfigError(name, "has no use without constraints", values[name], do)
+            drop(name)
     if "low_memory" in values and not (_asks(values, "num_beams") or _asks(values, "penalty_alpha")):
         if values["low_memory"] and sources["low_memory"] != "model":
             do = "leave it out"
@@ -202,7 +208,8 @@ def refuse_impossible(values: Values, sources: Sources) -> None:
     wanted, beams = _effective(values, "num_return_sequences"), _effective(values, "num_beams")
     sampled = _effective(values, "do_sample")
     if wanted > 1 and beams == 1 and not sampled:
-        must = f"must be 1 in greedy search{_origin('num_return_sequences', sources)}"
+        method = "contrastive" if _asks(values, "penalty_alpha") else "greedy"
+        must = f"must be 1 in {method} search{_origin('num_return_sequences', sources)}"
         do = f"set do_sample=True, num_beams={wanted}, or num_return_sequences=1"
         raise ConfigError("num_return_sequences", must, wanted, do)
     if _effective(values, "num_beam_groups") > 1 and not _effective(values, "diversity_penalty"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests import pretrained
 from tests.parity.compare import Batch, batch
-from tests.tiny import ARCHITECTURES, Tiny, prompts
+from tests.tiny import ARCHITECTURES, Architecture, Tiny, prompts
 
 TINY = tuple(ARCHITECTURES)
 STORIES = "stories15m"
@@ -65,3 +66,32 @@ def level(model: Any, seed: int = 0) -> Batch:
 def seeds(slice_: int, whole: int) -> list[Any]:
     """Seeds to run: the first `slice_` always, the rest only in the battery."""
     return [s if s < slice_ else pytest.param(s, marks=pytest.mark.battery) for s in range(whole)]
+
+
+def five(model: Any, seed: int) -> Batch:
+    """Five rows of different length, one of them a single token."""
+    lengths = ((5, 9, 1, 12, 3), (7, 1, 11, 4, 8), (2, 10, 6, 1, 13))[seed % 3]
+    return batch(model, prompts(model.arch, lengths, seed=seed))
+
+
+# How deep DoLa's subjects are and how their weights are drawn: layers that write little and logits that are
+# not sharp, so that what each layer says differs and none is certain (certainties tie). Those with a spread
+# have tied embeddings.
+DEEP: dict[str, tuple[int, dict[str, float]]] = {
+    "llama": (6, {"gain": 1.0}),
+    "gpt2": (42, {"gain": 1.5, "branch": 0.6, "spread": 1.5}),
+    "gpt-neox": (8, {"gain": 1.0, "branch": 0.9}),
+    "mistral": (5, {"gain": 1.0}),
+    "qwen2": (44, {"gain": 1.0, "branch": 0.4}),
+    "gemma": (6, {"gain": 2.0, "branch": 1.0, "spread": 0.8, "eos_scale": 1.5}),
+    "opt": (6, {"gain": 2.0, "branch": 2.0, "spread": 1.2, "eos_scale": 1.5}),
+}
+
+
+def deepened(name: str) -> Architecture:
+    """The tiny architecture of that name with more layers."""
+    arch, (depth, drawn) = ARCHITECTURES[name], DEEP[name]
+    config = {**arch.config, "n_layer" if name == "gpt2" else "num_hidden_layers": depth}
+    if name == "qwen2":
+        config |= {"max_window_layers": depth, "layer_types": ["full_attention"] * depth}
+    return replace(arch, name=f"{name}-{depth}", config=config, **drawn)

@@ -66,11 +66,12 @@ class Contrastive:
             self._past.open(int(rows.request[row]), hidden[row])
         last = torch.stack([part[-1] for part in hidden])
         choice = self._chosen(rows, families, fresh, last, output.logits[:, 0])
-        failed = rows.request.numpy()[choice.rows[choice.dead]].tolist()
         ending = rows.column("ending").numpy()[choice.rows]
-        over = (ending >= 0) & ~choice.dead & ~fresh
-        goes = ~over & ~choice.dead
-        told = (~fresh & ~choice.dead).nonzero()[0]
+        over = (ending >= 0) & ~fresh  # what has ended needs nothing to go on with
+        dead = choice.dead & ~over
+        failed = rows.request.numpy()[choice.rows[dead]].tolist()
+        goes = ~over & ~dead
+        told = (~fresh & ~dead).nonzero()[0]
         retired = self._retired(rows, choice.rows[over], ending[over])
         places = {row: place for place, row in enumerate(choice.rows[told].tolist())}
         whose = torch.from_numpy(choice.rows[told])

@@ -288,7 +288,7 @@ class Beam:
     def _collect(
         self, rows: Rows, team: Team, found: Candidates, ready: Array, every: bool = False
     ) -> list[tuple[int, Hypothesis]]:
-        """Put the candidates that are ready, of as many as the team is wide or of all, where they are good."""
+        """Put the candidates that are ready, of the first of them or of all, where they are good enough."""
         wide = found.sums.shape[1] if every else self._shape.team
         ready = ready[:, :wide]
         if not ready.any():

@@ -67,7 +67,9 @@ class Constrained(Beam):
         """The request's pools so far, best first, and after them what does not meet all constraints."""
         found = super().standing(request)
         for some in (self._reserve, self._rest):
-            found += sorted(some.get(request, ()), key=lambda one: -(one.score or 0.0))
+            found += sorted(
+                some.get(request, ()), key=lambda one: (len(one.unmet or ()), -(one.score or 0.0))
+            )
         return found
 
     def _holds(self, team: Team) -> Array:
@@ -257,7 +259,7 @@ class Constrained(Beam):
             retired.append(one)
             some = (self._reserve if cut else self._rest).setdefault(int(team.requests[line]), [])
             some.append(one[1])
-            some.sort(key=lambda other: -(other.score or 0.0))
+            some.sort(key=lambda other: (len(other.unmet or ()), -(other.score or 0.0)))
             del some[self._shape.width :]
         return retired + self._collect(rows, team, found, met, every=cut)
 
