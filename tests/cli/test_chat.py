@@ -64,7 +64,7 @@ def test_set_changes_the_next_answer(descant, loaded, talker):
         ("/set num_beams=x", "`num_beams` must be an int >= 1, got 'x'"),
         ("/set top_k=5", "`top_k` has no use while `do_sample` is False"),
         ("/set constraints=5", "`constraints` cannot be set from a command line"),
-        ("/set penalty_alpha=0.5", "`penalty_alpha` cannot be set from a command line"),
+        ("/set watermarking_config={}", "`watermarking_config` cannot be set from a command line"),
         ("/set output_scores=true", "`output_scores` has no use"),
         ("/set num_return_sequences=2", "`num_return_sequences` must be 1 in a conversation, got 2"),
         ("/set logprobs=2", "`logprobs` has no use in a conversation, got 2"),

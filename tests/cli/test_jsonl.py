@@ -92,7 +92,10 @@ def test_an_error_is_its_lines_own(descant, stories):
         ({"prompt": 5}, "`prompt` must be text, got 5"),
         ({"prompt": "a", "top_p": 7}, "`top_p` must be a finite number >= 0 and <= 1, got 7"),
         ({"prompt": "a", "top_k": 7}, "`top_k` has no use while `do_sample` is False"),
-        ({"prompt": "a", "penalty_alpha": 0.6}, "`penalty_alpha` is not in this version"),
+        (
+            {"prompt": "a", "watermarking_config": {"bias": 2.0}},
+            "`watermarking_config` is not in this version",
+        ),
         ({"prompt": "a", "output_scores": True}, "`output_scores` has no use where text is written"),
         ({"prompt": "a", "max_length": 1}, "`max_length` must be > the 2 tokens of the prompt"),
         ({"prompt": "a", "suppress_tokens": [99999]}, "`suppress_tokens` must name tokens below 32000"),

@@ -176,7 +176,7 @@ def test_how_it_is_written(line: tuple[str, ...], expected: dict[str, Any]) -> N
         (("--stop-strings", r"\end"), "`stop_strings` must hold no escape but"),
         (("--top-k", "5"), "`top_k` has no use while `do_sample` is False, got 5"),
         (("--min-new-tokens", "5", "--max-new-tokens", "3"), "`min_new_tokens` must be <= `max_new_tokens`"),
-        (("--penalty-alpha", "0.6"), "No such option: --penalty-alpha"),
+        (("--watermarking-config", "{}"), "No such option: --watermarking-config"),
         (("--num-beam", "4"), "No such option: --num-beam"),
         (("--do-sample=yes",), "--do-sample"),
     ],

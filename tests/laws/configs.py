@@ -16,6 +16,8 @@ import torch
 
 from descant import GenerationConfig
 from descant.config import FIELDS, LATER
+from descant.constraints import DisjunctiveConstraint, PhrasalConstraint
+from descant.processors import AllowedSequences
 from tests.config_cases import CASES
 from tests.tiny import ARCHITECTURES, pad, prompts
 
@@ -76,6 +78,8 @@ def rubbish(batch: int, ids: torch.Tensor) -> Any:
     return "five"
 
 
+TRIE = AllowedSequences([[n, n + 1, m] for n in range(3, 40, 3) for m in range(5, 90, 7)], 2)
+
 ALLOWING = (anything, evens, few, as_tensor)  # those that answer as documented, and always something
 
 # What makes sense on a tiny model, and what only just does. Where a value is huge no machine could do it: one
@@ -89,6 +93,27 @@ GOOD: dict[str, list[Any]] = {
     "do_sample": [True, True, True, False],
     "num_beams": [1, 2, 3, 4, 8, 100, 2**40, 2**63 - 1],
     "seed": [0, 1, 7, 2**32, 2**63 - 1, [3], (4, 5), torch.tensor([6, 7, 8])],
+    "penalty_alpha": [0, 1e-9, 0.2, 0.6, 0.9, 1],
+    "dola_layers": ["low", "high", [0], [0, 1], [1, 1, 0], [2], [150]],
+    "guidance_scale": [-50, -1, 0, 0.5, 1, 1.5, 3, 20, 1e30],
+    "num_beam_groups": [1, 2, 2, 3, 4, 2**40],
+    "diversity_penalty": [0, 0.1, 1, 5, 1e30],
+    "constraints": [
+        [PhrasalConstraint([5])], [PhrasalConstraint([5, 6, 7])], [DisjunctiveConstraint([[5], [6, 7]])],
+        [PhrasalConstraint([5, 6]), PhrasalConstraint([6, 5])],
+        [PhrasalConstraint([5]), PhrasalConstraint([5])],
+        [PhrasalConstraint([9]), DisjunctiveConstraint([[5, 6], [7]])], [PhrasalConstraint([2])],
+        [PhrasalConstraint([150])], [PhrasalConstraint(list(range(3, 40)))],
+    ],
+    "force_words_ids": [
+        [[5]], [[5, 6], [7]], [[[5], [6, 7]]], [[[5, 6], [5, 7]], [8]], [[5], [5]], [[2]], [[5, 2]], [[150]],
+        [[[5], [5, 6]]], [list(range(3, 40))],
+    ],
+    "ordered_constraints": [True, True, False],
+    "constraint_gap": [0, 1, 2, 5, 2**63 - 1],
+    "low_memory": [True, False],
+    "token_healing": [True, False],
+    "banned_phrases": ["a", ["b", "the"], ["A\n", "the end"], [*TEXTS[:90:2]], "x" * 50],
     "early_stopping": [True, False, "never"],
     "length_penalty": [-50, -1, 0, 0.3, 1, 2, 50.0],
     "temperature": [0, 1e-30, 0.1, 0.7, 1, 1.5, 30, 1e30],
@@ -115,7 +140,7 @@ GOOD: dict[str, list[Any]] = {
     "stop_strings": ["!", "a", ["the"], ["a", "b", "zz"], ["A\n", "the end"], ["\u00e9"], "x" * 50],
     "stop_token_ids": [[], [7], [10, 11, 12], [2], range(20, 60), [5, 5], [150], [2**63 - 1]],
     "stop_regex": ["a", "[a-z]{2}", r"\d", "the|end", r"(?s).{5}", "^$", "(?i)THE"],
-    "prefix_allowed_tokens_fn": [anything, evens, few, as_tensor, nothing, strangers, rubbish],
+    "prefix_allowed_tokens_fn": [anything, evens, few, as_tensor, nothing, strangers, rubbish, TRIE],
     "processor_order": [
         ["top_p", "temperature"], ["temperature", "top_k"], ["bad_words_ids", "forced_eos_token_id"],
         ["custom"], ["renormalize_logits", "custom", "repetition_penalty"], ["top_h", "xtc_probability"],
@@ -201,11 +226,15 @@ ODD: list[Any] = [
     Odd(), Rude(), int, len,
 ]  # fmt: skip
 
+# Nothing that can be called: what a stranger's function raises is the caller's own affair.
+MUTE = [one for one in ODD if not callable(one)]
+
 NOW = tuple(name for name in FIELDS if name not in LATER)
 SAMPLING = tuple(name for name, one in FIELDS.items() if one.group == "sampling")
-BEAMS = ("early_stopping", "length_penalty")
+CONSTRAINED = ("constraints", "force_words_ids", "ordered_constraints", "constraint_gap")
+BEAMS = ("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", *CONSTRAINED)
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "logprobs")
-TEXTUAL = ("stop_strings", "stop_regex", "dry_sequence_breakers")
+TEXTUAL = ("stop_strings", "stop_regex", "dry_sequence_breakers", "token_healing", "banned_phrases")
 # What each of these needs beside it to be of any use.
 NEEDS = {
     "xtc_threshold": "xtc_probability",
@@ -216,6 +245,12 @@ NEEDS = {
     **dict.fromkeys(
         ("dry_base", "dry_allowed_length", "dry_range", "dry_sequence_breakers"), "dry_multiplier"
     ),
+    "penalty_alpha": "top_k",
+    "low_memory": "penalty_alpha",
+    "num_beam_groups": "diversity_penalty",
+    "diversity_penalty": "num_beam_groups",
+    "ordered_constraints": "force_words_ids",
+    "constraint_gap": "force_words_ids",
     "thinking_start": "thinking_budget",
     "thinking_end": "thinking_budget",
     "thinking_budget": "thinking_end",
@@ -251,8 +286,7 @@ def value(rng: random.Random, name: str) -> Any:
     """A value for a field: good more often than not."""
     luck = rng.random()
     if name == "prefix_allowed_tokens_fn" and luck >= 0.84:
-        # Nothing that can be called: what a stranger's function raises is the caller's own affair.
-        return rng.choice([*CASES[name][1], *(one for one in ODD if not callable(one))])
+        return rng.choice([*CASES[name][1], *MUTE])
     if luck < 0.84 and name in GOOD:
         return rng.choice(GOOD[name])
     good, bad = CASES[name]
@@ -279,10 +313,11 @@ def fields(rng: random.Random) -> dict[str, Any]:
         for _ in range(2):  # what is needed may need something
             for name in [one for one in NEEDS if one in given and NEEDS[one] not in given]:
                 given[NEEDS[name]] = rng.choice(GOOD[NEEDS[name]])
-        if given.keys() & set(SAMPLING) and "do_sample" not in given:
+        drawn = given.keys() & set(SAMPLING) - ({"top_k"} if "penalty_alpha" in given else set())
+        if drawn and "do_sample" not in given:
             given["do_sample"] = True
         if given.keys() & set(BEAMS) and "num_beams" not in given:
-            given["num_beams"] = rng.choice((2, 3))
+            given["num_beams"] = rng.choice((2, 4, 6) if "num_beam_groups" in given else (2, 3))
         if given.keys() & set(OUTPUTS):
             given["return_dict_in_generate"] = True
         if "num_return_sequences" in given and not given.keys() & {"do_sample", "num_beams"}:
@@ -369,10 +404,10 @@ def _odd_inputs(rng: random.Random, ids: torch.Tensor, mask: torch.Tensor) -> tu
         "embeddings and other ids": {"inputs_embeds": torch.ones(len(ids), 9, 32), "input_ids": ids},
         "an unknown name": {"input_ids": ids, "attention_mask": mask, "top_kk": 3},
         "an odd config": {"input_ids": ids, "generation_config": rng.choice(ODD[1:])},
-        "odd processors": {"input_ids": ids, "logits_processor": rng.choice(ODD)},
-        "a list of odd processors": {"input_ids": ids, "logits_processor": [rng.choice(ODD)]},
-        "odd criteria": {"input_ids": ids, "stopping_criteria": rng.choice(ODD)},
-        "a list of odd criteria": {"input_ids": ids, "stopping_criteria": [rng.choice(ODD)]},
+        "odd processors": {"input_ids": ids, "logits_processor": rng.choice(MUTE)},
+        "a list of odd processors": {"input_ids": ids, "logits_processor": [rng.choice(MUTE)]},
+        "odd criteria": {"input_ids": ids, "stopping_criteria": rng.choice(MUTE)},
+        "a list of odd criteria": {"input_ids": ids, "stopping_criteria": [rng.choice(MUTE)]},
         "an odd streamer": {"input_ids": ids, "streamer": rng.choice(ODD)},
         "odd decoder ids": {"input_ids": ids, "decoder_input_ids": rng.choice(ODD)},
         "decoder ids too large": {"input_ids": ids, "decoder_input_ids": far},
@@ -381,6 +416,9 @@ def _odd_inputs(rng: random.Random, ids: torch.Tensor, mask: torch.Tensor) -> tu
         "an odd past": {"input_ids": ids, "past_key_values": rng.choice(ODD)},
         "an odd assistant": {"input_ids": ids, "assistant_model": rng.choice(ODD)},
         "an odd tokenizer": {"input_ids": ids, "tokenizer": rng.choice(ODD)},
+        "a negative prompt": {"input_ids": ids, "attention_mask": mask, "negative_prompt_ids": two},
+        "an odd negative prompt": {"input_ids": ids, "negative_prompt_ids": rng.choice(ODD)},
+        "an odd negative mask": {"input_ids": ids, "negative_prompt_attention_mask": rng.choice(ODD)},
     }  # fmt: skip
     name = rng.choice(list(kinds))
     return name, kinds[name]

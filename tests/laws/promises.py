@@ -7,7 +7,8 @@ import re
 import torch
 
 from descant.config import GenerationConfig
-from tests.laws.configs import ALLOWING, TEXTS
+from tests.constraints.reference import look_through
+from tests.laws.configs import ALLOWING, TEXTS, TRIE
 
 
 class Violation(AssertionError):
@@ -54,8 +55,16 @@ class Promises:
             self._repeats()
             self._copies()
             self._allowed(batch)
+        self._phrases()
         self._thought()
         self._timestamps()
+
+    def _phrases(self) -> None:
+        phrases = self.config.banned_phrases or ()
+        said = "".join(TEXTS[token] for token in self.body if token < len(TEXTS))
+        for phrase in (phrases,) if isinstance(phrases, str) else phrases:
+            if phrase in said:
+                raise Violation(f"the banned phrase {phrase!r} in {said!r}")
 
     def _free(self) -> list[int]:
         """The places of the body whose token was not forced."""
@@ -100,12 +109,20 @@ class Promises:
 
     def _allowed(self, batch: int) -> None:
         function = self.config.prefix_allowed_tokens_fn
+        if function is TRIE:
+            self._listed()
         if function not in ALLOWING:
             return
         for at in self._free():
             allowed = torch.as_tensor(function(batch, torch.tensor(self.whole[: len(self.prompt) + at])))
             if self.body[at] not in allowed.tolist():
                 raise Violation(f"{self.body[at]} at {at} of {self.body}, which the prefix does not allow")
+
+    def _listed(self) -> None:
+        """Of sequences that are listed one is written, or a beginning of one."""
+        said = [token for token in self.body if token != 2]
+        if not self.forced & set(range(len(self.body))) and not TRIE.allowed(said):
+            raise Violation(f"{self.body}, of which nothing is listed")
 
     def _thought(self) -> None:
         config = self.config
@@ -128,3 +145,11 @@ class Promises:
             return
         if mark in self.body:
             raise Violation(f"the token {mark} for no timestamps in {self.body}")
+
+
+def unmet(config: GenerationConfig, body: list[int]) -> tuple[int, ...]:
+    """The places of the constraints that new tokens do not meet, those of `constraints` first."""
+    nested = [one.token_ids for one in config.constraints or ()] + list(config.force_words_ids or ())
+    choices = [[list(part) for part in one] if not isinstance(one[0], int) else [list(one)] for one in nested]
+    met = look_through(choices, body, config.ordered_constraints, config.constraint_gap).met
+    return tuple(place for place in range(len(choices)) if place not in met)

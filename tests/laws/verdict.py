@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import descant
-from descant import NotInThisVersion, RowError
+from descant import ConstraintError, NotInThisVersion, RowError
 from descant.config import FIELDS, GenerationConfig
 from descant.outputs import GenerateOutput
 from tests.laws.configs import HOPELESS, SAMPLING, Case, as_config
-from tests.laws.promises import Promises, Violation, stopped
+from tests.laws.promises import Promises, Violation, stopped, unmet
 from tests.tiny import Tiny
 
 MOST = 16  # no row gets more new tokens than this: a criterion ends it
@@ -103,6 +103,10 @@ def _check_error(case: Case, error: ValueError) -> None:
     """The message must name something that was given, or an input that had to be."""
     if not isinstance(error, descant.DescantError):
         raise Violation(f"an error not our own, {type(error).__name__}: {error}")
+    if isinstance(error, ConstraintError):
+        if not error.unmet or not case.fields.keys() & {"constraints", "force_words_ids"}:
+            raise Violation(f"an error about constraints that nobody has, {error}")
+        return
     names = {*case.fields, *case.inputs}
     if case.odd:  # what is missing may be named as well as what is wrong
         names |= {"input_ids", "attention_mask"}
@@ -126,6 +130,11 @@ class _Answer:
 
     def check(self) -> None:
         """Raise Violation where a field was not honoured."""
+        if self.config.token_healing:  # what the prompt's last tokens become is a matter of its own
+            if self.sequences.dtype != torch.long or self.sequences.ndim != 2:
+                raise Violation(f"the sequences are {self.sequences!r}")
+            self._repeats()
+            return
         self._shape()
         if self.record is not None:
             self._outputs()
@@ -143,6 +152,8 @@ class _Answer:
             )
             if self.record is not None and self.config.logprobs is not None:
                 self._logprobs(line, body)
+            if self.config.constraints or self.config.force_words_ids:
+                self._constraints(line, body)
         self._repeats()
 
     @property
@@ -238,6 +249,8 @@ class _Answer:
             if end < least and not forced:
                 raise Violation(f"an end after {end} new tokens, {least} were to come first")
         banned = set(map(int, config.suppress_tokens or ()))
+        if config.thinking_budget is not None:  # its end is forced, whatever else is ruled out
+            banned -= set(config.thinking_end or ())
         if banned & set(body):
             raise Violation(f"suppressed tokens {sorted(banned & set(body))} in {body}")
         first = set(map(int, config.begin_suppress_tokens or ()))
@@ -258,6 +271,14 @@ class _Answer:
             if body[-1] not in allowed | self.ends and not thought and end != spoken:
                 raise Violation(f"{body} reached its limit and does not end with {sorted(allowed)}")
         return body
+
+    def _constraints(self, line: int, body: list[int]) -> None:
+        """All are met, or the record says which not; nothing else is in it."""
+        said = () if self.record is None else self.record.unmet_constraints[line]
+        if said != unmet(self.config, body):
+            raise Violation(
+                f"{body} is said not to meet {said}, and does not meet {unmet(self.config, body)}"
+            )
 
     def _logprobs(self, line: int, body: list[int]) -> None:
         """Of every token two numbers, and as many alternatives as asked for."""

@@ -19,7 +19,7 @@ __all__ = ["DoLa", "early_layers"]
 
 # Tokens less likely than this share of the likeliest are ruled out.
 PLAUSIBLE: Final = 0.1
-_LEAST: Final = -80.0  # log-probabilities below it count as it
+_LEAST: Final = -80.0  # the logarithm of the least probability that is told from none
 
 
 class DoLa:
@@ -130,11 +130,11 @@ def _exits(output: Output, proposal: Proposal, place: Tensor, layers: Sequence[i
 
 def _farthest(final: Tensor, early: Tensor, wanted: Tensor) -> Tensor:
     """The early prediction, of those [N, K + 1, L, V] that a row wants, farthest from the last's."""
-    # A floor keeps numbers too small to matter from becoming too small to be computed with quickly.
-    near, last = early.clamp(min=_LEAST), final[:, :, None].clamp(min=_LEAST)
-    mean = near.exp().add_(last.exp()).mul_(0.5)
+    last = final[:, :, None]
+    # A floor keeps probabilities that do not matter from being too small to be computed with quickly.
+    mean = early.clamp(min=_LEAST).exp_().add_(last.clamp(min=_LEAST).exp_()).mul_(0.5)
     # Both divergences from the mean at once.
-    logs = mean.log().mul_(2).sub_(near).sub_(last)
+    logs = mean.log().mul_(2).sub_(early).sub_(last)
     apart = logs.mul_(mean).sum(-1)
     best = apart.masked_fill(~wanted[:, None], -torch.inf).argmax(-1)  # [N, K + 1]
     return early.gather(2, best[..., None, None].expand(-1, -1, 1, early.shape[-1]))[:, :, 0]

@@ -127,6 +127,8 @@ def compare(alone: Outcome, other: Outcome, where: str, tolerance: float = TOLER
         near = first == second or abs(first - second) <= tolerance
         if (one.score is None) is not (two.score is None) or not near:
             raise AssertionError(f"{where}: sequence {rank} scores {two.score}, alone {one.score}")
+        if one.unmet != two.unmet:
+            raise AssertionError(f"{where}: sequence {rank} does not meet {two.unmet}, alone {one.unmet}")
         if one.beams != two.beams:
             raise AssertionError(f"{where}: sequence {rank} came by beams {two.beams}, alone {one.beams}")
     _compare_logits(alone.logits, other.logits, where, tolerance)
