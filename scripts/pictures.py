@@ -8,6 +8,7 @@ As a hook of mkdocs it puts them into the pages, in the place of the comments `<
 
 import argparse
 import html
+import itertools
 import re
 import sys
 from collections.abc import Mapping
@@ -181,12 +182,16 @@ def order() -> str:
     lines = ["| | field | processor | |", "|---|---|---|---|"]
     entries: list[tuple[Stage | None, str]] = [(stage, "") for stage in RULES]
     entries += [(None, "")] + [(stage, "sampling only") for stage in SAMPLERS]
-    for place, (stage, when) in enumerate(entries, 1):
-        if stage is None:
+    # One field may call for one of several processors.
+    groups = itertools.groupby(entries, key=lambda entry: entry[0] and entry[0].name)
+    for place, (name, group) in enumerate(groups, 1):
+        if name is None:
             lines.append(f"| {place} | `{CUSTOM}` | your own, in the order given | |")
             continue
-        note = "" if stage.name == "renormalize_logits" else when
-        lines.append(f"| {place} | `{stage.name}` | `{type(stage.processor).__name__}` | {note} |")
+        stages = list(group)
+        kinds = " or ".join(f"`{type(stage.processor).__name__}`" for stage, _ in stages if stage)
+        note = "" if name == "renormalize_logits" else stages[0][1]
+        lines.append(f"| {place} | `{name}` | {kinds} | {note} |")
     return "\n".join(lines)
 
 
