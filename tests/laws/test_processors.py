@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import itertools
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ KEEP, MORE = {"min_tokens_to_keep": 1}, {"min_tokens_to_keep": 4}
 PARAMS = {
     "AllowedSequencesLogitsProcessor": [
         {"allowed_sequences": processors.AllowedSequences([[3, 4], [3], [5, 6, 7]], 2)},
-        {"allowed_sequences": processors.AllowedSequences([[a, b] for a in range(3, 23) for b in range(3, 23)], 2)},
+        {"allowed_sequences": processors.AllowedSequences(list(itertools.product(range(3, 23), repeat=2)), 2)},
     ],
     "RepetitionPenaltyLogitsProcessor": [{"repetition_penalty": 1.3}, {"repetition_penalty": 0.5}],
     "MinLengthLogitsProcessor": [{"min_length": 4, "ends": [2, 3]}, {"min_length": 8, "ends": [5]}],
