@@ -1,8 +1,7 @@
 """Every processor judges each line by itself and changes nothing."""
 
-from types import SimpleNamespace
-
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ KEEP, MORE = {"min_tokens_to_keep": 1}, {"min_tokens_to_keep": 4}
 PARAMS = {
     "AllowedSequencesLogitsProcessor": [
         {"allowed_sequences": processors.AllowedSequences([[3, 4], [3], [5, 6, 7]], 2)},
-        {"allowed_sequences": processors.AllowedSequences(list(itertools.product(range(3, 23), repeat=2)), 2)},
+        {"allowed_sequences": processors.AllowedSequences([*itertools.product(range(3, 23), repeat=2)], 2)},
     ],
     "RepetitionPenaltyLogitsProcessor": [{"repetition_penalty": 1.3}, {"repetition_penalty": 0.5}],
     "MinLengthLogitsProcessor": [{"min_length": 4, "ends": [2, 3]}, {"min_length": 8, "ends": [5]}],
