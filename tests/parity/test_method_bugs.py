@@ -62,7 +62,7 @@ def test_duplicate_hypotheses(name, tiny, oracle):
 def test_constraints_of_batch_mates(name, tiny, oracle):
     """transformers 15761: a row's forced tokens were looked up in its batch mates' scores.
 
-    Mended before its release, and 4.52.4 does not show it: rows in a batch are as alone on both sides.
+    4.52.4 does not show it: rows in a batch are as alone on both sides.
     """
     model = tiny(name)
     rows = batch(model, prompts(model.arch, (6, 6, 6), seed=953))

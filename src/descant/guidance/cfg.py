@@ -10,7 +10,8 @@ from torch import Tensor
 
 from descant.context import Params, params_of
 from descant.guidance.twins import Twins
-from descant.ports import Cache, Facts
+from descant.guidance.wrapped import Wrapped
+from descant.ports import Cache
 from descant.rows import Rows, pick
 from descant.step import Output, Proposal
 
@@ -19,7 +20,7 @@ __all__ = ["NEGATIVE", "Guidance"]
 NEGATIVE: Final = "negative_prompt_ids"  # under which name a request gives it
 
 
-class Guidance:
+class Guidance(Wrapped):
     """A model that says `u + scale * (c - u)`, of what it says after a prompt and without it (log-laws).
 
     Every row that is guided has a twin in the cache (Sanchez et al. 2023, arXiv 2306.17806): the same new
@@ -27,30 +28,9 @@ class Guidance:
     in one forward; the twin follows its row wherever that is taken. Rows that are not guided have none.
     """
 
-    states: tuple[str, ...] = ()
-
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._negative: dict[int, Tensor] = {}  # a request's negative prompt (host)
-
-    @property
-    def facts(self) -> Facts:
-        """Those of the model inside."""
-        facts: Facts = self.inner.facts
-        return facts
-
-    @property
-    def device(self) -> torch.device:
-        """Where it takes its inputs."""
-        device: torch.device = self.inner.device
-        return device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def show(self, states: Sequence[str]) -> None:
-        """Bring these states along from the next forward on."""
-        self.inner.show(states)
 
     def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Take the negative prompts of new requests, and hand the rest on."""

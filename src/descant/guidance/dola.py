@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import log
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from descant.context import params_of
 from descant.errors import ConfigError, UnsupportedModel
+from descant.guidance.wrapped import Wrapped
 from descant.ports import Cache, Facts
 from descant.rows import Rows, pick
 from descant.step import Output, Proposal
@@ -22,7 +23,7 @@ PLAUSIBLE: Final = 0.1
 _LEAST: Final = -80.0  # the logarithm of the least probability that is told from none
 
 
-class DoLa:
+class DoLa(Wrapped):
     """A model that answers with the contrast of its last layer and an early one (Chuang et al. 2024).
 
     Of a row's early layers the one is taken whose prediction at that position is farthest from the last
@@ -33,41 +34,10 @@ class DoLa:
     states = ("hidden_states",)
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._layout: tuple[object, Tensor, Tensor, list[int], Tensor] | None = None
         # Whether the model's logits are its output embeddings of its last states, and no more than that.
         self._same: bool | None = None
-
-    @property
-    def facts(self) -> Facts:
-        """Those of the model inside."""
-        facts: Facts = self.inner.facts
-        return facts
-
-    @property
-    def device(self) -> torch.device:
-        """Where it takes its inputs."""
-        device: torch.device = self.inner.device
-        return device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def show(self, states: Sequence[str]) -> None:
-        """Bring these states along from the next forward on."""
-        self.inner.show(states)
-
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
-        """Hand the inputs of new requests on."""
-        self.inner.open(requests, inputs)
-
-    def close(self, requests: Sequence[int]) -> None:
-        """Forget those requests."""
-        self.inner.close(requests)
-
-    def around(self, cache: Cache) -> Cache:
-        """The cache as it is: nothing is fed twice."""
-        return cache
 
     def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
         """The contrast, for the rows that ask for it."""
