@@ -71,9 +71,9 @@ class Call:
     arguments: Mapping[str, Any]
     seed: int | None = None
     full: bool = True  # also compare scores and logits over the whole vocabulary
-    ties: bool = False  # allow choices that hang on rounding
     # Objects of the user's, by argument: (class of transformers, its arguments), made on both sides.
     objects: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]] = field(default_factory=dict)
+    ties: bool = False  # allow choices that hang on rounding
 
     @property
     def eos(self) -> set[int]:

@@ -47,7 +47,7 @@ class DecoderPrompts(Batch):
         return {**super().inputs, "decoder_input_ids": torch.tensor(self.begun)}
 
     def only(self, row: int) -> Batch:
-        return DecoderPrompts([self.rows[row]], self.pad, self.side, [self.begun[row]])
+        return DecoderPrompts([self.rows[row]], self.pad, self.side, begun=[self.begun[row]])
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def test_decoder_prompts(name, arguments, tiny, oracle):
     begun = [[model.arch.start, *row] for row in prompts(model.arch, [3] * len(rows), seed=402)]
     call = BegunCall(model, {"max_new_tokens": NEW, **arguments}, seed=3)
     how = compare.by_row if "num_beams" in arguments else compare.batched
-    how(oracle, call, DecoderPrompts(rows, model.pad, "right", begun))
+    how(oracle, call, DecoderPrompts(rows, model.pad, "right", begun=begun))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
