@@ -14,10 +14,11 @@ from descant.errors import ConfigError, InputError
 from descant.guidance.cfg import NEGATIVE
 from descant.healing import Tail
 from descant.inputs import Prepared, prepared
+from descant.resolve import pad_of
 from descant.session import Request, Session
 from descant.step import Observation
 
-__all__ = ["Asked", "Call", "listed", "merged", "pad_of", "placed", "rows_of"]
+__all__ = ["Asked", "Call", "listed", "merged", "placed", "rows_of"]
 
 # What concerns the call as a whole and not one sequence: all rows must say the same.
 _SHARED = (
@@ -160,14 +161,6 @@ def _negative(ids: Any, mask: Any) -> list[Tensor] | None:
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         raise InputError("negative_prompt_attention_mask", f"must have the shape of `{NEGATIVE}`", mask)
     return [line if mask is None else line[mask[at].bool()] for at, line in enumerate(ids)]
-
-
-def pad_of(config: GenerationConfig) -> int:
-    """What fills the place after a row's end: the pad token, else the first end token, else 0."""
-    pad, eos = config.pad_token_id, config.eos_token_id
-    if pad is None:
-        pad = 0 if eos is None else eos if isinstance(eos, int) else eos[0]
-    return int(pad)
 
 
 def _by_length(configs: Sequence[GenerationConfig], criteria: Sequence[Any]) -> list[GenerationConfig]:

@@ -13,7 +13,7 @@ from descant.adapters.callback import is_prepared, own_criteria, recovered_confi
 from descant.adapters.outer import outer_of
 from descant.adapters.pace import in_step
 from descant.adapters.speech import listener_of
-from descant.calls import Asked, Call, listed, merged, pad_of, placed, rows_of
+from descant.calls import Asked, Call, listed, merged, placed, rows_of
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, ConstraintError, InputError, NotInThisVersion
 from descant.inputs import Prepared
@@ -25,6 +25,7 @@ from descant.outputs import (
     GenerateOutput,
     transition_scores,
 )
+from descant.resolve import pad_of
 from descant.session import Failed, Finished, Tokens
 from descant.speech.call import Spoken, transcribe
 from descant.step import Hypothesis

@@ -73,7 +73,19 @@ from descant.strategies.contrastive import Contrastive, Sequential
 from descant.strategies.rewinding import Rewinding
 from descant.strategies.sampling import Sampling
 
-__all__ = ["CUSTOM", "ORDER", "SAMPLERS", "STAGES", "Plan", "Stage", "adapt", "new_cache", "ordered", "plan"]
+__all__ = [
+    "CUSTOM",
+    "ORDER",
+    "SAMPLERS",
+    "STAGES",
+    "Plan",
+    "Stage",
+    "adapt",
+    "new_cache",
+    "ordered",
+    "pad_of",
+    "plan",
+]
 
 DEFAULT_NEW_TOKENS: Final = 20
 
@@ -334,7 +346,7 @@ def plan(config: GenerationConfig, facts: Facts) -> Plan:
         "eos": eos,
         "stop_ids": _ids(config.stop_token_ids),
         "ends": _ends(config),
-        "pad": _pad(config, eos),
+        "pad": pad_of(config),
         "do_sample": int(config.do_sample),
         "copies": config.num_return_sequences if config.num_beams == 1 else 1,
         "seed": -1 if config.seed is None else config.seed,
@@ -385,9 +397,9 @@ def _strategy(
     if config.banned_phrases:
         return ("rewinding",), Rewinding
     if contrasts(config):
-        return ("sequential",) if config.low_memory else (
-            "contrastive",
-        ), Sequential if config.low_memory else Contrastive
+        if config.low_memory:
+            return ("sequential",), Sequential
+        return ("contrastive",), Contrastive
     return ("sampling",), Sampling
 
 
@@ -462,11 +474,11 @@ def _refuse_strangers(config: GenerationConfig, facts: Facts) -> None:
         raise ConfigError("suppress_tokens", "must leave at least one token", config.suppress_tokens)
 
 
-def _pad(config: GenerationConfig, eos: list[int]) -> int:
+def pad_of(config: GenerationConfig) -> int:
     """What fills the place after a row's end: the pad token, else the first end token, else 0."""
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
-    return eos[0] if eos else 0
+    return next(iter(_ids(config.eos_token_id)), 0)
 
 
 def _ends(config: GenerationConfig) -> list[int]:

@@ -72,9 +72,7 @@ class Output(NamedTuple):
 
     logits: Tensor  # [R, K + 1, V], float32
     states: Sequence[Mapping[str, Any]] = ()
-    plain: Tensor | None = (
-        None  # [R, K + 1, V] what the network itself says, where `logits` are more than that
-    )
+    plain: Tensor | None = None  # [R, K + 1, V] what the network itself says, where `logits` are not that
     place: Tensor | None = None  # [R] (host) which fed row of the table each is; None: the first the first
     # The processed scores [N, V] of some rows [N] with further columns, for a strategy that asks by itself.
     process: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None
@@ -410,19 +408,17 @@ def _extended(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
         fields["slot"] = selection.slot
     if selection.columns:
         fields["columns"] = {**kept.columns, **selection.columns}
-    again: Tensor | int = 0  # how many tokens before its new one a row feeds again
     if selection.accepted is not None:
         length = kept.length + selection.accepted
         if proposal.drafts is not None:
             kept = kept.append(proposal.drafts if parents is None else pick(proposal.drafts, parents), length)
         else:
             kept = kept.changed(length=length)
-        again = ((selection.accepted < 0) & (torch.as_tensor(selection.emits) <= 0)).long()
     if selection.emits is True:
         return kept.advance(selection.tokens, **fields)
     if selection.emits is False:
-        return kept.changed(cached=kept.position - again, **fields)
-    cached = kept.position - torch.maximum(torch.as_tensor(again), -selection.emits)
+        return kept.changed(cached=kept.position, **fields)
+    cached = kept.position + selection.emits.clamp(max=0)
     length = kept.length + selection.emits.clamp(min=0)
     return kept.append(selection.tokens[:, None], length, cached=cached, **fields)
 

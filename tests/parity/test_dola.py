@@ -7,15 +7,13 @@ deeper than elsewhere: 5 to 8 layers, and two of more than 40, where the layers 
 from __future__ import annotations
 
 from itertools import combinations, product
-from unittest import mock
 
 import pytest
 
 import descant
-from tests import tiny as tiny_models
 from tests.parity import compare
 from tests.parity.compare import Call
-from tests.parity.subjects import DEEP, STORIES, deepened, five, ragged, subject
+from tests.parity.subjects import DEEP, STORIES, five, ragged, subject
 
 NEW = 10
 LAYERS = {
@@ -45,22 +43,6 @@ EVERY = [
 ]
 FEW = ("llama", "gemma")
 SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.battery) for name in DEEP if name not in FEW)]
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    """`deep(name)`: the tiny architecture with more layers, built once."""
-    root, loaded = tmp_path_factory.mktemp("deep"), {}
-
-    def get(name):
-        if name not in loaded:
-            arch = deepened(name)
-            with mock.patch.dict(tiny_models.ARCHITECTURES, {arch.name: arch}):
-                tiny_models.build(arch.name, root / name)
-                loaded[name] = tiny_models.load(arch.name, root / name)
-        return loaded[name]
-
-    return get
 
 
 def prompts(model, name, turn=0):

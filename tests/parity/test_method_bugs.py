@@ -5,18 +5,14 @@ What its constraints get wrong by themselves stands in `tests/constraints/test_k
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 
 import descant
 from descant.strategies.beams.scorers import BeamSearchScorer
-from tests import tiny as tiny_models
 from tests.oracle.client import OracleError
 from tests.parity import compare
 from tests.parity.compare import Batch, Call, batch, close
-from tests.parity.subjects import deepened
 from tests.tiny import prompts
 
 
@@ -234,22 +230,6 @@ def test_the_prompt_counts_as_length(oracle):
 
 
 # ------------------------------------------------------------------------------------ DoLa
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    """`deep(name)`: the tiny architecture with more layers."""
-    root, loaded = tmp_path_factory.mktemp("deep"), {}
-
-    def get(name):
-        if name not in loaded:
-            arch = deepened(name)
-            with mock.patch.dict(tiny_models.ARCHITECTURES, {arch.name: arch}):
-                tiny_models.build(arch.name, root / name)
-                loaded[name] = tiny_models.load(arch.name, root / name)
-        return loaded[name]
-
-    return get
-
-
 @pytest.mark.parametrize(
     ("name", "seed", "row"), [("llama", 803, 1), ("gpt-neox", 801, 1), ("mistral", 801, 0)]
 )

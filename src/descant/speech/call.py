@@ -14,6 +14,7 @@ from descant.calls import Asked, merged
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, InputError
 from descant.outputs import GenerateOutput
+from descant.resolve import pad_of
 from descant.speech.alignment import Alignment
 from descant.speech.decoder import Decoder, Run
 from descant.speech.fallback import Fallback, derived
@@ -57,7 +58,7 @@ def transcribe(listener: Listener, run: Run, spoken: Spoken) -> Tensor | Generat
     _refuse(spoken, configs, options, temperatures)
     config = configs[0]
     asked = Asked(configs, spoken.processors, spoken.criteria, spoken.tokenizer)
-    decoder = Decoder(run, asked, _pad(config))
+    decoder = Decoder(run, asked, pad_of(config))
     audios = _audios(listener, inputs, configs, batch, total)
 
     def detect(tokens: Sequence[int]) -> list[int]:
@@ -178,13 +179,6 @@ def _refuse(
     if config.num_return_sequences > 1 and not any(temperatures):
         must = "must be 1 unless sampling: a window that goes on has one best transcript"
         raise ConfigError("num_return_sequences", must, config.num_return_sequences, "set temperature")
-
-
-def _pad(config: GenerationConfig) -> int:
-    pad, eos = config.pad_token_id, config.eos_token_id
-    if pad is not None:
-        return pad
-    return 0 if eos is None else eos if isinstance(eos, int) else eos[0]
 
 
 def _clock(listener: Listener, options: Options, config: GenerationConfig) -> Clock:
