@@ -59,7 +59,9 @@ CASES = {
     ),
     "guidance_scale": ([1.0, -2, 7.5], [float("inf"), "7", True]),
     "early_stopping": ([True, False, "never"], ["always", 1, 0, [True]]),
-    "num_assistant_tokens_schedule": (["constant", "heuristic", "heuristic_transient"], ["linear", 1, ""]),
+    "num_assistant_tokens_schedule": (
+        ["constant", "heuristic", "heuristic_transient", "adaptive"], ["linear", 1, ""],
+    ),
     "cache_implementation": (["dynamic", "static", "quantized"], ["paged", 1, True]),
     "stop_strings": (["\n", ["a", "b"]], ["", [], [""], [1], 5, {"a": 1}]),
     "banned_phrases": (["\n", ["a", "b"]], ["", [], [""], [1], 5, {"a": 1}]),

@@ -107,7 +107,6 @@ def test_a_models_hint_is_set_aside_and_a_models_method_is_not():
     hints = {
         "use_cache": False,
         "cache_implementation": "hybrid",
-        "num_assistant_tokens": 5,
         "prefill_chunk_size": 8,
     }
     merged = GenerationConfig.merge({}, None, GenerationConfig.from_dict(hints))

@@ -36,6 +36,8 @@ class Asked:
     criteria: Sequence[Any] = ()
     tokenizer: Any = None
     several: str = "generation_config"  # the argument that may be a list, and is
+    assistant_model: Any = None
+    assistant_tokenizer: Any = None
 
     @property
     def config(self) -> GenerationConfig:
@@ -130,6 +132,8 @@ class Call:
                     tuple(asked.processors),
                     tuple(asked.criteria),
                     tokenizer=asked.tokenizer,
+                    assistant_model=asked.assistant_model,
+                    assistant_tokenizer=asked.assistant_tokenizer,
                     batch=line,
                     width=prompts.shown.shape[1],
                     line=first,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -34,9 +34,7 @@ from descant.trace import Layout, Trace
 __all__ = ["attach", "compute_transition_scores", "detach", "generate"]
 
 # Documented arguments whose method is not built yet: anything but None (or False) is refused.
-_LATER = (
-    "assistant_model", "assistant_tokenizer", "custom_generate", "trust_remote_code",
-)  # fmt: skip
+_LATER = ("custom_generate", "trust_remote_code")
 
 _DECODER = ("decoder_attentions", "cross_attentions", "decoder_hidden_states")
 
@@ -54,11 +52,13 @@ def generate(
     """Continue prompts: `generate(model, **tokenizer(...), max_new_tokens=20, num_beams=4)`.
 
     Keyword arguments are fields of GenerationConfig or inputs of the model, `tokenizer`, which what is given
-    as text needs, and for guidance `negative_prompt_ids` [B, L] with `negative_prompt_attention_mask`.
+    as text needs, for guidance `negative_prompt_ids` [B, L] with `negative_prompt_attention_mask`, and for
+    speculation an `assistant_model`, with its `assistant_tokenizer` where that is another.
     `generation_config` may be a list, one for each prompt, and so may `seed`. Returns the sequences
     [B * num_return_sequences, L], or with `return_dict_in_generate=True` a record with what was asked for.
     """
     tokenizer = kwargs.pop("tokenizer", None)
+    assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     for name in _LATER:
         value = kwargs.pop(name, None)
         if value is not None and value is not False:
@@ -67,6 +67,10 @@ def generate(
     criteria = listed("stopping_criteria", stopping_criteria)
     listener = None if is_prepared(generation_config) else listener_of(model)
     if listener is not None:
+        if assistant["assistant_model"] is not None:
+            kind, do = type(model).__name__, "leave it out"
+            must = f"is not taken by {kind}, which hears window by window"
+            raise NotInThisVersion("assistant_model", must, type(assistant["assistant_model"]).__name__, do)
         spoken = Spoken(
             inputs, generation_config, processors, criteria, tokenizer, streamer is not None, kwargs
         )
@@ -78,7 +82,7 @@ def generate(
     outer = None if is_prepared(generation_config) else outer_of(model)
     if outer is not None:
         held = {"logits_processor": processors, "stopping_criteria": criteria, "streamer": streamer}
-        held = {**held, "tokenizer": tokenizer, **kwargs}
+        held = {**held, "tokenizer": tokenizer, **assistant, **kwargs}
         answer: Tensor | GenerateOutput = outer.run(generate, inputs, generation_config, held)
         return answer
     call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
@@ -86,11 +90,11 @@ def generate(
     if is_prepared(generation_config):
         config = recovered_config(generation_config, kwargs["input_ids"].shape[1])
         given = recovered_inputs(generation_config, kwargs, bool(model.config.is_encoder_decoder))
-        return _Run(model, Asked([config], processors, own_criteria(criteria), tokenizer), streamer).run(
-            given
-        )
+        asked = Asked([config], processors, own_criteria(criteria), tokenizer, **assistant)
+        return _Run(model, asked, streamer).run(given)
     several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
-    asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer, several)
+    configs = merged(model, generation_config, call)
+    asked = Asked(configs, processors, criteria, tokenizer, several, **assistant)
     return _Run(model, asked, streamer).run(kwargs)
 
 
@@ -156,8 +160,10 @@ class _Run:
     def _drained(self, prompts: Prepared) -> dict[int, list[Hypothesis]]:
         first = self.call.lines(rows_of)
         copies = torch.tensor([rows_of(config) for config in self.call.configs])
+        shown = None
         if self.streamer is not None:
             self.streamer.put(prompts.shown.cpu().repeat_interleave(copies, 0))
+            shown = _Abreast(self.streamer.put, first, int(copies.sum()), self._pad)
         done: dict[int, list[Hypothesis]] = {}
         while len(self.session):
             for event in self.session.step():
@@ -165,19 +171,11 @@ class _Run:
                     done[event.request] = event.hypotheses
                 elif isinstance(event, Failed):
                     raise event.error
-                elif self.streamer is not None:
-                    for part in event.singly():
-                        self.streamer.put(self._spread(part, first, int(copies.sum())))
+                elif shown is not None:
+                    shown.put(event)
         if self.streamer is not None:
             self.streamer.end()
         return done
-
-    def _spread(self, event: Tokens, first: Mapping[int, int], lines: int) -> Tensor:
-        """A step's tokens for every line of the call, the pad token where a row has ended [lines]."""
-        tokens = torch.full((lines,), self._pad)
-        start = torch.tensor([first[one] for one in event.request.tolist()])
-        tokens[start + event.slot] = event.token
-        return tokens
 
     @property
     def _pad(self) -> int:
@@ -217,6 +215,8 @@ class _Run:
         sequences = [one for some in found for one in some]
         if any(one.logprobs is not None for one in sequences):
             values["logprobs"] = tuple(one.logprobs for one in sequences)
+        if any(one.speculation is not None for one in sequences):
+            values["speculation"] = tuple(one.speculation for one in sequences)
         beams = any(one.num_beams > 1 for one in configs)
         if beams:
             if config.output_scores:
@@ -242,6 +242,37 @@ class _Run:
             raise InputError(
                 "output_attentions", f"needs attention weights, which {used!r} does not give", True, do
             )
+
+
+class _Abreast:
+    """Shows a streamer the tokens of all lines abreast, one of each at a time, as the documented loop does.
+
+    Where some lines are ahead of others, what they have said waits for these.
+    """
+
+    def __init__(self, put: Callable[[Tensor], None], first: Mapping[int, int], lines: int, pad: int) -> None:
+        self._put, self._first, self._pad = put, first, pad
+        self._said: list[list[int]] = [[] for _ in range(lines)]
+        self._over = [False] * lines
+        self._shown = 0
+
+    def put(self, event: Tokens) -> None:
+        """Take the tokens of a step, and show what is there of every line that goes on."""
+        columns = (event.request.tolist(), event.slot.tolist(), event.token.tolist())
+        for place, (request, slot, token) in enumerate(zip(*columns, strict=True)):
+            line = self._first[request] + slot
+            self._said[line].append(token)
+            self._over[line] = place in event.ended
+        while self._ready():
+            at = self._shown
+            self._put(torch.tensor([one[at] if at < len(one) else self._pad for one in self._said]))
+            self._shown += 1
+
+    def _ready(self) -> bool:
+        """Whether every line that goes on, and any at all, has said one more."""
+        lengths = [len(one) for one in self._said]
+        going = [size for size, over in zip(lengths, self._over, strict=True) if not over]
+        return max(lengths) > self._shown and min(going, default=max(lengths)) > self._shown
 
 
 def _refuse_unmet(sequences: Sequence[Hypothesis], counts: Sequence[int]) -> None:

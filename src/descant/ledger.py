@@ -50,9 +50,12 @@ class Pages:
         return type(self)(*(join(mine, theirs) for mine, theirs in both))
 
     def written(self, at: Tensor, entries: tuple[Tensor, ...]) -> Pages:
-        """These pages, which nobody else holds, with one entry a row at the places `at` (host) [R]."""
-        need = int(at.max()) + 1 if len(at) else 0
-        place = at.to(self.raw.device, non_blocking=True)
+        """These pages, which nobody else holds, with entries [R, T, ...] from the places `at` (host) on."""
+        wide = entries[0].shape[1]
+        need = int(at.max()) + wide if len(at) else 0
+        place = at.to(self.raw.device, non_blocking=True)[:, None] + torch.arange(
+            wide, device=self.raw.device
+        )
         new = []
         for part, entry in zip(self.parts(), entries, strict=True):
             if need > part.shape[1]:
@@ -60,7 +63,7 @@ class Pages:
                     len(part), max(need, 2 * part.shape[1]) - part.shape[1], *part.shape[2:]
                 )
                 part = torch.cat((part, more), 1)
-            part[torch.arange(len(part), device=place.device), place] = entry
+            part[torch.arange(len(part), device=place.device)[:, None], place] = entry
             new.append(part)
         return Pages(*new)
 
@@ -70,70 +73,79 @@ class Ledger:
 
     name = "ledger"
 
-    def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:  # noqa: ARG002
+    def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
         """The selection with every new token entered."""
         rows = seen.rows
         pages = rows.columns[self.name]
         assert isinstance(pages, Pages)
-        raw, processed = seen.logits.log_softmax(-1), seen.scores.log_softmax(-1)  # [R, K + 1, V]
-        count = len(selection.tokens)
+        laws = (seen.logits.log_softmax(-1), seen.scores.log_softmax(-1))  # [R, K + 1, V]
+        count, depth = len(selection.tokens), pages.top.shape[2]
         parents = torch.arange(count) if selection.parents is None else selection.parents
         place = (rows.length - rows.prompt)[parents]
-        entries = self._entries(raw, processed, parents, selection.tokens, pages.top.shape[2])
+        new = _run(proposal, selection, parents)
+        entries = _entries(*laws, parents, new, depth)
         columns = {**selection.columns, self.name: pages.take(parents).written(place, entries)}
         for row, ended in selection.retired:
-            # Its last token is not in the row yet, unless it was tentative there.
-            new = len(ended.tokens) - int(rows.length[row] - rows.prompt[row])
-            last = ended.tokens[len(ended.tokens) - new :].to(raw.device)
-            entry = self._entries(raw, processed, torch.full((new,), row), last, pages.top.shape[2])
+            # Its last tokens are not in the row yet, unless they were tentative there.
+            more = len(ended.tokens) - int(rows.length[row] - rows.prompt[row])
+            last = ended.tokens[len(ended.tokens) - more :].to(new.device)
+            entry = _entries(*laws, torch.tensor([row]), last[None], depth)
             ended.logprobs = _page(rows, pages, row, entry)
         emitted = selection.emitted
         if emitted is not None:
             whence = torch.arange(len(emitted.token)) if emitted.row is None else emitted.row
-            tokens = emitted.token.to(raw.device)
+            tokens = emitted.token.to(new.device)
             now = (rows.length - rows.prompt)[whence]
             at = now - 1 if emitted.held else now if emitted.place is None else emitted.place
             found = [
                 _spoken(law, page, whence, (at, now), tokens)
-                for law, page in ((raw, pages.raw), (processed, pages.processed))
+                for law, page in zip(laws, (pages.raw, pages.processed), strict=True)
             ]
             both = torch.stack(found).cpu()
             emitted = emitted._replace(raw=both[0], processed=both[1])
         return selection._replace(columns=columns, emitted=emitted)
 
-    def _entries(
-        self, raw: Tensor, processed: Tensor, rows: Tensor, tokens: Tensor, count: int
-    ) -> tuple[Tensor, ...]:
-        """What is entered for `tokens` [N] after the fed rows `rows` [N]."""
-        top_raw, top = pick(raw[:, 0], rows).topk(min(count, raw.shape[-1]))
-        top_processed = pick(processed[:, 0], rows).gather(1, top)
-        return _of(raw, rows, tokens), _of(processed, rows, tokens), top, top_raw, top_processed
+
+def _run(proposal: Proposal, selection: Selection, parents: Tensor) -> Tensor:
+    """The new tokens of each new row [R', K + 1]: its drafts up to those accepted, and its token."""
+    tokens = selection.tokens[:, None]
+    accepted = selection.accepted
+    if proposal.drafts is None or accepted is None or int(accepted.max() if len(accepted) else 0) <= 0:
+        return tokens
+    wide = int(accepted.max())
+    run = torch.cat((pick(proposal.drafts[:, :wide], parents), tokens), 1)
+    return run.scatter(1, accepted.clamp(min=0).to(run.device)[:, None], tokens)
 
 
-def _of(law: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probability of each token [N] after its row [N]."""
-    return law[rows.to(law.device, non_blocking=True), 0, tokens]
+def _entries(raw: Tensor, processed: Tensor, rows: Tensor, run: Tensor, count: int) -> tuple[Tensor, ...]:
+    """What is entered for tokens [N, T], one after the other, after the fed rows `rows` [N]."""
+    wide = run.shape[1]
+    mine, shaped = (pick(law[:, :wide], rows) for law in (raw, processed))
+    top_raw, top = mine.topk(min(count, mine.shape[-1]))
+    own = [law.gather(2, run[..., None])[..., 0] for law in (mine, shaped)]
+    return own[0], own[1], top, top_raw, shaped.gather(2, top)
 
 
 def _spoken(law: Tensor, page: Tensor, rows: Tensor, places: tuple[Tensor, Tensor], tokens: Tensor) -> Tensor:
-    """The log-probability of each token [N] of its row [N]: the one now chosen, or one written down."""
+    """The log-probability of each token [N] of its row [N]: one now chosen, or one written down."""
     at, now = places
-    new = _of(law, rows, tokens)
-    if torch.equal(at, now):
-        return new
     device = law.device
+    slot = (at - now).clamp(min=0)
+    new = law[rows.to(device, non_blocking=True), slot.to(device, non_blocking=True), tokens]
+    if bool((at >= now).all()):
+        return new
     old = page[rows.to(device), at.clamp(max=page.shape[1] - 1).to(device)]
-    return torch.where((at == now).to(device), new, old)
+    return torch.where((at >= now).to(device), new, old)
 
 
 def _page(rows: Rows, pages: Pages, row: int, last: tuple[Tensor, ...]) -> Logprobs | None:
-    """A row's entries and the last one, on the host; None where its request does not ask for them."""
+    """A row's entries and the last ones [1, T, ...], on the host; None where its request asks for none."""
     size = int(rows.length[row] - rows.prompt[row])
     wanted = int(params_of(rows)["logprobs"][row])
     if wanted < 0:
         return None
     whole = [
-        torch.cat((part[row, :size], entry)).cpu() for part, entry in zip(pages.parts(), last, strict=True)
+        torch.cat((part[row, :size], entry[0])).cpu() for part, entry in zip(pages.parts(), last, strict=True)
     ]
     raw, processed, top, top_raw, top_processed = whole
     return Logprobs(raw, processed, top[:, :wanted], top_raw[:, :wanted], top_processed[:, :wanted])

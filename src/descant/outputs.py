@@ -50,7 +50,16 @@ class GenerateOutput(OrderedDict[str, Any]):
 class GenerateDecoderOnlyOutput(GenerateOutput):
     """Of a decoder-only model, without beams."""
 
-    NAMES = ("sequences", "scores", "logits", "logprobs", "attentions", "hidden_states", "past_key_values")
+    NAMES = (
+        "sequences",
+        "scores",
+        "logits",
+        "logprobs",
+        "attentions",
+        "hidden_states",
+        "past_key_values",
+        "speculation",
+    )
 
 
 class GenerateEncoderDecoderOutput(GenerateOutput):
@@ -67,6 +76,7 @@ class GenerateEncoderDecoderOutput(GenerateOutput):
         "cross_attentions",
         "decoder_hidden_states",
         "past_key_values",
+        "speculation",
     )
 
 

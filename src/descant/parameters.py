@@ -363,20 +363,27 @@ class Parameters(Frozen):
         about="This config belongs to a draft model.")
     num_assistant_tokens: int = declare(
         default=20, off=Unset, kind=kinds.integer(1), group="speculation",
-        about="Tokens that the draft model guesses before the model checks them.")
+        about="Tokens that a draft model guesses before the model checks them, at most.")
     num_assistant_tokens_schedule: str = declare(
-        default="constant", off=Unset, kind=kinds.choice("constant", "heuristic", "heuristic_transient"),
-        group="speculation",
-        about="How the number of guesses adapts to how many were right.")
+        default="adaptive", off=Unset,
+        kind=kinds.choice("constant", "heuristic", "heuristic_transient", "adaptive"), group="speculation",
+        about="How many tokens are guessed: always as many; more after a run that was right and fewer after "
+        "another; or up to as many as pay, by what was right and what forwards take.")
     assistant_confidence_threshold: float = declare(
         default=0.4, off=Unset, kind=kinds.real(0.0, 1.0), group="speculation",
         about="The draft model stops guessing when it is less sure than this.")
     prompt_lookup_num_tokens: int | None = declare(
         default=None, kind=kinds.integer(1), group="speculation",
-        about="Guess this many tokens by copying what followed the same n-gram before.")
+        about="Guess up to this many tokens by copying what followed the same n-gram before.")
     max_matching_ngram_size: int | None = declare(
         default=None, kind=kinds.integer(1), group="speculation",
         about="Longest n-gram that prompt lookup matches; 2 if unset.")
+    suffix_lookup_num_tokens: int | None = declare(
+        default=None, kind=kinds.integer(1), group="speculation",
+        about="Guess up to this many tokens by what followed the longest repeated end of the text.")
+    suffix_lookup_shared: bool = declare(
+        default=False, kind=kinds.flag(), group="speculation",
+        about="Look into what the session has written for earlier requests, too.")
     assistant_early_exit: int | None = declare(
         default=None, kind=kinds.integer(1), group="speculation",
         about="Guess with the model's own first layers, up to this one.")
@@ -436,15 +443,6 @@ class Later:
 # fmt: off
 LATER: Final[Mapping[str, Later]] = MappingProxyType({
     "forced_decoder_ids": Later("forced decoder tokens", (None, ())),
-    "is_assistant": Later("speculative decoding", (False,), hint=True),
-    "num_assistant_tokens": Later("speculative decoding", (20,), hint=True),
-    "num_assistant_tokens_schedule": Later("speculative decoding", ("constant",), hint=True),
-    "assistant_confidence_threshold": Later("speculative decoding", (0.4,), hint=True),
-    "prompt_lookup_num_tokens": Later("prompt lookup", hint=True),
-    "max_matching_ngram_size": Later("prompt lookup", hint=True),
-    "assistant_early_exit": Later("early-exit drafting", hint=True),
-    "assistant_lookbehind": Later("drafting with another tokenizer", (10,), hint=True),
-    "target_lookbehind": Later("drafting with another tokenizer", (10,), hint=True),
     "watermarking_config": Later("watermarking"),
     "use_cache": Later("decoding without a cache", (True,), hint=True),
     "cache_implementation": Later("other caches than the dynamic one", (None, "dynamic"), hint=True),

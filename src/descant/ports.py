@@ -12,7 +12,7 @@ from torch import Tensor
 
 from descant.context import Context
 from descant.rows import Rows
-from descant.step import Hypothesis, Observation, Output, Proposal, Selection
+from descant.step import Aid, Hypothesis, Observation, Output, Proposal, Selection
 
 Array = np.ndarray[Any, np.dtype[Any]]  # on the host
 
@@ -182,7 +182,7 @@ class Strategy(Protocol):
     normalised: bool  # processors see log-probabilities, not logits
     columns: Mapping[str, Any]  # the state it keeps per row: what a new row starts with, [1, ...] or a Column
 
-    def propose(self, rows: Rows) -> Proposal:
+    def propose(self, rows: Rows, aid: Aid) -> Proposal:
         """What to feed."""
         ...
 
@@ -204,14 +204,27 @@ class Strategy(Protocol):
 
 
 class Drafter(Protocol):
-    """What guesses ahead."""
+    """What guesses ahead. It may own rows and a cache; a wrong guess costs time and nothing else."""
 
-    def draft(self, rows: Rows) -> Proposal:
-        """Tokens that may follow each row."""
+    cheap: bool  # whether a guess costs next to nothing: no network is asked
+
+    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+        """Take what new requests give besides decoder tokens, one entry each."""
         ...
 
-    def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """Follow the rows: a drafter may own rows and a cache."""
+    def close(self, requests: Sequence[int]) -> None:
+        """Forget requests that have ended."""
+        ...
+
+    def commit(self, parents: Tensor, lengths: Tensor) -> None:
+        """Follow the rows: row `i` is what `parents[i]` was at the last draft, -1 if it was not there (host).
+
+        It has `lengths[i]` tokens now, and all but the last are as they were tried, where any were.
+        """
+        ...
+
+    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:
+        """Tokens that may follow each row, at most so many [R] (host)."""
         ...
 
 
@@ -281,4 +294,8 @@ class Stop(Protocol):
 
     def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Array]]:
         """Reasons that end somebody, and which candidates [N]: `tokens[i]` after row `parents[i]` (host)."""
+        ...
+
+    def first(self, rows: Rows, run: Tensor, count: Array) -> tuple[Array, list[str | None]]:
+        """How many of each row's next tokens `run[i, :count[i]]` (host) stand until one ends it, and why."""
         ...

@@ -48,6 +48,8 @@ class Request:
     logits_processor: Sequence[Any] = ()
     stopping_criteria: Sequence[Criterion] = ()
     tokenizer: Any = None  # for what is text: `stop_strings`, `stop_regex`, `dry_sequence_breakers`, healing
+    assistant_model: Any = None  # a draft model, which guesses ahead
+    assistant_tokenizer: Any = None  # and its tokenizer, where that is another than `tokenizer`
     batch: int = 0  # which prompt of its call it is, for `prefix_allowed_tokens_fn`
     width: int = 0  # of the padded prompts it came with; a user's processor is shown ids of that width
     line: int = -1  # which line of torch's noise is its own; -1: it draws from a stream of its own

@@ -12,6 +12,7 @@ from typing import Any, Final
 from descant.adapters.outer import outer_of
 from descant.adapters.speech import hears
 from descant.adapters.transformers import TransformersModel
+from descant.assistance import Assistance, Drafting, Factory, drafting
 from descant.cache.dense import DenseCache
 from descant.cache.objects import ObjectCache
 from descant.cache.several import SeveralCaches
@@ -72,6 +73,7 @@ from descant.strategies.beams.constrained import Constrained
 from descant.strategies.contrastive import Contrastive, Sequential
 from descant.strategies.rewinding import Rewinding
 from descant.strategies.sampling import Sampling
+from descant.strategies.speculative import Speculative
 
 __all__ = [
     "CUSTOM",
@@ -81,6 +83,7 @@ __all__ = [
     "Plan",
     "Stage",
     "adapt",
+    "drafted",
     "new_cache",
     "ordered",
     "pad_of",
@@ -335,13 +338,18 @@ def cache_of(model: Model) -> Cache:
     return cache
 
 
-def plan(config: GenerationConfig, facts: Facts) -> Plan:
+def drafted(config: GenerationConfig, model: Any, given: Assistance) -> Drafting | None:
+    """What guesses ahead for a config on a model, if anything does."""
+    return drafting(config, model, given, Factory(adapt, cache_of))
+
+
+def plan(config: GenerationConfig, facts: Facts, drafts: Drafting | None = None) -> Plan:
     """What a merged config comes to on a model, or a ConfigError that names the field."""
     eos = _ids(config.eos_token_id)
     _refuse_strangers(config, facts)
     _refuse_immense(config, facts)
     _refuse_unrewound(config, facts)
-    key, build = _strategy(config, len(_ends(config)))
+    key, build = _strategy(config, len(_ends(config)), drafts)
     values = {
         "eos": eos,
         "stop_ids": _ids(config.stop_token_ids),
@@ -360,6 +368,8 @@ def plan(config: GenerationConfig, facts: Facts) -> Plan:
     wraps = tuple(name for name, wrap in WRAPS.items() if wrap.wanted(config))
     for name in wraps:
         values |= WRAPS[name].values(config, facts)
+    if drafts is not None:
+        values |= drafts.values
     if key[0] == "constrained":
         values |= {"demands": _demands(config)}
     if config.low_memory:
@@ -385,7 +395,7 @@ def ordered(config: GenerationConfig) -> tuple[str, ...]:
 
 
 def _strategy(
-    config: GenerationConfig, ends: int
+    config: GenerationConfig, ends: int, drafts: Drafting | None = None
 ) -> tuple[tuple[Any, ...], Callable[[Noise, Stop, Peers | None], Strategy]]:
     """The strategy of a config: one line a method."""
     if config.num_beams > 1:
@@ -400,6 +410,9 @@ def _strategy(
         if config.low_memory:
             return ("sequential",), Sequential
         return ("contrastive",), Contrastive
+    if drafts is not None:
+        guess = drafts.build
+        return ("speculative", *drafts.key), lambda noise, *others: Speculative(guess(noise), noise, *others)
     return ("sampling",), Sampling
 
 

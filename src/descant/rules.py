@@ -46,6 +46,14 @@ MODES: Final = (
     ),
     (("mirostat_eta",), "mirostat_tau", None, "set mirostat_tau or leave it out"),
     (("adaptive_p_decay",), "adaptive_p_target", None, "set adaptive_p_target or leave it out"),
+    (
+        ("max_matching_ngram_size",), "prompt_lookup_num_tokens", None,
+        "set prompt_lookup_num_tokens or leave it out",
+    ),
+    (
+        ("suffix_lookup_shared",), "suffix_lookup_num_tokens", None,
+        "set suffix_lookup_num_tokens or leave it out",
+    ),
     (("no_repeat_ngram_window",), "no_repeat_ngram_size", 0, "set no_repeat_ngram_size or leave it out"),
     (
         ("dry_base", "dry_allowed_length", "dry_range", "dry_sequence_breakers"), "dry_multiplier", 0.0,
@@ -84,6 +92,19 @@ CLASHES: Final = (
         "token_healing", "prefix_allowed_tokens_fn",
         "what may follow is counted from the prompt's end, which healing moves",
     ),
+    *(
+        (name, other, why)
+        for name in ("prompt_lookup_num_tokens", "suffix_lookup_num_tokens", "assistant_early_exit")
+        for other, why in (
+            ("num_beams", "what is guessed for one beam may go with another"),
+            ("penalty_alpha", "its candidates are tried one at a time"),
+            ("banned_phrases", "what is guessed ahead may be taken back"),
+        )
+    ),
+    ("suffix_lookup_num_tokens", "prompt_lookup_num_tokens", "both look up what came before"),
+    ("assistant_early_exit", "prompt_lookup_num_tokens", "a row has one who guesses"),
+    ("assistant_early_exit", "suffix_lookup_num_tokens", "a row has one who guesses"),
+    ("assistant_early_exit", "guidance_scale", "its memory holds two texts a row, of which layers see one"),
     ("dola_layers", "guidance_scale", "DoLa rules tokens out, which leaves nothing to be guided away from"),
 )  # fmt: skip
 

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from descant.assistance import Assistance
 from descant.config import GenerationConfig
 from descant.context import Params, Values, params_of, table
 from descant.errors import DescantError, InputError, RowError
 from descant.ledger import Ledger, Pages
 from descant.noise import Chance
-from descant.ports import Cache, Follower, Peers, Processor, Strategy, Wrapper
+from descant.ports import Cache, Drafter, Follower, Peers, Processor, Strategy, Wrapper
 from descant.processors import behind_the_port
 from descant.request import (
     Request,
@@ -30,7 +31,7 @@ from descant.request import (
     shortened,
     texts_of,
 )
-from descant.resolve import SAMPLERS, WRAPS, Plan, adapt, cache_of, plan
+from descant.resolve import SAMPLERS, WRAPS, Plan, adapt, cache_of, drafted, plan
 from descant.rows import Column, Rows, pick
 from descant.shelf import Shelf
 from descant.step import Hypothesis, Lane, Observation, Tokens, settle, stateful, step
@@ -128,12 +129,12 @@ class Session:
         """
         if not requests:
             return []
-        plans: dict[int, Plan] = {}
+        plans: dict[tuple[int, ...], Plan] = {}
         made, prompts, offsets, inputs = [], [], [], []
         for request in requests:
-            known = plans.get(id(request.generation_config))
+            known = plans.get(_sort(request))
             if known is None:
-                known = plans[id(request.generation_config)] = self._planned(request)
+                known = plans[_sort(request)] = self._planned(request)
             ids = self._ids(request)
             tail = healed(request, known.config, ids)
             embeds = request.inputs.get("inputs_embeds") if not self.model.facts.encoder_decoder else None
@@ -151,7 +152,7 @@ class Session:
             refuse_uncallable(request)
             refuse_unguided(request, known.wraps, self.model.facts, made[-1]["limit"] - len(ids))
         if self._peers is not None:
-            keys = [plans[id(one.generation_config)].key for one in requests]
+            keys = [plans[_sort(one)].key[0] for one in requests]
             self._peers.same("prompt", prompts[0], _digest(prompts, keys, made))
             timed = any(isfinite(row["deadline"]) for row in made)
             self._stops.heeded |= self._peers.any(timed or any(one.stopping_criteria for one in requests))
@@ -160,7 +161,9 @@ class Session:
         self.model.open(numbers, _listed(inputs))
         try:
             for number, request, row in zip(numbers, requests, made, strict=True):
-                self._live[number] = self._enrolled(request, plans[id(request.generation_config)], row)
+                self._live[number] = self._enrolled(request, plans[_sort(request)], row)
+                if (drafter := self._drafter(number)) is not None:
+                    drafter.open([number], {name: [value] for name, value in request.inputs.items()})
         except DescantError:
             for number in numbers:
                 self._close(number)
@@ -233,7 +236,13 @@ class Session:
         config = request.generation_config
         if not request.merged:
             config = GenerationConfig.merge({}, config, _own_config(self._given))
-        return plan(config, self.model.facts)
+        given = Assistance(request.assistant_model, request.tokenizer, request.assistant_tokenizer)
+        return plan(config, self.model.facts, drafted(config, self._bare, given))
+
+    def _drafter(self, request: int) -> Drafter | None:
+        """Who guesses ahead for a running request."""
+        drafter: Drafter | None = getattr(self._live[request].strategy, "drafter", None)
+        return drafter
 
     def _wrap(self, names: Set[str]) -> None:
         """Put the wrappers of these names around the model, each once and in their order."""
@@ -474,13 +483,20 @@ class Session:
     def _close(self, request: int) -> None:
         """Forget a request and the processors and criteria that only it used."""
         self.model.close([request])
-        gone = self._live.pop(request, None)
-        if gone is None:  # admission failed before it came to this one
+        if request not in self._live:  # admission failed before it came to this one
             return
+        if (drafter := self._drafter(request)) is not None:
+            drafter.close([request])
+        gone = self._live.pop(request)
         for name, place in gone.places.items():
             self._shelves[name].drop(place)
         if not self._live:
             self._lanes = None  # it holds on to what the last ones used
+
+
+def _sort(request: Request) -> tuple[int, ...]:
+    """What tells requests apart that come to the same plan."""
+    return tuple(map(id, (request.generation_config, request.assistant_model, request.assistant_tokenizer)))
 
 
 def _refuse_shared_state(chain: Sequence[tuple[Any, Processor]]) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from descant.ports import Cache, Follower, Model, Processor, Stateful, Strategy
 
 __all__ = [
+    "Aid",
     "Context",
     "Hypothesis",
     "Lane",
@@ -28,6 +29,7 @@ __all__ = [
     "Params",
     "Proposal",
     "Selection",
+    "Speculation",
     "Tokens",
     "Told",
     "params_of",
@@ -63,6 +65,16 @@ class Proposal(NamedTuple):
         return n if index is None else n[index]
 
 
+class Aid(NamedTuple):
+    """What a step offers to whoever guesses ahead."""
+
+    # The scores [R, V] that the lane's processors make of logits [R, V] that follow its rows, which may
+    # have further tokens by then.
+    process: Callable[[Rows, Tensor], Tensor]
+    cache: Cache  # the table's
+    place: Tensor | None = None  # [R] (host) where the lane's rows lie in the table; None: they are the table
+
+
 class Output(NamedTuple):
     """What the model says: `logits[:, j]` predicts what follows draft `j - 1`, slot 0 what follows the row.
 
@@ -90,6 +102,8 @@ class Tokens(NamedTuple):
     ended: Mapping[int, Hypothesis] = MappingProxyType({})  # by place: the sequences that these tokens end
     held: bool = False  # chosen in an earlier step: each is its row's last token already
     place: Tensor | None = None  # [N] which new token of its row each is; None: the one after its row
+    tried: Tensor | None = None  # [N] how many guesses its row tried in this step
+    guessed: Tensor | None = None  # [N] whether it was guessed
 
     def singly(self) -> Iterator[Tokens]:
         """The same in parts that hold one token of a sequence at the most, in order."""
@@ -104,12 +118,28 @@ class Tokens(NamedTuple):
         for number in range(max(turn) + 1):
             here = torch.tensor([place for place, one in enumerate(turn) if one == number])
             ended = {at: self.ended[old] for at, old in enumerate(here.tolist()) if old in self.ended}
-            row, raw, law = (
-                None if part is None else part[here] for part in (self.row, self.raw, self.processed)
-            )
-            one = (self.request[here], self.slot[here], self.token[here])
-            place = None if self.place is None else self.place[here]
-            yield Tokens(*one, row, raw, law, ended, self.held, place)
+            parts: dict[str, Any] = {
+                name: part[here] for name, part in self._asdict().items() if isinstance(part, Tensor)
+            }
+            yield self._replace(**parts, ended=ended)
+
+
+class Speculation(NamedTuple):
+    """What became of a sequence's guesses: how many were tried and stood at each place of a run."""
+
+    tried: tuple[int, ...]
+    accepted: tuple[int, ...]
+    forwards: int  # steps of the model, the prompt's among them
+
+    @property
+    def saved(self) -> int:
+        """How many forwards it would have taken more without them."""
+        return sum(self.accepted)
+
+    @property
+    def rate(self) -> float:
+        """The share of the guesses that stood; 0 where there was none."""
+        return self.saved / max(sum(self.tried), 1)
 
 
 @dataclass(frozen=True)
@@ -136,6 +166,7 @@ class Hypothesis:
     beams: tuple[int, ...] | None = None  # which slot of its request each token was chosen from
     logprobs: Logprobs | None = None  # where its request asks for them
     unmet: tuple[int, ...] | None = None  # places of the constraints it does not meet; None: it had none
+    speculation: Speculation | None = None  # of its guesses; None: nothing guessed
 
 
 class Told(NamedTuple):
@@ -144,6 +175,7 @@ class Told(NamedTuple):
     rows: Tensor  # [N] (host) the fed row that each is of
     slot: Tensor  # [N] (host) which of its request's lines it is
     scores: Tensor | None = None  # [N, V] processed; None: as the lane processed them
+    at: Tensor | None = None  # [N] (host) after which of the row's drafts; None: after the row itself
 
 
 class Selection(NamedTuple):
@@ -227,6 +259,14 @@ class Lane:
                 after = processor.process(part, before)
             flat = after if place is None else flat.index_copy(0, place.to(flat.device), after)
         return flat.view_as(scores)
+
+    def shaped(self, rows: Rows, logits: Tensor) -> Tensor:
+        """What the processors make of logits [R, V] that follow the rows, of which nothing is remembered."""
+        scores = logits.log_softmax(-1) if self.strategy.normalised else logits
+        if not self.stages:
+            return scores
+        lane = Lane(_Processed(), None, self.stages, uploaded=self.uploaded)  # type: ignore[arg-type]
+        return lane.process(rows, Proposal(), scores[:, None])[:, 0]
 
     def some(self, rows: Rows, scores: Tensor, index: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """The processed scores [N, V] of the rows `index` (host), which have further columns [N, ...]."""
@@ -337,7 +377,7 @@ def step(
 ) -> tuple[Rows, list[Selection]]:
     """Advance every row: one forward for all, one choice per strategy, one commit."""
     present = lanes(rows)
-    proposal = _proposed(rows, present)
+    proposal = _proposed(rows, present, cache)
     if proposal.parents is not None:
         rows = rows.take(proposal.parents)
         cache.commit(proposal.parents, rows.cached)
@@ -424,11 +464,14 @@ def _extended(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
 
 
 # ------------------------------------------------------------------------ several strategies in one table
-def _proposed(rows: Rows, lanes: Sequence[Lane]) -> Proposal:
+def _proposed(rows: Rows, lanes: Sequence[Lane], cache: Cache) -> Proposal:
     """All lanes' proposals as one."""
     if len(lanes) == 1:
-        return lanes[0].strategy.propose(rows)
-    parts = [(lane.index, lane.strategy.propose(_lane_rows(rows, lane.index))) for lane in lanes]
+        return lanes[0].strategy.propose(rows, Aid(lanes[0].shaped, cache))
+    parts = [
+        (lane.index, lane.strategy.propose(_lane_rows(rows, lane.index), Aid(lane.shaped, cache, lane.index)))
+        for lane in lanes
+    ]
     if all(part.parents is None and part.drafts is None for _, part in parts):
         return Proposal()
     width = max(part.width for _, part in parts)
@@ -481,13 +524,14 @@ def _narrow(
     """What one lane sees of a step."""
     if index is None:
         return rows, proposal, output
-    tried = Proposal()
-    if proposal.drafts is not None:
-        probs = None if proposal.probs is None else pick(proposal.probs, index)
-        n = None if proposal.n is None else proposal.n[index]
-        tried = Proposal(None, pick(proposal.drafts, index), n, probs)
-    plain = None if output.plain is None else pick(output.plain, index)
-    heard = Output(pick(output.logits, index), output.states, plain, index)
+    # No wider than the lane's own drafts, whatever others try.
+    n = torch.as_tensor(proposal.tried(index))
+    wide, tried = int(n.max()), Proposal()
+    if proposal.drafts is not None and wide:
+        probs = None if proposal.probs is None else pick(proposal.probs[:, :wide], index)
+        tried = Proposal(None, pick(proposal.drafts[:, :wide], index), n, probs)
+    plain = None if output.plain is None else pick(output.plain[:, : wide + 1], index)
+    heard = Output(pick(output.logits[:, : wide + 1], index), output.states, plain, index)
     return _lane_rows(rows, index), tried, heard
 
 

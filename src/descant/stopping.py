@@ -95,23 +95,60 @@ class Stops:
             found += self._texts(terms, rows, parents, tokens)
         return [*found, ("stop", asked)] if asked.any() else found
 
-    def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:  # noqa: ARG002
-        """The selection with the state of every row's stop strings after its new token."""
+    def first(self, rows: Rows, run: Tensor, count: Array) -> tuple[Array, list[str | None]]:
+        """How many of each row's next tokens `run[i, :count[i]]` (host) stand until one ends it, and why."""
+        terms, stands = self._terms_of(rows), count.copy()
+        why: list[str | None] = [None] * len(rows)
+        longest = int(count.max(initial=0))
+        if longest > 1 and (terms.tables or terms.patterns or terms.criteria):
+            rows = rows.append(run.to(rows.tokens.device), rows.length)  # for those who read what came before
+        now = rows
+        for place in range(longest):
+            here = np.flatnonzero((count > place) & (stands > place))
+            if not len(here):
+                break
+            parents = None if len(here) == len(rows) else torch.from_numpy(here)
+            for name, which in self.ended(now, parents, run[torch.from_numpy(here), place]):
+                for row in here[which].tolist():
+                    stands[row], why[row] = place + 1, why[row] or name
+            if place + 1 < longest:
+                now = self._moved(terms, rows, now, run[:, place], place + 1)
+        return stands, why
+
+    def _moved(self, terms: _Terms, rows: Rows, now: Rows, tokens: Tensor, count: int) -> Rows:
+        """The rows with `count` tokens more, of which `tokens` [R] are the last."""
+        fields: dict[str, Any] = {"length": rows.length + count}
+        if terms.tables:
+            state = now.column(self.state).numpy().copy()
+            for table, mine in terms.tables:
+                _read(table, mine, tokens.numpy(), state)
+            fields["columns"] = {**rows.columns, self.state: torch.from_numpy(state)}
+        return now.changed(**fields)
+
+    def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
+        """The selection with the state of every row's stop strings after its new tokens."""
         rows, terms = seen.rows, self._terms_of(seen.rows)
         if not terms.tables:
             return selection
         parents = np.arange(len(rows)) if selection.parents is None else selection.parents.numpy()
         tokens = selection.tokens.cpu() if selection.host is None else selection.host
         state = rows.column(self.state).numpy()[parents]
+        accepted = np.zeros(len(parents), dtype=np.int64)
+        drafts = None
+        if selection.accepted is not None:
+            accepted = selection.accepted.numpy()
+            if proposal.drafts is not None and accepted.max(initial=0) > 0:
+                drafts = pick(proposal.drafts, torch.from_numpy(parents)).cpu().numpy()
         spoken = np.broadcast_to(np.asarray(selection.emits) > 0, len(parents))
         for table, mine in terms.tables:
-            # A model may have more tokens than its tokenizer: these have no text and move nothing.
-            here = np.flatnonzero(mine[parents] & (tokens.numpy() < table.size) & spoken)
-            state[here] = table.next[tokens.numpy()[here], state[here]]
-            if selection.accepted is not None:  # what was taken back has not been said
-                for row in np.flatnonzero(mine[parents] & (selection.accepted.numpy() < 0)).tolist():
-                    left = int(rows.length[parents[row]] + selection.accepted[row])
-                    state[row] = table.run(rows.tokens[parents[row], :left].tolist())
+            users = mine[parents]
+            for place in range(0 if drafts is None else int(accepted.max())):
+                assert drafts is not None
+                _read(table, users & (accepted > place), drafts[:, place], state)
+            _read(table, users & spoken, tokens.numpy(), state)
+            for row in np.flatnonzero(users & (accepted < 0)).tolist():  # what was taken back is unsaid
+                left = int(rows.length[parents[row]] + accepted[row])
+                state[row] = table.run(rows.tokens[parents[row], :left].tolist())
         return selection._replace(columns={**selection.columns, self.state: torch.from_numpy(state)})
 
     def _outside(self, terms: _Terms, rows: Rows, parents: Tensor, tokens: Tensor) -> tuple[Array, Array]:
@@ -171,6 +208,13 @@ class Stops:
             _users(self.patterns, params["stop_pattern"].numpy()),
             [(criteria[name], mask) for name, mask in masks.items() if mask.any()],
         )
+
+
+def _read(table: StopTable, mine: Array, tokens: Array, state: Array) -> None:
+    """Bring the state [R] of the rows `mine` forward by a token each, in place."""
+    # A model may have more tokens than its tokenizer: these have no text and move nothing.
+    here = np.flatnonzero(mine & (tokens < table.size))
+    state[here] = table.next[tokens[here], state[here]]
 
 
 def _users(shelf: Mapping[int, Any], places: Array) -> list[tuple[Any, Array]]:

@@ -49,6 +49,8 @@ class StreamEvent:
     finish_reason: str | None = None  # "eos", "length", "time", "stop", "error"; None: more may come
     error: DescantError | None = None
     hypothesis: Hypothesis | None = field(default=None, compare=False, repr=False)
+    tried: int = 0  # how many tokens were guessed in this step, with speculation
+    accepted: int = 0  # how many of `token_ids` are such guesses
 
 
 def stream(
@@ -71,16 +73,18 @@ def stream(
         raise UnsupportedModel(
             f"{kind} hears by windows: use descant.generate, with a streamer for short audio"
         )
+    assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     with together(model):
         call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
         _refuse_record(call, generation_config)
-        configs = generation_config if isinstance(generation_config, list | tuple) else (generation_config,)
-        if all(getattr(one, "logprobs", None) is None for one in configs):
+        given = generation_config if isinstance(generation_config, list | tuple) else (generation_config,)
+        if all(getattr(one, "logprobs", None) is None for one in given):
             call = {"logprobs": 0, **call}
         processors = listed("logits_processor", logits_processor)
         criteria = listed("stopping_criteria", stopping_criteria)
         several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
-        asked = Asked(merged(model, generation_config, call), processors, criteria, tokenizer, several)
+        configs = merged(model, generation_config, call)
+        asked = Asked(configs, processors, criteria, tokenizer, several, **assistant)
         return Stream(model, asked, inputs, kwargs)
 
 
@@ -184,16 +188,53 @@ class Stream:
 
     def _chosen(self, event: Tokens, ends: Mapping[int, Any]) -> Iterator[StreamEvent]:
         """The tokens of requests that go on; those that end are told with their end."""
-        columns = [part.tolist() for part in (event.request, event.slot, event.token)]
-        unknown = [None] * len(columns[0])
-        laws = [unknown if part is None else part.tolist() for part in (event.raw, event.processed)]
-        for place, (number, slot, token, raw, processed) in enumerate(zip(*columns, *laws, strict=True)):
-            if number in ends:
+        for run in _runs(event):
+            asker = self._asked[run.request]
+            asker.guesses[run.slot] = (run.tried, run.accepted)
+            if run.request in ends:
                 continue
-            if place in event.ended:
-                yield self._asked[number].ended(slot, event.ended[place])
-            else:
-                yield self._asked[number].chosen(slot, token, raw, processed)
+            yield asker.chosen(run) if run.ended is None else asker.ended(run.slot, run.ended)
+            asker.guesses.clear()
+
+
+@dataclass
+class _Run:
+    """What one sequence says in a step: a token, or with guesses a run of them."""
+
+    request: int
+    slot: int
+    tokens: list[int]
+    raw: list[float]
+    processed: list[float]
+    ended: Hypothesis | None
+    tried: int
+    accepted: int
+
+
+def _runs(event: Tokens) -> Iterator[_Run]:
+    """The tokens of a step by sequence, token by token where nothing was guessed."""
+    requests, slots, tokens = (part.tolist() for part in (event.request, event.slot, event.token))
+    raw, processed = (
+        [[]] * len(tokens) if part is None else [[one] for one in part.tolist()]
+        for part in (event.raw, event.processed)
+    )
+    guessed = None if event.guessed is None else event.guessed.tolist()
+    tried = None if event.tried is None else event.tried.tolist()
+    run: _Run | None = None
+    for place, (request, slot, token) in enumerate(zip(requests, slots, tokens, strict=True)):
+        if run is not None and guessed is not None and (run.request, run.slot) == (request, slot):
+            run.tokens.append(token)
+            run.raw += raw[place]
+            run.processed += processed[place]
+        else:
+            if run is not None:
+                yield run
+            count = 0 if tried is None else tried[place]
+            run = _Run(request, slot, [token], [*raw[place]], [*processed[place]], None, count, 0)
+        run.ended = event.ended.get(place)
+        run.accepted += 0 if guessed is None else int(guessed[place])
+    if run is not None:
+        yield run
 
 
 class _Asker:
@@ -206,6 +247,7 @@ class _Asker:
         count = config.num_return_sequences
         self.told = [0] * count  # how many tokens of each sequence
         self.over: set[int] = set()  # the sequences that have ended while others go on
+        self.guesses: dict[int, tuple[int, int]] = {}  # tried and accepted in this step, by sequence
         ids = [] if tokenizer is None else prompt.tolist()
         stops = config.stop_strings or ()
         # What token healing says again is in the prompt that the reader has.
@@ -219,13 +261,21 @@ class _Asker:
             for _ in range(count)
         ]
 
-    def chosen(self, slot: int, token: int, raw: float | None, processed: float | None) -> StreamEvent:
-        """One token that a sequence has chosen."""
-        self.told[slot] += 1
-        text = self._text(slot, (token,))
-        if self.config.logprobs is None or raw is None or processed is None:
-            return StreamEvent(self.row, slot, (token,), text)
-        return StreamEvent(self.row, slot, (token,), text, (processed,), (raw,))
+    def chosen(self, run: _Run) -> StreamEvent:
+        """What a sequence has chosen in a step."""
+        slot, ids = run.slot, tuple(run.tokens)
+        self.told[slot] += len(ids)
+        known = self.config.logprobs is not None and len(run.raw) == len(ids)
+        return StreamEvent(
+            self.row,
+            slot,
+            ids,
+            self._text(slot, ids),
+            tuple(run.processed) if known else None,
+            tuple(run.raw) if known else None,
+            tried=run.tried,
+            accepted=run.accepted,
+        )
 
     def agreed(self, tokens: Tensor) -> Iterator[StreamEvent]:
         """What all beams begin with: the same for every sequence."""
@@ -246,6 +296,7 @@ class _Asker:
         told, laws = self.told[slot], one.logprobs
         ids = tuple(one.tokens[told:].tolist())
         self.over.add(slot)
+        tried, accepted = self.guesses.get(slot, (0, 0))
         return StreamEvent(
             self.row,
             slot,
@@ -255,6 +306,8 @@ class _Asker:
             None if laws is None else tuple(laws.raw[told:].tolist()),
             one.reason,
             hypothesis=one,
+            tried=tried,
+            accepted=accepted,
         )
 
     def failed(self, error: DescantError) -> Iterator[StreamEvent]:

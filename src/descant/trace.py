@@ -37,6 +37,7 @@ class _Lines(NamedTuple):
     row: Tensor  # [N] the fed row, in the lane, that each is of
     number: Tensor  # [N] of which new token
     which: Tensor | None  # [N] the line of `told.scores`; None: the row's own scores
+    at: Tensor | None = None  # [N] after which of the row's drafts; None: after the row itself
 
 
 class _Place(NamedTuple):
@@ -45,6 +46,7 @@ class _Place(NamedTuple):
     part: Mapping[str, Any]
     at: int
     line: int
+    draft: int  # after which draft; 0: after the row itself
 
 
 @dataclass
@@ -71,8 +73,14 @@ class Trace:
             lines = _lines(seen, layout)
             last[lines.line] = lines.number
             told = seen.told.scores if seen.told is not None and name == "scores" else None
-            source = getattr(seen, name)[:, 0] if told is None else told
-            at = lines.row if told is None or lines.which is None else lines.which
+            source, at = getattr(seen, name), lines.row
+            if told is not None and lines.which is not None:
+                source, at = told, lines.which
+            elif lines.at is None or source.shape[1] == 1:
+                source = source[:, 0]
+            else:
+                at = lines.row * source.shape[1] + lines.at
+                source = source.flatten(0, 1)
             for number in sorted(set(lines.number.tolist())):
                 while len(blocks) <= number:
                     blocks.append(_certain(source, layout))
@@ -110,10 +118,11 @@ def _lines(seen: Observation, layout: Layout) -> _Lines:
     rows, told = seen.rows, seen.told
     row = torch.arange(len(rows)) if told is None else told.rows
     slot = rows.slot if told is None else told.slot
-    number = (rows.length - rows.prompt)[row]
+    at = None if told is None else told.at
+    number = (rows.length - rows.prompt)[row] + (0 if at is None else at)
     start = torch.tensor([layout.first[one] for one in rows.request[row].tolist()], dtype=torch.long)
     if told is not None:
-        return _Lines(start + slot, row, number, torch.arange(len(row)))
+        return _Lines(start + slot, row, number, torch.arange(len(row)), at)
     copies = torch.tensor([layout.copies[one] for one in rows.request.tolist()], dtype=torch.long)
     copies = torch.where(number == 0, copies, 1)
     whose = row.repeat_interleave(copies)
@@ -135,9 +144,11 @@ def _places(seen: Observation, layout: Layout, name: str) -> Iterator[tuple[int,
     found = {row: (part, at) for part in parts for at, row in enumerate(part["rows"].tolist())}
     lines, index = _lines(seen, layout), seen.output.place
     fed = lines.row if index is None else index[lines.row]
-    for line, row, number in zip(lines.line.tolist(), fed.tolist(), lines.number.tolist(), strict=True):
+    drafts = torch.zeros_like(fed) if lines.at is None else lines.at
+    columns = (lines.line, fed, lines.number, drafts)
+    for line, row, number, draft in zip(*(one.tolist() for one in columns), strict=True):
         if row in found:
-            yield number, _Place(*found[row], line)
+            yield number, _Place(*found[row], line, draft)
 
 
 def _laid_out(places: list[_Place], name: str, layer: int, number: int, layout: Layout) -> Tensor:
@@ -153,14 +164,16 @@ def _laid_out(places: list[_Place], name: str, layer: int, number: int, layout: 
     else:
         shape = (layout.lines, queries, sample.shape[-1])
     block = sample.new_zeros(shape)
-    for part, at, line in places:
+    for part, at, line, draft in places:
         tensor = part[name][layer]
         # What is tried after the row's own tokens is not its past yet.
-        fed, past = int(part["fed"][at] - part["tried"][at]), int(part["cached"][at])
+        fed, past = int(part["fed"][at] - part["tried"][at]) + draft, int(part["cached"][at])
+        first = max(fed - queries, 0)  # a draft stands behind what was fed before it
+        size = fed - first
         if not attention:
-            block[line, queries - fed :] = tensor[at, :fed]
+            block[line, queries - size :] = tensor[at, first:fed]
         elif cross:
-            block[line, :, queries - fed :, : tensor.shape[-1]] = tensor[at, :, :fed]
+            block[line, :, queries - size :, : tensor.shape[-1]] = tensor[at, :, first:fed]
         else:
-            block[line, :, queries - fed :, keys - past - fed :] = tensor[at, :, :fed, : past + fed]
+            block[line, :, queries - size :, keys - past - fed :] = tensor[at, :, first:fed, : past + fed]
     return block

@@ -14,7 +14,7 @@ from descant.context import params_of
 from descant.errors import UnsupportedModel
 from descant.ports import Array, Noise, Peers, Stop
 from descant.rows import Rows, pick
-from descant.step import Hypothesis, Output, Proposal, Selection, Tokens, Told
+from descant.step import Aid, Hypothesis, Output, Proposal, Selection, Tokens, Told
 
 __all__ = ["Contrastive", "Sequential"]
 
@@ -53,7 +53,7 @@ class Contrastive:
         self._reasons: list[str] = []
         self._done: dict[int, Hypothesis] = {}
 
-    def propose(self, rows: Rows) -> Proposal:  # noqa: ARG002
+    def propose(self, rows: Rows, aid: Aid) -> Proposal:  # noqa: ARG002
         """Nothing: candidates are rows."""
         return NOTHING
 
@@ -202,7 +202,7 @@ class Sequential:
         self._rounds: dict[int, _Round] = {}
         self._done: dict[int, Hypothesis] = {}
 
-    def propose(self, rows: Rows) -> Proposal:
+    def propose(self, rows: Rows, aid: Aid) -> Proposal:  # noqa: ARG002
         """The next candidate of every request that has any."""
         rounds = [self._rounds.get(request) for request in rows.request.tolist()]
         if not any(rounds):

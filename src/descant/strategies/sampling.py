@@ -11,7 +11,7 @@ from torch import Tensor
 from descant.context import params_of
 from descant.ports import Array, Noise, Peers, Stop
 from descant.rows import Column, Rows, pick
-from descant.step import Hypothesis, Output, Proposal, Selection, Tokens
+from descant.step import Aid, Hypothesis, Output, Proposal, Selection, Tokens
 
 __all__ = ["Sampling", "over"]
 
@@ -35,7 +35,7 @@ class Sampling:
         self._split: tuple[object, Tensor, Tensor] | None = None  # (version, greedy rows, sampling rows)
         self._seasoned: object = None  # the version of a table none of whose rows is fresh
 
-    def propose(self, rows: Rows) -> Proposal:  # noqa: ARG002
+    def propose(self, rows: Rows, aid: Aid) -> Proposal:  # noqa: ARG002
         """Nothing is guessed ahead."""
         return NOTHING
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from descant.context import params_of
 from descant.ports import Array, Noise, Peers, Stop
 from descant.rows import Rows, pick
-from descant.step import Hypothesis, Output, Proposal, Selection, Told
+from descant.step import Aid, Hypothesis, Output, Proposal, Selection, Told
 from descant.strategies.beams.pool import Pools, Terms, running
 
 __all__ = ["CUTS", "Beam", "Candidates", "Shape", "Team"]
@@ -104,7 +104,7 @@ class Beam:
         """Whether it has rows processed by itself, group by group."""
         return self._shape.groups > 1
 
-    def propose(self, rows: Rows) -> Proposal:  # noqa: ARG002
+    def propose(self, rows: Rows, aid: Aid) -> Proposal:  # noqa: ARG002
         """Nothing is guessed ahead."""
         return NOTHING
 

@@ -1,0 +1,1 @@
+"""What guesses ahead: drafters, whose guesses the model confirms or corrects."""

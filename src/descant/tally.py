@@ -1,0 +1,178 @@
+"""What has become of guesses, row by row, and how many to make next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Self
+
+import numpy as np
+from torch import Tensor
+
+from descant.ports import Array
+from descant.step import Speculation
+
+__all__ = ["SCHEDULES", "Pace", "Tally"]
+
+# How many tokens to guess: always as many, or more after a run that was right and fewer after another
+# ("heuristic" goes on where the last request stopped, "heuristic_transient" begins anew), or as many as
+# pay by what was measured.
+SCHEDULES: Final = ("constant", "heuristic", "heuristic_transient", "adaptive")
+
+_MEMORY: Final = 0.8  # what a trial counts for after the next one
+_PRIOR: Final = (1.5, 0.5)  # right and wrong guesses that a row begins with
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The column: how many guesses each row has tried and how many were right, by place in the run."""
+
+    place: Array  # [R] where the row stood in its lane at the last draft; -1: it was not there
+    steps: Array  # [R] forwards
+    tried: Array  # [R, W]
+    right: Array  # [R, W]
+    size: Array  # [R] how many to guess next, of rows whose schedule says so; 0: not begun
+    won: Array  # [R] guesses that were right, the older the less they count
+    lost: Array  # [R] and that were wrong
+    constant: ClassVar[bool] = False
+
+    @classmethod
+    def new(cls) -> Tally:
+        """Of one row that begins."""
+        none = np.zeros(1, dtype=np.int64)
+        won, lost = (np.array([count]) for count in _PRIOR)
+        return cls(none - 1, none, none[:, None], none[:, None], none, won, lost)
+
+    def take(self, parents: Tensor) -> Self:
+        """The tallies of the new rows."""
+        index = parents.numpy()
+        return type(self)(*(part[index] for part in self._parts()))
+
+    def cat(self, other: Self) -> Self:
+        """These rows' tallies with another table's below."""
+        wide = max(self.tried.shape[1], other.tried.shape[1])
+        both = zip(self._widened(wide)._parts(), other._widened(wide)._parts(), strict=True)
+        return type(self)(*(np.concatenate(pair) for pair in both))
+
+    def counted(self, place: Array, tried: Array, right: Array) -> Tally:
+        """The same rows after a step in which each tried and got right so many [R]."""
+        wide = int(tried.max(initial=0))
+        mine = self._widened(wide)
+        at = np.arange(mine.tried.shape[1])
+        won, lost = mine.won, mine.lost
+        here = tried > 0
+        # A row that does not guess learns nothing and forgets nothing.
+        fade = np.where(here, _MEMORY, 1.0)
+        return replace(
+            mine,
+            place=place,
+            steps=mine.steps + 1,
+            tried=mine.tried + (at < tried[:, None]),
+            right=mine.right + (at < right[:, None]),
+            won=won * fade + right,
+            lost=lost * fade + (here & (right < tried)),
+        )
+
+    def heard(self, right: Array, asked: Array) -> Tally:
+        """The same rows, of which some [R] would have had their first guess right [R]."""
+        fade = np.where(asked, _MEMORY, 1.0)
+        return replace(self, won=self.won * fade + (asked & right), lost=self.lost * fade + (asked & ~right))
+
+    def sized(self, size: Array) -> Tally:
+        """The same rows, to guess so many [R] next."""
+        return replace(self, size=size)
+
+    @property
+    def rate(self) -> Array:
+        """How likely each row's next guess is right [R]."""
+        return np.asarray(self.won / (self.won + self.lost))
+
+    def report(self, row: int) -> Speculation:
+        """What came of a row's guesses."""
+        last = int(np.flatnonzero(self.tried[row])[-1]) + 1 if self.tried[row].any() else 0
+        tried, right = (tuple(part[row, :last].tolist()) for part in (self.tried, self.right))
+        return Speculation(tried, right, int(self.steps[row]))
+
+    def _parts(self) -> Sequence[Array]:
+        return self.place, self.steps, self.tried, self.right, self.size, self.won, self.lost
+
+    def _widened(self, wide: int) -> Self:
+        lacks = wide - self.tried.shape[1]
+        if lacks <= 0:
+            return self
+        tried, right = (np.pad(part, ((0, 0), (0, lacks))) for part in (self.tried, self.right))
+        return replace(self, tried=tried, right=right)
+
+
+class Pace:
+    """How wide a step pays: what forwards of so many positions take, measured as they are made.
+
+    Without a measurement, and where a result must not depend on a clock, each position beyond the first
+    costs `SLOPE` of a forward.
+    """
+
+    SLOPE: Final = 0.04
+    LONGEST: Final = 64  # steps without a guess, before a network is asked for one again
+
+    def __init__(self) -> None:
+        self._times: dict[int, float] = {}  # positions fed -> seconds
+        self._guess = 0.0  # seconds that a network takes for one more guess of every row
+        self._quiet = 0  # steps since it last guessed
+        self._patience = 1
+
+    def took(self, positions: int, seconds: float) -> None:
+        """Take in that a forward of so many positions took so long."""
+        known = self._times.get(positions)
+        # Whatever else the machine does makes a step longer, never shorter.
+        self._times[positions] = seconds if known is None else min(seconds, 0.8 * known + 0.2 * seconds)
+
+    def guessed(self, count: int, seconds: float) -> None:
+        """Take in that guessing `count` tokens took so long."""
+        each = seconds / count
+        self._guess = each if not self._guess else min(each, 0.8 * self._guess + 0.2 * each)
+
+    def width(self, rate: Array, most: Array, cheap: bool, measured: bool) -> int:
+        """How many tokens to try, where each row could try `most` and is right at that rate [R]."""
+        longest = int(most.max(initial=0))
+        if not longest:
+            return 0
+        widths = np.arange(longest + 1)
+        chance = np.clip(rate, 0.0, 0.999)[:, None]
+        reach = np.minimum(widths, most[:, None])
+        gain = ((1 - chance ** (reach + 1)) / (1 - chance)).sum(0)  # tokens a step
+        cost = np.array([self._cost(len(rate), int(one), measured) for one in widths])
+        if not cheap:
+            base = self._times.get(len(rate), 0.0) if measured else 0.0
+            cost += widths * (self._guess / base if base else 0.15)
+        best = int((gain / cost).argmax())
+        return best if cheap else self._probed(best)
+
+    def _probed(self, best: int) -> int:
+        """The same, but now and then one guess where none pays: what is never asked cannot improve."""
+        if best:
+            self._quiet, self._patience = 0, 1
+            return best
+        self._quiet += 1
+        if self._quiet < self._patience:
+            return 0
+        self._quiet, self._patience = 0, min(2 * self._patience, self.LONGEST)
+        return 1
+
+    def _cost(self, rows: int, width: int, measured: bool) -> float:
+        """What a step of that width costs, in steps without guesses."""
+        wide = rows * (width + 1)
+        usual = 1 + self.SLOPE * (wide - rows)
+        base = self._times.get(rows)
+        if not measured or base is None or not width:
+            return usual
+        known = self._times.get(wide)
+        if known is not None:
+            return max(known / base, 1.0)
+        # Between what is known; beyond it, as steep as usual.
+        below = max(one for one in self._times if one <= wide)
+        above = min((one for one in self._times if one >= wide), default=None)
+        low = self._times[below] / base
+        if above is None:
+            return max(low, 1.0) + self.SLOPE * (wide - below)
+        share = (wide - below) / (above - below)
+        return max(low + share * (self._times[above] / base - low), 1.0)
