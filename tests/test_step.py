@@ -89,7 +89,7 @@ class Guessing:
         self.rng = np.random.default_rng(seed)
         self.kept = self.tried = 0
 
-    def propose(self, rows, aid):  # noqa: ARG002
+    def propose(self, rows, aid):
         n = torch.from_numpy(self.rng.integers(0, 5, len(rows)))
         drafts = torch.from_numpy(self.rng.integers(0, self.vocabulary, (len(rows), max(1, int(n.max())))))
         for row in range(len(rows)):
@@ -141,7 +141,7 @@ class Steady:
         self.columns = {} if column is None else {column: torch.zeros(1)}
         self.seen = []
 
-    def propose(self, rows, aid):  # noqa: ARG002
+    def propose(self, rows, aid):
         return Proposal()
 
     def select(self, rows, proposal, output):
@@ -219,7 +219,7 @@ class Silent:
     normalised = False
     columns = MappingProxyType({})
 
-    def propose(self, rows, aid):  # noqa: ARG002
+    def propose(self, rows, aid):
         return Proposal()
 
     def select(self, rows, proposal, output):
@@ -245,7 +245,7 @@ class Forking:
     normalised = False
     columns = MappingProxyType({})
 
-    def propose(self, rows, aid):  # noqa: ARG002
+    def propose(self, rows, aid):
         parents = torch.arange(len(rows)).repeat_interleave(2)
         return Proposal(parents, torch.tensor([[1], [2]]).repeat(len(rows), 1), None)
 

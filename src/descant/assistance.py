@@ -18,7 +18,7 @@ from descant.ports import Cache, Drafter, Facts, Model, Noise
 from descant.tally import SCHEDULES
 from descant.vocabulary import Vocabulary
 
-__all__ = ["Assistance", "Drafting", "Factory", "drafting"]
+__all__ = ["Assistance", "Drafting", "Factory", "drafting", "guessing"]
 
 # What only a draft model or early layers read.
 _GUESSING: Final = ("num_assistant_tokens", "assistant_confidence_threshold")
@@ -67,6 +67,19 @@ def drafting(config: GenerationConfig, target: Model, given: Assistance, make: F
     return None
 
 
+def guessing(config: GenerationConfig) -> str | None:
+    """What a config itself has guessed ahead, in words."""
+    schedule = config.num_assistant_tokens_schedule
+    if config.assistant_early_exit is not None:
+        count = config.num_assistant_tokens
+        return f"the first {config.assistant_early_exit} layers, up to {count} tokens ({schedule})"
+    if config.prompt_lookup_num_tokens is not None:
+        return f"prompt lookup, up to {config.prompt_lookup_num_tokens} tokens ({schedule})"
+    if config.suffix_lookup_num_tokens is not None:
+        return f"suffix lookup, up to {config.suffix_lookup_num_tokens} tokens ({schedule})"
+    return None
+
+
 @dataclass(frozen=True)
 class _Maker:
     """Makes drafters for a config on a model."""
@@ -104,6 +117,8 @@ class _Maker:
     def assistant(self) -> Drafting:
         """Asks a draft model, in the target's tokens or in its own."""
         given, make, size = self.given, self.make, self.target.facts.vocabulary
+        if hasattr(given.model, "draft"):  # behind the port already
+            return Drafting(("own", id(given.model)), lambda _: given.model, _confident(self.config, None))
         helper = make.adapt(given.model)
         own = getattr(given.model, "generation_config", None)
         _refuse_unlike(helper.facts, self.target.facts)

@@ -247,15 +247,28 @@ class Context:
         value = self._params[name]
         return bool((value == value[0]).all())
 
-    def left_padded(self) -> Tensor:
-        """The tokens as a documented processor expects them: aligned at the right, padded before [N, W].
+    def abreast(self) -> list[Tensor | None]:
+        """The lines (host) in parts that a documented processor is shown at once; None: all of them.
 
-        The width is that of the call's padded prompts and what is new, also when the longest has left.
+        It may read the width of the ids, so lines share a call only where each would be as wide alone.
         """
-        padding = torch.zeros(1, dtype=torch.long)
-        if "width" in self._params:
-            padding = torch.as_tensor(self._params["width"]) - self._prompt
-        wide = int((padding + self._length).max())
+        wide = self._wide()
+        if bool((wide == wide[0]).all()):
+            return [None]
+        return [(wide == one).nonzero().squeeze(1) for one in sorted(set(wide.tolist()))]
+
+    def _wide(self) -> Tensor:
+        """How wide the ids of each line are, padding included [N] (host).
+
+        That is the width of the call's padded prompts and what is new, also when the longest has left.
+        """
+        if "width" not in self._params:
+            return self._length
+        return torch.as_tensor(self._params["width"]) - self._prompt + self._length
+
+    def left_padded(self) -> Tensor:
+        """The tokens as a documented processor expects them: aligned at the right, padded before [N, W]."""
+        wide = int(self._wide().max())
         at = torch.arange(wide, device=self._tokens.device) - (wide - self.length)
         return torch.where(at >= 0, self._tokens.gather(1, at.clamp(min=0)), self.param("pad"))
 

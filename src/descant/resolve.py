@@ -12,7 +12,7 @@ from typing import Any, Final
 from descant.adapters.outer import outer_of
 from descant.adapters.speech import hears
 from descant.adapters.transformers import TransformersModel
-from descant.assistance import Assistance, Drafting, Factory, drafting
+from descant.assistance import Assistance, Drafting, Factory, drafting, guessing
 from descant.cache.dense import DenseCache
 from descant.cache.objects import ObjectCache
 from descant.cache.several import SeveralCaches
@@ -522,7 +522,8 @@ def explained(config: GenerationConfig, model: object = None) -> str:
         merged = GenerationConfig.merge(
             {}, config, None if theirs is None else GenerationConfig.from_transformers(theirs)
         )
-        made = plan(merged, adapt(model).facts)
+        target = adapt(model)
+        made = plan(merged, target.facts, drafted(merged, target, Assistance()))
     else:
         merged = GenerationConfig.merge({}, config)
         made = None
@@ -534,6 +535,8 @@ def explained(config: GenerationConfig, model: object = None) -> str:
     around = [wrap.name for wrap in WRAPS.values() if wrap.wanted(merged)]
     if around:
         lines.append("model       " + ", ".join(f"with {name}" for name in around))
+    guesses = guessing(merged)
+    lines += [f"guesses     {guesses}"] if guesses else []
     lines.append("processors  " + (", ".join(type(stage.processor).__name__ for stage in stages) or "none"))
     lines.append("stops       " + ", ".join(_stops(merged)))
     if made is not None:

@@ -259,13 +259,21 @@ def _asked(criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, mi
     after = rows.take(parents[index])
     after = after.append(tokens[index].to(rows.tokens.device)[:, None], after.length + 1)
     context = Context(after.tokens, after.length, after.prompt, params_of(after).values)
-    verdict = criterion(context.left_padded(), None)
+    for part in context.abreast():
+        some = index if part is None else index[part]
+        answer[some] = _verdict(criterion, context if part is None else context.take(part), len(some))
+    return answer.numpy()
+
+
+def _verdict(criterion: Criterion, context: Context, count: int) -> Tensor:
+    """What a user says of `count` equally wide lines [N]."""
+    verdict: Any = criterion(context.left_padded(), None)
     if isinstance(verdict, bool):
-        verdict = torch.full((len(index),), verdict)
+        verdict = torch.full((count,), verdict)
     alike = isinstance(verdict, Tensor) and verdict.dtype == torch.bool
-    if not alike or verdict.shape not in (torch.Size([]), torch.Size([len(index)])):
-        must = f"must answer a bool, or a tensor of {len(index)} bools, one a row"
+    if not alike or verdict.shape not in (torch.Size([]), torch.Size([count])):
+        must = f"must answer a bool, or a tensor of {count} bools, one a row"
         do = "return torch.zeros(len(input_ids), dtype=torch.bool) where no row is to end"
         raise InputError("stopping_criteria", must, verdict, do)
-    answer[index] = verdict.cpu().expand(len(index))
-    return answer.numpy()
+    told: Tensor = verdict.cpu().expand(count)
+    return told

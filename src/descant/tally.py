@@ -20,7 +20,7 @@ __all__ = ["SCHEDULES", "Pace", "Tally"]
 SCHEDULES: Final = ("constant", "heuristic", "heuristic_transient", "adaptive")
 
 _MEMORY: Final = 0.8  # what a trial counts for after the next one
-_PRIOR: Final = (1.5, 0.5)  # right and wrong guesses that a row begins with
+_PRIOR: Final = (0.4, 0.8)  # right and wrong guesses that a row begins with
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,18 @@ class Tally:
 class Pace:
     """How wide a step pays: what forwards of so many positions take, measured as they are made.
 
-    Without a measurement, and where a result must not depend on a clock, each position beyond the first
-    costs `SLOPE` of a forward.
+    Before it is measured, and where a result must not depend on a clock, each position beyond the first
+    costs `SLOPE` of a forward, which is little: whatever might pay is tried. Time is no even function of
+    the positions (a product of sixteen lines can take less than one of ten), so each count has its own.
     """
 
     SLOPE: Final = 0.04
+    NETWORK: Final = 0.15  # what a network takes for one more guess of every row, in forwards
     LONGEST: Final = 64  # steps without a guess, before a network is asked for one again
 
     def __init__(self) -> None:
         self._times: dict[int, float] = {}  # positions fed -> seconds
+        self._once: set[int] = set()  # those measured only once, when much may have been prepared
         self._guess = 0.0  # seconds that a network takes for one more guess of every row
         self._quiet = 0  # steps since it last guessed
         self._patience = 1
@@ -123,8 +126,13 @@ class Pace:
     def took(self, positions: int, seconds: float) -> None:
         """Take in that a forward of so many positions took so long."""
         known = self._times.get(positions)
+        if known is None:
+            self._once.add(positions)
+            self._times[positions] = seconds
+            return
+        self._once.discard(positions)
         # Whatever else the machine does makes a step longer, never shorter.
-        self._times[positions] = seconds if known is None else min(seconds, 0.8 * known + 0.2 * seconds)
+        self._times[positions] = min(seconds, 0.8 * known + 0.2 * seconds)
 
     def guessed(self, count: int, seconds: float) -> None:
         """Take in that guessing `count` tokens took so long."""
@@ -133,17 +141,19 @@ class Pace:
 
     def width(self, rate: Array, most: Array, cheap: bool, measured: bool) -> int:
         """How many tokens to try, where each row could try `most` and is right at that rate [R]."""
-        longest = int(most.max(initial=0))
+        longest, rows = int(most.max(initial=0)), len(rate)
         if not longest:
             return 0
+        base = self._near(rows) if measured else None
+        if measured and base is None:
+            return 0  # what a step takes without guesses is to be known first
         widths = np.arange(longest + 1)
         chance = np.clip(rate, 0.0, 0.999)[:, None]
         reach = np.minimum(widths, most[:, None])
         gain = ((1 - chance ** (reach + 1)) / (1 - chance)).sum(0)  # tokens a step
-        cost = np.array([self._cost(len(rate), int(one), measured) for one in widths])
+        cost = np.array([self._cost(rows, int(one), base) for one in widths])
         if not cheap:
-            base = self._times.get(len(rate), 0.0) if measured else 0.0
-            cost += widths * (self._guess / base if base else 0.15)
+            cost += widths * (self._guess / base if base and self._guess else self.NETWORK)
         best = int((gain / cost).argmax())
         return best if cheap else self._probed(best)
 
@@ -158,21 +168,20 @@ class Pace:
         self._quiet, self._patience = 0, min(2 * self._patience, self.LONGEST)
         return 1
 
-    def _cost(self, rows: int, width: int, measured: bool) -> float:
+    def _near(self, rows: int) -> float | None:
+        """What a step of so many rows takes without guesses, or one of nearly as many."""
+        for count in sorted(self._times, key=lambda one: abs(one - rows)):
+            return self._times[count] if abs(count - rows) <= rows // 4 else None
+        return None
+
+    def _cost(self, rows: int, width: int, base: float | None) -> float:
         """What a step of that width costs, in steps without guesses."""
         wide = rows * (width + 1)
         usual = 1 + self.SLOPE * (wide - rows)
-        base = self._times.get(rows)
-        if not measured or base is None or not width:
+        if base is None or not width:
             return usual
         known = self._times.get(wide)
         if known is not None:
-            return max(known / base, 1.0)
-        # Between what is known; beyond it, as steep as usual.
-        below = max(one for one in self._times if one <= wide)
-        above = min((one for one in self._times if one >= wide), default=None)
-        low = self._times[below] / base
-        if above is None:
-            return max(low, 1.0) + self.SLOPE * (wide - below)
-        share = (wide - below) / (above - below)
-        return max(low + share * (self._times[above] / base - low), 1.0)
+            known = max(known / base, 1.0)
+            return min(known, usual) if wide in self._once else known
+        return usual

@@ -50,7 +50,7 @@ class Chat(Decoder):
         _refuse_useless(self.values)
         model, tokenizer = self.load()
         refuse_without_template(tokenizer, self.model)
-        talk = Conversation(model, tokenizer, self.argument(), self.values, self.system)
+        talk = Conversation(model, tokenizer, self.argument(), self.values, self.system, self.assistance())
         terminal.note("/help lists commands, /exit leaves")
         for line in _lines():
             if not talk.take(line):
@@ -69,8 +69,10 @@ class Conversation:
         argument: GenerationConfig | None,
         values: Mapping[str, Any],
         system: str | None,
+        assistance: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.assistance = dict(assistance or {})
         self.argument, self.system = argument, system
         self.theirs = GenerationConfig.from_transformers(model.generation_config)
         self.messages: list[Message] = []
@@ -123,7 +125,7 @@ class Conversation:
     def _answer(self, line: str) -> None:
         """Take a turn; one that fails has not been said."""
         turns = [*self.messages, *said(line, None if self.messages else self.system)]
-        given = encoded(self.tokenizer, turns)
+        given = encoded(self.tokenizer, turns) | self.assistance
         shown, parts = Shown(), []
         with contextlib.closing(
             stream(self.model, None, self.tokenizer, self.argument, **given, **self.values)

@@ -59,6 +59,10 @@ class Decoder(Command):
         str | None, typer.Option(help=f"Precision of the weights: {', '.join(DTYPES)} (as stored).")
     ] = None
     device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = None
+    assistant_model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A smaller model that guesses ahead: same text, sooner."),
+    ] = None
 
     def load(self) -> tuple[Any, Any]:
         """The model and its tokenizer, once the config is known to be right."""
@@ -66,6 +70,14 @@ class Decoder(Command):
         GenerationConfig.merge(self.values, self.argument())
         with terminal.console().status("loading"):
             return load(self.model, self.dtype, self.device)
+
+    def assistance(self) -> dict[str, Any]:
+        """The draft model and its tokenizer, as `stream` and a request take them, if there is one."""
+        if self.assistant_model is None:
+            return {}
+        with terminal.console().status("loading the draft model"):
+            model, tokenizer = load(self.assistant_model, self.dtype, self.device)
+        return {"assistant_model": model, "assistant_tokenizer": tokenizer}
 
 
 def callback(kind: type[Command]) -> Callable[..., None]:

@@ -69,8 +69,10 @@ class Job:
         values: Mapping[str, Any],
         argument: GenerationConfig | None,
         chat: bool,
+        assistance: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.assistance = dict(assistance or {})  # what a request brings along to be guessed with
         self.values, self.argument, self.chat = values, argument, chat
         self.theirs = GenerationConfig.from_transformers(model.generation_config)
         self.session = Session(model)
@@ -145,11 +147,8 @@ class Job:
         except DescantError as error:
             self._fail(place, data, error)
             return None
-        return Task(
-            place,
-            data,
-            Request(ready.prompt(0), config, ready.inputs[0], tokenizer=self.tokenizer, merged=True),
-        )
+        brought = {"tokenizer": self.tokenizer, **self.assistance}
+        return Task(place, data, Request(ready.prompt(0), config, ready.inputs[0], merged=True, **brought))
 
     def _prompt(self, data: Mapping[str, Any]) -> Any:
         """What a line asks to be continued."""

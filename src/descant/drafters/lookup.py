@@ -43,9 +43,9 @@ class PromptLookup:
         """What followed, up to `most` and to each row's `prompt_lookup_num_tokens`."""
         values = params_of(rows).values
         wanted = values.get("prompt_lookup_num_tokens")
-        if not isinstance(wanted, Tensor) or not len(rows):
+        if not len(rows):
             return Proposal()
-        size = torch.minimum(most, wanted)
+        size = torch.minimum(most, wanted) if isinstance(wanted, Tensor) else most
         size = torch.where(rows.length > 1, size, 0).clamp(min=0)
         if not bool(size.any()):
             return Proposal()

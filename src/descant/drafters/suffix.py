@@ -259,9 +259,10 @@ class SuffixLookup:
 
     def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:  # noqa: ARG002 - the port
         """What followed, up to `most` and to each row's `suffix_lookup_num_tokens`."""
-        wanted = params_of(rows).values.get("suffix_lookup_num_tokens")
-        if not isinstance(wanted, Tensor) or not len(rows):
+        if not len(rows):
             return Proposal()
+        own = params_of(rows).values.get("suffix_lookup_num_tokens")
+        wanted = own if isinstance(own, Tensor) else torch.ones_like(most) * 2**31
         self._read(rows, wanted)
         sizes = torch.minimum(most, wanted).tolist()
         guesses = [

@@ -9,6 +9,7 @@ Vocabularies; token-level intersection).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -253,6 +254,18 @@ class Translation(_Assistant):
     the text that follows, none are.
     """
 
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        tokenizer: Any,
+        assistant_tokenizer: Any,
+        vocabulary: int | None = None,
+    ) -> None:
+        super().__init__(model, cache, tokenizer, assistant_tokenizer)
+        # How many tokens the target's model knows; its tokenizer may have been given more.
+        self._size = len(self._between.target.bytes) if vocabulary is None else vocabulary
+
     @torch.no_grad()
     def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:  # noqa: ARG002 - the port
         """Tokens that may follow each row, at most so many [R] (host)."""
@@ -277,7 +290,7 @@ class Translation(_Assistant):
             if goes:
                 self._said(active, tokens[on.to(tokens.device)], [host[at] for at in goes])
         answers = [
-            self._between.answer(line.reading, mine, line.windows)[:tries] if mine else []
+            self._answer(line, mine)[:tries] if mine else []
             for line, mine, tries in zip(self._lines, guesses, most.tolist(), strict=True)
         ]
         n = torch.tensor([len(one) for one in answers], dtype=torch.long)
@@ -286,6 +299,11 @@ class Translation(_Assistant):
             return Proposal()
         drafts = torch.tensor([one + [0] * (width - len(one)) for one in answers])
         return Proposal(None, drafts.to(rows.tokens.device), n)
+
+    def _answer(self, line: _Line, guesses: Sequence[int]) -> list[int]:
+        """The target's tokens for what the assistant guesses, up to one that its model does not know."""
+        found = self._between.answer(line.reading, guesses, line.windows)
+        return list(itertools.takewhile(lambda token: token < self._size, found))
 
 
 class Intersection(_Assistant):

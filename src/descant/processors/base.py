@@ -107,6 +107,18 @@ class ForeignProcessor:
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """What the user's function makes of the scores."""
+        parts = context.abreast()
+        if parts[0] is None:
+            return self._asked(context, scores)
+        answer = scores.clone()
+        for part in parts:
+            assert part is not None
+            at = part.to(scores.device)
+            answer[at] = self._asked(context.take(part), scores[at])
+        return answer
+
+    def _asked(self, context: Context, scores: Tensor) -> Tensor:
+        """The same of lines that are equally wide."""
         answer: Any = self.function(context.left_padded(), scores.clone())
         if not isinstance(answer, Tensor) or answer.shape != scores.shape:
             must = f"must return a tensor of shape {list(scores.shape)}"

@@ -19,6 +19,7 @@ from descant.tally import SCHEDULES, Pace, Tally
 
 __all__ = ["Speculative"]
 
+_FEW = 16  # a row with more tokens pending reads its prompt
 _HEURISTIC, _TRANSIENT, _ADAPTIVE = (SCHEDULES.index(name) for name in SCHEDULES[1:])
 
 
@@ -78,12 +79,14 @@ class Speculative(Sampling):
         now = time.perf_counter()
         if guessed.width and not self.drafter.cheap:
             self._pace.guessed(guessed.width, now - began)
-        if self.drafter.cheap and adaptive.any() and guessed.drafts is not None:
-            guessed = self._trimmed(guessed, tally, adaptive, measured)
+        stepping = rows.pending.numpy() <= _FEW
+        if self.drafter.cheap and guessed.drafts is not None and (adaptive & stepping).any():
+            # A guess after a prompt costs nothing beside it.
+            guessed = self._trimmed(guessed, tally, adaptive & stepping, measured)
         if self._peers is not None:
             guessed = self._agreed(rows, guessed)
-        stepping = bool((rows.pending == 1).all())
-        self._timed = len(rows) * (guessed.width + 1) if stepping else 0
+        alone = bool((rows.pending == 1).all())
+        self._timed = len(rows) * (guessed.width + 1) if alone else 0
         self._began = now
         return guessed
 

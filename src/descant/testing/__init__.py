@@ -6,6 +6,7 @@
 | admitted mid-flight equals admitted first, whatever becomes of the neighbours | `check_admission` |
 | a seeded request draws the same, whoever else is there and whenever it came | `check_seed` |
 | all drafts at once equals one by one, and what is rolled back leaves no trace | `check_drafts` |
+| any drafter leaves greedy and seeded output as it was, and tells the truth about its law | `check_drafter` |
 | a cache equals a list of lists, under any sequence of operations | `check_cache`, `check_generation` |
 | a processor looks at its own line alone, and changes nothing | `check_processor` |
 | a config written, read and written again is the same file | `check_config_roundtrip` |
@@ -15,6 +16,7 @@
 
 from descant.testing.cache import ListCache, check_cache, check_generation
 from descant.testing.config import check_config_roundtrip
+from descant.testing.drafter import check_drafter
 from descant.testing.drafts import check_drafts
 from descant.testing.outcome import Outcome, compare, outcomes
 from descant.testing.processor import check_processor
@@ -29,6 +31,7 @@ __all__ = [
     "check_batch",
     "check_cache",
     "check_config_roundtrip",
+    "check_drafter",
     "check_drafts",
     "check_generation",
     "check_processor",
