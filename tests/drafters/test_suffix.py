@@ -253,7 +253,9 @@ def test_a_row_that_does_not_use_it_tries_nothing_and_is_not_read():
     assert [row is None for row in drafter._rows] == [True, False]
     rows = rows_of(lines)
     rows = rows.changed(columns={"params": Params(table([{"pad": 0}] * 2))})
-    assert SuffixLookup(True).draft(rows, torch.tensor([9, 9]), None).drafts is None
+    bare = SuffixLookup(True)  # nobody says how many: as many as may be
+    bare.commit(torch.tensor([-1, -1]), rows.length)
+    assert bare.draft(rows, torch.tensor([9, 9]), None).drafts.tolist() == [[1, 2], [1, 2]]
 
 
 # ------------------------------------------------------------------- earlier requests
