@@ -13,7 +13,7 @@ from descant.drafters.early_exit import EarlyExit, check_exit
 from descant.drafters.lookup import PromptLookup
 from descant.drafters.suffix import SuffixLookup
 from descant.drafters.translation import Intersection, Translation
-from descant.errors import ConfigError, InputError
+from descant.errors import ConfigError, InputError, UnsupportedModel
 from descant.ports import Cache, Drafter, Facts, Model, Noise
 from descant.tally import SCHEDULES
 from descant.vocabulary import Vocabulary
@@ -119,7 +119,11 @@ class _Maker:
         given, make, size = self.given, self.make, self.target.facts.vocabulary
         if hasattr(given.model, "draft"):  # behind the port already
             return Drafting(("own", id(given.model)), lambda _: given.model, _confident(self.config, None))
-        helper = make.adapt(given.model)
+        try:
+            helper = make.adapt(given.model)
+        except UnsupportedModel as error:
+            do = "pass its language model"
+            raise InputError("assistant_model", "must be a model that decodes by itself", error, do) from None
         own = getattr(given.model, "generation_config", None)
         _refuse_unlike(helper.facts, self.target.facts)
         values = _confident(self.config, own)

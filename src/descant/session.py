@@ -294,6 +294,8 @@ class Session:
         strategy = self._strategies[known.key]
         row["lane"] = self._order.index(strategy)
         row["line"] = max(request.line, 0)
+        # What comes with more than tokens is read by itself, before anything is guessed.
+        row["beside"] = int(bool(request.inputs) and not self.model.facts.encoder_decoder)
         # Before anything is drawn, for whoever is refused must not have moved torch's generator.
         chain, texts = self._chain(known, request.logits_processor), texts_of(request, known.config)
         if texts.phrases is not None:

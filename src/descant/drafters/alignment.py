@@ -7,7 +7,7 @@ into segments, and one tokenizer's stands for the other's of the same name, or t
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -115,11 +115,6 @@ class Interpreter:
         self._back = _named(assistant, target)
         if assistant.eos is not None and target.eos is not None:
             self._back[assistant.eos] = target.eos  # what ends the one's text ends the other's
-
-    @property
-    def ends(self) -> Mapping[int, int]:
-        """The assistant's special tokens that the target has, too."""
-        return self._back
 
     def new(self) -> Reading:
         """A row that has read nothing."""

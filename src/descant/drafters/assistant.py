@@ -35,7 +35,7 @@ class Assistant:
         self._model, self._cache = model, cache
         self._guessing = Guessing(noise, vocabulary)
         self._cuts = cache.rewind is None
-        self._blind: set[int] = set()  # requests whose encoder input it cannot read
+        self._blind: set[int] = set()  # requests whose input it cannot read
         # Where each row lies in the cache and how many positions it holds there, the row itself first and
         # then its copies. [R, J] (host), -1 for none.
         self._place = torch.zeros(0, 1, dtype=torch.long)
@@ -43,15 +43,18 @@ class Assistant:
 
     @torch.no_grad()
     def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
-        """Take what new requests give besides decoder tokens, as far as the model can read it."""
+        """Take what new requests give an encoder; those with more beside their tokens get no guesses."""
         facts = self._model.facts
         given = {name: lines for name, lines in inputs.items() if name in (*facts.accepts, *_MADE)}
         read = {name: [self._read(name, line) for line in lines] for name, lines in given.items()}
-        seeing = list(range(len(requests)))
-        if facts.encoder_decoder:
-            main = {facts.main, *_MADE} & read.keys()
-            seeing = [at for at in seeing if any(read[name][at] is not None for name in main)]
-            self._blind |= set(requests) - {requests[at] for at in seeing}
+        heard = [any(line[at] is not None for line in read.values()) for at in range(len(requests))]
+        if not facts.encoder_decoder:
+            # What goes in with a prompt (images, sound) goes in once, and rows may have split up by then.
+            self._blind |= {request for request, more in zip(requests, heard, strict=True) if more}
+            return
+        main = {facts.main, *_MADE} & read.keys()
+        seeing = [at for at in range(len(requests)) if any(read[name][at] is not None for name in main)]
+        self._blind |= set(requests) - {requests[at] for at in seeing}
         if seeing:
             lines = {name: [line[at] for at in seeing] for name, line in read.items()}
             self._model.open([requests[at] for at in seeing], lines)
@@ -93,7 +96,11 @@ class Assistant:
         able = rows.length > 0
         if self._blind:
             able &= torch.tensor([one not in self._blind for one in rows.request.tolist()])
-        most = room(torch.where(able, most, 0), rows.length, self._model.facts.table)
+        facts = self._model.facts
+        # Not every table of positions is learned: what lies beyond the length that a model was made for may
+        # be an error, and where it is none the guesses are poor.
+        limit = facts.context if facts.table is None else facts.table
+        most = room(torch.where(able, most, 0), rows.length, limit)
         return self._guessing.run(rows, most, aid, lambda grown, lines: self._asked(rows, grown, lines))
 
     # -------------------------------------------------------------------- asking the model

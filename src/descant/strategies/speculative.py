@@ -125,8 +125,8 @@ class Speculative(Sampling):
         room = (params["last"] - rows.length).numpy()
         most = np.minimum(np.where(moves, size, wanted), room)
         # A row that splits up at its first choice has nothing yet that all of its parts go on with.
-        splits = (self._fresh(rows) & (params["copies"] > 1)).numpy()
-        return np.where(splits, 0, most).clip(min=0)
+        waits = (self._fresh(rows) & ((params["copies"] > 1) | (params["beside"] > 0))).numpy()
+        return np.where(waits, 0, most).clip(min=0)
 
     def _trimmed(self, guessed: Proposal, tally: Tally, adaptive: Array, measured: bool) -> Proposal:
         """As much of the guesses as pays, for rows that leave that open."""
@@ -219,11 +219,18 @@ class Speculative(Sampling):
 
     def _keyed(self, rows: Rows, scores: Tensor, tried: Proposal) -> Tensor:
         """The verdict on rows whose noise belongs to the place."""
-        laws, size = scores.softmax(-1), scores.shape[-1]
+        assert tried.drafts is not None
+        size, here = scores.shape[-1], scores.device.type == "cpu"
+        choices = []
         for place in range(scores.shape[1]):
             noise = self._noise.draw(rows.changed(length=rows.length + place), size)
-            laws[:, place].div_(noise)
-        best, tokens = laws.max(-1)
+            choices.append(scores[:, place].softmax(-1).div_(noise).max(-1))
+            # Where asking costs nothing, what lies behind the last draft that stands is left alone.
+            if here and place < tried.width and not (tried.drafts[:, place] == choices[-1].indices).any():
+                break
+        best, tokens = (torch.stack(part, 1) for part in zip(*choices, strict=True))
+        short = (0, scores.shape[1] - len(choices))
+        best, tokens = (torch.nn.functional.pad(part, short) for part in (best, tokens))
         return _matched(tokens, best > 0, tried)
 
     def _weighed(self, rows: Rows, scores: Tensor, tried: Proposal) -> Tensor:
