@@ -80,7 +80,7 @@ def test_what_a_step_takes_is_measured_before_anything_is_guessed():
 
 @pytest.mark.parametrize(("rate", "expected"), [(0.95, 5), (0.6, 2), (0.03, 0)])
 def test_as_many_are_tried_as_pay(rate, expected):
-    # Three lines cost what one does, four to six nearly twice that: what a processor with registers for three does.
+    # Three lines cost what one does, four to six nearly twice that: so does a product in steps of three.
     times = {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.8, 5: 1.85, 6: 1.9}
     assert timed(Pace(), times).width(np.array([rate]), ints(5), cheap=True, measured=True) == expected
 

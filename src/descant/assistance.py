@@ -219,6 +219,3 @@ def _refuse_unlike(mine: Facts, theirs: Facts) -> None:
         kinds = {True: "an encoder", False: "no encoder"}
         must = f"must have {kinds[theirs.encoder_decoder]}, as the model has"
         raise InputError("assistant_model", must, f"one with {kinds[mine.encoder_decoder]}")
-    if mine.memory == "own":
-        must = "must be able to forget tokens, this one remembers more than keys and values"
-        raise InputError("assistant_model", must, "a recurrent model", "choose another")

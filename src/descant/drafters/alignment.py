@@ -157,7 +157,7 @@ class Interpreter:
         known = len(reading.tokens)
         reading.tokens += run
         behind, look = windows
-        while (start := known - behind) > reading.begin:
+        while reading.whole and (start := known - behind) > reading.begin:
             before = self.target.said(reading.tokens[start:known])
             found = self._seam(reading, before, self.target.said(run), look)
             if found is not None:
@@ -218,8 +218,6 @@ class Interpreter:
             text = text.removeprefix(self.assistant.lead)
         start = max(reading.begin, len(reading.tokens) - windows.target)
         before = self.target.said(reading.tokens[start:])
-        if start == reading.begin:
-            before = before.removeprefix(self.target.lead)
         found = self._continued(before, text, len(reading.tokens) == reading.begin) if text else []
         if found is None:
             return []
