@@ -23,6 +23,7 @@ from descant.adapters.ranks import together
 
 RANK = int(os.environ.get("RANK", "0"))
 PROMPTS = [[11, 12], [21, 22, 23, 24], [31, 32, 33]]
+LOOPED = [[11, 12, 11, 12, 11], [21, 22, 21]]
 LEVEL = [[11, 12, 13, 14], [21, 22, 23, 24]]
 Answer = dict[str, Any]
 
@@ -109,6 +110,16 @@ def nested(model: Any, failing: Failing) -> Answer:
     return told(run)
 
 
+def draft(size: int) -> Any:
+    """A small model that guesses, the same on every rank."""
+    config = transformers.LlamaConfig(
+        vocab_size=size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return transformers.LlamaForCausalLM(config).eval()
+
+
 def alike(model: Any) -> dict[str, Answer]:
     """Calls that every rank makes alike."""
     half = model.dtype != torch.float32
@@ -118,6 +129,11 @@ def alike(model: Any) -> dict[str, Answer]:
         "ragged beams": tokens(model, num_beams=3),
         "seeded": tokens(model, do_sample=True, seed=5),
         "by chance": tokens(model, do_sample=True),
+        "looked up": tokens(model, LOOPED, prompt_lookup_num_tokens=3),
+        "looked up, seeded": tokens(model, suffix_lookup_num_tokens=3, do_sample=True, seed=7),
+        "guessed": tokens(
+            model, assistant_model=draft(model.config.vocab_size), num_assistant_tokens=3, do_sample=True
+        ),
         "beams by chance": tokens(model, do_sample=True, num_beams=2),
         "many by chance": tokens(
             model, [LEVEL[0]], do_sample=True, num_return_sequences=150, max_new_tokens=3

@@ -69,6 +69,8 @@ ALIKE: dict[str, dict[str, Any]] = {
     "ragged beams": {"num_beams": 3},
     "seeded": {"do_sample": True, "seed": 5},
     "by chance": {"do_sample": True},
+    "looked up": {"rows": launched.LOOPED},
+    "looked up, seeded": {"do_sample": True, "seed": 7},
     "beams by chance": {"do_sample": True, "num_beams": 2},
     "many by chance": {
         "rows": [launched.LEVEL[0]], "do_sample": True, "num_return_sequences": 150, "max_new_tokens": 3,
@@ -89,6 +91,13 @@ def test_every_rank_says_what_the_whole_model_says(
 @pytest.mark.parametrize("case", ALIKE)
 def test_every_rank_says_the_same_in_bfloat16(answers: Answers, case: str) -> None:
     first, second = (answer["half"][case] for answer in answers)
+    assert first == second
+    assert "tokens" in first
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_what_is_guessed_by_chance_is_the_first_ranks(answers: Answers, kind: str) -> None:
+    first, second = (answer[kind]["guessed"] for answer in answers)
     assert first == second
     assert "tokens" in first
 
