@@ -84,7 +84,7 @@ class Speculative(Sampling):
             # A guess after a prompt costs nothing beside it.
             guessed = self._trimmed(guessed, tally, adaptive & stepping, measured)
         if self._peers is not None:
-            guessed = self._agreed(rows, guessed)
+            guessed = self._agreed(rows, guessed, int(most.max()))
         alone = bool((rows.pending == 1).all())
         self._timed = len(rows) * (guessed.width + 1) if alone else 0
         self._began = now
@@ -143,10 +143,9 @@ class Speculative(Sampling):
         probs = None if guessed.probs is None else guessed.probs[:, :widest]
         return Proposal(None, guessed.drafts[:, :widest], torch.from_numpy(kept), probs)
 
-    def _agreed(self, rows: Rows, guessed: Proposal) -> Proposal:
-        """The guesses of the first of the peers."""
+    def _agreed(self, rows: Rows, guessed: Proposal, wide: int) -> Proposal:
+        """The guesses of the first of the peers, `wide` at the most."""
         assert self._peers is not None
-        wide = int(params_of(rows)["draft_tokens"].max())
         drafts = rows.tokens.new_zeros(len(rows), wide)
         if guessed.drafts is not None:
             drafts[:, : guessed.width] = guessed.drafts
