@@ -10,13 +10,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import descant
+from descant.assistance import Assistance
 from descant.config import GenerationConfig
 from descant.errors import DescantError
 from descant.ports import Facts
-from descant.resolve import plan
+from descant.resolve import drafted, plan
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "combinations.md"
 
@@ -76,6 +78,9 @@ METHODS: Final = (
     ),
     Method("token healing", "healing-and-bans.md#token-healing", {"token_healing": True}),
     Method("banned phrases", "healing-and-bans.md#banned-phrases", {"banned_phrases": ["no"]}),
+    Method("prompt lookup", "speculation.md#prompt-lookup", {"prompt_lookup_num_tokens": 3}),
+    Method("suffix lookup", "speculation.md#suffix-lookup", {"suffix_lookup_num_tokens": 3}),
+    Method("early exit", "speculation.md#early-exit", {"assistant_early_exit": 1}),
 )
 
 HEAD = """\
@@ -91,7 +96,8 @@ anything else.
 Methods of *different* requests always go together: a batch or a [session](sessions.md) may mix all of them,
 each prompt with a config of its own; only the model, and so logit arithmetic, is the same for all. All of
 them take [processors](shape.md), [stops](stop-and-stream.md), streams and [log-probabilities](scores.md), and
-work in batches of ragged prompts.
+work in batches of ragged prompts. A [draft model](speculation.md#a-draft-model) is no field of a config, and
+goes with what prompt lookup goes with.
 """
 
 
@@ -100,7 +106,8 @@ def verdict(first: Method, second: Method, encoder: bool) -> str | None:
     several = first.several or second.several
     facts = (BOTHS if several else BOTH) if encoder else (DECODERS if several else DECODER)
     try:
-        plan(GenerationConfig.merge({**first.fields, **second.fields, "eos_token_id": 2}), facts)
+        config = GenerationConfig.merge({**first.fields, **second.fields, "eos_token_id": 2})
+        plan(config, facts, drafted(config, SimpleNamespace(facts=facts), Assistance()))
     except DescantError as error:
         return str(error).split(", got ")[0]
     return None

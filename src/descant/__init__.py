@@ -78,7 +78,7 @@ from descant.processors import (
     XTCLogitsWarper,
 )
 from descant.session import Event, Failed, Finished, Request, Session, Tokens
-from descant.step import Hypothesis, Logprobs
+from descant.step import Hypothesis, Logprobs, Speculation
 from descant.strategies.beams.scorers import BeamScorer, BeamSearchScorer, ConstrainedBeamSearchScorer
 from descant.stream import Stream, StreamEvent, stream
 from descant.streamers import AsyncTextIteratorStreamer, BaseStreamer, TextIteratorStreamer, TextStreamer
@@ -154,6 +154,7 @@ __all__ = [
     "RowError",
     "SequenceBiasLogitsProcessor",
     "Session",
+    "Speculation",
     "StopRegexCriteria",
     "StopStringCriteria",
     "StoppingCriteria",

@@ -105,3 +105,73 @@ def test_what_the_table_says_is_what_happens(models: tuple[Any, Any, bool], toke
         if (reason is None) != (said is None) or (reason and said and reason not in said):
             wrong.append((one.name, other.name, reason, said))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+GUESSES = {"prompt lookup", "suffix lookup", "early exit"}
+
+
+def test_whoever_guesses_leaves_what_the_other_method_says(
+    models: tuple[Any, Any, bool], tokenizer: Any
+) -> None:
+    first, second, both = models
+    prompt = tokenizer(
+        ["Once upon a time book", "one two one two one two"], return_tensors="pt", padding=True
+    )
+    joined = descant.ProxyTuning(first, second, first)
+    guessers = [method for method in combinations.METHODS if method.name in GUESSES]
+    assert len(guessers) == len(GUESSES)
+    tried = wrong = 0
+    for other in combinations.METHODS:
+        if other.name in GUESSES or combinations.verdict(other, other, both) is not None:
+            continue
+        fields = {**other.fields, "eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 5}
+        if other.fields.get("do_sample"):
+            fields["seed"] = 3
+        model = joined if other.several else first
+
+        def said(fields: Any = fields, model: Any = model, **more: Any) -> Any:
+            out = descant.generate(
+                model, **prompt, **fields, **more, tokenizer=tokenizer, return_dict_in_generate=True
+            )
+            return out.sequences.tolist(), getattr(out, "speculation", None)
+
+        alone, _ = said()
+        for guesser in guessers:
+            if combinations.verdict(other, guesser, both) is not None:
+                continue
+            with_guesses, report = said(**guesser.fields)
+            assert report is not None, f"{other.name} with {guesser.name} tried nothing"
+            tried += 1
+            wrong += with_guesses != alone
+    assert tried >= 10
+    assert not wrong
+
+
+def test_a_draft_model_goes_with_what_prompt_lookup_goes_with(
+    models: tuple[Any, Any, bool], tokenizer: Any
+) -> None:
+    first, second, both = models
+    prompt = tokenizer("Once upon a time book", return_tensors="pt")
+    joined = descant.ProxyTuning(first, second, first)
+    [lookup] = [method for method in combinations.METHODS if method.name == "prompt lookup"]
+    wrong = []
+    for other in combinations.METHODS:
+        if other.name in GUESSES or combinations.verdict(other, other, both) is not None:
+            continue
+        said = None
+        try:
+            descant.generate(
+                joined if other.several else first,
+                **prompt,
+                **other.fields,
+                eos_token_id=2,
+                pad_token_id=2,
+                max_new_tokens=4,
+                tokenizer=tokenizer,
+                assistant_model=second,
+            )
+        except descant.DescantError as error:
+            said = str(error)
+        if (said is None) != (combinations.verdict(other, lookup, both) is None):
+            wrong.append((other.name, said))
+    assert not wrong, "\n".join(map(str, wrong))

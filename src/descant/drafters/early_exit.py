@@ -28,6 +28,7 @@ def check_exit(layers: int, facts: Facts) -> None:
         raise ConfigError(name, must, layers, "lower it")
     reasons = {
         "has an encoder, which is no part of its layers": facts.encoder_decoder,
+        "has no output embeddings of its own": not facts.head,
         "remembers more than keys and values, so its first layers cannot share what is remembered": (
             facts.memory == "own"
         ),
