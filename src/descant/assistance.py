@@ -136,7 +136,9 @@ class _Maker:
         both = (given.tokenizer, given.assistant_tokenizer)
         key += (*map(id, both), self.config.do_sample)
         if not self.config.do_sample:
-            return Drafting(key, lambda _: Translation(helper, make.cache(helper), *both), values)
+            return Drafting(
+                key, lambda _: Translation(helper, make.cache(helper), *both, vocabulary=size), values
+            )
 
         def build(noise: Noise) -> Drafter:
             return Intersection(helper, make.cache(helper), noise, *both, vocabulary=size)
