@@ -98,7 +98,7 @@ def test_a_width_is_given_a_second_chance_and_no_third():
     assert pace.width(np.array([0.5]), ints(1), cheap=True, measured=True) == 1
     pace.took(2, 9.0)
     assert pace.width(np.array([0.5]), ints(1), cheap=True, measured=True) == 0
-    for _ in range(3):
+    for _ in range(5):
         pace.took(2, 1.0)
     assert pace.width(np.array([0.5]), ints(1), cheap=True, measured=True) == 1
 
@@ -123,6 +123,16 @@ def test_a_network_that_is_never_right_is_asked_ever_more_seldom():
     assert sum(asked) < 25
     assert sum(asked[500:]) >= 7
     assert pace.width(np.array([0.99]), ints(4), cheap=False, measured=True) == 4
+
+
+def test_what_a_step_takes_without_guesses_is_measured_again_now_and_then():
+    pace = timed(Pace(), {1: 1.0, 2: 1.05})
+    widths = []
+    for _ in range(200):
+        widths.append(pace.width(np.array([0.9]), ints(1), cheap=True, measured=True))
+        pace.took(1 + widths[-1], 1.0, widths[-1])
+    assert set(widths) == {0, 1}
+    assert 3 <= widths.count(0) <= 5
 
 
 def test_without_a_clock_the_same_is_always_tried():

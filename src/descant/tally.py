@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import ClassVar, Final, Self
 
 import numpy as np
@@ -19,8 +21,9 @@ __all__ = ["SCHEDULES", "Pace", "Tally"]
 # pay by what was measured.
 SCHEDULES: Final = ("constant", "heuristic", "heuristic_transient", "adaptive")
 
-_MEMORY: Final = 0.8  # what a trial counts for after the next one
-_PRIOR: Final = (0.4, 0.8)  # right and wrong guesses that a row begins with
+_MEMORY: Final = 0.85  # what a trial counts for after the next one
+_SAMPLES: Final = 7  # of which the one in the middle counts
+_PRIOR: Final = (0.4, 1.6)  # right and wrong guesses that a row begins with
 
 
 @dataclass(frozen=True)
@@ -112,32 +115,29 @@ class Pace:
     the positions (a product of sixteen lines can take less than one of ten), so each count has its own.
     """
 
-    SLOPE: Final = 0.04
+    SLOPE: Final = 0.08
     NETWORK: Final = 0.15  # what a network takes for one more guess of every row, in forwards
+    MARGIN: Final = 1.05  # by how much guessing must look better: what looks best is partly luck
     LONGEST: Final = 64  # steps without a guess, before a network is asked for one again
+    STALE: Final = 48  # steps after which it is measured again what one without guesses takes
 
     def __init__(self) -> None:
-        self._times: dict[int, float] = {}  # positions fed -> seconds
-        self._once: set[int] = set()  # those measured only once, when much may have been prepared
-        self._guess = 0.0  # seconds that a network takes for one more guess of every row
-        self._quiet = 0  # steps since it last guessed
+        self._times: dict[int, deque[float]] = {}  # positions fed -> seconds, the last few times
+        self._guesses: deque[float] = deque(
+            maxlen=_SAMPLES
+        )  # seconds of a network for one guess of every row
+        self._age = 0  # steps since one without guesses was measured
+        self._quiet = 0  # steps since a network last guessed
         self._patience = 1
 
-    def took(self, positions: int, seconds: float) -> None:
-        """Take in that a forward of so many positions took so long."""
-        known = self._times.get(positions)
-        if known is None:
-            self._once.add(positions)
-            self._times[positions] = seconds
-            return
-        self._once.discard(positions)
-        # Whatever else the machine does makes a step longer, never shorter.
-        self._times[positions] = min(seconds, 0.8 * known + 0.2 * seconds)
+    def took(self, positions: int, seconds: float, width: int = 0) -> None:
+        """Take in that a forward of so many positions took so long, with drafts of that width."""
+        self._times.setdefault(positions, deque(maxlen=_SAMPLES)).append(seconds)
+        self._age = self._age + 1 if width else 0
 
     def guessed(self, count: int, seconds: float) -> None:
         """Take in that guessing `count` tokens took so long."""
-        each = seconds / count
-        self._guess = each if not self._guess else min(each, 0.8 * self._guess + 0.2 * each)
+        self._guesses.append(seconds / count)
 
     def width(self, rate: Array, most: Array, cheap: bool, measured: bool) -> int:
         """How many tokens to try, where each row could try `most` and is right at that rate [R]."""
@@ -145,16 +145,18 @@ class Pace:
         if not longest:
             return 0
         base = self._near(rows) if measured else None
-        if measured and base is None:
-            return 0  # what a step takes without guesses is to be known first
+        if measured and (base is None or self._age >= self.STALE):
+            return 0  # what a step takes without guesses is to be known
         widths = np.arange(longest + 1)
         chance = np.clip(rate, 0.0, 0.999)[:, None]
         reach = np.minimum(widths, most[:, None])
         gain = ((1 - chance ** (reach + 1)) / (1 - chance)).sum(0)  # tokens a step
         cost = np.array([self._cost(rows, int(one), base) for one in widths])
         if not cheap:
-            cost += widths * (self._guess / base if base and self._guess else self.NETWORK)
-        best = int((gain / cost).argmax())
+            cost += widths * (median(self._guesses) / base if base and self._guesses else self.NETWORK)
+        worth = gain / cost
+        best = int(worth.argmax())
+        best = best if worth[best] > self.MARGIN * worth[0] else 0
         return best if cheap else self._probed(best)
 
     def _probed(self, best: int) -> int:
@@ -170,18 +172,17 @@ class Pace:
 
     def _near(self, rows: int) -> float | None:
         """What a step of so many rows takes without guesses, or one of nearly as many."""
-        for count in sorted(self._times, key=lambda one: abs(one - rows)):
-            return self._times[count] if abs(count - rows) <= rows // 4 else None
-        return None
+        nearest = min(self._times, key=lambda count: abs(count - rows), default=None)
+        if nearest is None or abs(nearest - rows) > rows // 4:
+            return None
+        return median(self._times[nearest])
 
     def _cost(self, rows: int, width: int, base: float | None) -> float:
         """What a step of that width costs, in steps without guesses."""
         wide = rows * (width + 1)
         usual = 1 + self.SLOPE * (wide - rows)
-        if base is None or not width:
+        if base is None or not width or wide not in self._times:
             return usual
-        known = self._times.get(wide)
-        if known is not None:
-            known = max(known / base, 1.0)
-            return min(known, usual) if wide in self._once else known
-        return usual
+        known = max(median(self._times[wide]) / base, 1.0)
+        # The first time much may have had to be prepared.
+        return min(known, usual) if len(self._times[wide]) == 1 else known

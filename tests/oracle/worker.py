@@ -310,13 +310,22 @@ def generate_own(
     tokenizer: str | None = None,
     prefix: Sequence[Any] | None = None,
     verdicts: Sequence[Sequence[Any]] = (),
+    assistant: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
     """`generate` with what a user brings along: the tokenizer of a folder, a prefix function, criteria.
 
-    The functions are sent as what they are made from: see `tests/parity/own.py`.
+    The functions are sent as what they are made from: see `tests/parity/own.py`. An `assistant` is the folder
+    of a draft `model`, that of its `tokenizer` where it has another, and `settings` of its generation config,
+    which is where this version reads how many tokens to guess.
     """
     given = dict(arguments)
+    if assistant is not None:
+        helper = _models.get(assistant["model"], {})
+        helper.generation_config.update(**assistant.get("settings", {}))
+        given["assistant_model"] = helper
+        if assistant.get("tokenizer") is not None:
+            given["assistant_tokenizer"] = _tokenizer(assistant["tokenizer"])
     if tokenizer is not None:
         given["tokenizer"] = _tokenizer(tokenizer)
     if prefix is not None:

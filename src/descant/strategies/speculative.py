@@ -103,7 +103,7 @@ class Speculative(Sampling):
             drafts = rows.tokens.new_zeros(len(rows), 0)
         verdict = self._verified(rows, scores, Proposal(None, drafts, torch.from_numpy(tried), probs))
         if self._timed:
-            self._pace.took(self._timed, _clock(rows) - self._began)
+            self._pace.took(self._timed, _clock(rows) - self._began, scores.shape[1] - 1)
             self._timed = 0
         # A run ends where one of its tokens ends the row, whatever the model said after that.
         count = verdict.accepted + verdict.sound
