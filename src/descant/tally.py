@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 from statistics import median
 from typing import ClassVar, Final, Self
 
@@ -110,12 +111,13 @@ class Tally:
 class Pace:
     """How wide a step pays: what forwards of so many positions take, measured as they are made.
 
-    Before it is measured, and where a result must not depend on a clock, each position beyond the first
-    costs `SLOPE` of a forward, which is little: whatever might pay is tried. Time is no even function of
+    Before it is measured, and where a result must not depend on a clock, each further position of one row
+    costs `SLOPE` of a forward, and of several rows as the root of their number, which is little: whatever
+    might pay is tried. Time is no even function of
     the positions (a product of sixteen lines can take less than one of ten), so each count has its own.
     """
 
-    SLOPE: Final = 0.08
+    SLOPE: Final = 0.1
     NETWORK: Final = 0.15  # what a network takes for one more guess of every row, in forwards
     MARGIN: Final = 1.05  # by how much guessing must look better: what looks best is partly luck
     LONGEST: Final = 64  # steps without a guess, before a network is asked for one again
@@ -180,7 +182,7 @@ class Pace:
     def _cost(self, rows: int, width: int, base: float | None) -> float:
         """What a step of that width costs, in steps without guesses."""
         wide = rows * (width + 1)
-        usual = 1 + self.SLOPE * (wide - rows)
+        usual = 1 + self.SLOPE * width * sqrt(rows)
         if base is None or not width or wide not in self._times:
             return usual
         known = max(median(self._times[wide]) / base, 1.0)
