@@ -119,6 +119,9 @@ class _Maker:
         given, make, size = self.given, self.make, self.target.facts.vocabulary
         if hasattr(given.model, "draft"):  # behind the port already
             return Drafting(("own", id(given.model)), lambda _: given.model, _confident(self.config, None))
+        if not any(hasattr(given.model, name) for name in ("facts", "config", "models")):
+            do = "pass a transformers model, or an object with `draft`"
+            raise InputError("assistant_model", "must be a model or a drafter", given.model, do)
         try:
             helper = make.adapt(given.model)
         except UnsupportedModel as error:

@@ -114,6 +114,17 @@ GOOD: dict[str, list[Any]] = {
     "low_memory": [True, False],
     "token_healing": [True, False],
     "banned_phrases": ["a", ["b", "the"], ["A\n", "the end"], [*TEXTS[:90:2]], "x" * 50],
+    "prompt_lookup_num_tokens": [1, 2, 5, 10, 2**63 - 1],
+    "max_matching_ngram_size": [1, 2, 3, 9, 2**63 - 1],
+    "suffix_lookup_num_tokens": [1, 2, 5, 10, 2**63 - 1],
+    "suffix_lookup_shared": [True, False],
+    "assistant_early_exit": [1, 1, 2, 3, 2**63 - 1],
+    "num_assistant_tokens": [1, 2, 3, 8, 2**63 - 1],
+    "num_assistant_tokens_schedule": ["constant", "heuristic", "heuristic_transient", "adaptive"],
+    "assistant_confidence_threshold": [0, 0.1, 0.4, 1],
+    "assistant_lookbehind": [1, 10],
+    "target_lookbehind": [1, 10],
+    "is_assistant": [True, False],
     "early_stopping": [True, False, "never"],
     "length_penalty": [-50, -1, 0, 0.3, 1, 2, 50.0],
     "temperature": [0, 1e-30, 0.1, 0.7, 1, 1.5, 30, 1e30],
@@ -237,6 +248,9 @@ OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 TEXTUAL = ("stop_strings", "stop_regex", "dry_sequence_breakers", "token_healing", "banned_phrases")
 # What each of these needs beside it to be of any use.
 NEEDS = {
+    "max_matching_ngram_size": "prompt_lookup_num_tokens", "suffix_lookup_shared": "suffix_lookup_num_tokens",
+    "num_assistant_tokens": "assistant_early_exit", "assistant_confidence_threshold": "assistant_early_exit",
+    "num_assistant_tokens_schedule": "prompt_lookup_num_tokens",
     "xtc_threshold": "xtc_probability",
     "dynamic_temperature_exponent": "dynamic_temperature_range",
     "mirostat_eta": "mirostat_tau",
