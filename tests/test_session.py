@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -236,6 +237,10 @@ def test_a_users_function_sees_only_the_rows_of_those_who_gave_it(model):
         Request([5], config(max_new_tokens=1, pad_token_id=10), logits_processor=[looking]),
     ]
     outcomes(model, given)
+    # It may read the width, so each row is shown as wide as it would be alone.
+    assert seen == [[[1], [5]], [[5, 6, 8]]]
+    seen.clear()
+    outcomes(model, [replace(one, width=3) for one in given])  # prompts of one padded call
     assert seen == [[[9, 9, 1], [5, 6, 8], [10, 10, 5]]]
 
 
