@@ -22,7 +22,7 @@ __all__ = ["SCHEDULES", "Pace", "Tally"]
 # pay by what was measured.
 SCHEDULES: Final = ("constant", "heuristic", "heuristic_transient", "adaptive")
 
-_MEMORY: Final = 0.85  # what a trial counts for after the next one
+_MEMORY: Final = 0.9  # what a trial counts for after the next one
 _SAMPLES: Final = 7  # of which the one in the middle counts
 _PRIOR: Final = (0.4, 1.6)  # right and wrong guesses that a row begins with
 
@@ -119,7 +119,7 @@ class Pace:
 
     SLOPE: Final = 0.1
     NETWORK: Final = 0.15  # what a network takes for one more guess of every row, in forwards
-    MARGIN: Final = 1.05  # by how much guessing must look better: what looks best is partly luck
+    MARGIN: Final = 1.1  # by how much guessing must look better: what looks best is partly luck
     LONGEST: Final = 64  # steps without a guess, before a network is asked for one again
     STALE: Final = 48  # steps after which it is measured again what one without guesses takes
 
