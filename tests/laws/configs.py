@@ -248,8 +248,10 @@ OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 TEXTUAL = ("stop_strings", "stop_regex", "dry_sequence_breakers", "token_healing", "banned_phrases")
 # What each of these needs beside it to be of any use.
 NEEDS = {
-    "max_matching_ngram_size": "prompt_lookup_num_tokens", "suffix_lookup_shared": "suffix_lookup_num_tokens",
-    "num_assistant_tokens": "assistant_early_exit", "assistant_confidence_threshold": "assistant_early_exit",
+    "max_matching_ngram_size": "prompt_lookup_num_tokens",
+    "suffix_lookup_shared": "suffix_lookup_num_tokens",
+    "num_assistant_tokens": "assistant_early_exit",
+    "assistant_confidence_threshold": "assistant_early_exit",
     "num_assistant_tokens_schedule": "prompt_lookup_num_tokens",
     "xtc_threshold": "xtc_probability",
     "dynamic_temperature_exponent": "dynamic_temperature_range",
