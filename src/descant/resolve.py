@@ -245,6 +245,11 @@ class Plan:
     wraps: tuple[str, ...] = ()  # which wrappers the model needs
 
     @property
+    def shape(self) -> tuple[Any, ...]:
+        """The key as far as other processes can have the same: who guesses is an object of this one."""
+        return self.key[:2] if self.key[0] == "speculative" else self.key
+
+    @property
     def again(self) -> bool:
         """Whether its rows' last tokens are fed again, so that they must have one."""
         return self.key[0] in ("sequential", "rewinding")

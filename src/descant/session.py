@@ -152,7 +152,7 @@ class Session:
             refuse_uncallable(request)
             refuse_unguided(request, known.wraps, self.model.facts, made[-1]["limit"] - len(ids))
         if self._peers is not None:
-            keys = [plans[_sort(one)].key[0] for one in requests]
+            keys = [plans[_sort(one)].shape for one in requests]
             self._peers.same("prompt", prompts[0], _digest(prompts, keys, made))
             timed = any(isfinite(row["deadline"]) for row in made)
             self._stops.heeded |= self._peers.any(timed or any(one.stopping_criteria for one in requests))

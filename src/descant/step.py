@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -104,24 +104,6 @@ class Tokens(NamedTuple):
     place: Tensor | None = None  # [N] which new token of its row each is; None: the one after its row
     tried: Tensor | None = None  # [N] how many guesses its row tried in this step
     guessed: Tensor | None = None  # [N] whether it was guessed
-
-    def singly(self) -> Iterator[Tokens]:
-        """The same in parts that hold one token of a sequence at the most, in order."""
-        seen: dict[tuple[int, int], int] = {}
-        turn = []
-        for line in zip(self.request.tolist(), self.slot.tolist(), strict=True):
-            turn.append(seen.get(line, 0))
-            seen[line] = turn[-1] + 1
-        if not any(turn):
-            yield self
-            return
-        for number in range(max(turn) + 1):
-            here = torch.tensor([place for place, one in enumerate(turn) if one == number])
-            ended = {at: self.ended[old] for at, old in enumerate(here.tolist()) if old in self.ended}
-            parts: dict[str, Any] = {
-                name: part[here] for name, part in self._asdict().items() if isinstance(part, Tensor)
-            }
-            yield self._replace(**parts, ended=ended)
 
 
 class Speculation(NamedTuple):

@@ -113,8 +113,8 @@ class Pace:
 
     Before it is measured, and where a result must not depend on a clock, each further position of one row
     costs `SLOPE` of a forward, and of several rows as the root of their number, which is little: whatever
-    might pay is tried. Time is no even function of
-    the positions (a product of sixteen lines can take less than one of ten), so each count has its own.
+    might pay is tried. Time is no even function of the positions (a product of sixteen lines can take less
+    than one of ten), so each count has its own.
     """
 
     SLOPE: Final = 0.1
@@ -125,9 +125,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}  # positions fed -> seconds, the last few times
-        self._guesses: deque[float] = deque(
-            maxlen=_SAMPLES
-        )  # seconds of a network for one guess of every row
+        # Seconds that a network takes for one guess of every row, the last few times.
+        self._guesses: deque[float] = deque(maxlen=_SAMPLES)
         self._age = 0  # steps since one without guesses was measured
         self._quiet = 0  # steps since a network last guessed
         self._patience = 1

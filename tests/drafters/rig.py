@@ -142,6 +142,20 @@ def tried(proposal: Proposal, count: int) -> list[list[int]]:
     return [line[:n] for line, n in zip(proposal.drafts.tolist(), proposal.n.tolist(), strict=True)]
 
 
+def copied(found: Proposal, rows: Rows, most: Tensor) -> list[list[int]]:
+    """What a look-up tries for each row, after the promises of a proposal have been looked at."""
+    assert found.parents is None
+    assert found.probs is None
+    if found.drafts is None:
+        assert found == (None, None, None, None)
+        return [[] for _ in range(len(rows))]
+    assert found.n is not None
+    assert found.drafts.shape == (len(rows), int(found.n.max()))
+    assert found.drafts.dtype == rows.tokens.dtype
+    assert (found.n <= most).all()
+    return [line[:n].tolist() for line, n in zip(found.drafts, found.n.tolist(), strict=True)]
+
+
 class Course:
     """Rows that keep some drafts and a token more, and then move, fork, leave and come by chance."""
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from descant.context import Params, table
 from descant.drafters.lookup import PromptLookup
 from descant.rows import Rows
+from tests.drafters.rig import copied
 
 GARBAGE = 77  # lies behind the decided tokens, and may never be matched nor copied
 
@@ -27,16 +28,7 @@ def rows_of(texts, params):
 def drafted(rows, most):
     """What is tried for each row, after the promises of a proposal have been looked at."""
     most = torch.tensor(most)
-    found = PromptLookup().draft(rows, most, None)
-    assert found.parents is None
-    assert found.probs is None
-    if found.drafts is None:
-        assert found == (None, None, None, None)
-        return [[] for _ in range(len(rows))]
-    assert found.drafts.shape == (len(rows), int(found.n.max()))
-    assert found.drafts.dtype == rows.tokens.dtype
-    assert (found.n <= most).all()
-    return [line[:n].tolist() for line, n in zip(found.drafts, found.n.tolist(), strict=True)]
+    return copied(PromptLookup().draft(rows, most, None), rows, most)
 
 
 def searched(text, gram, most):

@@ -13,6 +13,7 @@ from descant.context import Params, table
 from descant.drafters import suffix
 from descant.drafters.suffix import SuffixLookup
 from descant.rows import Rows
+from tests.drafters.rig import copied
 
 GARBAGE = 77  # lies behind the decided tokens, and may never be matched nor copied
 
@@ -47,16 +48,7 @@ def drafted(drafter, lines, parents, most):
 
 
 def tried(drafter, rows, most):
-    found = drafter.draft(rows, most, None)
-    assert found.parents is None
-    assert found.probs is None
-    if found.drafts is None:
-        assert found == (None, None, None, None)
-        return [[] for _ in range(len(rows))]
-    assert found.drafts.shape == (len(rows), int(found.n.max()))
-    assert found.drafts.dtype == rows.tokens.dtype
-    assert (found.n <= most).all()
-    return [line[:n].tolist() for line, n in zip(found.drafts, found.n.tolist(), strict=True)]
+    return copied(drafter.draft(rows, most, None), rows, most)
 
 
 def alone(text, most=9, shared=False):

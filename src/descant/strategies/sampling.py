@@ -145,18 +145,23 @@ class Sampling:
         reasons: Sequence[tuple[str, Array]],
         failed: Sequence[int],
     ) -> list[tuple[int, Hypothesis]]:
-        """Keep what the rows that go have written: each with its row."""
-        index = torch.from_numpy(np.flatnonzero(gone))
-        written = pick(rows.tokens, index).cpu()
+        """Keep what the rows that go have written, but for those that failed: each with its row."""
+        index = np.flatnonzero(gone & ~np.isin(rows.request.numpy(), failed))
+        why = [next(name for name, which in reasons if which[row]) for row in index.tolist()]
+        return self._retire(rows, index, [tokens[row : row + 1] for row in index.tolist()], why)
+
+    def _retire(
+        self, rows: Rows, index: Array, new: Sequence[Tensor], why: Sequence[str | None]
+    ) -> list[tuple[int, Hypothesis]]:
+        """Keep what the rows `index` have written that end, each with its new tokens and why: by its row."""
+        written = pick(rows.tokens, torch.from_numpy(index)).cpu()
         kept = []
         for line, row in enumerate(index.tolist()):
-            request = int(rows.request[row])
-            if request in failed:
-                continue
             start, stop = int(rows.prompt[row]), int(rows.length[row])
-            new = torch.cat((written[line, start:stop], tokens[row : row + 1]))
-            one = Hypothesis(new, next(name for name, which in reasons if which[row]))
-            self._done.setdefault(request, {})[int(rows.slot[row])] = one
+            reason = why[line]
+            assert reason is not None
+            one = Hypothesis(torch.cat((written[line, start:stop], new[line])), reason)
+            self._done.setdefault(int(rows.request[row]), {})[int(rows.slot[row])] = one
             kept.append((row, one))
         return kept
 

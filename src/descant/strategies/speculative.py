@@ -267,16 +267,20 @@ class Speculative(Sampling):
         lost = ~ended & ~verdict.sound
         failed = sorted(set(requests[lost].tolist()))
         gone = ended | np.isin(requests, failed)
-        retired = self._gone(rows, verdict.run, run, np.flatnonzero(ended & ~np.isin(requests, failed)))
+        tally = _tally(rows)
+        index = np.flatnonzero(ended & ~np.isin(requests, failed))
+        new = [verdict.run[row, : int(run.stands[row])] for row in index.tolist()]
+        retired = self._retire(rows, index, new, [run.why[row] for row in index.tolist()])
+        for row, one in retired:
+            one.speculation = tally.report(row)
         emitted, said = _spoken(rows, verdict, run, retired)
         told = None if verdict.run.shape[1] == 1 else said
         whence = None if parents is None else torch.from_numpy(run.fed)
-        tally = _tally(rows)
         if not gone.any():
             accepted = None if verdict.run.shape[1] == 1 else torch.from_numpy(verdict.accepted)
             slot = None if parents is None else rows.slot
-            one = Selection(verdict.tokens, whence, accepted, slot, {"drafts": tally})
-            return one._replace(emitted=emitted, host=_last(verdict), told=told)
+            chosen = Selection(verdict.tokens, whence, accepted, slot, {"drafts": tally})
+            return chosen._replace(emitted=emitted, host=_last(verdict), told=told)
         keep = torch.from_numpy(np.flatnonzero(~gone))
         return Selection(
             pick(verdict.tokens, keep),
@@ -291,20 +295,6 @@ class Speculative(Sampling):
             retired=[(int(run.fed[row]), one) for row, one in retired],
             told=told,
         )
-
-    def _gone(self, rows: Rows, new: Tensor, run: _Run, index: Array) -> list[tuple[int, Hypothesis]]:
-        """Keep what the rows that end have written: each with its row."""
-        written = pick(rows.tokens, torch.from_numpy(index)).cpu()
-        tally, kept = _tally(rows), []
-        for line, row in enumerate(index.tolist()):
-            start, stop = int(rows.prompt[row]), int(rows.length[row])
-            tokens = torch.cat((written[line, start:stop], new[row, : int(run.stands[row])]))
-            reason = run.why[row]
-            assert reason is not None
-            one = Hypothesis(tokens, reason, speculation=tally.report(row))
-            self._done.setdefault(int(rows.request[row]), {})[int(rows.slot[row])] = one
-            kept.append((row, one))
-        return kept
 
 
 class _Run(NamedTuple):
