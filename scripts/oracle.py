@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PINS = {"transformers": "4.52.4"}
-UNPINNED = ("accelerate", "sentencepiece", "protobuf")
+UNPINNED = ("accelerate", "sentencepiece", "protobuf", "optimum-quanto", "hqq")
 
 
 def wanted() -> dict[str, str]:

@@ -62,7 +62,9 @@ CASES = {
     "num_assistant_tokens_schedule": (
         ["constant", "heuristic", "heuristic_transient", "adaptive"], ["linear", 1, ""],
     ),
-    "cache_implementation": (["dynamic", "static", "quantized"], ["paged", 1, True]),
+    "cache_implementation": (
+        ["dynamic", "static", "quantized", "sink", "paged", "snapkv", "h2o"], ["sliding", "", 1, True],
+    ),
     "stop_strings": (["\n", ["a", "b"]], ["", [], [""], [1], 5, {"a": 1}]),
     "banned_phrases": (["\n", ["a", "b"]], ["", [], [""], [1], 5, {"a": 1}]),
     "dola_layers": (["low", "high", [0, 2]], ["mid", [], [-1], 3, [True]]),

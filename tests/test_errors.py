@@ -10,6 +10,7 @@ from descant.errors import (
     DescantError,
     InputError,
     MissingExtra,
+    NotEnoughMemory,
     NotInThisVersion,
     RowError,
     UnsupportedModel,
@@ -21,6 +22,7 @@ def test_the_exception_tree():
     for kind, builtin in (
         (ConfigError, ValueError), (NotInThisVersion, ConfigError), (InputError, ValueError),
         (UnsupportedModel, ValueError), (RowError, ValueError), (MissingExtra, ImportError),
+        (NotEnoughMemory, MemoryError),
     ):  # fmt: skip
         assert issubclass(kind, DescantError)
         assert issubclass(kind, builtin)
@@ -33,12 +35,13 @@ def test_the_exception_tree():
 @pytest.mark.parametrize(
     "error",
     [ConfigError("a", "must be b", 1, "do c"), InputError(("a", "b"), "must", None), RowError("failed", 3),
-     MissingExtra("x", "y"), UnsupportedModel("no"), NotInThisVersion("a", "is not", object)],
+     MissingExtra("x", "y"), NotEnoughMemory("no room", 8, 4, ("paged",)), UnsupportedModel("no"),
+     NotInThisVersion("a", "is not", object)],
 )  # fmt: skip
 def test_errors_survive_a_pickle(error):
     twin = pickle.loads(pickle.dumps(error))
     assert (type(twin), str(twin)) == (type(error), str(error))
-    for name in ("field", "request", "extra"):
+    for name in ("field", "request", "extra", "needed", "free", "fitting"):
         assert getattr(twin, name, None) == getattr(error, name, None)
 
 

@@ -103,15 +103,10 @@ def test_a_value_that_changes_nothing_is_not_called_unused(call):
     GenerationConfig.merge(call)
 
 
-def test_a_models_hint_is_set_aside_and_a_models_method_is_not():
-    hints = {
-        "use_cache": False,
-        "cache_implementation": "hybrid",
-        "prefill_chunk_size": 8,
-    }
+def test_a_models_hint_is_known_for_one_and_a_models_method_is_none():
+    hints = {"use_cache": False, "cache_implementation": "hybrid", "prefill_chunk_size": 8}
     merged = GenerationConfig.merge({}, None, GenerationConfig.from_dict(hints))
-    assert merged.unused == hints
-    assert merged.given == frozenset()
+    assert {merged.source(name) for name in hints} == {"model"}  # by which the resolver lets them be
     model = GenerationConfig.from_dict({"forced_decoder_ids": [[1, 9]]})
     with pytest.raises(NotInThisVersion, match=r"from the model's .*pass forced_decoder_ids=None") as error:
         GenerationConfig.merge({}, None, model)

@@ -1,5 +1,27 @@
 """Descant: every way to decode a language model, in one exact loop."""
 
+from descant.adapters.caches import (
+    Cache,
+    CacheConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    H2OCache,
+    HQQQuantizedCache,
+    HybridCache,
+    MambaCache,
+    OffloadedCache,
+    OffloadedStaticCache,
+    PagedCache,
+    QuantizedCache,
+    QuantizedCacheConfig,
+    QuantoQuantizedCache,
+    SinkCache,
+    SlidingWindowCache,
+    SnapKVCache,
+    StaticCache,
+    StaticCacheConfig,
+)
+from descant.compilation import CompileConfig
 from descant.config import GenerationConfig
 from descant.constraints import Constraint, ConstraintListState, DisjunctiveConstraint, PhrasalConstraint
 from descant.criteria import (
@@ -17,11 +39,13 @@ from descant.errors import (
     DescantError,
     InputError,
     MissingExtra,
+    NotEnoughMemory,
     NotInThisVersion,
     RankError,
     RowError,
     UnsupportedModel,
 )
+from descant.estimate import Estimate, estimate
 from descant.generate import attach, compute_transition_scores, detach, generate
 from descant.guidance.arithmetic import ContrastiveDecoding, DExperts, ProxyTuning
 from descant.outputs import (
@@ -30,6 +54,8 @@ from descant.outputs import (
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
 )
+from descant.past import Past
+from descant.prefixes import PrefixCache, PrefixReport
 from descant.processors import (
     AdaptivePLogitsWarper,
     AllowedSequences,
@@ -77,7 +103,8 @@ from descant.processors import (
     WhisperTimeStampLogitsProcessor,
     XTCLogitsWarper,
 )
-from descant.session import Event, Failed, Finished, Request, Session, Tokens
+from descant.reuse import PromptCache, load_cache, prefill
+from descant.session import Event, Failed, Finished, Report, Request, Session, Tokens
 from descant.step import Hypothesis, Logprobs, Speculation
 from descant.strategies.beams.scorers import BeamScorer, BeamSearchScorer, ConstrainedBeamSearchScorer
 from descant.stream import Stream, StreamEvent, stream
@@ -94,7 +121,10 @@ __all__ = [
     "BaseStreamer",
     "BeamScorer",
     "BeamSearchScorer",
+    "Cache",
+    "CacheConfig",
     "ClassifierFreeGuidanceLogitsProcessor",
+    "CompileConfig",
     "ConfigError",
     "ConstrainedBeamSearchScorer",
     "Constraint",
@@ -105,11 +135,14 @@ __all__ = [
     "DRYLogitsProcessor",
     "DescantError",
     "DisjunctiveConstraint",
+    "DynamicCache",
     "DynamicTemperatureLogitsWarper",
+    "EncoderDecoderCache",
     "EncoderNoRepeatNGramLogitsProcessor",
     "EncoderRepetitionPenaltyLogitsProcessor",
     "EosTokenCriteria",
     "EpsilonLogitsWarper",
+    "Estimate",
     "EtaLogitsWarper",
     "Event",
     "ExponentialDecayLengthPenalty",
@@ -123,8 +156,11 @@ __all__ = [
     "GenerateDecoderOnlyOutput",
     "GenerateEncoderDecoderOutput",
     "GenerationConfig",
+    "H2OCache",
+    "HQQQuantizedCache",
     "HammingDiversityLogitsProcessor",
     "HealingLogitsProcessor",
+    "HybridCache",
     "Hypothesis",
     "InfNanRemoveLogitsProcessor",
     "InputError",
@@ -133,6 +169,7 @@ __all__ = [
     "LogitsProcessor",
     "LogitsProcessorList",
     "Logprobs",
+    "MambaCache",
     "MaxLengthCriteria",
     "MaxTimeCriteria",
     "MinLengthLogitsProcessor",
@@ -142,19 +179,36 @@ __all__ = [
     "MissingExtra",
     "NoBadWordsLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
+    "NotEnoughMemory",
     "NotInThisVersion",
+    "OffloadedCache",
+    "OffloadedStaticCache",
     "PLessLogitsWarper",
+    "PagedCache",
+    "Past",
     "PhrasalConstraint",
+    "PrefixCache",
     "PrefixConstrainedLogitsProcessor",
+    "PrefixReport",
     "PresencePenaltyLogitsProcessor",
+    "PromptCache",
     "ProxyTuning",
+    "QuantizedCache",
+    "QuantizedCacheConfig",
+    "QuantoQuantizedCache",
     "RankError",
     "RepetitionPenaltyLogitsProcessor",
+    "Report",
     "Request",
     "RowError",
     "SequenceBiasLogitsProcessor",
     "Session",
+    "SinkCache",
+    "SlidingWindowCache",
+    "SnapKVCache",
     "Speculation",
+    "StaticCache",
+    "StaticCacheConfig",
     "StopRegexCriteria",
     "StopStringCriteria",
     "StoppingCriteria",
@@ -180,6 +234,9 @@ __all__ = [
     "attach",
     "compute_transition_scores",
     "detach",
+    "estimate",
     "generate",
+    "load_cache",
+    "prefill",
     "stream",
 ]

@@ -9,21 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from descant.cache.unkept import Unkept
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, InputError
 from descant.guidance.cfg import NEGATIVE
 from descant.healing import Tail
 from descant.inputs import Prepared, prepared
+from descant.loan import Loan, given_back
+from descant.past import Past
+from descant.ports import Cache
 from descant.resolve import pad_of
 from descant.session import Request, Session
-from descant.step import Observation
+from descant.step import Hypothesis, Observation
 
 __all__ = ["Asked", "Call", "listed", "merged", "placed", "rows_of"]
 
 # What concerns the call as a whole and not one sequence: all rows must say the same.
 _SHARED = (
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
-    "pad_token_id", "bos_token_id", "decoder_start_token_id",
+    "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache", "cache_implementation",
+    "cache_config", "return_legacy_cache",
 )  # fmt: skip
 
 
@@ -38,6 +43,7 @@ class Asked:
     several: str = "generation_config"  # the argument that may be a list, and is
     assistant_model: Any = None
     assistant_tokenizer: Any = None
+    past: Any = None  # the user's cache
 
     @property
     def config(self) -> GenerationConfig:
@@ -91,7 +97,9 @@ class Call:
         observe: Callable[[Observation], None] | None = None,
     ) -> None:
         self.asked = asked
-        self.session = Session(model, states=states, observe=observe)
+        self.loan = None if asked.past is None else Loan(asked.past)
+        cache = _refused(asked.config, self.loan)
+        self.session = Session(model, states=states, observe=observe, cache=cache)
         self.numbers: list[int] = []
         self.configs: list[GenerationConfig] = []
         self.healed: list[Tail] = []  # what token healing has taken off each prompt
@@ -119,7 +127,9 @@ class Call:
             else Tail()
             for config, ids in zip(self.configs, whole, strict=True)
         ]
+        pasts = [None] * len(prompts) if self.loan is None else self.loan.pasts(prompts)
         prompts = prompts.shortened([len(tail) for tail in self.healed], pad_of(asked.config))
+        keep = self._keeps(sum(config.num_return_sequences for config in self.configs))
         first, requests = 0, []
         for line, config in enumerate(self.configs):
             requests.append(
@@ -134,6 +144,8 @@ class Call:
                     tokenizer=asked.tokenizer,
                     assistant_model=asked.assistant_model,
                     assistant_tokenizer=asked.assistant_tokenizer,
+                    past=pasts[line],
+                    keep=keep,
                     batch=line,
                     width=prompts.shown.shape[1],
                     line=first,
@@ -144,6 +156,38 @@ class Call:
         self.numbers = self.session.admit(*requests, lines=first)
         return prompts
 
+    def _keeps(self, sequences: int) -> bool:
+        """Whether anybody will see what so many sequences hold."""
+        config, facts = self.asked.config, self.session.model.facts
+        if facts.encoder_decoder:
+            return False  # what it sees of the encoder is no part of what rows hold
+        single = facts.memory == "keys" or (facts.memory == "own" and sequences == 1)
+        if self.loan is not None and (not self.loan.frozen or config.return_dict_in_generate):
+            if not single:
+                must = "of a model that keeps more than keys and values is filled for one sequence alone"
+                raise InputError("past_key_values", must, f"{sequences} sequences", "pass them one by one")
+            return True
+        told = config.source("use_cache") in ("call", "argument") and config.use_cache
+        wanted = config.return_dict_in_generate and (told or bool(config.return_legacy_cache))
+        return wanted and single and not hasattr(self.session.model, "new_cache")
+
+    def cache(self, pasts: Sequence[Past], found: Sequence[Hypothesis], prompts: Prepared) -> Any:
+        """The cache that holds what the sequences found hold: the user's, if it can be changed."""
+        if not pasts:
+            return None
+        counts = [config.num_return_sequences for config in self.configs]
+        whose = [line for line, count in enumerate(counts) for _ in range(count)]
+        tokens = [
+            torch.cat((prompts.prompt(line).cpu(), one.tokens[:-1]))
+            for line, one in zip(whose, found, strict=True)
+        ]
+        wide = prompts.shown.shape[1]
+        # As far as all of them are read: the last token of one that ended early is not.
+        columns = torch.ones(len(found), wide + min(len(one.tokens) for one in found) - 1, dtype=torch.bool)
+        if prompts.here is not None:
+            columns[:, :wide] = prompts.here.cpu()[whose]
+        return given_back(self.loan, pasts, tokens, columns)
+
     def lines(self, count: Callable[[GenerationConfig], int]) -> dict[int, int]:
         """The first line of each request where each has `count(config)` lines."""
         first, lines = 0, {}
@@ -151,6 +195,24 @@ class Call:
             lines[number] = first
             first += count(config)
         return lines
+
+
+def _refused(config: GenerationConfig, loan: Loan | None) -> Cache | None:
+    """The cache of the call, where it is not for the model to say; an error where two are asked for."""
+    if config.use_cache is False and config.source("use_cache") != "model":
+        if loan is not None:
+            raise ConfigError("use_cache", "must not be False with `past_key_values`", False, "leave one out")
+        if config.assistant_early_exit is not None:
+            must = "must not be False with `assistant_early_exit`, which reads what its layers keep"
+            raise ConfigError(("use_cache", "assistant_early_exit"), must, False, "leave one out")
+        return Unkept()
+    if loan is None:
+        return None
+    if config.cache_implementation is not None and config.source("cache_implementation") != "model":
+        do = "leave one of them out"
+        must = "has no use with `past_key_values`, which is of a kind already"
+        raise ConfigError("cache_implementation", must, config.cache_implementation, do)
+    return loan.table()
 
 
 def _negative(ids: Any, mask: Any) -> list[Tensor] | None:

@@ -5,6 +5,7 @@ DescantError (Exception)
 │   └── NotInThisVersion            right, but its method is not built yet
 ├── InputError (ValueError)         a tensor or another argument is wrong; `.field` names it
 ├── UnsupportedModel (ValueError)   the model cannot be decoded this way
+├── NotEnoughMemory (MemoryError)   a cache would not fit; `.needed`, `.free` in bytes, `.fitting` caches
 ├── RankError (RuntimeError)        another process of a tensor-parallel model failed; `.rank` says which
 ├── RowError (ValueError)           one request failed, its neighbours did not; `.request` is its number
 │   └── ConstraintError             its result does not meet its constraints; `.unmet` says which
@@ -21,6 +22,7 @@ __all__ = [
     "DescantError",
     "InputError",
     "MissingExtra",
+    "NotEnoughMemory",
     "NotInThisVersion",
     "RankError",
     "RowError",
@@ -103,6 +105,17 @@ class ConstraintError(RowError):
         super().__init__(message, request)
         self.unmet = unmet
         self.args = (message, request, unmet)
+
+
+class NotEnoughMemory(DescantError, MemoryError):
+    """A run whose cache would come to more than there is; nothing was allocated for it."""
+
+    def __init__(self, message: str, needed: int = 0, free: int = 0, fitting: tuple[str, ...] = ()) -> None:
+        self.needed, self.free, self.fitting = needed, free, fitting
+        super().__init__(message, needed, free, fitting)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class RankError(DescantError, RuntimeError):

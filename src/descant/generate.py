@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -53,12 +54,17 @@ def generate(
 
     Keyword arguments are fields of GenerationConfig or inputs of the model, `tokenizer`, which what is given
     as text needs, for guidance `negative_prompt_ids` [B, L] with `negative_prompt_attention_mask`, and for
-    speculation an `assistant_model`, with its `assistant_tokenizer` where that is another.
+    speculation an `assistant_model`, with its `assistant_tokenizer` where that is another. A cache given as
+    `past_key_values` holds what the prompts begin with, one row for all of them or one each, and in the end
+    what the returned sequences hold, but for their last tokens; a frozen one, of `descant.prefill`, stays
+    as it is. `input_ids` are the whole texts all the same. A model with an encoder takes an empty one only,
+    to work on one of its kind.
     `generation_config` may be a list, one for each prompt, and so may `seed`. Returns the sequences
     [B * num_return_sequences, L], or with `return_dict_in_generate=True` a record with what was asked for.
     """
     tokenizer = kwargs.pop("tokenizer", None)
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
+    past = kwargs.pop("past_key_values", None)
     for name in _LATER:
         value = kwargs.pop(name, None)
         if value is not None and value is not False:
@@ -67,6 +73,9 @@ def generate(
     criteria = listed("stopping_criteria", stopping_criteria)
     listener = None if is_prepared(generation_config) else listener_of(model)
     if listener is not None:
+        if past is not None:
+            must = f"is not taken by {type(model).__name__}, which hears window by window"
+            raise NotInThisVersion("past_key_values", must, type(past).__name__, "leave it out")
         if assistant["assistant_model"] is not None:
             kind, do = type(model).__name__, "leave it out"
             must = f"is not taken by {kind}, which hears window by window"
@@ -83,6 +92,7 @@ def generate(
     if outer is not None:
         held = {"logits_processor": processors, "stopping_criteria": criteria, "streamer": streamer}
         held = {**held, "tokenizer": tokenizer, **assistant, **kwargs}
+        held |= {} if past is None else {"past_key_values": past}
         answer: Tensor | GenerateOutput = outer.run(generate, inputs, generation_config, held)
         return answer
     call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
@@ -91,10 +101,12 @@ def generate(
         config = recovered_config(generation_config, kwargs["input_ids"].shape[1])
         given = recovered_inputs(generation_config, kwargs, bool(model.config.is_encoder_decoder))
         asked = Asked([config], processors, own_criteria(criteria), tokenizer, **assistant)
+        if past is not None and past.get_seq_length():  # an empty one it has made for itself
+            asked = replace(asked, past=past)
         return _Run(model, asked, streamer).run(given)
     several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
     configs = merged(model, generation_config, call)
-    asked = Asked(configs, processors, criteria, tokenizer, several, **assistant)
+    asked = Asked(configs, processors, criteria, tokenizer, several, **assistant, past=past)
     return _Run(model, asked, streamer).run(kwargs)
 
 
@@ -155,20 +167,24 @@ class _Run:
         """The whole call."""
         prompts = self.call.admit(given)
         done = self._drained(prompts)
-        return self._laid_out(prompts, [done[number] for number in self.call.numbers])
+        ends = [done[number] for number in self.call.numbers]
+        found = [end.hypotheses for end in ends]
+        sequences = [one for some in found for one in some]
+        cache = self.call.cache([past for end in ends for past in end.pasts], sequences, prompts)
+        return self._laid_out(prompts, found, cache)
 
-    def _drained(self, prompts: Prepared) -> dict[int, list[Hypothesis]]:
+    def _drained(self, prompts: Prepared) -> dict[int, Finished]:
         first = self.call.lines(rows_of)
         copies = torch.tensor([rows_of(config) for config in self.call.configs])
         shown = None
         if self.streamer is not None:
             self.streamer.put(prompts.shown.cpu().repeat_interleave(copies, 0))
             shown = _Abreast(self.streamer.put, first, int(copies.sum()), self._pad)
-        done: dict[int, list[Hypothesis]] = {}
+        done: dict[int, Finished] = {}
         while len(self.session):
             for event in self.session.step():
                 if isinstance(event, Finished):
-                    done[event.request] = event.hypotheses
+                    done[event.request] = event
                 elif isinstance(event, Failed):
                     raise event.error
                 elif shown is not None:
@@ -181,7 +197,9 @@ class _Run:
     def _pad(self) -> int:
         return pad_of(self.config)
 
-    def _laid_out(self, prompts: Prepared, found: Sequence[list[Hypothesis]]) -> Tensor | GenerateOutput:
+    def _laid_out(
+        self, prompts: Prepared, found: Sequence[list[Hypothesis]], cache: Any
+    ) -> Tensor | GenerateOutput:
         """The prompts as given, each followed by what was found, padded at the right."""
         sequences = [one for some in found for one in some]
         wide = max(len(one.tokens) for one in sequences)
@@ -194,7 +212,12 @@ class _Run:
         if not self.config.return_dict_in_generate:
             _refuse_unmet(sequences, [len(some) for some in found])
             return whole
-        return self._record(whole, prompts, found, wide)
+        record = self._record(whole, prompts, found, wide)
+        if cache is None:
+            return record
+        legacy = bool(self.config.return_legacy_cache)
+        # Made again, for what it holds has an order.
+        return type(record)(**record, past_key_values=cache.to_legacy_cache() if legacy else cache)
 
     def _record(
         self, whole: Tensor, prompts: Prepared, found: Sequence[list[Hypothesis]], wide: int
@@ -209,7 +232,7 @@ class _Run:
             values |= {name: self.trace.tensors(name, layout) for name in ("scores", "logits")}
             names = _DECODER if both else self.states
             wanted = [name for name in names if name.endswith(self.states)]
-            values |= {name: self.trace.states(name, layout) for name in wanted}
+            values |= {name: self._fed(name, self.trace.states(name, layout)) for name in wanted}
             if both:
                 values |= {f"encoder_{name}": self.session.model.encoded.get(name) for name in self.states}
         sequences = [one for some in found for one in some]
@@ -234,6 +257,16 @@ class _Run:
             (True, True): GenerateBeamEncoderDecoderOutput,
         }
         return kinds[beams, both](**values)
+
+    def _fed(self, name: str, states: Any) -> Any:
+        """The states of a call, those of the first step without what was in a cache already."""
+        if self.call.loan is None or states is None or self.trace is None:
+            return states
+        parts = [part for seen in self.trace.seen for part in seen.output.states if name in part]
+        size = max(int((part["fed"] - part["tried"]).max()) for part in parts)
+        dim = 2 if "attentions" in name else 1
+        first = tuple(layer.narrow(dim, layer.shape[dim] - size, size) for layer in states[0])
+        return (first, *states[1:])
 
     def _refuse_fused_attention(self) -> None:
         if "attentions" in self.states and self.session.model.facts.attention != "eager":

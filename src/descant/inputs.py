@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from descant.config import GenerationConfig
-from descant.errors import ConfigError, InputError, NotInThisVersion
+from descant.errors import ConfigError, InputError
 from descant.media import dealt
 from descant.ports import Facts
 
-__all__ = ["Prepared", "prepared"]
+__all__ = ["Prepared", "encoded", "prepared"]
 
 # Handed over by transformers' own generate() when it calls us, or of no meaning to a loop with its own cache.
 _IGNORED = frozenset({"use_cache", "position_ids", "logits_to_keep", "cache_position", "return_dict"})
@@ -34,6 +34,7 @@ class Prepared:
     tokens: Tensor  # [B, L] the same tokens, left aligned
     inputs: list[dict[str, Any]] = field(default_factory=list)  # of each prompt, what else the model wants
     positions: int = 0  # how wide the padded prompts are where they have no tokens
+    here: Tensor | None = None  # [B, W] which of what is shown are tokens of a prompt; None: all
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -55,7 +56,8 @@ class Prepared:
         shown = self.tokens.new_full((len(self), int(lengths.max())), pad)
         for line, size in enumerate(lengths.tolist()):
             shown[line, shown.shape[1] - size :] = self.tokens[line, :size]
-        return replace(self, shown=shown, lengths=lengths)
+        here = torch.arange(shown.shape[1]) >= shown.shape[1] - lengths[:, None]
+        return replace(self, shown=shown, lengths=lengths, here=here.to(shown.device))
 
 
 def prepared(
@@ -63,9 +65,6 @@ def prepared(
 ) -> Prepared:
     """The prompts of a call from its model inputs."""
     given = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
-    past = given.pop("past_key_values", None)
-    if past is not None and not _empty_cache(past):
-        raise NotInThisVersion("past_key_values", "is not in this version of Descant", past, "leave it unset")
     given = _without_idle(given, facts)
     known = {*_TEXT, *facts.accepts}
     if facts.encoder_decoder:
@@ -85,10 +84,21 @@ def prepared(
     return build(given, config, facts, device)
 
 
-def _empty_cache(past: Any) -> bool:
-    """Whether this is a cache of transformers' that holds nothing, as its own generate() hands over."""
-    length = getattr(past, "get_seq_length", None)
-    return callable(length) and int(length()) == 0
+def encoded(name: str, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
+    """Texts, given as `name`, as ids and mask [B, L], padded on the right: all one to ragged rows."""
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(name, "must hold nothing but texts when it is a list", texts)
+    if tokenizer is None:
+        raise InputError("tokenizer", f"must be given when `{name}` is text", None)
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    for text, row in zip(texts, rows, strict=True):
+        if not row:
+            raise InputError(name, "must hold texts of at least one token", text)
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for line, row in enumerate(rows):
+        ids[line, : len(row)], mask[line, : len(row)] = torch.tensor(row), 1
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def _without_idle(given: dict[str, Any], facts: Facts) -> dict[str, Any]:
@@ -353,4 +363,4 @@ def _packed(shown: Tensor, ids: Tensor, here: Tensor, inputs: list[dict[str, Any
     if bool(here.all()):
         return Prepared(shown, lengths, ids, inputs)
     order = (~here).long().sort(dim=1, stable=True).indices
-    return Prepared(shown, lengths, ids.gather(1, order)[:, : int(lengths.max())], inputs)
+    return Prepared(shown, lengths, ids.gather(1, order)[:, : int(lengths.max())], inputs, here=here)

@@ -27,7 +27,7 @@ GROUPS: Final = (
 
 CACHES: Final = (
     "dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked",
-    "offloaded_hybrid", "offloaded_hybrid_chunked", "mamba", "quantized",
+    "offloaded_hybrid", "offloaded_hybrid_chunked", "mamba", "quantized", "sink", "paged", "snapkv", "h2o",
 )  # fmt: skip
 
 
@@ -429,28 +429,16 @@ class Parameters(Frozen):
 # fmt: on
 @dataclass(frozen=True, slots=True)
 class Later:
-    """Why a field is not in this version, and which of its values ask for nothing.
-
-    A `hint` changes speed or memory and never the law of the result (or has no effect without a
-    model that the caller must pass): when it comes with a model or a file it is set aside.
-    """
+    """Why a field is not in this version, and which of its values ask for nothing."""
 
     reason: str
     neutral: tuple[Any, ...] = (None,)
-    hint: bool = False
 
 
 # fmt: off
 LATER: Final[Mapping[str, Later]] = MappingProxyType({
     "forced_decoder_ids": Later("forced decoder tokens", (None, ())),
     "watermarking_config": Later("watermarking"),
-    "use_cache": Later("decoding without a cache", (True,), hint=True),
-    "cache_implementation": Later("other caches than the dynamic one", (None, "dynamic"), hint=True),
-    "cache_config": Later("other caches than the dynamic one", hint=True),
-    "return_legacy_cache": Later("the legacy cache format", (None, False), hint=True),
-    "prefill_chunk_size": Later("chunked prefill", hint=True),
-    "compile_config": Later("compilation", hint=True),
-    "disable_compile": Later("compilation", (False,), hint=True),
     "generation_kwargs": Later("arguments passed through to the model", (FrozenMap(),)),
 })
 # fmt: on

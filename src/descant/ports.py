@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "Noise",
     "Peers",
     "Processor",
+    "Reach",
     "Span",
     "StateCache",
     "Stop",
@@ -51,6 +52,7 @@ class Facts:
     context: int | None  # the length it was made for
     size: int | None = None  # of its embeddings
     memory: str = "keys"  # what it remembers: "keys" and values, a state of its "own", or "none"
+    kinds: tuple[str, ...] = ()  # the kind of each layer, where they are of several
     past: str = "past_key_values"  # under which name it takes that
     asks: bool = False  # says by itself what it is fed, so that it has to be asked
     level: bool = False  # only rows of equal length can share a forward
@@ -84,6 +86,18 @@ class Span(NamedTuple):
     start: int | Tensor  # first slot written; [N] on the device where rows are ragged
     width: int  # how many slots are written
     stop: int  # how many slots are read
+    places: Tensor | None = None  # [N] the rows on the host, where they are not all in order
+    starts: Tensor | None = None  # [N] the starts on the host, where they differ
+    sure: Tensor | None = None  # [N] (host) how many of the written slots are no guesses; None: not told
+
+    def on_host(self, rows: int) -> tuple[Array, Array]:
+        """The rows, of so many in all, and where each starts [N], without waiting for a device if told."""
+        where: Array = np.arange(rows)
+        if self.rows is not None:
+            where = (self.rows.cpu() if self.places is None else self.places).numpy()
+        if isinstance(self.start, int):
+            return where, np.full(len(where), self.start)
+        return where, (self.start.cpu() if self.starts is None else self.starts).numpy()
 
     @property
     def fresh(self) -> bool:
@@ -91,12 +105,25 @@ class Span(NamedTuple):
         return isinstance(self.start, int) and self.start == 0
 
 
+class Reach(NamedTuple):
+    """What a layer of a cache shows of its rows in a forward: the slots they hold, then those written.
+
+    Query `j` of row `i` sees the slots below `held[i] + j + 1`; what lies behind is stale.
+    """
+
+    held: Tensor  # [N] (host) how many slots each fed row has before the write
+    size: int  # how many slots are shown
+
+
 class Cache(Protocol):
     """What remembers what rows have read; how it is read and written is between it and the model."""
 
     @property
     def rewind(self) -> int | None:
-        """How far commit may cut a row; None: any length."""
+        """How far below the longest length that it ever had commit may cut a row; None: any length.
+
+        What was written and not yet committed can always be cut.
+        """
         ...
 
     def __len__(self) -> int:
@@ -118,8 +145,42 @@ class Cache(Protocol):
 class KeyCache(Cache, Protocol):
     """A cache of keys and values, slot by slot."""
 
+    @property
+    def lengths(self) -> Tensor:
+        """How many positions each row has [R] (host), those that it forgot included."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+        ...
+
     def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; the keys and values [N, H, S, D] that its rows hold then."""
+        ...
+
+    def reach(self, layer: int, span: Span) -> Reach | None:
+        """What `update` is about to show of that layer; None: slot `p` is position `p`, up to `span.stop`."""
+        ...
+
+    def select(self, rows: Tensor) -> Self:
+        """A cache of its own with these rows [N] (host), as last committed; this one stays as it is."""
+        ...
+
+    def join(self, other: Self) -> None:
+        """Take the rows of another one of the same kind below its own; the other is used up."""
+        ...
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything it holds."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """All that it holds, as last committed, by name; none of it shares memory."""
+        ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take what `state` gave, into a cache that is made alike and holds nothing."""
         ...
 
 

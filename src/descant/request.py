@@ -23,6 +23,7 @@ from descant.vocabulary import Vocabulary
 __all__ = [
     "Request",
     "Texts",
+    "beside",
     "healed",
     "prompt_of",
     "refuse_uncallable",
@@ -39,7 +40,8 @@ class Request:
     `prompt` holds the token ids (of the decoder, for encoder-decoder models; empty where the prompt is
     given as `inputs["inputs_embeds"]` alone). `inputs` holds what else the model wants: `inputs_embeds`, an
     encoder's `input_ids` and `attention_mask`, `token_type_ids` and the like without a batch dimension;
-    media (`pixel_values`, `input_features`) as their processor makes them for it alone.
+    media (`pixel_values`, `input_features`) as their processor makes them for it alone. `past` holds the
+    keys and values of the prompt's first tokens, which are not read again; it stays as it is.
     """
 
     prompt: Tensor | Sequence[int]
@@ -50,6 +52,9 @@ class Request:
     tokenizer: Any = None  # for what is text: `stop_strings`, `stop_regex`, `dry_sequence_breakers`, healing
     assistant_model: Any = None  # a draft model, which guesses ahead
     assistant_tokenizer: Any = None  # and its tokenizer, where that is another than `tokenizer`
+    past: Any = None  # a `Past`, or a cache of one row
+    keep: bool = False  # whether `Finished.pasts` is to hold what its sequences have read
+    salt: bytes = b""  # for a prefix cache: only requests with the same one share what they have read
     batch: int = 0  # which prompt of its call it is, for `prefix_allowed_tokens_fn`
     width: int = 0  # of the padded prompts it came with; a user's processor is shown ids of that width
     line: int = -1  # which line of torch's noise is its own; -1: it draws from a stream of its own
@@ -132,6 +137,12 @@ def prompt_of(request: Request, ids: Tensor, offset: int, tail: Tail | None = No
         return [int(token) for token in kept.tolist()]
 
     return Prompt(len(ids), offset, request.width, request.batch, source, tail)
+
+
+def beside(request: Request) -> int:
+    """How many positions longer than its prompt the longest text is that is read beside it."""
+    negative = request.inputs.get("negative_prompt_ids")
+    return 0 if negative is None else max(0, len(negative) - len(request.prompt))
 
 
 def refuse_unguided(request: Request, wraps: Sequence[str], facts: Facts, new: int) -> None:

@@ -23,6 +23,8 @@ from descant.errors import ConfigError, UnsupportedModel
 from descant.guidance.arithmetic import Arithmetic, Joint
 from descant.guidance.cfg import Guidance
 from descant.guidance.dola import DoLa, early_layers
+from descant.memory import NAME as CACHE
+from descant.memory import Wanted, kind_of, made, suiting
 from descant.ports import Cache, Facts, Model, Noise, Peers, Stop, Strategy
 from descant.processors import (
     AdaptivePLogitsWarper,
@@ -88,6 +90,8 @@ __all__ = [
     "ordered",
     "pad_of",
     "plan",
+    "refuse_cache",
+    "table_cache",
 ]
 
 DEFAULT_NEW_TOKENS: Final = 20
@@ -250,6 +254,11 @@ class Plan:
         return self.key[:2] if self.key[0] == "speculative" else self.key
 
     @property
+    def forks(self) -> bool:
+        """Whether one prompt becomes several rows."""
+        return self.values["copies"] > 1 or self.key[0] in ("beam", "constrained", "contrastive")
+
+    @property
     def again(self) -> bool:
         """Whether its rows' last tokens are fed again, so that they must have one."""
         return self.key[0] in ("sequential", "rewinding")
@@ -341,6 +350,40 @@ def cache_of(model: Model) -> Cache:
     own = getattr(model, "new_cache", None)
     cache: Cache = new_cache(model.facts) if own is None else own()
     return cache
+
+
+def table_cache(model: Any, configs: Sequence[GenerationConfig], slots: int, shared: int) -> Cache:
+    """The cache of a table: what the first config names, or what suits rows that come to share so much.
+
+    `slots` is how many positions the longest row may come to.
+    """
+    want = Wanted(model, configs[0], slots)
+    named = kind_of(configs[0])
+    if hasattr(model, "new_cache"):
+        if named not in (None, "dynamic") and configs[0].source(CACHE) != "model":
+            raise ConfigError(CACHE, "is for one model, not for several", named, "leave it out")
+        return cache_of(model)
+    return suiting(want, shared) if named is None else made(want)
+
+
+def refuse_cache(known: Plan, cache: Cache, named: str | None, slots: int) -> None:
+    """Raise for a request that cannot work on the cache of its table, which was asked for by that name."""
+    config, kind = known.config, type(cache).__name__
+    wanted = kind_of(config)
+    if wanted not in (None, named) and config.source(CACHE) != "model":
+        its = f"the {named} one" if named is not None else f"a {kind}"
+        do = "leave it out, or use a session of its own"
+        raise ConfigError(CACHE, f"must be that of its table, {its}", wanted, do)
+    back = {"rewinding": None, "sequential": 1}.get(known.key[0], 0)
+    limit = getattr(cache, "rewind", None)
+    if limit is not None and (back is None or back > limit):
+        field = "banned_phrases" if known.key[0] == "rewinding" else "low_memory"
+        must = f"takes tokens back, which the {named or kind} cache cannot: it has forgotten what came before"
+        raise ConfigError((field, CACHE), must, getattr(config, field), "use another cache")
+    room = getattr(cache, "capacity", None)
+    if room is not None and slots > room:
+        must = f"must leave room: the {named or kind} cache has {room} positions"
+        raise ConfigError("max_new_tokens", must, f"{slots} in all", "lower it or make the cache larger")
 
 
 def drafted(config: GenerationConfig, model: Any, given: Assistance) -> Drafting | None:

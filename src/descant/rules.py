@@ -71,6 +71,8 @@ MODES: Final = (
         "num_beams", 1, "set num_beams > 1 or leave it out",
     ),
     (("diversity_penalty",), "num_beam_groups", 1, "set num_beam_groups > 1 or leave it out"),
+    (("cache_config",), "cache_implementation", None, "set cache_implementation or leave it out"),
+    (("compile_config",), "cache_implementation", None, 'set cache_implementation="static" or leave it out'),
     (
         ("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
         "return_dict_in_generate", False, "set return_dict_in_generate=True or leave it out",
@@ -163,9 +165,6 @@ def set_aside(values: Values, sources: dict[str, str]) -> Values:
             do = "leave it out"
             raise ConfigError("low_memory", "has no use without beams or contrastive search", True, do)
         drop("low_memory")
-    for name, later in LATER.items():
-        if later.hint and name in values and values[name] not in later.neutral:
-            drop(name)
     return aside
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import isfinite
 from typing import Any
@@ -15,15 +16,21 @@ import torch
 from torch import Tensor
 
 from descant.assistance import Assistance
+from descant.cache.unkept import Rereading, Unkept
 from descant.config import GenerationConfig
 from descant.context import Params, Values, params_of, table
-from descant.errors import DescantError, InputError, RowError
+from descant.errors import DescantError, InputError, NotEnoughMemory, RowError
 from descant.ledger import Ledger, Pages
+from descant.memory import kind_of
 from descant.noise import Chance
+from descant.past import Past, inside, seat
 from descant.ports import Cache, Drafter, Follower, Peers, Processor, Strategy, Wrapper
+from descant.prefixes import PrefixCache, PrefixReport
 from descant.processors import behind_the_port
+from descant.recall import Begun, Recall, like_past
 from descant.request import (
     Request,
+    beside,
     healed,
     prompt_of,
     refuse_uncallable,
@@ -31,13 +38,24 @@ from descant.request import (
     shortened,
     texts_of,
 )
-from descant.resolve import SAMPLERS, WRAPS, Plan, adapt, cache_of, drafted, plan
+from descant.resolve import (
+    SAMPLERS,
+    WRAPS,
+    Plan,
+    adapt,
+    cache_of,
+    drafted,
+    plan,
+    refuse_cache,
+    table_cache,
+)
+from descant.room import refuse_unfitting
 from descant.rows import Column, Rows, pick
 from descant.shelf import Shelf
 from descant.step import Hypothesis, Lane, Observation, Tokens, settle, stateful, step
 from descant.stopping import Stops
 
-__all__ = ["Event", "Failed", "Finished", "Request", "Session", "Tokens"]
+__all__ = ["Event", "Failed", "Finished", "Report", "Request", "Session", "Tokens"]
 
 Chain = tuple[tuple[tuple[int, int], Processor], ...]  # processors, each with its place in the order
 
@@ -48,6 +66,18 @@ class Finished:
 
     request: int
     hypotheses: list[Hypothesis]
+    pasts: tuple[Past, ...] = ()  # what each holds, all tokens but the last, where its request says `keep`
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a session has done so far, and what it holds now."""
+
+    steps: int
+    requests: int  # that run
+    rows: int
+    cache_bytes: int | None  # None: its cache does not say
+    prefixes: PrefixReport | None  # None: it has no prefix cache
 
 
 @dataclass(frozen=True)
@@ -75,7 +105,8 @@ class Session:
     """A table of running requests and the loop over it: `admit`, `step`, `cancel`.
 
     Requests of any length, config and strategy share the forward of a step; each has the same result as
-    alone. A row leaves, and its memory with it, in the step that ends it.
+    alone. A row leaves, and its memory with it, in the step that ends it. `cache` is the empty cache that
+    it works on, where that is not for the model to say; a `prefix_cache` keeps what prompts begin with.
     """
 
     def __init__(
@@ -84,15 +115,22 @@ class Session:
         *,
         states: Sequence[str] = (),
         observe: Callable[[Observation], None] | None = None,
+        cache: Cache | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.model: Any = adapt(model, states)
+        if isinstance(cache, Unkept):
+            self.model = Rereading(self.model)
         self.steps = 0
         self._given = model
         self._bare = self.model
         self._wrapped_by: dict[str, Wrapper] = {}
         self._states = tuple(states)
         self._shown = set(states)
-        self._cache: Cache = cache_of(self.model)
+        self._cache: Cache = cache_of(self.model) if cache is None else cache
+        self._settled = cache is not None  # whether that is the cache for good
+        self._named: str | None = None  # the name by which it was asked for
+        self._recall = Recall(self.model, prefix_cache)
         self._noise, self._stops = Chance(), Stops()
         self._peers: Peers | None = getattr(self.model, "peers", None)
         self._stops.peers = self._peers
@@ -151,6 +189,25 @@ class Session:
             inputs.append(shortened(request.inputs, count) if count and not both else request.inputs)
             refuse_uncallable(request)
             refuse_unguided(request, known.wraps, self.model.facts, made[-1]["limit"] - len(ids))
+        slots = max(
+            row["limit"] + max(offset, beside(request))
+            for request, row, offset in zip(requests, made, offsets, strict=True)
+        )
+        like = next((one for one in map(like_past, requests) if one is not None), None)
+        whose = [plans[_sort(request)] for request in requests]
+        settled = self._settled
+        self._settle(whose, prompts, slots, like)
+        limits = [row["limit"] for row in made]
+        try:
+            asked = list(zip(whose, map(len, prompts), limits, offsets, strict=True))
+            refuse_unfitting(self._bare, self._cache, self._named, asked, self._rows)
+        except NotEnoughMemory:
+            self._settled = settled  # whoever comes next may have another cache
+            raise
+        begun = [
+            self._recall.begin(request, plans[_sort(request)], ids, self._cache)
+            for request, ids in zip(requests, prompts, strict=True)
+        ]
         if self._peers is not None:
             keys = [plans[_sort(one)].shape for one in requests]
             self._peers.same("prompt", prompts[0], _digest(prompts, keys, made))
@@ -175,7 +232,10 @@ class Session:
                 row |= {"dice": dice} if "dice" in row else {}
         self._noise.lines = lines or self._noise.lines
         self._show()
-        self._append(self._fresh(numbers, prompts, offsets, table(made)))
+        for number, request, ids in zip(numbers, requests, prompts, strict=True):
+            self._recall.open(number, request, self._live[number].plan, ids, self._cache)
+        new = self._fresh(numbers, prompts, offsets, table(made))
+        self._append(new.changed(cached=torch.tensor([one.length for one in begun])), begun)
         return numbers
 
     def step(self) -> list[Event]:
@@ -184,7 +244,11 @@ class Session:
             return []
         if self._peers is not None:
             self._peers.check()
-        self._rows, selections = step(self.model, self._cache, self._rows, self._lanes_of, self._observe)
+        rows = self._recall.read(self._bare, self._cache, self._rows)
+        archive = self._recall.archive
+        retire = None if archive is None else partial(archive.retire, self._cache)
+        self._rows, selections = step(self.model, self._cache, rows, self._lanes_of, self._observe, retire)
+        self._recall.read_through(self._cache, self._rows)
         self.steps += 1
         events: list[Event] = [one.emitted for one in selections if one.emitted is not None]
         for selection in selections:
@@ -209,6 +273,11 @@ class Session:
         self._cache.commit(keep, self._rows.cached)
         self._live[request].strategy.drop(request)
         self._close(request)
+
+    def report(self) -> Report:
+        """What it has done so far, and what it holds."""
+        bytes_held = getattr(inside(self._cache, torch.zeros(0, dtype=torch.long))[0], "nbytes", None)
+        return Report(self.steps, len(self), self.rows, bytes_held, self._recall.report())
 
     def agreed(self, request: int) -> Tensor:
         """The new tokens that every sequence which a running request may still return begins with (host)."""
@@ -238,6 +307,20 @@ class Session:
             config = GenerationConfig.merge({}, config, _own_config(self._given))
         given = Assistance(request.assistant_model, request.tokenizer, request.assistant_tokenizer)
         return plan(config, self.model.facts, drafted(config, self._bare, given))
+
+    def _settle(
+        self, plans: Sequence[Plan], prompts: Sequence[Tensor], slots: int, past: Cache | None = None
+    ) -> None:
+        """Choose the cache by the first requests, or as their past is; raise for those it cannot serve."""
+        if not self._settled:
+            shared = [len(ids) for known, ids in zip(plans, prompts, strict=True) if known.forks]
+            configs = [known.config for known in plans]
+            suits = table_cache(self._bare, configs, slots, max(shared, default=0))
+            self._cache = suits if past is None or kind_of(configs[0]) is not None else past
+            self._named = kind_of(configs[0])
+            self._settled = True
+        for known in plans:
+            refuse_cache(known, self._cache, self._named, slots)
 
     def _drafter(self, request: int) -> Drafter | None:
         """Who guesses ahead for a running request."""
@@ -400,9 +483,15 @@ class Session:
             columns[self._ledger.name] = Pages.empty(count, deepest, self.model.device)
         return columns
 
-    def _append(self, new: Rows) -> None:
+    def _append(self, new: Rows, begun: Sequence[Begun]) -> None:
         """Put fresh rows below the table, whose rows get the columns of what they met only now."""
-        self._cache.extend(len(new))
+        pasts = [one.past for one in begun]
+        if any(pasts):
+            seat(self._cache, pasts)
+            held = new.cached if self._rows is None else torch.cat((self._rows.cached, new.cached))
+            self._cache.commit(None, held)
+        else:
+            self._cache.extend(len(new))
         if self._rows is None or not len(self._rows):
             self._rows = new
             return
@@ -460,7 +549,7 @@ class Session:
         if len(found) < wanted:
             # Beams can be fewer than asked for when all other continuations were ruled out.
             return Failed(request, self._impossible(request, got=f"{len(found)} sequences of {wanted}"))
-        return Finished(request, found[:wanted])
+        return Finished(request, found[:wanted], self._recall.ended(request, found[:wanted]))
 
     def _impossible(
         self, request: int, hopeless: bool = False, got: str = "only scores of -inf or NaN"
@@ -485,6 +574,7 @@ class Session:
     def _close(self, request: int) -> None:
         """Forget a request and the processors and criteria that only it used."""
         self.model.close([request])
+        self._recall.close(request)
         if request not in self._live:  # admission failed before it came to this one
             return
         if (drafter := self._drafter(request)) is not None:

@@ -356,8 +356,13 @@ def step(
     rows: Rows,
     lanes: Callable[[Rows], Sequence[Lane]],
     observe: Callable[[Observation], None] | None = None,
+    retire: Callable[[Rows, Sequence[tuple[int, Hypothesis]], Tensor], None] | None = None,
 ) -> tuple[Rows, list[Selection]]:
-    """Advance every row: one forward for all, one choice per strategy, one commit."""
+    """Advance every row: one forward for all, one choice per strategy, one commit.
+
+    `retire` is shown the sequences that ended, each with the fed row it continued, while the cache still has
+    these rows, and how much of every fed row goes on [R] (host).
+    """
     present = lanes(rows)
     proposal = _proposed(rows, present, cache)
     if proposal.parents is not None:
@@ -380,9 +385,24 @@ def step(
         chosen.append((lane.index, lane.follow(seen, tried, selected)))
 
     selection = _settled(_joined(rows, chosen), len(rows))
-    rows = _extended(rows, proposal, selection)
-    cache.commit(selection.parents, rows.cached)
-    return rows, [one for _, one in chosen]
+    kept = _extended(rows, proposal, selection)
+    if retire is not None:
+        ended = [
+            (row if index is None else int(index[row]), sequence)
+            for index, one in chosen
+            for row, sequence in one.retired
+        ]
+        if ended:
+            retire(rows, ended, _going(rows, selection.parents, kept))
+    cache.commit(selection.parents, kept.cached)
+    return kept, [one for _, one in chosen]
+
+
+def _going(rows: Rows, parents: Tensor | None, kept: Rows) -> Tensor:
+    """How many positions of each fed row the rows that continue it keep [R]; what it had, where none does."""
+    if parents is None:
+        return kept.cached
+    return rows.cached.scatter(0, parents, kept.cached)
 
 
 def settle(parents: Tensor, rows: int) -> Tensor | None:

@@ -18,6 +18,7 @@ from descant.calls import Asked, Call, listed, merged, placed
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
 from descant.healing import Tail
+from descant.inputs import encoded
 from descant.ports import Peers
 from descant.session import Event, Failed, Finished, Session, Tokens
 from descant.step import Hypothesis
@@ -74,6 +75,7 @@ def stream(
             f"{kind} hears by windows: use descant.generate, with a streamer for short audio"
         )
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
+    past = kwargs.pop("past_key_values", None)
     with together(model):
         call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
         _refuse_record(call, generation_config)
@@ -84,7 +86,7 @@ def stream(
         criteria = listed("stopping_criteria", stopping_criteria)
         several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
         configs = merged(model, generation_config, call)
-        asked = Asked(configs, processors, criteria, tokenizer, several, **assistant)
+        asked = Asked(configs, processors, criteria, tokenizer, several, **assistant, past=past)
         return Stream(model, asked, inputs, kwargs)
 
 
@@ -92,15 +94,16 @@ class Stream:
     """The events of a call, as an iterator and an async iterator; its requests end when it is closed."""
 
     def __init__(self, model: Any, asked: Asked, inputs: Any, others: Mapping[str, Any]) -> None:
-        call = Call(model, asked)
+        call = self._call = Call(model, asked)
         self.session: Session = call.session
+        self._ends: dict[int, Finished] = {}
         self._ready: deque[StreamEvent] = deque()
         self._over = False
         # A step that an event loop no longer waits for goes on in its thread; whoever is next waits for it.
         self._lock = threading.Lock()
         self._peers: Peers | None = getattr(self.session.model, "peers", None)
         with torch.no_grad():
-            prompts = call.admit(_given(model, inputs, asked.tokenizer, others))
+            prompts = self._prompts = call.admit(_given(model, inputs, asked.tokenizer, others))
         self._asked = {
             number: _Asker(line, config, asked.tokenizer, prompts.prompt(line), call.healed[line])
             for line, (number, config) in enumerate(zip(call.numbers, call.configs, strict=True))
@@ -165,6 +168,15 @@ class Stream:
                 self._drop()
                 raise
             self._over = not self._asked
+            if self._over:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """Have the user's cache hold what all sequences hold, if none has failed."""
+        if all(number in self._ends for number in self._call.numbers):
+            ends = [self._ends[number] for number in self._call.numbers]
+            found = [one for end in ends for one in end.hypotheses]
+            self._call.cache([past for end in ends for past in end.pasts], found, self._prompts)
 
     def _drop(self) -> None:
         """Cancel all requests that are left."""
@@ -181,6 +193,8 @@ class Stream:
                 yield from self._chosen(one, ends)
         for number, end in ends.items():
             asker = self._asked.pop(number)
+            if isinstance(end, Finished):
+                self._ends[number] = end
             yield from asker.failed(end.error) if isinstance(end, Failed) else asker.finished(end)
         for number, asker in self._asked.items():
             if asker.config.num_beams > 1:
@@ -332,28 +346,11 @@ def _given(model: Any, inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -
         inputs = [inputs]
     if not isinstance(inputs, list | tuple) or not inputs:
         return placed(model, inputs, others)
-    new = _encoded(inputs, tokenizer)
+    new = encoded("inputs", inputs, tokenizer)
     for name in new:
         if others.get(name) is not None:
             raise InputError(name, "must not be given beside `inputs`, which has it", others[name])
     return {**others, **new}
-
-
-def _encoded(texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
-    """Texts as ids and mask [B, L], padded on the right, which is all one to ragged rows."""
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError("inputs", "must hold nothing but texts when it is a list", texts)
-    if tokenizer is None:
-        raise InputError("tokenizer", "must be given when `inputs` is text", None)
-    rows = [tokenizer(text)["input_ids"] for text in texts]
-    for text, row in zip(texts, rows, strict=True):
-        if not row:
-            raise InputError("inputs", "must hold texts of at least one token", text)
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for line, row in enumerate(rows):
-        ids[line, : len(row)], mask[line, : len(row)] = torch.tensor(row), 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def _refuse_record(call: Mapping[str, Any], argument: Any) -> None:

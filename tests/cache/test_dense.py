@@ -101,7 +101,7 @@ def test_beams_never_move_their_prompt(tiny, beams, method):
     one = tiny("llama")
     moved = {}
     for length in (16, 160):
-        session = Session(one.model)
+        session = Session(one.model, cache=DenseCache())
         config = GenerationConfig(num_beams=beams, max_new_tokens=20, eos_token_id=None, **method)
         session.admit(Request(prompts(one.arch, [length], 3)[0], config))
         session.step()

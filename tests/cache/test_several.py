@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,13 +19,41 @@ from descant.testing import ListCache, check_cache
 class Pair(SeveralCaches):
     """Two caches of keys that are written alike, read as the one at `place`."""
 
-    def __init__(self, place: int) -> None:
-        super().__init__([DenseCache(), DenseCache()])
+    def __init__(self, place: int, parts: Sequence[DenseCache] = ()) -> None:
+        super().__init__(parts or [DenseCache(), DenseCache()])
         self._place = place
+        self._lengths = self.parts[place].lengths
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         read: list[Any] = [part.update(layer, key, value, span) for part in self.parts]
         return read[self._place]
+
+    def reach(self, layer: int, span: Span) -> None:
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def select(self, rows: Tensor) -> Pair:
+        return Pair(self._place, [part.select(rows) for part in self.parts])
+
+    def join(self, other: Pair) -> None:
+        for part, theirs in zip(self.parts, other.parts, strict=True):
+            part.join(theirs)
+        self._lengths = self.parts[self._place].lengths
+
+    def to(self, device: str) -> None:
+        for part in self.parts:
+            part.to(device)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.parts[self._place].state()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for part in self.parts:
+            part.load(state)
+        self._lengths = self.parts[self._place].lengths
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -202,6 +202,20 @@ GOOD: dict[str, list[Any]] = {
     "return_timestamps": [True, False],
     "no_timestamps_token_id": [60, 80, 95, 0, 150],
     "max_initial_timestamp_index": [0, 3, 50, 2**63 - 1],
+    "use_cache": [True, True, False],
+    "cache_implementation": [
+        "dynamic", "paged", "static", "offloaded", "offloaded_static", "hybrid", "sink", "snapkv", "h2o",
+        "quantized", "sliding_window", "mamba",
+    ],
+    "cache_config": [
+        {}, {"budget": 4, "window": 2}, {"budget": 6, "recent": 2},
+        {"window_length": 6, "num_sink_tokens": 2},
+        {"nbits": 2, "residual_length": 4}, {"max_cache_len": 40}, {"offload_device": "cpu"},
+    ],
+    "return_legacy_cache": [True, False],
+    "prefill_chunk_size": [1, 2, 3, 100],
+    "compile_config": [{"backend": "eager"}, {"fullgraph": False}],
+    "disable_compile": [True, False],
 }  # fmt: skip
 
 
@@ -248,6 +262,8 @@ OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 TEXTUAL = ("stop_strings", "stop_regex", "dry_sequence_breakers", "token_healing", "banned_phrases")
 # What each of these needs beside it to be of any use.
 NEEDS = {
+    "cache_config": "cache_implementation",
+    "return_legacy_cache": "return_dict_in_generate",
     "max_matching_ngram_size": "prompt_lookup_num_tokens",
     "suffix_lookup_shared": "suffix_lookup_num_tokens",
     "num_assistant_tokens": "assistant_early_exit",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import descant
-from descant import ConstraintError, NotInThisVersion, RowError
+from descant import ConstraintError, NotEnoughMemory, NotInThisVersion, RowError
 from descant.config import FIELDS, GenerationConfig
 from descant.outputs import GenerateOutput
 from tests.laws.configs import HOPELESS, SAMPLING, Case, as_config
@@ -45,6 +45,10 @@ def run(case: Case, tiny: Tiny) -> tuple[str, str]:
         underway = isinstance(error, RowError) or callable(case.fields.get("prefix_allowed_tokens_fn"))
         _check_surroundings(before, _surroundings(tiny), random=underway)
         return ("later" if isinstance(error, NotInThisVersion) else "refused"), str(error)
+    except NotEnoughMemory as error:
+        if not case.fields.keys() & {"max_new_tokens", "max_length"} or error.needed <= error.free:
+            raise Violation(f"no room for what anybody would ask for, {error}") from error
+        return "refused", str(error)
     except Exception as error:
         raise Violation(f"{type(error).__name__}: {error}") from error
     if case.odd in HOPELESS:

@@ -16,6 +16,7 @@ import re
 import resource
 import sys
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch
 import transformers
 
 from tests.constraints import script
-from tests.oracle import margins, wire
+from tests.oracle import margins, stepping, wire
 from tests.parity.own import allowed_by_any, verdict
 from tests.processors.prefixes import allowed_after
 
@@ -117,6 +118,8 @@ def generate(
     `margin` (how narrowly the removed methods chose: see `tests/oracle/margins.py`) and `fed` (tokens put
     through each forward).
     """
+    if arguments.get("cache_implementation") == "quantized":
+        _spare_compiler()
     net = _models.get(model, load or {})
     asked = {k: True for k in ("scores", "logits", "hidden_states", "attentions") if _asks(want, k)}
     asked |= {"scores": True} if _DERIVED & set(want) else {}
@@ -141,6 +144,18 @@ def generate(
         hook.remove()
         del net._get_running_beams_for_next_iteration
     return {field: _field(net, out, field, seen) for field in want}
+
+
+def _spare_compiler() -> None:
+    """Let optimum-quanto read what it packed without an extension that it would first compile in C++."""
+    from optimum.quanto.library.extensions import cpp
+
+    cpp.ext._lib = types.SimpleNamespace(unpack=_unpacked)
+
+
+def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.cat(parts).to(torch.uint8)
 
 
 @dataclasses.dataclass
@@ -221,6 +236,25 @@ def forward(
     """One plain forward of the model; returns the fields of its output named in `want`."""
     out = _models.get(model, load or {})(**inputs, return_dict=True)
     return {field: out.get(field) for field in want}
+
+
+@operation
+@torch.no_grad()
+def steps(
+    *,
+    model: str,
+    cache: tuple[str, dict[str, Any]],
+    feeds: Sequence[dict[str, Any]],
+    past: str = "past_key_values",
+    load: Mapping[str, Any] | None = None,
+) -> list[torch.Tensor]:
+    """The logits of forwards by hand over one cache, `(class, arguments)`; see `tests/oracle/stepping.py`."""
+    if cache[0] == "QuantoQuantizedCache":
+        _spare_compiler()
+    net = _models.get(model, load or {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SinkCache calls itself deprecated
+        return stepping.logits(net, stepping.made(*cache, net), feeds, past)
 
 
 @operation

@@ -18,6 +18,9 @@ __all__ = ["Batch", "Batches"]
 # At most so many logits are computed in one forward of ragged prompts: 128 MiB in float32.
 _LOGITS = 2**25
 
+# Padding to so many positions is no waste worth a second forward.
+_SHORT = 64
+
 
 class Batch(NamedTuple):
     """Rows that share a forward."""
@@ -95,10 +98,11 @@ class Batches:
 
     def _running(self, index: Tensor, cached: Tensor, fed: Tensor) -> list[Tensor]:
         """Rows that have a past, in parts that can share a forward."""
-        if self.facts.masks:
-            return [index]
-        parts = _by(cached, index)
-        return [part for some in parts for part in _by(fed, some)] if self.facts.level else parts
+        parts = [index] if self.facts.masks else _by(cached, index)
+        if not self.facts.level and int(fed[index].max()) <= _SHORT:
+            return parts
+        # What some have yet to read after a past must not pad all others.
+        return [part for some in parts for part in self._by_length(some, fed)]
 
     def _by_length(self, index: Tensor, fed: Tensor) -> list[Tensor]:
         """Fresh rows in batches of equal length, or of similar: none padded to over half as much again."""
@@ -106,7 +110,7 @@ class Batches:
             return _by(fed, index)
         parts, rest = [], index[fed[index].argsort()]
         while len(rest):
-            limit = max(64, int(fed[rest[0]] * 3) // 2)
+            limit = max(_SHORT, int(fed[rest[0]] * 3) // 2)
             count = int((fed[rest] <= limit).sum())
             while count > 1 and not self._readable(fed[rest[:count]]):
                 count = (count + 1) // 2
@@ -122,7 +126,7 @@ class Batches:
 def _wasteful(fed: Tensor) -> bool:
     """Whether padding all rows to the longest would cost more than a second forward."""
     longest = int(fed.max())
-    return longest > 64 and longest * len(fed) > 1.5 * int(fed.sum())
+    return longest > _SHORT and longest * len(fed) > 1.5 * int(fed.sum())
 
 
 def _by(column: Tensor, index: Tensor) -> list[Tensor]:

@@ -81,6 +81,7 @@ def _looked_up(model: PreTrainedModel, attention: str) -> Facts:
         layers=_layers(text),
         attention=attention,
         windows=_windows(text),
+        kinds=_kinds(text),
         table=_table(model),
         context=_context(text),
         memory=memory,
@@ -196,6 +197,12 @@ def _windows(text: Any) -> dict[str, int | None]:
         chunked = "chunked_attention" if chunk is not None else "full_attention"
         kinds = [chunked if window is None else "sliding_attention"]
     return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
+
+
+def _kinds(text: Any) -> tuple[str, ...]:
+    """The kind of each layer."""
+    kinds = getattr(text, "layer_types", None)
+    return tuple(kinds) if kinds else (next(iter(_windows(text))),) * _layers(text)
 
 
 def _table(model: PreTrainedModel) -> int | None:

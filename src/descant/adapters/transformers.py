@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from descant.adapters.asking import Asking, State, own_positions
 from descant.adapters.batches import Batch, Batches
+from descant.adapters.compiled import Fixed, Steps, steps_of
 from descant.adapters.encoder import Encoder
 from descant.adapters.extras import Extras
 from descant.adapters.facts import facts_of
@@ -18,7 +19,7 @@ from descant.adapters.pace import present_pace
 from descant.adapters.placement import input_device, spread
 from descant.adapters.ranks import ranks_of
 from descant.adapters.views import SelfView
-from descant.ports import Cache, Facts, KeyCache, Span, StateCache
+from descant.ports import Cache, Facts, KeyCache, Reach, Span, StateCache
 from descant.rows import Rows, pick
 from descant.step import Output, Proposal
 
@@ -55,6 +56,11 @@ class TransformersModel:
             Encoder(model, self.facts, states, self.device) if self.facts.encoder_decoder else None
         )
         self._embeddings: dict[int, Tensor] = {}
+        # A layer of each kind, by which a cache is asked what it shows of the kind.
+        self._layer = {kind: self.facts.kinds.index(kind) for kind in dict.fromkeys(self.facts.kinds)}
+        sliding = tuple(self.facts.windows.get(kind) is not None for kind in self.facts.kinds)
+        self._sliding = sliding or (False,)
+        self._steps: Steps | None = None  # what is compiled of the model, once a cache wants it
         self._mute = False  # whether the forward at hand computes no logits
         self.forwards = 0
         self.positions_fed = 0
@@ -142,21 +148,29 @@ class TransformersModel:
         index = None if batch.rows is None else batch.rows.to(device, non_blocking=True)
         request = rows.request if batch.rows is None else rows.request[batch.rows]
         inputs = self._fed(rows, proposal, batch)
-        if batch.start is not None:
-            span = Span(index, batch.start, width, batch.start + width)
+        if width == 1 and proposal.drafts is None:
+            stepped = self._stepped(inputs, cache, batch)
+            if stepped is not None:
+                return self._brought(stepped), {}
+        sure = batch.fed - proposal.tried(batch.rows) if width > 1 else None
+        span = Span(index, batch.start or 0, width, batch.stop, batch.rows, sure=sure)
+        if batch.start is None:
+            span = span._replace(start=batch.cached.to(device, non_blocking=True), starts=batch.cached)
+        reaches = self._reaches(cast(KeyCache, cache), span)
+        if batch.start is not None and _level(reaches, width):
             if self.facts.spelt and self.facts.positions:
                 inputs["position_ids"] = torch.arange(batch.start, batch.stop, device=device)[None]
         else:
-            past = batch.cached.to(device, non_blocking=True)
-            positions = past[:, None] + torch.arange(width, device=device)
+            past = span.start
+            first = past[:, None] if isinstance(past, Tensor) else past
+            positions = (first + torch.arange(width, device=device)).expand(batch.size, width)
             if width > 1:  # what only fills a shorter row up must not run off a table of positions
                 positions = positions.clamp(max=(batch.cached + batch.fed - 1).to(device)[:, None])
-            span = Span(index, past, width, batch.stop)
             inputs["position_ids"] = positions
-            inputs["attention_mask"] = self._mask(positions, batch.stop)
+            inputs["attention_mask"] = self._mask(positions, batch.stop, reaches)
         if len(self._extras) or self.facts.places:
             inputs |= self._beside(inputs, batch, request.tolist())
-        view = SelfView(cast(KeyCache, cache), span)
+        view = SelfView(cast(KeyCache, cache), span, self._sliding)
         if self._encoder is not None:
             read = self._encoder.lines(request)
             inputs |= self._encoder.shown(read)
@@ -198,7 +212,7 @@ class TransformersModel:
             more["inputs_embeds"] = self._embedded(lines, self._whole(rows, proposal, batch), batch)
         past: Any = None
         state: Any = None
-        span = Span(index, start or 0, width, batch.stop)
+        span = Span(index, start or 0, width, batch.stop, batch.rows)
         if facts.memory == "keys":
             past = self._view(cache, span, request)
         elif self._state is not None:
@@ -207,7 +221,8 @@ class TransformersModel:
         inputs = self._asking.inputs(self._whole(rows, proposal, batch), batch, past, requests, more)
         if facts.memory == "keys" and inputs.get(facts.past) is None:
             # The model wants to read everything again, for it reads a longer text in another way.
-            inputs[facts.past] = self._view(cache, Span(index, 0, batch.stop, batch.stop), request)
+            again = Span(index, 0, batch.stop, batch.stop, batch.rows)
+            inputs[facts.past] = self._view(cache, again, request)
         if self._state is None:
             answer = self._called(inputs, batch)
         else:
@@ -232,17 +247,33 @@ class TransformersModel:
         view = SelfView(cast(KeyCache, cache), span)
         return view if self._encoder is None else self._encoder.past(self._encoder.lines(request), view, span)
 
+    def _stepped(self, inputs: dict[str, Any], cache: Cache, batch: Batch) -> Tensor | None:
+        """The logits [N, 1, V] of one token for every row, where the cache wants that step compiled."""
+        if getattr(cache, "compile", None) is None or batch.rows is not None or batch.start == 0:
+            return None
+        if self._states or self._mute or len(self._extras) or "inputs_embeds" in inputs:
+            return None
+        if self._steps is None:
+            self._steps = steps_of(self.model, self.facts)
+        logits = self._steps.step(self.model, inputs["input_ids"], batch.cached, cast(Fixed, cache))
+        if logits is not None:
+            self._count(batch)
+        return logits
+
     def _called(self, inputs: dict[str, Any], batch: Batch) -> Any:
         """The model's answer, with the states asked for."""
         for name in self._states:
             inputs[f"output_{name}"] = True
         inputs["return_dict"] = True
+        self._count(batch)
+        return self.model(**inputs)
+
+    def _count(self, batch: Batch) -> None:
+        """Take note of a forward."""
         if self._pace is not None:
             self._pace.forward()
-        answer = self.model(**inputs)
         self.forwards += 1
         self.positions_fed += batch.width * batch.size
-        return answer
 
     def _whole(self, rows: Rows, proposal: Proposal, batch: Batch) -> Tensor:
         """All tokens of rows with their drafts [N, L], the last at the end; 0 where a position has none."""
@@ -326,13 +357,24 @@ class TransformersModel:
             parts.append(part)
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
-    def _mask(self, positions: Tensor, stop: int) -> Tensor | dict[str, Tensor]:
+    def _reaches(self, cache: KeyCache, span: Span) -> dict[str, Reach]:
+        """What the cache is about to show of each kind of layer, where that is not slot by position."""
+        found = {kind: cache.reach(layer, span) for kind, layer in self._layer.items()}
+        return {kind: reach for kind, reach in found.items() if reach is not None}
+
+    def _mask(self, positions: Tensor, stop: int, reaches: Mapping[str, Reach]) -> Tensor | dict[str, Tensor]:
         """What each fed position may look at [N, 1, T, S], for each kind of layer where they differ."""
-        slots = torch.arange(stop, device=positions.device)
-        seen = slots <= positions[..., None]  # [N, T, S]
+        device, width = positions.device, positions.shape[1]
         masks = {}
         for kind, window in self.facts.windows.items():
-            mask = seen if window is None else seen & (slots > positions[..., None] - window)
+            last, size, reach = positions, stop, reaches.get(kind)  # the slot of each fed position
+            if reach is not None:
+                held = reach.held.to(device, non_blocking=True)
+                last, size = held[:, None] + torch.arange(width, device=device), reach.size
+            slots = torch.arange(size, device=device)
+            mask = slots <= last[..., None]  # [N, T, S]
+            if window is not None:
+                mask = mask & (slots > last[..., None] - window)
             if self.facts.attention == "eager":
                 low = torch.finfo(self.model.dtype).min
                 mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill(
@@ -362,3 +404,11 @@ class TransformersModel:
         fed = batch.fed if batch.width > 1 else torch.ones_like(batch.cached)
         tried = torch.as_tensor(proposal.tried(batch.rows)).expand(len(index))
         return kept | {"rows": index, "fed": fed, "tried": tried, "cached": batch.cached}
+
+
+def _level(reaches: Mapping[str, Reach], width: int) -> bool:
+    """Whether rows show as much of themselves, and nothing stale, so that they need no mask."""
+    return all(
+        reach.size == int(reach.held[0]) + width and bool((reach.held == reach.held[0]).all())
+        for reach in reaches.values()
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,13 +18,14 @@ __all__ = ["CrossView", "PairView", "SelfView"]
 class SelfView(TransformersCache):
     """Self-attention keys and values: writes go to `store` at `span`, reads come from there."""
 
-    def __init__(self, store: KeyCache, span: Span) -> None:
+    def __init__(self, store: KeyCache, span: Span, sliding: Sequence[bool] = (False,)) -> None:
         # The base builds layers of its own; this view has none, so its constructor is not for us.
         self.layers: list[Any] = []
         self.offloading = False
         self.layer_class_to_replicate = None
         self._store = store
         self._span = span
+        self._sliding = sliding
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -36,8 +38,15 @@ class SelfView(TransformersCache):
         return self._span.stop - self._span.width
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
-        """How many keys attention will see, and the position of the first."""
-        return self._span.stop, 0
+        """How many keys attention will see, and the position of the first.
+
+        Asked of rows that stand level: what a row has kept counts as the positions just before the fed ones.
+        """
+        span = self._span
+        reach = self._store.reach(layer_idx, span)
+        if reach is None:
+            return span.stop, 0
+        return reach.size, span.stop - span.width - int(reach.held[0])
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The position of the first fed token."""
@@ -60,8 +69,8 @@ class SelfView(TransformersCache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """No layer forgets: windows are a matter of the mask."""
-        return [False]
+        """Which layers see no further than a window: by these a model finds a layer to ask about."""
+        return list(self._sliding)
 
     @property
     def is_compileable(self) -> bool:
@@ -99,6 +108,7 @@ class CrossView(SelfView):
         self._memory = memory
         self._lines = lines
         self._span = span
+        self._sliding = (False,)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

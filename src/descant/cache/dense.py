@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Self
 
 import numpy as np
 import torch
@@ -51,6 +53,9 @@ class DenseCache:
     def nbytes(self) -> int:
         """What the blocks take in memory."""
         return sum(block.nbytes for store in (self._keys, self._values) for block in store.values())
+
+    def reach(self, layer: int, span: Span) -> None:
+        """Slot `p` is position `p`."""
 
     def extend(self, rows: int) -> None:
         """Append empty rows."""
@@ -108,6 +113,82 @@ class DenseCache:
         self._lengths = lengths
         if self._kin:
             self._shared = torch.minimum(self._shared, lengths)
+
+    # -------------------------------------------------------------------- whole rows
+    @property
+    def layers(self) -> Sequence[int]:
+        """The layers that were written."""
+        return sorted(self._keys)
+
+    def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What these rows [N] (host) hold of a layer as last committed [N, H, S, D], stale behind its end."""
+        stop = int(self._lengths[rows].max()) if len(rows) else 0
+        keys, values = (_taller(store[layer], self._rows) for store in (self._keys, self._values))
+        return keys[rows.to(keys.device), :, :stop], values[rows.to(values.device), :, :stop]
+
+    def select(self, rows: Tensor) -> Self:
+        """A copy of these rows [N] (host), as last committed."""
+        other = self._empty()
+        other.extend(len(rows))
+        other._lengths = self._lengths[rows].clone()
+        # Copies of one row are a family, which shares all that it holds.
+        other._family, other._shared, other._kin = rows + 1, other._lengths.clone(), True
+        other._families = count(int(rows.max()) + 2 if len(rows) else 1)
+        stop = int(other._lengths.max()) if len(rows) else 0
+        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
+            for layer, block in mine.items():
+                # Rows that were never fed may not have a place yet.
+                block = _taller(block, self._rows)
+                theirs[layer] = self._kept(block[rows.to(block.device), :, :stop])
+        return other
+
+    def join(self, other: Self) -> None:
+        """Take the rows of another one below its own."""
+        first, slots = self._rows, int(other._lengths.max()) if len(other) else 0
+        self.extend(len(other))
+        renamed = {old: next(self._families) for old in set(other._family.tolist())}
+        self._family[first:] = torch.tensor([renamed[one] for one in other._family.tolist()])
+        self._shared[first:], self._lengths[first:] = other._shared, other._lengths
+        self._kin = True
+        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
+            for layer, block in theirs.items():
+                room, fed = self._room(mine, layer, block, slots), min(len(block), len(other))
+                room[first : first + fed, :, :slots] = block[:fed, :, :slots]
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all blocks."""
+        for store in (self._keys, self._values):
+            for layer, block in store.items():
+                store[layer] = block.to(device)
+        self._placed = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """All rows as last committed: their lengths, and a block of keys and one of values a layer."""
+        stop = int(self._lengths.max()) if self._rows else 0
+        state = {"lengths": self._lengths.clone()}
+        for name, store in (("keys", self._keys), ("values", self._values)):
+            for layer, block in store.items():
+                whole = _taller(block, self._rows)[: self._rows, :, :stop]
+                state[f"{name}.{layer}"] = whole.contiguous().clone()
+        return state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take what `state` gave, into an empty cache."""
+        self.extend(len(state["lengths"]))
+        self._lengths = state["lengths"].long().cpu()
+        for name, store in (("keys", self._keys), ("values", self._values)):
+            for part, block in state.items():
+                kind, _, layer = part.partition(".")
+                if kind == name:
+                    store[int(layer)] = self._kept(block)
+
+    def _empty(self) -> Self:
+        """Another one like it that holds nothing."""
+        return type(self)()
+
+    def _kept(self, block: Tensor) -> Tensor:
+        """A block as this cache holds it."""
+        return block.contiguous()
 
     def _move(self, parents: Tensor, moves: Tensor, lengths: Tensor) -> None:
         """Copy the rows that change place."""

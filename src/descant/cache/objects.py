@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -97,6 +97,27 @@ class ObjectCache:
             same = lines == list(range(len(group.rows)))
             groups.append(_Group(rows, group.state if same else self._taken(group, lines)))
         self._groups = groups
+
+    def select(self, rows: Tensor) -> Self:
+        """A cache of its own with the states of these rows [N] (host), copied."""
+        other = type(self)(self._name)
+        other._lengths = self._lengths[rows].clone()
+        wanted = rows.tolist()
+        for group in self._groups:
+            lines = {row: line for line, row in enumerate(group.rows)}
+            mine = [place for place, row in enumerate(wanted) if row in lines]
+            if mine:
+                other._groups.append(
+                    _Group(mine, self._taken(group, [lines[wanted[place]] for place in mine]))
+                )
+        return other
+
+    def join(self, other: Self) -> None:
+        """Take the rows of another one below its own."""
+        first = len(self)
+        self._lengths = torch.cat((self._lengths, other._lengths))
+        self._groups += [_Group([first + row for row in group.rows], group.state) for group in other._groups]
+        other._groups, other._lengths = [], other._lengths[:0]
 
     def _taken(self, group: _Group, lines: Sequence[int]) -> Any:
         return taken(group.state, lines, len(group.rows), self._name)

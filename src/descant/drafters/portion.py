@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from descant.ports import Cache, KeyCache, Span, StateCache
+from descant.ports import Cache, KeyCache, Reach, Span, StateCache
 
 __all__ = ["Portion", "portion"]
 
@@ -59,11 +59,20 @@ class Portion:
     # -------------------------------------------------------------------- keys and values
     def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; the keys and values [N, H, S, D] that its rows hold then."""
+        return cast(KeyCache, self._whole).update(layer, key, value, self._inside(span))
+
+    def reach(self, layer: int, span: Span) -> Reach | None:
+        """What `update` is about to show of that layer."""
+        return cast(KeyCache, self._whole).reach(layer, self._inside(span))
+
+    def _inside(self, span: Span) -> Span:
+        """A span as the whole has it: one for all layers, for a cache may look up once what it comes to."""
         if self._spans is None or self._spans[0] is not span:
-            # One span for all layers: a cache may look up once what it comes to.
-            rows = self._place if span.rows is None else self._place.to(span.rows.device)[span.rows]
-            self._spans = span, span._replace(rows=rows)
-        return cast(KeyCache, self._whole).update(layer, key, value, self._spans[1])
+            whence = span.on_host(len(self))[0]
+            places = self._place[whence]
+            rows = places if span.rows is None else places.to(span.rows.device, non_blocking=True)
+            self._spans = span, span._replace(rows=rows, places=places)
+        return self._spans[1]
 
     # -------------------------------------------------------------------- state
     def together(self) -> list[Tensor]:

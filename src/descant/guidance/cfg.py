@@ -54,13 +54,14 @@ class Guidance(Wrapped):
         assert isinstance(cache, Twins)
         params = params_of(rows)
         guided = params.values.get("guided")
-        mine = torch.zeros(0, dtype=torch.long)
+        mine, lone = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.bool)
         if guided is not None:
             mine = (torch.as_tensor(guided) == 1).nonzero().squeeze(1)
-            self._seat(rows, mine[cache.twin[mine] < 0], cache)
+            lone = cache.twin[mine] < 0
+            self._seat(rows, mine[lone], cache)
         both, tried = rows, Proposal(None, proposal.drafts, proposal.n)
         if len(mine):
-            both = rows.changed(columns={}).cat(self._twins(rows, mine, cache))
+            both = rows.changed(columns={}).cat(self._twins(rows, mine, cache, lone))
             both = both.changed(columns={"params": _params(params, len(mine))})
             tried = _taken(tried, torch.cat((torch.arange(len(rows)), mine)))
         order = cache.order(mine)
@@ -94,8 +95,11 @@ class Guidance(Wrapped):
             shifts.append(len(self._negative[request]) - prompt - int(rows.offset[row]))
         cache.seat(new, torch.tensor(shifts))
 
-    def _twins(self, rows: Rows, mine: Tensor, cache: Twins) -> Rows:
-        """The twins of the rows `mine` as rows: the negative prompts, and what is new in each."""
+    def _twins(self, rows: Rows, mine: Tensor, cache: Twins, lone: Tensor) -> Rows:
+        """The twins of the rows `mine` as rows: the negative prompts, and what is new in each.
+
+        Those of the `lone` [N] have read nothing yet, whatever their rows begin with.
+        """
         ahead = rows.changed(columns={}).take(mine)
         negative = [self._negative[request] for request in ahead.request.tolist()]
         size = torch.tensor([len(one) for one in negative])
@@ -110,7 +114,7 @@ class Guidance(Wrapped):
         return ahead.changed(
             tokens=tokens,
             length=length,
-            cached=torch.where(ahead.cached > 0, ahead.cached + cache.shift[mine], 0),
+            cached=torch.where((ahead.cached > 0) & ~lone, ahead.cached + cache.shift[mine], 0),
             offset=torch.zeros_like(size),
             prompt=size,
             request=-1 - ahead.request,  # nobody's: what a request gives besides its prompt is not the twin's

@@ -66,6 +66,9 @@ class Speculative(Sampling):
         """What the drafter guesses, as far as there is room and it pays."""
         tally = _tally(rows)
         most = self._most(rows, tally)
+        if aid.cache.rewind is not None:
+            # A cache that forgets lets a prompt see all of itself, which a guess beside it must not.
+            most = np.where(rows.cached.numpy() == 0, 0, most)
         adaptive = params_of(rows)["draft_schedule"].numpy() == _ADAPTIVE
         # A result that hangs on torch's generator must not hang on a clock as well.
         measured = self._peers is None and not len(self._kinds_of(rows).shared)

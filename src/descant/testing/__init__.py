@@ -14,7 +14,7 @@
 `check_cache` searches with hypothesis: `pip install descant[testing]`.
 """
 
-from descant.testing.cache import ListCache, check_cache, check_generation
+from descant.testing.cache import ListCache, Traits, check_cache, check_generation
 from descant.testing.config import check_config_roundtrip
 from descant.testing.drafter import check_drafter
 from descant.testing.drafts import check_drafts
@@ -27,6 +27,7 @@ __all__ = [
     "ListCache",
     "Outcome",
     "Schedule",
+    "Traits",
     "check_admission",
     "check_batch",
     "check_cache",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,21 +41,12 @@ class Outcome:
         return [one.reason for one in self.hypotheses]
 
 
-class _Held(Session):
-    """A session on a cache of the caller's choice."""
-
-    def __init__(self, model: Any, observe: Callable[[Observation], None], cache: Cache | None) -> None:
-        super().__init__(model, observe=observe)
-        if cache is not None:
-            self._cache = cache
-
-
 class _Run:
     """One session driven by a schedule."""
 
     def __init__(self, model: Any, requests: Sequence[Request], cache: Cache | None) -> None:
         self._requests = requests
-        self._session = _Held(model, self._see, cache)
+        self._session = Session(model, observe=self._see, cache=cache)
         self._found = [Outcome() for _ in requests]
         self._place: dict[int, int] = {}  # request number -> place in the list
         self._number: dict[int, int] = {}

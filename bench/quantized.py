@@ -1,0 +1,165 @@
+"""`python -m bench.quantized`: what a quantised cache saves in bytes, and costs in perplexity and time.
+
+A text is read as a prompt and then fed on in small steps, as decoding would, each token scored by what the
+cache lets the model see of those before it. "x smaller" is the bytes that a dense cache takes after a prompt
+of `--long` tokens by those that this one takes; "change" is that of the perplexity against the dense
+cache's; "x time" is the CPU time of the steps by the dense cache's in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from bench.contest import loaded
+from bench.passage import PASSAGES
+from descant.adapters.views import SelfView
+from descant.cache.dense import DenseCache
+from descant.cache.quantized import QuantizedStore
+from descant.cache.quantizers import HQQ, Quantizer, Quanto
+from descant.errors import MissingExtra
+from descant.ports import KeyCache, Span
+
+__all__ = ["main"]
+
+# Written for this project: no model has been trained on it.
+TEXT = "\n\n".join(one.text for one in PASSAGES if one.kind in ("edit", "summarise"))
+DENSE = "dense"
+WAYS: Mapping[str, Callable[[], Quantizer] | None] = {
+    DENSE: None,
+    **{f"quanto {bits}": partial(Quanto, bits) for bits in (4, 2)},
+    # As in the paper: keys in groups over positions, values in groups over channels.
+    **{f"quanto {bits}, keys -1": partial(Quanto, bits, axis_key=-1) for bits in (4, 2)},
+    **{f"hqq {bits}": partial(HQQ, bits, axis_key=1, axis_value=1) for bits in (8, 4, 3, 2, 1)},
+    **{f"hqq {bits}, keys 0": partial(HQQ, bits, axis_key=0, axis_value=1) for bits in (4, 2)},
+}
+_COLUMNS = (
+    ("cache", 18),
+    ("bytes", 11),
+    ("x smaller", 10),
+    ("perplexity", 11),
+    ("change", 12),
+    ("x time", 7),
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one cache took and cost."""
+
+    nbytes: int  # after the long prompt
+    loss: float  # mean of the fed tokens, in nats
+    seconds: float  # for feeding them
+
+    def line(self, way: str, dense: Reading) -> str:
+        """Its row of the table."""
+        change = math.exp(self.loss - dense.loss) - 1
+        cells = [
+            way,
+            f"{self.nbytes:,}",
+            f"{dense.nbytes / self.nbytes:.2f}",
+            f"{math.exp(self.loss):.3f}",
+            f"{change:+.2%}",
+            f"{self.seconds / dense.seconds:.2f}",
+        ]
+        return _row(cells)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line for each cache; the process's exit status."""
+    options = _options(argv)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    model = loaded(options.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    text = list(tokenizer(TEXT)["input_ids"])
+    need = options.prompt + options.fed + 1
+    if len(text) < need:
+        raise SystemExit(
+            f"the text has {len(text)} tokens, of which {need} are needed: lower --prompt or --fed"
+        )
+    print(
+        f"{options.model.name}, a prompt of {options.prompt} tokens and {options.fed} more, {options.step} "
+        f"at a time, residual {options.residual}; bytes after a prompt of {options.long}"
+    )
+    print(_row([name for name, _ in _COLUMNS]))
+    dense = _read(model, DENSE, torch.tensor(text), options)
+    print(dense.line(DENSE, dense), flush=True)
+    for way in options.way or list(WAYS)[1:]:
+        try:
+            print(_read(model, way, torch.tensor(text), options).line(way, dense), flush=True)
+        except MissingExtra as error:
+            print(f"{way}: {error}")
+    return 0
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.quantized", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", type=Path, default=Path("models/smollm2"), help="a model's folder")
+    parser.add_argument(
+        "--way", action="append", choices=list(WAYS)[1:], help="only this cache; may be repeated"
+    )
+    parser.add_argument("--prompt", type=int, default=256, help="tokens read at once")
+    parser.add_argument("--fed", type=int, default=256, help="tokens fed and scored after them")
+    parser.add_argument("--step", type=int, default=4, help="how many are fed at a time")
+    parser.add_argument("--long", type=int, default=1024, help="the prompt whose bytes are counted")
+    parser.add_argument("--residual", type=int, default=128, help="how many positions stay as they came")
+    return parser.parse_args(argv)
+
+
+@torch.no_grad()
+def _read(model: Any, way: str, text: Tensor, options: argparse.Namespace) -> Reading:
+    """Read the text through a cache, and another prompt to see how large it makes one."""
+    cache = _cache(way, options)
+    logits = _fed(model, cache, text[: options.prompt])
+    losses, last = [], logits[-1:]
+    stop = options.prompt + options.fed
+    began = time.process_time()
+    for start in range(options.prompt, stop, options.step):
+        tokens = text[start : min(start + options.step, stop)]
+        logits = torch.cat((last, _fed(model, cache, tokens)))
+        losses.append(torch.nn.functional.cross_entropy(logits[:-1].double(), tokens, reduction="none"))
+        last = logits[-1:]
+    seconds = time.process_time() - began
+    large = _cache(way, options)
+    _fed(model, large, text.repeat(-(-options.long // len(text)))[: options.long])
+    return Reading(large.nbytes, float(torch.cat(losses).mean()), seconds)
+
+
+def _cache(way: str, options: argparse.Namespace) -> KeyCache:
+    """A cache with an empty row."""
+    quantizer = WAYS[way]
+    cache: KeyCache = DenseCache() if quantizer is None else QuantizedStore(quantizer(), options.residual)
+    cache.extend(1)
+    return cache
+
+
+def _fed(model: Any, cache: KeyCache, tokens: Tensor) -> Tensor:
+    """What the model says after each of some tokens [T, V], which the only row of the cache holds then."""
+    start, width = int(cache.lengths[0]), len(tokens)
+    view = SelfView(cache, Span(None, start, width, start + width))
+    logits: Tensor = model(input_ids=tokens[None], past_key_values=view, use_cache=True).logits[0]
+    cache.commit(None, torch.tensor([start + width]))
+    return logits
+
+
+def _row(cells: Sequence[str]) -> str:
+    (_, first), *rest = _COLUMNS
+    return f"{cells[0]:{first}}" + "".join(
+        f"{cell:>{size}}" for cell, (_, size) in zip(cells[1:], rest, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
