@@ -235,7 +235,8 @@ class DenseCache:
         if block is None:
             block = like.new_zeros(self._rows, like.shape[1], slots + _STEP, like.shape[3])
         elif block.shape[2] < slots:
-            wide = max(slots + _STEP, block.shape[2] + block.shape[2] // 2)
+            # An eighth: all of it is read at every step anyway, so that a copy now and then is cheap.
+            wide = max(slots + _STEP, block.shape[2] + block.shape[2] // 8)
             grown = block.new_zeros(max(self._rows, block.shape[0]), block.shape[1], wide, block.shape[3])
             grown[: block.shape[0], :, : block.shape[2]] = block
             block = grown
