@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 from zlib import crc32
 
@@ -19,7 +19,7 @@ from descant.assistance import Assistance
 from descant.cache.unkept import Rereading, Unkept
 from descant.config import GenerationConfig
 from descant.context import Params, Values, params_of, table
-from descant.errors import DescantError, InputError, NotEnoughMemory, RowError
+from descant.errors import DescantError, InputError, RowError
 from descant.ledger import Ledger, Pages
 from descant.memory import kind_of
 from descant.noise import Chance
@@ -89,6 +89,22 @@ class Failed:
 
 
 Event = Tokens | Finished | Failed
+
+
+class _Asked(NamedTuple):
+    """What a request comes to before it is admitted."""
+
+    request: Request
+    plan: Plan
+    row: dict[str, Any]  # its row's parameters
+    prompt: Tensor  # [L] what is read of its tokens
+    offset: int  # positions before these that have no token
+    inputs: Mapping[str, Any]
+
+    @property
+    def slots(self) -> int:
+        """How many positions a row of it may come to, or one that is read beside it."""
+        return int(self.row["limit"]) + max(self.offset, beside(self.request))
 
 
 @dataclass
@@ -167,60 +183,23 @@ class Session:
         """
         if not requests:
             return []
-        plans: dict[tuple[int, ...], Plan] = {}
-        made, prompts, offsets, inputs = [], [], [], []
-        for request in requests:
-            known = plans.get(_sort(request))
-            if known is None:
-                known = plans[_sort(request)] = self._planned(request)
-            ids = self._ids(request)
-            tail = healed(request, known.config, ids)
-            embeds = request.inputs.get("inputs_embeds") if not self.model.facts.encoder_decoder else None
-            offsets.append(0 if embeds is None else len(embeds) - len(ids))
-            if not len(ids) + offsets[-1]:
-                raise InputError("prompt", "must have at least one token", request.prompt)
-            if known.again and not len(ids):
-                must = "must come with `input_ids` of at least the last token, which is fed again"
-                raise InputError("inputs_embeds", must, embeds)
-            made.append(known.row(prompt_of(request, ids, offsets[-1], tail), self.model.facts))
-            count = 0 if tail is None else len(tail)
-            prompts.append(ids[: len(ids) - count])
-            both = self.model.facts.encoder_decoder
-            inputs.append(shortened(request.inputs, count) if count and not both else request.inputs)
-            refuse_uncallable(request)
-            refuse_unguided(request, known.wraps, self.model.facts, made[-1]["limit"] - len(ids))
-        slots = max(
-            row["limit"] + max(offset, beside(request))
-            for request, row, offset in zip(requests, made, offsets, strict=True)
-        )
-        like = next((one for one in map(like_past, requests) if one is not None), None)
-        whose = [plans[_sort(request)] for request in requests]
-        settled = self._settled
-        self._settle(whose, prompts, slots, like)
-        limits = [row["limit"] for row in made]
-        try:
-            asked = list(zip(whose, map(len, prompts), limits, offsets, strict=True))
-            refuse_unfitting(self._bare, self._cache, self._named, asked, self._rows)
-        except NotEnoughMemory:
-            self._settled = settled  # whoever comes next may have another cache
-            raise
-        begun = [
-            self._recall.begin(request, plans[_sort(request)], ids, self._cache)
-            for request, ids in zip(requests, prompts, strict=True)
-        ]
+        asked = self._asked(requests)
+        self._settle(asked)
+        begun = [self._recall.begin(one.request, one.plan, one.prompt, self._cache) for one in asked]
+        made = [one.row for one in asked]
         if self._peers is not None:
-            keys = [plans[_sort(one)].shape for one in requests]
+            prompts, keys = [one.prompt for one in asked], [one.plan.shape for one in asked]
             self._peers.same("prompt", prompts[0], _digest(prompts, keys, made))
             timed = any(isfinite(row["deadline"]) for row in made)
             self._stops.heeded |= self._peers.any(timed or any(one.stopping_criteria for one in requests))
         numbers = [next(self._numbers) for _ in requests]
-        self._wrap({name for known in plans.values() for name in known.wraps})
-        self.model.open(numbers, _listed(inputs))
+        self._wrap({name for one in asked for name in one.plan.wraps})
+        self.model.open(numbers, _listed([one.inputs for one in asked]))
         try:
-            for number, request, row in zip(numbers, requests, made, strict=True):
-                self._live[number] = self._enrolled(request, plans[_sort(request)], row)
+            for number, one in zip(numbers, asked, strict=True):
+                self._live[number] = self._enrolled(one.request, one.plan, one.row)
                 if (drafter := self._drafter(number)) is not None:
-                    drafter.open([number], {name: [value] for name, value in request.inputs.items()})
+                    drafter.open([number], {name: [value] for name, value in one.request.inputs.items()})
         except DescantError:
             for number in numbers:
                 self._close(number)
@@ -232,9 +211,9 @@ class Session:
                 row |= {"dice": dice} if "dice" in row else {}
         self._noise.lines = lines or self._noise.lines
         self._show()
-        for number, request, ids in zip(numbers, requests, prompts, strict=True):
-            self._recall.open(number, request, self._live[number].plan, ids, self._cache)
-        new = self._fresh(numbers, prompts, offsets, table(made))
+        for number, one in zip(numbers, asked, strict=True):
+            self._recall.open(number, one.request, one.plan, one.prompt, self._cache)
+        new = self._fresh(numbers, [one.prompt for one in asked], [one.offset for one in asked], table(made))
         self._append(new.changed(cached=torch.tensor([one.length for one in begun])), begun)
         return numbers
 
@@ -308,19 +287,53 @@ class Session:
         given = Assistance(request.assistant_model, request.tokenizer, request.assistant_tokenizer)
         return plan(config, self.model.facts, drafted(config, self._bare, given))
 
-    def _settle(
-        self, plans: Sequence[Plan], prompts: Sequence[Tensor], slots: int, past: Cache | None = None
-    ) -> None:
+    def _asked(self, requests: Sequence[Request]) -> list[_Asked]:
+        """What requests come to, each checked by itself."""
+        facts = self.model.facts
+        plans: dict[tuple[int, ...], Plan] = {}
+        asked = []
+        for request in requests:
+            known = plans.get(_sort(request))
+            if known is None:
+                known = plans[_sort(request)] = self._planned(request)
+            ids = self._ids(request)
+            tail = healed(request, known.config, ids)
+            embeds = request.inputs.get("inputs_embeds") if not facts.encoder_decoder else None
+            offset = 0 if embeds is None else len(embeds) - len(ids)
+            if not len(ids) + offset:
+                raise InputError("prompt", "must have at least one token", request.prompt)
+            if known.again and not len(ids):
+                must = "must come with `input_ids` of at least the last token, which is fed again"
+                raise InputError("inputs_embeds", must, embeds)
+            row = known.row(prompt_of(request, ids, offset, tail), facts)
+            count = 0 if tail is None else len(tail)
+            cut = bool(count) and not facts.encoder_decoder
+            inputs = shortened(request.inputs, count) if cut else request.inputs
+            refuse_uncallable(request)
+            refuse_unguided(request, known.wraps, facts, row["limit"] - len(ids))
+            asked.append(_Asked(request, known, row, ids[: len(ids) - count], offset, inputs))
+        return asked
+
+    def _settle(self, asked: Sequence[_Asked]) -> None:
         """Choose the cache by the first requests, or as their past is; raise for those it cannot serve."""
-        if not self._settled:
-            shared = [len(ids) for known, ids in zip(plans, prompts, strict=True) if known.forks]
-            configs = [known.config for known in plans]
+        settled, slots = self._settled, max(one.slots for one in asked)
+        if not settled:
+            shared = [len(one.prompt) for one in asked if one.plan.forks]
+            configs = [one.plan.config for one in asked]
             suits = table_cache(self._bare, configs, slots, max(shared, default=0))
-            self._cache = suits if past is None or kind_of(configs[0]) is not None else past
             self._named = kind_of(configs[0])
+            pasts = (like_past(one.request) for one in asked)
+            past = None if self._named is not None else next((one for one in pasts if one is not None), None)
+            self._cache = suits if past is None else past
             self._settled = True
-        for known in plans:
-            refuse_cache(known, self._cache, self._named, slots)
+        new = [(one.plan, len(one.prompt), one.row["limit"], one.offset) for one in asked]
+        try:
+            for one in asked:
+                refuse_cache(one.plan, self._cache, self._named, slots)
+            refuse_unfitting(self._bare, self._cache, self._named, new, self._rows)
+        except DescantError:
+            self._settled = settled  # whoever comes next may have another cache
+            raise
 
     def _drafter(self, request: int) -> Drafter | None:
         """Who guesses ahead for a running request."""
