@@ -71,7 +71,7 @@ def stale_prefix(patch: Patch) -> None:
     """Rows that part are believed to share what one of them lost."""
 
     def commit(_: None, self: DenseCache, parents: Any, lengths: torch.Tensor) -> None:
-        self._shared = lengths + 2
+        self._kin._shared = lengths.numpy() + 2
 
     after(patch, DenseCache, "commit", commit)
 

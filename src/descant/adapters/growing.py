@@ -71,11 +71,12 @@ class OffloadedCache(DynamicCache):
         """Begin to bring a layer to the model's device for the next token; forwards do it by themselves."""
         store = self.store
         if isinstance(store, OffloadedStore) and store.lengths.any():
-            store._send_for(layer_idx, self._next(1))
+            store.prefetch(layer_idx, self._next(1))
 
     def evict_previous_layer(self, layer_idx: int) -> None:  # noqa: ARG002 - one at the most waits there
         """Let go of the layer that was brought and not yet used; forwards do it by themselves."""
-        self.store.commit(None, self.store.lengths)
+        if isinstance(self.store, OffloadedStore):
+            self.store.evict()
 
 
 class QuantizedCache(DynamicCache):

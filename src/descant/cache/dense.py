@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from descant.cache.kin import Kin
 from descant.ports import Span
 
 __all__ = ["DenseCache"]
@@ -34,10 +33,7 @@ class DenseCache:
         self._values: dict[int, Tensor] = {}
         self._rows = 0
         self._lengths = torch.zeros(0, dtype=torch.long)
-        self._family = torch.zeros(0, dtype=torch.long)  # [R] rows of one family share their first slots
-        self._shared = torch.zeros(0, dtype=torch.long)  # [R] how many slots that is
-        self._families = count(1)
-        self._kin = False  # whether rows ever moved: before, nobody shares anything
+        self._kin = Kin()
         self._placed: dict[torch.device, tuple[Span, Tensor, Tensor]] = {}
         self.moved = 0  # slots of keys and values copied between rows, for reports and tests
 
@@ -61,8 +57,7 @@ class DenseCache:
         """Append empty rows."""
         self._rows += rows
         self._lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))
-        self._family = torch.cat((self._family, torch.tensor([next(self._families) for _ in range(rows)])))
-        self._shared = torch.cat((self._shared, torch.zeros(rows, dtype=torch.long)))
+        self._kin.extend(rows)
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; what its rows hold then [N, H, S, D], stale slots included."""
@@ -107,12 +102,9 @@ class DenseCache:
             moves = (parents != torch.arange(len(parents))).nonzero().squeeze(1)
             if len(moves):
                 self._move(parents, moves, lengths)
-            self._adopt(parents, lengths)
             self._rows = len(parents)
-            self._kin = True
+        self._kin.follow(None if parents is None else parents.numpy(), lengths.numpy())
         self._lengths = lengths
-        if self._kin:
-            self._shared = torch.minimum(self._shared, lengths)
 
     # -------------------------------------------------------------------- whole rows
     @property
@@ -131,9 +123,7 @@ class DenseCache:
         other = self._empty()
         other.extend(len(rows))
         other._lengths = self._lengths[rows].clone()
-        # Copies of one row are a family, which shares all that it holds.
-        other._family, other._shared, other._kin = rows + 1, other._lengths.clone(), True
-        other._families = count(int(rows.max()) + 2 if len(rows) else 1)
+        other._kin = self._kin.select(rows.numpy(), other._lengths.numpy())
         stop = int(other._lengths.max()) if len(rows) else 0
         for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
             for layer, block in mine.items():
@@ -145,11 +135,9 @@ class DenseCache:
     def join(self, other: Self) -> None:
         """Take the rows of another one below its own."""
         first, slots = self._rows, int(other._lengths.max()) if len(other) else 0
-        self.extend(len(other))
-        renamed = {old: next(self._families) for old in set(other._family.tolist())}
-        self._family[first:] = torch.tensor([renamed[one] for one in other._family.tolist()])
-        self._shared[first:], self._lengths[first:] = other._shared, other._lengths
-        self._kin = True
+        self._rows += len(other)
+        self._lengths = torch.cat((self._lengths, other._lengths))
+        self._kin.join(other._kin)
         for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
             for layer, block in theirs.items():
                 room, fed = self._room(mine, layer, block, slots), min(len(block), len(other))
@@ -194,11 +182,8 @@ class DenseCache:
         """Copy the rows that change place."""
         source = parents[moves]
         stop = int(lengths[moves].max())
-        # A place that no row held keeps nobody's prefix; the clamp only makes the look-up legal.
-        held = moves.clamp(max=max(self._rows - 1, 0))
-        kin = (moves < self._rows) & (self._family[held] == self._family[source])
-        # What two rows of a family share ends where either was ever cut.
-        starts = torch.where(kin, torch.minimum(self._shared[held], self._shared[source]), 0)
+        starts = torch.from_numpy(self._kin.shared(moves.numpy(), source.numpy()))
+        kin = starts > 0
         parts = []
         for which in (kin, ~kin):  # two copies at the most, each of one slice of slots
             start = int(starts[which].min()) if bool(which.any()) else stop
@@ -213,21 +198,6 @@ class DenseCache:
                 for (into, _, slots), content in zip(parts, read, strict=True):
                     block[into.to(block.device), :, slots] = content
                 store[layer] = block
-
-    def _adopt(self, parents: Tensor, lengths: Tensor) -> None:
-        """Families after a move: one whose rows all continue the same row shares all that this one had."""
-        family, shared = self._family[parents], self._shared[parents]
-        _, number = np.unique(family.numpy(), return_inverse=True)
-        whence, first, last = (
-            parents.numpy(),
-            np.full(len(family), len(parents) + self._rows),
-            np.full(len(family), -1),
-        )
-        np.minimum.at(first, number, whence)
-        np.maximum.at(last, number, whence)
-        founds = torch.from_numpy((first == last)[number])
-        self._shared = torch.where(founds, lengths, shared)
-        self._family = family
 
     def _room(self, store: dict[int, Tensor], layer: int, like: Tensor, slots: int) -> Tensor:
         """The layer's block with room for all rows and so many slots."""

@@ -71,7 +71,7 @@ class OffloadedStore(DenseCache):
         for store, new in ((self._keys, key), (self._values, value)):
             self._room(store, layer, new, span.stop)
         aboard = self._taken(layer, span, here)
-        self._send_for(layer + 1, span)
+        self.prefetch(layer + 1, span)
         self._write(aboard.keys, aboard.values, key, value, span)
         stowed = key.to(self._rest), value.to(self._rest)
         self._write(self._keys[layer], self._values[layer], *stowed, home)
@@ -79,8 +79,12 @@ class OffloadedStore(DenseCache):
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`."""
-        self._ahead = None
+        self.evict()
         super().commit(parents, lengths)
+
+    def evict(self) -> None:
+        """Let go of the layer that was sent for."""
+        self._ahead = None
 
     def to(self, device: Device) -> None:
         """Let everything rest elsewhere."""
@@ -114,8 +118,8 @@ class OffloadedStore(DenseCache):
                 block.record_stream(stream)
         return ahead
 
-    def _send_for(self, layer: int, span: Span) -> None:
-        """Begin to fetch the next layer, if there is one."""
+    def prefetch(self, layer: int, span: Span) -> None:
+        """Begin to fetch a layer for that span, if it was ever written from elsewhere."""
         here = self._wanted.get(layer)
         if here is None or layer not in self._keys:
             return
