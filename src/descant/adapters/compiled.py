@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache as TransformersCache
 
 from descant.adapters.placement import spread
 from descant.adapters.ranks import ranks_of
+from descant.adapters.views import SelfView
 from descant.compilation import CompileConfig
 from descant.errors import ConfigError, UnsupportedModel
 from descant.ports import Facts
@@ -117,7 +117,7 @@ def _dense(thing: Any) -> Any:
     return thing.dense() if isinstance(thing, _Heads) else thing
 
 
-class _View(TransformersCache):
+class _View(SelfView):
     """The borrowed blocks as a model sees them inside the compiled step: all slots, whatever they hold."""
 
     def __init__(self, keys: Blocks, values: Blocks, at: Tensor, shared: bool) -> None:
@@ -125,6 +125,7 @@ class _View(TransformersCache):
         self.layers: list[Any] = []
         self.offloading = False
         self.layer_class_to_replicate = None
+        self._sliding = (False,)
         self._keys, self._values = keys, values
         self._line = torch.arange(at.shape[0], device=at.device)[:, None, None]
         self._slot = at[:, None, None]
@@ -146,39 +147,6 @@ class _View(TransformersCache):
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
         """How many keys attention will see, and the position of the first."""
         return next(iter(self._keys.values())).shape[2], 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """As above: positions are given."""
-        return self.get_seq_length(layer_idx)
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:  # noqa: ARG002
-        """No limit but the blocks'."""
-        return -1
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """No limit but the blocks'."""
-        return -1
-
-    def __len__(self) -> int:
-        return 0
-
-    def __bool__(self) -> bool:
-        return True
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """Windows are a matter of the mask."""
-        return [False]
-
-    @property
-    def is_compileable(self) -> bool:
-        """The model is not to compile anything by itself."""
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        """Always ready."""
-        return True
 
 
 class _Traits(NamedTuple):
