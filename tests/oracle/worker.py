@@ -32,6 +32,9 @@ from tests.oracle import margins, stepping, wire
 from tests.parity.own import allowed_by_any, verdict
 from tests.processors.prefixes import allowed_after
 
+# transformers imports hqq where it finds it, and with it torch's compiler, which switches this off for all.
+torch.distributions.Distribution.set_default_validate_args(True)
+
 MODEL_BYTES = 700 << 20  # loaded models are dropped, the least recently used first, to stay below this
 
 _operations: dict[str, Callable[..., Any]] = {}
