@@ -90,7 +90,6 @@ class Kind:
 
     build: Callable[[Wanted], Cache]
     about: str  # when to use it
-    bytes: str  # what a token takes, in words
     forgets: bool = False  # it keeps no more than some of a row, so that a row cannot be cut at will
     refuses: Callable[[Wanted], str | None] = lambda _: None  # what a model lacks for it
 
@@ -100,19 +99,23 @@ def _masked(want: Wanted) -> str | None:
     return None if want.facts.masks else "a model that takes positions and masks of ours"
 
 
+def _windows(want: Wanted) -> bool:
+    """Whether any layer of the model sees no further than a window."""
+    return any(window is not None for window in want.facts.windows.values())
+
+
 def _windowed(want: Wanted) -> str | None:
-    some = any(window is not None for window in want.facts.windows.values())
-    return _masked(want) or (None if some else "a model with sliding windows")
+    return _masked(want) or (None if _windows(want) else "a model with sliding windows")
 
 
 def _rotary(want: Wanted) -> str | None:
-    if any(window is not None for window in want.facts.windows.values()):
+    if _windows(want):
         return "a model without windows of its own"
     return _masked(want) or (None if _rotation(want) is not None else "a model with rotary positions")
 
 
 def _watched(want: Wanted) -> str | None:
-    if any(window is not None for window in want.facts.windows.values()):
+    if _windows(want):
         return "a model without windows of its own"
     asks = 'a model loaded with attn_implementation="sdpa"'
     return _masked(want) or (None if want.facts.attention == "sdpa" else asks)
@@ -197,21 +200,21 @@ def _plain(kind: type[Cache]) -> Callable[[Wanted], Cache]:
     return build
 
 
-# One line a cache: how it is made, what it is for, what a token takes.
+# One line a cache: how it is made, what it is for, whether it forgets, what it asks of a model.
 # fmt: off
 KINDS: Final[Mapping[str, Kind]] = {
-    "dynamic": Kind(_plain(DenseCache), "always right", "all of it"),
-    "paged": Kind(_plain(PagedStore), "beams, many sequences, prompts used again", "what is not shared"),
-    "static": Kind(_static, "compiled decoding", "all of it, for the longest row from the start"),
-    "offloaded": Kind(_offloaded, "long texts on a small accelerator", "all of it, elsewhere"),
-    "offloaded_static": Kind(_offloaded_static, "the same at a fixed size", "all of it, elsewhere"),
-    "sliding_window": Kind(_window, "models with sliding windows", "a window's worth", True, _windowed),
-    "hybrid": Kind(_window, "models with windows in some layers", "a window's worth in these", True, _masked),
-    "mamba": Kind(_state, "recurrent models", "a state, however long", True),
-    "quantized": Kind(_quantized, "long texts in little memory, at some loss", "a few bits a number"),
-    "sink": Kind(_sink, "endless texts that need no far past", "first tokens and a window", True, _rotary),
-    "snapkv": Kind(_snap, "long prompts of which little matters", "what their end looked at", True, _watched),
-    "h2o": Kind(_heavy, "long texts of which little matters", "what was looked at most", True, _watched),
+    "dynamic": Kind(_plain(DenseCache), "always right"),
+    "paged": Kind(_plain(PagedStore), "beams, many sequences, prompts used again"),
+    "static": Kind(_static, "compiled decoding"),
+    "offloaded": Kind(_offloaded, "long texts on a small accelerator"),
+    "offloaded_static": Kind(_offloaded_static, "the same at a fixed size"),
+    "sliding_window": Kind(_window, "models with sliding windows", True, _windowed),
+    "hybrid": Kind(_window, "models with windows in some layers", True, _masked),
+    "mamba": Kind(_state, "recurrent models", True),
+    "quantized": Kind(_quantized, "long texts in little memory, at some loss"),
+    "sink": Kind(_sink, "endless texts that need no far past", True, _rotary),
+    "snapkv": Kind(_snap, "long prompts of which little matters", True, _watched),
+    "h2o": Kind(_heavy, "long texts of which little matters", True, _watched),
 }
 # fmt: on
 # Names that 4.x used for the same.

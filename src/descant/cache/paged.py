@@ -201,8 +201,13 @@ class PagedStore:
         rows, starts = span.on_host(len(self._table))
         size, stops = self.pool.block, starts + span.width
         self._table = _wider(self._table, -(-int(stops.max()) // size))
-        for row, start, stop in zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True):
-            self._reserve(row, start, stop)
+        # Most rows have blocks of their own to write to already: nothing is done for those.
+        reached = starts[:, None] // size + np.arange(-(-span.width // size) + 1)
+        mine = np.take_along_axis(self._table[rows], np.minimum(reached, (stops[:, None] - 1) // size), 1)
+        lacking = mine < 0
+        lacking[~lacking] = self.pool.refs[mine[~lacking]] > 1
+        for line in np.flatnonzero(lacking.any(1)).tolist():
+            self._reserve(int(rows[line]), int(starts[line]), int(stops[line]))
         at = starts[:, None] + np.arange(span.width)  # [N, T]
         blocks = np.take_along_axis(self._table[rows], at // size, 1)
         plan = Plan(self.pool, self._table[rows][:, : -(-span.stop // size)], span.stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,6 +81,7 @@ class Plan:
                 begin = end
             self._share(some, begin, end)
 
+    @cached_property
     def tails(self) -> Array:
         """The first slot of each line that no run reads [N]."""
         tails = np.zeros(len(self.table), dtype=np.int64)
@@ -87,12 +89,34 @@ class Plan:
             tails[run.rows] = run.stop
         return tails
 
-    def gathered(self, name: str, layer: int, first: int = 0, lines: Array | None = None) -> Tensor:
-        """The slots from `first` on of lines as [N, H, S, D]; a view where they lie in a row."""
-        key = ("slots", first, None if lines is None else lines.tobytes())
+    def sharing(self, run: Run, device: torch.device) -> Tensor | None:
+        """The lines that share a run, on a device; None: all of them."""
+        if len(run.rows) == len(self.table):
+            return None
+        key = ("lines", run.first, int(run.rows[0]), device)
         if key not in self._kept:
-            self._kept[key] = self._slots(first, self.stop, slice(None) if lines is None else lines)
-        return self._read(name, layer, self._kept[key])
+            self._kept[key] = torch.from_numpy(run.rows).to(device, non_blocking=True)
+        lines: Tensor = self._kept[key]
+        return lines
+
+    def apart(self, device: torch.device) -> Tensor | None:
+        """The slots that tails read [N, S], on a device; None where they all begin alike."""
+        if (self.tails == self.tails[0]).all():
+            return None
+        if ("apart", device) not in self._kept:
+            self._kept["apart", device] = torch.from_numpy(self._behind()).to(device, non_blocking=True)
+        slots: Tensor = self._kept["apart", device]
+        return slots
+
+    def _behind(self) -> Array:
+        """The slots of every line from its tail on, as many as the longest has [N, S]."""
+        return self.tails[:, None] + np.arange(self.stop - int(self.tails.min()))
+
+    def gathered(self, name: str, layer: int) -> Tensor:
+        """All slots of all lines [N, H, S, D]; a view where they lie in a row."""
+        if "slots" not in self._kept:
+            self._kept["slots"] = self._slots(0, self.stop, slice(None))
+        return self._read(name, layer, self._kept["slots"])
 
     def shared(self, name: str, layer: int, run: Run) -> Tensor:
         """The slots of a run [1, H, S, D]."""
@@ -104,8 +128,7 @@ class Plan:
     def tail(self, name: str, layer: int) -> Tensor:
         """What no run reads of every line, from its own first slot on [N, H, S, D]."""
         if "tail" not in self._kept:
-            tails, size = self.tails(), self.pool.block
-            at = tails[:, None] + np.arange(self.stop - int(tails.min()))
+            at, size = self._behind(), self.pool.block
             blocks = np.take_along_axis(self.table, np.minimum(at // size, self.table.shape[1] - 1), 1)
             self._kept["tail"] = self._placed(blocks, at % size)
         return self._read(name, layer, self._kept["tail"])
@@ -185,32 +208,30 @@ class Shared(Lazy):
         weight: Tensor | None = None
         query = asked.query
         for run in plan.runs:
-            lines = torch.from_numpy(run.rows).to(query.device)
-            some = query if len(run.rows) == len(query) else query[lines]
+            lines = plan.sharing(run, query.device)
+            some = query if lines is None else query[lines]
             seen = None if mask is None else mask[..., run.first : run.stop]
-            if seen is not None and len(seen) > 1 and len(run.rows) < len(query):
+            if seen is not None and len(seen) > 1 and lines is not None:
                 seen = seen[lines]
             keys, theirs = plan.shared("keys", self.layer, run), plan.shared("values", self.layer, run)
             out, sums = _once(some, keys, theirs, seen, asked.scale)
-            if len(run.rows) < len(query):
+            if lines is not None:
                 out, sums = _among(out, sums, lines, len(query))
             found, weight = (out, sums) if found is None else _merged(found, weight, out, sums)
         keys, theirs = plan.tail("keys", self.layer), plan.tail("values", self.layer)
-        out, sums = _apiece(query, keys, theirs, self._rest(mask, keys.shape[2]), asked.scale)
+        out, sums = _apiece(query, keys, theirs, self._rest(mask), asked.scale)
         return _merged(found, weight, out, sums)[0].to(query.dtype)
 
-    def _rest(self, mask: Tensor | None, size: int) -> Tensor | None:
+    def _rest(self, mask: Tensor | None) -> Tensor | None:
         """The mask of what no run reads, from each line's own first slot on [N, 1, T, S]."""
-        tails = self.plan.tails()
-        if (tails == tails[0]).all():
-            return None if mask is None else mask[..., int(tails[0]) :]
-        device = self.device
-        at = torch.from_numpy(tails).to(device)[:, None] + torch.arange(size, device=device)
-        there = (at < self.plan.stop)[:, None, None]
+        plan, at = self.plan, self.plan.apart(self.device)
+        if at is None:
+            return None if mask is None else mask[..., int(plan.tails[0]) :]
+        there = (at < plan.stop)[:, None, None]
         if mask is None:
             return there
-        wide = mask.expand(len(tails), *mask.shape[1:])
-        place = at.clamp(max=self.plan.stop - 1)[:, None, None].expand(*wide.shape[:3], size)
+        wide = mask.expand(len(at), *mask.shape[1:])
+        place = at.clamp(max=plan.stop - 1)[:, None, None].expand(*wide.shape[:3], at.shape[1])
         shown = wide.gather(3, place)
         return shown & there if shown.dtype == torch.bool else shown.masked_fill(~there, _UNSEEN)
 
@@ -259,8 +280,8 @@ def _weighed(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
-        unseen = torch.tensor(_UNSEEN, dtype=query.dtype, device=query.device)
-        mask = torch.where(mask, 0.0, unseen) if mask.dtype == torch.bool else mask.clamp(min=_UNSEEN)
+        plain = torch.zeros_like(mask, dtype=query.dtype)
+        mask = plain.masked_fill(~mask, _UNSEEN) if mask.dtype == torch.bool else mask.clamp(min=_UNSEEN)
     if query.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
         # torch's own kernel, several times faster than the same by hand, and it tells the sum.
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
