@@ -1,5 +1,6 @@
 """Descant: every way to decode a language model, in one exact loop."""
 
+from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel
 from descant.adapters.caches import (
     Cache,
     CacheConfig,
@@ -48,6 +49,11 @@ from descant.errors import (
 from descant.estimate import Estimate, estimate
 from descant.generate import attach, compute_transition_scores, detach, generate
 from descant.guidance.arithmetic import ContrastiveDecoding, DExperts, ProxyTuning
+from descant.marking import (
+    GumbelWatermarkingConfig,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 from descant.outputs import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -72,6 +78,7 @@ from descant.processors import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     FrequencyPenaltyLogitsProcessor,
+    GumbelWatermarkLogitsProcessor,
     HammingDiversityLogitsProcessor,
     HealingLogitsProcessor,
     InfNanRemoveLogitsProcessor,
@@ -92,6 +99,7 @@ from descant.processors import (
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     ThinkingBudgetLogitsProcessor,
     TopHLogitsWarper,
@@ -100,6 +108,7 @@ from descant.processors import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    WatermarkLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
     XTCLogitsWarper,
 )
@@ -109,6 +118,14 @@ from descant.step import Hypothesis, Logprobs, Speculation
 from descant.strategies.beams.scorers import BeamScorer, BeamSearchScorer, ConstrainedBeamSearchScorer
 from descant.stream import Stream, StreamEvent, stream
 from descant.streamers import AsyncTextIteratorStreamer, BaseStreamer, TextIteratorStreamer, TextStreamer
+from descant.watermark import (
+    Detection,
+    Detector,
+    PublicKeyWarning,
+    SynthIDTextWatermarkDetector,
+    WatermarkDetector,
+    WatermarkDetectorOutput,
+)
 
 __version__ = "0.1.0"
 
@@ -119,6 +136,8 @@ __all__ = [
     "AlternatingCodebooksLogitsProcessor",
     "AsyncTextIteratorStreamer",
     "BaseStreamer",
+    "BayesianDetectorConfig",
+    "BayesianDetectorModel",
     "BeamScorer",
     "BeamSearchScorer",
     "Cache",
@@ -134,6 +153,8 @@ __all__ = [
     "DExperts",
     "DRYLogitsProcessor",
     "DescantError",
+    "Detection",
+    "Detector",
     "DisjunctiveConstraint",
     "DynamicCache",
     "DynamicTemperatureLogitsWarper",
@@ -156,6 +177,8 @@ __all__ = [
     "GenerateDecoderOnlyOutput",
     "GenerateEncoderDecoderOutput",
     "GenerationConfig",
+    "GumbelWatermarkLogitsProcessor",
+    "GumbelWatermarkingConfig",
     "H2OCache",
     "HQQQuantizedCache",
     "HammingDiversityLogitsProcessor",
@@ -193,6 +216,7 @@ __all__ = [
     "PresencePenaltyLogitsProcessor",
     "PromptCache",
     "ProxyTuning",
+    "PublicKeyWarning",
     "QuantizedCache",
     "QuantizedCacheConfig",
     "QuantoQuantizedCache",
@@ -217,6 +241,9 @@ __all__ = [
     "StreamEvent",
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
+    "SynthIDTextWatermarkDetector",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "SynthIDTextWatermarkingConfig",
     "TemperatureLogitsWarper",
     "TextIteratorStreamer",
     "TextStreamer",
@@ -229,6 +256,10 @@ __all__ = [
     "TypicalLogitsWarper",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "UnsupportedModel",
+    "WatermarkDetector",
+    "WatermarkDetectorOutput",
+    "WatermarkLogitsProcessor",
+    "WatermarkingConfig",
     "WhisperTimeStampLogitsProcessor",
     "XTCLogitsWarper",
     "attach",

@@ -230,11 +230,19 @@ class Context:
 
     def chance(self, salt: int) -> Tensor:
         """A number between 0 and 1 for each line [N, 1], the same whenever the row asks at this place."""
+        return self._drawn(self._length, salt)
+
+    def luck(self, salt: int) -> Tensor:
+        """A number between 0 and 1 for each line [N, 1], the same wherever its sequence asks."""
+        return self._drawn(torch.zeros_like(self._length), salt)
+
+    def _drawn(self, place: Tensor, salt: int) -> Tensor:
+        """What the dice of each line show at a place [N] (host)."""
         if "dice" not in self._params:  # called by hand
             return torch.rand(len(self._length), 1, device=self._tokens.device)
         value = self._params["dice"]
         assert isinstance(value, Tensor)
-        drawn = uniform(value, self._slot, self._length, salt)[:, None]
+        drawn = uniform(value, self._slot, place, salt)[:, None]
         return drawn.to(self._tokens.device, torch.float32, non_blocking=True)
 
     def largest(self, name: str) -> int:

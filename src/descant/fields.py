@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from .errors import ConfigError
 
-__all__ = ["Field", "FrozenMap", "Kind", "Unset", "declare", "freeze", "thaw"]
+__all__ = ["Discreet", "Field", "FrozenMap", "Kind", "Unset", "declare", "freeze", "thaw"]
 
 LARGEST_INT: Final = 2**63 - 1  # what a torch int64 holds
 LARGEST_FLOAT: Final = 1e30  # products with logits must stay finite in float32
@@ -45,6 +45,17 @@ class FrozenMap(Mapping[Any, Any]):
 
     def __repr__(self) -> str:
         return repr(self._items)
+
+
+class Discreet(FrozenMap):
+    """One that does not show what must not be read in a log."""
+
+    __slots__ = ()
+
+    SECRET: Final = ("hashing_key", "key", "keys")  # of watermarks
+
+    def __repr__(self) -> str:
+        return repr({name: "(hidden)" if name in self.SECRET else value for name, value in self.items()})
 
 
 class Unset:
@@ -422,7 +433,7 @@ def biases() -> Kind:
     return Kind("dict[tuple[int, ...], float]", must, parse)
 
 
-def settings() -> Kind:
+def settings(kept: type[FrozenMap] = FrozenMap) -> Kind:
     """A dict of settings, or an object that can say itself as one (`to_dict`, a dataclass)."""
 
     def parse(value: Any) -> FrozenMap:
@@ -434,7 +445,7 @@ def settings() -> Kind:
         frozen = freeze({name: item for name, item in value.items() if not name.startswith("_")})
         hash(frozen)  # a config is hashable by value, so its parts must be
         assert isinstance(frozen, FrozenMap)
-        return frozen
+        return kept(frozen)
 
     return Kind("dict", "a dict with string keys and plain values", parse)
 

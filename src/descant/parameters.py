@@ -396,8 +396,8 @@ class Parameters(Frozen):
 
     # -- watermark
     watermarking_config: Mapping[str, Any] | None = declare(
-        default=None, kind=kinds.settings(), group="watermark",
-        about="Settings of the watermark that the choice of tokens carries.")
+        default=None, kind=kinds.settings(kinds.Discreet), group="watermark",
+        about="Settings of the watermark that the choice of tokens carries: green list, SynthID or Gumbel.")
 
     # -- cache and speed
     use_cache: bool = declare(
@@ -438,7 +438,6 @@ class Later:
 # fmt: off
 LATER: Final[Mapping[str, Later]] = MappingProxyType({
     "forced_decoder_ids": Later("forced decoder tokens", (None, ())),
-    "watermarking_config": Later("watermarking"),
     "generation_kwargs": Later("arguments passed through to the model", (FrozenMap(),)),
 })
 # fmt: on

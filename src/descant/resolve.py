@@ -23,6 +23,8 @@ from descant.errors import ConfigError, UnsupportedModel
 from descant.guidance.arithmetic import Arithmetic, Joint
 from descant.guidance.cfg import Guidance
 from descant.guidance.dola import DoLa, early_layers
+from descant.marking import settings_of
+from descant.marking.keys import warn_if_public
 from descant.memory import NAME as CACHE
 from descant.memory import Wanted, kind_of, made, suiting
 from descant.ports import Cache, Facts, Model, Noise, Peers, Stop, Strategy
@@ -40,6 +42,7 @@ from descant.processors import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     FrequencyPenaltyLogitsProcessor,
+    GumbelWatermarkLogitsProcessor,
     HammingDiversityLogitsProcessor,
     HealingLogitsProcessor,
     InfNanRemoveLogitsProcessor,
@@ -60,6 +63,7 @@ from descant.processors import (
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     ThinkingBudgetLogitsProcessor,
     TopHLogitsWarper,
@@ -67,6 +71,7 @@ from descant.processors import (
     TopNSigmaLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    WatermarkLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
     XTCLogitsWarper,
 )
@@ -147,6 +152,16 @@ def _drawn(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
     return lambda config: config.do_sample and getattr(config, name) not in (None, *neutral)
 
 
+def _marks(scheme: str) -> Callable[[GenerationConfig], bool]:
+    """Whether what is written is to be marked, by that scheme."""
+
+    def wanted(config: GenerationConfig) -> bool:
+        given = config.watermarking_config
+        return given is not None and settings_of(given).scheme == scheme
+
+    return wanted
+
+
 def _warmed(config: GenerationConfig) -> bool:
     """Whether a fixed temperature is asked for, not one that follows the entropy."""
     return config.do_sample and config.temperature != 1.0 and not config.dynamic_temperature_range
@@ -209,6 +224,9 @@ SAMPLERS: Final[tuple[Stage, ...]] = (
     _stage(XTCLogitsWarper, "xtc_probability", _drawn("xtc_probability", 0.0)),
     _stage(MirostatLogitsWarper, "mirostat_tau", _drawn("mirostat_tau")),
     _stage(AdaptivePLogitsWarper, "adaptive_p_target", _drawn("adaptive_p_target")),
+    _stage(WatermarkLogitsProcessor, "watermarking_config", _marks("green list")),
+    _stage(SynthIDTextWatermarkLogitsProcessor, "watermarking_config", _marks("synthid")),
+    _stage(GumbelWatermarkLogitsProcessor, "watermarking_config", _marks("gumbel")),
     _stage(LogitNormalization, "renormalize_logits", _set("renormalize_logits", False)),
 )
 STAGES: Final = (*RULES, *SAMPLERS)
@@ -312,6 +330,18 @@ def _refuse_unrewound(config: GenerationConfig, facts: Facts) -> None:
         raise ConfigError("banned_phrases", must, config.banned_phrases, "use bad_words_ids")
 
 
+def _refuse_unmarked(config: GenerationConfig) -> None:
+    """Raise for a mark that the method cannot carry, and warn of a key that everybody knows."""
+    if config.watermarking_config is None:
+        return
+    settings = settings_of(config.watermarking_config)
+    if settings.scheme == "gumbel" and (not config.do_sample or config.num_beams > 1):
+        must = "marks by chance (Gumbel), and so needs do_sample=True and num_beams=1"
+        do = "sample, or use a WatermarkingConfig"
+        raise ConfigError("watermarking_config", must, settings, do)
+    warn_if_public(settings)
+
+
 def _guided(config: GenerationConfig, facts: Facts) -> dict[str, Any]:
     if facts.encoder_decoder:
         must = "has no meaning for a model with an encoder, whose prompt is not in the decoder"
@@ -397,6 +427,7 @@ def plan(config: GenerationConfig, facts: Facts, drafts: Drafting | None = None)
     _refuse_strangers(config, facts)
     _refuse_immense(config, facts)
     _refuse_unrewound(config, facts)
+    _refuse_unmarked(config)
     key, build = _strategy(config, len(_ends(config)), drafts)
     values = {
         "eos": eos,

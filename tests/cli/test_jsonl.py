@@ -93,8 +93,8 @@ def test_an_error_is_its_lines_own(descant, stories):
         ({"prompt": "a", "top_p": 7}, "`top_p` must be a finite number >= 0 and <= 1, got 7"),
         ({"prompt": "a", "top_k": 7}, "`top_k` has no use while `do_sample` is False"),
         (
-            {"prompt": "a", "watermarking_config": {"bias": 2.0}},
-            "`watermarking_config` is not in this version",
+            {"prompt": "a", "watermarking_config": {"bias": "high"}},
+            "`watermarking_config` must have a number between -10000.0 and 10000.0 as `bias`, got 'high'",
         ),
         ({"prompt": "a", "output_scores": True}, "`output_scores` has no use where text is written"),
         ({"prompt": "a", "max_length": 1}, "`max_length` must be > the 2 tokens of the prompt"),

@@ -17,6 +17,7 @@ import torch
 from descant import GenerationConfig
 from descant.config import FIELDS, LATER
 from descant.constraints import DisjunctiveConstraint, PhrasalConstraint
+from descant.marking import GumbelWatermarkingConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 from descant.processors import AllowedSequences
 from tests.config_cases import CASES
 from tests.tiny import ARCHITECTURES, pad, prompts
@@ -216,6 +217,15 @@ GOOD: dict[str, list[Any]] = {
     "prefill_chunk_size": [1, 2, 3, 100],
     "compile_config": [{"backend": "eager"}, {"fullgraph": False}],
     "disable_compile": [True, False],
+    "watermarking_config": [
+        {"hashing_key": 77}, {"hashing_key": 5, "bias": -3.0, "greenlist_ratio": 0.9},
+        WatermarkingConfig(hashing_key=2**63 - 1, seeding_scheme="selfhash", context_width=3),
+        {"hashing_key": 9, "seeding_scheme": "selfhash"}, {"hashing_key": 9, "greenlist_ratio": 1e-9},
+        SynthIDTextWatermarkingConfig(5, [3, 1, 4, 15, 92]), {"keys": [7], "ngram_len": 2},
+        {"keys": [7, 70000], "ngram_len": 3, "sampling_table_size": 1000, "context_history_size": 2},
+        {"keys": [2**63 - 1], "ngram_len": 9, "skip_first_ngram_calls": True, "debug_mode": True},
+        GumbelWatermarkingConfig(11), {"key": 3, "context_width": 1}, {"key": 3, "nonce": 8},
+    ],
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 
 import descant
 from descant import processors
+from descant.marking import GumbelWatermarkingConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 from descant.processors import LogitsProcessor
 from descant.resolve import STAGES
 from descant.testing import check_processor
@@ -27,6 +28,18 @@ def biased(words, biases):
 KEEP, MORE = {"min_tokens_to_keep": 1}, {"min_tokens_to_keep": 4}
 # Parameters of lines that share a batch: the columns the loop gives a processor.
 PARAMS = {
+    "WatermarkLogitsProcessor": [
+        {"watermark": WatermarkingConfig(hashing_key=5)},
+        {"watermark": WatermarkingConfig(0.5, 3.0, 77, "selfhash", 3)},
+    ],
+    "SynthIDTextWatermarkLogitsProcessor": [
+        {"watermark": SynthIDTextWatermarkingConfig(3, (5, 9))},
+        {"watermark": SynthIDTextWatermarkingConfig(2, (7,), 3, 1, 1000, skip_first_ngram_calls=True)},
+    ],
+    "GumbelWatermarkLogitsProcessor": [
+        {"watermark": GumbelWatermarkingConfig(9, 1, 4)},
+        {"watermark": GumbelWatermarkingConfig(9, 2), "dice": 7},
+    ],
     "AllowedSequencesLogitsProcessor": [
         {"allowed_sequences": processors.AllowedSequences([[3, 4], [3], [5, 6, 7]], 2)},
         {"allowed_sequences": processors.AllowedSequences([*itertools.product(range(3, 23), repeat=2)], 2)},
@@ -130,6 +143,9 @@ PARAMS = {
 }  # fmt: skip
 
 BY_HAND = [
+    processors.WatermarkLogitsProcessor(20, "cpu", hashing_key=5),
+    processors.SynthIDTextWatermarkLogitsProcessor(3, (5, 9), 2**16, 0, 64, "cpu"),
+    processors.GumbelWatermarkLogitsProcessor(5, 2),
     processors.AllowedSequencesLogitsProcessor(processors.AllowedSequences([[3, 4], [3]], 2)),
     processors.RepetitionPenaltyLogitsProcessor(1.2),
     processors.MinLengthLogitsProcessor(5, [2, 3]),

@@ -28,7 +28,7 @@ import torch
 import transformers
 
 from tests.constraints import script
-from tests.oracle import margins, stepping, wire
+from tests.oracle import detectors, margins, stepping, wire
 from tests.parity.own import allowed_by_any, verdict
 from tests.processors.prefixes import allowed_after
 
@@ -138,7 +138,7 @@ def generate(
         with margins.watched() as seen.watch:
             out = net.generate(
                 **inputs,
-                **arguments,
+                **detectors.marking(arguments),
                 **{name: [_made(*one) for one in some] for name, some in (objects or {}).items()},
                 return_dict_in_generate=True,
                 **{f"output_{k}": v for k, v in asked.items()},
@@ -417,6 +417,10 @@ def scorer(
     thing = _made(name, {**arguments, **given, "device": torch.device("cpu")})
     steps = [{**thing.process(**one), "done": thing._done.clone()} for one in calls]
     return {"steps": steps, "end": None if last is None else dict(thing.finalize(**last))}
+
+
+for one in detectors.OPERATIONS:
+    operation(one)
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from descant.errors import InputError, UnsupportedModel, shown
 
-__all__ = ["DTYPES", "load", "outline"]
+__all__ = ["DTYPES", "load", "outline", "tokenizing"]
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
@@ -42,6 +42,18 @@ def outline(name: str) -> Any:
         with contextlib.suppress(OSError):  # a model need not have one, and then its config speaks
             model.generation_config = transformers.GenerationConfig.from_pretrained(name)
         return model
+
+
+def tokenizing(name: str) -> tuple[Any, int | None]:
+    """A model's tokenizer, and how many tokens the model scores; None where no config says so."""
+    with _quiet():
+        with _told(name):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        try:
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except (OSError, ValueError, KeyError):  # a tokenizer may lie alone, or beside what nobody knows
+            return tokenizer, None
+        return tokenizer, getattr(config.get_text_config(decoder=True), "vocab_size", None)
 
 
 def _config(name: str) -> Any:

@@ -14,10 +14,18 @@ from descant.cli.chat import Chat
 from descant.cli.command import USAGE, callback
 from descant.cli.explain import Explain
 from descant.cli.generate import Generate
+from descant.cli.train import Train
+from descant.cli.watermark import Detect, Key
 
 __all__ = ["application"]
 
 COMMANDS = {"generate": Generate, "chat": Chat, "explain": Explain}
+GROUPS = {
+    "watermark": (
+        "Look for watermarks in texts, make keys, and train detectors.",
+        {"detect": Detect, "key": Key, "train": Train},
+    )
+}
 
 
 class Group(TyperGroup):
@@ -48,6 +56,11 @@ def application() -> typer.Typer:
     app.callback(help=descant.__doc__)(_root)
     for name, kind in COMMANDS.items():
         app.command(name, no_args_is_help=False)(callback(kind))
+    for group, (about, commands) in GROUPS.items():
+        below = typer.Typer(name=group, help=about, no_args_is_help=True, pretty_exceptions_enable=False)
+        for name, kind in commands.items():
+            below.command(name, no_args_is_help=False)(callback(kind))
+        app.add_typer(below)
     return app
 
 

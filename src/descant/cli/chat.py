@@ -50,7 +50,9 @@ class Chat(Decoder):
         _refuse_useless(self.values)
         model, tokenizer = self.load()
         refuse_without_template(tokenizer, self.model)
-        talk = Conversation(model, tokenizer, self.argument(), self.values, self.system, self.assistance())
+        talk = Conversation(
+            model, tokenizer, self.argument(), self.parameters, self.system, self.assistance()
+        )
         terminal.note("/help lists commands, /exit leaves")
         for line in _lines():
             if not talk.take(line):

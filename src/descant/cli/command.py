@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -16,15 +19,31 @@ from descant.adapters.loading import DTYPES, load
 from descant.cli import options, terminal
 from descant.config import GenerationConfig
 from descant.errors import ConfigError, DescantError, InputError, UnsupportedModel
+from descant.marking import Settings
+from descant.marking.keys import PublicKeyWarning, read_settings
 
-__all__ = ["Command", "Decoder", "callback"]
+__all__ = ["Command", "Configured", "Decoder", "callback"]
 
 USAGE, FAILURE, INTERRUPTED, NO_READER = 2, 1, 130, 141  # exit codes; the last two as shells report signals
+ENVIRONMENT: Final = "env"  # in the place of a key's file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What every command takes: a config, and the generation parameters given as options."""
+    """What every command takes."""
+
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", metavar="")] = (
+        False
+    )
+
+    def run(self) -> int:
+        """Do it; the exit code."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configured(Command):
+    """What a command takes that has generation parameters: each as an option, and a config below them."""
 
     config: Annotated[
         Path | None,
@@ -32,14 +51,7 @@ class Command:
             "--config", metavar="PATH", help="A generation config: a JSON file or a model's folder."
         ),
     ] = None
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", metavar="")] = (
-        False
-    )
     values: Mapping[str, Any] = field(default_factory=dict)
-
-    def run(self) -> int:
-        """Do it; the exit code."""
-        raise NotImplementedError
 
     def argument(self) -> GenerationConfig | None:
         """The config of `--config`, which the options overrule and which overrules the model's."""
@@ -51,7 +63,7 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoder(Command):
+class Decoder(Configured):
     """What a command that decodes takes: a model, and how to load it."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
@@ -64,10 +76,24 @@ class Decoder(Command):
         typer.Option(metavar="MODEL", help="A smaller model that guesses ahead: same text, sooner."),
     ] = None
 
+    watermark: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Mark the text with the key in this file; `env`: with the environment's."
+        ),
+    ] = None
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Any]:
+        """The generation parameters of the options, and the watermark, whose key is no option."""
+        if self.watermark is None:
+            return self.values
+        return {**self.values, "watermarking_config": _key(self.watermark)}
+
     def load(self) -> tuple[Any, Any]:
         """The model and its tokenizer, once the config is known to be right."""
-        options.refuse_tensors(self.values)
-        GenerationConfig.merge(self.values, self.argument())
+        options.refuse_tensors(self.parameters)
+        GenerationConfig.merge(self.parameters, self.argument())
         with terminal.console().status("loading"):
             return load(self.model, self.dtype, self.device)
 
@@ -81,7 +107,7 @@ class Decoder(Command):
 
 
 def callback(kind: type[Command]) -> Callable[..., None]:
-    """A command as the function that typer wants, its options those of the class and of the config."""
+    """A command as the function that typer wants, its options those of the class and of a config it has."""
     hints = get_type_hints(kind, include_extras=True)
     own = {one.name: one for one in dataclasses.fields(kind) if one.name != "values"}
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -90,13 +116,15 @@ def callback(kind: type[Command]) -> Callable[..., None]:
         for name, one in own.items()
     ]
 
+    parameters = list(options.parameters()) if issubclass(kind, Configured) else []
+
     def command(**given: Any) -> None:
         chosen = {name: given.pop(name) for name in own}
         raise typer.Exit(_guarded(kind, chosen, given))
 
     command.__doc__ = inspect.getdoc(kind)
     command.__annotations__ = {}
-    command.__signature__ = inspect.Signature([*mine, *options.parameters()])  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature([*mine, *parameters])  # type: ignore[attr-defined]
     return command
 
 
@@ -108,7 +136,9 @@ def _default(one: dataclasses.Field[Any]) -> Any:
 def _guarded(kind: type[Command], chosen: Mapping[str, Any], given: Mapping[str, Any]) -> int:
     """Run a command; its exit code, whatever happens."""
     try:
-        return kind(**chosen, values=options.values_of(given)).run()
+        values: dict[str, Any] = {"values": options.values_of(given)} if issubclass(kind, Configured) else {}
+        with _warnings():
+            return kind(**chosen, **values).run()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -120,3 +150,31 @@ def _guarded(kind: type[Command], chosen: Mapping[str, Any], given: Mapping[str,
         known = isinstance(error, DescantError | OSError)
         terminal.blame(error if known else f"{type(error).__name__}: {error}")
         return USAGE if isinstance(error, ConfigError | InputError | UnsupportedModel) else FAILURE
+
+
+def _key(path: str) -> Settings:
+    """The one watermark of a file, or of the environment."""
+    found = read_settings(None if path == ENVIRONMENT else path)
+    if len(found) > 1:
+        raise InputError("watermark", "must have one key to mark with", sorted(found), "give a file with one")
+    [settings] = found.values()
+    return settings
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """Show warnings of public keys as the command shows things, each once; others as Python does."""
+    said: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PublicKeyWarning)
+        before = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *more: Any) -> None:
+            if not issubclass(category, PublicKeyWarning):
+                before(message, category, *more)
+            elif str(message) not in said:
+                said.add(str(message))
+                terminal.warn(message)
+
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield

@@ -9,7 +9,7 @@ import typer
 
 from descant.adapters.loading import outline
 from descant.cli import terminal
-from descant.cli.command import Command
+from descant.cli.command import Configured
 from descant.config import GenerationConfig
 from descant.resolve import adapt
 
@@ -17,7 +17,7 @@ __all__ = ["Explain"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain(Command):
+class Explain(Configured):
     """Say what would run and why: strategy, processors in order, stops, and where every value comes from.
 
     Nothing is generated, and of the model only its configs are read.

@@ -56,7 +56,7 @@ class Generate(Decoder):
         if self.input is None and self.output is None:
             return self._show()
         model, tokenizer = self._loaded()
-        job = Job(model, tokenizer, self.values, self.argument(), self.chat, self.assistance())
+        job = Job(model, tokenizer, self.parameters, self.argument(), self.chat, self.assistance())
         with self._source() as source, self._target() as target:
             return job.run(source, target, self.batch_size)
 
@@ -67,7 +67,7 @@ class Generate(Decoder):
         given = encoded(tokenizer, said(text) if self.chat else text) | self.assistance()
         shown = Shown()
         with contextlib.closing(
-            stream(model, None, tokenizer, self.argument(), **given, **self.values)
+            stream(model, None, tokenizer, self.argument(), **given, **self.parameters)
         ) as events:
             try:
                 for event in events:

@@ -27,16 +27,18 @@ TRUTHS: Final = {"true": True, "false": False}
 ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|.|$)", re.DOTALL)
 OFF: Final = "none"
+# Fields that hold secrets, which process lists and shell histories would tell.
+SECRET: Final = frozenset({"watermarking_config"})
 # Fields that return tensors, for which text has no place.
 TENSORS: Final = tuple(n for n, field in FIELDS.items() if field.group == "output" and field.type == "bool")
 
 
 def offered() -> dict[str, Field]:
-    """The fields that a command line can say: all but those of a later version and those that are objects."""
+    """The fields that a command line says: none of a later version, no objects, and no secrets."""
     return {
         name: field
         for name, field in FIELDS.items()
-        if name not in LATER and set(re.findall(r"[A-Za-z]+", field.type)) <= PLAIN
+        if name not in {*LATER, *SECRET} and set(re.findall(r"[A-Za-z]+", field.type)) <= PLAIN
     }
 
 

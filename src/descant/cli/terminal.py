@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["blame", "console", "note", "silence", "write"]
+__all__ = ["blame", "console", "note", "silence", "warn", "write"]
 
 
 def console() -> Console:
@@ -30,6 +30,11 @@ def note(message: object) -> None:
 def blame(message: object) -> None:
     """An error, as one line in red."""
     console().print(Text(f"error: {' '.join(str(message).split())}", style="red"))
+
+
+def warn(message: object) -> None:
+    """Something that may go wrong, as one line in yellow."""
+    console().print(Text(f"warning: {' '.join(str(message).split())}", style="yellow"))
 
 
 def silence() -> None:

@@ -29,10 +29,12 @@ from descant.processors.filters import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from descant.processors.green import WatermarkLogitsProcessor
 from descant.processors.guidance import (
     ClassifierFreeGuidanceLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from descant.processors.gumbel import GumbelWatermarkLogitsProcessor
 from descant.processors.healing import HealingLogitsProcessor
 from descant.processors.lengths import (
     ExponentialDecayLengthPenalty,
@@ -53,6 +55,7 @@ from descant.processors.repetition import (
 from descant.processors.rewinding import RewoundLogitsProcessor
 from descant.processors.sequences import AllowedSequences, AllowedSequencesLogitsProcessor
 from descant.processors.speech import AlternatingCodebooksLogitsProcessor, WhisperTimeStampLogitsProcessor
+from descant.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from descant.processors.temperatures import DynamicTemperatureLogitsWarper
 from descant.processors.thinking import ThinkingBudgetLogitsProcessor
 from descant.processors.truncation import (
@@ -80,6 +83,7 @@ __all__ = [
     "ForcedEOSTokenLogitsProcessor",
     "ForeignProcessor",
     "FrequencyPenaltyLogitsProcessor",
+    "GumbelWatermarkLogitsProcessor",
     "HammingDiversityLogitsProcessor",
     "HealingLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
@@ -101,6 +105,7 @@ __all__ = [
     "SequenceBiasLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
     "TemperatureLogitsWarper",
     "ThinkingBudgetLogitsProcessor",
     "TopHLogitsWarper",
@@ -109,6 +114,7 @@ __all__ = [
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WatermarkLogitsProcessor",
     "WhisperTimeStampLogitsProcessor",
     "XTCLogitsWarper",
     "behind_the_port",

@@ -1,0 +1,1 @@
+"""How often the detectors are right: error rates, robustness and rows, on real text."""

@@ -1,0 +1,216 @@
+"""`descant watermark`: look for a mark in texts, and make a key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from descant.adapters.loading import tokenizing
+from descant.cli import terminal
+from descant.cli.command import ENVIRONMENT, FAILURE, Command
+from descant.cli.posterior import Bayes
+from descant.cli.samples import STANDARD, Sample, samples
+from descant.cli.verdicts import Answer, show
+from descant.errors import DescantError, InputError
+from descant.marking import Settings, WatermarkingConfig
+from descant.marking.keys import SCHEMES, fingerprint, new_settings, read_settings, write_settings
+from descant.watermark.detection import Detection, Detector
+from descant.watermark.page import page
+
+__all__ = ["Detect", "Key"]
+
+CHOICES: Final = ", ".join(SCHEMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detect(Command):
+    """Say whether texts carry a watermark: marked, not marked, or too short to tell.
+
+    A FILE is one text, or with the name .jsonl or --jsonl lines of JSON with "text" or "ids", and perhaps the
+    "prompt" before it; lines that `descant generate --output` wrote will do, too. Keys come from files or the
+    environment (DESCANT_WATERMARK_KEY, DESCANT_WATERMARK_KEY_FILE). The exit code is 0 whatever the verdict.
+    """
+
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="Texts to look at; - or nothing: standard input."),
+    ] = None
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "--tokenizer",
+            metavar="MODEL",
+            help="The model that may have written them: its folder or name. Its weights are not loaded.",
+        ),
+    ]
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--key", metavar="FILE", help="A file with keys; may be repeated (default: the environment)."
+        ),
+    ] = None
+    alpha: Annotated[float, typer.Option(help="How often unmarked text may be called marked.")] = 0.01
+    windows: Annotated[
+        bool,
+        typer.Option("--windows", metavar="", help="Look for a marked passage inside unmarked text, too."),
+    ] = False
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", metavar="", help="Every FILE is lines of JSON, whatever its name.")
+    ] = False
+    json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Write one JSON object a text in place of the table.")
+    ] = False
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page, every token coloured by its evidence."),
+    ] = None
+    bayes: Annotated[
+        str | None,
+        typer.Option(
+            "--bayes", metavar="FOLDER", help="Ask this detector, too, that `descant watermark train` made."
+        ),
+    ] = None
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens that the model scores, where MODEL is a tokenizer alone."),
+    ] = None
+
+    def run(self) -> int:
+        """Look at all of them."""
+        files = self.files or [STANDARD]
+        self._refuse(files)
+        keys = self._keys()
+        texts = [one for file in files for one in samples(file, self.jsonl)]
+        if not texts:
+            raise InputError("FILE", "must hold a text", files)
+        with terminal.console().status("loading"):
+            tokenizer, vocabulary = tokenizing(self.model)
+        vocabulary = self._vocabulary(keys, tokenizer, vocabulary)
+        detector = Detector(keys, vocabulary, tokenizer, alpha=self.alpha)
+        bayes = None if self.bayes is None else Bayes(self.bayes, keys)
+        answers, failures = self._answers(texts, detector, bayes)
+        if not self.json and answers:
+            show(answers)
+        if self.html is not None and answers:
+            _write(self.html, answers, tokenizer)
+        for sample, error in failures:
+            terminal.blame(f"{sample.name}: {error}")
+        return FAILURE if failures else 0
+
+    def _answers(
+        self, texts: Sequence[Sample], detector: Detector, bayes: Bayes | None
+    ) -> tuple[list[Answer], list[tuple[Sample, DescantError]]]:
+        """What is said of each text, written at once where JSON is asked for; and those that failed."""
+        answers, failures = [], []
+        for sample in texts:
+            try:
+                if sample.error is not None:
+                    raise sample.error
+                found = _asked(detector, sample, self.windows)
+            except DescantError as error:
+                failures.append((sample, error))
+                self._report({**sample.origin, "error": str(error)})
+                continue
+            answer = Answer(sample, found, None if bayes is None else bayes.posterior(found))
+            answers.append(answer)
+            more = {} if answer.posterior is None else {"bayes": answer.posterior.to_dict()}
+            self._report({**sample.origin, **found.to_dict(), **more})
+        return answers, failures
+
+    def _report(self, record: dict[str, Any]) -> None:
+        if self.json:
+            terminal.write(json.dumps(record) + "\n")
+
+    def _keys(self) -> dict[str, Settings]:
+        """All keys by name."""
+        found: dict[str, Settings] = {}
+        for path in self.key or [ENVIRONMENT]:
+            for name, settings in read_settings(None if path == ENVIRONMENT else path).items():
+                if found.get(name, settings) != settings:
+                    do = 'change its "name"'
+                    raise InputError("key", "must give each key a name of its own", name, do)
+                found[name] = settings
+        return found
+
+    def _vocabulary(self, keys: dict[str, Settings], tokenizer: Any, known: int | None) -> int:
+        """How many tokens the model scores, which green lists are drawn from."""
+        if self.vocabulary is not None:
+            return self.vocabulary
+        if known is not None:
+            return known
+        if any(isinstance(one, WatermarkingConfig) for one in keys.values()):
+            must = "must have a config that tells how many tokens the model scores"
+            raise InputError("model", must, self.model, "give --vocabulary")
+        return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+
+    def _refuse(self, files: Sequence[str]) -> None:
+        """Raise for files that are asked for twice."""
+        if files.count(STANDARD) > 1:
+            raise InputError("FILE", "must be standard input only once", list(files))
+        if self.html is not None and self.html.exists():
+            read = [Path(file) for file in files if file != STANDARD and Path(file).exists()]
+            if any(self.html.samefile(file) for file in read):
+                raise InputError("html", "must be another file than FILE", str(self.html))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key(Command):
+    """Make a new key, for `descant generate --watermark FILE` and `descant watermark detect --key FILE`.
+
+    Only its owner can read the file. Keep it: without it nobody can find the marks that are made with it.
+    """
+
+    scheme: Annotated[
+        str, typer.Option("--scheme", metavar=f"[{'|'.join(SCHEMES)}]", help="The watermark it is for.")
+    ]
+    out: Annotated[
+        str, typer.Option("--out", metavar="FILE", help="A new file for it; - is standard output.")
+    ] = "key.json"
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="TEXT", help="What detections call it (default: its fingerprint)."),
+    ] = None
+
+    def run(self) -> int:
+        """Write it."""
+        if self.name == "":
+            raise InputError("name", "must not be empty", self.name)
+        settings = new_settings(self.scheme)
+        if self.out == STANDARD:
+            named = {} if self.name is None else {"name": self.name}
+            terminal.write(json.dumps({**named, **settings.to_dict()}, indent=2) + "\n")
+            return 0
+        write_settings(self.out, settings, self.name)
+        called = self.name or fingerprint(settings)
+        terminal.write(f"{settings.scheme} key {called} in {self.out}, which only you can read\n")
+        return 0
+
+
+def _asked(detector: Detector, sample: Sample, windows: bool) -> Detection:
+    if sample.text is None:
+        return detector.ids(list(sample.ids), prompt=sample.context, windows=windows)
+    return detector.text(sample.text, prompt=sample.prompt, windows=windows)
+
+
+def _write(target: Path, answers: Sequence[Answer], tokenizer: Any) -> None:
+    """The page of all answers."""
+    found = [one.detection for one in answers]
+    # Without offsets there is no telling where in the text a token stands, but what it is by itself.
+    texts = [
+        one.sample.text
+        if one.sample.text is not None and one.detection.offsets is not None
+        else [tokenizer.decode([token]) for token in one.detection.ids]
+        for one in answers
+    ]
+    try:
+        target.write_text(page(found, texts, [one.sample.name for one in answers]), encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            "html", f"must be a file that can be written ({error.strerror})", str(target)
+        ) from None
