@@ -151,7 +151,7 @@ class Tournament:
         return board
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def tournament(settings: SynthIDTextWatermarkingConfig) -> Tournament:
     """The tournament of those settings, made once."""
     return Tournament(settings)

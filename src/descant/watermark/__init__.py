@@ -14,7 +14,12 @@ from descant.watermark.gumbel import RaceScheme
 from descant.watermark.page import page
 from descant.watermark.schemes import schemes_of
 from descant.watermark.statistics import needed
-from descant.watermark.synthid import SynthIDTextWatermarkDetector, TournamentScheme
+from descant.watermark.synthid import (
+    SynthIDTextWatermarkDetector,
+    TournamentScheme,
+    mean_score,
+    weighted_mean_score,
+)
 
 __all__ = [
     "Detection",
@@ -29,10 +34,12 @@ __all__ = [
     "WatermarkDetector",
     "WatermarkDetectorOutput",
     "fingerprint",
+    "mean_score",
     "needed",
     "new_settings",
     "page",
     "read_settings",
     "schemes_of",
+    "weighted_mean_score",
     "write_settings",
 ]
