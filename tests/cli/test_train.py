@@ -201,7 +201,7 @@ REFUSED = {
     "a length": (("--marked", "M", "--unmarked", "M", "--max-new-tokens", 9), "use --tokens"),
     "no use": (("--marked", "M", "--unmarked", "M", "--top-k", 9), "`top_k` has no use"),
     "no file": (("--marked", "nowhere", "--unmarked", "M"), "nowhere"),
-    "a bad line": (("--marked", "BAD", "--unmarked", "M"), "bad.jsonl:2"),
+    "a bad line": (("--marked", "BAD", "--unmarked", "M"), "`marked` must hold texts in line 2"),
     "a bad prompt": (("--prompts", "BAD"), '"prompt" in line 1'),
     "too few": (("--marked", "FEW", "--unmarked", "M"), "`marked` must be at least 4 texts"),
     "none": (("--marked", "M", "--unmarked", "NONE"), "`unmarked` must be at least 4 texts"),

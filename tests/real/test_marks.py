@@ -105,7 +105,7 @@ def test_it_is_found_in_the_text_alone_and_after_edits(mark: str) -> None:
     reader, chance = library().reader(MODEL), random.Random(3)
     texts = [reader.text(ids) for ids in written(mark)]
     words = [word for text in texts for word in text.split()]
-    for kind, share, least in (("deleted", 0.0, 0.9), ("deleted", 0.1, 0.7), ("replaced", 0.1, 0.7)):
+    for kind, share, least in (("deleted", 0.0, 0.9), ("deleted", 0.1, 0.5), ("replaced", 0.1, 0.5)):
         tests = [
             of_text(own(mark, MODEL, "sampled", place), reader, edited(text, kind, share, words, chance))
             for place, text in enumerate(texts)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
-from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
+from descant.adapters.loading import quiet
 from descant.errors import InputError
 
 __all__ = [
@@ -147,7 +146,7 @@ def read_detector(folder: str | os.PathLike[str]) -> BayesianDetectorModel:
     """The trained detector in a folder, with all that it has learnt."""
     must = "must be the folder of a trained Bayesian detector"
     try:
-        with _without_bars():
+        with quiet():
             found: Any = BayesianDetectorModel.from_pretrained(folder, output_loading_info=True)
     except (OSError, RuntimeError) as error:
         raise InputError("bayes", f"{must} ({str(error).splitlines()[0]})", os.fspath(folder)) from error
@@ -161,19 +160,5 @@ def read_detector(folder: str | os.PathLike[str]) -> BayesianDetectorModel:
 
 def write_detector(detector: BayesianDetectorModel, folder: str | os.PathLike[str]) -> None:
     """Save a detector in a folder."""
-    with _without_bars():
+    with quiet():
         detector.save_pretrained(folder)
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Keep transformers' bars and hints, meant for models of gigabytes, off the terminal."""
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

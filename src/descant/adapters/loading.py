@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from descant.errors import InputError, UnsupportedModel, shown
 
-__all__ = ["DTYPES", "load", "outline", "tokenizing"]
+__all__ = ["DTYPES", "load", "outline", "quiet", "tokenizing"]
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
@@ -24,7 +24,7 @@ def load(name: str, dtype: str | None = None, device: str | None = None) -> tupl
     `dtype` is one of `DTYPES`; None is "auto", what the weights are stored in.
     """
     wanted, where = _dtype(dtype), _device(device)
-    with _quiet():
+    with quiet():
         config = _config(name)
         with _told(name):
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -35,7 +35,7 @@ def load(name: str, dtype: str | None = None, device: str | None = None) -> tupl
 
 def outline(name: str) -> Any:
     """A model without its weights: enough to say what would run on it."""
-    with _quiet():
+    with quiet():
         config = _config(name)
         with _told(name), torch.device("meta"):
             model = _auto(config).from_config(config, trust_remote_code=False)
@@ -46,7 +46,7 @@ def outline(name: str) -> Any:
 
 def tokenizing(name: str) -> tuple[Any, int | None]:
     """A model's tokenizer, and how many tokens the model scores; None where no config says so."""
-    with _quiet():
+    with quiet():
         with _told(name):
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         try:
@@ -109,8 +109,8 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and hints off the terminal while a model is loaded."""
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and hints off the terminal while something is loaded or saved."""
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -261,7 +261,8 @@ def _prompt(line: str, place: int) -> str:
 def _ids(sample: Sample, option: str, tokenizer: Any) -> Ids:
     """The token ids of a text, without its prompt and its end."""
     if sample.error is not None:
-        raise InputError(option, f"must hold texts ({sample.error})", sample.name) from sample.error
+        where = "" if sample.line is None else f" in line {sample.line}"
+        raise InputError(option, f"must hold texts{where} ({sample.error})", sample.file) from sample.error
     if sample.text is None:
         return _before(list(sample.ids[sample.context :]), set(_listed(tokenizer.eos_token_id)))
     ids: Ids = tokenizer(sample.text, add_special_tokens=False)["input_ids"]

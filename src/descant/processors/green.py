@@ -14,7 +14,7 @@ from descant.errors import InputError
 from descant.marking import WatermarkingConfig, settings_of
 from descant.marking.green import GreenList, green_list
 from descant.marking.keys import warn_if_public
-from descant.processors.base import LogitsProcessor, number
+from descant.processors.base import LogitsProcessor, by_object, number
 
 __all__ = ["WatermarkLogitsProcessor"]
 
@@ -55,15 +55,7 @@ class WatermarkLogitsProcessor(LogitsProcessor):
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores, higher where a token is green."""
-        settings: list[WatermarkingConfig] = context.objects("watermark")
-        if all(one is settings[0] or one == settings[0] for one in settings):
-            return self._marked(context, scores, settings[0])
-        answer = scores.clone()
-        for own in dict.fromkeys(settings):
-            part = torch.tensor([line for line, one in enumerate(settings) if one == own])
-            at = part.to(scores.device)
-            answer[at] = self._marked(context.take(part), scores[at], own)
-        return answer
+        return by_object(context, scores, "watermark", self._marked)
 
     def _marked(self, context: Context, scores: Tensor, settings: WatermarkingConfig) -> Tensor:
         """The scores of lines with the same settings."""

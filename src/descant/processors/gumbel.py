@@ -16,7 +16,7 @@ from descant.config import GenerationConfig
 from descant.context import Context, Prompt
 from descant.marking import GumbelWatermarkingConfig, settings_of
 from descant.marking.race import Race, race_of
-from descant.processors.base import LogitsProcessor, number
+from descant.processors.base import LogitsProcessor, by_object, number
 from descant.processors.filters import NEVER
 from descant.processors.repetition import matches
 
@@ -64,17 +64,7 @@ class GumbelWatermarkLogitsProcessor(LogitsProcessor):
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """0 for the winner and -inf for all others, or the scores as they were."""
-        groups: dict[GumbelWatermarkingConfig, list[int]] = {}
-        for line, settings in enumerate(context.objects("watermark")):
-            groups.setdefault(settings, []).append(line)
-        if len(groups) == 1:
-            return self._marked(context, scores, next(iter(groups)))
-        answer = scores.clone()
-        for settings, lines in groups.items():
-            index = torch.tensor(lines)
-            at = index.to(scores.device, non_blocking=True)
-            answer[at] = self._marked(context.take(index), scores[at], settings)
-        return answer
+        return by_object(context, scores, "watermark", self._marked)
 
     def _marked(self, context: Context, scores: Tensor, settings: GumbelWatermarkingConfig) -> Tensor:
         """The same for lines of one key."""

@@ -21,7 +21,7 @@ from descant.marking.tournament import (
     repeated,
     tournament,
 )
-from descant.processors.base import LogitsProcessor, number
+from descant.processors.base import LogitsProcessor, by_object, number
 from descant.processors.filters import only, reaching
 
 __all__ = ["SynthIDTextWatermarkLogitsProcessor"]
@@ -84,15 +84,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The logarithms of the law after all rounds, where the context is new; the scores elsewhere."""
-        settings = context.objects("watermark")
-        if all(one is settings[0] for one in settings):  # mostly: one config for all
-            return _marked(tournament(settings[0]), context, scores)
-        answer = scores.clone()
-        for one in dict.fromkeys(settings):
-            part = torch.tensor([line for line, mine in enumerate(settings) if mine == one])
-            at = part.to(scores.device)
-            answer[at] = _marked(tournament(one), context.take(part), scores[at])
-        return answer
+        return by_object(context, scores, "watermark", _marked)
 
     @property
     def ngram_len(self) -> int:
@@ -180,9 +172,10 @@ def _checked(input_ids: Tensor) -> Tensor:
     return input_ids
 
 
-def _marked(rounds: Tournament, context: Context, scores: Tensor) -> Tensor:
+def _marked(context: Context, scores: Tensor, settings: SynthIDTextWatermarkingConfig) -> Tensor:
     """The scores [N, V] after the rounds, for lines that have the same key."""
-    if rounds.settings.debug_mode:
+    rounds = tournament(settings)
+    if settings.debug_mode:
         scores = torch.ones_like(scores)
     most = max(context.new)
     contexts, fresh = rounds.present(context.tokens, context.length, context.generated, most)
