@@ -17,8 +17,8 @@ from descant.marking import GumbelWatermarkingConfig, Settings
 __all__ = ["LENGTHS", "STAGES", "Measures", "Unit"]
 
 LENGTHS = (50, 100, 200)  # tokens of a text that are tested
-STAGES = ("texts", "false", "true", "edits", "bayes")
-_READ = 2  # keys under which each unmarked text is tested from its text alone
+STAGES = ("texts", "false", "alone", "true", "edits", "bayes")
+_READ = 10  # keys under which each unmarked text is tested from its text alone
 
 
 class Unit(NamedTuple):
@@ -46,6 +46,8 @@ class Measures:
             for batch in self.of(NONE):
                 make = lambda m=mark, b=batch: self._false(m, b)  # noqa: E731
                 yield Unit("false", mark, self.name("false", mark, batch), make)
+                make = lambda m=mark, b=batch: self._alone(m, b)  # noqa: E731
+                yield Unit("alone", mark, self.name("alone", mark, batch), make)
         for mark in MARKS:
             for batch in self.of(mark):
                 yield Unit("true", mark, self.name("true", mark, batch), lambda b=batch: self._true(b))
@@ -62,7 +64,7 @@ class Measures:
     def name(self, stage: str, mark: str, batch: Batch | None = None) -> str:
         """The unit of the store."""
         label = "all" if batch is None else batch.label
-        more = f"-x{self.keys}" if stage == "false" else ""
+        more = {"false": f"-x{self.keys}", "alone": f"-x{min(self.keys, _READ)}"}.get(stage, "")
         return f"{stage}/{mark}/{label}{more}"
 
     def _false(self, mark: str, batch: Batch) -> Any:
@@ -70,15 +72,23 @@ class Measures:
         reader = self.library.reader(batch.model)
         texts = self.library.texts(batch)
         tests: list[Any] = []
-        read: list[Any] = []
         for key in range(self.keys):  # the outer loop, since neighbours may share a key
             for text in texts:
                 settings = other(mark, *text.tag, key)
                 one = _one_nonce(settings, key)
                 tests.append(of_ids(one, reader.vocabulary, text.ids, LENGTHS))
-                if key < _READ:
-                    read.append(of_text(settings, reader, text.text))
-        return {"ids": tests, "text": read}
+        return {"ids": tests}
+
+    def _alone(self, mark: str, batch: Batch) -> Any:
+        """The same texts, read by somebody who has nothing else, under the first of those keys."""
+        reader = self.library.reader(batch.model)
+        texts = self.library.texts(batch)
+        turns = range(min(self.keys, _READ))
+        return {
+            "text": [
+                of_text(other(mark, *text.tag, key), reader, text.text) for key in turns for text in texts
+            ]
+        }
 
     def _true(self, batch: Batch) -> Any:
         """Marked texts under their own keys."""

@@ -38,7 +38,11 @@ def rate(hits: int, count: int, level: float | None = None) -> dict[str, Any]:
 def document(measures: Measures) -> dict[str, Any]:
     """All figures, and where they come from."""
     unmarked = {
-        mark: [(one, _tests(measures, "false", mark, one)) for one in measures.of(NONE)] for mark in MARKS
+        mark: [
+            (one, {**_tests(measures, "false", mark, one), **_tests(measures, "alone", mark, one)})
+            for one in measures.of(NONE)
+        ]
+        for mark in MARKS
     }
     return {
         "about": _about(),
@@ -61,10 +65,12 @@ def _tests(measures: Measures, stage: str, mark: str, batch: Batch) -> Any:
     held = measures.library.store.get(name, unit.make)
     if stage == "edits":
         return {kind: [Score(*one) for one in tests] for kind, tests in held.items()}
-    return {
-        "ids": [[Score(*one) for one in test] for test in held["ids"]],
-        "text": [Score(*one) for one in held["text"]],
-    }
+    found: dict[str, Any] = {}
+    if "ids" in held:
+        found["ids"] = [[Score(*one) for one in test] for test in held["ids"]]
+    if "text" in held:
+        found["text"] = [Score(*one) for one in held["text"]]
+    return found
 
 
 def _about() -> dict[str, str]:
