@@ -52,7 +52,7 @@ class Discreet(FrozenMap):
 
     __slots__ = ()
 
-    SECRET: Final = ("hashing_key", "key", "keys")  # of watermarks
+    SECRET: Final = ("hashing_key", "keys", "key")  # of watermarks
 
     def __repr__(self) -> str:
         return repr({name: "(hidden)" if name in self.SECRET else value for name, value in self.items()})

@@ -22,7 +22,7 @@ from descant.errors import ConfigError, DescantError, InputError, UnsupportedMod
 from descant.marking import Settings
 from descant.marking.keys import PublicKeyWarning, read_settings
 
-__all__ = ["Command", "Configured", "Decoder", "callback"]
+__all__ = ["Command", "Configured", "Decoder", "callback", "keys_of"]
 
 USAGE, FAILURE, INTERRUPTED, NO_READER = 2, 1, 130, 141  # exit codes; the last two as shells report signals
 ENVIRONMENT: Final = "env"  # in the place of a key's file
@@ -152,9 +152,14 @@ def _guarded(kind: type[Command], chosen: Mapping[str, Any], given: Mapping[str,
         return USAGE if isinstance(error, ConfigError | InputError | UnsupportedModel) else FAILURE
 
 
+def keys_of(path: str | None) -> dict[str, Settings]:
+    """The watermarks of a file by name, or those of the environment."""
+    return read_settings(None if path == ENVIRONMENT else path)
+
+
 def _key(path: str) -> Settings:
     """The one watermark of a file, or of the environment."""
-    found = read_settings(None if path == ENVIRONMENT else path)
+    found = keys_of(path)
     if len(found) > 1:
         raise InputError("watermark", "must have one key to mark with", sorted(found), "give a file with one")
     [settings] = found.values()

@@ -16,14 +16,14 @@ from torch import Tensor
 from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel, write_detector
 from descant.adapters.loading import tokenizing
 from descant.cli import terminal
-from descant.cli.command import ENVIRONMENT, Decoder
+from descant.cli.command import Decoder, keys_of
 from descant.cli.prompt import encoded
 from descant.cli.samples import Sample, samples
 from descant.config import GenerationConfig
 from descant.errors import ConfigError, InputError
 from descant.inputs import prepared
 from descant.marking import SynthIDTextWatermarkingConfig
-from descant.marking.keys import fingerprint, read_settings, warn_if_public
+from descant.marking.keys import fingerprint, warn_if_public
 from descant.marking.tournament import Tournament, repeated
 from descant.session import Failed, Finished, Request, Session
 from descant.watermark.synthid import mean_score, weighted_mean_score
@@ -108,7 +108,7 @@ class Train(Decoder):
 
     def _settings(self) -> SynthIDTextWatermarkingConfig:
         """The key, which must be SynthID's."""
-        given = read_settings(None if self.watermark in (None, ENVIRONMENT) else self.watermark)
+        given = keys_of(self.watermark)
         fit = {name: one for name, one in given.items() if isinstance(one, SynthIDTextWatermarkingConfig)}
         if len(fit) != 1:
             got = [f"{name} ({one.scheme})" for name, one in given.items()]

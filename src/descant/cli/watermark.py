@@ -12,13 +12,13 @@ import typer
 
 from descant.adapters.loading import tokenizing
 from descant.cli import terminal
-from descant.cli.command import ENVIRONMENT, FAILURE, Command
+from descant.cli.command import ENVIRONMENT, FAILURE, Command, keys_of
 from descant.cli.posterior import Bayes
 from descant.cli.samples import STANDARD, Sample, samples
 from descant.cli.verdicts import Answer, show
 from descant.errors import DescantError, InputError
 from descant.marking import Settings, WatermarkingConfig
-from descant.marking.keys import SCHEMES, fingerprint, new_settings, read_settings, write_settings
+from descant.marking.keys import SCHEMES, fingerprint, new_settings, write_settings
 from descant.watermark.detection import Detection, Detector
 from descant.watermark.page import page
 
@@ -131,7 +131,7 @@ class Detect(Command):
         """All keys by name."""
         found: dict[str, Settings] = {}
         for path in self.key or [ENVIRONMENT]:
-            for name, settings in read_settings(None if path == ENVIRONMENT else path).items():
+            for name, settings in keys_of(path).items():
                 if found.get(name, settings) != settings:
                     do = 'change its "name"'
                     raise InputError("key", "must give each key a name of its own", name, do)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from descant.errors import ConfigError, InputError
-from descant.fields import LARGEST_INT
+from descant.fields import LARGEST_INT, Discreet
 from descant.marking.settings import (
     GumbelWatermarkingConfig,
     Settings,
@@ -42,7 +42,6 @@ VARIABLE: Final = "DESCANT_WATERMARK_KEY"  # holds the JSON itself
 FILE_VARIABLE: Final = "DESCANT_WATERMARK_KEY_FILE"  # holds the path of a file with it
 SCHEMES: Final = ("green", "selfhash", "synthid", "gumbel")
 
-_SECRETS: Final = ("hashing_key", "keys", "key")
 _NAME: Final = "name"
 _OWNER_ONLY: Final = 0o600
 _LAYERS, _NGRAM = 30, 5  # of the SynthID paper
@@ -90,12 +89,12 @@ def new_settings(scheme: str, **given: Any) -> Settings:
         made = GumbelWatermarkingConfig(key=secrets.randbelow(LARGEST_INT) + 1)
     else:
         raise InputError("scheme", f"must be one of {', '.join(SCHEMES)}", scheme)
-    if kept := sorted(given.keys() & set(_SECRETS)):
+    if kept := sorted(given.keys() & set(Discreet.SECRET)):
         raise InputError("new_settings", "makes the key itself", kept, "leave it out")
     try:
         return replace(made, **given)
     except TypeError:
-        known = ", ".join(name for name in made.to_dict() if name not in _SECRETS)
+        known = ", ".join(name for name in made.to_dict() if name not in Discreet.SECRET)
         raise InputError("new_settings", f"takes only {known} for {scheme}", sorted(given)) from None
 
 
@@ -119,7 +118,7 @@ def fingerprint(settings: Settings) -> str:
 
     It is one for 2^32 keys, so a key that is drawn of more than that cannot be found from it.
     """
-    key = [settings.to_dict()[name] for name in _SECRETS if name in settings.to_dict()]
+    key = [settings.to_dict()[name] for name in Discreet.SECRET if name in settings.to_dict()]
     text = json.dumps([settings.scheme, *key])
     return hashlib.blake2b(text.encode(), digest_size=4, person=b"descant key").hexdigest()
 
@@ -198,9 +197,9 @@ def _named(data: Any, field: str) -> dict[str, Settings]:
 
 def _settings(data: dict[str, Any], field: str, where: str) -> Settings:
     """Settings of a dict; an error says what is wrong, but not what the key is."""
-    held = [name for name in _SECRETS if name in data]
+    held = [name for name in Discreet.SECRET if name in data]
     if len(held) != 1:
-        must = f"must have one of {', '.join(f'`{name}`' for name in _SECRETS)} in {where}"
+        must = f"must have one of {', '.join(f'`{name}`' for name in Discreet.SECRET)} in {where}"
         raise InputError(field, must, sorted(data), "make one with `descant watermark key`")
     try:
         return settings_of(data)

@@ -19,7 +19,6 @@ __all__ = [
     "LogitsProcessor",
     "LogitsProcessorList",
     "behind_the_port",
-    "by_object",
     "listed",
     "marked",
     "number",
@@ -138,24 +137,6 @@ def behind_the_port(given: Any) -> FixedProcessor | ForeignProcessor:
     if isinstance(given, LogitsProcessor) and type(given).process is not LogitsProcessor.process:
         return FixedProcessor(given)
     return ForeignProcessor(given)
-
-
-def by_object(
-    context: Context, scores: Tensor, name: str, process: Callable[[Context, Tensor, Any], Tensor]
-) -> Tensor:
-    """New scores [N, V] by a function that takes lines with the same object as a parameter at a time."""
-    given = context.objects(name)
-    if all(one is given[0] or one == given[0] for one in given):  # mostly: one config for all
-        return process(context, scores, given[0])
-    places: dict[Any, list[int]] = {}
-    for line, one in enumerate(given):
-        places.setdefault(one, []).append(line)
-    answer = scores.clone()
-    for one, lines in places.items():
-        part = torch.tensor(lines)
-        at = part.to(scores.device, non_blocking=True)
-        answer[at] = process(context.take(part), scores[at], one)
-    return answer
 
 
 def listed(value: Any) -> Any:

@@ -8,20 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from descant.config import GenerationConfig
-from descant.context import Context, Prompt
+from descant.context import Context
 from descant.errors import InputError
-from descant.marking import WatermarkingConfig, settings_of
+from descant.marking import WatermarkingConfig
 from descant.marking.green import GreenList, green_list
 from descant.marking.keys import warn_if_public
-from descant.processors.base import LogitsProcessor, by_object, number
+from descant.processors.base import number
+from descant.processors.marking import Marking
 
 __all__ = ["WatermarkLogitsProcessor"]
 
 CANDIDATES: Final = 40  # best tokens of a line that selfhash asks about, as documented
 
 
-class WatermarkLogitsProcessor(LogitsProcessor):
+class WatermarkLogitsProcessor(Marking):
     """Adds `bias` to the tokens that are green after a line (Kirchenbauer et al. 2023, arXiv 2306.04634).
 
     A line shorter than `context_width` is left as it is. By hand the vocabulary's size is given, and what
@@ -47,18 +47,8 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         warn_if_public(self.watermark)
         green_list(self.watermark, self.vocab_size)  # refuses what leaves nothing green
 
-    @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
-        """The settings, one object a row."""
-        assert config.watermarking_config is not None
-        return {"watermark": settings_of(config.watermarking_config)}
-
-    def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores, higher where a token is green."""
-        return by_object(context, scores, "watermark", self._marked)
-
     def _marked(self, context: Context, scores: Tensor, settings: WatermarkingConfig) -> Tensor:
-        """The scores of lines with the same settings."""
+        """The scores, higher where a token is green."""
         size = self.vocab_size or scores.shape[1]
         if size > scores.shape[1]:
             raise InputError("vocab_size", f"must be at most the {scores.shape[1]} of the scores", size)

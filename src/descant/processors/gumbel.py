@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from descant.config import GenerationConfig
-from descant.context import Context, Prompt
-from descant.marking import GumbelWatermarkingConfig, settings_of
+from descant.context import Context
+from descant.marking import GumbelWatermarkingConfig
 from descant.marking.race import Race, race_of
-from descant.processors.base import LogitsProcessor, by_object, number
+from descant.processors.base import number
 from descant.processors.filters import NEVER
+from descant.processors.marking import Marking
 from descant.processors.repetition import matches
 
 __all__ = ["GumbelWatermarkLogitsProcessor"]
@@ -31,7 +31,7 @@ _BELOW = 1.0 - 2.0**-24  # the largest number below 1
 _SLACK = 1.0 - 2.0**-10  # more than float32 can be wrong
 
 
-class GumbelWatermarkLogitsProcessor(LogitsProcessor):
+class GumbelWatermarkLogitsProcessor(Marking):
     """Leaves a line only the winner of its keyed race (Aaronson 2022; Kuditipudi et al. 2023).
 
     Each probability is divided by an exponential variable that hangs on the key, the sequence's nonce, its
@@ -56,18 +56,8 @@ class GumbelWatermarkLogitsProcessor(LogitsProcessor):
         self.watermark = replace(made, nonce=secrets.randbelow(nonces)) if nonce is None else made
         self.prompt = number("prompt_length", prompt_length, 0, whole=True)
 
-    @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
-        """The settings of the row."""
-        assert config.watermarking_config is not None
-        return {"watermark": settings_of(config.watermarking_config)}
-
-    def process(self, context: Context, scores: Tensor) -> Tensor:
-        """0 for the winner and -inf for all others, or the scores as they were."""
-        return by_object(context, scores, "watermark", self._marked)
-
     def _marked(self, context: Context, scores: Tensor, settings: GumbelWatermarkingConfig) -> Tensor:
-        """The same for lines of one key."""
+        """0 for the winner and -inf for all others, or the scores as they were."""
         width = settings.context_width
         if max(context.new) < width:
             return scores.clone()

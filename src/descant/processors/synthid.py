@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from descant.config import GenerationConfig
-from descant.context import Context, Prompt
+from descant.context import Context
 from descant.errors import InputError
 from descant.marking.keys import warn_if_public
-from descant.marking.settings import SynthIDTextWatermarkingConfig, settings_of
+from descant.marking.settings import SynthIDTextWatermarkingConfig
 from descant.marking.tournament import (
     MULTIPLIER,
     Tournament,
@@ -21,15 +19,16 @@ from descant.marking.tournament import (
     repeated,
     tournament,
 )
-from descant.processors.base import LogitsProcessor, by_object, number
+from descant.processors.base import number
 from descant.processors.filters import only, reaching
+from descant.processors.marking import Marking
 
 __all__ = ["SynthIDTextWatermarkLogitsProcessor"]
 
 _WIDE = 4096  # tokens from which on a line is so long that many at once would not stay in a cache
 
 
-class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
+class SynthIDTextWatermarkLogitsProcessor(Marking):
     """Prefers, round after round, tokens to which the key gives a coin (SynthID-Text, Dathathri et al. 2024).
 
     In each of `len(keys)` rounds a token with a coin becomes likelier by the share of those without one, and
@@ -67,12 +66,6 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         self._asked = (0, 0)  # the shape of the last ids by hand
         self._prompt = 0  # how many of them are the prompt
 
-    @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
-        """The settings of the row's mark."""
-        given: Any = config.watermarking_config
-        return {"watermark": settings_of(given)}
-
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """New scores [N, V] after the ids [N, L], of which those of the first call are the prompt."""
         count, wide = _checked(input_ids).shape
@@ -82,9 +75,9 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         given = {"watermark": self.watermark, "prompt": self._prompt}
         return self.process(Context.standalone(input_ids, given), scores)
 
-    def process(self, context: Context, scores: Tensor) -> Tensor:
+    def _marked(self, context: Context, scores: Tensor, settings: SynthIDTextWatermarkingConfig) -> Tensor:
         """The logarithms of the law after all rounds, where the context is new; the scores elsewhere."""
-        return by_object(context, scores, "watermark", _marked)
+        return _played(tournament(settings), context, scores)
 
     @property
     def ngram_len(self) -> int:
@@ -172,10 +165,9 @@ def _checked(input_ids: Tensor) -> Tensor:
     return input_ids
 
 
-def _marked(context: Context, scores: Tensor, settings: SynthIDTextWatermarkingConfig) -> Tensor:
+def _played(rounds: Tournament, context: Context, scores: Tensor) -> Tensor:
     """The scores [N, V] after the rounds, for lines that have the same key."""
-    rounds = tournament(settings)
-    if settings.debug_mode:
+    if rounds.settings.debug_mode:
         scores = torch.ones_like(scores)
     most = max(context.new)
     contexts, fresh = rounds.present(context.tokens, context.length, context.generated, most)

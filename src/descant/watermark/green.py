@@ -18,7 +18,7 @@ from descant.marking.keys import warn_if_public
 from descant.watermark.evidence import Array, Evidence
 from descant.watermark.statistics import binomial_tail
 
-__all__ = ["GreenScheme", "WatermarkDetector", "WatermarkDetectorOutput"]
+__all__ = ["GreenScheme", "WatermarkDetector", "WatermarkDetectorOutput", "vocabulary_in"]
 
 # Where nothing but the bias decides, a bias of d makes a share g of tokens e^d g / (1 - g + e^d g) of the
 # text. Where the text decides, they stay g. Of 300 texts that SmolLM2-135M wrote with a bias of 2 the least
@@ -178,12 +178,17 @@ def _mapped(given: Any) -> Any:
     return told()
 
 
-def _vocabulary(config: Any) -> int:
-    """How many tokens the model of that config scores."""
+def vocabulary_in(config: Any) -> int | None:
+    """How many tokens the model of that config scores, if it says so."""
     if callable(text := getattr(config, "get_text_config", None)):
         config = text()
     size = getattr(config, "vocab_size", None)
-    if isinstance(size, bool) or not isinstance(size, int):
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
+
+
+def _vocabulary(config: Any) -> int:
+    size = vocabulary_in(config)
+    if size is None:
         raise InputError("model_config", "must have a `vocab_size`", config)
     return size
 

@@ -12,7 +12,7 @@ from descant.marking import (
     WatermarkingConfig,
 )
 from descant.watermark.evidence import Scheme
-from descant.watermark.green import GreenScheme
+from descant.watermark.green import GreenScheme, vocabulary_in
 from descant.watermark.gumbel import RaceScheme
 from descant.watermark.synthid import TournamentScheme
 
@@ -37,10 +37,7 @@ def vocabulary_of(given: Any) -> int:
         if given < 1:
             raise InputError("vocabulary", "must be >= 1", given)
         return given
-    config = getattr(given, "config", given)
-    if callable(whole := getattr(config, "get_text_config", None)):
-        config = whole()
-    size = getattr(config, "vocab_size", None)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    size = vocabulary_in(getattr(given, "config", given))
+    if size is None or size < 1:
         raise InputError("vocabulary", "must be a number, a model or a model's config", given)
     return size
