@@ -105,7 +105,8 @@ def test_it_is_found_in_the_text_alone_and_after_edits(mark: str) -> None:
     reader, chance = library().reader(MODEL), random.Random(3)
     texts = [reader.text(ids) for ids in written(mark)]
     words = [word for text in texts for word in text.split()]
-    for kind, share, least in (("deleted", 0.0, 0.9), ("deleted", 0.1, 0.5), ("replaced", 0.1, 0.5)):
+    edge = 0.5 if mark == "selfhash" else 0.7  # in 100 tokens selfhash has the least to lose
+    for kind, share, least in (("deleted", 0.0, 0.9), ("deleted", 0.1, edge), ("replaced", 0.1, edge)):
         tests = [
             of_text(own(mark, MODEL, "sampled", place), reader, edited(text, kind, share, words, chance))
             for place, text in enumerate(texts)
