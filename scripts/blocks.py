@@ -6,6 +6,9 @@
 All python blocks of one file share one namespace and run at the root of the checkout, where they may
 read (`models/smollm2`) but not write. A `text` block that follows a python block directly is what that
 block must print. There is no way to mark a block as not to be run.
+
+A file whose first line is `<!-- in a folder of its own -->` tells a story that makes files: it runs in an
+empty folder with `models` in it, and its bash blocks run, too. The tests give it that, and a Hub to talk to.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import io
 import linecache
 import os
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -22,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = frozenset({"python", "text", "bash", "toml", "json", "yaml"})
+STORY = "<!-- in a folder of its own -->"
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>.*)$")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -81,13 +86,18 @@ def read(path: Path) -> list[Block]:
     return blocks
 
 
-def paired(path: Path) -> list[tuple[Block, Block | None]]:
-    """Each python block of a file with the `text` block that states its output, if one follows directly."""
+def is_story(path: Path) -> bool:
+    """Whether a file runs in a folder of its own, its bash blocks too."""
+    return path.read_text(encoding="utf-8").startswith(STORY)
+
+
+def paired(path: Path, languages: tuple[str, ...] = ("python",)) -> list[tuple[Block, Block | None]]:
+    """Each block that runs with the `text` block that states its output, if one follows directly."""
     lines = path.read_text(encoding="utf-8").splitlines()
     blocks = read(path)
     pairs: list[tuple[Block, Block | None]] = []
     for at, block in enumerate(blocks):
-        if block.language != "python":
+        if block.language not in languages:
             continue
         after = blocks[at + 1] if at + 1 < len(blocks) else None
         adjacent = (
@@ -99,14 +109,16 @@ def paired(path: Path) -> list[tuple[Block, Block | None]]:
     return pairs
 
 
-def run(path: Path) -> int:
-    """Run a file's python blocks in one namespace at the checkout's root; the number of blocks run."""
+def run(path: Path, folder: Path | None = None) -> int:
+    """Run a file's blocks in one namespace, at the checkout's root or in a story's folder; how many ran."""
+    if is_story(path) and folder is None:
+        raise BlockError(f"{path}: this file needs a folder of its own: run pytest tests/docs/test_blocks.py")
     name = "blocks_" + re.sub(r"\W", "_", str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path))
     module = types.ModuleType(name)
-    pairs = paired(path)
+    pairs = paired(path, ("python", "bash") if folder is not None else ("python",))
     before = Path.cwd()
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    os.chdir(ROOT)
+    os.chdir(folder or ROOT)
     try:
         with GUARD.armed():
             for block, expected in pairs:
@@ -126,7 +138,10 @@ def execute(block: Block, expected: Block | None, namespace: dict[str, object]) 
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            exec(compile(source, filename, "exec"), namespace)  # noqa: S102
+            if block.language == "bash":
+                shell(block.text)
+            else:
+                exec(compile(source, filename, "exec"), namespace)  # noqa: S102
     except Exception as error:
         raise BlockError(f"{block.where}: {type(error).__name__}: {error}") from error
     if expected is not None and tidy(printed.getvalue()) != tidy(expected.text):
@@ -134,6 +149,19 @@ def execute(block: Block, expected: Block | None, namespace: dict[str, object]) 
             f"{expected.where}: the block above printed something else\n"
             f"expected:\n{tidy(expected.text)}\nprinted:\n{tidy(printed.getvalue())}"
         )
+
+
+def shell(text: str) -> None:
+    """Run lines of bash with this Python's programs, and print what they print."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        env={**os.environ, "PATH": path, "COLUMNS": "110", "NO_COLOR": "1"},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    print(done.stdout, end="")
+    if done.returncode:
+        raise OSError(f"exit code {done.returncode}: {done.stdout[-2000:]}")
 
 
 def tidy(text: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from descant.config import GenerationConfig
 from descant.context import Context, Prompt
-from descant.resolve import CUSTOM, RULES, SAMPLERS, STAGES, Stage
+from descant.stages import CUSTOM, RULES, SAMPLERS, STAGES, Stage
 
 TOKENS = 20
 

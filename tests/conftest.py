@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 # Before torch and transformers are imported: both read the environment at import.
@@ -11,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,50 @@ import torch
 
 from tests import pretrained
 from tests import tiny as tiny_models
+from tests.hub.server import hub  # noqa: F401 - a fixture
 from tests.oracle.client import Oracle
+from tests.safety import watch
 
 torch.set_num_threads(1)
+watch.begin()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    """What a fixture unpickles fails the test that asked for it first."""
+    yield
+    watch.settle()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """No test may make Descant unpickle."""
+    yield
+    watch.settle()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Nor may what comes after it."""
+    yield
+    watch.settle()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def locks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Path]]:
+    """Lock files of recipes that are not there yet; no test touches the user's own."""
+    folder = tmp_path_factory.mktemp("locks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DESCANT_RECIPES_LOCK", str(folder / "shared.lock"))  # for fixtures of many tests
+        yield (folder / f"{number}.lock" for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def own_lock(locks: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own lock file: what it trusts is not trusted in the next."""
+    path = next(locks)
+    monkeypatch.setenv("DESCANT_RECIPES_LOCK", str(path))
+    return path
 
 
 @pytest.fixture(scope="session")

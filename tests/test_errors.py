@@ -6,14 +6,19 @@ import pytest
 import torch
 
 from descant.errors import (
+    ChangedRecipe,
     ConfigError,
     DescantError,
+    HubError,
     InputError,
     MissingExtra,
+    MissingRequirements,
     NotEnoughMemory,
     NotInThisVersion,
+    RecipeError,
     RowError,
     UnsupportedModel,
+    UntrustedRecipe,
     shown,
 )
 
@@ -22,7 +27,8 @@ def test_the_exception_tree():
     for kind, builtin in (
         (ConfigError, ValueError), (NotInThisVersion, ConfigError), (InputError, ValueError),
         (UnsupportedModel, ValueError), (RowError, ValueError), (MissingExtra, ImportError),
-        (NotEnoughMemory, MemoryError),
+        (NotEnoughMemory, MemoryError), (RecipeError, ValueError), (UntrustedRecipe, RecipeError),
+        (ChangedRecipe, UntrustedRecipe), (MissingRequirements, RecipeError), (HubError, OSError),
     ):  # fmt: skip
         assert issubclass(kind, DescantError)
         assert issubclass(kind, builtin)
@@ -36,12 +42,14 @@ def test_the_exception_tree():
     "error",
     [ConfigError("a", "must be b", 1, "do c"), InputError(("a", "b"), "must", None), RowError("failed", 3),
      MissingExtra("x", "y"), NotEnoughMemory("no room", 8, 4, ("paged",)), UnsupportedModel("no"),
-     NotInThisVersion("a", "is not", object)],
+     NotInThisVersion("a", "is not", object), RecipeError("a/b", "no"), UntrustedRecipe("a/b", "no"),
+     ChangedRecipe("a/b", "no"), MissingRequirements("a/b", ["foo (installed: None)"]),
+     HubError("a/b", "no")],
 )  # fmt: skip
 def test_errors_survive_a_pickle(error):
     twin = pickle.loads(pickle.dumps(error))
     assert (type(twin), str(twin)) == (type(error), str(error))
-    for name in ("field", "request", "extra", "needed", "free", "fitting"):
+    for name in ("field", "request", "extra", "needed", "free", "fitting", "recipe", "missing", "repo"):
         assert getattr(twin, name, None) == getattr(error, name, None)
 
 
@@ -55,3 +63,12 @@ def test_shown_is_short_and_never_fails():
     assert shown("a\nb" * 1000).endswith("...")
     assert len(shown("x" * 1000)) == 80
     assert shown(torch.tensor(3)) == "tensor(3)"
+
+
+def test_the_name_of_a_recipe_stays_in_one_line():
+    error = RecipeError("a\n\x1b[31mb" + "x" * 500, "no")
+    assert "\n" not in str(error)
+    assert "\x1b" not in str(error)
+    assert len(str(error)) < 200
+    listed = "Missing requirements for a/b:\nfoo (installed: None)\nbar==1 (installed: 2)"
+    assert str(MissingRequirements("a/b", ["foo (installed: None)", "bar==1 (installed: 2)"])) == listed

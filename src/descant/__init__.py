@@ -1,5 +1,6 @@
 """Descant: every way to decode a language model, in one exact loop."""
 
+import descant.explanation  # noqa: F401 - it answers GenerationConfig.explain
 from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel
 from descant.adapters.caches import (
     Cache,
@@ -35,16 +36,21 @@ from descant.criteria import (
     StopStringCriteria,
 )
 from descant.errors import (
+    ChangedRecipe,
     ConfigError,
     ConstraintError,
     DescantError,
+    HubError,
     InputError,
     MissingExtra,
+    MissingRequirements,
     NotEnoughMemory,
     NotInThisVersion,
     RankError,
+    RecipeError,
     RowError,
     UnsupportedModel,
+    UntrustedRecipe,
 )
 from descant.estimate import Estimate, estimate
 from descant.generate import attach, compute_transition_scores, detach, generate
@@ -112,6 +118,9 @@ from descant.processors import (
     WhisperTimeStampLogitsProcessor,
     XTCLogitsWarper,
 )
+from descant.recipes.loading import load_recipe, trust_recipe
+from descant.recipes.recipe import Recipe
+from descant.recipes.share import push_recipe
 from descant.reuse import PromptCache, load_cache, prefill
 from descant.session import Event, Failed, Finished, Report, Request, Session, Tokens
 from descant.step import Hypothesis, Logprobs, Speculation
@@ -142,6 +151,7 @@ __all__ = [
     "BeamSearchScorer",
     "Cache",
     "CacheConfig",
+    "ChangedRecipe",
     "ClassifierFreeGuidanceLogitsProcessor",
     "CompileConfig",
     "ConfigError",
@@ -183,6 +193,7 @@ __all__ = [
     "HQQQuantizedCache",
     "HammingDiversityLogitsProcessor",
     "HealingLogitsProcessor",
+    "HubError",
     "HybridCache",
     "Hypothesis",
     "InfNanRemoveLogitsProcessor",
@@ -200,6 +211,7 @@ __all__ = [
     "MinPLogitsWarper",
     "MirostatLogitsWarper",
     "MissingExtra",
+    "MissingRequirements",
     "NoBadWordsLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
     "NotEnoughMemory",
@@ -221,6 +233,8 @@ __all__ = [
     "QuantizedCacheConfig",
     "QuantoQuantizedCache",
     "RankError",
+    "Recipe",
+    "RecipeError",
     "RepetitionPenaltyLogitsProcessor",
     "Report",
     "Request",
@@ -256,6 +270,7 @@ __all__ = [
     "TypicalLogitsWarper",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "UnsupportedModel",
+    "UntrustedRecipe",
     "WatermarkDetector",
     "WatermarkDetectorOutput",
     "WatermarkLogitsProcessor",
@@ -268,6 +283,9 @@ __all__ = [
     "estimate",
     "generate",
     "load_cache",
+    "load_recipe",
     "prefill",
+    "push_recipe",
     "stream",
+    "trust_recipe",
 ]

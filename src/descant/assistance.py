@@ -15,6 +15,7 @@ from descant.drafters.suffix import SuffixLookup
 from descant.drafters.translation import Intersection, Translation
 from descant.errors import ConfigError, InputError, UnsupportedModel
 from descant.ports import Cache, Drafter, Facts, Model, Noise
+from descant.recipes.recipe import Recipe
 from descant.tally import SCHEDULES
 from descant.vocabulary import Vocabulary
 
@@ -32,6 +33,12 @@ class Assistance:
     model: Any = None
     tokenizer: Any = None  # the target's
     assistant_tokenizer: Any = None
+    recipe: Recipe | None = None  # whose kind is a drafter
+
+    @property
+    def asks(self) -> str | None:
+        """The argument by which something is to guess."""
+        return "recipe" if self.recipe is not None else None if self.model is None else "assistant_model"
 
 
 class Factory(NamedTuple):
@@ -55,6 +62,7 @@ def drafting(config: GenerationConfig, target: Model, given: Assistance, make: F
     maker = _Maker(config, target, given, make)
     # As documented, a look-up that is asked for is made, also where a draft model stands by.
     choices: tuple[tuple[Any, str, Callable[[], Drafting]], ...] = (
+        (given.recipe, "recipe", maker.recipe),
         (config.assistant_early_exit, "assistant_early_exit", maker.early_exit),
         (config.prompt_lookup_num_tokens, "prompt_lookup_num_tokens", maker.lookup),
         (config.suffix_lookup_num_tokens, "suffix_lookup_num_tokens", maker.suffix),
@@ -113,6 +121,12 @@ class _Maker:
             return EarlyExit(self.make.adapt(shallow(network, layers)), noise, vocabulary=facts.vocabulary)
 
         return Drafting(("early exit", layers), build, _confident(self.config, None))
+
+    def recipe(self) -> Drafting:
+        """Asks whoever a recipe makes."""
+        recipe = self.given.recipe
+        assert recipe is not None
+        return Drafting(recipe.key, lambda _: recipe.build(), _confident(self.config, None))
 
     def assistant(self) -> Drafting:
         """Asks a draft model, in the target's tokens or in its own."""
@@ -193,7 +207,7 @@ def _refuse_idle(config: GenerationConfig, given: Assistance) -> None:
     if given.assistant_tokenizer is not None and given.model is None:
         do = "pass `assistant_model` or leave it out"
         raise InputError("assistant_tokenizer", "has no use without a draft model", "a tokenizer", do)
-    guesses = given.model is not None or config.assistant_early_exit is not None
+    guesses = given.asks is not None or config.assistant_early_exit is not None
     looks = config.prompt_lookup_num_tokens is not None or config.suffix_lookup_num_tokens is not None
     idle = [*(() if guesses else _GUESSING), *(() if given.model is not None else _ALIGNING)]
     idle += [] if guesses or looks else ["num_assistant_tokens_schedule"]
@@ -202,12 +216,22 @@ def _refuse_idle(config: GenerationConfig, given: Assistance) -> None:
             must = "has no use where nothing is guessed by a network"
             do = "pass `assistant_model` or leave it out"
             raise ConfigError(name, must, getattr(config, name), do)
-    if given.model is None:
+    if given.asks is None:
         return
+    who = type(given.model).__name__ if given.recipe is None else given.recipe
     for name, off in (("num_beams", 1), ("penalty_alpha", None), ("banned_phrases", None)):
         if getattr(config, name) not in (off, (), 0.0):
             must = f"must be None with `{name}`, for which nothing is guessed ahead"
-            raise InputError("assistant_model", must, type(given.model).__name__, f"leave out `{name}`")
+            raise InputError(given.asks, must, who, f"leave out `{name}`")
+    if given.recipe is None:
+        return
+    others = ("prompt_lookup_num_tokens", "suffix_lookup_num_tokens", "assistant_early_exit")
+    found = [name for name in others if getattr(config, name) is not None]
+    found += ["assistant_model"] if given.model is not None else []
+    if found:
+        raise InputError(
+            "recipe", f"must be None with `{found[0]}`, since one alone guesses", who, "leave one out"
+        )
 
 
 def _refuse_forgetful(name: str, asked: Any, facts: Facts) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from descant.adapters.forwarding import given_of
 from descant.cache.unkept import Unkept
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, InputError
@@ -18,11 +19,13 @@ from descant.inputs import Prepared, prepared
 from descant.loan import Loan, given_back
 from descant.past import Past
 from descant.ports import Cache
+from descant.recipes.loading import load_recipe
+from descant.recipes.recipe import Recipe
 from descant.resolve import pad_of
 from descant.session import Request, Session
 from descant.step import Hypothesis, Observation
 
-__all__ = ["Asked", "Call", "listed", "merged", "placed", "rows_of"]
+__all__ = ["Asked", "Call", "listed", "merged", "placed", "recipe_of", "rows_of"]
 
 # What concerns the call as a whole and not one sequence: all rows must say the same.
 _SHARED = (
@@ -44,6 +47,7 @@ class Asked:
     assistant_model: Any = None
     assistant_tokenizer: Any = None
     past: Any = None  # the user's cache
+    recipe: Recipe | None = None  # somebody else's part of the loop
 
     @property
     def config(self) -> GenerationConfig:
@@ -145,10 +149,12 @@ class Call:
                     assistant_model=asked.assistant_model,
                     assistant_tokenizer=asked.assistant_tokenizer,
                     past=pasts[line],
+                    recipe=asked.recipe,
                     keep=keep,
                     batch=line,
                     width=prompts.shown.shape[1],
-                    line=first,
+                    # How many rows a recipe makes of a prompt is its own affair, and so is its luck.
+                    line=-1 if asked.recipe is not None and asked.recipe.kind == "strategy" else first,
                     merged=True,
                 )
             )
@@ -238,6 +244,24 @@ def _by_length(configs: Sequence[GenerationConfig], criteria: Sequence[Any]) -> 
     return [made[id(one)] for one in configs]
 
 
+def recipe_of(given: dict[str, Any]) -> tuple[Recipe | None, dict[str, Any]]:
+    """The recipe among the keyword arguments of a call, with its own arguments, and all the others."""
+    given = dict(given)
+    trust = given.pop("trust_remote_code", None)
+    both = {name: given.pop(name, None) for name in ("recipe", "custom_generate")}
+    named = {name: value for name, value in both.items() if value is not None}
+    if not named:
+        if trust:
+            raise InputError("trust_remote_code", "has no use without `recipe`", trust, "leave it out")
+        return None, given
+    if len(named) > 1:
+        must = "is another name of `recipe`, and must be given alone"
+        raise InputError("custom_generate", must, named["custom_generate"], "leave it out")
+    [asked] = named.values()
+    recipe = load_recipe(asked, trust_remote_code=trust)
+    return recipe.split(given) if recipe.kind != "generate" else (recipe, given)
+
+
 def listed(name: str, given: Any) -> tuple[Any, ...]:
     """Processors or criteria, one or a list of them, as a tuple."""
     if given is None:
@@ -277,7 +301,7 @@ def _config(given: Any) -> GenerationConfig | None:
     if not hasattr(given, "to_dict"):
         raise InputError("generation_config", "must be a GenerationConfig, or a list of them", given)
     # Its attributes and not its `to_dict`, which copies everything deeply at every call.
-    return GenerationConfig.from_transformers(vars(given))
+    return GenerationConfig.from_transformers(given_of(given))
 
 
 def _refuse_differences(configs: Sequence[GenerationConfig]) -> None:

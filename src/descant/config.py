@@ -11,6 +11,7 @@ The rules, in one place:
 - In code, None switches a field off: `top_k=None` keeps all tokens, `eos_token_id=None` ends on none.
   In a file, null is the same as absent.
 - An unknown name is an error in code; in a file it is kept in `extra` and written back.
+- A file may lie in a folder or in a repository on the Hub, under any name, and several side by side.
 - Sequences read as tuples and dicts as read-only mappings, so that a config can be hashed.
 """
 
@@ -22,7 +23,8 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, Final, Self
 
-from .errors import ConfigError, DescantError, InputError, NotInThisVersion, shown
+from . import hub
+from .errors import ConfigError, DescantError, InputError, shown
 from .fields import Field, FrozenMap, freeze, thaw
 from .parameters import FIELDS, GROUPS, LATER, Later, Parameters, typed, unknown
 from .rules import refuse_clashes, refuse_contradictions, refuse_impossible, refuse_later, set_aside
@@ -30,6 +32,8 @@ from .rules import refuse_clashes, refuse_contradictions, refuse_impossible, ref
 __all__ = ["FIELDS", "GROUPS", "LATER", "Field", "GenerationConfig", "Later", "register_explainer"]
 
 FILE_NAME: Final = "generation_config.json"
+_LEGACY_NAME: Final = "config.json"
+_LARGEST: Final = 1 << 20  # bytes of a file; a config.json may carry thousands of labels
 
 _BOOKKEEPING: Final = frozenset({"transformers_version"})
 _SINGLE_TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -156,17 +160,29 @@ class GenerationConfig(Parameters):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], config_file_name: str = FILE_NAME, **overrides: Any
+        cls,
+        path: str | os.PathLike[str],
+        config_file_name: str = FILE_NAME,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        **overrides: Any,
     ) -> Self:
-        """The config in a local model folder; without one, what its config.json says of generation."""
-        folder = Path(path)
-        if not folder.is_dir():
-            raise InputError("path", "must be a local folder", str(path), "download the model first")
-        file = folder / _file_name(config_file_name)
-        legacy = folder / "config.json"
-        if not file.is_file() and config_file_name == FILE_NAME and legacy.is_file():
-            return cls.from_model_config(_read_json(legacy), **overrides)
-        return cls.from_dict(_read_json(file), **overrides)
+        """The config in a local folder, or in the repository "owner/name" on the Hub.
+
+        Where neither has one under the usual name, what a config.json says of generation. `revision` is a
+        branch, a tag or a commit, and `token` lets in where not everybody may read.
+        """
+        name = _file_name(config_file_name)
+        if isinstance(path, str) and hub.is_repo(path) and not Path(path).is_dir():
+            name, data = _from_hub(path, name, revision, token)
+        elif revision is not None:
+            raise InputError("revision", "is for a repository on the Hub, not for a folder", revision)
+        else:
+            name, data = _from_folder(Path(path), name)
+        if name == _LEGACY_NAME != config_file_name:
+            return cls.from_model_config(data, **overrides)
+        return cls.from_dict(data, **overrides)
 
     @classmethod
     def from_model_config(cls, config: object, **overrides: Any) -> Self:
@@ -217,23 +233,35 @@ class GenerationConfig(Parameters):
         finally:
             draft.unlink(missing_ok=True)
 
-    def save_pretrained(
+    def save_pretrained(  # noqa: PLR0913 - as documented
         self,
         save_directory: str | os.PathLike[str],
         config_file_name: str = FILE_NAME,
         push_to_hub: bool = False,
+        *,
+        repo_id: str | None = None,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        commit_message: str | None = None,
     ) -> None:
-        """Write the config into a folder; a folder may hold several, under different names."""
-        if push_to_hub:
-            raise NotInThisVersion(
-                "push_to_hub", "is not in this version of Descant", push_to_hub, "leave it unset"
-            )
+        """Write the config into a folder; a folder may hold several, under different names.
+
+        With `push_to_hub` this one file then goes to the Hub too, into `repo_id` (by default the folder's
+        last name, of the token's user), which is made, `private` or not, when it is not there.
+        """
+        _refuse_unpushed(push_to_hub, repo_id=repo_id, private=private, commit_message=commit_message)
         folder = Path(save_directory)
         if folder.exists() and not folder.is_dir():
             raise InputError("save_directory", "must be a folder", str(folder))
         name = _file_name(config_file_name)
         folder.mkdir(parents=True, exist_ok=True)
         self.to_json_file(folder / name)
+        if push_to_hub:
+            there = hub.create(
+                hub.full_name(repo_id or folder.resolve().name, token), token=token, private=private
+            )
+            said = commit_message or f"Upload {name}"
+            hub.upload(there, {name: self.to_json_string().encode()}, token=token, message=said)
 
     def _given_plain(self) -> dict[str, Any]:
         plain = {name: thaw(self._values[name]) for name in FIELDS if name in self._values}
@@ -311,19 +339,75 @@ def _plain_extra(name: str, value: Any) -> Any:
     return kept
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
-    def refused(what: str) -> InputError:
-        return InputError("config_file_name", f"must name {what} in {str(file.parent)!r}", file.name)
+def _from_folder(folder: Path, name: str) -> tuple[str, Mapping[str, Any]]:
+    """The name and the content of a folder's config, or of what stands in for it."""
+    if not folder.is_dir():
+        raise InputError("path", "must be a local folder, or owner/name on the Hub", str(folder))
+    chosen = _chosen(name, {one for one in (name, _LEGACY_NAME) if (folder / one).is_file()}, str(folder))
+    return chosen, _parsed(_bounded(folder / chosen), chosen, str(folder))
 
-    if not file.is_file():
-        raise refused("a file")
+
+def _from_hub(
+    repo: str, name: str, revision: str | None, token: str | bool | None
+) -> tuple[str, Mapping[str, Any]]:
+    """The same of a repository."""
+    commit = hub.resolve(repo, revision, token=token)
+    chosen = _chosen(name, commit.files.keys(), repo)
+    data = hub.fetch(repo, commit.sha, [chosen], limit=_LARGEST, token=token)[chosen]
+    return chosen, _parsed(data, chosen, repo)
+
+
+def _chosen(name: str, there: Set[str], where: str) -> str:
+    if name not in there and name == FILE_NAME and _LEGACY_NAME in there:
+        return _LEGACY_NAME
+    if name not in there:
+        raise InputError("config_file_name", f"must name a file in {where!r}", name)
+    return name
+
+
+def _bounded(file: Path) -> bytes:
+    """What a file holds, if it is of a size that somebody might have written."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            data = opened.read(_LARGEST + 1)
+    except OSError as error:
+        must = f"must name a file that can be read in {str(file.parent)!r} ({error.strerror})"
+        raise InputError("config_file_name", must, file.name) from None
+    if len(data) > _LARGEST:
+        must = f"must name a file of at most {_LARGEST} bytes in {str(file.parent)!r}"
+        raise InputError("config_file_name", must, file.name)
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name stands there twice")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _parsed(data: bytes, name: str, where: str) -> Mapping[str, Any]:
+    def refused(what: str) -> InputError:
+        return InputError("config_file_name", f"must name {what} in {where!r}", name)
+
+    try:
+        text = data.decode("utf-8")
+        content = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise refused(f"a JSON file ({shown(error)})") from None
-    if not isinstance(data, dict):
+    if not isinstance(content, dict):
         raise refused("a JSON file that holds an object")
-    return data
+    return content
+
+
+def _refuse_unpushed(push_to_hub: bool, **given: object) -> None:
+    """Nothing that only a push has a use for, when nothing is pushed."""
+    for name, value in given.items():
+        if value is not None and not push_to_hub:
+            raise InputError(name, "has no use without `push_to_hub`", value, "set push_to_hub=True")
 
 
 def _file_name(name: object) -> str:

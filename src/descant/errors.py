@@ -6,6 +6,11 @@ DescantError (Exception)
 ├── InputError (ValueError)         a tensor or another argument is wrong; `.field` names it
 ├── UnsupportedModel (ValueError)   the model cannot be decoded this way
 ├── NotEnoughMemory (MemoryError)   a cache would not fit; `.needed`, `.free` in bytes, `.fitting` caches
+├── RecipeError (ValueError)        a recipe cannot be loaded or run; `.recipe` is its name
+│   ├── UntrustedRecipe             it is somebody else's code, and nobody said that it is trusted
+│   │   └── ChangedRecipe           it is no longer what was trusted
+│   └── MissingRequirements         packages that it needs are not there; `.missing` says which
+├── HubError (OSError)              the Hub did not give or take what was asked; `.repo` says of which
 ├── RankError (RuntimeError)        another process of a tensor-parallel model failed; `.rank` says which
 ├── RowError (ValueError)           one request failed, its neighbours did not; `.request` is its number
 │   └── ConstraintError             its result does not meet its constraints; `.unmet` says which
@@ -17,16 +22,22 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "ChangedRecipe",
     "ConfigError",
     "ConstraintError",
     "DescantError",
+    "HubError",
     "InputError",
     "MissingExtra",
+    "MissingRequirements",
     "NotEnoughMemory",
     "NotInThisVersion",
     "RankError",
+    "RecipeError",
     "RowError",
     "UnsupportedModel",
+    "UntrustedRecipe",
+    "plain",
     "shown",
 ]
 
@@ -105,6 +116,53 @@ class ConstraintError(RowError):
         super().__init__(message, request)
         self.unmet = unmet
         self.args = (message, request, unmet)
+
+
+class RecipeError(DescantError, ValueError):
+    """A recipe that cannot be loaded, or not run as asked."""
+
+    def __init__(self, recipe: str, message: str) -> None:
+        self.recipe = recipe
+        self._parts: tuple[Any, ...] = (recipe, message)
+        super().__init__(f"recipe `{plain(recipe)}`: {message}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._parts
+
+
+class UntrustedRecipe(RecipeError):
+    """Somebody else's code that was not said to be trusted; none of it has run."""
+
+
+class ChangedRecipe(UntrustedRecipe):
+    """A recipe that is no longer what was trusted; none of it has run."""
+
+
+class MissingRequirements(RecipeError):
+    """Packages that a recipe needs and that are not installed, or not as it needs them."""
+
+    def __init__(self, recipe: str, missing: list[str]) -> None:
+        DescantError.__init__(self, "\n".join((f"Missing requirements for {recipe}:", *missing)))
+        self.recipe, self.missing = recipe, missing
+        self._parts = (recipe, missing)
+
+
+class HubError(DescantError, OSError):
+    """What the Hub did not give, or not take."""
+
+    def __init__(self, repo: str, message: str) -> None:
+        self.repo = repo
+        self._parts = (repo, message)
+        super().__init__(f"`{plain(repo)}` on the Hub: {message}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._parts
+
+
+def plain(text: object) -> str:
+    """Text of somebody else's as a message shows it: one short line without control characters."""
+    told = "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(text))
+    return told if len(told) <= 160 else told[:157] + "..."
 
 
 class NotEnoughMemory(DescantError, MemoryError):

@@ -64,20 +64,20 @@ class Unset:
 
 def freeze(value: Any) -> Any:
     """Plain data in its hashable form; keys become the strings that JSON would make of them."""
+    if isinstance(value, list | tuple):
+        return tuple([freeze(item) for item in value])
     if isinstance(value, Mapping):
         names = {key: key if isinstance(key, str) else json.dumps(key) for key in value}
         return FrozenMap({names[key]: freeze(item) for key, item in value.items()})
-    if isinstance(value, list | tuple):
-        return tuple(freeze(item) for item in value)
     return value
 
 
 def thaw(value: Any) -> Any:
     """The inverse of `freeze`, in the types that JSON knows."""
-    if isinstance(value, Mapping):
-        return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [thaw(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: thaw(item) for key, item in value.items()}
     return value
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from descant.adapters.callback import is_prepared, own_criteria, recovered_config, recovered_inputs
+from descant.adapters.forwarding import completed
 from descant.adapters.outer import outer_of
 from descant.adapters.pace import in_step
 from descant.adapters.speech import listener_of
-from descant.calls import Asked, Call, listed, merged, placed, rows_of
+from descant.calls import Asked, Call, listed, merged, placed, recipe_of, rows_of
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, ConstraintError, InputError, NotInThisVersion
 from descant.inputs import Prepared
@@ -26,6 +27,7 @@ from descant.outputs import (
     GenerateOutput,
     transition_scores,
 )
+from descant.recipes.recipe import Recipe
 from descant.resolve import pad_of
 from descant.session import Failed, Finished, Tokens
 from descant.speech.call import Spoken, transcribe
@@ -33,9 +35,6 @@ from descant.step import Hypothesis
 from descant.trace import Layout, Trace
 
 __all__ = ["attach", "compute_transition_scores", "detach", "generate"]
-
-# Documented arguments whose method is not built yet: anything but None (or False) is refused.
-_LATER = ("custom_generate", "trust_remote_code")
 
 _DECODER = ("decoder_attentions", "cross_attentions", "decoder_hidden_states")
 
@@ -59,16 +58,20 @@ def generate(
     what the returned sequences hold, but for their last tokens; a frozen one, of `descant.prefill`, stays
     as it is. `input_ids` are the whole texts all the same. A model with an encoder takes an empty one only,
     to work on one of its kind.
+    `recipe` (or `custom_generate`) is somebody else's method: a folder, `owner/name[@revision]` on the Hub,
+    both with `trust_remote_code=True` alone, the name of an installed one, a function or a class of a port.
     `generation_config` may be a list, one for each prompt, and so may `seed`. Returns the sequences
     [B * num_return_sequences, L], or with `return_dict_in_generate=True` a record with what was asked for.
     """
+    recipe, kwargs = recipe_of(kwargs)
+    if recipe is not None and recipe.kind == "generate":
+        own: dict[str, Any] = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+        own |= {"streamer": streamer, **kwargs}
+        said: Tensor | GenerateOutput = _handed_over(recipe, model, inputs, generation_config, own)
+        return said
     tokenizer = kwargs.pop("tokenizer", None)
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     past = kwargs.pop("past_key_values", None)
-    for name in _LATER:
-        value = kwargs.pop(name, None)
-        if value is not None and value is not False:
-            raise NotInThisVersion(name, "is not in this version of Descant", value, "leave it unset")
     processors = listed("logits_processor", logits_processor)
     criteria = listed("stopping_criteria", stopping_criteria)
     listener = None if is_prepared(generation_config) else listener_of(model)
@@ -80,6 +83,9 @@ def generate(
             kind, do = type(model).__name__, "leave it out"
             must = f"is not taken by {kind}, which hears window by window"
             raise NotInThisVersion("assistant_model", must, type(assistant["assistant_model"]).__name__, do)
+        if recipe is not None:
+            must = f"must be a function for {type(model).__name__}, which hears window by window"
+            raise InputError("recipe", must, recipe, "leave it out")
         spoken = Spoken(
             inputs, generation_config, processors, criteria, tokenizer, streamer is not None, kwargs
         )
@@ -93,6 +99,7 @@ def generate(
         held = {"logits_processor": processors, "stopping_criteria": criteria, "streamer": streamer}
         held = {**held, "tokenizer": tokenizer, **assistant, **kwargs}
         held |= {} if past is None else {"past_key_values": past}
+        held |= {} if recipe is None else {"recipe": recipe}
         answer: Tensor | GenerateOutput = outer.run(generate, inputs, generation_config, held)
         return answer
     call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
@@ -100,14 +107,37 @@ def generate(
     if is_prepared(generation_config):
         config = recovered_config(generation_config, kwargs["input_ids"].shape[1])
         given = recovered_inputs(generation_config, kwargs, bool(model.config.is_encoder_decoder))
-        asked = Asked([config], processors, own_criteria(criteria), tokenizer, **assistant)
+        asked = Asked([config], processors, own_criteria(criteria), tokenizer, **assistant, recipe=recipe)
         if past is not None and past.get_seq_length():  # an empty one it has made for itself
             asked = replace(asked, past=past)
         return _Run(model, asked, streamer).run(given)
     several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
     configs = merged(model, generation_config, call)
-    asked = Asked(configs, processors, criteria, tokenizer, several, **assistant, past=past)
+    asked = Asked(configs, processors, criteria, tokenizer, several, **assistant, past=past, recipe=recipe)
     return _Run(model, asked, streamer).run(kwargs)
+
+
+# What a function in the place of generate() is given even where the call does not say it, as documented.
+_DOCUMENTED = (
+    "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus", "assistant_model",
+    "streamer", "negative_prompt_ids", "negative_prompt_attention_mask",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def _handed_over(recipe: Recipe, model: Any, inputs: Any, config: Any, given: Mapping[str, Any]) -> Any:
+    """What a function in the place of generate() makes of the call: all of its arguments are handed on."""
+    call = {name: value for name, value in given.items() if name in FIELDS}
+    said = {**dict.fromkeys(_DOCUMENTED), **given, "inputs": inputs}
+    if inputs is not None and "inputs" not in recipe.takes:
+        said |= {"inputs": None, **placed(model, inputs, given)}
+    said["generation_config"] = completed(model, config, call)
+    # What a config has been told already need not be taken once more.
+    told = (*call, "generation_config")
+    recipe.refuse(name for name, value in said.items() if value is not None and name not in told)
+    if not recipe.anything:
+        said = {name: value for name, value in said.items() if name in recipe.takes}
+    return recipe.called(model, **said)
 
 
 def attach(model: Any) -> Any:
@@ -185,6 +215,8 @@ class _Run:
             for event in self.session.step():
                 if isinstance(event, Finished):
                     done[event.request] = event
+                    if shown is not None:
+                        shown.rest(event)
                 elif isinstance(event, Failed):
                     raise event.error
                 elif shown is not None:
@@ -296,6 +328,17 @@ class _Abreast:
             line = self._first[request] + slot
             self._said[line].append(token)
             self._over[line] = place in event.ended
+        self._show()
+
+    def rest(self, event: Finished) -> None:
+        """Take what a method has not said of its sequences until they ended, and show what is there."""
+        for slot, one in enumerate(event.hypotheses):
+            line = self._first[event.request] + slot
+            self._said[line] += one.tokens[len(self._said[line]) :].tolist()
+            self._over[line] = True
+        self._show()
+
+    def _show(self) -> None:
         while self._ready():
             at = self._shown
             self._put(torch.tensor([one[at] if at < len(one) else self._pad for one in self._said]))

@@ -231,6 +231,7 @@ class Wrapper(Model, Protocol):
     """A model over another that changes the distribution of the rows that ask for it, and of no others."""
 
     inner: Model
+    mark: str  # the parameter of the rows that ask for it, where a recipe made it
 
     def around(self, cache: Cache) -> Cache:
         """The cache that it needs, given the one of the model inside."""

@@ -54,6 +54,7 @@ class Request:
     assistant_tokenizer: Any = None  # and its tokenizer, where that is another than `tokenizer`
     past: Any = None  # a `Past`, or a cache of one row
     keep: bool = False  # whether `Finished.pasts` is to hold what its sequences have read
+    recipe: Any = None  # a `Recipe` that is a part of the loop, or a class of one of its ports
     salt: bytes = b""  # for a prefix cache: only requests with the same one share what they have read
     batch: int = 0  # which prompt of its call it is, for `prefix_allowed_tokens_fn`
     width: int = 0  # of the padded prompts it came with; a user's processor is shown ids of that width
@@ -171,5 +172,5 @@ def refuse_uncallable(request: Request) -> None:
     """Raise for processors and criteria that cannot be called."""
     for name in ("logits_processor", "stopping_criteria"):
         for one in getattr(request, name):
-            if not callable(one):
+            if not callable(one) and not (name == "logits_processor" and hasattr(one, "process")):
                 raise InputError(name, "must hold callables", one)

@@ -1,8 +1,7 @@
-"""From a config to what runs: the strategy, the processors in order, the stops. The only factory."""
+"""From a config to what runs: the strategy, the stages, the wrappers, the stops. The only factory."""
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from typing import Any, Final
 from descant.adapters.outer import outer_of
 from descant.adapters.speech import hears
 from descant.adapters.transformers import TransformersModel
-from descant.assistance import Assistance, Drafting, Factory, drafting, guessing
+from descant.assistance import Assistance, Drafting, Factory, drafting
 from descant.cache.dense import DenseCache
 from descant.cache.objects import ObjectCache
 from descant.cache.several import SeveralCaches
-from descant.config import FIELDS, GenerationConfig, register_explainer
+from descant.config import GenerationConfig
 from descant.constraints import ConstraintListState, forced
 from descant.context import Prompt
 from descant.errors import ConfigError, UnsupportedModel
@@ -28,71 +27,26 @@ from descant.marking.keys import warn_if_public
 from descant.memory import NAME as CACHE
 from descant.memory import Wanted, kind_of, made, suiting
 from descant.ports import Cache, Facts, Model, Noise, Peers, Stop, Strategy
-from descant.processors import (
-    AdaptivePLogitsWarper,
-    AllowedSequences,
-    AllowedSequencesLogitsProcessor,
-    DRYLogitsProcessor,
-    DynamicTemperatureLogitsWarper,
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    FrequencyPenaltyLogitsProcessor,
-    GumbelWatermarkLogitsProcessor,
-    HammingDiversityLogitsProcessor,
-    HealingLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitBiasLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    MirostatLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PLessLogitsWarper,
-    PrefixConstrainedLogitsProcessor,
-    PresencePenaltyLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    RewoundLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    TemperatureLogitsWarper,
-    ThinkingBudgetLogitsProcessor,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopNSigmaLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    WatermarkLogitsProcessor,
-    WhisperTimeStampLogitsProcessor,
-    XTCLogitsWarper,
-)
+from descant.processors import AllowedSequences
+from descant.recipes.recipe import Recipe
+from descant.stages import CUSTOM, REWOUND, STAGES, Stage, ends_of, ids_of, ordered, set_to
+from descant.strategies.banning import Banning
 from descant.strategies.beams.beam import Beam, Shape
 from descant.strategies.beams.constrained import Constrained
 from descant.strategies.contrastive import Contrastive, Sequential
-from descant.strategies.rewinding import Rewinding
 from descant.strategies.sampling import Sampling
 from descant.strategies.speculative import Speculative
 
 __all__ = [
-    "CUSTOM",
-    "ORDER",
-    "SAMPLERS",
-    "STAGES",
+    "DEFAULT_NEW_TOKENS",
+    "WRAPS",
     "Plan",
-    "Stage",
     "adapt",
+    "cache_of",
+    "constrains",
+    "contrasts",
     "drafted",
     "new_cache",
-    "ordered",
     "pad_of",
     "plan",
     "refuse_cache",
@@ -100,140 +54,6 @@ __all__ = [
 ]
 
 DEFAULT_NEW_TOKENS: Final = 20
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A processor with the config fields that call for it (its name first), and when they do."""
-
-    processor: LogitsProcessor
-    fields: tuple[str, ...]
-    wanted: Callable[[GenerationConfig], bool]
-
-    @property
-    def name(self) -> str:
-        """What `processor_order` calls it."""
-        return self.fields[0]
-
-
-def _stage(
-    kind: type[LogitsProcessor], field: str, wanted: Callable[[GenerationConfig], bool], *others: str
-) -> Stage:
-    return Stage(kind.bare(), (field, *others), wanted)
-
-
-def _set(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
-    """Whether a field is set to something that does something."""
-    return lambda config: getattr(config, name) not in (None, *neutral)
-
-
-def _before_end(name: str) -> Callable[[GenerationConfig], bool]:
-    """Whether a field keeps rows from an end that they could otherwise choose."""
-    return lambda config: bool(getattr(config, name)) and bool(_ends(config))
-
-
-def _decays(config: GenerationConfig) -> bool:
-    """Whether an end token's score grows; further stop tokens are left alone."""
-    return config.exponential_decay_length_penalty is not None and bool(_ids(config.eos_token_id))
-
-
-def _has_sequences(config: GenerationConfig) -> bool:
-    """Whether what may follow is a compiled set of sequences."""
-    return isinstance(config.prefix_allowed_tokens_fn, AllowedSequences)
-
-
-def _asks_function(config: GenerationConfig) -> bool:
-    """Whether what may follow is for a function to say."""
-    return config.prefix_allowed_tokens_fn is not None and not _has_sequences(config)
-
-
-def _drawn(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
-    """The same as `_set`, of a field that only sampling reads."""
-    return lambda config: config.do_sample and getattr(config, name) not in (None, *neutral)
-
-
-def _marks(scheme: str) -> Callable[[GenerationConfig], bool]:
-    """Whether what is written is to be marked, by that scheme."""
-
-    def wanted(config: GenerationConfig) -> bool:
-        given = config.watermarking_config
-        return given is not None and settings_of(given).scheme == scheme
-
-    return wanted
-
-
-def _warmed(config: GenerationConfig) -> bool:
-    """Whether a fixed temperature is asked for, not one that follows the entropy."""
-    return config.do_sample and config.temperature != 1.0 and not config.dynamic_temperature_range
-
-
-# The documented order: rules, then the user's own processors, then samplers. One line a processor.
-RULES: Final[tuple[Stage, ...]] = (
-    _stage(LogitBiasLogitsProcessor, "logit_bias", _set("logit_bias")),
-    _stage(SequenceBiasLogitsProcessor, "sequence_bias", _set("sequence_bias")),
-    _stage(HammingDiversityLogitsProcessor, "diversity_penalty", _set("diversity_penalty", 0.0)),
-    _stage(
-        EncoderRepetitionPenaltyLogitsProcessor,
-        "encoder_repetition_penalty",
-        _set("encoder_repetition_penalty", 1.0),
-    ),
-    _stage(RepetitionPenaltyLogitsProcessor, "repetition_penalty", _set("repetition_penalty", 1.0)),
-    _stage(PresencePenaltyLogitsProcessor, "presence_penalty", _set("presence_penalty", 0.0)),
-    _stage(FrequencyPenaltyLogitsProcessor, "frequency_penalty", _set("frequency_penalty", 0.0)),
-    _stage(DRYLogitsProcessor, "dry_multiplier", _set("dry_multiplier", 0.0)),
-    _stage(NoRepeatNGramLogitsProcessor, "no_repeat_ngram_size", _set("no_repeat_ngram_size", 0)),
-    _stage(
-        EncoderNoRepeatNGramLogitsProcessor,
-        "encoder_no_repeat_ngram_size",
-        _set("encoder_no_repeat_ngram_size", 0),
-    ),
-    _stage(NoBadWordsLogitsProcessor, "bad_words_ids", _set("bad_words_ids")),
-    _stage(RewoundLogitsProcessor, "banned_phrases", _set("banned_phrases", ())),
-    _stage(MinLengthLogitsProcessor, "min_length", _before_end("min_length")),
-    _stage(MinNewTokensLengthLogitsProcessor, "min_new_tokens", _before_end("min_new_tokens")),
-    _stage(PrefixConstrainedLogitsProcessor, "prefix_allowed_tokens_fn", _asks_function),
-    _stage(AllowedSequencesLogitsProcessor, "prefix_allowed_tokens_fn", _has_sequences),
-    _stage(HealingLogitsProcessor, "token_healing", _set("token_healing", False)),
-    _stage(ForcedBOSTokenLogitsProcessor, "forced_bos_token_id", _set("forced_bos_token_id")),
-    _stage(ForcedEOSTokenLogitsProcessor, "forced_eos_token_id", _set("forced_eos_token_id")),
-    _stage(InfNanRemoveLogitsProcessor, "remove_invalid_values", _set("remove_invalid_values", False)),
-    _stage(
-        ExponentialDecayLengthPenalty,
-        "exponential_decay_length_penalty",
-        _decays,
-    ),
-    _stage(SuppressTokensLogitsProcessor, "suppress_tokens", _set("suppress_tokens", ())),
-    _stage(SuppressTokensAtBeginLogitsProcessor, "begin_suppress_tokens", _set("begin_suppress_tokens", ())),
-    _stage(WhisperTimeStampLogitsProcessor, "return_timestamps", _set("return_timestamps", False)),
-    _stage(ThinkingBudgetLogitsProcessor, "thinking_budget", _set("thinking_budget"), "thinking_end"),
-)
-SAMPLERS: Final[tuple[Stage, ...]] = (
-    _stage(TemperatureLogitsWarper, "temperature", _warmed),
-    _stage(
-        DynamicTemperatureLogitsWarper, "dynamic_temperature_range", _drawn("dynamic_temperature_range", 0.0)
-    ),
-    _stage(TopNSigmaLogitsWarper, "top_n_sigma", _drawn("top_n_sigma")),
-    _stage(TopHLogitsWarper, "top_h", _drawn("top_h")),
-    _stage(TopKLogitsWarper, "top_k", _drawn("top_k", 0)),
-    _stage(TopPLogitsWarper, "top_p", _drawn("top_p", 1.0)),
-    _stage(MinPLogitsWarper, "min_p", _drawn("min_p")),
-    _stage(TypicalLogitsWarper, "typical_p", _drawn("typical_p", 1.0)),
-    _stage(EpsilonLogitsWarper, "epsilon_cutoff", _drawn("epsilon_cutoff", 0.0)),
-    _stage(EtaLogitsWarper, "eta_cutoff", _drawn("eta_cutoff", 0.0)),
-    _stage(PLessLogitsWarper, "p_less", _drawn("p_less", False)),
-    _stage(XTCLogitsWarper, "xtc_probability", _drawn("xtc_probability", 0.0)),
-    _stage(MirostatLogitsWarper, "mirostat_tau", _drawn("mirostat_tau")),
-    _stage(AdaptivePLogitsWarper, "adaptive_p_target", _drawn("adaptive_p_target")),
-    _stage(WatermarkLogitsProcessor, "watermarking_config", _marks("green list")),
-    _stage(SynthIDTextWatermarkLogitsProcessor, "watermarking_config", _marks("synthid")),
-    _stage(GumbelWatermarkLogitsProcessor, "watermarking_config", _marks("gumbel")),
-    _stage(LogitNormalization, "renormalize_logits", _set("renormalize_logits", False)),
-)
-STAGES: Final = (*RULES, *SAMPLERS)
-CUSTOM: Final = "custom"  # what `processor_order` calls the user's own, which stand between the two
-ORDER: Final = tuple(
-    dict.fromkeys((*(stage.name for stage in RULES), CUSTOM, *(stage.name for stage in SAMPLERS)))
-)
 
 _MOST: Final = {
     "num_beams": 2**14, "num_return_sequences": 2**16, "max_new_tokens": 2**31, "max_length": 2**31,
@@ -265,11 +85,19 @@ class Plan:
     custom: int  # the place of the user's own processors
     values: Mapping[str, Any]
     wraps: tuple[str, ...] = ()  # which wrappers the model needs
+    recipe: Recipe | None = None  # somebody else's part in it
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """The key as far as other processes can have the same: who guesses is an object of this one."""
-        return self.key[:2] if self.key[0] == "speculative" else self.key
+        return self.key[:2] if self.key[0] in ("speculative", "recipe") else self.key
+
+    @property
+    def back(self) -> int | None:
+        """How many tokens its rows may take back at once; None: any number."""
+        if self.key[0] == "recipe" and self.recipe is not None:
+            return None if getattr(self.recipe.make, "rewinds", False) else 0
+        return {"rewinding": None, "sequential": 1}.get(self.key[0], 0)
 
     @property
     def forks(self) -> bool:
@@ -279,7 +107,7 @@ class Plan:
     @property
     def again(self) -> bool:
         """Whether its rows' last tokens are fed again, so that they must have one."""
-        return self.key[0] in ("sequential", "rewinding")
+        return self.back != 0
 
     def row(self, prompt: Prompt, facts: Facts) -> dict[str, Any]:
         """The parameters of a row with that prompt."""
@@ -351,8 +179,8 @@ def _guided(config: GenerationConfig, facts: Facts) -> dict[str, Any]:
 
 # What changes the distribution, the innermost first. One line a wrapper.
 WRAPS: Final[Mapping[str, Wrap]] = {
-    "dola": Wrap("DoLa", DoLa, _set("dola_layers"), _dola),
-    "guidance": Wrap("guidance", Guidance, _set("guidance_scale", 1.0), _guided),
+    "dola": Wrap("DoLa", DoLa, set_to("dola_layers"), _dola),
+    "guidance": Wrap("guidance", Guidance, set_to("guidance_scale", 1.0), _guided),
 }
 
 
@@ -404,12 +232,10 @@ def refuse_cache(known: Plan, cache: Cache, named: str | None, slots: int) -> No
         its = f"the {named} one" if named is not None else f"a {kind}"
         do = "leave it out, or use a session of its own"
         raise ConfigError(CACHE, f"must be that of its table, {its}", wanted, do)
-    back = {"rewinding": None, "sequential": 1}.get(known.key[0], 0)
-    limit = getattr(cache, "rewind", None)
+    back, limit = known.back, getattr(cache, "rewind", None)
     if limit is not None and (back is None or back > limit):
-        field = "banned_phrases" if known.key[0] == "rewinding" else "low_memory"
         must = f"takes tokens back, which the {named or kind} cache cannot: it has forgotten what came before"
-        raise ConfigError((field, CACHE), must, getattr(config, field), "use another cache")
+        raise ConfigError((_rewinding(known), CACHE), must, _rewinder(known), "use another cache")
     room = getattr(cache, "capacity", None)
     if room is not None and slots > room:
         must = f"must leave room: the {named or kind} cache has {room} positions"
@@ -421,18 +247,23 @@ def drafted(config: GenerationConfig, model: Any, given: Assistance) -> Drafting
     return drafting(config, model, given, Factory(adapt, cache_of))
 
 
-def plan(config: GenerationConfig, facts: Facts, drafts: Drafting | None = None) -> Plan:
-    """What a merged config comes to on a model, or a ConfigError that names the field."""
-    eos = _ids(config.eos_token_id)
+def plan(
+    config: GenerationConfig, facts: Facts, drafts: Drafting | None = None, recipe: Recipe | None = None
+) -> Plan:
+    """What a merged config and a recipe's part come to on a model, or a ConfigError that names the field."""
+    eos = ids_of(config.eos_token_id)
     _refuse_strangers(config, facts)
     _refuse_immense(config, facts)
     _refuse_unrewound(config, facts)
     _refuse_unmarked(config)
-    key, build = _strategy(config, len(_ends(config)), drafts)
+    key, build = _strategy(config, len(ends_of(config)), drafts)
+    if recipe is not None and recipe.kind == "strategy":
+        _refuse_chosen(key, recipe)
+        key, build = recipe.key, recipe.build
     values = {
         "eos": eos,
-        "stop_ids": _ids(config.stop_token_ids),
-        "ends": _ends(config),
+        "stop_ids": ids_of(config.stop_token_ids),
+        "ends": ends_of(config),
         "pad": pad_of(config),
         "do_sample": int(config.do_sample),
         "copies": config.num_return_sequences if config.num_beams == 1 else 1,
@@ -443,7 +274,9 @@ def plan(config: GenerationConfig, facts: Facts, drafts: Drafting | None = None)
         "logprobs": -1 if config.logprobs is None else config.logprobs,
     }
     order = ordered(config)
-    chain = tuple((order.index(stage.name), stage) for stage in STAGES if stage.wanted(config))
+    masks = key[0] == "recipe" and recipe is not None and "masked" in getattr(recipe.make, "columns", ())
+    stages = [one for one in STAGES if one.wanted(config) or (masks and one.name == REWOUND)]
+    chain = tuple((order.index(stage.name), stage) for stage in stages)
     wraps = tuple(name for name, wrap in WRAPS.items() if wrap.wanted(config))
     for name in wraps:
         values |= WRAPS[name].values(config, facts)
@@ -455,22 +288,36 @@ def plan(config: GenerationConfig, facts: Facts, drafts: Drafting | None = None)
         values |= {"low_memory": 1}
     if contrasts(config):
         values |= {"penalty_alpha": config.penalty_alpha, "top_k": config.top_k}
-    return Plan(config, key, build, chain, order.index(CUSTOM), values, wraps)
+    if recipe is not None:
+        values |= recipe.values(config)
+        wraps += (recipe.mark,) if recipe.kind == "wrapper" else ()
+    made = Plan(config, key, build, chain, order.index(CUSTOM), values, wraps, recipe)
+    if key[0] == "recipe" and made.back != 0 and facts.memory == "own":
+        must = "takes tokens back, which needs a model that remembers keys and values alone"
+        raise ConfigError("recipe", must, recipe, "leave it out")
+    return made
 
 
-def ordered(config: GenerationConfig) -> tuple[str, ...]:
-    """The names of all stages in the order in which a config wants them."""
-    wanted = config.processor_order
-    if wanted is None:
-        return ORDER
-    for name in wanted:
-        if name not in ORDER:
-            close = difflib.get_close_matches(name, ORDER, n=1)
-            do = f"did you mean `{close[0]}`?" if close else f"choose from {', '.join(ORDER)}"
-            raise ConfigError("processor_order", "must name fields that call for a processor", name, do)
-    # Those named take each other's places, everybody else stays.
-    turn = iter(wanted)
-    return tuple(next(turn) if name in wanted else name for name in ORDER)
+def _refuse_chosen(key: tuple[Any, ...], recipe: Recipe) -> None:
+    """Raise where a config asks for another strategy than a recipe's."""
+    asks = {
+        "beam": "num_beams", "constrained": "num_beams", "rewinding": "banned_phrases",
+        "contrastive": "penalty_alpha", "sequential": "penalty_alpha", "speculative": "a drafter",
+    }.get(key[0])  # fmt: skip
+    if asks is not None:
+        what = f"`{asks}`" if "_" in asks else asks
+        must = f"must be None with {what}, since a strategy takes the place of another"
+        raise ConfigError(("recipe", asks), must, recipe, "leave one of them out")
+
+
+def _rewinding(known: Plan) -> str:
+    """The parameter by which a plan takes tokens back."""
+    return {"recipe": "recipe", "rewinding": "banned_phrases"}.get(known.key[0], "low_memory")
+
+
+def _rewinder(known: Plan) -> Any:
+    """Its value."""
+    return known.recipe if known.key[0] == "recipe" else getattr(known.config, _rewinding(known))
 
 
 def _strategy(
@@ -484,7 +331,7 @@ def _strategy(
             return ("constrained", *shape), partial(Constrained, shape)
         return ("beam", *shape), partial(Beam, shape)
     if config.banned_phrases:
-        return ("rewinding",), Rewinding
+        return ("rewinding",), Banning
     if contrasts(config):
         if config.low_memory:
             return ("sequential",), Sequential
@@ -562,7 +409,7 @@ def _refuse_strangers(config: GenerationConfig, facts: Facts) -> None:
     if isinstance(allowed, AllowedSequences) and allowed.size > facts.vocabulary:
         must = f"must name tokens below {facts.vocabulary}, the vocabulary"
         raise ConfigError("prefix_allowed_tokens_fn", must, allowed.size - 1)
-    if len(set(_ids(config.suppress_tokens))) >= facts.vocabulary:
+    if len(set(ids_of(config.suppress_tokens))) >= facts.vocabulary:
         raise ConfigError("suppress_tokens", "must leave at least one token", config.suppress_tokens)
 
 
@@ -570,12 +417,7 @@ def pad_of(config: GenerationConfig) -> int:
     """What fills the place after a row's end: the pad token, else the first end token, else 0."""
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
-    return next(iter(_ids(config.eos_token_id)), 0)
-
-
-def _ends(config: GenerationConfig) -> list[int]:
-    """Every token that ends a row."""
-    return [*_ids(config.eos_token_id), *_ids(config.stop_token_ids)]
+    return next(iter(ids_of(config.eos_token_id)), 0)
 
 
 def _flat(value: Any) -> Iterator[int]:
@@ -585,78 +427,3 @@ def _flat(value: Any) -> Iterator[int]:
             yield from _flat(part)
     elif value is not None:
         yield int(value)
-
-
-def _ids(value: int | Sequence[int] | None) -> list[int]:
-    """Token ids as a list, whether none, one or several were given."""
-    if value is None:
-        return []
-    return [int(value)] if isinstance(value, int) else [int(one) for one in value]
-
-
-def explained(config: GenerationConfig, model: object = None) -> str:
-    """What a config would run on a model, and where each of its values comes from."""
-    if model is not None:
-        theirs = getattr(model, "generation_config", None)
-        merged = GenerationConfig.merge(
-            {}, config, None if theirs is None else GenerationConfig.from_transformers(theirs)
-        )
-        target = adapt(model)
-        made = plan(merged, target.facts, drafted(merged, target, Assistance()))
-    else:
-        merged = GenerationConfig.merge({}, config)
-        made = None
-    order = ordered(merged)
-    stages = sorted(
-        (stage for stage in STAGES if stage.wanted(merged)), key=lambda one: order.index(one.name)
-    )
-    lines = [f"strategy    {_named(merged)}"]
-    around = [wrap.name for wrap in WRAPS.values() if wrap.wanted(merged)]
-    if around:
-        lines.append("model       " + ", ".join(f"with {name}" for name in around))
-    guesses = guessing(merged)
-    lines += [f"guesses     {guesses}"] if guesses else []
-    lines.append("processors  " + (", ".join(type(stage.processor).__name__ for stage in stages) or "none"))
-    lines.append("stops       " + ", ".join(_stops(merged)))
-    if made is not None:
-        lines.append(f"padding     token {made.values['pad']}")
-    lines.append("values")
-    shown = [name for name in FIELDS if name in merged.given]
-    width = max((len(name) for name in shown), default=0)
-    lines += [f"  {name:<{width}}  {getattr(merged, name)!r}  ({merged.source(name)})" for name in shown]
-    lines += [
-        f"  {name:<{width}}  {value!r}  (set aside: no use in this mode)"
-        for name, value in merged.unused.items()
-    ]
-    return "\n".join(lines)
-
-
-def _named(config: GenerationConfig) -> str:
-    """The strategy of a config in words."""
-    if config.num_beams == 1:
-        single = "sampling" if config.do_sample else "greedy search"
-        return f"contrastive search, {config.top_k} candidates" if contrasts(config) else single
-    kind = "beam sampling" if config.do_sample else "beam search"
-    kind = f"constrained {kind}" if constrains(config) else kind
-    groups = f" in {config.num_beam_groups} groups" if config.num_beam_groups > 1 else ""
-    return f"{kind}, {config.num_beams} beams{groups}"
-
-
-def _stops(config: GenerationConfig) -> list[str]:
-    stops = []
-    if config.max_new_tokens is not None:
-        stops.append(f"{config.max_new_tokens} new tokens")
-    elif "max_length" in config.given:
-        stops.append(f"{config.max_length} tokens, prompt included")
-    else:
-        stops.append(f"{DEFAULT_NEW_TOKENS} new tokens (default)")
-    stops += [f"end token {token}" for token in _ends(config)]
-    texts = (config.stop_strings,) if isinstance(config.stop_strings, str) else config.stop_strings or ()
-    stops += [f"text {text!r}" for text in texts]
-    stops += [f"text matching {config.stop_regex!r}"] if config.stop_regex is not None else []
-    if config.max_time is not None:
-        stops.append(f"{config.max_time} s")
-    return stops
-
-
-register_explainer(explained)

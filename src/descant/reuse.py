@@ -19,7 +19,7 @@ from descant.adapters.fingerprint import fingerprint
 from descant.cache.dense import DenseCache
 from descant.cache.paged import PagedStore
 from descant.calls import merged
-from descant.errors import InputError, UnsupportedModel
+from descant.errors import InputError, UnsupportedModel, shown
 from descant.inputs import Prepared, encoded, prepared
 from descant.past import contents, readable
 from descant.ports import KeyCache, Span
@@ -30,6 +30,7 @@ from descant.rows import Rows
 __all__ = ["PromptCache", "load_cache", "prefill"]
 
 _FORMAT: Final = "descant cache 1"
+_LARGEST_BLOCK: Final = 4096  # slots of a block that is larger than what it holds
 
 # The kinds that can be made by name, with the settings of one that tell how to make it again.
 _KINDS: Final[Mapping[str, tuple[type[Any], Callable[[Any], dict[str, int]]]]] = {
@@ -137,7 +138,8 @@ def load_cache(path: str | os.PathLike[str], model: Any = None) -> PromptCache:
         own = fingerprint(model)
         odd = next((name for name in {**own, **made_by} if own.get(name) != made_by.get(name)), None)
         if odd is not None:
-            must = f"must be the one that made the cache, whose {odd} is {made_by.get(odd)!r}"
+            what = odd if odd in own else shown(odd)
+            must = f"must be the one that made the cache, whose {what} is {shown(made_by.get(odd))}"
             raise InputError("model", must, own.get(odd))
     kind = told.get("kind", "")
     if kind not in _KINDS:
@@ -145,12 +147,13 @@ def load_cache(path: str | os.PathLike[str], model: Any = None) -> PromptCache:
     made, lengths = _KINDS[kind][0], tensors.pop("lengths", torch.zeros(0))
     tokens = _tokens(path, tensors.pop("tokens", torch.zeros(0)), lengths)
     pairs = _pairs(path, tensors, lengths)
-    try:
-        store: KeyCache = made(**{str(name): int(value) for name, value in settings.items()})
-    except (TypeError, ValueError) as error:
-        raise _malformed(path, f"settings {settings!r}") from error
-    store.extend(len(lengths))
     size = int(lengths.max())
+    # What a block is made of is laid out whole, so that no number is taken on trust.
+    sound = (type(value) is int and 1 <= value <= max(size, _LARGEST_BLOCK) for value in settings.values())
+    if settings.keys() != _KINDS[kind][1](made()).keys() or not all(sound):
+        raise _malformed(path, f"settings {shown(settings)}")
+    store: KeyCache = made(**settings)
+    store.extend(len(lengths))
     span = Span(None, 0, size, size)
     device = None if model is None else adapt(model).device
     for layer, (key, value) in pairs.items():
@@ -229,7 +232,7 @@ def _malformed(path: str | os.PathLike[str], got: str) -> InputError:
 def _json(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _malformed(path, text) from error
     if not isinstance(value, dict):
         raise _malformed(path, text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -28,6 +28,7 @@ from descant.ports import Cache, Drafter, Follower, Peers, Processor, Strategy, 
 from descant.prefixes import PrefixCache, PrefixReport
 from descant.processors import behind_the_port
 from descant.recall import Begun, Recall, like_past
+from descant.recipes.recipe import Recipe
 from descant.request import (
     Request,
     beside,
@@ -39,7 +40,6 @@ from descant.request import (
     texts_of,
 )
 from descant.resolve import (
-    SAMPLERS,
     WRAPS,
     Plan,
     adapt,
@@ -52,6 +52,7 @@ from descant.resolve import (
 from descant.room import refuse_unfitting
 from descant.rows import Column, Rows, pick
 from descant.shelf import Shelf
+from descant.stages import SAMPLERS
 from descant.step import Hypothesis, Lane, Observation, Tokens, settle, stateful, step
 from descant.stopping import Stops
 
@@ -140,6 +141,7 @@ class Session:
         self.steps = 0
         self._given = model
         self._bare = self.model
+        self._wraps: dict[str, Callable[[Any], Any]] = {name: wrap.build for name, wrap in WRAPS.items()}
         self._wrapped_by: dict[str, Wrapper] = {}
         self._states = tuple(states)
         self._shown = set(states)
@@ -193,14 +195,14 @@ class Session:
             timed = any(isfinite(row["deadline"]) for row in made)
             self._stops.heeded |= self._peers.any(timed or any(one.stopping_criteria for one in requests))
         numbers = [next(self._numbers) for _ in requests]
-        self._wrap({name for one in asked for name in one.plan.wraps})
+        self._wrap([one.plan for one in asked])
         self.model.open(numbers, _listed([one.inputs for one in asked]))
         try:
             for number, one in zip(numbers, asked, strict=True):
                 self._live[number] = self._enrolled(one.request, one.plan, one.row)
                 if (drafter := self._drafter(number)) is not None:
                     drafter.open([number], {name: [value] for name, value in one.request.inputs.items()})
-        except DescantError:
+        except Exception:  # a recipe may raise what it likes
             for number in numbers:
                 self._close(number)
             raise
@@ -284,8 +286,14 @@ class Session:
         config = request.generation_config
         if not request.merged:
             config = GenerationConfig.merge({}, config, _own_config(self._given))
-        given = Assistance(request.assistant_model, request.tokenizer, request.assistant_tokenizer)
-        return plan(config, self.model.facts, drafted(config, self._bare, given))
+        recipe = _part(request)
+        given = Assistance(
+            request.assistant_model,
+            request.tokenizer,
+            request.assistant_tokenizer,
+            recipe if recipe is not None and recipe.kind == "drafter" else None,
+        )
+        return plan(config, self.model.facts, drafted(config, self._bare, given), recipe)
 
     def _asked(self, requests: Sequence[Request]) -> list[_Asked]:
         """What requests come to, each checked by itself."""
@@ -340,14 +348,19 @@ class Session:
         drafter: Drafter | None = getattr(self._live[request].strategy, "drafter", None)
         return drafter
 
-    def _wrap(self, names: Set[str]) -> None:
-        """Put the wrappers of these names around the model, each once and in their order."""
+    def _wrap(self, plans: Sequence[Plan]) -> None:
+        """Put the wrappers that these need around the model, each once and in order, recipes' outside."""
+        names = {name for one in plans for name in one.wraps}
         if names <= self._wrapped_by.keys():
             return
+        for one in plans:
+            if one.recipe is not None and one.recipe.kind == "wrapper":
+                self._wraps.setdefault(one.recipe.mark, one.recipe.build)
         inner = self._bare
-        for name, wrap in WRAPS.items():
+        for name, build in self._wraps.items():
             if name in names and name not in self._wrapped_by:
-                self._wrapped_by[name] = wrap.build(inner)
+                self._wrapped_by[name] = build(inner)
+                self._wrapped_by[name].mark = name
                 self._cache = self._wrapped_by[name].around(self._cache)
             if name in self._wrapped_by:
                 self._wrapped_by[name].inner = inner
@@ -393,9 +406,10 @@ class Session:
         # What comes with more than tokens is read by itself, before anything is guessed.
         row["beside"] = int(bool(request.inputs) and not self.model.facts.encoder_decoder)
         # Before anything is drawn, for whoever is refused must not have moved torch's generator.
-        chain, texts = self._chain(known, request.logits_processor), texts_of(request, known.config)
-        if texts.phrases is not None:
-            _refuse_state(chain)
+        given = (*request.logits_processor, *_processors(known))
+        chain, texts = self._chain(known, given), texts_of(request, known.config)
+        if known.back is None:
+            _refuse_state(chain, known)
         if row["seed"] < 0 and request.line < 0 and known.config.do_sample:
             # Without a seed a request outside a batch gets one by chance, so that its luck is its own.
             row["seed"] = int(torch.randint(2**62, ()))
@@ -574,9 +588,11 @@ class Session:
         names = [
             f"`{name}`"
             for _, stage in live.plan.chain
+            if stage.wanted(config)
             for name in stage.fields
             if stage not in SAMPLERS or config.source(name) != "default"
         ]
+        names += ["`recipe`"] if live.plan.recipe is not None else []
         names += ["`logits_processor`"] if live.brought else []
         names += ["`num_return_sequences`"] if config.num_return_sequences > 1 else []
         whose = "the model" if hopeless or not names else " and ".join(names)
@@ -601,7 +617,25 @@ class Session:
 
 def _sort(request: Request) -> tuple[int, ...]:
     """What tells requests apart that come to the same plan."""
-    return tuple(map(id, (request.generation_config, request.assistant_model, request.assistant_tokenizer)))
+    told = (request.generation_config, request.assistant_model, request.assistant_tokenizer, request.recipe)
+    return tuple(map(id, told))
+
+
+def _part(request: Request) -> Recipe | None:
+    """A request's recipe, which must be a part of the loop."""
+    if request.recipe is None:
+        return None
+    recipe = Recipe.of(request.recipe)
+    if recipe.kind == "generate":
+        must = "must be a part of the loop here, a function has a loop of its own"
+        raise InputError("recipe", must, recipe, "use descant.generate")
+    return recipe
+
+
+def _processors(known: Plan) -> tuple[Any, ...]:
+    """What a plan's recipe adds to the user's own processors."""
+    recipe = known.recipe
+    return (recipe.processor,) if recipe is not None and recipe.kind == "processor" else ()
 
 
 def _refuse_shared_state(chain: Sequence[tuple[Any, Processor]]) -> None:
@@ -616,11 +650,16 @@ def _refuse_shared_state(chain: Sequence[tuple[Any, Processor]]) -> None:
             seen[name] = processor
 
 
-def _refuse_state(chain: Sequence[tuple[Any, Processor]]) -> None:
+def _refuse_state(chain: Sequence[tuple[Any, Processor]], known: Plan) -> None:
     """Raise for a processor whose state cannot follow a row that takes tokens back."""
     for _, processor in chain:
         if stateful(processor) is not None:
-            must = "must not hold a processor with a state beside `banned_phrases`, which take tokens back"
+            who = (
+                "`banned_phrases`, which take"
+                if known.recipe is None
+                else f"{known.recipe.name}, which takes"
+            )
+            must = f"must not hold a processor with a state beside {who} tokens back"
             raise InputError("logits_processor", must, getattr(processor, "function", processor))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from descant.adapters.ranks import together
 from descant.adapters.speech import hears
-from descant.calls import Asked, Call, listed, merged, placed
+from descant.calls import Asked, Call, listed, merged, placed, recipe_of
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
 from descant.healing import Tail
@@ -65,7 +65,8 @@ def stream(
 ) -> Stream:
     """Continue prompts, event by event: `for event in stream(model, "Once", tokenizer, max_new_tokens=20):`.
 
-    Takes what `generate` takes, and with a `tokenizer` also a text or a list of texts. The events of all
+    Takes what `generate` takes, but no `recipe` that is a function, and with a `tokenizer` also a text or a
+    list of texts. The events of all
     prompts and sequences are mingled; a sequence of beams brings what all beams agree on at once, and the
     rest when it is decided. Iterate with `for` or `async for`; `close`, or leaving `with`, cancels what runs.
     """
@@ -74,6 +75,7 @@ def stream(
         raise UnsupportedModel(
             f"{kind} hears by windows: use descant.generate, with a streamer for short audio"
         )
+    recipe, kwargs = recipe_of(kwargs)
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     past = kwargs.pop("past_key_values", None)
     with together(model):
@@ -86,7 +88,9 @@ def stream(
         criteria = listed("stopping_criteria", stopping_criteria)
         several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
         configs = merged(model, generation_config, call)
-        asked = Asked(configs, processors, criteria, tokenizer, several, **assistant, past=past)
+        asked = Asked(
+            configs, processors, criteria, tokenizer, several, **assistant, past=past, recipe=recipe
+        )
         return Stream(model, asked, inputs, kwargs)
 
 

@@ -16,7 +16,7 @@ BASH = [at for at, block in enumerate(BLOCKS) if block.language == "bash"]
 
 def test_every_command_is_on_the_page():
     commands = {line.split("descant ")[1].split()[0] for at in BASH for line in BLOCKS[at].text.splitlines()}
-    assert commands == {"generate", "chat", "explain", "watermark"}
+    assert commands == {"generate", "chat", "explain", "recipe", "watermark"}
 
 
 @pytest.mark.parametrize("at", BASH, ids=[f"line-{BLOCKS[at].line}" for at in BASH])
@@ -35,8 +35,13 @@ def test_it_prints_what_the_page_says(descant, monkeypatch, tmp_path, at):
     for option in {"--key", "--watermark"} & set(words):  # a block above shows that one
         above = [block for block in BLOCKS[:at] if block.language == "json"]
         (tmp_path / words[words.index(option) + 1]).write_text(above[-1].text, encoding="utf-8")
+    for folder in (word for word in words if word.startswith("./")):  # a block above shows its code
+        above = [block for block in BLOCKS[:at] if block.language == "python"]
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "generate.py").write_text(above[-1].text, encoding="utf-8")
     result = descant(*words[1:], input="".join(f"{text}\n" for text in given[1:]) or None)
     expected = BLOCKS[at + 1]
     assert expected.language == "text"
-    assert blocks.tidy(result.stdout or result.stderr) == blocks.tidy(expected.text)
+    shown = (result.stdout or result.stderr).replace(str(tmp_path.resolve()), "/home/ann")
+    assert blocks.tidy(shown) == blocks.tidy(expected.text)
     assert (result.exit_code == 2) == (not result.stdout)

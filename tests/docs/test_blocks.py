@@ -4,17 +4,29 @@ import re
 import textwrap
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts import blocks
+from tests import pretrained
+from tests.hub.server import Hub
 
 FILES = {str(path.relative_to(blocks.ROOT)): path for path in blocks.sources()}
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [name for name, path in FILES.items() if not blocks.is_story(path)])
 def test_every_python_block_runs(name: str) -> None:
     blocks.run(FILES[name])
+
+
+@pytest.mark.parametrize("name", [name for name, path in FILES.items() if blocks.is_story(path)])
+def test_every_story_is_as_it_is_told(name: str, hub: Hub, tmp_path: Path, monkeypatch: Any) -> None:
+    hub.user("you", "hf_yours")
+    hub.login("hf_yours")
+    (tmp_path / "models").symlink_to(pretrained.folder("smollm2").parent)
+    monkeypatch.setenv("DESCANT_RECIPES_LOCK", str(tmp_path / ".lock"))
+    assert blocks.run(FILES[name], tmp_path) > 3
 
 
 @pytest.mark.parametrize("name", FILES)

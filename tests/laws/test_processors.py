@@ -10,7 +10,7 @@ import descant
 from descant import processors
 from descant.marking import GumbelWatermarkingConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 from descant.processors import LogitsProcessor
-from descant.resolve import STAGES
+from descant.stages import STAGES
 from descant.testing import check_processor
 
 DRY = {"dry_base": 1.75}

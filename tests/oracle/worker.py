@@ -14,6 +14,7 @@ import json
 import os
 import re
 import resource
+import runpy
 import sys
 import traceback
 import types
@@ -258,6 +259,20 @@ def steps(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SinkCache calls itself deprecated
         return stepping.logits(net, stepping.made(*cache, net), feeds, past)
+
+
+@operation
+@torch.no_grad()
+def custom(*, path: str, model: str, config: dict[str, Any], arguments: dict[str, Any]) -> torch.Tensor:
+    """What the function `generate` of a file returns.
+
+    Called as `custom_generate` calls it: that itself fails for a local folder in 4.52.4, which copies the
+    file to a folder that is not there.
+    """
+    function = runpy.run_path(path)["generate"]
+    settings = transformers.GenerationConfig(**config)
+    said: torch.Tensor = function(_models.get(model, {}), generation_config=settings, **arguments)
+    return said
 
 
 @operation

@@ -137,7 +137,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     path.write_text("nothing")
     with pytest.raises(InputError, match="`path` must be a file that `save` wrote"):
         AllowedSequences.load(path)
-    AllowedSequences([[1, 2]], 0).save(path)
+    AllowedSequences([[1, 2], [1, 3]], 0).save(path)
     arrays = load_file(path)
     for broken in (
         {"offsets": arrays["offsets"][:-1]},
@@ -145,6 +145,10 @@ def test_a_file_of_something_else_is_refused(tmp_path):
         {"tokens": arrays["tokens"].astype(np.float32)},
         {"tokens": arrays["tokens"] - 5},
         {"widest": arrays["widest"] * 0},
+        {"widest": arrays["widest"] + 10**12},
+        {"widest": arrays["widest"][:-1]},
+        {"tokens": arrays["tokens"][[0, 2, 1, 3, 4]]},
+        {"eos_token_id": arrays["eos_token_id"] - 10**6},
         {"more": arrays["tokens"]},
     ):
         save_file({**arrays, **broken}, path)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from descant.resolve import ORDER, SAMPLERS
+from descant.stages import ORDER, SAMPLERS
 from scripts import pictures
 from scripts.blocks import ROOT
 

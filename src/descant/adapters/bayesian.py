@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.utils.generic import ModelOutput
 
 from descant.adapters.loading import quiet
+from descant.adapters.weights import Weights, first_line
 from descant.errors import InputError
 
 __all__ = [
@@ -145,15 +146,22 @@ class BayesianDetectorModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 def read_detector(folder: str | os.PathLike[str]) -> BayesianDetectorModel:
     """The trained detector in a folder, with all that it has learnt."""
     must = "must be the folder of a trained Bayesian detector"
+    name = os.fspath(folder)
     try:
         with quiet():
-            found: Any = BayesianDetectorModel.from_pretrained(folder, output_loading_info=True)
-    except (OSError, RuntimeError) as error:
-        raise InputError("bayes", f"{must} ({str(error).splitlines()[0]})", os.fspath(folder)) from error
+            weights = Weights.of(name)
+            with weights.fitted():
+                found: Any = BayesianDetectorModel.from_pretrained(
+                    folder, output_loading_info=True, use_safetensors=True
+                )
+    except Exception as error:  # each library has its own way to fail over a file that is not as it should be
+        raise InputError("bayes", f"{must} ({first_line(error)})", name) from error
     model, told = found
     # transformers would go on with what an untrained one has in the place of what is not there.
     if lacking := sorted(told["missing_keys"]):
-        raise InputError("bayes", f"{must}, and lacks {', '.join(lacking)}", os.fspath(folder))
+        raise InputError("bayes", f"{must}, and lacks {', '.join(lacking)}", name)
+    if not all(bool(torch.isfinite(part).all()) for part in model.parameters()):
+        raise InputError("bayes", f"{must}, and has numbers that are none", name)
     detector: BayesianDetectorModel = model.eval()
     return detector
 

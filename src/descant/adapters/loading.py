@@ -1,4 +1,8 @@
-"""Models and tokenizers by name, through transformers' Auto classes; a model's own code never runs."""
+"""Models and tokenizers by name, through transformers' Auto classes; a model's own code never runs.
+
+Weights come from safetensors alone. What is read was written by strangers, so that whatever a library raises
+over it is told as one named error.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,15 @@ from typing import Any, Final
 import torch
 import transformers
 from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
-from descant.errors import InputError, UnsupportedModel, shown
+from descant.adapters.weights import Weights, first_line
+from descant.errors import DescantError, InputError, UnsupportedModel, shown
 
 __all__ = ["DTYPES", "load", "outline", "quiet", "tokenizing"]
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+_LONGEST: Final = 4 * 2**20  # bytes of a config
 
 
 def load(name: str, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any]:
@@ -27,9 +34,21 @@ def load(name: str, dtype: str | None = None, device: str | None = None) -> tupl
     with quiet():
         config = _config(name)
         with _told(name):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        with _told(name):
-            model = _auto(config).from_pretrained(name, config=config, dtype=wanted, trust_remote_code=False)
+            weights = Weights.of(name, getattr(config, "transformers_weights", None))
+            tokenizer = _tokenizer(name)
+            with weights.fitted():
+                model, told = _auto(config).from_pretrained(
+                    name,
+                    config=config,
+                    dtype=wanted,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+            # transformers would go on with random numbers in the place of what is not there.
+            if lacking := sorted(told["missing_keys"]):
+                few = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
+                raise UnsupportedModel(f"{name} lacks {len(lacking)} of its weights: {few}")
         return model.eval().to(where), tokenizer
 
 
@@ -39,7 +58,8 @@ def outline(name: str) -> Any:
         config = _config(name)
         with _told(name), torch.device("meta"):
             model = _auto(config).from_config(config, trust_remote_code=False)
-        with contextlib.suppress(OSError):  # a model need not have one, and then its config speaks
+        # A model need not have one, and then its config speaks.
+        with _told(name), contextlib.suppress(OSError):
             model.generation_config = transformers.GenerationConfig.from_pretrained(name)
         return model
 
@@ -48,17 +68,40 @@ def tokenizing(name: str) -> tuple[Any, int | None]:
     """A model's tokenizer, and how many tokens the model scores; None where no config says so."""
     with quiet():
         with _told(name):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            tokenizer = _tokenizer(name)
         try:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError, KeyError):  # a tokenizer may lie alone, or beside what nobody knows
+            size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+        except Exception:  # a tokenizer may lie alone, or beside what nobody knows
             return tokenizer, None
-        return tokenizer, getattr(config.get_text_config(decoder=True), "vocab_size", None)
+        return tokenizer, size if isinstance(size, int) else None
 
 
 def _config(name: str) -> Any:
     with _told(name):
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        for file in ("config.json", "generation_config.json"):
+            with contextlib.suppress(OSError):  # whether it is missing, and matters, is found out below
+                if Path(str(cached_file(name, file))).stat().st_size > _LONGEST:
+                    raise InputError("model", f"must have a {file} of at most {_LONGEST} bytes", name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        _refuse_kernels(name, config)
+        return config
+
+
+def _tokenizer(name: str) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def _refuse_kernels(name: str, config: Any) -> None:
+    """Refuse a config that asks for code from the Hub as its attention, or as its experts."""
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        for kind in ("_attn_implementation", "_experts_implementation"):
+            asked = getattr(part, kind, None)
+            if isinstance(asked, str) and "/" in asked:
+                raise UnsupportedModel(
+                    f"{name} asks for code from the Hub ({shown(asked)}), which does not run here: "
+                    f"take `{kind[1:]}` out of its config.json"
+                )
 
 
 def _auto(config: Any) -> Any:
@@ -79,7 +122,7 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name or "cpu")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        must = f"must be a device of this machine ({_first_line(error)})"
+        must = f"must be a device of this machine ({first_line(error)})"
         raise InputError("device", must, name, "leave it out for the CPU") from None
     return device
 
@@ -89,23 +132,18 @@ def _told(name: str) -> Iterator[None]:
     """Say in one line why a model cannot be loaded."""
     try:
         yield
+    except DescantError:
+        raise
     except OSError as error:
         if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
             must = "must be a folder that exists, or a name on the hub"
         else:
             must = (
-                f"must be a folder with a model and a tokenizer, or a name on the hub ({_first_line(error)})"
+                f"must be a folder with a model and a tokenizer, or a name on the hub ({first_line(error)})"
             )
         raise InputError("model", must, name) from error
-    except (ValueError, KeyError, ImportError) as error:
-        raise UnsupportedModel(
-            f"{name} cannot be loaded as a text generator: {_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".: ") if lines else shown(error)
+    except Exception as error:  # each library has its own way to fail over a file that is not as it should be
+        raise UnsupportedModel(f"{name} cannot be loaded as a text generator: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

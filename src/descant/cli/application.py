@@ -14,6 +14,7 @@ from descant.cli.chat import Chat
 from descant.cli.command import USAGE, callback
 from descant.cli.explain import Explain
 from descant.cli.generate import Generate
+from descant.cli.recipe import Check, Forget, List, New, Push, Show, Trust
 from descant.cli.train import Train
 from descant.cli.watermark import Detect, Key
 
@@ -21,10 +22,22 @@ __all__ = ["application"]
 
 COMMANDS = {"generate": Generate, "chat": Chat, "explain": Explain}
 GROUPS = {
+    "recipe": (
+        "Look at other people's methods of decoding, trust them, and make and share your own.",
+        {
+            "show": Show,
+            "trust": Trust,
+            "list": List,
+            "forget": Forget,
+            "new": New,
+            "check": Check,
+            "push": Push,
+        },
+    ),
     "watermark": (
         "Look for watermarks in texts, make keys, and train detectors.",
         {"detect": Detect, "key": Key, "train": Train},
-    )
+    ),
 }
 
 

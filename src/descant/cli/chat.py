@@ -12,6 +12,7 @@ import typer
 
 from descant.cli import options, terminal
 from descant.cli.command import FAILURE, Decoder
+from descant.cli.function import Function
 from descant.cli.prompt import Message, encoded, refuse_without_template, said
 from descant.cli.shown import Shown
 from descant.config import FIELDS, GenerationConfig
@@ -50,9 +51,7 @@ class Chat(Decoder):
         _refuse_useless(self.values)
         model, tokenizer = self.load()
         refuse_without_template(tokenizer, self.model)
-        talk = Conversation(
-            model, tokenizer, self.argument(), self.parameters, self.system, self.assistance()
-        )
+        talk = Conversation(model, tokenizer, self.argument(), self.parameters, self.system, self.brought())
         terminal.note("/help lists commands, /exit leaves")
         for line in _lines():
             if not talk.take(line):
@@ -71,10 +70,10 @@ class Conversation:
         argument: GenerationConfig | None,
         values: Mapping[str, Any],
         system: str | None,
-        assistance: Mapping[str, Any] | None = None,
+        brought: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.assistance = dict(assistance or {})
+        self.brought = dict(brought or {})
         self.argument, self.system = argument, system
         self.theirs = GenerationConfig.from_transformers(model.generation_config)
         self.messages: list[Message] = []
@@ -127,10 +126,13 @@ class Conversation:
     def _answer(self, line: str) -> None:
         """Take a turn; one that fails has not been said."""
         turns = [*self.messages, *said(line, None if self.messages else self.system)]
-        given = encoded(self.tokenizer, turns) | self.assistance
+        given = encoded(self.tokenizer, turns) | self.brought
         shown, parts = Shown(), []
+        function = Function.of(given, self.model, self.tokenizer)
         with contextlib.closing(
             stream(self.model, None, self.tokenizer, self.argument, **given, **self.values)
+            if function is None
+            else function.events(given, self.argument, self.values)
         ) as events:
             try:
                 for event in events:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,11 +19,21 @@ import typer
 from descant.adapters.loading import DTYPES, load
 from descant.cli import options, terminal
 from descant.config import GenerationConfig
-from descant.errors import ConfigError, DescantError, InputError, UnsupportedModel
+from descant.errors import (
+    ConfigError,
+    DescantError,
+    InputError,
+    MissingRequirements,
+    RecipeError,
+    UnsupportedModel,
+    UntrustedRecipe,
+)
 from descant.marking import Settings
 from descant.marking.keys import PublicKeyWarning, read_settings
+from descant.recipes.loading import load_recipe
+from descant.recipes.recipe import Recipe
 
-__all__ = ["Command", "Configured", "Decoder", "callback", "keys_of"]
+__all__ = ["Command", "Configured", "Decoder", "arguments_of", "callback", "keys_of"]
 
 USAGE, FAILURE, INTERRUPTED, NO_READER = 2, 1, 130, 141  # exit codes; the last two as shells report signals
 ENVIRONMENT: Final = "env"  # in the place of a key's file
@@ -83,6 +94,26 @@ class Decoder(Configured):
         ),
     ] = None
 
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REF",
+            help="Somebody's method: a folder, owner/name on the Hub, or an installed one's name.",
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            metavar="",
+            help="Let the code of --recipe run, which may do anything that you may.",
+        ),
+    ] = False
+    recipe_argument: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=JSON", help="An argument of the recipe's own; may be repeated."),
+    ] = None
+
     @cached_property
     def parameters(self) -> Mapping[str, Any]:
         """The generation parameters of the options, and the watermark, whose key is no option."""
@@ -90,20 +121,36 @@ class Decoder(Configured):
             return self.values
         return {**self.values, "watermarking_config": _key(self.watermark)}
 
+    @cached_property
+    def method(self) -> Recipe | None:
+        """The recipe with its arguments, if there is one."""
+        if self.recipe is None:
+            for name, value in (
+                ("trust_remote_code", self.trust_remote_code),
+                ("recipe_argument", self.recipe_argument),
+            ):
+                if value:
+                    raise InputError(name, "has no use without `recipe`", value, "add --recipe")
+            return None
+        arguments = arguments_of(self.recipe_argument or ())
+        return load_recipe(self.recipe, trust_remote_code=self.trust_remote_code)(**arguments)
+
     def load(self) -> tuple[Any, Any]:
-        """The model and its tokenizer, once the config is known to be right."""
+        """The model and its tokenizer, once the config and the recipe are known to be right."""
         options.refuse_tensors(self.parameters)
         GenerationConfig.merge(self.parameters, self.argument())
+        _ = self.method
         with terminal.console().status("loading"):
             return load(self.model, self.dtype, self.device)
 
-    def assistance(self) -> dict[str, Any]:
-        """The draft model and its tokenizer, as `stream` and a request take them, if there is one."""
+    def brought(self) -> dict[str, Any]:
+        """The recipe, and the draft model with its tokenizer, as `stream` and a request take them."""
+        mine: dict[str, Any] = {} if self.method is None else {"recipe": self.method}
         if self.assistant_model is None:
-            return {}
+            return mine
         with terminal.console().status("loading the draft model"):
             model, tokenizer = load(self.assistant_model, self.dtype, self.device)
-        return {"assistant_model": model, "assistant_tokenizer": tokenizer}
+        return {**mine, "assistant_model": model, "assistant_tokenizer": tokenizer}
 
 
 def callback(kind: type[Command]) -> Callable[..., None]:
@@ -147,14 +194,42 @@ def _guarded(kind: type[Command], chosen: Mapping[str, Any], given: Mapping[str,
     except Exception as error:
         if chosen["debug"]:
             terminal.console().print(traceback.format_exc(), end="")
-        known = isinstance(error, DescantError | OSError)
-        terminal.blame(error if known else f"{type(error).__name__}: {error}")
-        return USAGE if isinstance(error, ConfigError | InputError | UnsupportedModel) else FAILURE
+        terminal.blame(_told(error))
+        wrong = ConfigError | InputError | RecipeError | UnsupportedModel
+        return USAGE if isinstance(error, wrong) else FAILURE
+
+
+def _told(error: Exception) -> str:
+    """What is said of an error."""
+    if isinstance(error, MissingRequirements):  # a list, in the one line that there is
+        first, *missing = str(error).splitlines()
+        return f"{first} {', '.join(missing)}"
+    if type(error) is UntrustedRecipe:  # as it is said here
+        return str(error).replace("trust_remote_code=True", "--trust-remote-code")
+    return str(error) if isinstance(error, DescantError | OSError) else f"{type(error).__name__}: {error}"
 
 
 def keys_of(path: str | None) -> dict[str, Settings]:
     """The watermarks of a file by name, or those of the environment."""
     return read_settings(None if path == ENVIRONMENT else path)
+
+
+def arguments_of(given: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a recipe from NAME=JSON."""
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, text = one.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name.isidentifier():
+            raise InputError("recipe_argument", "must be NAME=JSON", one, "for instance samples=8")
+        if name in found:
+            raise InputError("recipe_argument", "must give each argument once", one, "leave one out")
+        try:
+            found[name] = json.loads(text)
+        except (ValueError, RecursionError):
+            do = f"write text in quotation marks: '{name}=\"text\"'"
+            raise InputError("recipe_argument", "must have JSON after its =", one, do) from None
+    return found
 
 
 def _key(path: str) -> Settings:

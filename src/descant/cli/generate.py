@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from descant.cli.command import Decoder
+from descant.cli.function import Function
 from descant.cli.jsonl import Job, Lines
 from descant.cli.prompt import encoded, refuse_without_template, said
 from descant.cli.shown import Shown
@@ -56,7 +57,7 @@ class Generate(Decoder):
         if self.input is None and self.output is None:
             return self._show()
         model, tokenizer = self._loaded()
-        job = Job(model, tokenizer, self.parameters, self.argument(), self.chat, self.assistance())
+        job = Job(model, tokenizer, self.parameters, self.argument(), self.chat, self.brought())
         with self._source() as source, self._target() as target:
             return job.run(source, target, self.batch_size)
 
@@ -64,10 +65,13 @@ class Generate(Decoder):
         """Stream one prompt to the terminal."""
         text = self._prompt()
         model, tokenizer = self._loaded()
-        given = encoded(tokenizer, said(text) if self.chat else text) | self.assistance()
-        shown = Shown()
+        given = encoded(tokenizer, said(text) if self.chat else text) | self.brought()
+        shown, argument = Shown(), self.argument()
+        function = Function.of(given, model, tokenizer)
         with contextlib.closing(
-            stream(model, None, tokenizer, self.argument(), **given, **self.parameters)
+            stream(model, None, tokenizer, argument, **given, **self.parameters)
+            if function is None
+            else function.events(given, argument, self.parameters)
         ) as events:
             try:
                 for event in events:

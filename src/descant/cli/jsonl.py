@@ -14,6 +14,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from descant.cli import terminal
+from descant.cli.function import Function
 from descant.cli.options import overlaid, refuse_tensors
 from descant.cli.prompt import encoded, refuse_without_template, said
 from descant.config import FIELDS, GenerationConfig
@@ -26,6 +27,7 @@ from descant.text import TextStream
 __all__ = ["Job", "Lines"]
 
 RESULTS = ("completions", "error")  # keys that are ours in a line of output
+WHOLE = ("recipe", "custom_generate", "trust_remote_code")  # what whoever wrote a line must not choose
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,11 @@ class Job:
         values: Mapping[str, Any],
         argument: GenerationConfig | None,
         chat: bool,
-        assistance: Mapping[str, Any] | None = None,
+        brought: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.assistance = dict(assistance or {})  # what a request brings along to be guessed with
+        self.brought = dict(brought or {})  # what a request brings along: a recipe, what guesses for it
+        self.function = Function.of(self.brought, model, tokenizer)
         self.values, self.argument, self.chat = values, argument, chat
         self.theirs = GenerationConfig.from_transformers(model.generation_config)
         self.session = Session(model)
@@ -139,16 +142,38 @@ class Job:
         data: Mapping[str, Any] = {}
         try:
             data = _object(line)
+            for name in WHOLE:
+                if data.get(name) is not None:
+                    must = "is for all lines, and must not be in one"
+                    raise InputError(name, must, data[name], "give --recipe")
             own = {name: value for name, value in data.items() if name in FIELDS and value is not None}
             refuse_tensors(own)
             config = GenerationConfig.merge(overlaid(self.values, own), self.argument, self.theirs)
             given = encoded(self.tokenizer, self._prompt(data))
+            if self.function is not None:
+                self._call(place, data, given | self.brought, overlaid(self.values, own))
+                return None
             ready = prepared(given, config, self.session.model.facts, self.session.model.device)
         except DescantError as error:
             self._fail(place, data, error)
             return None
-        brought = {"tokenizer": self.tokenizer, **self.assistance}
+        brought = {"tokenizer": self.tokenizer, **self.brought}
         return Task(place, data, Request(ready.prompt(0), config, ready.inputs[0], merged=True, **brought))
+
+    def _call(
+        self, place: int, data: Mapping[str, Any], given: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> None:
+        """Run a line through a function, which takes one at a time and does not say why it ends."""
+        assert self.function is not None
+        try:
+            found = self.function.answer(given, self.argument, values)
+        except DescantError:
+            raise
+        except Exception as error:  # somebody else's code, which fails in its own ways
+            self._fail(place, data, error)
+        else:
+            lines = [{"text": text, "tokens": len(ids), "finish_reason": None} for ids, text in found]
+            self._done[place] = {**_kept(data), "completions": lines}
 
     def _prompt(self, data: Mapping[str, Any]) -> Any:
         """What a line asks to be continued."""
@@ -172,9 +197,10 @@ class Job:
             "completions": [self._completion(task.request, one) for one in found],
         }
 
-    def _fail(self, place: int, data: Mapping[str, Any], error: DescantError) -> None:
+    def _fail(self, place: int, data: Mapping[str, Any], error: Exception) -> None:
         self._failures += 1
-        self._done[place] = {**_kept(data), "error": str(error)}
+        told = str(error) if isinstance(error, DescantError) else f"{type(error).__name__}: {error}"
+        self._done[place] = {**_kept(data), "error": told}
 
     def _completion(self, request: Request, one: Hypothesis) -> dict[str, Any]:
         """One returned sequence in JSON's types."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from unicodedata import category
 
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["blame", "console", "note", "silence", "warn", "write"]
+__all__ = ["blame", "console", "note", "plain", "silence", "warn", "write"]
 
 
 def console() -> Console:
@@ -27,14 +28,23 @@ def note(message: object) -> None:
     console().print(Text(str(message), style="dim"))
 
 
+def plain(text: str) -> str:
+    """Somebody else's text in one line, with what a terminal obeys, hides or turns around spelt out."""
+    return "".join(one if one.isprintable() or category(one) == "Zs" else repr(one)[1:-1] for one in text)
+
+
 def blame(message: object) -> None:
     """An error, as one line in red."""
-    console().print(Text(f"error: {' '.join(str(message).split())}", style="red"))
+    console().print(Text(f"error: {_line(message)}", style="red"))
 
 
 def warn(message: object) -> None:
     """Something that may go wrong, as one line in yellow."""
-    console().print(Text(f"warning: {' '.join(str(message).split())}", style="yellow"))
+    console().print(Text(f"warning: {_line(message)}", style="yellow"))
+
+
+def _line(message: object) -> str:
+    return plain(" ".join(str(message).split()))
 
 
 def silence() -> None:

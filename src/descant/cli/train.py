@@ -146,7 +146,7 @@ class Train(Decoder):
         prompts = _prompts(self.prompts)
         model, tokenizer = self.load()
         given = [self._given(file, name, tokenizer) for name, file in self._files]
-        writer = _Writer(model, tokenizer, self.batch_size, self.assistance())
+        writer = _Writer(model, tokenizer, self.batch_size, self.brought())
         for place, (texts, mark) in enumerate(zip(given, (settings, None), strict=True)):
             # Each its own seed: of texts that draw the same chance one says what the other does.
             first = self._seed * 2 * len(prompts) + place
@@ -170,10 +170,10 @@ class Train(Decoder):
 class _Writer:
     """A model that continues prompts, some side by side."""
 
-    def __init__(self, model: Any, tokenizer: Any, width: int, assistance: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, tokenizer: Any, width: int, brought: Mapping[str, Any]) -> None:
         self.session, self.width = Session(model), width
         self.theirs = GenerationConfig.from_transformers(model.generation_config)
-        self.tokenizer, self.brought = tokenizer, {"tokenizer": tokenizer, **assistance}
+        self.tokenizer, self.brought = tokenizer, {"tokenizer": tokenizer, **brought}
 
     def write(self, prompts: Sequence[tuple[str, int]], config: GenerationConfig, kind: str) -> list[Ids]:
         """The new tokens of all texts after the prompts, each with its seed, in the order of the prompts."""

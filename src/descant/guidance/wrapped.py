@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from descant.context import params_of
 from descant.ports import Cache, Facts
+from descant.rows import Rows
 
 __all__ = ["Wrapped"]
 
@@ -16,6 +19,8 @@ class Wrapped:
     """Answers for the model inside, in everything that a wrapper does not change."""
 
     states: tuple[str, ...] = ()  # what it needs of each forward besides logits
+    mark: str = ""  # the parameter that rows have which ask for it, where a recipe made it
+    _asking: tuple[object, Tensor] | None = None
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -34,6 +39,14 @@ class Wrapped:
         """Where it takes its inputs."""
         device: torch.device = self.inner.device
         return device
+
+    def mine(self, rows: Rows) -> Tensor:
+        """The rows that ask for it [N] (host)."""
+        if self._asking is None or self._asking[0] != rows.version:
+            told = params_of(rows).values.get(self.mark)
+            asks = torch.zeros(len(rows)) if not isinstance(told, Tensor) else told
+            self._asking = (rows.version, (asks == 1).nonzero().squeeze(1))
+        return self._asking[1]
 
     def show(self, states: Sequence[str]) -> None:
         """Bring these states along from the next forward on."""

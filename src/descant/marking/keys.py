@@ -13,7 +13,6 @@ import secrets
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from descant.errors import ConfigError, InputError
@@ -43,6 +42,7 @@ FILE_VARIABLE: Final = "DESCANT_WATERMARK_KEY_FILE"  # holds the path of a file 
 SCHEMES: Final = ("green", "selfhash", "synthid", "gumbel")
 
 _NAME: Final = "name"
+_LARGEST: Final = 2**20  # bytes of a file of keys
 _OWNER_ONLY: Final = 0o600
 _LAYERS, _NGRAM = 30, 5  # of the SynthID paper
 _TABLE: Final = 2**16  # keys that agree in these bits make the same round of a tournament
@@ -148,10 +148,14 @@ def _file(path: str, field: str) -> dict[str, Settings]:
     # Where somebody gave the key itself for its path, the error must not show it.
     told = "something that is no path" if _readable(path) else path
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with open(path, "rb") as file:
+            data = file.read(_LARGEST + 1)
+        text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise InputError(field, f"must be a file that can be read ({why})", told) from None
+    if len(data) > _LARGEST:
+        raise InputError(field, f"must be a file of at most {_LARGEST} bytes", told)
     return _named(_json(text, field, told), field)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from descant.config import GenerationConfig
 from descant.context import Context, Prompt
 from descant.errors import InputError
+from descant.ports import Processor
 
 __all__ = [
     "FixedProcessor",
@@ -130,12 +131,15 @@ class ForeignProcessor:
         return {}
 
 
-def behind_the_port(given: Any) -> FixedProcessor | ForeignProcessor:
+def behind_the_port(given: Any) -> Processor:
     """A processor that a user brings along, as the loop calls it."""
-    if not callable(given):
-        raise InputError("logits_processor", "must hold callables (input_ids, scores) -> scores", given)
     if isinstance(given, LogitsProcessor) and type(given).process is not LogitsProcessor.process:
         return FixedProcessor(given)
+    if not isinstance(given, LogitsProcessor) and hasattr(given, "process"):
+        port: Processor = given
+        return port
+    if not callable(given):
+        raise InputError("logits_processor", "must hold callables (input_ids, scores) -> scores", given)
     return ForeignProcessor(given)
 
 

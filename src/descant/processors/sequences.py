@@ -193,7 +193,7 @@ class AllowedSequences:
         """Read what `save` wrote."""
         try:
             arrays = load_file(path)
-        except SafetensorError as error:
+        except (SafetensorError, ValueError, TypeError) as error:
             raise InputError("path", f"must be a file that `save` wrote ({error})", str(path)) from None
         names = ("offsets", "tokens", "widest", "eos_token_id")
         if set(arrays) != set(names) or not _sound(*(arrays[name] for name in names)):
@@ -371,7 +371,7 @@ def _compiled(given: _Flat, ends: Array) -> tuple[Array, Array, Array]:
 
 
 def _sound(offsets: Array, tokens: Array, widest: Array, ends: Array) -> bool:
-    """Whether arrays fit together, so that no walk can leave them."""
+    """Whether arrays fit together, so that no walk can leave them or miss an edge."""
     return bool(
         all(one.ndim == 1 and one.dtype.kind == "i" for one in (offsets, tokens, widest, ends))
         and len(tokens)
@@ -382,8 +382,21 @@ def _sound(offsets: Array, tokens: Array, widest: Array, ends: Array) -> bool:
         and (offsets[1:] >= offsets[:-1]).all()
         and offsets[-1] == len(tokens)
         and tokens.min() >= 0
-        and widest.max() >= np.diff(offsets).max()
+        and ends.min() >= 0
+        and np.isin(np.flatnonzero(np.diff(tokens) <= 0) + 1, offsets).all()  # ascending in every node
+        and widest.tolist() == _widths(offsets)
     )
+
+
+def _widths(offsets: Array) -> list[int]:
+    """The most edges of a node at each depth; nothing where the nodes do not lie level by level."""
+    first, last, found = 0, 1, []
+    while first < last:
+        found.append(int(np.diff(offsets[first : last + 1]).max()))
+        first, begin, last = last, int(offsets[first]) + 1, int(offsets[last]) + 1
+        if begin != first:
+            return []
+    return found if last == len(offsets) - 2 else []
 
 
 def _prefix(given: object, name: str) -> list[int]:

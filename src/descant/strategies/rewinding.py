@@ -1,30 +1,37 @@
-"""Phrase bans: a row that completes a phrase is cut back to where it began, and goes another way."""
+"""Rewinding: a row is cut back to where something began that must not be, and goes another way."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from descant.context import params_of
-from descant.phrases import Phrases
+from descant.errors import InputError
 from descant.ports import Array
 from descant.rows import Column, Rows, pick
 from descant.step import Hypothesis, Output, Proposal, Selection, Tokens, Told
 from descant.strategies.sampling import Sampling, over
 
-__all__ = ["Rewinding"]
+__all__ = ["Doubt", "Note", "Rewinding", "notes_of"]
 
 NO_MASK = torch.full((1, 1), -1)
 NOBODY: Mapping[int, frozenset[int]] = {}
 
 
+class Doubt(NamedTuple):
+    """What becomes of a row's last tokens, the one that it has just chosen among them."""
+
+    loose: int = 0  # how many of them may still be taken back
+    back: int = 0  # how many of them are, now: the first of these is not said again at its place
+    state: int = 0  # of who reads token by token: what is to be found again should the row come back here
+
+
 class _Mark(NamedTuple):
-    """A place between tokens: the state of matching there, and how many tokens before it are not certain."""
+    """A place between tokens: the state of who reads there, and how many tokens before it are not certain."""
 
     state: int
     back: int
@@ -33,7 +40,7 @@ class _Mark(NamedTuple):
 BLANK = _Mark(0, 0)
 
 
-class _Note(NamedTuple):
+class Note(NamedTuple):
     """What a row keeps: its last tokens that may still be taken back, and what it may not say there.
 
     `marks` stand before the first of `held` and after each, `masks` go by place among them.
@@ -43,26 +50,31 @@ class _Note(NamedTuple):
     held: tuple[int, ...] = ()
     marks: tuple[_Mark, ...] = (BLANK,)
     masks: Mapping[int, frozenset[int]] = NOBODY
+    cuts: int = 0  # how often it was cut back
 
-    def said(self, phrases: Phrases, token: int, state: int) -> tuple[_Note, tuple[int, ...]]:
-        """The note after a token that brought the matching to `state`, and the tokens certain now."""
-        held = (*self.held, token)
-        back = phrases.under_way(state, held)
+    def said(self, token: int, doubt: Doubt) -> tuple[Note, tuple[int, ...]]:
+        """The note after a token, and the tokens certain now."""
+        held, back = (*self.held, token), doubt.loose
         # Cut back to any place that far before, the row would stand where even earlier tokens may go.
         before = [step + self.marks[-step].back for step in range(1, back + 1)]
         back = max([back, *before])
         if not back:
-            return IDLE, held
-        marks = (*self.marks, _Mark(state, back))
+            return Note(cuts=self.cuts) if self.cuts else IDLE, held
+        marks = (*self.marks, _Mark(doubt.state, back))
         sure = len(held) - back
         masks = {place - sure: some for place, some in self.masks.items() if place >= sure}
-        return _Note(True, held[sure:], marks[sure:], masks or NOBODY), held[:sure]
+        return Note(True, held[sure:], marks[sure:], masks or NOBODY, self.cuts), held[:sure]
 
-    def cut(self, place: int, token: int) -> _Note:
+    def cut(self, place: int, token: int) -> Note:
         """The note of a row cut back to that place, where it may not say `token` again."""
         masks = {at: some for at, some in self.masks.items() if at <= place}
         masks[place] = masks.get(place, frozenset()) | {token}
-        return _Note(True, self.held[:place], self.marks[: place + 1], masks)
+        return Note(True, self.held[:place], self.marks[: place + 1], masks, self.cuts + 1)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing that it could take back."""
+        return self.begun and not self.held and not self.masks
 
     @property
     def masked(self) -> list[int]:
@@ -70,14 +82,14 @@ class _Note(NamedTuple):
         return sorted(self.masks.get(len(self.held), ()))
 
 
-START, IDLE = _Note(begun=False), _Note()
+START, IDLE = Note(begun=False), Note()
 
 
 @dataclass(frozen=True)
 class _Notes:
     """The column of notes."""
 
-    notes: list[_Note]
+    notes: list[Note]
     constant: ClassVar[bool] = False
 
     def take(self, parents: Tensor) -> Self:
@@ -90,23 +102,30 @@ class _Notes:
 
 
 class _Verdict(NamedTuple):
-    """What the bans make of the tokens chosen."""
+    """What doubts make of the tokens chosen."""
 
-    notes: list[_Note]  # [R]
+    notes: list[Note]  # [R]
     told: list[tuple[int, ...]]  # [R] the tokens of each row that are certain now
     back: Array  # [R] how many tokens a row takes back, -1 where the chosen one stays
 
 
 class Rewinding(Sampling):
-    """Greedy search and sampling that say none of some phrases (Paech et al. 2025, arXiv 2510.15061).
+    """Greedy search and sampling whose rows may take tokens back; a subclass says which, in `doubt`.
 
-    A row whose new text completes a phrase, across any tokens, is cut back to before the token in which it
-    began, and that token is masked there for as long as the text before it stays. Tokens come out once no
-    phrase can take them back. The mask is a stage of its own, too, before all samplers.
+    A row is cut back to before the first of them, which is masked there for as long as the text before it
+    stays. Tokens come out once nothing can take them back, so that nothing told is ever untold. The mask is
+    a stage of its own, too, before all samplers.
     """
 
+    rewinds = True
     columns: Mapping[str, Tensor | Column] = {"notes": _Notes([START]), "masked": NO_MASK}
-    _watch: tuple[object, list[tuple[Phrases, Array]]] | None = None  # (version, phrases with their rows)
+
+    def doubt(self, written: Sequence[int], cuts: int) -> Doubt:
+        """What to make of a row's new tokens, the last just chosen; it was cut back `cuts` times before.
+
+        No more can go now than were loose before, and the token just chosen.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define `doubt`")
 
     def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:  # noqa: ARG002
         """One token a row, or some taken back; rows that end leave."""
@@ -119,13 +138,13 @@ class Rewinding(Sampling):
         quiet = bool(best.min() > -np.inf) and self._quiet(rows, host.numpy())
         if quiet:
             reasons = self._stop.ended(rows, None, host)
-            if not reasons:  # as nearly always: nobody is near a phrase, and nothing changes but the tokens
+            if not reasons:  # nothing changes but the tokens
                 emitted = Tokens(rows.request, rows.slot, host, parents)
                 slot = None if parents is None else rows.slot
                 return Selection(tokens, parents, slot=slot, emitted=emitted, host=host)
         failed = sorted(set(rows.request.numpy()[~(best > -np.inf)].tolist()))
         gone = np.isin(rows.request.numpy(), failed)
-        verdict = _judged(rows, host.tolist(), gone)
+        verdict = _judged(rows, host.tolist(), self._doubts(rows, host), gone)
         stays = verdict.back < 0
         if not quiet:
             reasons = self._ends(rows, host, stays & ~gone)
@@ -154,21 +173,20 @@ class Rewinding(Sampling):
 
     def _fresh(self, rows: Rows) -> Tensor:
         """Which rows have not split up yet: one may be back at its prompt."""
-        return torch.tensor([not note.begun for note in _notes(rows)])
+        return torch.tensor([not note.begun for note in notes_of(rows)])
 
-    def _quiet(self, rows: Rows, tokens: Array) -> bool:
-        """Whether no row has anything in mind, before these tokens and after them."""
-        notes = _notes(rows)
-        if any(note is not IDLE for note in notes):
-            return False
-        if self._watch is None or self._watch[0] != rows.version:
-            phrases: Any = params_of(rows).values["phrases"]
-            self._watch = (rows.version, _users(phrases))
-        for own, here in self._watch[1]:
-            mine, blank = tokens[here], np.zeros(len(here), np.int64)
-            if own.table.next[mine, blank].any() or own.table.hits[mine, blank].any():
-                return False
-        return True
+    def _quiet(self, rows: Rows, tokens: Array) -> bool:  # noqa: ARG002
+        """Whether it is known at once that no row takes back or holds anything, before and after these."""
+        return False
+
+    def _doubts(self, rows: Rows, tokens: Tensor) -> list[Doubt]:
+        """What to make of each row's token [R] (host)."""
+        written = rows.tokens.cpu()
+        doubts = []
+        for row, (note, token) in enumerate(zip(notes_of(rows), tokens.tolist(), strict=True)):
+            new = written[row, int(rows.prompt[row]) : int(rows.length[row])].tolist()
+            doubts.append(self.doubt([*new, token], note.cuts))
+        return doubts
 
     def _ends(self, rows: Rows, host: Tensor, asked: Array) -> Sequence[tuple[str, Array]]:
         """Why rows end, of those that keep their token."""
@@ -193,62 +211,35 @@ def _without(scores: Tensor, masked: Tensor) -> Tensor:
     return scores
 
 
-def _notes(rows: Rows) -> list[_Note]:
+def notes_of(rows: Rows) -> list[Note]:
+    """What the rows keep."""
     column = rows.columns["notes"]
     assert isinstance(column, _Notes)
     return column.notes
 
 
-def _judged(rows: Rows, tokens: Sequence[int], dead: Array) -> _Verdict:
+def _judged(rows: Rows, tokens: Sequence[int], doubts: Sequence[Doubt], dead: Array) -> _Verdict:
     """What becomes of each row's token, of rows that are not dead."""
-    notes: list[_Note] = _notes(rows)
-    phrases: Any = params_of(rows).values["phrases"]
-    states, hits = _matched(notes, phrases, np.array(tokens))
-    found: list[_Note] = []
+    found: list[Note] = []
     told: list[tuple[int, ...]] = []
     back = np.full(len(rows), -1)
-    for row, (note, token) in enumerate(zip(notes, tokens, strict=True)):
-        own, place = phrases[row], None
-        if hits[row] and not dead[row]:
-            place = own.began([*note.held, token], _unread(rows, row, own, note))
-        if place is None:
-            note, certain = note.said(own, token, int(states[row]))
+    for row, (note, token, doubt) in enumerate(zip(notes_of(rows), tokens, doubts, strict=True)):
+        certain: tuple[int, ...] = ()
+        if doubt.back and not dead[row]:
+            place = len(note.held) + 1 - doubt.back
+            if place < 0:
+                must = f"must not take back more than the {len(note.held)} that were loose, and the new one"
+                raise InputError("doubt", must, doubt.back, "let it say of more tokens that they are loose")
+            back[row] = doubt.back - 1
+            note = note.cut(place, (*note.held, token)[place])
         else:
-            back[row] = len(note.held) - place
-            note, certain = note.cut(place, (*note.held, token)[place]), ()
+            note, certain = note.said(token, doubt)
         found.append(note)
         told.append(certain)
     return _Verdict(found, told, back)
 
 
-def _matched(notes: Sequence[_Note], phrases: Any, tokens: Array) -> tuple[Array, Array]:
-    """The state of matching after each row's token [R], and whether it completes a phrase [R]."""
-    before = np.array([note.marks[-1].state for note in notes])
-    states, hits = np.zeros(len(notes), np.int64), np.zeros(len(notes), dtype=bool)
-    for own, here in _users(phrases):
-        states[here] = own.table.next[tokens[here], before[here]]
-        hits[here] = own.table.hits[tokens[here], before[here]]
-    return states, hits
-
-
-def _users(phrases: Any) -> list[tuple[Phrases, Array]]:
-    """The phrases of the rows [R], each with the rows whose they are."""
-    found = {id(one): one for one in phrases}
-    names = np.array([id(one) for one in phrases])
-    return [(one, np.flatnonzero(names == name)) for name, one in found.items()]
-
-
-def _unread(rows: Rows, row: int, phrases: Phrases, note: _Note) -> int:
-    """How many bytes of what a row holds are the prompt's own, which token healing has it say again."""
-    tails: Any = params_of(rows).values.get("healing")
-    tail = None if tails is None else tails[row]
-    if tail is None or not len(tail):
-        return 0
-    start, stop = int(rows.prompt[row]), int(rows.length[row]) - len(note.held)
-    return max(0, len(tail.text) - phrases.size(rows.tokens[row, start:stop].tolist()))
-
-
-def _masked(notes: Sequence[_Note]) -> Tensor:
+def _masked(notes: Sequence[Note]) -> Tensor:
     """What each row may not say next, -1 where there is nothing [R, W] (host)."""
     lines = [note.masked if note.masks else [] for note in notes]
     wide = max(map(len, lines), default=0)

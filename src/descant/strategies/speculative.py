@@ -78,7 +78,7 @@ class Speculative(Sampling):
             most = np.where(adaptive, np.minimum(most, width), most)
         self.drafter.commit(torch.from_numpy(tally.place), rows.length)
         began = _clock(rows)
-        guessed = self.drafter.draft(rows, torch.from_numpy(most), aid)
+        guessed = _within(self.drafter.draft(rows, torch.from_numpy(most), aid), most)
         now = _clock(rows)
         if guessed.width and not self.drafter.cheap:
             self._pace.guessed(guessed.width, now - began)
@@ -307,6 +307,21 @@ class _Run(NamedTuple):
     why: Sequence[str | None]  # what ends the row at the last of them
     fed: Array  # [R] the fed row that each continues
     tried: Array  # [R] how many drafts it tried
+
+
+def _within(guessed: Proposal, most: Array) -> Proposal:
+    """What was guessed as far as it may be, no wider than its longest run: drafters are not only ours."""
+    if guessed.drafts is None:
+        return guessed
+    told = np.broadcast_to(np.asarray(guessed.tried()), len(most))
+    n = np.minimum(told, most)
+    wide = int(n.max(initial=0))
+    if wide == guessed.width and (n == told).all():
+        return guessed
+    if not wide:
+        return Proposal()
+    probs = None if guessed.probs is None else guessed.probs[:, :wide]
+    return Proposal(None, guessed.drafts[:, :wide], torch.from_numpy(n), probs)
 
 
 def _clock(rows: Rows) -> float:

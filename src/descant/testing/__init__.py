@@ -10,16 +10,20 @@
 | a cache equals a list of lists, under any sequence of operations | `check_cache`, `check_generation` |
 | a processor looks at its own line alone, and changes nothing | `check_processor` |
 | a config written, read and written again is the same file | `check_config_roundtrip` |
+| somebody else's method keeps the laws of its kind, and leaves everybody else alone | `check_recipe` |
 
-`check_cache` searches with hypothesis: `pip install descant[testing]`.
+`toy` makes a tiny model with random weights to try things on. `check_cache` searches with hypothesis: `pip
+install descant[testing]`.
 """
 
+from descant.adapters.toy import toy
 from descant.testing.cache import ListCache, Traits, check_cache, check_generation
 from descant.testing.config import check_config_roundtrip
 from descant.testing.drafter import check_drafter
 from descant.testing.drafts import check_drafts
 from descant.testing.outcome import Outcome, compare, outcomes
 from descant.testing.processor import check_processor
+from descant.testing.recipe import check_recipe
 from descant.testing.requests import check_admission, check_batch, check_seed
 from descant.testing.schedule import Schedule, failing
 
@@ -36,8 +40,10 @@ __all__ = [
     "check_drafts",
     "check_generation",
     "check_processor",
+    "check_recipe",
     "check_seed",
     "compare",
     "failing",
     "outcomes",
+    "toy",
 ]

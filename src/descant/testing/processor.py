@@ -12,7 +12,7 @@ from torch import Tensor
 
 from descant.context import table
 from descant.ports import Processor
-from descant.processors import FixedProcessor, ForeignProcessor, LogitsProcessor
+from descant.processors import behind_the_port
 from descant.rows import Rows
 from descant.step import Context, Params
 
@@ -42,7 +42,7 @@ def check_processor(
     use them in turn. Token stores are padded with rubbish, and some neighbours have only -inf or NaN.
     Lines of drafts must come out as if their drafts were decided.
     """
-    port = _port(processor)
+    port = behind_the_port(processor)
     rng = random.Random(vocabulary)
     for _ in range(examples):
         lines = [
@@ -57,15 +57,6 @@ def check_processor(
                 if place not in spoilt:
                     _same(alone[place], answer, f"line {place} in the order {order}", tolerance)
         _check_drafts(port, lines, rng, tolerance)
-
-
-def _port(processor: Any) -> Processor:
-    if isinstance(processor, LogitsProcessor) and type(processor).process is not LogitsProcessor.process:
-        return FixedProcessor(processor)
-    if not isinstance(processor, LogitsProcessor) and hasattr(processor, "process"):
-        made: Processor = processor
-        return made
-    return ForeignProcessor(processor)
 
 
 def _line(rng: random.Random, vocabulary: int, params: Mapping[str, Any]) -> _Line:

@@ -1,0 +1,45 @@
+"""A toy: a tiny Llama with random weights, on which a method can be tried in seconds."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+__all__ = ["toy"]
+
+# So sharp are its choices that rounding decides none of them, and so blunt that a draw may take several.
+_SPREAD: Final = 3.0
+_GAIN: Final = 2.0
+BOS, EOS, PAD = 1, 2, 0
+
+
+def toy(vocabulary: int = 61, seed: int = 0) -> Any:
+    """The toy of that seed; torch's own generator stays as it was. Greedy, it soon says things again."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    generator = torch.Generator().manual_seed(seed)
+    output = model.get_output_embeddings().weight
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:  # a norm
+                parameter.copy_(1 + 0.1 * noise)
+            else:
+                sharp = 1.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else _GAIN
+                scale = _SPREAD if parameter is output else sharp
+                parameter.copy_(scale * noise / parameter.shape[1] ** 0.5)
+    return model.eval()

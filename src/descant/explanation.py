@@ -1,0 +1,78 @@
+"""What a config would do, in words: `GenerationConfig.explain`."""
+
+from __future__ import annotations
+
+from descant.assistance import Assistance, guessing
+from descant.config import FIELDS, GenerationConfig, register_explainer
+from descant.resolve import DEFAULT_NEW_TOKENS, WRAPS, adapt, constrains, contrasts, drafted, plan
+from descant.stages import STAGES, ends_of, ordered
+
+__all__ = ["explained"]
+
+
+def explained(config: GenerationConfig, model: object = None) -> str:
+    """What a config would run on a model, and where each of its values comes from."""
+    if model is not None:
+        theirs = getattr(model, "generation_config", None)
+        merged = GenerationConfig.merge(
+            {}, config, None if theirs is None else GenerationConfig.from_transformers(theirs)
+        )
+        target = adapt(model)
+        made = plan(merged, target.facts, drafted(merged, target, Assistance()))
+    else:
+        merged = GenerationConfig.merge({}, config)
+        made = None
+    order = ordered(merged)
+    stages = sorted(
+        (stage for stage in STAGES if stage.wanted(merged)), key=lambda one: order.index(one.name)
+    )
+    lines = [f"strategy    {_named(merged)}"]
+    around = [wrap.name for wrap in WRAPS.values() if wrap.wanted(merged)]
+    if around:
+        lines.append("model       " + ", ".join(f"with {name}" for name in around))
+    guesses = guessing(merged)
+    lines += [f"guesses     {guesses}"] if guesses else []
+    lines.append("processors  " + (", ".join(type(stage.processor).__name__ for stage in stages) or "none"))
+    lines.append("stops       " + ", ".join(_stops(merged)))
+    if made is not None:
+        lines.append(f"padding     token {made.values['pad']}")
+    lines.append("values")
+    shown = [name for name in FIELDS if name in merged.given]
+    width = max((len(name) for name in shown), default=0)
+    lines += [f"  {name:<{width}}  {getattr(merged, name)!r}  ({merged.source(name)})" for name in shown]
+    lines += [
+        f"  {name:<{width}}  {value!r}  (set aside: no use in this mode)"
+        for name, value in merged.unused.items()
+    ]
+    return "\n".join(lines)
+
+
+def _named(config: GenerationConfig) -> str:
+    """The strategy of a config in words."""
+    if config.num_beams == 1:
+        single = "sampling" if config.do_sample else "greedy search"
+        return f"contrastive search, {config.top_k} candidates" if contrasts(config) else single
+    kind = "beam sampling" if config.do_sample else "beam search"
+    kind = f"constrained {kind}" if constrains(config) else kind
+    groups = f" in {config.num_beam_groups} groups" if config.num_beam_groups > 1 else ""
+    return f"{kind}, {config.num_beams} beams{groups}"
+
+
+def _stops(config: GenerationConfig) -> list[str]:
+    stops = []
+    if config.max_new_tokens is not None:
+        stops.append(f"{config.max_new_tokens} new tokens")
+    elif "max_length" in config.given:
+        stops.append(f"{config.max_length} tokens, prompt included")
+    else:
+        stops.append(f"{DEFAULT_NEW_TOKENS} new tokens (default)")
+    stops += [f"end token {token}" for token in ends_of(config)]
+    texts = (config.stop_strings,) if isinstance(config.stop_strings, str) else config.stop_strings or ()
+    stops += [f"text {text!r}" for text in texts]
+    stops += [f"text matching {config.stop_regex!r}"] if config.stop_regex is not None else []
+    if config.max_time is not None:
+        stops.append(f"{config.max_time} s")
+    return stops
+
+
+register_explainer(explained)

@@ -1,0 +1,135 @@
+"""A folder of somebody else's, read once and without following anything out of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from descant.errors import RecipeError, shown
+from descant.recipes import names
+
+__all__ = ["read_folder"]
+
+# Absent on some systems, where `read_folder` refuses.
+_PLAIN: Final[int] = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_FOLDER: Final[int] = _PLAIN | getattr(os, "O_DIRECTORY", 0)
+# A pipe must not make us wait, nor a terminal become ours.
+_FILE: Final[int] = _PLAIN | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+_CHUNK: Final = 1 << 16
+
+
+def read_folder(path: Path, recipe: str) -> dict[str, bytes]:
+    """The bytes of a recipe's files by their relative POSIX path.
+
+    Every file is opened relative to its opened folder and never through a link, and looked at only once it is
+    open: nothing can be put in its place between the look and the read. Only so much is read as the file said
+    that it holds. The names that `names.belongs` leaves to a model are not even looked at.
+    """
+    if os.open not in os.supports_dir_fd or os.scandir not in os.supports_fd:
+        raise RecipeError(recipe, "this system cannot read a folder without following links: use another")
+    try:
+        root = os.open(path, _FOLDER)
+    except (OSError, ValueError) as error:
+        raise RecipeError(recipe, _unopened(path, error)) from None
+    try:
+        return _Reader(recipe).read(root)
+    except OSError as error:  # of what vanished, or may not be read
+        raise RecipeError(recipe, f"cannot be read: {error.strerror}") from None
+    finally:
+        os.close(root)
+
+
+class _Reader:
+    """One reading of a folder: what was read, and how much it came to."""
+
+    def __init__(self, recipe: str) -> None:
+        self.recipe = recipe
+        self.files: dict[str, bytes] = {}
+        self.total = self.entries = 0
+
+    def read(self, root: int) -> dict[str, bytes]:
+        """Everything of the recipe below an opened folder."""
+        entries = self._entries(root)
+        code = names.layout(entries, self.recipe)
+        for entry in entries:
+            if not code or names.belongs(entry):
+                self._take(root, entry, entry)
+        return self.files
+
+    def _entries(self, folder: int) -> list[str]:
+        found = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                self.entries += 1
+                if self.entries > names.LIMITS["entries"]:
+                    most = names.LIMITS["entries"]
+                    raise RecipeError(self.recipe, f"has more than {most} entries: clear its folder")
+                if not names.skipped(entry.name):
+                    found.append(entry.name)
+        return sorted(found)
+
+    def _take(self, folder: int, entry: str, path: str) -> None:
+        """Read one entry of an opened folder, and what is below it."""
+        mode = os.stat(entry, dir_fd=folder, follow_symlinks=False).st_mode
+        self._plain(mode, path)  # a look before opening, which can itself do something to a device
+        try:
+            opened = os.open(entry, _FOLDER if stat.S_ISDIR(mode) else _FILE, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+                raise
+            changed = f"{shown(path)} became another thing while it was read: try again"
+            raise RecipeError(self.recipe, changed) from None
+        try:
+            held = os.fstat(opened)
+            self._plain(held.st_mode, path)
+            if stat.S_ISDIR(held.st_mode):
+                self._enter(opened, path)
+            else:
+                self._keep(opened, held, path)
+        finally:
+            os.close(opened)
+
+    def _enter(self, opened: int, path: str) -> None:
+        if path.count("/") >= names.LIMITS["depth"]:
+            most = names.LIMITS["depth"]
+            raise RecipeError(self.recipe, f"its folder {shown(path)} is more than {most} deep: make it flat")
+        for inner in self._entries(opened):
+            self._take(opened, inner, f"{path}/{inner}")
+
+    def _keep(self, opened: int, held: os.stat_result, path: str) -> None:
+        names.measured(path, held.st_size, self.recipe)
+        self.total += held.st_size
+        if self.total > names.LIMITS["total"]:
+            most = names.LIMITS["total"]
+            raise RecipeError(self.recipe, f"has more than {most} bytes: keep to these")
+        if len(self.files) >= names.LIMITS["files"]:
+            raise RecipeError(self.recipe, f"has more than {names.LIMITS['files']} files: keep to these")
+        data = bytearray()
+        while len(data) <= held.st_size:  # one byte more than it said shows that it grew
+            chunk = os.read(opened, min(_CHUNK, held.st_size + 1 - len(data)))
+            if not chunk:
+                break
+            data += chunk
+        if len(data) != held.st_size or os.fstat(opened).st_mtime_ns != held.st_mtime_ns:
+            raise RecipeError(self.recipe, f"its file {shown(path)} changed while it was read: try again")
+        self.files[path] = bytes(data)
+
+    def _plain(self, mode: int, path: str) -> None:
+        if stat.S_ISLNK(mode):
+            raise RecipeError(self.recipe, f"{shown(path)} is a link: put the file itself there")
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise RecipeError(self.recipe, f"{shown(path)} is neither a file nor a folder: remove it")
+
+
+def _unopened(path: Path, error: Exception) -> str:
+    """Why a folder could not be opened, in words."""
+    if path.is_symlink():
+        return "its folder is a link: give the folder itself"
+    if isinstance(error, FileNotFoundError):
+        return "there is no such folder"
+    if isinstance(error, NotADirectoryError):
+        return f"must be a folder with a `{names.MAIN}`, got a file"
+    return f"its folder cannot be opened: {getattr(error, 'strerror', None) or shown(str(error))}"

@@ -1,0 +1,107 @@
+"""The import of a recipe's code: from the bytes that were hashed, under a private name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Mapping
+from importlib.abc import ExecutionLoader, PathEntryFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_loader
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from descant.errors import RecipeError, shown
+
+if TYPE_CHECKING:
+    from descant.recipes.contents import Contents
+
+__all__ = ["imported"]
+
+PREFIX: Final = "_descant_recipe_"
+_MAIN: Final = "generate"
+
+_guard: Final = threading.Lock()
+_locks: Final[dict[str, threading.RLock]] = {}
+
+
+def imported(contents: Contents, name: str) -> Mapping[str, Any]:
+    """The names that a recipe's `generate.py` defines; the same content is imported once per process.
+
+    Its modules are a private package in `sys.modules`, and see each other by relative imports only.
+    """
+    package = PREFIX + contents.digest.rpartition(":")[2]
+    with _guard:
+        # One for each: a recipe may load another while it is imported.
+        lock = _locks.setdefault(package, threading.RLock())
+    with lock:
+        main = f"{package}.{_MAIN}"
+        if main in sys.modules:
+            return vars(sys.modules[main])
+        return _imported(package, main, _Source(package, contents.modules, name), name)
+
+
+def _imported(package: str, main: str, source: _Source, name: str) -> Mapping[str, Any]:
+    """Make the package and import its main module; all or nothing."""
+    sys.path_importer_cache[source.entry] = source
+    sys.modules[package] = _package(package, source)
+    try:
+        return vars(importlib.import_module(main))
+    except BaseException as error:
+        for one in [one for one in sys.modules if one == package or one.startswith(f"{package}.")]:
+            sys.modules.pop(one, None)
+        sys.path_importer_cache.pop(source.entry, None)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        # `sys.exit()` too: a recipe does not end the program.
+        told = shown(error, 280).replace(package, "")
+        raise RecipeError(name, f"its import failed: {told}") from error
+
+
+def _package(package: str, source: _Source) -> ModuleType:
+    spec = ModuleSpec(package, None, is_package=True)
+    spec.submodule_search_locations = [source.entry]
+    return module_from_spec(spec)
+
+
+class _Source(PathEntryFinder, ExecutionLoader):
+    """Finds and loads the modules of one recipe in memory.
+
+    The import system asks it because it stands in its cache of finders under an entry that only the private
+    package has in its `__path__`: no hook sees the imports of others. The entry lies below a file, so that
+    no folder can ever be there, and is absolute, since others are dropped when caches are invalidated.
+    """
+
+    def __init__(self, package: str, modules: Mapping[str, bytes], name: str) -> None:
+        self.entry = f"{__file__}/{package}"
+        self._modules = {f"{package}.{stem}": data for stem, data in modules.items() if stem != "__init__"}
+        # What tracebacks show. No path: what lies there now may be something else than what runs.
+        plain = "".join(one if one.isprintable() else "?" for one in name)
+        self._place = f"recipe:{plain}"
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Where a module of the recipe comes from."""
+        del target
+        if fullname not in self._modules:
+            return None
+        return spec_from_loader(fullname, self, origin=self.get_filename(fullname))
+
+    def invalidate_caches(self) -> None:
+        """Nothing: what is in memory stays as it is."""
+
+    def get_filename(self, fullname: str) -> str:
+        """The name of a module in tracebacks."""
+        return f"{self._place}/{fullname.rpartition('.')[2]}.py"
+
+    def get_source(self, fullname: str) -> str:
+        """The text of a module."""
+        if fullname not in self._modules:
+            raise ImportError(f"no module {fullname}", name=fullname)
+        # Never by what a cookie in it says: it was looked over as UTF-8.
+        return self._modules[fullname].decode("utf-8")
+
+    def is_package(self, fullname: str) -> bool:
+        """No: a recipe's modules lie side by side."""
+        del fullname
+        return False
