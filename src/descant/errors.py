@@ -10,6 +10,7 @@ DescantError (Exception)
 │   ├── UntrustedRecipe             it is somebody else's code, and nobody said that it is trusted
 │   │   └── ChangedRecipe           it is no longer what was trusted
 │   └── MissingRequirements         packages that it needs are not there; `.missing` says which
+├── TraceError (ValueError)         a trace cannot be read or drawn
 ├── HubError (OSError)              the Hub did not give or take what was asked; `.repo` says of which
 ├── RankError (RuntimeError)        another process of a tensor-parallel model failed; `.rank` says which
 ├── RowError (ValueError)           one request failed, its neighbours did not; `.request` is its number
@@ -35,6 +36,7 @@ __all__ = [
     "RankError",
     "RecipeError",
     "RowError",
+    "TraceError",
     "UnsupportedModel",
     "UntrustedRecipe",
     "plain",
@@ -145,6 +147,10 @@ class MissingRequirements(RecipeError):
         DescantError.__init__(self, "\n".join((f"Missing requirements for {recipe}:", *missing)))
         self.recipe, self.missing = recipe, missing
         self._parts = (recipe, missing)
+
+
+class TraceError(DescantError, ValueError):
+    """A trace that cannot be read, or not drawn as asked."""
 
 
 class HubError(DescantError, OSError):

@@ -32,7 +32,7 @@ from descant.resolve import pad_of
 from descant.session import Failed, Finished, Tokens
 from descant.speech.call import Spoken, transcribe
 from descant.step import Hypothesis
-from descant.trace import Layout, Trace
+from descant.record import Layout, Record
 
 __all__ = ["attach", "compute_transition_scores", "detach", "generate"]
 
@@ -187,8 +187,8 @@ class _Run:
             else set()
         )
         self.states = tuple(sorted(wants & {"attentions", "hidden_states"}))
-        self.trace = Trace(frozenset(wants)) if wants else None
-        self.call = Call(model, asked, states=self.states, observe=self.trace)
+        self.record = Record(frozenset(wants)) if wants else None
+        self.call = Call(model, asked, states=self.states, observe=self.record)
         self.session = self.call.session
         self._refuse_fused_attention()
 
@@ -260,11 +260,11 @@ class _Run:
         lines = {number: _lines_of(one) for number, one in zip(numbers, configs, strict=True)}
         layout = Layout(first, lines, self._pad, prompts.width)
         values: dict[str, Any] = {"sequences": whole}
-        if self.trace is not None:
-            values |= {name: self.trace.tensors(name, layout) for name in ("scores", "logits")}
+        if self.record is not None:
+            values |= {name: self.record.tensors(name, layout) for name in ("scores", "logits")}
             names = _DECODER if both else self.states
             wanted = [name for name in names if name.endswith(self.states)]
-            values |= {name: self._fed(name, self.trace.states(name, layout)) for name in wanted}
+            values |= {name: self._fed(name, self.record.states(name, layout)) for name in wanted}
             if both:
                 values |= {f"encoder_{name}": self.session.model.encoded.get(name) for name in self.states}
         sequences = [one for some in found for one in some]
@@ -292,9 +292,9 @@ class _Run:
 
     def _fed(self, name: str, states: Any) -> Any:
         """The states of a call, those of the first step without what was in a cache already."""
-        if self.call.loan is None or states is None or self.trace is None:
+        if self.call.loan is None or states is None or self.record is None:
             return states
-        parts = [part for seen in self.trace.seen for part in seen.output.states if name in part]
+        parts = [part for seen in self.record.seen for part in seen.output.states if name in part]
         size = max(int((part["fed"] - part["tried"]).max()) for part in parts)
         dim = 2 if "attentions" in name else 1
         first = tuple(layer.narrow(dim, layer.shape[dim] - size, size) for layer in states[0])

@@ -12,7 +12,7 @@ from torch import Tensor
 from descant.rows import pick
 from descant.step import Observation
 
-__all__ = ["Layout", "Trace"]
+__all__ = ["Layout", "Record"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Place(NamedTuple):
 
 
 @dataclass
-class Trace:
+class Record:
     """Keeps what was asked for of every step, and lays it out as documented at the end.
 
     A row that has left is certain of the pad token from then on: score 0 for it, -inf for all else.

@@ -1,0 +1,1 @@
+"""Traces: what every step of a run saw and chose, kept, replayed and drawn."""

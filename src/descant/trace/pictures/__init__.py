@@ -1,0 +1,1 @@
+"""Pictures of a trace: as a page, as SVG and as text for a terminal."""

@@ -1,0 +1,10 @@
+"""Being written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def svg(trace: Any, picture: str = "tree", **how: Any) -> str:
+    """Being written."""
+    raise NotImplementedError

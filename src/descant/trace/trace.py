@@ -1,0 +1,122 @@
+"""A trace: all that a run has told, which can be saved, replayed without the model, and drawn."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from descant.errors import TraceError
+from descant.trace.pictures.page import page
+from descant.trace.pictures.svg import svg
+from descant.trace.pictures.terminal import terminal
+from descant.trace.records import Asked, Cut, Header, Record, Result, Step, Texts, line_of, read
+from descant.trace.tree import Tree
+
+__all__ = ["Trace"]
+
+
+class Trace:
+    """The records of a run in their order, the header first, and what they come to."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self.records = tuple(records)
+        if not self.records or not isinstance(self.records[0], Header):
+            raise TraceError("a trace must begin with its header")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The trace in a file."""
+        try:
+            text = Path(path).read_bytes().decode("ascii")
+        except UnicodeDecodeError:
+            raise TraceError(f"{path} must be a trace, which is all ASCII") from None
+        return cls(read(text.splitlines()))
+
+    def save(self, path: str | Path) -> Path:
+        """Write it to a file, one record a line."""
+        Path(path).write_text("".join(line_of(one) + "\n" for one in self.records), encoding="ascii")
+        return Path(path)
+
+    # -------------------------------------------------------------------- what it holds
+    @property
+    def header(self) -> Header:
+        """What was decoded, and how much of it is kept."""
+        first = self.records[0]
+        assert isinstance(first, Header)
+        return first
+
+    @cached_property
+    def requests(self) -> Mapping[int, Asked]:
+        """What was asked for, by request, in the order of admission."""
+        return {one.request: one for one in self.records if isinstance(one, Asked)}
+
+    @cached_property
+    def steps(self) -> Sequence[Step]:
+        """The steps in order."""
+        return tuple(one for one in self.records if isinstance(one, Step))
+
+    @cached_property
+    def results(self) -> Mapping[int, Result]:
+        """How requests ended, by request; one that did not is not there."""
+        return {one.request: one for one in self.records if isinstance(one, Result)}
+
+    @cached_property
+    def cuts(self) -> Sequence[Cut]:
+        """What the limit left no room for."""
+        return tuple(one for one in self.records if isinstance(one, Cut))
+
+    @cached_property
+    def texts(self) -> Mapping[int, str]:
+        """What each token stands for, bytes that are no UTF-8 as lone surrogates; {} without a tokenizer."""
+        return {
+            token: text for one in self.records if isinstance(one, Texts) for token, text in one.texts.items()
+        }
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """The tokens whose texts are names."""
+        return frozenset(token for one in self.records if isinstance(one, Texts) for token in one.special)
+
+    @cached_property
+    def tree(self) -> Tree:
+        """Every token that any row ever took, and what became of it."""
+        return Tree(self.records)
+
+    # -------------------------------------------------------------------- pictures
+    def html(self, beside: Trace | None = None, title: str | None = None) -> str:
+        """All pictures as one page that needs nothing else, of this run or of two side by side."""
+        return page(self, beside, title)
+
+    def svg(
+        self, picture: str = "tree", *, request: int | None = None, sequence: int = 0, step: int | None = None,
+        beside: Trace | None = None,
+    ) -> str:  # fmt: skip
+        """One picture as SVG: "tree", "text", "processors", "speculation" or "beside"."""
+        return svg(self, picture, request=request, sequence=sequence, step=step, beside=beside)
+
+    def text(
+        self, picture: str = "tree", *, request: int | None = None, sequence: int = 0, step: int | None = None,
+        beside: Trace | None = None, width: int = 80, colour: bool = False,
+    ) -> str:  # fmt: skip
+        """The same as lines of text, for a terminal if `colour`."""
+        return terminal(
+            self,
+            picture,
+            request=request,
+            sequence=sequence,
+            step=step,
+            beside=beside,
+            width=width,
+            colour=colour,
+        )
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, so that a notebook's styles and its own leave each other alone."""
+        source = html.escape(self.html(), quote=True)
+        return (
+            f'<iframe title="Trace of a run" sandbox="allow-scripts" srcdoc="{source}" '
+            'style="width:100%;height:640px;border:0"></iframe>'
+        )
