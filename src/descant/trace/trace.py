@@ -6,12 +6,13 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from descant.errors import TraceError
 from descant.trace.pictures.page import page
 from descant.trace.pictures.svg import svg
-from descant.trace.pictures.terminal import terminal
+from descant.trace.pictures.terminal import Paper, terminal
+from descant.trace.pictures.where import Where
 from descant.trace.records import Asked, Cut, Header, Record, Result, Step, Texts, line_of, read
 from descant.trace.tree import Tree
 
@@ -90,28 +91,24 @@ class Trace:
         """All pictures as one page that needs nothing else, of this run or of two side by side."""
         return page(self, beside, title)
 
-    def svg(
-        self, picture: str = "tree", *, request: int | None = None, sequence: int = 0, step: int | None = None,
-        beside: Trace | None = None,
-    ) -> str:  # fmt: skip
-        """One picture as SVG: "tree", "text", "processors", "speculation" or "beside"."""
-        return svg(self, picture, request=request, sequence=sequence, step=step, beside=beside)
+    def svg(self, picture: str = "tree", *, beside: Trace | None = None, **where: Any) -> str:
+        """One picture as SVG: "tree", "text", "processors", "speculation" or "beside".
+
+        `request`, `sequence` and `step` say of what: the first, the best and the last unless told.
+        """
+        return svg(self, picture, Where(**where).within(self), beside)
 
     def text(
-        self, picture: str = "tree", *, request: int | None = None, sequence: int = 0, step: int | None = None,
-        beside: Trace | None = None, width: int = 80, colour: bool = False,
-    ) -> str:  # fmt: skip
+        self,
+        picture: str = "tree",
+        *,
+        beside: Trace | None = None,
+        width: int = 80,
+        colour: bool = False,
+        **where: Any,
+    ) -> str:
         """The same as lines of text, for a terminal if `colour`."""
-        return terminal(
-            self,
-            picture,
-            request=request,
-            sequence=sequence,
-            step=step,
-            beside=beside,
-            width=width,
-            colour=colour,
-        )
+        return terminal(self, picture, Where(**where).within(self), beside, Paper(width, colour))
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that a notebook's styles and its own leave each other alone."""

@@ -5,6 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 
-def svg(trace: Any, picture: str = "tree", **how: Any) -> str:
+def svg(trace: Any, picture: str, where: Any, beside: Any = None) -> str:
     """Being written."""
     raise NotImplementedError
