@@ -1,0 +1,36 @@
+"""One browser for the tests of this folder, and sheets of it that are closed after each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.browser import chromium
+from tests.browser.chromium import Sheet
+
+
+# No longer than this folder: Playwright leaves an event loop running, and tests elsewhere start their own.
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    """Chromium, started once."""
+    with chromium.started() as found:
+        yield found
+
+
+@pytest.fixture
+def sheet(browser: Browser) -> Iterator[Callable[..., Sheet]]:
+    """`sheet(path)`: a file opened in a page of its own; keywords go to its context."""
+    contexts = []
+
+    def opened(path: Path, **given: Any) -> Sheet:
+        context = browser.new_context(**chromium.options(**given))
+        contexts.append(context)
+        return chromium.sheet(context).open(path)
+
+    yield opened
+    for context in contexts:
+        context.close()
