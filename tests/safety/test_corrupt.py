@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import resource
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import safetensors.torch
 
 from descant.errors import DescantError, MissingRequirements
 from descant.reuse import load_cache
+from tests.safety.clock import spent
 from tests.safety.subjects import SUBJECTS, Subject
 
 SECONDS, BYTES = 2.0, 50 * 10**6
@@ -72,11 +72,10 @@ def refusal(subject: Subject, folder: Path, what: str) -> str | None:
 
 
 def timed(subject: Subject, folder: Path, what: str) -> tuple[str | None, float]:
-    """A refusal and its CPU seconds: what a file costs it costs each time it is read, whereas a module imported
-    for the first time, or a collection of all that a worker holds after half an hour of tests, happens once."""
-    start = time.process_time()
-    said = refusal(subject, folder, what)
-    return said, time.process_time() - start
+    """A refusal and its CPU seconds, which a file costs each time; a module is imported only once."""
+    with spent() as seconds:
+        said = refusal(subject, folder, what)
+    return said, seconds[0]
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -111,14 +110,15 @@ def test_a_corrupt_file_is_refused_by_name(name: str, folder: Path) -> None:
 
 # ------------------------------------------------------------------------ these measures measure
 def test_the_measures_see_time_and_memory() -> None:
-    memory, start = begin(), time.process_time()
+    memory = begin()
     many = bytearray(2 * BYTES)
     many[::4096] = b"x" * len(many[::4096])
     assert held() - memory > BYTES
     del many
     assert highest() - memory > BYTES
-    sum(range(10**6))
-    assert time.process_time() > start
+    with spent() as seconds:
+        sum(range(10**6))
+    assert seconds[0] > 0
 
 
 def test_a_corrupt_cache_says_what_is_wrong(tmp_path: Path) -> None:
