@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["page"]
 
 _SCRIPTS: Final = (
-    "page.js", "tree.js", "token.js", "text.js", "processors.js", "speculation.js", "beside.js",
+    "page.js", "layout.js", "hypotheses.js", "tree.js", "token.js", "text.js", "processors.js", "speculation.js", "beside.js",
 )  # fmt: skip
-_STYLES: Final = ("page.css", "views.css")
+_STYLES: Final = ("page.css", "tree.css", "views.css")
 
 _PAGE: Final = """<!doctype html>
 <html lang="en">

@@ -457,5 +457,5 @@ const descant = (() => {
 
   const view = (one) => views.push(one);
   start(); // waits for its data, so every view of this script is there by then
-  return { app, view, el, svg, word, plain, dotted, prob, number, bytes, seconds, counted, tip, icon, still };
+  return { app, view, el, svg, word, pieces, plain, dotted, prob, number, bytes, seconds, counted, tip, icon, still };
 })();

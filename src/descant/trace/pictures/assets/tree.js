@@ -1,0 +1,438 @@
+// The tree: every hypothesis that was ever followed, as it stood after a step. Only what is in sight is in the document.
+{
+  const { el, svg, number, prob, counted } = descant;
+  const LANE = 52; // from one lane to the next
+  const BOX = 26; // a node's height
+  const TOP = 16; // above the first lane, left of the first column
+  const THIN = 19; // a lane from afar
+  const NEAR = 0.5; // from this scale on nodes are drawn one by one; below, what they say together
+  const LETTER = 6.3; // of the font from afar
+
+  class TreeView {
+    constructor(host, app) {
+      this.app = app;
+      [this.run, this.request] = [app.runData, app.requestData];
+      this.nodes = this.request.nodes;
+      this.plan = descant.layout(this.run, this.request);
+      this.scale = 1;
+      this.wraps = this.plan.lanes <= 3;
+      this.drawn = new Map(); // key -> {group, style}
+      this.build(host);
+      this.fold();
+      this.update({ step: true }, false);
+      new ResizeObserver(() => this.resized()).observe(this.window);
+    }
+
+    // ---------------------------------------------------------------- the frame
+    build(host) {
+      const tool = (label, text, act, more = {}) =>
+        el("button", { type: "button", class: "tool", "aria-label": label, title: label, onclick: act, ...more }, text);
+      this.wrapper = tool("Wrap long lines", "Wrap", () => this.wrap(!this.wraps), { id: "wrap" });
+      this.canvas = svg("svg", { role: "none", class: "canvas" });
+      this.layer = svg("g", { role: "none" });
+      this.canvas.append(this.layer);
+      this.window = el("div", {
+        class: "window", id: "tree", role: "tree", tabindex: 0, "aria-label": "Tree of hypotheses. Arrow keys move along it.",
+        onscroll: () => this.soon(), onkeydown: (event) => this.key(event), onclick: (event) => this.click(event),
+        onpointerdown: (event) => this.grab(event),
+      }, this.canvas);
+      this.window.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+      this.side = new descant.Hypotheses(this.app, this.plan);
+      host.append(
+        el("div", { class: "tools" }, this.legend(),
+          el("div", { class: "buttons", role: "group", "aria-label": "Zoom" },
+            tool("Zoom out", "−", () => this.zoom(this.scale / 1.3), { id: "zoom-out" }),
+            tool("Zoom in", "+", () => this.zoom(this.scale * 1.3), { id: "zoom-in" }),
+            tool("Fit the whole tree", "Fit", () => this.fit(), { id: "fit" }), this.wrapper)),
+        el("div", { class: "tree" }, this.window, this.side.host));
+      descant.tip(this.window, (group) => this.side.short(Number(group.dataset.index)), "[data-index]");
+    }
+
+    legend() {
+      const { nodes, request } = this;
+      const has = (state) => nodes.state.includes(state);
+      const entries = [
+        has("best") ? ["best", "winner"] : null,
+        has("returned") ? ["returned", "returned too"] : null,
+        has("ended") ? ["ended", "ended, not returned"] : null,
+        ["standing", "standing now"],
+        has("dropped") ? ["dropped", "dropped"] : null,
+        nodes.guessed.includes(1) ? ["guessed", "drafted"] : null,
+      ].filter(Boolean).map(([name, text]) => el("li", {}, el("span", { class: `key ${name}` }), text));
+      if (request.groups > 1) {
+        for (let group = 0; group < request.groups; group++) {
+          entries.push(el("li", {}, el("span", { class: `letter group-${group % 8}` }, letterOf(group)), `group ${letterOf(group)}`));
+        }
+      }
+      if (request.demands !== null) entries.push(el("li", {}, el("span", { class: "progress" }, "▮▯"), "constraint tokens met"));
+      return el("ul", { class: "legend", "aria-label": "Legend" }, entries);
+    }
+
+    // ---------------------------------------------------------------- scale and place
+    get near() {
+      return this.scale >= NEAR;
+    }
+
+    // How columns are broken into lines, and how large all of it is.
+    fold() {
+      const { plan } = this;
+      const near = this.near;
+      const room = Math.max(240, this.window.clientWidth || 800);
+      this.pitch = near ? LANE + 15 * plan.ghosts : THIN;
+      const most = this.wraps ? (room - 2 * TOP) / this.scale : Infinity;
+      Object.assign(this, descant.layout.bands(plan, most));
+      this.unit = near ? 1 : this.scale; // of x, within the layer
+      this.line = plan.lanes * this.pitch + (this.wraps && this.starts.length > 1 ? (near ? 14 : 8) : 0);
+      const zoom = near ? this.scale : 1;
+      const ends = this.starts.map((start, at) => plan.left[this.starts[at + 1] ?? plan.column.length] - plan.left[start]);
+      this.wide = Math.max(...ends) * this.unit + 2 * TOP;
+      this.high = this.starts.length * this.line + TOP;
+      this.canvas.setAttribute("width", Math.ceil(this.wide * zoom));
+      this.canvas.setAttribute("height", Math.ceil(this.high * zoom));
+      this.layer.setAttribute("transform", `scale(${zoom})`);
+      this.window.style.setProperty("--content", `${Math.ceil(this.high * zoom) + 2}px`);
+      this.wrapper.setAttribute("aria-pressed", String(this.wraps));
+      this.layer.replaceChildren();
+      this.drawn.clear();
+    }
+
+    x(depth) {
+      return TOP + (this.plan.left[depth] - this.plan.left[this.starts[this.of[depth]]]) * this.unit;
+    }
+
+    y(at) {
+      return TOP + this.of[this.nodes.depth[at]] * this.line + this.plan.lane[at] * this.pitch + (this.near ? BOX / 2 : THIN / 2 - 2);
+    }
+
+    zoom(scale, pointX = this.window.clientWidth / 2) {
+      const least = Math.min(1, 5 / (this.plan.left.at(-1) / this.plan.column.length)); // columns of five points
+      scale = Math.max(Math.min(0.15, Math.max(least, 0.05)), Math.min(1.6, scale));
+      if (Math.abs(scale - 1) < 0.06) scale = 1;
+      const held = (this.window.scrollLeft + pointX) / this.scale;
+      this.scale = scale;
+      this.fold();
+      this.window.scrollLeft = held * scale - pointX;
+      this.draw();
+    }
+
+    fit() {
+      const room = this.window.clientWidth - 2 * TOP;
+      if (this.wraps) {
+        this.scale = 1;
+        this.fold();
+        while (this.scale > 0.16 && this.high * (this.near ? this.scale : 1) > this.window.clientHeight) {
+          this.scale /= 1.2;
+          this.fold();
+        }
+        this.zoom(this.scale);
+      } else this.zoom(room / this.plan.left.at(-1));
+      this.window.scrollTo(0, 0);
+    }
+
+    wrap(wanted) {
+      this.wraps = wanted;
+      this.fold();
+      this.draw();
+      this.reveal();
+    }
+
+    resized() {
+      if (this.window.clientWidth === this.room) return;
+      this.room = this.window.clientWidth;
+      if (this.wraps) this.fold();
+      this.draw();
+    }
+
+    // ---------------------------------------------------------------- what stood after a step
+    update(change, aloud = true) {
+      if (change.step) this.stand(aloud);
+      this.draw();
+      this.side.update(change, this);
+      if (change.node && this.app.node !== null) this.reveal(this.app.node);
+      else if (change.step) this.reveal();
+    }
+
+    stand(aloud) {
+      const steps = this.request.steps;
+      const { step } = this.app;
+      this.last = step >= steps.length - 1;
+      this.now = steps.length ? steps[step].step : Infinity;
+      const at = this.last
+        ? this.nodes.state.flatMap((state, one) => (state === "alive" && !this.plan.children[one].length ? [one] : []))
+        : steps[step + 1].rows.map((row) => row.at);
+      this.standing = new Set(at);
+      if (!aloud) return;
+      const { nodes } = this;
+      const gone = nodes.left.filter((left, one) => left === this.now && nodes.reason[one] === null && !this.plan.children[one].some((child) => nodes.born[child] <= this.now)).length;
+      this.app.say(`After step ${step + 1} of ${steps.length}: ${counted(this.standing.size, "row")} standing, ${gone} dropped. ${this.side.leader(this)}`);
+    }
+
+    // What a node is as it stands now; null: it is not there yet.
+    style(at) {
+      const { nodes, now } = this;
+      if (nodes.born[at] > now) return null;
+      if (this.standing.has(at)) return "standing";
+      if (this.last) return at ? nodes.state[at] : "root";
+      if (nodes.reason[at] !== null) return "ended";
+      if (at === 0) return "root";
+      if (nodes.left[at] === null || nodes.left[at] > now) return "alive";
+      return this.plan.ended[at] <= now ? "over" : "dropped";
+    }
+
+    // ---------------------------------------------------------------- drawing
+    soon() {
+      if (this.waiting) return;
+      this.waiting = requestAnimationFrame(() => this.draw());
+    }
+
+    draw() {
+      cancelAnimationFrame(this.waiting);
+      this.waiting = 0;
+      const zoom = this.near ? this.scale : 1;
+      const view = this.window;
+      const [left, top] = [view.scrollLeft / zoom, view.scrollTop / zoom];
+      const [right, bottom] = [left + view.clientWidth / zoom, top + view.clientHeight / zoom];
+      const seen = new Set();
+      const { starts, plan } = this;
+      for (let band = Math.max(0, Math.floor((top - TOP) / this.line)); band < starts.length; band++) {
+        if (TOP + band * this.line > bottom) break;
+        const end = starts[band + 1] ?? plan.column.length;
+        let first = starts[band];
+        while (first < end && this.x(first) + (plan.column[first] + plan.GAP) * this.unit < left - 60) first++;
+        let last = first;
+        while (last < end && this.x(last) < right + (plan.GAP + 120) * this.unit) last++;
+        this.between(first, last, top, bottom, seen);
+      }
+      for (const [key, one] of this.drawn) {
+        if (seen.has(key)) continue;
+        one.group.remove();
+        this.drawn.delete(key);
+      }
+      view.setAttribute("aria-activedescendant", this.drawn.has(this.app.node) ? `node-${this.app.node}` : "");
+    }
+
+    between(first, last, top, bottom, seen) {
+      const chains = new Set();
+      for (let depth = first; depth < last; depth++) {
+        for (const at of this.plan.byDepth[depth]) {
+          const y = this.y(at);
+          if (y < top - this.pitch || y > bottom + this.pitch) continue;
+          const style = this.style(at);
+          if (style === null) continue;
+          if (!this.near) chains.add(this.plan.chainOf[at]);
+          const whole = `${style}${at === this.app.node ? " chosen" : ""}`;
+          seen.add(at);
+          const one = this.drawn.get(at);
+          if (one && one.style === whole) continue;
+          if (one) one.group.remove();
+          const group = this.near ? this.box(at, whole) : this.spot(at, whole);
+          // Lines of those that are bold are on top.
+          if (style === "best" || style === "standing" || !this.layer.firstChild) this.layer.append(group);
+          else this.layer.prepend(group);
+          this.drawn.set(at, { group, style: whole });
+        }
+      }
+      for (const chain of chains) this.phrases(this.plan.chains[chain], first, last, seen);
+    }
+
+    group(at, style, ...children) {
+      const { nodes } = this;
+      const depth = nodes.depth[at];
+      return svg("g", {
+        id: `node-${at}`, class: `node ${style} group-${nodes.group[at] % 8}${this.request.groups > 1 ? " grouped" : ""}`,
+        transform: `translate(${this.x(depth).toFixed(1)} ${this.y(at).toFixed(1)})`,
+        role: "treeitem", "aria-level": depth + 1, "aria-selected": String(at === this.app.node),
+        "aria-label": this.side.spoken(at), "data-index": at, "data-node": nodes.number[at],
+        "data-token": at ? nodes.token[at] : null, "data-state": nodes.state[at],
+        "data-score": nodes.score[at], "data-processed": nodes.processed[at], "data-met": nodes.met[at],
+      }, ...children);
+    }
+
+    // The line from the parent, which ends where the node begins.
+    edge(at) {
+      const parent = this.nodes.parent[at];
+      if (parent < 0) return null;
+      const depth = this.nodes.depth[at];
+      if (this.of[depth] !== this.of[depth - 1]) return svg("path", { class: "edge", d: `M${-TOP} 0H0` });
+      const gap = this.plan.GAP * this.unit;
+      const x = this.x(depth - 1) + this.plan.width[parent] * this.unit - this.x(depth);
+      const y = this.y(parent) - this.y(at);
+      const bend = -gap + 2;
+      if (!y) return svg("path", { class: "edge", d: `M${x.toFixed(1)} 0H0` });
+      const middle = (bend / 1.7).toFixed(1);
+      return svg("path", {
+        class: "edge",
+        d: `M${x.toFixed(1)} ${y.toFixed(1)}H${Math.max(x, bend).toFixed(1)}C${middle} ${y.toFixed(1)} ${middle} 0 ${(-gap / 5).toFixed(1)} 0H0`,
+      });
+    }
+
+    // A node on its own: its token, the log-probability of the step on its edge, its score under it.
+    box(at, style) {
+      const { nodes, plan, request } = this;
+      const width = plan.width[at];
+      const grouped = request.groups > 1 && at;
+      const parts = [this.edge(at)];
+      if (at && nodes.look[at] >= 0) {
+        const falls = this.of[nodes.depth[at]] === this.of[nodes.depth[at] - 1] && plan.lane[nodes.parent[at]] < plan.lane[at];
+        parts.push(svg("text", { class: "step", x: -5, y: falls ? 13 : -5 }, number(nodes.processed[at])));
+      }
+      parts.push(svg("rect", { class: "body", x: 0, y: -BOX / 2, width, height: BOX, rx: at ? 7 : 13 }));
+      if (grouped) parts.push(svg("text", { class: "letter", x: 8, y: 4.5 }, letterOf(nodes.group[at])));
+      parts.push(this.token(at, 8 + (grouped ? 14 : 0)));
+      if (nodes.guessed[at]) parts.push(svg("path", { class: "guess", d: `M${width - 1} ${-BOX / 2 - 3}l4 4-4 4-4-4z` }));
+      if (nodes.reason[at] !== null) parts.push(svg("path", { class: "end", d: `M${width + 4} ${-BOX / 2 + 4}v${BOX - 8}` }));
+      const under = descant.layout.caption(request, at);
+      if (under) parts.push(svg("text", { class: "score", x: 3, y: BOX / 2 + 12 }, under));
+      if (nodes.met[at] !== null && request.demands) parts.push(this.progress(at, width));
+      parts.push(...this.ghosts(at));
+      return this.group(at, style, parts);
+    }
+
+    token(at, x) {
+      if (!at) return svg("text", { class: "token", x: 10, y: 4.5 }, "prompt");
+      const pieces = descant.layout.cut(descant.dotted(this.run, this.nodes.token[at]));
+      return svg("text", { class: "token", x, y: 4.5 }, pieces.map(([text, mark]) => svg("tspan", { class: mark ? "mark" : null }, text)));
+    }
+
+    // Constraint tokens that are met: as a bar along the lower edge, filled so far, and as numbers.
+    progress(at, width) {
+      const share = Math.min(1, this.nodes.met[at] / this.request.demands);
+      return svg("g", { class: share >= 1 ? "met all" : "met" },
+        svg("rect", { class: "track", x: 5, y: BOX / 2 - 4, width: width - 10, height: 2.5, rx: 1 }),
+        share > 0 ? svg("rect", { class: "filled", x: 5, y: BOX / 2 - 4, width: (width - 10) * share, height: 2.5, rx: 1 }) : null,
+        svg("text", { class: "of", x: width - 1, y: -BOX / 2 - 3 }, `${this.nodes.met[at]}/${this.request.demands}`));
+    }
+
+    ghosts(at) {
+      const top = descant.layout.caption(this.request, at) ? 26 : 14;
+      return descant.layout.others(this.request, at, this.plan.ghosts).map(([token, , processed], place) =>
+        svg("text", { class: "ghost", "aria-hidden": "true", x: 9, y: BOX / 2 + top + 14 * place },
+          descant.layout.cut(descant.dotted(this.run, token), 12).map(([text, mark]) => svg("tspan", { class: mark ? "mark" : null }, text)),
+          svg("tspan", { class: "share", dx: 6 }, prob(processed))));
+    }
+
+    // From afar a node is only where it can be pointed at; its chain says what it says.
+    spot(at, style) {
+      const width = Math.max(3, this.plan.width[at] * this.unit);
+      const depth = this.nodes.depth[at];
+      const parent = this.nodes.parent[at];
+      const joined = parent >= 0 && this.plan.main[parent] === at && this.of[depth] === this.of[depth - 1];
+      return this.group(at, `${style} afar`, joined ? null : this.edge(at),
+        svg("rect", { class: "spot", x: -1, y: -THIN / 2 + 1.5, width: width + 2, height: THIN - 3, rx: 3 }));
+    }
+
+    // What the nodes of a chain say together, in one box for each stretch of one kind.
+    phrases(chain, first, last, seen) {
+      const [from, to] = [Math.max(first - chain.first, 0), Math.min(last - chain.first, chain.members.length)];
+      for (let start = from; start < to;) {
+        const style = this.style(chain.members[start]);
+        if (style === null) break;
+        const plainly = (at) => (this.style(at) === "standing" ? "alive" : this.style(at));
+        let end = start + 1;
+        while (end < to && plainly(chain.members[end]) === plainly(chain.members[start])) end++;
+        this.phrase(chain.members.slice(start, end), plainly(chain.members[start]), seen);
+        start = end;
+      }
+    }
+
+    phrase(members, style, seen) {
+      const [start, end] = [members[0], members.at(-1)];
+      const key = `${start} ${end} ${style}`;
+      seen.add(key);
+      if (this.drawn.has(key)) return;
+      const [x, right] = [this.x(this.nodes.depth[start]), this.x(this.nodes.depth[end]) + this.plan.width[end] * this.unit];
+      const width = Math.max(4, right - x);
+      const room = Math.floor((width - 8) / LETTER);
+      const pieces = [];
+      for (let at = 0, used = 0; at < members.length && used < room; at++) {
+        const said = members[at] ? descant.pieces(this.run, this.nodes.token[members[at]]) : [["prompt", 1]];
+        pieces.push(...said);
+        used += said.reduce((sum, piece) => sum + descant.layout.wide(piece[0]), 0);
+      }
+      const group = svg("g", { class: `phrase ${style} group-${this.nodes.group[end] % 8}${this.request.groups > 1 ? " grouped" : ""}`, transform: `translate(${x.toFixed(1)} ${this.y(start).toFixed(1)})`, "aria-hidden": "true" },
+        svg("rect", { x: 0, y: -THIN / 2 + 2, width: width.toFixed(1), height: THIN - 4, rx: 3 }),
+        room < 2 ? null : svg("text", { x: 4, y: 3.5 }, descant.layout.cut(pieces, room).map(([text, mark]) => svg("tspan", { class: mark ? "mark" : null }, text))));
+      this.layer.prepend(group);
+      this.drawn.set(key, { group, style });
+    }
+
+    // ---------------------------------------------------------------- moving
+    // Brings a node into sight, or, while steps go by, where the rows now stand.
+    reveal(at = null) {
+      const places = at !== null ? [at] : [...this.standing];
+      if (!places.length || !this.window.clientWidth) return;
+      const zoom = this.near ? this.scale : 1;
+      const x = Math.max(...places.map((one) => this.x(this.nodes.depth[one]))) * zoom;
+      const view = this.window;
+      const margin = Math.min(140, view.clientWidth / 4);
+      if (x < view.scrollLeft + 8 || x > view.scrollLeft + view.clientWidth - margin) {
+        view.scrollLeft = x - view.clientWidth * (at === null ? 0.7 : 0.5);
+      }
+      const y = Math.min(...places.map((one) => this.y(one))) * zoom;
+      if (y < view.scrollTop + 20 || y > view.scrollTop + view.clientHeight - 40) view.scrollTop = y - view.clientHeight / 2;
+    }
+
+    click(event) {
+      const group = event.target.closest("[data-index]");
+      if (group && !this.dragged) this.app.set({ node: Number(group.dataset.index) });
+    }
+
+    key(event) {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const at = this.app.node ?? 0;
+      const there = (one) => one !== undefined && one >= 0 && this.nodes.born[one] <= this.now;
+      const beside = (by) => {
+        const level = this.plan.byDepth[this.nodes.depth[at]].filter(there).sort((one, other) => this.plan.lane[one] - this.plan.lane[other]);
+        return level[level.indexOf(at) + by];
+      };
+      const end = () => {
+        let one = at;
+        while (there(this.plan.main[one])) one = this.plan.main[one];
+        return one;
+      };
+      const moves = {
+        ArrowRight: () => (there(this.plan.main[at]) ? this.plan.main[at] : this.plan.children[at].find(there)),
+        ArrowLeft: () => this.nodes.parent[at], ArrowDown: () => beside(1), ArrowUp: () => beside(-1),
+        Home: () => 0, End: end, Enter: () => at, " ": () => at,
+      };
+      if (event.key === "+" || event.key === "=") this.zoom(this.scale * 1.3);
+      else if (event.key === "-") this.zoom(this.scale / 1.3);
+      else if (event.key === "Escape") this.app.set({ node: null });
+      else if (moves[event.key]) {
+        event.preventDefault();
+        const to = moves[event.key]();
+        if (there(to)) this.app.set({ node: to });
+      }
+    }
+
+    wheel(event) {
+      if (!event.ctrlKey) return;
+      event.preventDefault();
+      this.zoom(this.scale * Math.exp(-event.deltaY / 300), event.clientX - this.window.getBoundingClientRect().left);
+    }
+
+    // A mouse can drag the tree; a finger scrolls it as it does anything.
+    grab(event) {
+      this.dragged = false;
+      if (event.pointerType !== "mouse" || event.button) return;
+      const view = this.window;
+      const [left, top] = [view.scrollLeft, view.scrollTop];
+      const move = (to) => {
+        const [x, y] = [to.clientX - event.clientX, to.clientY - event.clientY];
+        if (Math.abs(x) + Math.abs(y) > 4) this.dragged = true;
+        if (this.dragged) view.scrollTo(left - x, top - y);
+      };
+      addEventListener("pointermove", move);
+      addEventListener("pointerup", () => removeEventListener("pointermove", move), { once: true });
+    }
+  }
+
+  const letterOf = (group) => String.fromCharCode(65 + (group % 26));
+  descant.letterOf = letterOf;
+
+  descant.view({
+    name: "tree", title: "Tree", uses: ["step"],
+    wanted: (run, request) => request.nodes.number.length > 1,
+    mount: (host, app) => new TreeView(host, app),
+  });
+}
