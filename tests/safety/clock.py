@@ -12,8 +12,8 @@ from contextlib import contextmanager
 def spent() -> Iterator[list[float]]:
     """A list to which the CPU seconds of the block are added when it ends, however it ends.
 
-    The garbage collector waits so long: to look through all that a worker holds after half an hour of tests takes
-    seconds, and whose turn that is is chance.
+    The garbage collector waits so long: to look through all that a worker holds after half an hour of tests
+    takes seconds, and whose turn that is is chance.
     """
     seconds: list[float] = []
     paused = gc.isenabled()

@@ -387,3 +387,20 @@ def test_a_config_out_of_proportion_is_refused(changes: dict[str, int], model: P
 def test_a_sharded_model_is_loaded(tmp_path: Path) -> None:
     SUBJECTS["model's index"].make(tmp_path)
     _load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_config_of_endless_lists_is_refused(file: str, model: Path) -> None:
+    """Each value of which transformers would copy and check dozens of times, for seconds."""
+    path = model / file
+    if not path.exists():
+        path.write_text("{}", encoding="utf-8")
+    changed(path, {"note": list(range(50_000))})
+    _load(model)
+    changed(path, {"note": list(range(100_000))})
+    with (
+        spent() as seconds,
+        pytest.raises(DescantError, match=rf"must have a {file} of at most 65536 values"),
+    ):
+        _load(model)
+    assert seconds[0] < 0.5

@@ -23,6 +23,7 @@ __all__ = ["DTYPES", "load", "outline", "quiet", "tokenizing"]
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _LONGEST: Final = 4 * 2**20  # bytes of a config
+_MOST: Final = 2**16  # values in it, each of which transformers copies and checks many times over
 
 
 def load(name: str, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any]:
@@ -79,17 +80,26 @@ def tokenizing(name: str) -> tuple[Any, int | None]:
 
 def _config(name: str) -> Any:
     with _told(name):
-        for file in ("config.json", "generation_config.json"):
-            with contextlib.suppress(OSError):  # whether it is missing, and matters, is found out below
-                if Path(str(cached_file(name, file))).stat().st_size > _LONGEST:
-                    raise InputError("model", f"must have a {file} of at most {_LONGEST} bytes", name)
+        _refuse_large(name, "config.json", "generation_config.json")
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         _refuse_kernels(name, config)
         return config
 
 
 def _tokenizer(name: str) -> Any:
+    _refuse_large(name, "tokenizer_config.json")
     return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def _refuse_large(name: str, *files: str) -> None:
+    """Refuse configs that nobody wrote by hand or needs: to read them takes seconds."""
+    for file in files:
+        with contextlib.suppress(OSError):  # whether it is missing, and matters, is found out elsewhere
+            path = Path(str(cached_file(name, file)))
+            if path.stat().st_size > _LONGEST:
+                raise InputError("model", f"must have a {file} of at most {_LONGEST} bytes", name)
+            if path.read_bytes().count(b",") > _MOST:
+                raise InputError("model", f"must have a {file} of at most {_MOST} values", name)
 
 
 def _refuse_kernels(name: str, config: Any) -> None:
