@@ -49,6 +49,7 @@ from descant.errors import (
     RankError,
     RecipeError,
     RowError,
+    TraceError,
     UnsupportedModel,
     UntrustedRecipe,
 )
@@ -127,6 +128,8 @@ from descant.step import Hypothesis, Logprobs, Speculation
 from descant.strategies.beams.scorers import BeamScorer, BeamSearchScorer, ConstrainedBeamSearchScorer
 from descant.stream import Stream, StreamEvent, stream
 from descant.streamers import AsyncTextIteratorStreamer, BaseStreamer, TextIteratorStreamer, TextStreamer
+from descant.trace.trace import Trace
+from descant.trace.tracer import Tracer
 from descant.watermark import (
     Detection,
     Detector,
@@ -267,6 +270,9 @@ __all__ = [
     "TopKLogitsWarper",
     "TopNSigmaLogitsWarper",
     "TopPLogitsWarper",
+    "Trace",
+    "TraceError",
+    "Tracer",
     "TypicalLogitsWarper",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "UnsupportedModel",

@@ -24,6 +24,7 @@ from descant.recipes.recipe import Recipe
 from descant.resolve import pad_of
 from descant.session import Request, Session
 from descant.step import Hypothesis, Observation
+from descant.trace.tracer import Tracer
 
 __all__ = ["Asked", "Call", "listed", "merged", "placed", "recipe_of", "rows_of"]
 
@@ -48,6 +49,7 @@ class Asked:
     assistant_tokenizer: Any = None
     past: Any = None  # the user's cache
     recipe: Recipe | None = None  # somebody else's part of the loop
+    tracer: Tracer | None = None  # who records the run
 
     @property
     def config(self) -> GenerationConfig:
@@ -103,7 +105,7 @@ class Call:
         self.asked = asked
         self.loan = None if asked.past is None else Loan(asked.past)
         cache = _refused(asked.config, self.loan)
-        self.session = Session(model, states=states, observe=observe, cache=cache)
+        self.session = Session(model, states=states, observe=observe, cache=cache, trace=asked.tracer)
         self.numbers: list[int] = []
         self.configs: list[GenerationConfig] = []
         self.healed: list[Tail] = []  # what token healing has taken off each prompt

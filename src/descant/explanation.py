@@ -1,13 +1,19 @@
-"""What a config would do, in words: `GenerationConfig.explain`."""
+"""What a config would do, in words: `GenerationConfig.explain`, and what a trace says of a request."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from typing import Any
+
 from descant.assistance import Assistance, guessing
 from descant.config import FIELDS, GenerationConfig, register_explainer
-from descant.resolve import DEFAULT_NEW_TOKENS, WRAPS, adapt, constrains, contrasts, drafted, plan
+from descant.ports import Drafter
+from descant.resolve import DEFAULT_NEW_TOKENS, WRAPS, Plan, adapt, constrains, contrasts, drafted, plan
 from descant.stages import STAGES, ends_of, ordered
+from descant.trace.records import Asked
 
-__all__ = ["explained"]
+__all__ = ["admitted", "explained"]
 
 
 def explained(config: GenerationConfig, model: object = None) -> str:
@@ -56,6 +62,38 @@ def _named(config: GenerationConfig) -> str:
     kind = f"constrained {kind}" if constrains(config) else kind
     groups = f" in {config.num_beam_groups} groups" if config.num_beam_groups > 1 else ""
     return f"{kind}, {config.num_beams} beams{groups}"
+
+
+def admitted(
+    number: int, prompt: Sequence[int], known: Plan, stages: Sequence[str], drafter: Drafter | None
+) -> Asked:
+    """What a trace says of a request, with these stages; its root is for the tracer to say."""
+    config, recipe, demands = known.config, known.recipe, known.values.get("demands")
+    method = _named(config)
+    if recipe is not None and recipe.kind == "strategy":
+        method = f"recipe {recipe.name}"
+    return Asked(
+        number,
+        0,
+        tuple(max(token, 0) for token in prompt),  # what stands for a medium may have no token
+        method,
+        {name: _said(getattr(config, name)) for name in sorted(config.given)},
+        tuple(stages),
+        config.num_beams,
+        config.num_beam_groups,
+        config.num_return_sequences,
+        None if drafter is None else type(drafter).__name__,
+        None if demands is None else demands.steps,
+    )
+
+
+def _said(value: Any) -> Any:
+    """A parameter as JSON can say it in few words; of anything else its kind."""
+    try:
+        plain = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        return type(value).__name__
+    return plain if len(str(plain)) <= 200 else type(value).__name__
 
 
 def _stops(config: GenerationConfig) -> list[str]:

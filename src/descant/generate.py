@@ -28,11 +28,12 @@ from descant.outputs import (
     transition_scores,
 )
 from descant.recipes.recipe import Recipe
+from descant.record import Layout, Record
 from descant.resolve import pad_of
 from descant.session import Failed, Finished, Tokens
 from descant.speech.call import Spoken, transcribe
 from descant.step import Hypothesis
-from descant.record import Layout, Record
+from descant.trace.tracer import Tracer
 
 __all__ = ["attach", "compute_transition_scores", "detach", "generate"]
 
@@ -62,9 +63,15 @@ def generate(
     both with `trust_remote_code=True` alone, the name of an installed one, a function or a class of a port.
     `generation_config` may be a list, one for each prompt, and so may `seed`. Returns the sequences
     [B * num_return_sequences, L], or with `return_dict_in_generate=True` a record with what was asked for.
+    `trace=True`, or a `descant.Tracer`, records every step: the result is a record then in any case, and its
+    `trace` can be saved, replayed and drawn; with `tokenizer` it knows the texts of tokens.
     """
     recipe, kwargs = recipe_of(kwargs)
+    tracer = Tracer.of(kwargs.pop("trace", None), kwargs.get("tokenizer"))
     if recipe is not None and recipe.kind == "generate":
+        if tracer is not None:
+            must = "must be None with a recipe that is a function, whose loop is its own"
+            raise InputError("trace", must, True, "leave it out")
         own: dict[str, Any] = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
         own |= {"streamer": streamer, **kwargs}
         said: Tensor | GenerateOutput = _handed_over(recipe, model, inputs, generation_config, own)
@@ -76,6 +83,9 @@ def generate(
     criteria = listed("stopping_criteria", stopping_criteria)
     listener = None if is_prepared(generation_config) else listener_of(model)
     if listener is not None:
+        if tracer is not None:
+            must = f"is not kept of {type(model).__name__}, which hears window by window"
+            raise NotInThisVersion("trace", must, True, "leave it out")
         if past is not None:
             must = f"is not taken by {type(model).__name__}, which hears window by window"
             raise NotInThisVersion("past_key_values", must, type(past).__name__, "leave it out")
@@ -96,6 +106,9 @@ def generate(
         return transcribe(listener, decode, spoken)
     outer = None if is_prepared(generation_config) else outer_of(model)
     if outer is not None:
+        if tracer is not None:
+            must = f"is not kept of {type(model).__name__}, which has a loop around the call"
+            raise NotInThisVersion("trace", must, True, "leave it out")
         held = {"logits_processor": processors, "stopping_criteria": criteria, "streamer": streamer}
         held = {**held, "tokenizer": tokenizer, **assistant, **kwargs}
         held |= {} if past is None else {"past_key_values": past}
@@ -107,13 +120,35 @@ def generate(
     if is_prepared(generation_config):
         config = recovered_config(generation_config, kwargs["input_ids"].shape[1])
         given = recovered_inputs(generation_config, kwargs, bool(model.config.is_encoder_decoder))
-        asked = Asked([config], processors, own_criteria(criteria), tokenizer, **assistant, recipe=recipe)
+        if tracer is not None:
+            config = config.replace(return_dict_in_generate=True)
+        asked = Asked(
+            [config],
+            processors,
+            own_criteria(criteria),
+            tokenizer,
+            **assistant,
+            recipe=recipe,
+            tracer=tracer,
+        )
         if past is not None and past.get_seq_length():  # an empty one it has made for itself
             asked = replace(asked, past=past)
         return _Run(model, asked, streamer).run(given)
+    if tracer is not None:
+        call["return_dict_in_generate"] = True
     several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
     configs = merged(model, generation_config, call)
-    asked = Asked(configs, processors, criteria, tokenizer, several, **assistant, past=past, recipe=recipe)
+    asked = Asked(
+        configs,
+        processors,
+        criteria,
+        tokenizer,
+        several,
+        **assistant,
+        past=past,
+        recipe=recipe,
+        tracer=tracer,
+    )
     return _Run(model, asked, streamer).run(kwargs)
 
 
@@ -272,6 +307,7 @@ class _Run:
             values["logprobs"] = tuple(one.logprobs for one in sequences)
         if any(one.speculation is not None for one in sequences):
             values["speculation"] = tuple(one.speculation for one in sequences)
+        values["trace"] = self.session.trace
         beams = any(one.num_beams > 1 for one in configs)
         if beams:
             if config.output_scores:

@@ -42,6 +42,12 @@ class GenerateOutput(OrderedDict[str, Any]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self)})"
 
+    def _repr_html_(self) -> str | None:
+        """The pictures of its trace, for a notebook; None without one."""
+        trace = self.get("trace")
+        shown: str | None = None if trace is None else trace._repr_html_()
+        return shown
+
     def to_tuple(self) -> tuple[Any, ...]:
         """The values that are there, in order."""
         return tuple(self.values())
@@ -59,6 +65,7 @@ class GenerateDecoderOnlyOutput(GenerateOutput):
         "hidden_states",
         "past_key_values",
         "speculation",
+        "trace",
     )
 
 
@@ -77,6 +84,7 @@ class GenerateEncoderDecoderOutput(GenerateOutput):
         "decoder_hidden_states",
         "past_key_values",
         "speculation",
+        "trace",
     )
 
 
@@ -94,6 +102,7 @@ class GenerateBeamDecoderOnlyOutput(GenerateOutput):
         "attentions",
         "hidden_states",
         "past_key_values",
+        "trace",
     )
 
 
@@ -114,6 +123,7 @@ class GenerateBeamEncoderDecoderOutput(GenerateOutput):
         "cross_attentions",
         "decoder_hidden_states",
         "past_key_values",
+        "trace",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from descant.cache.unkept import Rereading, Unkept
 from descant.config import GenerationConfig
 from descant.context import Params, Values, params_of, table
 from descant.errors import DescantError, InputError, RowError
+from descant.explanation import admitted
 from descant.ledger import Ledger, Pages
 from descant.memory import kind_of
 from descant.noise import Chance
@@ -53,8 +55,11 @@ from descant.room import refuse_unfitting
 from descant.rows import Column, Rows, pick
 from descant.shelf import Shelf
 from descant.stages import SAMPLERS
-from descant.step import Hypothesis, Lane, Observation, Tokens, settle, stateful, step
+from descant.step import Hypothesis, Lane, Observation, Tokens, Watched, settle, stateful, step
 from descant.stopping import Stops
+from descant.trace.looks import name_of
+from descant.trace.trace import Trace
+from descant.trace.tracer import Tracer
 
 __all__ = ["Event", "Failed", "Finished", "Report", "Request", "Session", "Tokens"]
 
@@ -124,6 +129,7 @@ class Session:
     Requests of any length, config and strategy share the forward of a step; each has the same result as
     alone. A row leaves, and its memory with it, in the step that ends it. `cache` is the empty cache that
     it works on, where that is not for the model to say; a `prefix_cache` keeps what prompts begin with.
+    With `trace=Tracer(...)` every step is recorded, and `trace` is the record so far.
     """
 
     def __init__(
@@ -134,7 +140,9 @@ class Session:
         observe: Callable[[Observation], None] | None = None,
         cache: Cache | None = None,
         prefix_cache: PrefixCache | None = None,
+        trace: Tracer | bool | None = None,
     ) -> None:
+        self._tracer = Tracer.of(trace)
         self.model: Any = adapt(model, states)
         if isinstance(cache, Unkept):
             self.model = Rereading(self.model)
@@ -168,6 +176,14 @@ class Session:
         self._ledger = Ledger()
         self._lanes: tuple[object, list[Lane]] | None = None
         self._observe = observe
+        if self._tracer is not None:
+            whose = getattr(model, "model", model) if hasattr(model, "facts") else model
+            self._tracer.begin(type(whose).__name__, self.model.facts.vocabulary)
+
+    @property
+    def trace(self) -> Trace | None:
+        """What was recorded so far; None where nobody traces."""
+        return None if self._tracer is None else self._tracer.trace
 
     def __len__(self) -> int:
         """How many requests are running."""
@@ -216,6 +232,9 @@ class Session:
         for number, one in zip(numbers, asked, strict=True):
             self._recall.open(number, one.request, one.plan, one.prompt, self._cache)
         new = self._fresh(numbers, [one.prompt for one in asked], [one.offset for one in asked], table(made))
+        if self._tracer is not None:
+            roots = [self._traced(number, one) for number, one in zip(numbers, asked, strict=True)]
+            new = new.changed(columns={**new.columns, self._tracer.name: torch.tensor(roots)})
         self._append(new.changed(cached=torch.tensor([one.length for one in begun])), begun)
         return numbers
 
@@ -225,12 +244,15 @@ class Session:
             return []
         if self._peers is not None:
             self._peers.check()
+        began = 0.0 if self._tracer is None else time.perf_counter()
         rows = self._recall.read(self._bare, self._cache, self._rows)
         archive = self._recall.archive
         retire = None if archive is None else partial(archive.retire, self._cache)
         self._rows, selections = step(self.model, self._cache, rows, self._lanes_of, self._observe, retire)
         self._recall.read_through(self._cache, self._rows)
         self.steps += 1
+        if self._tracer is not None:
+            self._tracer.stepped(time.perf_counter() - began, self.report().cache_bytes)
         events: list[Event] = [one.emitted for one in selections if one.emitted is not None]
         for selection in selections:
             for request in selection.failed:
@@ -240,7 +262,17 @@ class Session:
             for request in selection.finished:
                 events.append(self._ended(request))
                 self._close(request)
+        for event in events if self._tracer is not None else ():
+            self._told(event)
         return events
+
+    def _told(self, event: Event) -> None:
+        """Tell who traces how a request has ended, if that is what an event says."""
+        assert self._tracer is not None
+        if isinstance(event, Finished):
+            self._tracer.ended(event.request, event.hypotheses)
+        elif isinstance(event, Failed):
+            self._tracer.failed(event.request, str(event.error))
 
     def cancel(self, request: int) -> None:
         """Drop a request and free its rows at once."""
@@ -254,6 +286,8 @@ class Session:
         self._cache.commit(keep, self._rows.cached)
         self._live[request].strategy.drop(request)
         self._close(request)
+        if self._tracer is not None:
+            self._tracer.failed(request, "cancelled")
 
     def report(self) -> Report:
         """What it has done so far, and what it holds."""
@@ -450,6 +484,15 @@ class Session:
         _refuse_shared_state(chain)
         return tuple(sorted(chain, key=lambda entry: entry[0]))
 
+    def _traced(self, number: int, one: _Asked) -> int:
+        """Tell who traces of a request; the node that stands for its prompt."""
+        assert self._tracer is not None
+        around = [type(self._wrapped_by[name]).__name__ for name in one.plan.wraps]
+        chain = self._chains.items[self._live[number].places["chain"]]
+        stages = (*around, *(name_of(processor) for _, processor in chain))
+        asked = admitted(number, one.prompt.tolist(), one.plan, stages, self._drafter(number))
+        return self._tracer.admit(asked, " and ".join(around) or type(self.model).__name__)
+
     def _fresh(
         self,
         numbers: Sequence[int],
@@ -541,7 +584,8 @@ class Session:
                 if index is not None and len(index) == len(rows):
                     index = None  # the whole table
                 stages = self._stages(chain if index is None else chain[index])
-                lanes.append(Lane(self._order[number], index, stages, self._followers(rows)))
+                watch: list[Watched] | None = None if self._tracer is None else []
+                lanes.append(Lane(self._order[number], index, stages, self._followers(rows), watch=watch))
             self._lanes = (rows.version, lanes)
         return self._lanes[1]
 
@@ -565,6 +609,8 @@ class Session:
             followers.append(self._stops)
         if self._ledger.name in rows.columns:
             followers.append(self._ledger)
+        if self._tracer is not None:
+            followers.append(self._tracer)
         return followers
 
     # -------------------------------------------------------------------- ends

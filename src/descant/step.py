@@ -32,6 +32,7 @@ __all__ = [
     "Speculation",
     "Tokens",
     "Told",
+    "Watched",
     "params_of",
     "settle",
     "stateful",
@@ -148,6 +149,7 @@ class Hypothesis:
     beams: tuple[int, ...] | None = None  # which slot of its request each token was chosen from
     logprobs: Logprobs | None = None  # where its request asks for them
     unmet: tuple[int, ...] | None = None  # places of the constraints it does not meet; None: it had none
+    met: int | None = None  # steps of its constraints that it has met; None: it had none
     speculation: Speculation | None = None  # of its guesses; None: nothing guessed
 
 
@@ -183,6 +185,16 @@ class Selection(NamedTuple):
     told: Told | None = None  # None: every fed row is a line of the record
 
 
+class Watched(NamedTuple):
+    """What one processor was given and made of it, for who traces."""
+
+    processor: Processor
+    place: Tensor | None  # [N] (host) which lines of the lane, row by row, K + 1 each; None: all
+    before: Tensor  # [N, V]
+    after: Tensor
+    turn: int = 0  # which call of a strategy that asks by itself; 0: of the lane
+
+
 class Observation(NamedTuple):
     """What a step looked like to one lane: for scores, traces and pictures."""
 
@@ -191,6 +203,7 @@ class Observation(NamedTuple):
     scores: Tensor  # [R, K + 1, V] processed
     output: Output
     told: Told | None = None
+    watched: Sequence[Watched] = ()  # for followers alone, and only where somebody traces
 
 
 # ------------------------------------------------------------------------ the loop
@@ -218,12 +231,15 @@ class Lane:
     stages: Sequence[tuple[Processor, Tensor | None]]  # each with the lane's rows that use it; None: all
     followers: Sequence[Follower] = ()
     uploaded: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # parameters on the device, by stage
+    watch: list[Watched] | None = None  # what each processor did in this step; None: nobody traces
     _remembered: list[_Remembered] = field(default_factory=list)
 
     def process(self, rows: Rows, proposal: Proposal, logits: Tensor) -> Tensor:
         """The logits as the strategy reads them [R, K + 1, V]."""
         scores = logits.log_softmax(-1) if self.strategy.normalised else logits
         self._remembered.clear()
+        if self.watch is not None:
+            self.watch.clear()
         if not self.stages or getattr(self.strategy, "grouped", False):
             return scores
         context = Context.of(rows, proposal.drafts, self.uploaded.setdefault(-1, {}))
@@ -239,6 +255,8 @@ class Lane:
                 after = self._processed(keeps, index, part, before, proposal)
             else:
                 after = processor.process(part, before)
+            if self.watch is not None:
+                self.watch.append(Watched(processor, place, before, after))
             flat = after if place is None else flat.index_copy(0, place.to(flat.device), after)
         return flat.view_as(scores)
 
@@ -263,8 +281,14 @@ class Lane:
                 stages.append((processor, mine))
         part = rows.take(index)
         part = part.changed(columns={**part.columns, **columns}, version=object())
-        lane = Lane(_Processed(), None, stages)  # type: ignore[arg-type]
+        watch: list[Watched] | None = None if self.watch is None else []
+        lane = Lane(_Processed(), None, stages, watch=watch)  # type: ignore[arg-type]
         answer = lane.process(part, Proposal(), pick(scores[:, :1], index))
+        if self.watch is not None:
+            turn = 1 + max((one.turn for one in self.watch), default=0)
+            for one in watch or ():
+                mine = index if one.place is None else index[one.place]
+                self.watch.append(one._replace(place=mine, turn=turn))
         for kept in lane._remembered:
             self._remembered.append(kept._replace(users=index if kept.users is None else index[kept.users]))
         return answer[:, 0]
@@ -382,6 +406,9 @@ def step(
         seen = Observation(mine, raw, scores, heard, selected.told)
         if observe is not None:
             observe(seen)
+        if lane.watch is not None:
+            seen = seen._replace(watched=tuple(lane.watch))
+            lane.watch.clear()
         chosen.append((lane.index, lane.follow(seen, tried, selected)))
 
     selection = _settled(_joined(rows, chosen), len(rows))

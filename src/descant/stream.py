@@ -23,6 +23,8 @@ from descant.ports import Peers
 from descant.session import Event, Failed, Finished, Session, Tokens
 from descant.step import Hypothesis
 from descant.text import TextStream
+from descant.trace.trace import Trace
+from descant.trace.tracer import Tracer
 
 __all__ = ["Stream", "StreamEvent", "stream"]
 
@@ -69,6 +71,7 @@ def stream(
     list of texts. The events of all
     prompts and sequences are mingled; a sequence of beams brings what all beams agree on at once, and the
     rest when it is decided. Iterate with `for` or `async for`; `close`, or leaving `with`, cancels what runs.
+    With `trace=True`, or a `descant.Tracer`, the stream's `trace` is the record of its steps so far.
     """
     if hears(model):
         kind = type(model).__name__
@@ -78,6 +81,7 @@ def stream(
     recipe, kwargs = recipe_of(kwargs)
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     past = kwargs.pop("past_key_values", None)
+    tracer = Tracer.of(kwargs.pop("trace", None), tokenizer)
     with together(model):
         call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
         _refuse_record(call, generation_config)
@@ -89,7 +93,15 @@ def stream(
         several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
         configs = merged(model, generation_config, call)
         asked = Asked(
-            configs, processors, criteria, tokenizer, several, **assistant, past=past, recipe=recipe
+            configs,
+            processors,
+            criteria,
+            tokenizer,
+            several,
+            **assistant,
+            past=past,
+            recipe=recipe,
+            tracer=tracer,
         )
         return Stream(model, asked, inputs, kwargs)
 
@@ -112,6 +124,11 @@ class Stream:
             number: _Asker(line, config, asked.tokenizer, prompts.prompt(line), call.healed[line])
             for line, (number, config) in enumerate(zip(call.numbers, call.configs, strict=True))
         }
+
+    @property
+    def trace(self) -> Trace | None:
+        """What was recorded so far, with `trace=True`; None without."""
+        return self.session.trace
 
     def __iter__(self) -> Iterator[StreamEvent]:
         return self

@@ -86,6 +86,16 @@ class ConstraintListState:
         return not self.unmet
 
     @property
+    def steps(self) -> int:
+        """The steps that all of them take."""
+        return sum(self._plan.whole)
+
+    @property
+    def met(self) -> int:
+        """How many of these steps the text has made."""
+        return self.steps - sum(self._left[place] for place in self.unmet)
+
+    @property
     def complete_constraints(self) -> list[Constraint]:
         """Those that are met, in the order in which they were."""
         return [self._now[place] for place in self._met]

@@ -68,7 +68,7 @@ class Stage:
     kept: int  # tokens that are possible after it
     cut: int = 0  # tokens that it made impossible
     mass: float = 0.0  # the probability, before it, of those
-    moved: tuple[Moved, ...] = ()  # the likeliest before it and after it, likeliest before it first
+    moved: tuple[Moved, ...] = ()  # the likeliest before it, the most moved, some it cut; likeliest first
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,13 @@ def _fields(record: Any) -> dict[str, Any]:
     return {
         one.name: _written(value)
         for one in dataclasses.fields(record)
-        if (value := getattr(record, one.name)) != one.default or one.name in ("format", "version")
-        if value not in ((), {})
+        if (value := getattr(record, one.name)) != _default(one) or one.name in ("format", "version")
     }
+
+
+def _default(one: dataclasses.Field[Any]) -> Any:
+    """What a field is where nothing is said of it; a value that none has, where something must be."""
+    return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
 
 
 def _written(value: Any) -> Any:
@@ -245,7 +249,7 @@ def _written(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_written(one) for one in value]
     if isinstance(value, Mapping):
-        return {str(name): _written(one) for name, one in value.items()}
+        return {str(name): one for name, one in value.items()}  # JSON already, and not to be rounded
     return _fields(value) if dataclasses.is_dataclass(value) else value
 
 

@@ -40,6 +40,11 @@ class Constrained(Beam):
     that have where these are too few.
     """
 
+    columns: Mapping[str, Tensor] = {
+        **Beam.columns,
+        "met": torch.zeros(1, dtype=torch.long),  # steps of its constraints that the row has met
+    }
+
     def __init__(self, shape: Shape, noise: Noise, stop: Stop, peers: Peers | None = None) -> None:
         super().__init__(shape, noise, stop, peers)
         self._states: dict[int, dict[int, ConstraintListState]] = {}  # by request and slot
@@ -100,7 +105,15 @@ class Constrained(Beam):
             for slot, entry in enumerate(chosen[line]):
                 states[slot + team.group * self._shape.team] = entry.state
         tokens = np.where(kept.sums > -np.inf, kept.tokens.numpy(), -1)
-        return self._kept(rows, team, kept, place, kept.sums, going, retired), tokens
+        return self._noted(rows, self._kept(rows, team, kept, place, kept.sums, going, retired)), tokens
+
+    def _noted(self, rows: Rows, kept: Selection) -> Selection:
+        """The same, with what each row has met."""
+        assert kept.parents is not None
+        assert kept.slot is not None
+        whose = zip(rows.request[kept.parents].tolist(), kept.slot.tolist(), strict=True)
+        met = torch.tensor([self._next[request][slot].met for request, slot in whose], dtype=torch.long)
+        return kept._replace(columns={**kept.columns, "met": met})
 
     # -------------------------------------------------------------------- what may be kept
     def _state(self, rows: Rows, row: int) -> ConstraintListState:
@@ -268,7 +281,8 @@ class Constrained(Beam):
     ) -> tuple[int, Hypothesis]:
         """A candidate as a sequence that has ended, with the row it continued."""
         row, one = super()._hypothesis(rows, found, line, place, score, written)
-        one.unmet = self._read(rows, row, int(found.tokens[line, place])).unmet
+        state = self._read(rows, row, int(found.tokens[line, place]))
+        one.unmet, one.met = state.unmet, state.met
         return row, one
 
 
