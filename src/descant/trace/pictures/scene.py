@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from descant.trace.records import Asked, Look, Row, Stage, Step
 from descant.trace.tree import Node
-from descant.trace.words import shown, word
+from descant.trace.words import phrase, shown, word
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
@@ -102,6 +102,7 @@ class _Request:
             "drafter": None if asked.drafter is None else _text(asked.drafter),
             "demands": asked.demands,
             "prompt": list(prompt),
+            "phrase": phrase(self.trace, prompt),
             "unshown": len(asked.prompt) - len(prompt),
             "error": None if result is None or result.error is None else _text(result.error),
             "nodes": self._columns(kept),

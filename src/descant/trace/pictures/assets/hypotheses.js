@@ -1,7 +1,7 @@
 // Beside the tree: what is selected, with its alternatives, and the hypotheses that stand or have ended, in order.
 {
   const { el, word, prob, number, counted } = descant;
-  const WORDS = { eos: "an end token", length: "its length", time: "the time limit", stop: "a stop text" };
+  const WORDS = new Map([["eos", "an end token"], ["length", "its length"], ["time", "the time limit"], ["stop", "a stop text"]]);
   const SHOWN = 24; // tokens of a hypothesis in the list, its last
 
   descant.Hypotheses = class {
@@ -29,7 +29,7 @@
     // ---------------------------------------------------------------- in words
     fate(at) {
       const { nodes } = this;
-      const end = nodes.reason[at] === null ? "" : `ended by ${WORDS[nodes.reason[at]] ?? nodes.reason[at]}`;
+      const end = nodes.reason[at] === null ? "" : `ended by ${WORDS.get(nodes.reason[at]) ?? nodes.reason[at]}`;
       if (nodes.rank[at] !== null) return `${end || "returned"}, rank ${nodes.rank[at] + 1}`;
       return {
         best: "on the path of the winner", returned: "on the path of a returned sequence",
@@ -76,7 +76,7 @@
     // ---------------------------------------------------------------- the selected node
     chosen() {
       const at = this.app.node;
-      if (at === null) return [el("h2", {}, "Nothing selected"), el("p", { class: "hint" }, "Select a token of the tree to see its path and what else could have come there.")];
+      if (at === null) return [el("p", { class: "hint" }, "Select a token of the tree to see its path and what else could have come there.")];
       if (!at) return [el("h2", {}, "The prompt"), el("p", { class: "hint" }, counted(this.request.prompt.length + this.request.unshown, "token"))];
       const { nodes } = this;
       const path = this.path(at);
@@ -93,7 +93,7 @@
         el("h2", { class: "which" }, word(this.run, nodes.token[at], true), el("span", { class: "id" }, `id ${nodes.token[at]}`)),
         el("p", { class: "path", id: "path" }, path.map((one) =>
           one === at ? el("strong", {}, word(this.run, nodes.token[one])) : word(this.run, nodes.token[one]))),
-        el("dl", { class: "figures" }, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+        el("dl", { class: "numbers" }, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
         this.alternatives(at),
       ];
     }
@@ -114,7 +114,7 @@
         const name = word(this.run, token, true);
         const cell = taken === undefined || taken === at ? name
           : el("button", { type: "button", class: "quiet", onclick: () => this.app.set({ node: taken }) }, name);
-        const bar = el("span", { class: "bar", style: `width:${Math.max(0.5, 100 * Math.exp(processed ?? -99)).toFixed(1)}%` });
+        const bar = el("span", { class: "amount", style: `width:${Math.max(0.5, 100 * Math.exp(processed ?? -99)).toFixed(1)}%` });
         return el("tr", { class: taken === at ? "this" : taken === undefined ? null : "taken", "data-token": token },
           el("th", { scope: "row" }, cell, taken === at ? el("span", { class: "badge" }, "this") : taken === undefined ? null : el("span", { class: "badge" }, "taken too")),
           changed ? el("td", {}, prob(raw)) : null,
@@ -142,21 +142,31 @@
       const ended = nodes.reason.flatMap((reason, at) => (reason !== null && nodes.born[at] <= view.now && !main.includes(at) ? [at] : []))
         .sort((one, other) => (nodes.score[other] ?? 0) - (nodes.score[one] ?? 0)).slice(0, 32);
       const title = view.last && this.request.said.length && nodes.state.some((state) => state === "best") ? "Returned" : "Standing now";
-      return [this.entries(title, main), this.entries(view.last ? "Ended, not returned" : "Ended so far", ended)].flat();
+      const first = main[0] ?? ended[0];
+      return [this.entries(title, main, first), this.entries(view.last ? "Ended, not returned" : "Ended so far", ended, first)].flat();
     }
 
-    entries(title, nodes) {
-      if (!nodes.length) return [];
-      return [el("h3", {}, title), el("ol", {}, nodes.map((at) => this.entry(at)))];
+    entries(title, leaves, first) {
+      if (!leaves.length) return [];
+      const leader = new Set(this.path(first));
+      return [el("h3", { class: "titled" }, title), el("ol", {}, leaves.map((at) => this.entry(at, at === first ? null : leader)))];
     }
 
-    entry(at) {
+    // Of one that shares its beginning with the leader only what is its own, and two tokens before.
+    entry(at, leader) {
       const path = this.path(at);
-      const words = path.slice(-SHOWN).map((one) => word(this.run, this.nodes.token[one]));
+      let shared = 0;
+      while (leader && shared < path.length && leader.has(path[shared])) shared++;
+      const start = Math.max(0, path.length - SHOWN, shared - 2);
+      const words = path.slice(start).map((one, place) => {
+        const said = word(this.run, this.nodes.token[one]);
+        if (start + place < shared) said.classList.add("shared");
+        return said;
+      });
       const figures = [this.nodes.score[at] === null ? null : number(this.nodes.score[at]), this.nodes.reason[at]].filter(Boolean);
       return el("li", {}, el("button", {
         type: "button", class: "hypothesis", "aria-pressed": String(at === this.app.node), onclick: () => this.app.set({ node: at }),
-      }, el("span", { class: "said" }, path.length > SHOWN ? "… " : null, words), el("span", { class: "figures" }, figures.join(" · "))));
+      }, el("span", { class: "said" }, start ? "… " : null, words), figures.length ? el("span", { class: "under" }, figures.join(" · ")) : null));
     }
   };
 }

@@ -144,7 +144,8 @@ descant.layout = (() => {
     }
     const left = new Float32Array(column.length + 1);
     for (let depth = 0; depth < column.length; depth++) left[depth + 1] = left[depth] + column[depth] + GAP;
-    return { ...made, width, column, left, ghosts, GAP };
+    const scored = nodes.score.some((one, at) => one !== null && nodes.reason[at] === null);
+    return { ...made, width, column, left, ghosts, scored, GAP };
   }
 
   // Columns in lines of at most that width, so that a long sequence is read like a text; one line where it is Infinity.

@@ -17,7 +17,7 @@ const descant = (() => {
       else if (name === "style") element.style.cssText = value; // an attribute would be against the policy
       else element.setAttribute(name, value === true ? "" : String(value));
     }
-    for (const child of children.flat()) {
+    for (const child of children.flat(Infinity)) {
       if (child === null || child === undefined || child === false) continue;
       element.append(child instanceof Node ? child : document.createTextNode(String(child)));
     }
@@ -355,7 +355,7 @@ const descant = (() => {
     const cache = request.steps.reduce((most, step) => Math.max(most, step.cache ?? 0), 0);
     const said = request.said.reduce((sum, one) => sum + one.nodes.length, 0);
     const facts = [
-      ["Model", run.model],
+      scene.title.includes(run.model) ? null : ["Model", run.model],
       ["Prompt", counted(request.prompt.length + (request.unshown || 0), "token")],
       ["Written", counted(said, "token")],
       ["Steps", request.steps.length.toLocaleString("en")],
@@ -365,15 +365,14 @@ const descant = (() => {
     ].filter(Boolean);
     return el("header", { class: "masthead" },
       el("div", { class: "heading" },
-        el("h1", {}, scene.title),
+        el("div", { class: "named" }, el("h1", {}, scene.title), el("p", { class: "method" }, request.method)),
         el("div", { class: "choices" },
           scene.runs.length > 1 && chooser("run", "Run", scene.runs.map((_, at) => `${"AB"[at]}: ${scene.runs[at].requests[0]?.method ?? ""}`)),
-          run.requests.length > 1 && chooser("request", "Request", run.requests.map((one) => `${one.request}: ${beginning(run, one)}`)))),
-      el("p", { class: "method" }, request.method),
+          run.requests.length > 1 && chooser("request", "Request", run.requests.map((one) => `${one.request}: ${beginning(one)}`))),
+        el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))))),
       notices(app),
-      el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-      chips(request),
-      prompt(run, request));
+      prompt(request),
+      chips(request));
   }
 
   function chooser(name, label, options) {
@@ -383,47 +382,42 @@ const descant = (() => {
     return el("label", { class: "choose" }, el("span", {}, label), select);
   }
 
-  function beginning(run, request) {
-    let text = "";
-    for (const id of request.prompt) {
-      text += plain(run, id);
-      if (text.length > 40) return `${[...text].slice(0, 40).join("")}…`;
-    }
-    return text;
-  }
+  const spelt = (pieces) => pieces.map(([text, mark]) => (mark ? el("span", { class: "mark" }, text) : text));
+  const beginning = (request) => shorter(request.phrase.map((piece) => piece[0]).join(""), 40);
+
+  // What a model brings along is behind a button: few have chosen it.
+  const BROUGHT = new Set(["bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "return_dict_in_generate", "trace", "use_cache"]);
 
   function chips(request) {
-    const entries = Object.entries(request.config);
-    if (!entries.length) return null;
     const shown = ([name, value]) =>
       el("li", { class: "chip" }, el("span", { class: "key" }, name), " ",
-        el("span", { class: "value" }, typeof value === "string" ? value : shorter(JSON.stringify(value), 60)));
-    return el("ul", { class: "chips", "aria-label": "Settings" }, entries.map(shown));
+        el("span", { class: "value" }, shorter(typeof value === "string" ? value : JSON.stringify(value), 60)));
+    const entries = Object.entries(request.config);
+    if (!entries.length) return null;
+    const [brought, chosen] = [true, false].map((one) => entries.filter(([name]) => BROUGHT.has(name) === one));
+    const more = el("li", {}, el("button", { type: "button", class: "quiet", onclick: () => more.replaceWith(...brought.map(shown)) },
+      chosen.length ? `and ${brought.length} more` : counted(brought.length, "setting")));
+    return el("ul", { class: "chips", "aria-label": "Settings" }, chosen.map(shown), brought.length ? more : null);
   }
 
-  const shorter = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+  function shorter(text, most) {
+    const letters = [...text];
+    return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : text;
+  }
 
-  function prompt(run, request) {
+  function prompt(request) {
     if (!request.prompt.length) return null;
-    const most = 400;
-    const words = (ids) => ids.map((id) => word(run, id));
-    const [first, rest] = [request.prompt.slice(0, most), request.prompt.slice(most)];
-    const text = el("p", { class: "prompt" },
-      request.unshown ? el("span", { class: "mark" }, `${counted(request.unshown, "token")} before it, not kept … `) : null, words(first));
-    if (rest.length) {
-      const more = el("button", { type: "button", class: "quiet", onclick: () => more.replaceWith(...words(rest)) },
-        `… ${counted(rest.length, "more token")}`);
-      text.append(more);
-    }
-    return el("figure", { class: "prompting" }, el("figcaption", {}, "Prompt"), text);
+    const text = el("p", { class: "prompt", tabindex: 0, "aria-label": "Prompt", dir: "ltr" }, spelt(request.phrase));
+    const before = request.unshown ? el("p", { class: "hint" }, `${counted(request.unshown, "token")} before these are not on this page.`) : null;
+    return el("figure", { class: "prompting" }, el("figcaption", {}, "Prompt"), el("div", {}, before, text));
   }
 
   function notices(app) {
     const [scene, run, request] = [app.scene, app.runData, app.requestData];
-    const what = { details: "alternatives and processors are no longer kept", steps: "no steps are kept" };
+    const what = new Map([["details", "alternatives and processors are not kept"], ["steps", "no steps are kept"]]);
     const list = [
       request.error ? ["bad", `The run ended with an error: ${request.error}`] : null,
-      ...run.cuts.map((cut) => ["warn", `The trace reached its size limit: from step ${cut.step} on ${what[cut.what] ?? `${cut.what} are not kept`}.`]),
+      ...run.cuts.map((cut) => ["warn", `The trace reached its size limit: from step ${cut.step} on ${what.get(cut.what) ?? `${cut.what} are not kept`}.`]),
       ...(scene.left || []).map((text) => ["warn", text]),
     ].filter(Boolean);
     return list.map(([kind, text]) => el("p", { class: `notice ${kind}`, role: "note" }, text));

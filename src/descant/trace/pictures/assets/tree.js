@@ -3,9 +3,9 @@
   const { el, svg, number, prob, counted } = descant;
   const LANE = 52; // from one lane to the next
   const BOX = 26; // a node's height
-  const TOP = 16; // above the first lane, left of the first column
+  const TOP = 18; // above the first lane, and around it all
   const THIN = 19; // a lane from afar
-  const NEAR = 0.5; // from this scale on nodes are drawn one by one; below, what they say together
+  const NEAR = 0.7; // from this scale on nodes are drawn one by one; below, what they say together
   const LETTER = 6.3; // of the font from afar
 
   class TreeView {
@@ -29,8 +29,9 @@
         el("button", { type: "button", class: "tool", "aria-label": label, title: label, onclick: act, ...more }, text);
       this.wrapper = tool("Wrap long lines", "Wrap", () => this.wrap(!this.wraps), { id: "wrap" });
       this.canvas = svg("svg", { role: "none", class: "canvas" });
-      this.layer = svg("g", { role: "none" });
-      this.canvas.append(this.layer);
+      this.layers = ["lines", "phrases", "nodes"].map((name) => svg("g", { role: "none", class: name }));
+      [this.lines, this.words, this.boxes] = this.layers;
+      this.canvas.append(...this.layers);
       this.window = el("div", {
         class: "window", id: "tree", role: "tree", tabindex: 0, "aria-label": "Tree of hypotheses. Arrow keys move along it.",
         onscroll: () => this.soon(), onkeydown: (event) => this.key(event), onclick: (event) => this.click(event),
@@ -50,22 +51,22 @@
 
     legend() {
       const { nodes, request } = this;
-      const has = (state) => nodes.state.includes(state);
+      const has = (state) => nodes.state.includes(state, 1); // the root is no token
       const entries = [
         has("best") ? ["best", "winner"] : null,
         has("returned") ? ["returned", "returned too"] : null,
         has("ended") ? ["ended", "ended, not returned"] : null,
-        ["standing", "standing now"],
+        request.steps.length > 1 ? ["standing", "standing now"] : null,
         has("dropped") ? ["dropped", "dropped"] : null,
         nodes.guessed.includes(1) ? ["guessed", "drafted"] : null,
-      ].filter(Boolean).map(([name, text]) => el("li", {}, el("span", { class: `key ${name}` }), text));
+      ].filter(Boolean).map(([name, text]) => el("li", {}, el("span", { class: `sample ${name}` }), text));
       if (request.groups > 1) {
         for (let group = 0; group < request.groups; group++) {
           entries.push(el("li", {}, el("span", { class: `letter group-${group % 8}` }, letterOf(group)), `group ${letterOf(group)}`));
         }
       }
       if (request.demands !== null) entries.push(el("li", {}, el("span", { class: "progress" }, "▮▯"), "constraint tokens met"));
-      return el("ul", { class: "legend", "aria-label": "Legend" }, entries);
+      return el("ul", { class: "states", "aria-label": "Legend" }, entries);
     }
 
     // ---------------------------------------------------------------- scale and place
@@ -78,26 +79,30 @@
       const { plan } = this;
       const near = this.near;
       const room = Math.max(240, this.window.clientWidth || 800);
-      this.pitch = near ? LANE + 15 * plan.ghosts : THIN;
-      const most = this.wraps ? (room - 2 * TOP) / this.scale : Infinity;
+      const under = plan.ghosts ? 14 * plan.ghosts + 8 + (plan.scored ? 0 : -14) : 0;
+      this.pitch = near ? LANE + under : THIN;
+      this.indent = this.wraps && near ? 44 : TOP; // a line that goes on begins with an edge
+      const most = this.wraps ? (room - this.indent - TOP) / this.scale - (near ? 20 : 0) : Infinity;
       Object.assign(this, descant.layout.bands(plan, most));
       this.unit = near ? 1 : this.scale; // of x, within the layer
       this.line = plan.lanes * this.pitch + (this.wraps && this.starts.length > 1 ? (near ? 14 : 8) : 0);
       const zoom = near ? this.scale : 1;
       const ends = this.starts.map((start, at) => plan.left[this.starts[at + 1] ?? plan.column.length] - plan.left[start]);
-      this.wide = Math.max(...ends) * this.unit + 2 * TOP;
+      this.wide = Math.max(...ends) * this.unit + this.indent;
       this.high = this.starts.length * this.line + TOP;
       this.canvas.setAttribute("width", Math.ceil(this.wide * zoom));
       this.canvas.setAttribute("height", Math.ceil(this.high * zoom));
-      this.layer.setAttribute("transform", `scale(${zoom})`);
+      for (const layer of this.layers) {
+        layer.setAttribute("transform", `scale(${zoom})`);
+        layer.replaceChildren();
+      }
       this.window.style.setProperty("--content", `${Math.ceil(this.high * zoom) + 2}px`);
       this.wrapper.setAttribute("aria-pressed", String(this.wraps));
-      this.layer.replaceChildren();
       this.drawn.clear();
     }
 
     x(depth) {
-      return TOP + (this.plan.left[depth] - this.plan.left[this.starts[this.of[depth]]]) * this.unit;
+      return this.indent + (this.plan.left[depth] - this.plan.left[this.starts[this.of[depth]]]) * this.unit;
     }
 
     y(at) {
@@ -146,10 +151,11 @@
     // ---------------------------------------------------------------- what stood after a step
     update(change, aloud = true) {
       if (change.step) this.stand(aloud);
-      this.draw();
-      this.side.update(change, this);
+      // First, since asking for sizes once the document has changed would lay all of it out again.
       if (change.node && this.app.node !== null) this.reveal(this.app.node);
       else if (change.step) this.reveal();
+      this.draw();
+      this.side.update(change, this);
     }
 
     stand(aloud) {
@@ -221,25 +227,32 @@
           if (style === null) continue;
           if (!this.near) chains.add(this.plan.chainOf[at]);
           const whole = `${style}${at === this.app.node ? " chosen" : ""}`;
-          seen.add(at);
-          const one = this.drawn.get(at);
-          if (one && one.style === whole) continue;
-          if (one) one.group.remove();
-          const group = this.near ? this.box(at, whole) : this.spot(at, whole);
-          // Lines of those that are bold are on top.
-          if (style === "best" || style === "standing" || !this.layer.firstChild) this.layer.append(group);
-          else this.layer.prepend(group);
-          this.drawn.set(at, { group, style: whole });
+          this.keep(at, whole, seen, style === "best" || style === "standing" ? this.boxes : null);
+          this.keep(`edge ${at}`, style, seen, style === "dropped" ? null : this.lines);
         }
       }
       for (const chain of chains) this.phrases(this.plan.chains[chain], first, last, seen);
+    }
+
+    // Makes what is not there as it should be: on top of its layer if that is given, else below all in it.
+    keep(key, style, seen, top) {
+      seen.add(key);
+      const one = this.drawn.get(key);
+      if (one && one.style === style) return;
+      if (one) one.group.remove();
+      const edge = typeof key === "string";
+      const group = edge ? this.tie(Number(key.slice(5)), style) : this.near ? this.box(key, style) : this.spot(key, style);
+      if (!group) return;
+      if (top) top.append(group);
+      else (edge ? this.lines : this.boxes).prepend(group);
+      this.drawn.set(key, { group, style });
     }
 
     group(at, style, ...children) {
       const { nodes } = this;
       const depth = nodes.depth[at];
       return svg("g", {
-        id: `node-${at}`, class: `node ${style} group-${nodes.group[at] % 8}${this.request.groups > 1 ? " grouped" : ""}`,
+        id: `node-${at}`, class: `node ${style} ${this.kind(at)}`,
         transform: `translate(${this.x(depth).toFixed(1)} ${this.y(at).toFixed(1)})`,
         role: "treeitem", "aria-level": depth + 1, "aria-selected": String(at === this.app.node),
         "aria-label": this.side.spoken(at), "data-index": at, "data-node": nodes.number[at],
@@ -248,15 +261,22 @@
       }, ...children);
     }
 
+    kind(at) {
+      return `group-${this.nodes.group[at] % 8}${this.request.groups > 1 ? " grouped" : ""}`;
+    }
+
     // The line from the parent, which ends where the node begins.
     edge(at) {
       const parent = this.nodes.parent[at];
       if (parent < 0) return null;
       const depth = this.nodes.depth[at];
-      if (this.of[depth] !== this.of[depth - 1]) return svg("path", { class: "edge", d: `M${-TOP} 0H0` });
       const gap = this.plan.GAP * this.unit;
       const x = this.x(depth - 1) + this.plan.width[parent] * this.unit - this.x(depth);
       const y = this.y(parent) - this.y(at);
+      if (this.of[depth] !== this.of[depth - 1]) {
+        const out = this.plan.lane[at] === this.plan.lane[parent] ? `M${x.toFixed(1)} ${y.toFixed(1)}h${this.near ? 16 : 5}` : "";
+        return svg("path", { class: "edge", d: `M${this.near ? 4 - this.indent : -6} 0H0${out}` });
+      }
       const bend = -gap + 2;
       if (!y) return svg("path", { class: "edge", d: `M${x.toFixed(1)} 0H0` });
       const middle = (bend / 1.7).toFixed(1);
@@ -271,7 +291,7 @@
       const { nodes, plan, request } = this;
       const width = plan.width[at];
       const grouped = request.groups > 1 && at;
-      const parts = [this.edge(at)];
+      const parts = [];
       if (at && nodes.look[at] >= 0) {
         const falls = this.of[nodes.depth[at]] === this.of[nodes.depth[at] - 1] && plan.lane[nodes.parent[at]] < plan.lane[at];
         parts.push(svg("text", { class: "step", x: -5, y: falls ? 13 : -5 }, number(nodes.processed[at])));
@@ -314,11 +334,14 @@
     // From afar a node is only where it can be pointed at; its chain says what it says.
     spot(at, style) {
       const width = Math.max(3, this.plan.width[at] * this.unit);
-      const depth = this.nodes.depth[at];
-      const parent = this.nodes.parent[at];
+      return this.group(at, `afar ${style}`, svg("rect", { class: "spot", x: -1, y: -THIN / 2 + 2, width: width + 2, height: THIN - 4, rx: 3 }));
+    }
+
+    tie(at, style) {
+      const [depth, parent] = [this.nodes.depth[at], this.nodes.parent[at]];
       const joined = parent >= 0 && this.plan.main[parent] === at && this.of[depth] === this.of[depth - 1];
-      return this.group(at, `${style} afar`, joined ? null : this.edge(at),
-        svg("rect", { class: "spot", x: -1, y: -THIN / 2 + 1.5, width: width + 2, height: THIN - 3, rx: 3 }));
+      if (parent < 0 || (!this.near && joined && this.style(parent) === style)) return null;
+      return svg("g", { class: `tie ${this.near ? "" : "afar "}${style} ${this.kind(at)}`, transform: `translate(${this.x(depth).toFixed(1)} ${this.y(at).toFixed(1)})`, "aria-hidden": "true" }, this.edge(at));
     }
 
     // What the nodes of a chain say together, in one box for each stretch of one kind.
@@ -349,10 +372,10 @@
         pieces.push(...said);
         used += said.reduce((sum, piece) => sum + descant.layout.wide(piece[0]), 0);
       }
-      const group = svg("g", { class: `phrase ${style} group-${this.nodes.group[end] % 8}${this.request.groups > 1 ? " grouped" : ""}`, transform: `translate(${x.toFixed(1)} ${this.y(start).toFixed(1)})`, "aria-hidden": "true" },
+      const group = svg("g", { class: `phrase afar ${style} ${this.kind(end)}`, transform: `translate(${x.toFixed(1)} ${this.y(start).toFixed(1)})`, "aria-hidden": "true" },
         svg("rect", { x: 0, y: -THIN / 2 + 2, width: width.toFixed(1), height: THIN - 4, rx: 3 }),
         room < 2 ? null : svg("text", { x: 4, y: 3.5 }, descant.layout.cut(pieces, room).map(([text, mark]) => svg("tspan", { class: mark ? "mark" : null }, text))));
-      this.layer.prepend(group);
+      this.words.append(group);
       this.drawn.set(key, { group, style });
     }
 
