@@ -1,10 +1,29 @@
-"""Being written."""
+"""Pictures of a trace as SVG, each a file that needs nothing else."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+from descant.errors import InputError
+from descant.trace.pictures.svg_beside import svg_beside
+from descant.trace.pictures.svg_processors import svg_processors
+from descant.trace.pictures.svg_speculation import svg_speculation
+from descant.trace.pictures.svg_text import svg_text
+from descant.trace.pictures.svg_tree import svg_tree
+from descant.trace.pictures.where import PICTURES, Where
+
+if TYPE_CHECKING:
+    from descant.trace.trace import Trace
+
+__all__ = ["svg"]
+
+_OF_ONE = {"tree": svg_tree, "text": svg_text, "processors": svg_processors, "speculation": svg_speculation}
 
 
-def svg(trace: Any, picture: str, where: Any, beside: Any = None) -> str:
-    """Being written."""
-    raise NotImplementedError
+def svg(trace: Trace, picture: str, where: Where, beside: Trace | None = None) -> str:
+    """One picture; "beside" is of two runs, the others of the first."""
+    if picture == "beside":
+        return svg_beside(trace, where, beside)
+    if picture not in _OF_ONE:
+        raise InputError("picture", f"must be one of {', '.join(PICTURES)}", picture)
+    return _OF_ONE[picture](trace, where)

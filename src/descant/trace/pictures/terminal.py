@@ -1,19 +1,39 @@
-"""Being written."""
+"""Pictures of a trace as lines of text, for a terminal."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+from descant.errors import InputError
+from descant.trace.pictures.paper import Paper
+from descant.trace.pictures.terminal_beside import terminal_beside
+from descant.trace.pictures.terminal_processors import terminal_processors
+from descant.trace.pictures.terminal_speculation import terminal_speculation
+from descant.trace.pictures.terminal_text import terminal_text
+from descant.trace.pictures.terminal_tree import terminal_tree
+from descant.trace.pictures.where import PICTURES, Where
+
+if TYPE_CHECKING:
+    from descant.trace.trace import Trace
+
+__all__ = ["Paper", "terminal"]
+
+_OF_ONE = {
+    "tree": terminal_tree,
+    "text": terminal_text,
+    "processors": terminal_processors,
+    "speculation": terminal_speculation,
+}
 
 
-@dataclass(frozen=True)
-class Paper:
-    """How wide lines may be, and whether they may have colours."""
-
-    width: int = 80
-    colour: bool = False
-
-
-def terminal(trace: Any, picture: str, where: Any, beside: Any = None, paper: Any = None) -> str:
-    """Being written."""
-    raise NotImplementedError
+def terminal(
+    trace: Trace, picture: str, where: Where, beside: Trace | None = None, paper: Paper | None = None
+) -> str:
+    """One picture; "beside" is of two runs, the others of the first."""
+    if paper is None:
+        paper = Paper()
+    if picture == "beside":
+        return terminal_beside(trace, where, beside, paper)
+    if picture not in _OF_ONE:
+        raise InputError("picture", f"must be one of {', '.join(PICTURES)}", picture)
+    return _OF_ONE[picture](trace, where, paper)

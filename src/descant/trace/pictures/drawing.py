@@ -1,0 +1,188 @@
+"""SVG that needs nothing else: its elements, and colours for light and for dark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+from xml.sax.saxutils import escape, quoteattr
+
+from descant.trace.pictures.cells import width_of
+from descant.trace.words import Piece, plain, shown
+
+__all__ = [
+    "CELL",
+    "GROUPS",
+    "SIZE",
+    "box",
+    "caption",
+    "document",
+    "element",
+    "line",
+    "path",
+    "text",
+    "titled",
+]
+
+SIZE: Final = 13  # of tokens' letters
+CELL: Final = 7.9  # width of one of them, in the widest of the usual fonts
+GROUPS: Final = 8  # colours of groups; further ones begin again, their letters do not
+
+_MONO: Final = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
+_SANS: Final = "system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans',sans-serif"
+
+# Colours by name, in light and in dark; letters have a contrast of 4.5 or more on what is below them.
+_COLOURS: Final = {
+    "paper": ("#ffffff", "#0d1117"),
+    "frame": ("#d8dee4", "#2b323b"),
+    "sheet": ("#f3f5f8", "#1a212b"),
+    "ink": ("#1c2128", "#e2e7ee"),
+    "quiet": ("#57606a", "#9aa4b0"),
+    "faint": ("#6a737d", "#848d97"),
+    "rule": ("#aab3bd", "#4b5563"),
+    "accent": ("#2f5fd0", "#8fb0ff"),
+    "wash": ("#e8eefb", "#1c2a4a"),
+    "good": ("#1b7a48", "#6fcf9b"),
+    "calm": ("#e3f4ea", "#15301f"),
+    "bad": ("#b3261e", "#ff8f85"),
+    "warm": ("#9a5b00", "#f0b866"),
+    "shade1": ("#fdf3df", "#2c2516"),
+    "shade2": ("#fae3b6", "#46361c"),
+    "shade3": ("#f6cd86", "#62471f"),
+    "shade4": ("#f0b15c", "#825a24"),
+    "g0": ("#2f5fd0", "#8fb0ff"),
+    "g1": ("#b3470b", "#ff9e64"),
+    "g2": ("#187a54", "#6fcf9b"),
+    "g3": ("#8a3fb0", "#cf9bf0"),
+    "g4": ("#a8325f", "#ff8fb5"),
+    "g5": ("#6b6a00", "#d0cf5c"),
+    "g6": ("#00768a", "#5fcfe0"),
+    "g7": ("#6d5241", "#d0ab93"),
+}
+# What has which colour: class, property, colour.
+_USES: Final = (
+    ("paper", "fill", "paper"),
+    ("paper", "stroke", "frame"),
+    ("sheet", "fill", "sheet"),
+    ("hole", "fill", "paper"),
+    ("wash", "fill", "wash"),
+    ("ink", "fill", "ink"),
+    ("quiet", "fill", "quiet"),
+    ("faint", "fill", "faint"),
+    ("m", "fill", "faint"),
+    ("accent", "fill", "accent"),
+    ("good", "fill", "good"),
+    ("bad", "fill", "bad"),
+    ("warm", "fill", "warm"),
+    ("rule", "stroke", "rule"),
+    ("frame", "stroke", "frame"),
+    ("strong", "stroke", "accent"),
+    ("firm", "stroke", "quiet"),
+    ("right", "stroke", "good"),
+    ("wrong", "stroke", "bad"),
+    ("bar", "fill", "rule"),
+    ("calm", "fill", "calm"),
+    ("fine", "fill", "good"),
+    ("shadow", "stroke", "warm"),
+    ("shade0", "fill", "paper"),
+    *((f"shade{at}", "fill", f"shade{at}") for at in range(1, 5)),
+    *((f"g{at}", "stroke", f"g{at}") for at in range(GROUPS)),
+    *((f"f{at}", "fill", f"g{at}") for at in range(GROUPS)),
+)
+_FIXED: Final = (
+    f"text{{font:{SIZE}px {_MONO};white-space:pre;direction:ltr;unicode-bidi:isolate}}"
+    "tspan{unicode-bidi:isolate}"
+    f".s{{font-family:{_SANS}}}"
+    ".big{font-size:15px;font-weight:600}.small{font-size:10.5px}.note{font-size:11.5px}"
+    ".bold{font-weight:700}.gone{text-decoration:line-through}"
+    "path,line,.empty{fill:none}"
+    ".dash{stroke-dasharray:3 3}.dots{stroke-dasharray:1 2.5;stroke-linecap:round}"
+)
+
+
+def element(tag: str, *children: str, **attributes: object) -> str:
+    """An element of markup that is already safe; `class_` is class, `data_x` is data-x, None is left out."""
+    said = "".join(
+        f" {name.rstrip('_').replace('_', '-')}={quoteattr(_value(value))}"
+        for name, value in attributes.items()
+        if value is not None
+    )
+    return f"<{tag}{said}>{''.join(children)}</{tag}>" if children else f"<{tag}{said}/>"
+
+
+def text(
+    said: str | Sequence[Piece], x: float, y: float, kind: str = "ink", anchor: str | None = None
+) -> str:
+    """A line of letters: pieces of tokens, or any text, which is made safe here."""
+    pieces = shown(said) if isinstance(said, str) else said
+    spans = "".join(
+        element("tspan", escape(one), class_="m") if stands else escape(one) for one, stands in pieces
+    )
+    return element("text", spans, x=x, y=y, class_=kind, text_anchor=anchor) if spans else ""
+
+
+def caption(said: str, x: float, y: float, kind: str = "quiet", anchor: str | None = None) -> str:
+    """A line of the picture's own words."""
+    return text(said, x, y, f"s note {kind}", anchor)
+
+
+def box(x: float, y: float, width: float, height: float, kind: str, **more: object) -> str:
+    """A box with round corners."""
+    return element("rect", x=x, y=y, width=width, height=height, rx=more.pop("rx", 6), class_=kind, **more)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str, width: float = 1) -> str:
+    """A straight line."""
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=kind, stroke_width=width)
+
+
+def path(d: str, kind: str, width: float = 1) -> str:
+    """A curve."""
+    return element("path", d=d, class_=kind, stroke_width=width)
+
+
+def titled(title: str | Iterable[str], *children: str, **attributes: object) -> str:
+    """A group that says what it is where one points at it, a line each."""
+    lines = [title] if isinstance(title, str) else title
+    said = "\n".join(plain(shown(one)) for one in lines)
+    return element("g", element("title", escape(said)), *children, **attributes)
+
+
+def document(body: Sequence[str], width: float, height: float, title: str, description: str) -> str:
+    """The whole picture, on paper of its own, so that it can be read on any page."""
+    width, height = round(width), round(height)
+    inner = "\n".join(body)
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="title description">',
+            element("title", escape(plain(shown(title))), id="title"),
+            element("desc", escape(plain(shown(description))), id="description"),
+            f"<style>{_style(inner)}</style>",
+            box(0.5, 0.5, width - 1, height - 1, "paper", rx=10),
+            inner,
+            "</svg>\n",
+        )
+    )
+
+
+def across(pieces: Iterable[Piece]) -> float:
+    """The width of a token's letters."""
+    return width_of(pieces) * CELL
+
+
+def _style(body: str) -> str:
+    """The rules for the classes that are there, and those of the dark."""
+    there = {"paper"} | {name for said in re.findall(r' class="([^"]*)"', body) for name in said.split()}
+    uses = [use for use in _USES if use[0] in there]
+    light, dark = (
+        "".join(f".{name}{{{which}:{_COLOURS[colour][shade]}}}" for name, which, colour in uses)
+        for shade in (0, 1)
+    )
+    return f"{_FIXED}{light}@media (prefers-color-scheme:dark){{{dark}}}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}".removesuffix(".0")
+    return str(value)

@@ -1,0 +1,54 @@
+"""Numbers as pictures write them."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["amount", "nats", "percent", "points", "several", "share"]
+
+_TINY = 0.0005  # below it a percentage is told as less than the smallest that is written
+
+
+def share(log: float | None) -> float:
+    """The probability of a logarithm; 0 for one that is not known."""
+    return 0.0 if log is None else math.exp(min(log, 0.0))
+
+
+def percent(log: float | None) -> str:
+    """The probability of a logarithm, such as "12.3 %"."""
+    if log is None:
+        return "not kept"
+    if log == -math.inf:
+        return "0 %"
+    value = share(log)
+    return "< 0.1 %" if value < _TINY else f"{100 * value:.1f} %"
+
+
+def points(score: float | None) -> str:
+    """A score as beams rank it, or any logarithm."""
+    if score is None:
+        return ""
+    if math.isinf(score):
+        return "−∞" if score < 0 else "∞"
+    said = f"{abs(score):.2f}"
+    return said if score >= 0 or not float(said) else f"−{said}"
+
+
+def nats(entropy: float) -> str:
+    """An entropy."""
+    return f"{entropy:.2f} nats"
+
+
+def several(count: int, noun: str, many: str = "") -> str:
+    """A count with its noun: "1 token", "2 tokens"."""
+    return f"{count} {noun if count == 1 else many or noun + 's'}"
+
+
+def amount(size: int) -> str:
+    """Bytes, in the unit that leaves one to three digits."""
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
