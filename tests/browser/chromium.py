@@ -68,7 +68,7 @@ class Sheet:
         """Go to a file; it is open when a picture of it has been drawn."""
         self.page.goto(path.as_uri())
         if path.suffix == ".html":
-            self.page.wait_for_function("window.drawn !== undefined", timeout=20_000)
+            self.page.wait_for_function("window.drawn !== undefined")
         return self
 
     def check(self) -> None:
@@ -83,6 +83,7 @@ def sheet(context: BrowserContext) -> Sheet:
     """A new page whose every word is noted."""
     context.add_init_script(WATCH)
     page = context.new_page()
+    page.set_default_timeout(15_000)
     found = Sheet(page)
     page.on("console", lambda message: found.said.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: found.said.append(f"thrown: {error}"))

@@ -1,4 +1,4 @@
-"""One browser for the tests of this folder, and sheets of it that are closed after each test."""
+"""One browser for the tests of this folder, sheets of it that are closed after each test, and real runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from playwright.sync_api import Browser
 
 from tests.browser import chromium
 from tests.browser.chromium import Sheet
+from tests.browser.runs import Runs
+from tests.pretrained import Pretrained
 
 
 # No longer than this folder: Playwright leaves an event loop running, and tests elsewhere start their own.
@@ -34,3 +36,9 @@ def sheet(browser: Browser) -> Iterator[Callable[..., Sheet]]:
     yield opened
     for context in contexts:
         context.close()
+
+
+@pytest.fixture(scope="session")
+def runs(real: Callable[[str], Pretrained], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Traced runs of SmolLM2."""
+    return Runs(lambda: real("smollm2"), tmp_path_factory.mktemp("runs"))

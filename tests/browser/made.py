@@ -1,0 +1,68 @@
+"""Traces that no model made: of given texts in every place that a text can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from descant.trace.records import (
+    Asked,
+    Candidate,
+    Header,
+    Look,
+    Moved,
+    Record,
+    Result,
+    Row,
+    Run,
+    Said,
+    Stage,
+    Step,
+    Texts,
+)
+from descant.trace.trace import Trace
+
+FIRST = 1000  # the token of the first text
+
+
+def of_texts(texts: Sequence[str]) -> Trace:
+    """A trace whose first request writes every text as a token, guesses and could have chosen every other.
+
+    Each text then names a request of its own: what was asked, what was set, who guessed and what went wrong.
+    """
+    return Trace(_records(list(texts)))
+
+
+def _records(texts: list[str]) -> Iterator[Record]:
+    tokens = [FIRST + place for place in range(len(texts))]
+    yield Header("0", " | ".join(texts), FIRST + len(texts), top=8, limit=4_000_000)
+    yield Texts(dict(zip(tokens, texts, strict=True)), special=(tokens[0],))
+    yield _asked(0, 0, tokens, texts[0], {"prompt": texts[0]})
+    yield from _written(tokens, texts)
+    yield Result(0, (Said(tuple(tokens), "length", len(tokens), -1.0),))
+    for place, text in enumerate(texts, 1):
+        root = len(tokens) + place
+        yield _asked(place, root, [tokens[place - 1]], text, {text: text, "many": [text, {text: [text]}]})
+        yield Result(place, error=text)
+
+
+def _asked(request: int, root: int, prompt: Sequence[int], text: str, config: dict[str, object]) -> Asked:
+    return Asked(request, root, tuple(prompt), text, config, (text, "Other"), drafter=text, demands=3)
+
+
+def _written(tokens: Sequence[int], texts: Sequence[str]) -> Iterator[Record]:
+    """A step a token: the next two are guessed, and all of them could have been chosen."""
+    for place, token in enumerate(tokens):
+        around = [tokens[(place + by) % len(tokens)] for by in range(min(4, len(tokens)))]
+        top = tuple(Candidate(one, -1.0 - by, -0.5 - by) for by, one in enumerate(around))
+        moved = tuple(Moved(one, -1.0 - by, -0.5 - by) for by, one in enumerate(around))
+        look = Look(1.5, 1.0, top, (Stage(texts[place], 4, 2, 0.25, moved),))
+        run = Run(
+            (token,),
+            (place + 1,),
+            score=-1.0,
+            met=1,
+            reason=texts[place] if place + 1 == len(tokens) else None,
+        )
+        yield Step(
+            place, 0.01, (Row(0, place, looks=(look,), drafts=tuple(around[1:3]), runs=(run,)),), cache=1000
+        )
