@@ -16,8 +16,9 @@
         parting(sides, shared),
         T.legend(),
         el("div", { class: "halves" }, ...sides.map((side, index) => column(side, index, shared))),
-        el("div", { class: "tables" }, table("differences", "Settings that differ", settings(sides)), table("results", "What came of it", results(sides))),
-        el("p", { class: "key" }, same(sides)));
+        el("div", { class: "tables" },
+          el("div", {}, table("differences", "Settings that differ", settings(sides)), el("p", { class: "key" }, same(sides))),
+          table("results", "What came of it", results(sides))));
     }
 
     draw();

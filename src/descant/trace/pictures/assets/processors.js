@@ -13,12 +13,15 @@
     const panels = el("div", { class: "panels" });
     const notes = el("div", { class: "key" });
     let places = [];
+    let step = 0; // whose choices are shown: the page's, or the last before it that chose
     host.append(el("div", { class: "where" }, context, pick), panels, notes);
     picker.addEventListener("change", () => draw(places[Number(picker.value)]));
 
     function enter() {
-      places = placesOf(request, app.step);
-      const at = wantedPlace(request, app, places);
+      step = app.step;
+      while (step > 0 && !placesOf(request, step).length) step--;
+      places = placesOf(request, step);
+      const at = wantedPlace(request, app, step, places);
       const behind = (place) => place.before.slice(-5).map((id) => plain(run, id)).join("");
       picker.replaceChildren(...places.map((place, index) => el("option", { value: index }, `${place.name}: …${behind(place)}`)));
       picker.value = String(at);
@@ -30,10 +33,8 @@
       context.replaceChildren();
       panels.replaceChildren();
       notes.replaceChildren();
-      if (!place) {
-        notes.append(el("p", {}, "What this step chose from was not kept."));
-        return;
-      }
+      if (step !== app.step || !place) notes.append(el("p", {}, missing(request, app.step, place ? step : null)));
+      if (!place) return;
       const look = request.looks[place.look];
       const taken = takenAt(request, place.look);
       context.append(...sentence(run, place, taken));
@@ -73,11 +74,11 @@
   }
 
   // That of the chosen node if it was taken in this step, else that of the sequence, else the first.
-  function wantedPlace(request, app, places) {
+  function wantedPlace(request, app, step, places) {
+    if (!places.length) return 0;
     const { look, born } = request.nodes;
-    const step = request.steps[app.step];
-    const index = (node) => (born[node] === step.step ? places.findIndex((one) => one.look === look[node]) : -1);
-    if (!step) return 0;
+    const now = request.steps[step].step;
+    const index = (node) => (born[node] === now ? places.findIndex((one) => one.look === look[node]) : -1);
     const said = request.said[app.sequence] || { nodes: [] };
     for (const node of [...(app.node === null ? [] : [app.node]), ...said.nodes]) {
       const at = index(node);
@@ -129,18 +130,18 @@
     el("figcaption", {},
       el("h3", {}, place ? el("span", { class: "place" }, String(place)) : null, name),
       el("p", {}, stage ? [el("b", {}, many(stage.kept)), " kept, ", ...cut] : note),
-      stage ? mass(stage) : null),
+      mass(stage ? stage.mass : 0)),
     el("ol", { class: "bars" }, ...moved.filter(([, before, after]) => before !== null || after !== null).map((one) => bar(run, one, scale, kind))));
   }
 
   // The whole probability before a stage, and the part of it that it cut.
-  function mass(stage) {
+  function mass(lost) {
     const gone = el("span", { class: "gone" });
-    gone.style.width = `${(100 * stage.mass).toFixed(2)}%`;
-    return el("span", { class: "mass", "aria-hidden": "true" }, stage.mass > 0 ? gone : null);
+    gone.style.width = `${(100 * lost).toFixed(2)}%`;
+    return el("span", { class: "mass", "aria-hidden": "true" }, lost > 0 ? gone : null);
   }
 
-  const share = (mass) => (mass <= 0 ? "0 %" : prob(Math.log(mass)));
+  const share = (part) => (part <= 0 ? "0 %" : prob(Math.log(part)));
 
   // Wide and pale: before. Narrow and dark: after. Hatched and struck: cut.
   function bar(run, [token, before, after], scale, kind) {
@@ -178,6 +179,13 @@
   }
 
   // ------------------------------------------------------------------ remarks
+  function missing(request, wanted, shown) {
+    const rows = request.steps[wanted] ? request.steps[wanted].rows : [];
+    const taken = request.nodes.born.includes(request.steps[wanted] && request.steps[wanted].step);
+    const why = rows.length && taken ? "What this step chose from was not kept." : "This step chose nothing.";
+    return shown === null ? why : `${why} Above is step ${shown + 1}.`;
+  }
+
   function remarks(request, look) {
     const found = [];
     if (!look.stages.length) {

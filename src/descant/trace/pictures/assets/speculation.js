@@ -154,7 +154,7 @@
 
   descant.view({
     name: "speculation", title: "Speculation", uses: ["sequence"],
-    wanted: (run, request) => Boolean(request.drafter) || request.steps.some((step) => step.rows.some((row) => row.drafts.length > 0)),
+    wanted: (run, request) => request.drafter !== null,
     mount,
   });
 })();

@@ -125,7 +125,7 @@
     if (!list.some((one) => one.look)) return [el("p", {}, "The entropy of its choices was not kept.")];
     const swatch = (kind) => el("span", { class: `swatch ${kind}`, "aria-hidden": "true" });
     return [
-      el("p", {}, swatch("raw"), "Below each token: the entropy of what the model said. ",
+      el("p", {}, swatch(moved ? "raw" : "only"), "Below each token: the entropy of what the model said. ",
         moved ? [swatch("left"), "And of what the processors left. "] : "", `A full bar is ${most.toFixed(1)} nats.`),
       back ? el("p", {}, el("del", { class: "back" }, "Struck"), " tokens were taken, and taken back.") : null,
     ].filter(Boolean);
