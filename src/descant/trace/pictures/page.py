@@ -11,17 +11,40 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
-from descant.trace.pictures.scene import scene
+from descant.trace.pictures.scene import Detail, scene
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
 
-__all__ = ["page"]
+__all__ = ["LIMIT", "page"]
+
+LIMIT: Final = 2_000_000  # bytes of a page
+_NOTE: Final = 100_000  # letters of the picture for those without scripts
+_TITLE: Final = 2_000  # bytes that a title has at most
 
 _SCRIPTS: Final = (
-    "page.js", "layout.js", "hypotheses.js", "tree.js", "token.js", "text.js", "processors.js", "speculation.js", "beside.js",
+    "page.js", "layout.js", "hypotheses.js", "tree.js",
+    "token.js", "text.js", "processors.js", "speculation.js", "beside.js",
 )  # fmt: skip
 _STYLES: Final = ("page.css", "tree.css", "views.css")
+
+# What a page is told, and what it says of that: the first that fits.
+_DETAILS: Final = (
+    (Detail(), ()),
+    (Detail(top=4), ("To keep this page small, four alternatives are shown at each place.",)),
+    (
+        Detail(top=4, stages=False),
+        ("To keep this page small, four alternatives are shown at each place, and not what processors did.",),
+    ),
+    (
+        Detail(top=0, stages=False, prompt=2_000),
+        ("To keep this page small, only what was taken is shown, without alternatives and processors.",),
+    ),
+    (
+        Detail(looks=False, stages=False, prompt=2_000),
+        ("To keep this page small, it is without probabilities, alternatives and processors.",),
+    ),
+)
 
 _PAGE: Final = """<!doctype html>
 <html lang="en">
@@ -45,31 +68,50 @@ _PAGE: Final = """<!doctype html>
 
 
 def page(trace: Trace, beside: Trace | None = None, title: str | None = None) -> str:
-    """All pictures of a trace, or of two side by side, in one page."""
-    told = scene(trace, beside, title)
+    """All pictures of a trace, or of two side by side, in one page of at most `LIMIT` bytes."""
     script, style = _joined(_SCRIPTS), _joined(_STYLES)
-    return _PAGE.format(
-        policy=_policy(script, style),
-        title=html.escape(told["title"]),
-        style=style,
-        text=html.escape(_text(trace)),
-        scene=_packed(told),
-        script=script,
-    )
+    parts = {
+        "policy": _policy(script, style),
+        "style": style,
+        "text": html.escape(_text(trace)),
+        "script": script,
+    }
+    room = LIMIT - _TITLE - sum(len(one.encode("utf-8")) for one in (_PAGE, *parts.values()))
+    told, packed = _fitting(trace, beside, title, room)
+    return _PAGE.format(title=html.escape(told["title"]), scene=packed, **parts)
+
+
+def _fitting(trace: Trace, beside: Trace | None, title: str | None, room: int) -> tuple[dict[str, Any], str]:
+    """The scene that tells the most and fits, and as it is packed."""
+    for detail, notes in _DETAILS:
+        told, packed = _tried(trace, beside, title, detail, notes)
+        if len(packed) <= room:
+            return told, packed
+    # What is left is more than its choices: fewer steps of fewer requests, until it is little enough.
+    steps, requests = max(len(one.steps) for one in (trace, beside or trace)), len(trace.requests)
+    while True:
+        steps, requests = steps // 2, max(1, requests // 2)
+        detail = Detail(0, False, False, prompt=500, steps=steps, requests=requests)
+        said = f"the first {steps} steps of the first {requests} requests are shown, without their choices"
+        told, packed = _tried(trace, beside, title, detail, (f"To keep this page small, only {said}.",))
+        if len(packed) <= room or not steps:
+            return told, packed
+
+
+def _tried(
+    trace: Trace, beside: Trace | None, title: str | None, detail: Detail, notes: tuple[str, ...]
+) -> tuple[dict[str, Any], str]:
+    told = {**scene(trace, beside, title, detail), "notes": list(notes)}
+    said = json.dumps(told, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return told, base64.b64encode(zlib.compress(said, 6)).decode("ascii")
 
 
 def _text(trace: Trace) -> str:
     """What is there to read where no script runs."""
-    try:
-        return trace.text()
-    except NotImplementedError:
-        return ""
-
-
-def _packed(told: dict[str, Any]) -> str:
-    """A scene as its page holds it: JSON, deflated, in base 64."""
-    said = json.dumps(told, separators=(",", ":"), allow_nan=False).encode("ascii")
-    return base64.b64encode(zlib.compress(said, 9)).decode("ascii")
+    if not trace.requests:
+        return "This trace has no requests."
+    text = trace.text()
+    return text if len(text) <= _NOTE else text[:_NOTE] + "\n…"
 
 
 def _policy(script: str, style: str) -> str:
@@ -88,5 +130,4 @@ def _digest(text: str) -> str:
 def _joined(names: tuple[str, ...]) -> str:
     """Files of the page in their order."""
     folder = files("descant.trace.pictures") / "assets"
-    found = [(folder / name).read_text("utf-8") for name in names if (folder / name).is_file()]
-    return "\n" + "\n".join(found)
+    return "\n" + "\n".join((folder / name).read_text("utf-8") for name in names)

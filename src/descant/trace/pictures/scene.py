@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from descant.trace.records import Asked, Look, Row, Stage, Step
 from descant.trace.tree import Node
-from descant.trace.words import phrase, shown, word
+from descant.trace.words import Piece, phrase, plain, shown, word
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["VERSION", "Detail", "scene"]
 
 VERSION: Final = 1
+_LETTERS: Final = 1_000  # of a text that is one string
+_TITLE: Final = 200  # of a title
+_WORD: Final = 400  # of a token
+_SETTING: Final = 1_000  # of a setting's value
+_DEPTH: Final = 20  # of lists within lists in it
+_PATHS: Final = 400_000  # nodes on the paths of all sequences of a request
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,9 @@ def scene(
     traces = [trace] if beside is None else [trace, beside]
     return {
         "version": VERSION,
-        "title": _text(title or ("A run of " if beside is None else "Two runs of ") + trace.header.model),
+        "title": _text(
+            title or f"{'A run' if beside is None else 'Two runs'} of {trace.header.model}", _TITLE
+        ),
         "runs": [_run(one, detail) for one in traces],
     }
 
@@ -67,7 +76,7 @@ def _run(trace: Trace, detail: Detail) -> dict[str, Any]:
     return {
         "model": _text(trace.header.model),
         "descant": _text(trace.header.descant),
-        "texts": {token: word(trace, token) for token in sorted(met) if trace.texts.get(token)},
+        "texts": {token: _cut(word(trace, token)) for token in sorted(met) if trace.texts.get(token)},
         "special": sorted(met & trace.special),
         "cuts": [{"step": one.step, "what": _text(one.what)} for one in trace.cuts],
         "requests": requests,
@@ -94,8 +103,8 @@ class _Request:
         return {
             "request": asked.request,
             "method": _text(asked.method),
-            "config": _safe(dict(asked.config)),
-            "stages": [_text(one) for one in asked.stages],
+            "config": {_text(name): _setting(one) for name, one in list(asked.config.items())[:200]},
+            "stages": [_text(one) for one in asked.stages[:200]],
             "beams": asked.beams,
             "groups": asked.groups,
             "sequences": asked.sequences,
@@ -171,25 +180,25 @@ class _Request:
     def _said(self, nodes: Sequence[Node]) -> list[dict[str, Any]]:
         """What was returned, or what stands if nothing was yet."""
         result = self.trace.results.get(self.asked.request)
-        if result is not None and result.sequences and all(s.leaf in self.places for s in result.sequences):
-            return [
-                {
-                    "nodes": self._path(one.leaf),
-                    "reason": _text(one.reason),
-                    "score": _number(one.score),
-                    "unmet": None if one.unmet is None else list(one.unmet),
-                }
-                for one in result.sequences
-            ]
-        standing = (
-            one
-            for one in nodes
-            if one.left is None and not any(child in self.places for child in one.children)
-        )
+        said: list[dict[str, Any]] = []
+        if result is not None and all(one.leaf in self.places for one in result.sequences):
+            length = 0
+            for one in result.sequences:
+                path = self._path(one.leaf)
+                length += len(path)
+                if said and length > _PATHS:
+                    break
+                unmet = None if one.unmet is None else list(one.unmet)
+                said.append(
+                    {"nodes": path, "reason": _text(one.reason), "score": _number(one.score), "unmet": unmet}
+                )
+        if said:
+            return said
         return [
             {"nodes": self._path(one.number), "reason": None, "score": _number(one.score), "unmet": None}
-            for one in standing
-            if one.parent is not None
+            for one in nodes
+            if one.parent is not None and one.left is None
+            if not any(child in self.places for child in one.children)
         ]
 
     def _path(self, leaf: int) -> list[int]:
@@ -207,9 +216,13 @@ def _taken(nodes: Iterable[Node]) -> dict[int, set[int]]:
 
 
 def _accepted(row: Row) -> int:
-    """How many guesses of a row were taken."""
-    first = row.runs[0].tokens[:-1] if row.runs else ()
-    return min(len(first), len(row.drafts))
+    """How many guesses of a row were taken; one that ends it is the last token and no choice of its own."""
+    if not row.runs:
+        return 0
+    run = row.runs[0]
+    own = len(run.tokens) - 1
+    ends = run.reason is not None and 0 <= own < len(row.drafts) and run.tokens[own] == row.drafts[own]
+    return max(0, min(own + ends, len(row.drafts)))
 
 
 def _stage(stage: Stage, top: int | None) -> dict[str, Any]:
@@ -239,17 +252,36 @@ def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, 4)
 
 
-def _text(text: str) -> str:
+def _cut(pieces: Iterable[Piece], most: int = _WORD) -> list[Piece]:
+    """Pieces up to that many letters."""
+    kept: list[Piece] = []
+    for text, stands in pieces:
+        if len(text) > most:
+            return [*kept, (text[:most], stands), ("…", True)]
+        kept.append((text, stands))
+        most -= len(text)
+    return kept
+
+
+def _text(text: str, most: int = _LETTERS) -> str:
     """A text that is shown as one string, with nothing in it that cannot be seen."""
-    return "".join(one for one, _ in shown(text))
+    return plain(_cut(shown(text[: most + 1]), most))
 
 
-def _safe(value: Any) -> Any:
-    """A setting with its texts as they can be shown."""
+def _setting(value: Any) -> Any:
+    """A setting with its texts as they can be shown; one that is long is cut and is a text itself."""
+    safe = _safe(value)
+    said = json.dumps(safe, ensure_ascii=False)
+    return safe if len(said) <= _SETTING else f"{said[:_SETTING]}…"
+
+
+def _safe(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
-        return _text(value)
+        return _text(value, _SETTING)
+    if isinstance(value, dict | list | tuple) and depth > _DEPTH:
+        return "…"
     if isinstance(value, dict):
-        return {_text(str(name)): _safe(one) for name, one in value.items()}
+        return {_text(str(name)): _safe(one, depth + 1) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_safe(one) for one in value]
+        return [_safe(one, depth + 1) for one in value]
     return _number(value) if isinstance(value, float) else value

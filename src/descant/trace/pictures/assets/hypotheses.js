@@ -163,7 +163,8 @@
         if (start + place < shared) said.classList.add("shared");
         return said;
       });
-      const figures = [this.nodes.score[at] === null ? null : number(this.nodes.score[at]), this.nodes.reason[at]].filter(Boolean);
+      const figures = [this.nodes.score[at] === null ? null : number(this.nodes.score[at]), this.nodes.reason[at],
+        this.nodes.met[at] === null ? null : `${this.nodes.met[at]} of ${this.request.demands} met`].filter(Boolean);
       return el("li", {}, el("button", {
         type: "button", class: "hypothesis", "aria-pressed": String(at === this.app.node), onclick: () => this.app.set({ node: at }),
       }, el("span", { class: "said" }, start ? "… " : null, words), figures.length ? el("span", { class: "under" }, figures.join(" · ")) : null));

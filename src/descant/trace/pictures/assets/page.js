@@ -418,7 +418,7 @@ const descant = (() => {
     const list = [
       request.error ? ["bad", `The run ended with an error: ${request.error}`] : null,
       ...run.cuts.map((cut) => ["warn", `The trace reached its size limit: from step ${cut.step} on ${what.get(cut.what) ?? `${cut.what} are not kept`}.`]),
-      ...(scene.left || []).map((text) => ["warn", text]),
+      ...(scene.notes || []).map((text) => ["warn", text]),
     ].filter(Boolean);
     return list.map(([kind, text]) => el("p", { class: `notice ${kind}`, role: "note" }, text));
   }

@@ -3,7 +3,7 @@
   const { el, svg, number, prob, counted } = descant;
   const LANE = 52; // from one lane to the next
   const BOX = 26; // a node's height
-  const TOP = 18; // above the first lane, and around it all
+  const TOP = 22; // above the first lane, and around it all
   const THIN = 19; // a lane from afar
   const NEAR = 0.7; // from this scale on nodes are drawn one by one; below, what they say together
   const LETTER = 6.3; // of the font from afar
@@ -53,7 +53,7 @@
       const { nodes, request } = this;
       const has = (state) => nodes.state.includes(state, 1); // the root is no token
       const entries = [
-        has("best") ? ["best", "winner"] : null,
+        has("best") ? ["best", this.plan.chains.length > 1 ? "winner" : "the sequence"] : null,
         has("returned") ? ["returned", "returned too"] : null,
         has("ended") ? ["ended", "ended, not returned"] : null,
         request.steps.length > 1 ? ["standing", "standing now"] : null,
@@ -85,11 +85,11 @@
       const most = this.wraps ? (room - this.indent - TOP) / this.scale - (near ? 20 : 0) : Infinity;
       Object.assign(this, descant.layout.bands(plan, most));
       this.unit = near ? 1 : this.scale; // of x, within the layer
-      this.line = plan.lanes * this.pitch + (this.wraps && this.starts.length > 1 ? (near ? 14 : 8) : 0);
+      this.tops = this.heights(near ? 12 : 8);
       const zoom = near ? this.scale : 1;
       const ends = this.starts.map((start, at) => plan.left[this.starts[at + 1] ?? plan.column.length] - plan.left[start]);
       this.wide = Math.max(...ends) * this.unit + this.indent;
-      this.high = this.starts.length * this.line + TOP;
+      this.high = this.tops.at(-1);
       this.canvas.setAttribute("width", Math.ceil(this.wide * zoom));
       this.canvas.setAttribute("height", Math.ceil(this.high * zoom));
       for (const layer of this.layers) {
@@ -101,12 +101,23 @@
       this.drawn.clear();
     }
 
+    // Where each line begins, and where the last one ends: a line is as high as the lanes that are used in it.
+    heights(gap) {
+      const used = new Int32Array(this.starts.length);
+      this.plan.byDepth.forEach((level, depth) => {
+        for (const at of level) used[this.of[depth]] = Math.max(used[this.of[depth]], this.plan.lane[at] + 1);
+      });
+      const tops = [TOP];
+      for (const lanes of used) tops.push(tops.at(-1) + lanes * this.pitch + (used.length > 1 ? gap : 0));
+      return tops;
+    }
+
     x(depth) {
       return this.indent + (this.plan.left[depth] - this.plan.left[this.starts[this.of[depth]]]) * this.unit;
     }
 
     y(at) {
-      return TOP + this.of[this.nodes.depth[at]] * this.line + this.plan.lane[at] * this.pitch + (this.near ? BOX / 2 : THIN / 2 - 2);
+      return this.tops[this.of[this.nodes.depth[at]]] + this.plan.lane[at] * this.pitch + (this.near ? BOX / 2 : THIN / 2 - 2);
     }
 
     zoom(scale, pointX = this.window.clientWidth / 2) {
@@ -200,8 +211,8 @@
       const [right, bottom] = [left + view.clientWidth / zoom, top + view.clientHeight / zoom];
       const seen = new Set();
       const { starts, plan } = this;
-      for (let band = Math.max(0, Math.floor((top - TOP) / this.line)); band < starts.length; band++) {
-        if (TOP + band * this.line > bottom) break;
+      for (let band = 0; band < starts.length; band++) {
+        if (this.tops[band + 1] < top || this.tops[band] > bottom) continue;
         const end = starts[band + 1] ?? plan.column.length;
         let first = starts[band];
         while (first < end && this.x(first) + (plan.column[first] + plan.GAP) * this.unit < left - 60) first++;
@@ -328,7 +339,7 @@
       return descant.layout.others(this.request, at, this.plan.ghosts).map(([token, , processed], place) =>
         svg("text", { class: "ghost", "aria-hidden": "true", x: 9, y: BOX / 2 + top + 14 * place },
           descant.layout.cut(descant.dotted(this.run, token), 12).map(([text, mark]) => svg("tspan", { class: mark ? "mark" : null }, text)),
-          svg("tspan", { class: "share", dx: 6 }, prob(processed))));
+          svg("tspan", { class: "share", dx: 6 }, processed === null ? "cut" : prob(processed))));
     }
 
     // From afar a node is only where it can be pointed at; its chain says what it says.
