@@ -14,18 +14,22 @@ from descant.cli.chat import Chat
 from descant.cli.command import USAGE, callback
 from descant.cli.explain import Explain
 from descant.cli.generate import Generate
-from descant.cli.recipe import Check, Forget, List, New, Push, Show, Trust
+from descant.cli.recipe import Check, Forget, List, New, Push, Trust
+from descant.cli.recipe import Show as ShowRecipe
+from descant.cli.show import Show
 from descant.cli.train import Train
+from descant.cli.tree import Tree
 from descant.cli.watermark import Detect, Key
 
 __all__ = ["application"]
 
-COMMANDS = {"generate": Generate, "chat": Chat, "explain": Explain}
+COMMANDS = {"generate": Generate, "chat": Chat, "explain": Explain}  # every generation parameter is an option
+VIEWERS = {"tree": Tree, "show": Show}
 GROUPS = {
     "recipe": (
         "Look at other people's methods of decoding, trust them, and make and share your own.",
         {
-            "show": Show,
+            "show": ShowRecipe,
             "trust": Trust,
             "list": List,
             "forget": Forget,
@@ -67,7 +71,7 @@ def application() -> typer.Typer:
         cls=Group, name="descant", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
     app.callback(help=descant.__doc__)(_root)
-    for name, kind in COMMANDS.items():
+    for name, kind in (COMMANDS | VIEWERS).items():
         app.command(name, no_args_is_help=False)(callback(kind))
     for group, (about, commands) in GROUPS.items():
         below = typer.Typer(name=group, help=about, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -25,6 +25,7 @@ from descant.errors import (
     InputError,
     MissingRequirements,
     RecipeError,
+    TraceError,
     UnsupportedModel,
     UntrustedRecipe,
 )
@@ -195,7 +196,7 @@ def _guarded(kind: type[Command], chosen: Mapping[str, Any], given: Mapping[str,
         if chosen["debug"]:
             terminal.console().print(traceback.format_exc(), end="")
         terminal.blame(_told(error))
-        wrong = ConfigError | InputError | RecipeError | UnsupportedModel
+        wrong = ConfigError | InputError | RecipeError | TraceError | UnsupportedModel
         return USAGE if isinstance(error, wrong) else FAILURE
 
 

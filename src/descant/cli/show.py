@@ -1,0 +1,142 @@
+"""`descant show`: pictures of a trace, on the terminal or as files."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from descant.cli import terminal
+from descant.cli.command import Command
+from descant.errors import InputError, TraceError
+from descant.trace.pictures.where import PICTURES
+from descant.trace.records import read
+from descant.trace.trace import Trace
+
+__all__ = ["File", "Request", "Show", "Step", "Svg", "opened", "paper", "put", "refuse_same"]
+
+STANDARD = "-"
+
+File = Annotated[
+    str, typer.Argument(metavar="FILE", help="A trace, as `generate --trace` writes it; - is standard input.")
+]
+Request = Annotated[
+    int | None, typer.Option("--request", metavar="N", help="Which request of it (default: the first).")
+]
+Step = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="As it was after this step (default: the last).")
+]
+Svg = Annotated[
+    str | None,
+    typer.Option("--svg", metavar="FILE", help="Write the picture as SVG there; - is standard output."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show(Command):
+    """Show what a trace says: the text with the probability of every token, and further pictures.
+
+    With a second trace it shows both side by side.
+    """
+
+    file: File
+    other: Annotated[
+        str | None, typer.Argument(metavar="OTHER", help="Another trace, to be shown beside the first.")
+    ] = None
+    picture: Annotated[
+        str | None,
+        typer.Option(
+            "--picture",
+            metavar=f"[{'|'.join(PICTURES)}]",
+            help="What to show (default: text, and of two traces beside).",
+        ),
+    ] = None
+    html: Annotated[
+        str | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write all pictures as one page there; - is standard output."
+        ),
+    ] = None
+    svg: Svg = None
+    request: Request = None
+    sequence: Annotated[
+        int | None,
+        typer.Option("--sequence", metavar="N", help="Which of its sequences (default: 0, the best)."),
+    ] = None
+    step: Step = None
+
+    def run(self) -> int:
+        """Draw it."""
+        self._refuse()
+        trace = opened(self.file)
+        beside = None if self.other is None else opened(self.other)
+        if self.html is not None:
+            put(trace.html(beside), self.html, "html")
+            return 0
+        picture = self.picture or ("text" if beside is None else "beside")
+        where: dict[str, Any] = {"request": self.request, "sequence": self.sequence or 0, "step": self.step}
+        if self.svg is not None:
+            put(trace.svg(picture, beside=beside, **where), self.svg, "svg")
+        else:
+            terminal.write(trace.text(picture, beside=beside, **paper(), **where))
+        return 0
+
+    def _refuse(self) -> None:
+        """Raise for options that contradict each other."""
+        if self.file == self.other == STANDARD:
+            raise InputError("OTHER", "must not be standard input, which FILE is", self.other)
+        if self.html is not None:
+            for name in ("svg", "picture", "request", "sequence", "step"):
+                if getattr(self, name) is not None:
+                    do = "leave one of them out"
+                    raise InputError(name, "has no use with --html, which shows all", getattr(self, name), do)
+        if self.other is not None and self.picture not in (None, "beside"):
+            raise InputError("picture", "must be beside where there are two traces", self.picture)
+        for name in ("html", "svg"):
+            for source in (self.file, self.other):
+                refuse_same(getattr(self, name), source, name)
+
+
+def opened(path: str) -> Trace:
+    """The trace in a file, or on standard input."""
+    try:
+        return Trace(read(sys.stdin)) if path == STANDARD else Trace.load(path)
+    except UnicodeDecodeError:
+        raise TraceError(f"{path} must be a trace, which is all ASCII") from None
+    except TraceError as error:
+        said = str(error)
+        raise TraceError(said if said.startswith(path) else f"{path}: {said}") from None
+
+
+def paper() -> dict[str, Any]:
+    """How wide standard output is, and whether it takes colours."""
+    console = Console(highlight=False, markup=False)
+    return {
+        "width": console.width,
+        "colour": console.color_system not in (None, "windows") and not console.no_color,
+    }
+
+
+def put(text: str, path: str, name: str) -> None:
+    """A picture in a file, or on standard output."""
+    if path == STANDARD:
+        terminal.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(name, f"must be a file that can be written ({error.strerror})", path) from None
+
+
+def refuse_same(target: str | None, source: str | None, name: str) -> None:
+    """Raise where a picture would be written over the trace that it is of."""
+    if target in (None, STANDARD) or source in (None, STANDARD):
+        return
+    with suppress(OSError):
+        if Path(str(target)).samefile(str(source)):
+            raise InputError(name, "must be another file than the trace", target)
