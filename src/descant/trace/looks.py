@@ -161,7 +161,10 @@ class Sight:
                 if parts[0][place]:
                     stages[number].append(_stage(name, [part[place] for part in parts[1:]]))
         return [
-            Look(entropy[number], left[number], tuple(found[number]), tuple(stages[number]))
+            # Of what holds no number there is none.
+            Look(
+                max(entropy[number], 0.0), max(left[number], 0.0), tuple(found[number]), tuple(stages[number])
+            )
             for number in range(len(self.lines))
         ]
 

@@ -185,7 +185,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Cut:
-    """From this step on the limit left no room for what is named: "details" (looks), or "steps"."""
+    """From this step on the limit left no room for what is named.
+
+    "details" are all candidates but the tokens taken, and what processors did; "steps" are whole steps;
+    "requests" are those admitted later; "results" what requests returned.
+    """
 
     kind: ClassVar[str] = "cut"
     step: int
@@ -207,7 +211,7 @@ def read(lines: Iterable[str]) -> Iterator[Record]:
     number = 0
     for number, line in enumerate(lines, 1):
         try:
-            given = json.loads(line, parse_constant=_not_a_number)
+            given = json.loads(line, parse_constant=_not_a_number, parse_float=_finite)
             record: Record = _record(given)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
@@ -255,6 +259,10 @@ def _written(value: Any) -> Any:
 
 def _not_a_number(name: str) -> float:
     raise ValueError(f"the number {name}")
+
+
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _not_a_number(text[:40])
 
 
 def _int(value: Any) -> int:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
-from descant.errors import TraceError
+from descant.errors import InputError, TraceError
 from descant.trace.pictures.page import page
 from descant.trace.pictures.svg import svg
 from descant.trace.pictures.terminal import Paper, terminal
 from descant.trace.pictures.where import Where
 from descant.trace.records import Asked, Cut, Header, Record, Result, Step, Texts, line_of, read
+from descant.trace.replay import Moment, replayed
 from descant.trace.tree import Tree
 
-__all__ = ["Trace"]
+__all__ = ["MOST", "Trace"]
+
+MOST: Final = 256_000_000  # bytes of a file that is read
 
 
 class Trace:
@@ -29,9 +32,16 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The trace in a file."""
+        """The trace in a file; a TraceError says what is wrong with one that cannot be read."""
         try:
-            text = Path(path).read_bytes().decode("ascii")
+            with Path(path).open("rb") as file:
+                data = file.read(MOST + 1)
+        except OSError as error:
+            raise TraceError(f"{path} must be a file that can be read, got {error.strerror}") from None
+        if len(data) > MOST:
+            raise TraceError(f"{path} must have at most {MOST} bytes, got more")
+        try:
+            text = data.decode("ascii")
         except UnicodeDecodeError:
             raise TraceError(f"{path} must be a trace, which is all ASCII") from None
         return cls(read(text.splitlines()))
@@ -86,6 +96,13 @@ class Trace:
         """Every token that any row ever took, and what became of it."""
         return Tree(self.records)
 
+    def replay(self) -> Iterator[Moment]:
+        """Go through it again, without the model: after every step the rows as they stood.
+
+        Each moment has the rows that go on, those that the step ended, and what requests then returned.
+        """
+        return replayed(self.records)
+
     # -------------------------------------------------------------------- pictures
     def html(self, beside: Trace | None = None, title: str | None = None) -> str:
         """All pictures as one page that needs nothing else, of this run or of two side by side."""
@@ -96,7 +113,7 @@ class Trace:
 
         `request`, `sequence` and `step` say of what: the first, the best and the last unless told.
         """
-        return svg(self, picture, Where(**where).within(self), beside)
+        return svg(self, picture, _where(where).within(self), beside)
 
     def text(
         self,
@@ -108,7 +125,7 @@ class Trace:
         **where: Any,
     ) -> str:
         """The same as lines of text, for a terminal if `colour`."""
-        return terminal(self, picture, Where(**where).within(self), beside, Paper(width, colour))
+        return terminal(self, picture, _where(where).within(self), beside, Paper(width, colour))
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that a notebook's styles and its own leave each other alone."""
@@ -117,3 +134,13 @@ class Trace:
             f'<iframe title="Trace of a run" sandbox="allow-scripts" srcdoc="{source}" '
             'style="width:100%;height:640px;border:0"></iframe>'
         )
+
+
+def _where(given: Mapping[str, Any]) -> Where:
+    """Of what a picture is to be, by the names that there are."""
+    for name, value in given.items():
+        if name not in ("request", "sequence", "step"):
+            raise InputError(name, "must be one of `request`, `sequence` and `step`", value, "leave it out")
+        if type(value) is not int and not (value is None and name != "sequence"):
+            raise InputError(name, "must be an int", value)
+    return Where(**given)

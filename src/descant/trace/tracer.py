@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from descant.step import Hypothesis, Observation, Proposal, Selection
 from descant.trace.kept import Kept
 from descant.trace.looks import Line, Sight, fetched
 from descant.trace.records import Asked, Header, Result, Row, Run, Said, Step, Texts
-from descant.trace.trace import Trace
+from descant.trace.trace import MOST, Trace
 from descant.vocabulary import Vocabulary
 
 __all__ = ["Tracer"]
@@ -74,8 +75,8 @@ class Tracer:
     def __init__(self, top: int = 8, limit: int = 4_000_000, tokenizer: Any = None) -> None:
         if type(top) is not int or not 1 <= top <= 1000:
             raise InputError("top", "must be an int from 1 to 1000", top)
-        if type(limit) is not int or limit < _LEAST:
-            raise InputError("limit", f"must be an int >= {_LEAST}, in bytes", limit)
+        if type(limit) is not int or not _LEAST <= limit <= MOST:
+            raise InputError("limit", f"must be an int from {_LEAST} to {MOST}, in bytes", limit)
         self.top, self.limit, self.tokenizer = top, limit, tokenizer
         self._kept = Kept(limit)
         self._vocabulary: Vocabulary | None = None
@@ -84,7 +85,7 @@ class Tracer:
         self._wrappers: dict[int, str] = {}  # by request, what stands between the network and its rows
         self._parents: list[int] = []  # of the nodes, a root's -1
         self._tokens: list[int] = []
-        self._recorded = 0  # nodes that are in the record
+        self._recorded = 0  # nodes made until the last step that is in the record
         self._leaves: dict[int, tuple[int, Hypothesis, int]] = {}  # what ended: request, sequence, last node
         self._lanes: list[_Lane] = []
         self._step = 0
@@ -129,7 +130,6 @@ class Tracer:
         texts = self._texts(asked.prompt)
         if self._kept.put(*texts, asked, what="requests", step=self._step):
             self._asked[asked.request] = asked
-            self._recorded = len(self._parents)
             self._learn(texts)
         return root
 
@@ -180,11 +180,10 @@ class Tracer:
 
     def ended(self, request: int, found: Sequence[Hypothesis]) -> None:
         """A request has ended with these sequences."""
-        said = []
-        for one in found:
-            score = None if one.score is None else round(float(one.score), 4)
+        said: list[Said] = []
+        for one in found if request in self._asked else ():
             tokens = tuple(one.tokens.tolist())
-            said.append(Said(tokens, one.reason, self._leaf(request, one), score, one.unmet))
+            said.append(Said(tokens, one.reason, self._leaf(request, one), _score(one.score), one.unmet))
         self._result(Result(request, tuple(said)))
 
     def failed(self, request: int, error: str) -> None:
@@ -241,7 +240,7 @@ class Tracer:
                     made,
                     slot,
                     max(-accepted[new], 0),
-                    None if scores is None else round(scores[new], 4),
+                    None if scores is None else _score(scores[new]),
                     None if met is None else int(met[new]),
                 )
             )
@@ -264,9 +263,8 @@ class Tracer:
             more = len(one.tokens) - int(rows.length[row] - rows.prompt[row])
             run = tuple(one.tokens[len(one.tokens) - more :].tolist()) if more > 0 else ()
             made, last = self._grown(nodes[row], run, max(-more, 0))
-            score = None if one.score is None else round(float(one.score), 4)
             self._of_group(entries[row], request, slot).runs.append(
-                Run(run, made, slot, max(-more, 0), score, one.met, one.reason)
+                Run(run, made, slot, max(-more, 0), _score(one.score), one.met, one.reason)
             )
             self._leaves[id(one)] = (request, one, last)
 
@@ -301,7 +299,8 @@ class Tracer:
         """The last node of a sequence that is in the record."""
         known = self._leaves.get(id(one))
         at = known[2] if known is not None else self._found(request, one)
-        while at >= self._recorded:
+        root = self._asked[request].root
+        while at >= self._recorded and at != root:
             at = self._parents[at]
         return at
 
@@ -364,6 +363,11 @@ def _mentioned(rows: Sequence[Row]) -> set[int]:
             found |= {one.token for one in look.top}
             found |= {one.token for stage in look.stages for one in stage.moved}
     return found
+
+
+def _score(value: float | None) -> float | None:
+    """A score as it is written; none for one that is not finite."""
+    return None if value is None or not math.isfinite(value) else round(float(value), 4)
 
 
 def _numbers(column: Any, count: int) -> list[Any] | None:

@@ -95,8 +95,8 @@ class Tree:
     def _grow(self, step: Step) -> None:
         stands: dict[int, list[int]] = {}
         for row in step.rows:
-            if row.request not in self._asked:
-                raise TraceError(f"a trace must admit request {row.request} before a row is of it")
+            if row.request not in self._standing:
+                raise TraceError(f"a trace must have request {row.request} run when a row is of it")
             here = stands.setdefault(row.request, [])
             for run in row.runs:
                 last = self._run(step.step, row, run)
