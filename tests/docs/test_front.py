@@ -1,0 +1,60 @@
+"""The front door: the README's picture is the library's own, and the chooser leads to every method's page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from scripts import blocks, front
+
+ROOT = blocks.ROOT
+GUIDE = ROOT / "docs" / "guide"
+# Pages about how it is built or measured, and those that are choosers themselves.
+NO_METHODS = {
+    "architecture.md", "choose.md", "command-line.md", "devices.md", "glossary.md", "migrate-4.md",
+    "migrate.md", "performance.md", "processors-by-example.md",
+}  # fmt: skip
+
+
+def links(path: Path) -> set[str]:
+    """The pages that a page links to, without their anchors."""
+    return {
+        target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
+    }
+
+
+def test_the_chooser_leads_to_every_page_about_decoding() -> None:
+    pages = {page.name for page in GUIDE.glob("*.md")} - NO_METHODS
+    assert pages - links(GUIDE / "choose.md") == set()
+
+
+def test_every_file_that_the_readme_links_to_is_there() -> None:
+    named = {target for target in links(ROOT / "README.md") if "://" not in target}
+    assert len(named) > 20
+    assert [target for target in named if not (ROOT / target).exists()] == []
+
+
+def test_the_glossary_is_in_order() -> None:
+    words = re.findall(r"^\| ([^|]+?) \|", (GUIDE / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)[
+        1:
+    ]
+    words = [word for word in words if not word.startswith("-")]
+    assert len(words) > 40
+    assert words == sorted(words, key=str.casefold)
+
+
+def test_the_first_example_is_short() -> None:
+    [first, *_] = [block for block in blocks.read(ROOT / "README.md") if block.language == "python"]
+    lines = [line for line in first.text.splitlines() if line and not line.startswith(("import ", "from "))]
+    assert len(lines) <= 6
+
+
+def test_the_picture_in_the_readme_is_of_its_first_example() -> None:
+    """Made by scripts/front.py; scores may differ in the last place between machines, all else may not."""
+
+    def without_scores(picture: str) -> str:
+        return re.sub(r"\u2212\d+\.\d\d", "", picture)
+
+    kept = front.PICTURE.read_text(encoding="utf-8")
+    assert len(re.findall(r"\u2212\d+\.\d\d", kept)) > 10
+    assert without_scores(front.drawn()) == without_scores(kept)
