@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from descant.trace.records import (
     Asked,
@@ -30,6 +31,27 @@ def of_texts(texts: Sequence[str]) -> Trace:
     Each text then names a request of its own: what was asked, what was set, who guessed and what went wrong.
     """
     return Trace(_records(list(texts)))
+
+
+def again(trace: Trace, times: int) -> Trace:
+    """A trace of one row whose steps come so many times, each time below what was there before."""
+    steps, nodes = len(trace.steps), len(trace.tree.nodes) - 1
+    records: list[Record] = [one for one in trace.records if not isinstance(one, Result | Step)]
+    for time in range(times):
+        for step in trace.steps:
+            [row] = step.rows
+            [run] = row.runs
+            last = time + 1 == times
+            run = replace(
+                run,
+                nodes=tuple(one + time * nodes for one in run.nodes),
+                reason=run.reason if last else None,
+            )
+            row = replace(row, at=row.at + time * nodes, runs=(run,))
+            records.append(replace(step, step=step.step + time * steps, rows=(row,)))
+    [said] = trace.results[0].sequences
+    said = replace(said, tokens=said.tokens * times, leaf=said.leaf + (times - 1) * nodes)
+    return Trace([*records, Result(0, (said,))])
 
 
 def _records(texts: list[str]) -> Iterator[Record]:
