@@ -36,10 +36,10 @@
       if (step !== app.step || !place) notes.append(el("p", {}, missing(request, app.step, place ? step : null)));
       if (!place) return;
       const look = request.looks[place.look];
-      const taken = takenAt(request, place.look);
+      const taken = takenAt(request, app.sequence, place.look);
       context.append(...sentence(run, place, taken));
-      panels.append(...drawn(run, look, { taken, guess: place.guess }));
-      notes.append(...remarks(request, look));
+      panels.append(...drawn(run, look, { ...taken, guess: place.guess }));
+      notes.append(...remarks(request, look, taken));
     }
 
     enter();
@@ -87,15 +87,19 @@
     return 0;
   }
 
-  function takenAt(request, look) {
-    const found = new Set();
-    request.nodes.look.forEach((one, node) => one === look && found.add(request.nodes.token[node]));
-    return found;
+  // The tokens that were taken there: all of them, and the one that the sequence goes on with.
+  function takenAt(request, sequence, look) {
+    const { look: looks, token } = request.nodes;
+    const here = request.said[sequence] ? request.said[sequence].nodes.find((node) => looks[node] === look) : undefined;
+    const own = here === undefined ? null : token[here];
+    const taken = new Set(own === null ? [] : [own]);
+    looks.forEach((one, node) => one === look && taken.add(token[node]));
+    return { own, taken };
   }
 
-  function sentence(run, place, taken) {
+  function sentence(run, place, { own, taken }) {
     const words = place.before.slice(-BEHIND).map((id) => word(run, id));
-    const chosen = [...taken].flatMap((id, index) => [index ? ", " : "", el("b", { class: "taken" }, word(run, id, true))]);
+    const chosen = [...taken].flatMap((id) => [el("b", { class: own === null || id === own ? "taken" : "also" }, word(run, id, true)), " "]);
     return [el("span", { class: "lead" }, "… ", ...words), " ", ...(chosen.length ? chosen : [el("i", {}, "dropped")])];
   }
 
@@ -147,6 +151,7 @@
   function bar(run, [token, before, after], scale, kind) {
     const cut = after === null && before !== null;
     const taken = scale.taken.has(token);
+    const also = taken && scale.own !== null && scale.own !== token;
     const [from, to] = [T.chance(before), T.chance(after)];
     const track = el("span", { class: "track", "aria-hidden": "true" });
     if (kind !== "raw") track.append(length("before", from, scale.most));
@@ -156,12 +161,12 @@
       class: `bar${cut ? " cut" : ""}${taken ? " taken" : ""}`, "data-token": token,
       "data-before": before === null ? "" : before, "data-after": after === null ? "" : after,
     },
-    el("span", { class: "tick", "aria-hidden": "true" }, taken ? "▸" : ""),
+    el("span", { class: "tick", "aria-hidden": "true" }, also ? "▹" : taken ? "▸" : ""),
     el("span", { class: "name" }, word(run, token, true),
       token === scale.guess ? el("span", { class: "tag" }, "guess") : null),
     track,
     el("span", { class: "value" }, cut ? el("span", { class: "was" }, prob(before)) : prob(after), change),
-    taken ? el("span", { class: "hidden" }, "taken") : null);
+    taken ? el("span", { class: "hidden" }, also ? "taken elsewhere" : "taken") : null);
   }
 
   function length(kind, value, most) {
@@ -186,7 +191,7 @@
     return shown === null ? why : `${why} Above is step ${shown + 1}.`;
   }
 
-  function remarks(request, look) {
+  function remarks(request, look, { taken }) {
     const found = [];
     if (!look.stages.length) {
       found.push(el("p", { "data-none": "" }, request.stages.length
@@ -196,7 +201,8 @@
     }
     const swatch = (kind) => el("span", { class: `swatch ${kind}`, "aria-hidden": "true" });
     found.push(el("p", {}, swatch("before"), "before ", swatch("after"), "after ", swatch("cut"),
-      "cut. All panels have one scale; changes are in percentage points. ▸ was taken."));
+      "cut. All panels have one scale; changes are in percentage points. ",
+      taken.size > 1 ? "▸ is where this sequence went on, ▹ where others did." : "▸ was taken."));
     const idle = request.stages.filter((name) => !look.stages.some((stage) => stage.name === name));
     if (idle.length) found.push(el("p", {}, `Changed nothing here: ${idle.join(", ")}.`));
     return found;

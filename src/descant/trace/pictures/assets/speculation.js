@@ -1,6 +1,7 @@
 // Guesses along the text: those that stood, those that did not, and how far a run of them goes.
 (() => {
   const { el, word, prob, counted, tokens: T } = descant;
+  const LONG = 24; // characters that have room in one line of a phone
 
   function mount(host, app) {
     const [run, request] = [app.runData, app.requestData];
@@ -98,8 +99,13 @@
     }));
   }
 
+  // What stands above a word keeps it on one line, so a word that is too long for one has it before it.
   function above(span, what) {
     const inner = span.querySelector(".ink");
+    if (inner.textContent.length > LONG) {
+      inner.before(what);
+      return;
+    }
     const ruby = el("ruby", {});
     inner.replaceWith(ruby);
     ruby.append(inner, el("rt", {}, what));

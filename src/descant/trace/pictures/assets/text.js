@@ -127,6 +127,7 @@
     return [
       el("p", {}, swatch(moved ? "raw" : "only"), "Below each token: the entropy of what the model said. ",
         moved ? [swatch("left"), "And of what the processors left. "] : "", `A full bar is ${most.toFixed(1)} nats.`),
+      el("p", {}, "Choose a token, and the other pictures show the step that took it."),
       back ? el("p", {}, el("del", { class: "back" }, "Struck"), " tokens were taken, and taken back.") : null,
     ].filter(Boolean);
   }

@@ -106,6 +106,7 @@ descant.tokens = (() => {
     found.dataset.raw = one.raw === null ? "" : one.raw;
     found.dataset.processed = one.processed === null ? "" : one.processed;
     found.dataset.shade = shadeOf(one, by);
+    if (!found.textContent.trim()) found.setAttribute("aria-label", descant.counted(found.textContent.length, "space"));
     broken(run, one, found, inner);
     return found;
   }
