@@ -6,7 +6,7 @@ from .recipe import Asset, Package, Probe, Recipe
 
 CI_SET = (
     "smollm2", "smol-draft", "stories15m", "minimind2-small", "flan-t5-small-titles", "whisper-tiny.en",
-    "gemma3-270m", "speech",
+    "gemma3-270m", "opus-mt-en-fr", "speech",
 )  # fmt: skip
 
 
