@@ -3,6 +3,7 @@
   const { el, word, prob, number, counted } = descant;
   const WORDS = new Map([["eos", "an end token"], ["length", "its length"], ["time", "the time limit"], ["stop", "a stop text"]]);
   const SHOWN = 24; // tokens of a hypothesis in the list, its last
+  const LISTED = 32; // hypotheses in a list
 
   descant.Hypotheses = class {
     constructor(app, plan) {
@@ -10,6 +11,7 @@
       this.plan = plan;
       [this.run, this.request] = [app.runData, app.requestData];
       this.nodes = this.request.nodes;
+      this.made = new Map(); // entries of the list
       this.choice = el("div", { class: "choice" });
       this.list = el("div", { class: "standings" });
       this.host = el("aside", { class: "side", "aria-label": "Selected hypothesis" }, this.choice, this.list);
@@ -131,16 +133,17 @@
     // What stands now, best first, or in the end what was returned.
     ranked(view) {
       const { nodes } = this;
-      const by = (one, other) => (nodes.score[other] ?? -Infinity) - (nodes.score[one] ?? -Infinity) || nodes.slot[one] - nodes.slot[other];
+      const by = (one, other) => (nodes.score[other] ?? 0) - (nodes.score[one] ?? 0) || nodes.slot[one] - nodes.slot[other];
       if (view.last && this.request.said.length) return this.request.said.map((said) => said.nodes.at(-1)).filter((one) => one !== undefined);
-      return [...view.standing].sort((one, other) => (by(one, other) || 0));
+      return [...view.standing].sort(by);
     }
 
     standings(view) {
       const { nodes } = this;
       const main = this.ranked(view);
-      const ended = nodes.reason.flatMap((reason, at) => (reason !== null && nodes.born[at] <= view.now && !main.includes(at) ? [at] : []))
-        .sort((one, other) => (nodes.score[other] ?? 0) - (nodes.score[one] ?? 0)).slice(0, 32);
+      const told = new Set(main);
+      const ended = nodes.reason.flatMap((reason, at) => (reason !== null && nodes.born[at] <= view.now && !told.has(at) ? [at] : []))
+        .sort((one, other) => (nodes.score[other] ?? 0) - (nodes.score[one] ?? 0));
       const title = view.last && this.request.said.length && nodes.state.some((state) => state === "best") ? "Returned" : "Standing now";
       const first = main[0] ?? ended[0];
       return [this.entries(title, main, first), this.entries(view.last ? "Ended, not returned" : "Ended so far", ended, first)].flat();
@@ -149,25 +152,39 @@
     entries(title, leaves, first) {
       if (!leaves.length) return [];
       const leader = new Set(this.path(first));
-      return [el("h3", { class: "titled" }, title), el("ol", {}, leaves.map((at) => this.entry(at, at === first ? null : leader)))];
+      const more = leaves.length - LISTED;
+      return [
+        el("h3", { class: "titled" }, title),
+        el("ol", {}, leaves.slice(0, LISTED).map((at) => this.entry(at, at === first ? null : leader))),
+        more > 0 ? el("p", { class: "hint" }, `and ${more.toLocaleString("en")} more`) : null,
+      ].filter(Boolean);
     }
 
-    // Of one that shares its beginning with the leader only what is its own, and two tokens before.
+    // Of one that shares its beginning with the leader only what is its own, and two tokens before. What does not
+    // change from step to step is made once.
     entry(at, leader) {
       const path = this.path(at);
       let shared = 0;
       while (leader && shared < path.length && leader.has(path[shared])) shared++;
+      const key = `${at} ${shared}`;
+      if (!this.made.has(key)) this.made.set(key, this.item(at, path, shared));
+      const item = this.made.get(key);
+      item.firstChild.setAttribute("aria-pressed", String(at === this.app.node));
+      return item;
+    }
+
+    item(at, path, shared) {
+      const { nodes } = this;
       const start = Math.max(0, path.length - SHOWN, shared - 2);
-      const words = path.slice(start).map((one, place) => {
-        const said = word(this.run, this.nodes.token[one]);
-        if (start + place < shared) said.classList.add("shared");
-        return said;
-      });
-      const figures = [this.nodes.score[at] === null ? null : number(this.nodes.score[at]), this.nodes.reason[at],
-        this.nodes.met[at] === null ? null : `${this.nodes.met[at]} of ${this.request.demands} met`].filter(Boolean);
-      return el("li", {}, el("button", {
-        type: "button", class: "hypothesis", "aria-pressed": String(at === this.app.node), onclick: () => this.app.set({ node: at }),
-      }, el("span", { class: "said" }, start ? "… " : null, words), figures.length ? el("span", { class: "under" }, figures.join(" · ")) : null));
+      const text = (from, to) => path.slice(from, to).flatMap((one) => descant.pieces(this.run, nodes.token[one]))
+        .map(([said, mark]) => (mark ? el("span", { class: "mark" }, said) : said));
+      const middle = Math.max(start, shared);
+      const figures = [nodes.score[at] === null ? null : number(nodes.score[at]), nodes.reason[at],
+        nodes.met[at] === null ? null : `${nodes.met[at]} of ${this.request.demands} met`].filter(Boolean);
+      return el("li", {}, el("button", { type: "button", class: "hypothesis", onclick: () => this.app.set({ node: at }) },
+        el("span", { class: "said", dir: "ltr" }, start ? "… " : null,
+          middle > start ? el("span", { class: "shared" }, text(start, middle)) : null, text(middle)),
+        figures.length ? el("span", { class: "under" }, figures.join(" · ")) : null));
     }
   };
 }

@@ -323,8 +323,9 @@ const descant = (() => {
       const last = app.requestData.steps.length - 1;
       if (app.step >= last) app.set({ step: 0 });
       const pause = Math.max(still.matches ? 400 : 60, Math.min(400, 12000 / (last + 1)));
+      const by = Math.ceil((last + 1) / 400);
       this.playing = setInterval(() => {
-        app.set({ step: app.step + 1 });
+        app.set({ step: Math.min(last, app.step + by) });
         if (app.step >= last) this.stop();
       }, pause);
       this.face();
@@ -407,7 +408,7 @@ const descant = (() => {
 
   function prompt(request) {
     if (!request.prompt.length) return null;
-    const text = el("p", { class: "prompt", tabindex: 0, "aria-label": "Prompt", dir: "ltr" }, spelt(request.phrase));
+    const text = el("p", { class: "prompt", tabindex: 0, role: "region", "aria-label": "Prompt", dir: "ltr" }, spelt(request.phrase));
     const before = request.unshown ? el("p", { class: "hint" }, `${counted(request.unshown, "token")} before these are not on this page.`) : null;
     return el("figure", { class: "prompting" }, el("figcaption", {}, "Prompt"), el("div", {}, before, text));
   }

@@ -19,6 +19,7 @@
       this.drawn = new Map(); // key -> {group, style}
       this.build(host);
       this.fold();
+      this.look();
       this.update({ step: true }, false);
       new ResizeObserver(() => this.resized()).observe(this.window);
     }
@@ -128,6 +129,7 @@
       this.scale = scale;
       this.fold();
       this.window.scrollLeft = held * scale - pointX;
+      this.look();
       this.draw();
     }
 
@@ -143,26 +145,29 @@
         this.zoom(this.scale);
       } else this.zoom(room / this.plan.left.at(-1));
       this.window.scrollTo(0, 0);
+      this.look();
+      this.draw();
     }
 
     wrap(wanted) {
       this.wraps = wanted;
       this.fold();
+      this.look();
+      this.reveal(this.app.node);
       this.draw();
-      this.reveal();
     }
 
     resized() {
-      if (this.window.clientWidth === this.room) return;
+      if (!this.window.clientWidth || this.window.clientWidth === this.room) return; // hidden, or only higher
       this.room = this.window.clientWidth;
       if (this.wraps) this.fold();
+      this.look();
       this.draw();
     }
 
     // ---------------------------------------------------------------- what stood after a step
     update(change, aloud = true) {
       if (change.step) this.stand(aloud);
-      // First, since asking for sizes once the document has changed would lay all of it out again.
       if (change.node && this.app.node !== null) this.reveal(this.app.node);
       else if (change.step) this.reveal();
       this.draw();
@@ -180,7 +185,8 @@
       this.standing = new Set(at);
       if (!aloud) return;
       const { nodes } = this;
-      const gone = nodes.left.filter((left, one) => left === this.now && nodes.reason[one] === null && !this.plan.children[one].some((child) => nodes.born[child] <= this.now)).length;
+      const leaf = (one) => !this.plan.children[one].some((child) => nodes.born[child] <= this.now);
+      const gone = nodes.left.filter((left, one) => left === this.now && nodes.reason[one] === null && leaf(one)).length;
       this.app.say(`After step ${step + 1} of ${steps.length}: ${counted(this.standing.size, "row")} standing, ${gone} dropped. ${this.side.leader(this)}`);
     }
 
@@ -197,18 +203,26 @@
     }
 
     // ---------------------------------------------------------------- drawing
+    // What part is in sight, kept, since asking for it after a change would lay the document out anew.
+    look() {
+      const view = this.window;
+      this.sight = { left: view.scrollLeft, top: view.scrollTop, wide: view.clientWidth, high: view.clientHeight };
+    }
+
     soon() {
       if (this.waiting) return;
-      this.waiting = requestAnimationFrame(() => this.draw());
+      this.waiting = requestAnimationFrame(() => {
+        this.waiting = 0;
+        this.look();
+        this.draw();
+      });
     }
 
     draw() {
-      cancelAnimationFrame(this.waiting);
-      this.waiting = 0;
       const zoom = this.near ? this.scale : 1;
       const view = this.window;
-      const [left, top] = [view.scrollLeft / zoom, view.scrollTop / zoom];
-      const [right, bottom] = [left + view.clientWidth / zoom, top + view.clientHeight / zoom];
+      const [left, top] = [this.sight.left / zoom, this.sight.top / zoom];
+      const [right, bottom] = [left + this.sight.wide / zoom, top + this.sight.high / zoom];
       const seen = new Set();
       const { starts, plan } = this;
       for (let band = 0; band < starts.length; band++) {
@@ -225,7 +239,8 @@
         one.group.remove();
         this.drawn.delete(key);
       }
-      view.setAttribute("aria-activedescendant", this.drawn.has(this.app.node) ? `node-${this.app.node}` : "");
+      if (this.drawn.has(this.app.node)) view.setAttribute("aria-activedescendant", `node-${this.app.node}`);
+      else view.removeAttribute("aria-activedescendant");
     }
 
     between(first, last, top, bottom, seen) {
@@ -394,16 +409,17 @@
     // Brings a node into sight, or, while steps go by, where the rows now stand.
     reveal(at = null) {
       const places = at !== null ? [at] : [...this.standing];
-      if (!places.length || !this.window.clientWidth) return;
+      const { left, top, wide, high } = this.sight;
+      if (!places.length || !wide) return;
       const zoom = this.near ? this.scale : 1;
       const x = Math.max(...places.map((one) => this.x(this.nodes.depth[one]))) * zoom;
-      const view = this.window;
-      const margin = Math.min(140, view.clientWidth / 4);
-      if (x < view.scrollLeft + 8 || x > view.scrollLeft + view.clientWidth - margin) {
-        view.scrollLeft = x - view.clientWidth * (at === null ? 0.7 : 0.5);
-      }
       const y = Math.min(...places.map((one) => this.y(one))) * zoom;
-      if (y < view.scrollTop + 20 || y > view.scrollTop + view.clientHeight - 40) view.scrollTop = y - view.clientHeight / 2;
+      const aside = x < left + 8 || x > left + wide - Math.min(140, wide / 4);
+      const away = y < top + 20 || y > top + high - 40;
+      if (!aside && !away) return;
+      if (aside) this.window.scrollLeft = x - wide * (at === null ? 0.7 : 0.5);
+      if (away) this.window.scrollTop = y - high / 2;
+      this.look();
     }
 
     click(event) {
