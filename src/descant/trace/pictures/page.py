@@ -23,7 +23,7 @@ _NOTE: Final = 100_000  # letters of the picture for those without scripts
 _TITLE: Final = 2_000  # bytes that a title has at most
 
 _SCRIPTS: Final = (
-    "page.js", "layout.js", "hypotheses.js", "tree.js",
+    "page.js", "masthead.js", "layout.js", "hypotheses.js", "hand.js", "tree.js",
     "token.js", "text.js", "processors.js", "speculation.js", "beside.js",
 )  # fmt: skip
 _STYLES: Final = ("page.css", "tree.css", "views.css")

@@ -35,10 +35,9 @@
       this.canvas.append(...this.layers);
       this.window = el("div", {
         class: "window", id: "tree", role: "tree", tabindex: 0, "aria-label": "Tree of hypotheses. Arrow keys move along it.",
-        onscroll: () => this.soon(), onkeydown: (event) => this.key(event), onclick: (event) => this.click(event),
-        onpointerdown: (event) => this.grab(event),
+        onscroll: () => this.soon(),
       }, this.canvas);
-      this.window.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+      this.hand = new descant.Hand(this);
       this.side = new descant.Hypotheses(this.app, this.plan);
       host.append(
         el("div", { class: "tools" }, this.legend(),
@@ -265,8 +264,16 @@
       seen.add(key);
       const one = this.drawn.get(key);
       if (one && one.style === style) return;
-      if (one) one.group.remove();
       const edge = typeof key === "string";
+      if (one && this.near) {
+        // Its shape is the same; only what it is has changed.
+        const at = edge ? Number(key.slice(5)) : key;
+        one.group.setAttribute("class", `${edge ? "tie" : "node"} ${style} ${this.kind(at)}`);
+        if (!edge) one.group.setAttribute("aria-selected", String(at === this.app.node));
+        one.style = style;
+        return;
+      }
+      if (one) one.group.remove();
       const group = edge ? this.tie(Number(key.slice(5)), style) : this.near ? this.box(key, style) : this.spot(key, style);
       if (!group) return;
       if (top) top.append(group);
@@ -420,60 +427,6 @@
       if (aside) this.window.scrollLeft = x - wide * (at === null ? 0.7 : 0.5);
       if (away) this.window.scrollTop = y - high / 2;
       this.look();
-    }
-
-    click(event) {
-      const group = event.target.closest("[data-index]");
-      if (group && !this.dragged) this.app.set({ node: Number(group.dataset.index) });
-    }
-
-    key(event) {
-      if (event.ctrlKey || event.metaKey || event.altKey) return;
-      const at = this.app.node ?? 0;
-      const there = (one) => one !== undefined && one >= 0 && this.nodes.born[one] <= this.now;
-      const beside = (by) => {
-        const level = this.plan.byDepth[this.nodes.depth[at]].filter(there).sort((one, other) => this.plan.lane[one] - this.plan.lane[other]);
-        return level[level.indexOf(at) + by];
-      };
-      const end = () => {
-        let one = at;
-        while (there(this.plan.main[one])) one = this.plan.main[one];
-        return one;
-      };
-      const moves = {
-        ArrowRight: () => (there(this.plan.main[at]) ? this.plan.main[at] : this.plan.children[at].find(there)),
-        ArrowLeft: () => this.nodes.parent[at], ArrowDown: () => beside(1), ArrowUp: () => beside(-1),
-        Home: () => 0, End: end, Enter: () => at, " ": () => at,
-      };
-      if (event.key === "+" || event.key === "=") this.zoom(this.scale * 1.3);
-      else if (event.key === "-") this.zoom(this.scale / 1.3);
-      else if (event.key === "Escape") this.app.set({ node: null });
-      else if (moves[event.key]) {
-        event.preventDefault();
-        const to = moves[event.key]();
-        if (there(to)) this.app.set({ node: to });
-      }
-    }
-
-    wheel(event) {
-      if (!event.ctrlKey) return;
-      event.preventDefault();
-      this.zoom(this.scale * Math.exp(-event.deltaY / 300), event.clientX - this.window.getBoundingClientRect().left);
-    }
-
-    // A mouse can drag the tree; a finger scrolls it as it does anything.
-    grab(event) {
-      this.dragged = false;
-      if (event.pointerType !== "mouse" || event.button) return;
-      const view = this.window;
-      const [left, top] = [view.scrollLeft, view.scrollTop];
-      const move = (to) => {
-        const [x, y] = [to.clientX - event.clientX, to.clientY - event.clientY];
-        if (Math.abs(x) + Math.abs(y) > 4) this.dragged = true;
-        if (this.dragged) view.scrollTo(left - x, top - y);
-      };
-      addEventListener("pointermove", move);
-      addEventListener("pointerup", () => removeEventListener("pointermove", move), { once: true });
     }
   }
 
