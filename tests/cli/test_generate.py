@@ -177,3 +177,42 @@ def test_closing_is_not_forgotten(descant, stories, monkeypatch):
     monkeypatch.setattr(generate, "stream", interrupted)
     result = descant("generate", stories, PROMPT)
     assert (result.exit_code, result.stdout, result.stderr, closed) == (130, "", "", [True])
+
+
+def test_a_run_is_recorded(descant, loaded, stories, tmp_path):
+    file = tmp_path / "run.jsonl"
+    plain = descant("generate", stories, PROMPT, "--max-new-tokens", 6)
+    traced = descant("generate", stories, PROMPT, "--max-new-tokens", 6, "--trace", file)
+    assert (traced.exit_code, traced.stdout) == (0, plain.stdout)
+    trace = package.Trace.load(file)
+    [said] = trace.results[0].sequences
+    _, tokenizer = loaded(stories)
+    assert (
+        plain.stdout == tokenizer.decode([*trace.requests[0].prompt, *said.tokens])[4 + len(PROMPT) :] + "\n"
+    )
+    assert trace.texts.keys() >= {*said.tokens}
+
+
+def test_what_was_interrupted_is_recorded_as_far_as_it_came(descant, stories, tmp_path, monkeypatch):
+    def interrupted(self, event):
+        raise KeyboardInterrupt
+
+    file = tmp_path / "run.jsonl"
+    monkeypatch.setattr(generate.Shown, "take", interrupted)
+    assert descant("generate", stories, PROMPT, "--trace", file).exit_code != 0
+    trace = package.Trace.load(file)
+    assert len(trace.steps) == 1
+    assert trace.results[0].error == "cancelled"
+
+
+def test_a_record_without_a_run_is_none(descant, stories, tmp_path):
+    file = tmp_path / "run.jsonl"
+    file.write_text("what was there")
+    assert descant("generate", stories, PROMPT, "--num-beams", -1, "--trace", file).exit_code != 0
+    assert file.read_text() == "what was there"
+    for others in (("--output", "-"), ("--input", "-")):
+        prompt = () if "--input" in others else (PROMPT,)
+        result = descant("generate", stories, *prompt, "--trace", file, *others, input="")
+        assert "has no use with --input and --output" in result.stderr
+    result = descant("generate", stories, PROMPT, "--trace", tmp_path / "no" / "run.jsonl")
+    assert "must be a file that can be opened" in result.stderr

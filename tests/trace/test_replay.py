@@ -115,7 +115,7 @@ def test_beams_have_their_scores_and_sums(tiny):
         output_scores=True,
         trace=True,
     )
-    said = [one for result in out.trace.results.values() for one in result.sequences]
+    said = [one for _, result in sorted(out.trace.results.items()) for one in result.sequences]
     assert [one.score for one in said] == pytest.approx(out.sequences_scores.tolist(), abs=1e-3)
     sums: dict[int, float] = {}
     for moment in out.trace.replay():

@@ -18,6 +18,7 @@ from descant.cli.prompt import encoded, refuse_without_template, said
 from descant.cli.shown import Shown
 from descant.errors import ConfigError, InputError
 from descant.stream import stream
+from descant.trace.tracer import Tracer
 
 __all__ = ["Generate"]
 
@@ -46,6 +47,12 @@ class Generate(Decoder):
         str | None,
         typer.Option("--output", metavar="FILE", help="Results as JSON lines; - is standard output."),
     ] = None
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Record every step, to be drawn by `descant show FILE`."
+        ),
+    ] = None
     batch_size: Annotated[
         int,
         typer.Option("--batch-size", min=1, help="Prompts of --input that run side by side (default: 16)."),
@@ -68,17 +75,38 @@ class Generate(Decoder):
         given = encoded(tokenizer, said(text) if self.chat else text) | self.brought()
         shown, argument = Shown(), self.argument()
         function = Function.of(given, model, tokenizer)
-        with contextlib.closing(
-            stream(model, None, tokenizer, argument, **given, **self.parameters)
-            if function is None
-            else function.events(given, argument, self.parameters)
-        ) as events:
+        if function is not None and self.trace is not None:
+            must = "has no use with a recipe that is a function, whose loop is its own"
+            raise InputError("trace", must, self.trace, "leave it out")
+        with (
+            self._traced() as tracer,
+            contextlib.closing(
+                stream(model, None, tokenizer, argument, **given, **self.parameters, trace=tracer)
+                if function is None
+                else function.events(given, argument, self.parameters)
+            ) as events,
+        ):
             try:
                 for event in events:
                     shown.take(event)
             finally:
                 shown.end()
         return 0
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[Tracer | None]:
+        """Who records the run, if --trace says where to; what there is of it is saved however it ends."""
+        if self.trace is None:
+            yield None
+            return
+        # Before anything is decoded, and without touching what the file may hold.
+        _opened(self.trace, "trace", "a").close()
+        tracer = Tracer()
+        try:
+            yield tracer
+        finally:
+            if tracer.begun and tracer.trace.requests:
+                tracer.trace.save(self.trace)
 
     def _loaded(self) -> tuple[Any, Any]:
         model, tokenizer = self.load()
@@ -124,6 +152,8 @@ class Generate(Decoder):
             with contextlib.suppress(OSError):
                 if Path(str(self.output)).samefile(str(self.input)):
                     raise InputError("output", "must be another file than --input", self.output)
+        if self.trace is not None and (self.input is not None or self.output is not None):
+            raise InputError("trace", "has no use with --input and --output", self.trace, "leave it out")
         if self.values.get("logprobs") is not None and self.input is None and self.output is None:
             do = "add --output -"
             raise ConfigError("logprobs", "has no use where only text is shown", self.values["logprobs"], do)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,51 @@ class Line(NamedTuple):
     turn: int = 0  # in which of several calls it was processed, of those that had its row
 
 
+class _Law:
+    """Log-probabilities [N, V], and what is asked of them more than once."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.logs = scores.log_softmax(-1)
+        self._best: Tensor | None = None
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """The probabilities."""
+        return self.logs.exp()
+
+    def at(self, tokens: Tensor) -> Tensor:
+        """The log-probabilities of some tokens [N, n]."""
+        return self.logs.gather(1, tokens)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """In nats [N]."""
+        found: Tensor = torch.special.entr(self.probs).sum(-1)
+        return found
+
+    def best(self, count: int) -> Tensor:
+        """The likeliest tokens [N, n]; all who ask in a step ask for as many."""
+        best = self.logs.topk(count).indices if self._best is None else self._best
+        self._best = best
+        return best
+
+
+class _Laws:
+    """The laws of scores in a step, each made once: what one processor made is what the next was given."""
+
+    def __init__(self) -> None:
+        # With the scores themselves, so that nothing else comes to lie where they did.
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[Tensor, _Law]] = {}
+
+    def of(self, scores: Tensor, index: Sequence[int]) -> _Law:
+        """The law of some lines of scores [N, V]."""
+        key = (scores.data_ptr(), tuple(index))
+        if key not in self._known:
+            whole = key[1] == tuple(range(len(scores)))
+            self._known[key] = (scores, _Law(scores if whole else pick(scores, torch.tensor(index))))
+        return self._known[key][1]
+
+
 @dataclass
 class Sight:
     """The lines of one lane, reduced: all that a trace keeps of them, on the device until it is fetched."""
@@ -59,44 +105,43 @@ class Sight:
         made = cls(lines, min(top, seen.logits.shape[-1]), wanted, same)
         if not lines:
             return made
-        count = seen.logits.shape[1]
-        flat = torch.tensor([line.row * count + line.at for line in lines])
-        raw = _law(seen.logits.flatten(0, 1), flat)
-        if same:
-            processed = raw
-        elif told is not None:
-            processed = _law(told, torch.tensor([line.told or 0 for line in lines]))
-        else:
-            processed = _law(seen.scores.flatten(0, 1), flat)
+        laws, count = _Laws(), seen.logits.shape[1]
+        flat = [line.row * count + line.at for line in lines]
+        plain = seen.logits.flatten(0, 1)
+        raw = processed = laws.of(plain, flat)
+        if told is not None:
+            processed = laws.of(told, [line.told or 0 for line in lines])
+        elif not same:
+            processed = laws.of(seen.scores.flatten(0, 1), flat)
         made._weigh(raw, processed)
         if top:
+            said = seen.output.logits.flatten(0, 1)
             for name in dict.fromkeys(wrappers[line.row] for line in lines) if wrapped else ():
                 mine = [number for number, line in enumerate(lines) if wrappers[line.row] == name]
-                index = torch.tensor(mine)
-                said = _law(seen.output.logits.flatten(0, 1), flat[index])
-                made._watch(name, raw if len(mine) == len(raw) else pick(raw, index), said, mine)
+                index = [flat[number] for number in mine]
+                made._watch(name, laws.of(plain, index), laws.of(said, index), mine)
             turns = _turns(seen.watched)
             for one in seen.watched:
-                made._stage(one, flat, turns)
+                made._stage(one, flat, turns, laws)
         return made
 
-    def _weigh(self, raw: Tensor, processed: Tensor) -> None:
-        """Entropies, the likeliest tokens and those wanted, of laws [L, V]."""
-        wanted = torch.from_numpy(self.wanted).to(raw.device, non_blocking=True)
+    def _weigh(self, raw: _Law, processed: _Law) -> None:
+        """Entropies, the likeliest tokens and those wanted."""
+        wanted = torch.from_numpy(self.wanted).to(raw.logs.device, non_blocking=True)
         laws = (raw,) if self.same else (raw, processed)
-        self.parts += [torch.special.entr(law.exp()).sum(-1) for law in laws]
-        self.parts += [law.gather(1, wanted) for law in laws]
+        self.parts += [law.entropy for law in laws]
+        self.parts += [law.at(wanted) for law in laws]
         for law in laws if self.top else ():
-            best = law.topk(self.top).indices
-            self.parts += [best, *(other.gather(1, best) for other in laws)]
+            best = law.best(self.top)
+            self.parts += [best, *(other.at(best) for other in laws)]
 
-    def _stage(self, one: Watched, flat: Tensor, turns: dict[int, list[int]]) -> None:
+    def _stage(self, one: Watched, flat: Sequence[int], turns: dict[int, list[int]], laws: _Laws) -> None:
         """What one processor did to the lines that it was given."""
         if one.before is one.after:
             return
         where = {} if one.place is None else {place: at for at, place in enumerate(one.place.tolist())}
         mine, places = [], []
-        for number, (line, place) in enumerate(zip(self.lines, flat.tolist(), strict=True)):
+        for number, (line, place) in enumerate(zip(self.lines, flat, strict=True)):
             if one.turn:
                 place = line.row
                 mine_turns = turns.get(place, [])
@@ -106,26 +151,24 @@ class Sight:
                 mine.append(number)
                 places.append(place if one.place is None else where[place])
         if mine:
-            index = torch.tensor(places)
-            self._watch(name_of(one.processor), _law(one.before, index), _law(one.after, index), mine)
+            self._watch(name_of(one.processor), laws.of(one.before, places), laws.of(one.after, places), mine)
 
-    def _watch(self, name: str, before: Tensor, after: Tensor, mine: Sequence[int]) -> None:
-        """What was done to these lines, of laws [N, V]."""
-        gone = (after == -torch.inf) & (before > -torch.inf)
-        moved = ((before - after).abs() > _SAME).any(-1)
+    def _watch(self, name: str, before: _Law, after: _Law, mine: Sequence[int]) -> None:
+        """What was done to these lines."""
+        was, now = before.logs, after.logs
+        gone = (now == -torch.inf) & (was > -torch.inf)
         self.stages.append((name, list(mine)))
         self.parts += [
-            moved,
-            (after > -torch.inf).sum(-1),
+            ((was - now).abs() > _SAME).any(-1),
+            (now > -torch.inf).sum(-1),
             gone.sum(-1),
-            (before.exp() * gone).sum(-1),
+            (before.probs * gone).sum(-1),
         ]
+        some = min(_SOME, was.shape[1])
+        most = (before.probs - after.probs).abs_().topk(some).indices
         # What was likely before, what it made much of a difference to, and what of it is gone.
-        some = min(_SOME, before.shape[1])
-        marks = (before, (before.exp() - after.exp()).abs(), before.masked_fill(~gone, -torch.inf))
-        for mark, count in zip(marks, (self.top, some, some), strict=True):
-            best = mark.topk(count).indices
-            self.parts += [best, before.gather(1, best), after.gather(1, best)]
+        for best in (before.best(self.top), most, was.masked_fill(~gone, -torch.inf).topk(some).indices):
+            self.parts += [best, before.at(best), after.at(best)]
 
     # -------------------------------------------------------------------- on the host
     def looks(self, values: Sequence[Array]) -> list[Look]:
@@ -187,12 +230,6 @@ def name_of(processor: Any) -> str:
     given = getattr(processor, "function", processor)
     kind = type(given).__name__
     return str(getattr(given, "__name__", kind)) if kind in ("function", "method") else kind
-
-
-def _law(scores: Tensor, index: Tensor) -> Tensor:
-    """The log-probabilities [N, V] of some lines of scores."""
-    whole = len(index) == len(scores) and bool((index == torch.arange(len(index))).all())
-    return (scores if whole else pick(scores, index)).log_softmax(-1)
 
 
 def _turns(watched: Sequence[Watched]) -> dict[int, list[int]]:

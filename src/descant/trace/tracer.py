@@ -100,22 +100,27 @@ class Tracer:
             return cls(tokenizer=tokenizer)
         if not isinstance(given, Tracer):
             raise InputError("trace", "must be True, False or a descant.Tracer", given)
-        if given._kept.records:
+        if given.begun:
             raise InputError("trace", "must be a new Tracer, this one has a run", given, "make another one")
         given.tokenizer = tokenizer if given.tokenizer is None else given.tokenizer
         return given
 
     @property
+    def begun(self) -> bool:
+        """Whether there is anything of a run."""
+        return bool(self._kept.records)
+
+    @property
     def trace(self) -> Trace:
         """What is recorded so far."""
-        if not self._kept.records:
+        if not self.begun:
             raise InputError("trace", "must have a run, this Tracer has none yet", self)
         return Trace(self._kept.records)
 
     # -------------------------------------------------------------------- what a session tells
     def begin(self, model: str, vocabulary: int) -> None:
         """A session begins, with a model of that class."""
-        if self._kept.records:
+        if self.begun:
             raise InputError("trace", "must be a new Tracer, this one has a run", self, "make another one")
         if self.tokenizer is not None:
             self._vocabulary = Vocabulary.of(self.tokenizer)
