@@ -194,11 +194,19 @@ def test_guesses_that_were_never_judged_are_counted(shown: Callable[..., Page]) 
     expect(page.locator("#tip")).to_contain_text("Guessed instead: ·five")
 
 
+def test_a_guess_that_ended_the_text_stood(shown: Callable[..., Page]) -> None:
+    rows = [Row(0, 0, looks=(look(2, 0.5), look(3, 0.5)), drafts=(2, 3, 4), runs=(Run((2, 3), (1, 2)),))]
+    page = shown(trace(rows, (2, 3), 2, drafter="Somebody"), "speculation")
+    assert figure(page, "rate") == "66.7 %"
+    assert page.locator(".flow .stood").all_text_contents() == [" three", " four"]
+    assert page.locator(".flow .rejected").count() == 0
+
+
 def test_runs_of_which_one_is_the_beginning_of_the_other(shown: Callable[..., Page]) -> None:
-    one = written([2, 3], [look(2, 0.5), look(3, 0.5)])
-    other = written([2, 3, 4], [look(2, 0.5), look(3, 0.5), look(4, 0.5)])
+    one = written([2], [look(2, 0.5)])
+    other = written([2, 4], [look(2, 0.5), look(4, 0.5)])
     page = shown(one, "beside", other)
-    assert page.locator("[data-shared]").get_attribute("data-shared") == "2"
+    assert page.locator("[data-shared]").get_attribute("data-shared") == "1"
     assert page.locator(".half[data-run='0'] .parts").count() == 0
     assert page.locator(".half[data-run='1'] .parts").text_content() == " five"
-    assert page.locator("[data-name=Tokens] td").all_text_contents() == ["2", "3"]
+    assert page.locator("[data-name=Tokens] td").all_text_contents() == ["1", "2"]

@@ -93,7 +93,7 @@ const descant = (() => {
   }
 
   function placeTip() {
-    const at = owner.getBoundingClientRect();
+    const at = [...owner.getClientRects()].at(-1); // of a word that wraps, its end
     const [width, height] = [bubble.offsetWidth, bubble.offsetHeight];
     const left = Math.max(8, Math.min(at.left + at.width / 2 - width / 2, innerWidth - width - 8));
     const below = at.bottom + 8 + height <= innerHeight || at.top < height + 8;

@@ -185,9 +185,8 @@
 
   // ------------------------------------------------------------------ remarks
   function missing(request, wanted, shown) {
-    const rows = request.steps[wanted] ? request.steps[wanted].rows : [];
-    const taken = request.nodes.born.includes(request.steps[wanted] && request.steps[wanted].step);
-    const why = rows.length && taken ? "What this step chose from was not kept." : "This step chose nothing.";
+    const taken = request.steps[wanted] && request.nodes.born.includes(request.steps[wanted].step);
+    const why = taken ? "What this step chose from was not kept." : "This step chose nothing.";
     return shown === null ? why : `${why} Above is step ${shown + 1}.`;
   }
 

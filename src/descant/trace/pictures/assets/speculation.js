@@ -10,7 +10,6 @@
       class: "flow drafted", role: "listbox", "aria-orientation": "horizontal", "aria-label": "The text and the guesses, forward by forward",
     });
     const chart = el("div", {});
-    let forwards = [];
     let list = [];
     host.append(head, legend(), flow, chart);
 
@@ -20,7 +19,7 @@
 
     function draw() {
       list = T.sequence(request, app.sequence);
-      forwards = forwardsOf(request, list);
+      const forwards = forwardsOf(request, list);
       const sum = summed(forwards);
       head.replaceChildren(T.figureList([
         ["forwards", sum.forwards, "Forwards"],
@@ -60,13 +59,14 @@
       const last = found[found.length - 1];
       if (last && last.born === one.born) return last.tokens.push(one);
       const row = rows.get(`${one.born} ${request.nodes.parent[one.node]}`);
-      const [drafts, accepted] = row ? [row.drafts, row.accepted] : [[], 0];
-      found.push({ born: one.born, tokens: [one], drafts, accepted });
+      found.push({ born: one.born, tokens: [one], drafts: row ? row.drafts : [], accepted: 0 });
       return null;
     });
     for (const forward of found) {
-      const own = forward.tokens[forward.tokens.length - 1];
-      own.rejected = forward.drafts.slice(forward.accepted);
+      const { tokens, drafts } = forward;
+      // A forward can end with a guess that stood: the last token that there was room for, or the end itself.
+      while (forward.accepted < tokens.length && tokens[forward.accepted].token === drafts[forward.accepted]) forward.accepted++;
+      tokens[tokens.length - 1].rejected = forward.accepted < tokens.length ? drafts.slice(forward.accepted) : [];
     }
     return found;
   }

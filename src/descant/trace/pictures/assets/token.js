@@ -113,9 +113,9 @@ descant.tokens = (() => {
 
   const kept = (look, by) => [...look.top].sort((one, other) => chance(other[by]) - chance(one[by]));
 
-  function meter(value, most, kind) {
+  function meter(value, kind) {
     const bar = el("span", { class: `meter ${kind}` });
-    bar.style.setProperty("--w", `${Math.max(most ? (100 * value) / most : 0, value > 0 ? 1 : 0).toFixed(2)}%`);
+    bar.style.setProperty("--w", `${(100 * value).toFixed(2)}%`);
     return bar;
   }
 
@@ -129,9 +129,9 @@ descant.tokens = (() => {
         "tr",
         { class: token === one.token ? "taken" : null, "data-token": token },
         el("th", { scope: "row" }, token === one.token ? el("span", { class: "tick", "aria-label": "taken" }, "▸") : null, word(run, token, true)),
-        el("td", {}, meter(chance(raw), 1, "raw"), el("span", {}, prob(raw))),
+        el("td", {}, meter(chance(raw), "raw"), el("span", {}, prob(raw))),
         moved
-          ? el("td", { class: processed === null ? "gone" : null }, meter(chance(processed), 1, "left"), el("span", {}, processed === null ? "cut" : prob(processed)))
+          ? el("td", { class: processed === null ? "gone" : null }, meter(chance(processed), "left"), el("span", {}, processed === null ? "cut" : prob(processed)))
           : null,
       ),
     );
@@ -159,38 +159,38 @@ descant.tokens = (() => {
     );
   }
 
-  // The index of a step in a request's list by the number that nodes carry.
-  const stepIndex = (request, step) => request.steps.findIndex((one) => one.step === step);
-
+  // Select a node, and the step that took it: nodes know it by number, the page by its place.
   function choose(app, request, node) {
-    const step = stepIndex(request, request.nodes.born[node]);
+    const step = request.steps.findIndex((one) => one.step === request.nodes.born[node]);
     app.set(step < 0 ? { node } : { node, step });
+  }
+
+  // The token of the line below, or above, that is nearest.
+  function beyond(list, at, down) {
+    const boxOf = (one) => one.querySelector(".ink").getClientRects()[0]; // its space may hang on the line before
+    const from = boxOf(list[at]);
+    const middle = from.left + from.width / 2;
+    const order = down ? list.slice(at + 1) : list.slice(0, at).reverse();
+    let line = null;
+    let best = null;
+    let least = Infinity;
+    for (const one of order) {
+      const box = boxOf(one);
+      if (Math.abs(box.top - from.top) < 4) continue;
+      if (line === null) line = box.top;
+      if (Math.abs(box.top - line) >= 4) break;
+      const away = Math.abs(box.left + box.width / 2 - middle);
+      if (away < least) [best, least] = [one, away];
+    }
+    return best;
   }
 
   // Left, right, Home, End, up and down over tokens, of which one can be tabbed to.
   function rove(host, selector, chosen) {
-    const all = () => [...host.querySelectorAll(selector)];
     const enter = (target) => {
       const before = host.querySelector(`${selector}[tabindex="0"]`);
       if (before && before !== target) before.tabIndex = -1;
       target.tabIndex = 0;
-    };
-    const beyond = (list, at, down) => {
-      const from = list[at].getBoundingClientRect();
-      const middle = from.left + from.width / 2;
-      const order = down ? list.slice(at + 1) : list.slice(0, at).reverse();
-      let line = null;
-      let best = null;
-      let least = Infinity;
-      for (const one of order) {
-        const box = one.getClientRects()[0];
-        if (!box || Math.abs(box.top - from.top) < 4) continue;
-        if (line === null) line = box.top;
-        if (Math.abs(box.top - line) >= 4) break;
-        const away = Math.abs(box.left + box.width / 2 - middle);
-        if (away < least) [best, least] = [one, away];
-      }
-      return best;
     };
     host.addEventListener("focusin", (event) => {
       const target = event.target.closest(selector);
@@ -205,7 +205,7 @@ descant.tokens = (() => {
     host.addEventListener("keydown", (event) => {
       const target = event.target.closest(selector);
       if (!target || event.ctrlKey || event.metaKey || event.altKey) return;
-      const list = all();
+      const list = [...host.querySelectorAll(selector)];
       const at = list.indexOf(target);
       const next = {
         ArrowRight: () => list[at + 1],
@@ -238,8 +238,5 @@ descant.tokens = (() => {
     );
   }
 
-  return {
-    SHADES, chance, shade, shadeOf, sequence, figures, figureList, fixed,
-    apart, span, alternatives, meter, legend, stepIndex, choose, rove,
-  };
+  return { chance, shadeOf, sequence, figures, figureList, fixed, apart, span, alternatives, legend, choose, rove };
 })();
