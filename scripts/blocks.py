@@ -1,14 +1,20 @@
 """The code blocks of the README and the docs, run in order and compared with the output they claim.
 
     python scripts/blocks.py run [FILE ...]     run every python block of these files (default: all)
-    python scripts/blocks.py first FILE         print the file's first python block, to run elsewhere
+    python scripts/blocks.py one FILE LANGUAGE NUMBER    print one block, counted from 1, to run elsewhere
 
 All python blocks of one file share one namespace and run at the root of the checkout, where they may
 read (`models/smollm2`) but not write. A `text` block that follows a python block directly is what that
 block must print. There is no way to mark a block as not to be run.
 
+A python block below the comment `<!-- on transformers 4.52.4 -->` is code of before: it runs on that version,
+in the venv that scripts/oracle.py builds, and shares a namespace with the others of its kind.
+
 A file whose first line is `<!-- in a folder of its own -->` tells a story that makes files: it runs in an
 empty folder with `models` in it, and its bash blocks run, too. The tests give it that, and a Hub to talk to.
+
+A file whose first line is `<!-- programs of examples/ -->` shows whole programs: tests/examples runs each in
+a process of its own, and sees that the page has its code and what it prints.
 """
 
 import argparse
@@ -25,8 +31,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # this file may be run from anywhere
+
+from scripts.elder import Elder  # noqa: E402
+
 LANGUAGES = frozenset({"python", "text", "bash", "toml", "json", "yaml"})
 STORY = "<!-- in a folder of its own -->"
+PROGRAMS = "<!-- programs of examples/ -->"
+BEFORE = "<!-- on transformers 4.52.4 -->"
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>.*)$")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -44,6 +56,7 @@ class Block:
     end: int  # of the closing fence
     language: str
     text: str
+    before: bool = False  # runs on the old transformers
 
     @property
     def where(self) -> str:
@@ -81,7 +94,8 @@ def read(path: Path) -> list[Block]:
                 f"got {language!r}"
             )
         body = "".join(line[indent:].rstrip() + "\n" for line in lines[start + 1 : at])
-        blocks.append(Block(path, start + 1, at + 1, language, body))
+        above = next((line.strip() for line in reversed(lines[:start]) if line.strip()), "")
+        blocks.append(Block(path, start + 1, at + 1, language, body, above == BEFORE))
         at += 1
     return blocks
 
@@ -89,6 +103,11 @@ def read(path: Path) -> list[Block]:
 def is_story(path: Path) -> bool:
     """Whether a file runs in a folder of its own, its bash blocks too."""
     return path.read_text(encoding="utf-8").startswith(STORY)
+
+
+def is_programs(path: Path) -> bool:
+    """Whether a file shows the programs of examples/, which run by themselves."""
+    return path.read_text(encoding="utf-8").startswith(PROGRAMS)
 
 
 def paired(path: Path, languages: tuple[str, ...] = ("python",)) -> list[tuple[Block, Block | None]]:
@@ -113,6 +132,8 @@ def run(path: Path, folder: Path | None = None) -> int:
     """Run a file's blocks in one namespace, at the checkout's root or in a story's folder; how many ran."""
     if is_story(path) and folder is None:
         raise BlockError(f"{path}: this file needs a folder of its own: run pytest tests/docs/test_blocks.py")
+    if is_programs(path):
+        raise BlockError(f"{path}: these programs run by themselves: run pytest tests/examples")
     name = "blocks_" + re.sub(r"\W", "_", str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path))
     module = types.ModuleType(name)
     pairs = paired(path, ("python", "bash") if folder is not None else ("python",))
@@ -120,16 +141,16 @@ def run(path: Path, folder: Path | None = None) -> int:
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     os.chdir(folder or ROOT)
     try:
-        with GUARD.armed():
+        with contextlib.closing(Elder()) as elder, GUARD.armed():
             for block, expected in pairs:
-                execute(block, expected, module.__dict__)
+                execute(block, expected, module.__dict__, elder)
     finally:
         os.chdir(before)
         del sys.modules[name]
     return len(pairs)
 
 
-def execute(block: Block, expected: Block | None, namespace: dict[str, object]) -> None:
+def execute(block: Block, expected: Block | None, namespace: dict[str, object], elder: Elder) -> None:
     """Run one block; its traceback shows the lines of the Markdown file."""
     # Empty lines in front give every statement the line number that it has in the file.
     source = "\n" * block.line + block.text
@@ -140,6 +161,8 @@ def execute(block: Block, expected: Block | None, namespace: dict[str, object]) 
         with contextlib.redirect_stdout(printed):
             if block.language == "bash":
                 shell(block.text)
+            elif block.before:
+                print(elder.run(source, filename), end="")
             else:
                 exec(compile(source, filename, "exec"), namespace)  # noqa: S102
     except Exception as error:
@@ -220,11 +243,14 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="run every python block")
     runner.add_argument("files", nargs="*", type=Path)
-    first = commands.add_parser("first", help="print a file's first python block")
-    first.add_argument("file", type=Path)
+    one = commands.add_parser("one", help="print one block of a file")
+    one.add_argument("file", type=Path)
+    one.add_argument("language", choices=sorted(LANGUAGES))
+    one.add_argument("number", type=int)
     arguments = parser.parse_args()
-    if arguments.command == "first":
-        print(paired(arguments.file.resolve())[0][0].text, end="")
+    if arguments.command == "one":
+        found = [block for block in read(arguments.file.resolve()) if block.language == arguments.language]
+        print(found[arguments.number - 1].text, end="")
         return 0
     failed = 0
     for path in [file.resolve() for file in arguments.files] or sources():
