@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from descant.errors import TraceError
@@ -121,6 +122,7 @@ class Tree:
                 raise TraceError(f"a run must not take back more than was written, got {run.back}")
             at = self.node(at.parent)
         asked = self._asked[row.request]
+        guessed = _guessed(row, run, asked)
         for place, (token, number) in enumerate(zip(run.tokens, run.nodes, strict=True)):
             look = row.looks[place] if place < len(row.looks) else None
             found = next((one for one in look.top if one.token == token), None) if look is not None else None
@@ -135,7 +137,7 @@ class Tree:
                 group=run.slot * asked.groups // max(asked.beams, 1),
                 raw=None if found is None else found.raw,
                 processed=None if found is None else found.processed,
-                guessed=place < len(run.tokens) - 1,
+                guessed=place < guessed,
                 look=look,
             )
             self._add(node)
@@ -175,6 +177,9 @@ class Tree:
         self._held[node.number] = 0
 
 
-def tokens_of(path: Sequence[Node]) -> list[int]:
-    """The tokens of a path."""
-    return [node.token for node in path if node.token is not None]
+def _guessed(row: Row, run: Run, asked: Asked) -> int:
+    """How many tokens of a run were guessed: the last one too, where a guess that stood ended the row."""
+    if asked.drafter is None:
+        return max(len(run.tokens) - 1, 0)
+    pairs = zip(run.tokens, row.drafts, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
