@@ -13,9 +13,10 @@ from tests import pretrained
 from tests.hub.server import Hub
 
 FILES = {str(path.relative_to(blocks.ROOT)): path for path in blocks.sources()}
+PLAIN = [name for name, path in FILES.items() if not blocks.is_story(path) and not blocks.is_programs(path)]
 
 
-@pytest.mark.parametrize("name", [name for name, path in FILES.items() if not blocks.is_story(path)])
+@pytest.mark.parametrize("name", PLAIN)
 def test_every_python_block_runs(name: str) -> None:
     blocks.run(FILES[name])
 
@@ -27,6 +28,10 @@ def test_every_story_is_as_it_is_told(name: str, hub: Hub, tmp_path: Path, monke
     (tmp_path / "models").symlink_to(pretrained.folder("smollm2").parent)
     monkeypatch.setenv("DESCANT_RECIPES_LOCK", str(tmp_path / ".lock"))
     assert blocks.run(FILES[name], tmp_path) > 3
+
+
+def test_only_the_page_of_examples_shows_programs_that_run_elsewhere() -> None:
+    assert [name for name, path in FILES.items() if blocks.is_programs(path)] == ["docs/examples.md"]
 
 
 @pytest.mark.parametrize("name", FILES)
