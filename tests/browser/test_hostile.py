@@ -14,12 +14,12 @@ import pytest
 
 from descant.trace.pictures.where import PICTURES
 from descant.trace.trace import Trace
-from descant.trace.words import plain, shown, word
+from descant.trace.words import phrase, plain, shown
 from tests.browser import hostile, made
 from tests.browser.chromium import Sheet
 
 Open = Callable[..., Sheet]
-TAME = ["<s>", *(f" word{place}" for place in range(70)), "a line\n", "\ttabbed", "x" * 2_000]
+TAME = ["<s>", *(f" word{place}" for place in range(70)), "a line\n", "\ttabbed", "x", "x" * 2_000]
 SVG = "{http://www.w3.org/2000/svg}"
 
 # Goes through every view, step and request as a reader would, and notes what is shown and what it is made of.
@@ -31,7 +31,8 @@ WALK = """
         for (const one of root.querySelectorAll("*"))
             kinds.add([one.localName, ...one.getAttributeNames()].join(" "));
         for (const one of root.querySelectorAll("[data-token]:not([data-token=''])")) {
-            const found = one.matches(".word") ? one : one.querySelector(".word");
+            const inside = [...one.querySelectorAll(".word")];
+            const found = inside.find(word => word.closest("[data-token]") === one);
             if (found) (words[one.dataset.token] ??= new Set()).add(found.textContent);
         }
         for (const one of root.querySelectorAll("[data-stage] h3")) stages.add(one.lastChild.textContent);
@@ -62,7 +63,7 @@ WALK = """
         }
         note(document);
         pages.push({
-            method: texts(".method"), error: texts(".notice.bad"), prompt: texts(".prompt .word"),
+            method: texts(".method"), error: texts(".notice.bad"), prompt: texts(".prompt"),
             names: texts(".chip .key"), values: texts(".chip .value"),
         });
     }
@@ -76,8 +77,19 @@ WALK = """
 """
 
 
-def spelt(text: str) -> str:
-    return plain(shown(text))
+def same(found: str, expected: str) -> bool:
+    """Whether a text is as it is to be shown; a long one may end early, if it says so.
+
+    A mark for the end of a line may be followed by one.
+    """
+    found = found.replace("\n", "")
+    if found.endswith("…") and len(found) > 50:
+        return expected.startswith(found[:-1])
+    return found == expected
+
+
+def shows(found: str, text: str, spaces: bool = False) -> bool:
+    return same(found, plain(shown(text, spaces)))
 
 
 def walked(sheet: Open, folder: Path, texts: list[str]) -> tuple[Trace, dict[str, Any]]:
@@ -109,25 +121,30 @@ def test_the_page_shows_it_as_text(family: str, sheet: Open, tmp_path: Path, tam
     trace, found = walked(sheet, tmp_path, texts)
     assert (found["hit"], found["polluted"]) == (None, None)
     assert set(found["kinds"]) - set(tame["kinds"]) == set()
-    assert found["heading"] == [spelt(" | ".join(texts))]
-    assert found["title"] == " ".join(spelt(" | ".join(texts)).split())
+    [heading] = found["heading"]
+    assert shows(heading, " | ".join(texts))
+    assert found["title"] == " ".join(heading.split())
     assert {"tab-text", "tab-processors", "tab-speculation"} <= set(found["tabs"])
     assert found["tips"] == 2 * len(texts)  # in the text, and along its guesses
-    assert set(found["stages"]) == {spelt(text) for text in texts}
+    for text in texts:
+        assert any(shows(stage, text) for stage in found["stages"])
     tokens = range(made.FIRST, made.FIRST + len(texts))
     assert {int(token) for token in found["words"]} == set(tokens)
-    for token in tokens:
-        # Alone, a space that it begins with is a dot; in a line it stands before what is shaded.
-        said = plain(word(trace, token))
-        ways = {said, said.removeprefix(" "), plain(word(trace, token, spaces=True))}
-        assert set(found["words"][str(token)]) <= ways
+    for token, text in zip(tokens, texts, strict=True):
+        for one in found["words"][str(token)]:
+            # Alone, a space that it begins with is a dot; in a line it may stand before what is shaded.
+            assert shows(one, text) or shows(one, text, spaces=True) or shows(" " + one, text)
     whole, *others = found["pages"]
-    assert whole["prompt"] == [plain(word(trace, token)) for token in tokens]
+    [prompt] = whole["prompt"]
+    assert same(prompt, plain(phrase(trace, tokens)))
     for text, page in zip(texts, others, strict=True):
-        assert page["method"] == [spelt(text)]
-        assert page["error"] == [f"The run ended with an error: {spelt(text)}"]
-        assert page["names"] == [spelt(text), "many"]
-        assert page["values"][0] == spelt(text)
+        [method], [error], [name, _], [value, _] = (
+            page[one] for one in ("method", "error", "names", "values")
+        )
+        assert shows(method, text)
+        assert shows(error.removeprefix("The run ended with an error: "), text)
+        assert shows(name, text)
+        assert shows(value, text) or shows(value.removeprefix('"'), text)  # what is cut is JSON
 
 
 # ------------------------------------------------------------------------ in a notebook
