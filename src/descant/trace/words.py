@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -31,13 +32,10 @@ _BYTES: Final = range(0xDC80, 0xDD00)  # a byte that is no UTF-8, as Python's "s
 
 def shown(text: str, spaces: bool = False) -> list[Piece]:
     """The pieces of a text, safe to show one by one; with `spaces` those that it begins with are dots."""
-    pieces: list[Piece] = []
-    for one, stands in _spelt(text, spaces):
-        if pieces and pieces[-1][1] == stands:
-            pieces[-1] = (pieces[-1][0] + one, stands)
-        else:
-            pieces.append((one, stands))
-    return pieces
+    if text.isascii() and text.isprintable() and not (spaces and text.startswith(" ")):
+        return [(text, False)] if text else []
+    each = groupby(_spelt(text, spaces), key=lambda piece: piece[1])
+    return [(plain(same), stands) for stands, same in each]
 
 
 def word(trace: Trace, token: int, spaces: bool = False) -> list[Piece]:

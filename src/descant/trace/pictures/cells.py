@@ -47,18 +47,18 @@ def fitted(text: str, width: int) -> str:
 def cut(pieces: Sequence[Piece], width: int) -> list[list[Piece]]:
     """Pieces as lines of so many cells at most, nothing left out."""
     lines: list[list[Piece]] = [[]]
-    room = max(width, 2)
+    width = max(width, 2)
+    room = width
     for one, stands in pieces:
-        rest = one
-        while rest:
-            size = _fitting(rest, room)
-            if size:
-                lines[-1].append((rest[:size], stands))
-                room -= cells(rest[:size])
-                rest = rest[size:]
-            if rest:
+        start = 0
+        for at, letter in enumerate(one):
+            size = _cells(letter)
+            if size > room:
+                lines[-1] += [(one[start:at], stands)] if at > start else []
                 lines.append([])
-                room = max(width, 2)
+                start, room = at, width
+            room -= size
+        lines[-1] += [(one[start:], stands)] if one[start:] else []
     return lines
 
 

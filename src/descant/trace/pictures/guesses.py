@@ -55,8 +55,10 @@ class Position:
 
 def forwards(trace: Trace, where: Where) -> list[Forward]:
     """The passes that the sequence took, in order."""
+    assert where.request is not None
     rows: dict[tuple[int, int], Row] = {}
-    for step in trace.steps:
+    # Without a drafter what is called drafts are a method's own candidates.
+    for step in trace.steps if trace.requests[where.request].drafter is not None else ():
         for row in step.rows:
             for run in row.runs:
                 rows |= {(step.step, node): row for node in run.nodes[:1]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from descant.trace.pictures.cells import clipped
 from descant.trace.pictures.figures import nats, percent, points
 from descant.trace.tree import Node
 from descant.trace.words import plain, word
@@ -11,7 +12,7 @@ from descant.trace.words import plain, word
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
 
-__all__ = ["STATES", "alternatives", "ending", "letter", "progress", "said_of"]
+__all__ = ["STATES", "alternatives", "ending", "letter", "named", "progress", "said_of"]
 
 STATES: Final = {
     "best": "best",
@@ -21,6 +22,7 @@ STATES: Final = {
     "dropped": "dropped",
 }
 _SHOWN: Final = 5  # alternatives
+_LONGEST: Final = 40  # cells of a token
 _TEENS: Final = range(11, 14)
 
 
@@ -47,12 +49,17 @@ def progress(trace: Trace, node: Node) -> str:
     return f"{node.met}/{asked.demands}" if node.met > above else ""
 
 
+def named(trace: Trace, token: int) -> str:
+    """A token in a line about it."""
+    return plain(clipped(word(trace, token, True), _LONGEST))
+
+
 def alternatives(trace: Trace, node: Node) -> list[str]:
     """What else could have been taken there, likeliest first."""
     if node.look is None:
         return []
     return [
-        f"{plain(word(trace, one.token, True))}  {percent(one.processed)}"
+        f"{named(trace, one.token)}  {percent(one.processed)}"
         + ("  taken" if one.token == node.token else "")
         for one in node.look.top[:_SHOWN]
     ]
@@ -62,9 +69,7 @@ def said_of(trace: Trace, node: Node, state: str) -> list[str]:
     """All that is known of a node, a line each."""
     if node.token is None:
         return ["prompt"]
-    lines = [
-        f"{plain(word(trace, node.token, True))}  (token {node.token}, step {node.born}, {STATES[state]})"
-    ]
+    lines = [f"{named(trace, node.token)}  (token {node.token}, step {node.born}, {STATES[state]})"]
     if node.processed is not None:
         same = node.raw == node.processed
         lines.append(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from descant.trace.pictures.cells import clipped
 from descant.trace.pictures.figures import nats, points, several, share
 from descant.trace.pictures.flow import Word
 from descant.trace.pictures.paths import leaf_of
@@ -28,6 +29,7 @@ SHADES: Final = (
 )
 LEAST: Final = 2.0  # nats that the tallest bar stands for at least, so that a calm text looks calm
 _NEWLINE: Final = "↵"
+_LONGEST: Final = 400  # cells of a token
 _BEFORE: Final = 24  # tokens of the prompt that are shown
 
 
@@ -41,7 +43,7 @@ def shade(node: Node) -> int | None:
 def words(trace: Trace, nodes: Sequence[Node]) -> list[Word]:
     """The tokens of nodes as they stand in a text."""
     return [
-        Word(word(trace, one.token), ends="\n" in trace.texts.get(one.token, ""))
+        Word(clipped(word(trace, one.token), _LONGEST), ends="\n" in trace.texts.get(one.token, ""))
         for one in nodes
         if one.token is not None
     ]
@@ -51,7 +53,7 @@ def prompt(trace: Trace, where: Where) -> list[Word]:
     """The end of the prompt."""
     assert where.request is not None
     asked = trace.requests[where.request].prompt
-    pieces = phrase(trace, asked[-_BEFORE:])
+    pieces = clipped(phrase(trace, asked[-_BEFORE:]), _BEFORE * _LONGEST)
     found = [Word([("… ", True)])] if len(asked) > _BEFORE else []
     for one, stands in pieces:
         parts = one.split(" ") if not stands else [one]

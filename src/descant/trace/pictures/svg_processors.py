@@ -8,11 +8,11 @@ from descant.trace.pictures.cells import clipped
 from descant.trace.pictures.choice import Choice, Panel, change, choice
 from descant.trace.pictures.drawing import CELL, box, caption, document, line, text, titled
 from descant.trace.pictures.figures import nats, share
-from descant.trace.pictures.legend import ending
+from descant.trace.pictures.legend import ending, named
 from descant.trace.pictures.svg_text import MARGIN, heading
 from descant.trace.pictures.where import Where
 from descant.trace.records import Moved
-from descant.trace.words import phrase, plain, word
+from descant.trace.words import phrase, word
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
@@ -57,7 +57,7 @@ def svg_processors(trace: Trace, where: Where) -> str:
         caption("→ taken", MARGIN + 160, y - 1),
     ]
     told = "; ".join(f"{one.name}: {one.note}" for one in found.panels)
-    said = f"{told}. Taken: {plain(word(trace, node.token))}{', ' * bool(ending(node))}{ending(node)}"
+    said = f"{told}. Taken: {named(trace, node.token)}{', ' * bool(ending(node))}{ending(node)}"
     return document(body, WIDTH, y + 18, f"Processors of {asked.method}, step {node.born}", said)
 
 
@@ -86,7 +86,7 @@ def _bar(trace: Trace, found: Choice, bar: Moved, y: float, most: float) -> str:
         "" if gone else box(left, y + 11, max(after, 1), 8, "accent", rx=2),
         text(change(bar), WIDTH - MARGIN, y + 14, "small bad" if gone else "small quiet", "end"),
     ]
-    title = f"{plain(word(trace, bar.token, True))}  {change(bar)}{'  cut' if gone else ''}"
+    title = f"{named(trace, bar.token)}  {change(bar)}{'  cut' if gone else ''}"
     return titled(
         title, *parts, data_token=bar.token, data_before=repr(bar.before), data_after=repr(bar.after)
     )

@@ -10,11 +10,11 @@ from descant.trace.pictures.cells import cells, width_of
 from descant.trace.pictures.drawing import CELL, box, caption, document, element, line, text, titled
 from descant.trace.pictures.flow import flow
 from descant.trace.pictures.guesses import Forward, Position, forwards, positions, spaced, summary
-from descant.trace.pictures.legend import said_of
+from descant.trace.pictures.legend import named, said_of
 from descant.trace.pictures.svg_text import COLUMNS, MARGIN, heading
 from descant.trace.pictures.where import Where
 from descant.trace.tree import Node
-from descant.trace.words import Piece, plain, word
+from descant.trace.words import Piece, plain
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
@@ -63,7 +63,7 @@ def _token(
     title = said_of(trace, node, node.state)
     if note is not None:
         parts.append(_rejected(trace, note, x, y + TALL + 11))
-        title.append(f"guessed instead: {plain(word(trace, note.rejected[0], True))}")
+        title.append(f"guessed instead: {named(trace, note.rejected[0])}")
     return titled(
         title, *parts, data_node=node.number, data_token=node.token, data_accepted=1 if node.guessed else None
     )

@@ -137,7 +137,7 @@ def _letters(trace: Trace, branch: Branch, single: bool, run: int) -> list[list[
 
 def _ending(said: str, width: int) -> str:
     """The last so many cells of a text, from the beginning of a word if there is one."""
-    kept = said
+    kept = said[-width:]  # of which every character takes a cell, or none
     while width_of([(kept, False)]) > width:
         kept = kept[1:]
     _, space, whole = kept.partition(" ")
