@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -244,7 +243,8 @@ class Session:
             return []
         if self._peers is not None:
             self._peers.check()
-        began = 0.0 if self._tracer is None else time.perf_counter()
+        if self._tracer is not None:
+            self._tracer.stepping()
         rows = self._recall.read(self._bare, self._cache, self._rows)
         archive = self._recall.archive
         retire = None if archive is None else partial(archive.retire, self._cache)
@@ -252,7 +252,7 @@ class Session:
         self._recall.read_through(self._cache, self._rows)
         self.steps += 1
         if self._tracer is not None:
-            self._tracer.stepped(time.perf_counter() - began, self.report().cache_bytes)
+            self._tracer.stepped(self.report().cache_bytes)
         events: list[Event] = [one.emitted for one in selections if one.emitted is not None]
         for selection in selections:
             for request in selection.failed:

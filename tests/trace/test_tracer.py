@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
 
 import descant
-from descant import GenerationConfig, InputError, Request, Session, Trace, Tracer
+from descant import GenerationConfig, InputError, NotInThisVersion, Request, Session, Trace, Tracer
 from tests.laws.configs import tokenizer
 
 PROMPT = torch.tensor([[5, 9, 11, 4]])
@@ -297,6 +298,27 @@ def test_what_failed_can_be_looked_at(tiny):
     assert not tracer.trace.steps[-1].rows[0].runs
 
 
+def test_a_step_that_raised_and_is_taken_again_is_told_of_once(tiny):
+    calls = []
+
+    def broken(ids, scores):
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise OSError("once")
+        return scores
+
+    session = Session(tiny("llama").model, trace=Tracer())
+    plain = Request([5, 9], GenerationConfig(max_new_tokens=4, num_beams=2))
+    session.admit(plain, Request([5, 9], GenerationConfig(max_new_tokens=4), logits_processor=(broken,)))
+    session.step()
+    with pytest.raises(OSError, match="once"):
+        session.step()
+    list(session.drain())
+    assert [one.step for one in session.trace.steps] == [0, 1, 2, 3]
+    assert len(list(session.trace.replay())) == 4
+    assert session.trace.results.keys() == {0, 1}
+
+
 @pytest.mark.parametrize("given", ["yes", 1, {"top": 3}, Tracer])
 def test_anything_else_is_refused(tiny, given):
     with pytest.raises(InputError, match="`trace` must be True, False or a"):
@@ -328,6 +350,15 @@ def test_what_has_a_loop_of_its_own_is_refused(tiny):
 
     with pytest.raises(InputError, match="`trace` must be None with a recipe that is a function"):
         descant.generate(tiny("llama").model, PROMPT, recipe=own, trace=True)
+
+
+@pytest.mark.parametrize(
+    ("who", "why"), [("listener_of", "hears window by window"), ("outer_of", "a loop around the call")]
+)
+def test_a_model_that_calls_more_than_once_is_refused(tiny, monkeypatch, who, why):
+    monkeypatch.setattr(sys.modules["descant.generate"], who, lambda model: object())
+    with pytest.raises(NotInThisVersion, match=f"`trace` is not kept of LlamaForCausalLM, .*{why}"):
+        descant.generate(tiny("llama").model, PROMPT, trace=True)
 
 
 def test_where_must_be_known(tiny):

@@ -89,6 +89,7 @@ class Tracer:
         self._leaves: dict[int, tuple[int, Hypothesis, int]] = {}  # what ended: request, sequence, last node
         self._lanes: list[_Lane] = []
         self._step = 0
+        self._began = 0.0  # when the step did
         self._own = 0.0  # seconds that it took itself in this step
 
     @classmethod
@@ -158,11 +159,14 @@ class Tracer:
         self._own += time.perf_counter() - began
         return selection._replace(columns=columns)
 
-    def stepped(self, seconds: float, cache: int | None) -> None:
-        """A step is over, which took so long; what was seen of it is written down."""
+    def stepping(self) -> None:
+        """A step begins; one that raised before it was over is forgotten."""
+        self._lanes, self._own, self._began = [], 0.0, time.perf_counter()
+
+    def stepped(self, cache: int | None) -> None:
+        """A step is over, after which the cache has so many bytes; what was seen of it is written down."""
         lanes, self._lanes = self._lanes, []
-        seconds = max(round(seconds - self._own, 4), 0.0)
-        self._own = 0.0
+        seconds = max(round(time.perf_counter() - self._began - self._own, 4), 0.0)
         number, self._step = self._step, self._step + 1
         if self._kept.lacks("steps"):
             return
