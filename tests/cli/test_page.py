@@ -16,7 +16,7 @@ BASH = [at for at, block in enumerate(BLOCKS) if block.language == "bash"]
 
 def test_every_command_is_on_the_page():
     commands = {line.split("descant ")[1].split()[0] for at in BASH for line in BLOCKS[at].text.splitlines()}
-    assert commands == {"generate", "chat", "explain", "recipe", "watermark"}
+    assert commands == {"generate", "chat", "explain", "tree", "show", "recipe", "watermark"}
 
 
 @pytest.mark.parametrize("at", BASH, ids=[f"line-{BLOCKS[at].line}" for at in BASH])
@@ -39,6 +39,9 @@ def test_it_prints_what_the_page_says(descant, monkeypatch, tmp_path, at):
         above = [block for block in BLOCKS[:at] if block.language == "python"]
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "generate.py").write_text(above[-1].text, encoding="utf-8")
+    if words[1] in ("tree", "show"):  # of the trace that a block above makes
+        made = [BLOCKS[one].text for one in BASH if one < at and f"--trace {words[2]}" in BLOCKS[one].text]
+        assert descant(*shlex.split(made[-1])[1:]).exit_code == 0
     result = descant(*words[1:], input="".join(f"{text}\n" for text in given[1:]) or None)
     expected = BLOCKS[at + 1]
     assert expected.language == "text"
