@@ -23,24 +23,24 @@ def here(tmp_path, monkeypatch):
 def test_it_shows_what_the_trace_draws(descant, picture):
     result = descant("show", "guesses.jsonl", "--picture", picture)
     assert result.exit_code == 0
-    assert result.stdout == Trace.load("guesses.jsonl").text(picture, width=80)
+    assert result.stdout == Trace.load("guesses.jsonl").text(picture, width=80) + "\n"
 
 
 def test_the_text_unless_told_otherwise(descant):
-    assert descant("show", "beams.jsonl").stdout == Trace.load("beams.jsonl").text("text", width=80)
+    assert descant("show", "beams.jsonl").stdout == Trace.load("beams.jsonl").text("text", width=80) + "\n"
 
 
 def test_two_traces_are_side_by_side(descant):
     one, other = Trace.load("beams.jsonl"), Trace.load("guesses.jsonl")
     shown = descant("show", "beams.jsonl", "guesses.jsonl").stdout
-    assert shown == one.text("beside", beside=other, width=80)
+    assert shown == one.text("beside", beside=other, width=80) + "\n"
 
 
 def test_where(descant):
     trace = Trace.load("beams.jsonl")
     shown = descant("show", "beams.jsonl", "--picture", "tree", "--step", 2, "--request", 0).stdout
-    assert shown == trace.text("tree", step=2)
-    assert shown != trace.text("tree")
+    assert shown == trace.text("tree", step=2) + "\n"
+    assert shown != trace.text("tree") + "\n"
 
 
 def test_a_page(descant, here):

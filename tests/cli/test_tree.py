@@ -19,12 +19,15 @@ def here(tmp_path, monkeypatch):
 def test_it_is_the_tree_of_the_trace(descant):
     result = descant("tree", "run.jsonl")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == Trace.load("run.jsonl").text("tree", width=80)
+    assert result.stdout == Trace.load("run.jsonl").text("tree", width=80) + "\n"
     assert "1st, " in result.stdout
 
 
 def test_a_step_of_it(descant):
-    assert descant("tree", "run.jsonl", "--step", 1).stdout == Trace.load("run.jsonl").text("tree", step=1)
+    assert (
+        descant("tree", "run.jsonl", "--step", 1).stdout
+        == Trace.load("run.jsonl").text("tree", step=1) + "\n"
+    )
 
 
 def test_as_a_file(descant, here):
@@ -36,7 +39,10 @@ def test_as_a_file(descant, here):
 
 def test_bold_on_a_terminal(descant):
     env = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "80"}
-    assert descant("tree", "run.jsonl", env=env).stdout == Trace.load("run.jsonl").text("tree", colour=True)
+    assert (
+        descant("tree", "run.jsonl", env=env).stdout
+        == Trace.load("run.jsonl").text("tree", colour=True) + "\n"
+    )
 
 
 @pytest.mark.parametrize(

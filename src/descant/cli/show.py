@@ -83,7 +83,7 @@ class Show(Command):
         if self.svg is not None:
             put(trace.svg(picture, beside=beside, **where), self.svg, "svg")
         else:
-            terminal.write(trace.text(picture, beside=beside, **paper(), **where))
+            terminal.write(trace.text(picture, beside=beside, **paper(), **where) + "\n")
         return 0
 
     def _refuse(self) -> None:

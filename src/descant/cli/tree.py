@@ -27,5 +27,5 @@ class Tree(Command):
         if self.svg is not None:
             put(trace.svg("tree", request=self.request, step=self.step), self.svg, "svg")
         else:
-            terminal.write(trace.text("tree", request=self.request, step=self.step, **paper()))
+            terminal.write(trace.text("tree", request=self.request, step=self.step, **paper()) + "\n")
         return 0

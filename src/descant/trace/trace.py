@@ -124,8 +124,9 @@ class Trace:
         colour: bool = False,
         **where: Any,
     ) -> str:
-        """The same as lines of text, for a terminal if `colour`."""
-        return terminal(self, picture, _where(where).within(self), beside, Paper(width, colour))
+        """The same as lines of text, to be printed; with `colour` for a terminal that has colours."""
+        lines = terminal(self, picture, _where(where).within(self), beside, Paper(width, colour))
+        return lines.removesuffix("\n")
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that a notebook's styles and its own leave each other alone."""
