@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 # What it would fetch or say by itself is switched off: whatever a test sees of the network is the page's own.
 FLAGS = (
@@ -23,6 +23,8 @@ FLAGS = (
     "--disable-sync",
     "--no-first-run",
 )
+PATIENCE = 60_000  # ms: on a busy machine what is sure to come may come late
+expect.set_options(timeout=PATIENCE)
 NEEDED = (
     "Debian's chromium must be installed: apt-get install --no-install-recommends chromium fonts-dejavu-core"
 )
@@ -83,7 +85,7 @@ def sheet(context: BrowserContext) -> Sheet:
     """A new page whose every word is noted."""
     context.add_init_script(WATCH)
     page = context.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(PATIENCE)
     found = Sheet(page)
     page.on("console", lambda message: found.said.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: found.said.append(f"thrown: {error}"))

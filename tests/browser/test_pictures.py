@@ -246,7 +246,7 @@ def test_playing_goes_through_all_steps(runs: Runs, sheet: Open) -> None:
     page = sheet(runs.page("greedy")).page
     page.get_by_role("button", name="Play").click()
     expect(page.get_by_role("button", name="Pause")).to_be_visible()
-    expect(page.get_by_role("button", name="Play")).to_be_visible(timeout=15_000)
+    expect(page.get_by_role("button", name="Play")).to_be_visible(timeout=60_000)
     assert count(page) == len(runs.trace("greedy").steps)
 
 
