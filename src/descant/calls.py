@@ -51,6 +51,12 @@ class Asked:
     recipe: Recipe | None = None  # somebody else's part of the loop
     tracer: Tracer | None = None  # who records the run
 
+    @classmethod
+    def of(cls, model: Any, argument: Any, call: Mapping[str, Any], **others: Any) -> Asked:
+        """What a call comes to, whose config is `argument` and whose fields are `call`."""
+        several = "generation_config" if isinstance(argument, list | tuple) else "seed"
+        return cls(merged(model, argument, call), several=several, **others)
+
     @property
     def config(self) -> GenerationConfig:
         """The config of the call as a whole."""

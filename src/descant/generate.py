@@ -15,7 +15,7 @@ from descant.adapters.forwarding import completed
 from descant.adapters.outer import outer_of
 from descant.adapters.pace import in_step
 from descant.adapters.speech import listener_of
-from descant.calls import Asked, Call, listed, merged, placed, recipe_of, rows_of
+from descant.calls import Asked, Call, listed, placed, recipe_of, rows_of
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, ConstraintError, InputError, NotInThisVersion
 from descant.inputs import Prepared
@@ -136,19 +136,9 @@ def generate(
         return _Run(model, asked, streamer).run(given)
     if tracer is not None:
         call["return_dict_in_generate"] = True
-    several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
-    configs = merged(model, generation_config, call)
-    asked = Asked(
-        configs,
-        processors,
-        criteria,
-        tokenizer,
-        several,
-        **assistant,
-        past=past,
-        recipe=recipe,
-        tracer=tracer,
-    )
+    parts: dict[str, Any] = {"processors": processors, "criteria": criteria, "tokenizer": tokenizer}
+    parts |= {**assistant, "past": past, "recipe": recipe, "tracer": tracer}
+    asked = Asked.of(model, generation_config, call, **parts)
     return _Run(model, asked, streamer).run(kwargs)
 
 

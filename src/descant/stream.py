@@ -14,7 +14,7 @@ from torch import Tensor
 
 from descant.adapters.ranks import together
 from descant.adapters.speech import hears
-from descant.calls import Asked, Call, listed, merged, placed, recipe_of
+from descant.calls import Asked, Call, listed, placed, recipe_of
 from descant.config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
 from descant.healing import Tail
@@ -90,19 +90,9 @@ def stream(
             call = {"logprobs": 0, **call}
         processors = listed("logits_processor", logits_processor)
         criteria = listed("stopping_criteria", stopping_criteria)
-        several = "generation_config" if isinstance(generation_config, list | tuple) else "seed"
-        configs = merged(model, generation_config, call)
-        asked = Asked(
-            configs,
-            processors,
-            criteria,
-            tokenizer,
-            several,
-            **assistant,
-            past=past,
-            recipe=recipe,
-            tracer=tracer,
-        )
+        parts: dict[str, Any] = {"processors": processors, "criteria": criteria, "tokenizer": tokenizer}
+        parts |= {**assistant, "past": past, "recipe": recipe, "tracer": tracer}
+        asked = Asked.of(model, generation_config, call, **parts)
         return Stream(model, asked, inputs, kwargs)
 
 

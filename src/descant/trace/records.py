@@ -38,6 +38,7 @@ __all__ = [
     "Texts",
     "line_of",
     "read",
+    "rounded",
 ]
 
 FORMAT: Final = "descant-trace"
@@ -225,7 +226,7 @@ def read(lines: Iterable[str]) -> Iterator[Record]:
         raise TraceError("a trace must begin with its header, got an empty file")
 
 
-def _rounded(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
     """A number as it is written; None for one that is not finite."""
     return None if value is None or not math.isfinite(value) else round(value, 4)
 
@@ -247,9 +248,9 @@ def _default(one: dataclasses.Field[Any]) -> Any:
 def _written(value: Any) -> Any:
     """A value as JSON has it."""
     if isinstance(value, float):
-        return _rounded(value)
+        return rounded(value)
     if isinstance(value, Candidate) and value.raw == value.processed:
-        return [value.token, _rounded(value.raw)]
+        return [value.token, rounded(value.raw)]
     if isinstance(value, list | tuple):
         return [_written(one) for one in value]
     if isinstance(value, Mapping):

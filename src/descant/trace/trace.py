@@ -69,6 +69,10 @@ class Trace:
         """The steps in order."""
         return tuple(one for one in self.records if isinstance(one, Step))
 
+    def steps_of(self, request: int) -> list[Step]:
+        """The steps in which a request had rows."""
+        return [one for one in self.steps if any(row.request == request for row in one.rows)]
+
     @cached_property
     def results(self) -> Mapping[int, Result]:
         """How requests ended, by request; one that did not is not there."""

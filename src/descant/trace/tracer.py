@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from descant.rows import Rows
 from descant.step import Hypothesis, Observation, Proposal, Selection
 from descant.trace.kept import Kept
 from descant.trace.looks import Line, Sight, fetched
-from descant.trace.records import Asked, Header, Result, Row, Run, Said, Step, Texts
+from descant.trace.records import Asked, Header, Result, Row, Run, Said, Step, Texts, rounded
 from descant.trace.trace import MOST, Trace
 from descant.vocabulary import Vocabulary
 
@@ -192,7 +191,7 @@ class Tracer:
         said: list[Said] = []
         for one in found if request in self._asked else ():
             tokens = tuple(one.tokens.tolist())
-            said.append(Said(tokens, one.reason, self._leaf(request, one), _score(one.score), one.unmet))
+            said.append(Said(tokens, one.reason, self._leaf(request, one), rounded(one.score), one.unmet))
         self._result(Result(request, tuple(said)))
 
     def failed(self, request: int, error: str) -> None:
@@ -249,7 +248,7 @@ class Tracer:
                     made,
                     slot,
                     max(-accepted[new], 0),
-                    None if scores is None else _score(scores[new]),
+                    None if scores is None else rounded(scores[new]),
                     None if met is None else int(met[new]),
                 )
             )
@@ -273,7 +272,7 @@ class Tracer:
             run = tuple(one.tokens[len(one.tokens) - more :].tolist()) if more > 0 else ()
             made, last = self._grown(nodes[row], run, max(-more, 0))
             self._of_group(entries[row], request, slot).runs.append(
-                Run(run, made, slot, max(-more, 0), _score(one.score), one.met, one.reason)
+                Run(run, made, slot, max(-more, 0), rounded(one.score), one.met, one.reason)
             )
             self._leaves[id(one)] = (request, one, last)
 
@@ -372,11 +371,6 @@ def _mentioned(rows: Sequence[Row]) -> set[int]:
             found |= {one.token for one in look.top}
             found |= {one.token for stage in look.stages for one in stage.moved}
     return found
-
-
-def _score(value: float | None) -> float | None:
-    """A score as it is written; none for one that is not finite."""
-    return None if value is None or not math.isfinite(value) else round(float(value), 4)
 
 
 def _numbers(column: Any, count: int) -> list[Any] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from descant.errors import TraceError
 from descant.trace.records import Asked, Look, Record, Result, Row, Run, Step
 
-__all__ = ["Node", "Tree"]
+__all__ = ["Node", "Tree", "guessed"]
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Tree:
                 raise TraceError(f"a run must not take back more than was written, got {run.back}")
             at = self.node(at.parent)
         asked = self._asked[row.request]
-        guessed = _guessed(row, run, asked)
+        stood = guessed(row, run, asked)
         for place, (token, number) in enumerate(zip(run.tokens, run.nodes, strict=True)):
             look = row.looks[place] if place < len(row.looks) else None
             found = next((one for one in look.top if one.token == token), None) if look is not None else None
@@ -137,7 +137,7 @@ class Tree:
                 group=run.slot * asked.groups // max(asked.beams, 1),
                 raw=None if found is None else found.raw,
                 processed=None if found is None else found.processed,
-                guessed=place < guessed,
+                guessed=place < stood,
                 look=look,
             )
             self._add(node)
@@ -177,7 +177,7 @@ class Tree:
         self._held[node.number] = 0
 
 
-def _guessed(row: Row, run: Run, asked: Asked) -> int:
+def guessed(row: Row, run: Run, asked: Asked) -> int:
     """How many tokens of a run were guessed: the last one too, where a guess that stood ended the row."""
     if asked.drafter is None:
         return max(len(run.tokens) - 1, 0)

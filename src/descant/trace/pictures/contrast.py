@@ -108,7 +108,7 @@ def _results(sides: Sequence[Side]) -> list[Line]:
 
 def _figures(side: Side) -> dict[str, str]:
     last = side.nodes[-1] if side.nodes else None
-    of_it = [one for one in side.trace.steps if any(row.request == side.asked.request for row in one.rows)]
+    of_it = side.trace.steps_of(side.asked.request)
     cache = max((one.cache or 0 for one in of_it), default=0)
     value, mean = perplexity(side.nodes), entropy(side.nodes)
     return {

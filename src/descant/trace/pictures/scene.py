@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from descant.trace.records import Asked, Look, Row, Stage, Step
-from descant.trace.tree import Node
+from descant.trace.records import Asked, Look, Row, Stage, Step, rounded
+from descant.trace.tree import Node, guessed
 from descant.trace.words import Piece, phrase, plain, shown, word
 
 if TYPE_CHECKING:
@@ -130,9 +129,9 @@ class _Request:
             "left": [one.left for one in nodes],
             "slot": [one.slot for one in nodes],
             "group": [one.group for one in nodes],
-            "raw": [_number(one.raw) for one in nodes],
-            "processed": [_number(one.processed) for one in nodes],
-            "score": [_number(one.score) for one in nodes],
+            "raw": [rounded(one.raw) for one in nodes],
+            "processed": [rounded(one.processed) for one in nodes],
+            "score": [rounded(one.score) for one in nodes],
             "met": [one.met for one in nodes],
             "guessed": [int(one.guessed) for one in nodes],
             "state": [one.state for one in nodes],
@@ -144,14 +143,14 @@ class _Request:
     def _step(self, step: Step, rows: Sequence[Row], taken: dict[int, set[int]]) -> dict[str, Any]:
         return {
             "step": step.step,
-            "seconds": _number(step.seconds),
+            "seconds": rounded(step.seconds),
             "cache": step.cache,
             "rows": [
                 {
                     "at": self.places[row.at],
                     "slot": row.slot,
                     "drafts": list(row.drafts),
-                    "accepted": _accepted(row),
+                    "accepted": guessed(row, row.runs[0], self.asked) if row.runs else 0,
                     "looks": [self._look(look, row, place, taken) for place, look in enumerate(row.looks)]
                     if self.detail.looks
                     else [],
@@ -169,9 +168,9 @@ class _Request:
         self._at[id(look)] = len(self.looks)
         self.looks.append(
             {
-                "entropy": _number(look.entropy),
-                "left": _number(look.left),
-                "top": [[token, _number(raw), _number(processed)] for token, raw, processed in top],
+                "entropy": rounded(look.entropy),
+                "left": rounded(look.left),
+                "top": [[token, rounded(raw), rounded(processed)] for token, raw, processed in top],
                 "stages": [_stage(one, self.detail.top) for one in look.stages] if self.detail.stages else [],
             }
         )
@@ -190,12 +189,12 @@ class _Request:
                     break
                 unmet = None if one.unmet is None else list(one.unmet)
                 said.append(
-                    {"nodes": path, "reason": _text(one.reason), "score": _number(one.score), "unmet": unmet}
+                    {"nodes": path, "reason": _text(one.reason), "score": rounded(one.score), "unmet": unmet}
                 )
         if said:
             return said
         return [
-            {"nodes": self._path(one.number), "reason": None, "score": _number(one.score), "unmet": None}
+            {"nodes": self._path(one.number), "reason": None, "score": rounded(one.score), "unmet": None}
             for one in nodes
             if one.parent is not None and one.left is None
             if not any(child in self.places for child in one.children)
@@ -215,23 +214,13 @@ def _taken(nodes: Iterable[Node]) -> dict[int, set[int]]:
     return found
 
 
-def _accepted(row: Row) -> int:
-    """How many guesses of a row were taken; one that ends it is the last token and no choice of its own."""
-    if not row.runs:
-        return 0
-    run = row.runs[0]
-    own = len(run.tokens) - 1
-    ends = run.reason is not None and 0 <= own < len(row.drafts) and run.tokens[own] == row.drafts[own]
-    return max(0, min(own + ends, len(row.drafts)))
-
-
 def _stage(stage: Stage, top: int | None) -> dict[str, Any]:
     return {
         "name": _text(stage.name),
         "kept": stage.kept,
         "cut": stage.cut,
-        "mass": _number(stage.mass),
-        "moved": [[token, _number(before), _number(after)] for token, before, after in stage.moved[:top]],
+        "mass": rounded(stage.mass),
+        "moved": [[token, rounded(before), rounded(after)] for token, before, after in stage.moved[:top]],
     }
 
 
@@ -245,11 +234,6 @@ def _tokens(request: dict[str, Any]) -> set[int]:
         for row in step["rows"]:
             found.update(row["drafts"])
     return found - {-1}
-
-
-def _number(value: float | None) -> float | None:
-    """A number as JSON can say it; a logarithm of zero is none."""
-    return None if value is None or not math.isfinite(value) else round(value, 4)
 
 
 def _cut(pieces: Iterable[Piece], most: int = _WORD) -> list[Piece]:
@@ -284,4 +268,4 @@ def _safe(value: Any, depth: int = 0) -> Any:
         return {_text(str(name)): _safe(one, depth + 1) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_safe(one, depth + 1) for one in value]
-    return _number(value) if isinstance(value, float) else value
+    return rounded(value) if isinstance(value, float) else value

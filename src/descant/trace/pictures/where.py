@@ -33,7 +33,7 @@ class Where:
         count = len(result.sequences) if result is not None else 0
         if not 0 <= self.sequence < max(count, 1):
             raise InputError("sequence", f"must be from 0 to {max(count, 1) - 1}", self.sequence)
-        steps = [one.step for one in trace.steps if any(row.request == request for row in one.rows)]
+        steps = [one.step for one in trace.steps_of(request)]
         if self.step is not None and self.step not in steps:
             got = f"from {steps[0]} to {steps[-1]}" if steps else "none"
             raise InputError("step", f"must be a step of request {request}, which has {got}", self.step)
