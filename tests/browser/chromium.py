@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,8 +71,15 @@ class Sheet:
         """Go to a file; it is open when a picture of it has been drawn."""
         self.page.goto(path.as_uri())
         if path.suffix == ".html":
-            self.page.wait_for_function("window.drawn !== undefined")
+            self.until("window.drawn !== undefined")
         return self
+
+    def until(self, condition: str) -> None:
+        """Until it holds, asked from outside: a page's policy forbids what playwright's own waiting does."""
+        deadline = time.monotonic() + PATIENCE / 1000
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < deadline, f"never came true: {condition}"
+            self.page.wait_for_timeout(20)
 
     def check(self) -> None:
         """It was quiet: nothing said, nothing asked for but the file itself, nothing refused."""
