@@ -268,7 +268,7 @@ def test_a_small_run_is_not_looked_at(llama: Any, monkeypatch: pytest.MonkeyPatc
 def test_the_look_costs_microseconds(llama: Any) -> None:
     session = descant.Session(llama)
     config = merged(llama, None, {"max_new_tokens": 20})[0]
-    known = session._planned(descant.Request([5], config, merged=True))
+    known = session._admission.planned(descant.Request([5], config, merged=True), session.model.facts)
     asked = [(known, 10, 30, 0)]
     best = float("inf")
     for _ in range(200):

@@ -185,10 +185,10 @@ def test_nothing_is_kept_of_requests_that_left(model, method):
         leave(number)
     session.admit(failing(Request([1], asked), 1))
     list(session.drain())
-    held = [vars(strategy) for strategy in session._order]
+    held = [vars(strategy) for strategy in session._roster.order]
     assert not any(len(one.get("_requests", ())) or len(one.get("_done", ())) for one in held)
-    assert not any(shelf.items for shelf in session._shelves.values())
-    assert not session._wrapped
+    assert not any(shelf.items for shelf in session._roster.shelves.values())
+    assert not session._roster.wrapped
 
 
 # ------------------------------------------------------------------- users' own functions
@@ -284,7 +284,7 @@ def test_places_of_users_functions_are_used_again(model):
     for _ in range(120):
         session.admit(Request([1], config(max_new_tokens=1), logits_processor=[lambda ids, scores: scores]))
         assert any(isinstance(event, Finished) for event in session.step())
-    assert not session._chains.items
+    assert not session._roster.chains.items
 
 
 def test_any_number_of_users_functions_may_run_at_once(model):

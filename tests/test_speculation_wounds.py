@@ -390,6 +390,6 @@ def test_a_drafter_keeps_rows_that_have_left(monkeypatch):
         assert numbers[1] not in known
         list(session.drain())
         assert not known
-        drafters = [strategy.drafter for strategy in session._order if hasattr(strategy, "drafter")]
+        drafters = [strategy.drafter for strategy in session._roster.order if hasattr(strategy, "drafter")]
         assert len(drafters) == 1, "one for all"
         assert len(drafters[0]._cache) <= len(scripts)

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from descant import GenerationConfig
 from descant.cache.dense import DenseCache
 from descant.context import Params, table
+from descant.lane import Lane
+from descant.loop import step
 from descant.resolve import adapt
-from descant.rows import Rows
-from descant.step import Lane, Proposal, Selection, settle, step
+from descant.rows import Rows, settle
+from descant.step import Proposal, Selection
 from descant.testing import ListCache, outcomes
 from tests.chain import Chain
 from tests.laws.subjects import requests

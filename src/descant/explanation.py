@@ -1,4 +1,4 @@
-"""What a config would do, in words: `GenerationConfig.explain`, and what a trace says of a request."""
+"""What a config would do, in words: `GenerationConfig.explain`; and what is said of a request."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 from descant.assistance import Assistance, guessing
 from descant.config import FIELDS, GenerationConfig, register_explainer
+from descant.errors import RowError
 from descant.ports import Drafter
 from descant.resolve import DEFAULT_NEW_TOKENS, WRAPS, Plan, adapt, constrains, contrasts, drafted, plan
-from descant.stages import STAGES, ends_of, ordered
+from descant.stages import SAMPLERS, STAGES, ends_of, ordered
 from descant.trace.records import Asked
 
-__all__ = ["admitted", "explained"]
+__all__ = ["admitted", "explained", "impossible"]
 
 
 def explained(config: GenerationConfig, model: object = None) -> str:
@@ -85,6 +86,31 @@ def admitted(
         None if drafter is None else type(drafter).__name__,
         None if demands is None else demands.steps,
     )
+
+
+def impossible(
+    number: int, known: Plan, brought: bool, got: str = "only scores of -inf or NaN", hopeless: bool = False
+) -> RowError:
+    """The error of a request that cannot go on, naming what may have ruled everything out.
+
+    `brought` says whether it has processors of its own, `hopeless` that it was the model itself.
+    """
+    config = known.config
+    # A sampler leaves something of what there is, but a number that was asked for may overflow.
+    names = [
+        f"`{name}`"
+        for _, stage in known.chain
+        if stage.wanted(config)
+        for name in stage.fields
+        if stage not in SAMPLERS or config.source(name) != "default"
+    ]
+    names += ["`recipe`"] if known.recipe is not None else []
+    names += ["`logits_processor`"] if brought else []
+    names += ["`num_return_sequences`"] if config.num_return_sequences > 1 else []
+    whose = "the model" if hopeless or not names else " and ".join(names)
+    do = "look at its logits" if hopeless or not names else "loosen it"
+    must = f"{whose} must leave enough to choose from"
+    return RowError(f"{must}, got {got}: {do} (request {number})", number)
 
 
 def _said(value: Any) -> Any:

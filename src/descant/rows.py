@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Column", "Even", "Rows", "join", "pick", "same", "widened"]
+__all__ = ["Column", "Even", "Rows", "join", "pick", "same", "settle", "taken", "widened"]
 
 _versions = count(1)
 
@@ -60,6 +61,30 @@ def widened(column: Tensor, wide: Sequence[int], fill: int = -1) -> Tensor:
     """A column whose entries are padded on the right to the size `wide`."""
     lacks = [(0, most - have) for most, have in zip(wide, column.shape[1:], strict=True)]
     return torch.nn.functional.pad(column, [edge for pair in reversed(lacks) for edge in pair], value=fill)
+
+
+def taken(column: Tensor | Column, parents: Tensor) -> Tensor | Column:
+    """A column of either kind for rows that continue these."""
+    return pick(column, parents) if isinstance(column, Tensor) else column.take(parents)
+
+
+def settle(parents: Tensor, rows: int) -> Tensor | None:
+    """An order of the new rows that leaves each surviving row where its first child can keep it.
+
+    A table has no order of its own, so only rows that were forked, or that fill a hole, need to move:
+    None when the given order does so already.
+    """
+    given = parents.numpy()
+    count = len(given)
+    if count == rows and (given == np.arange(rows)).all():
+        return None
+    place = np.full(max(count, rows), -1)
+    first = np.unique(given, return_index=True)[1]
+    stays = first[given[first] < count]
+    place[given[stays]] = stays
+    rest = np.setdiff1d(np.arange(count), stays, assume_unique=True)
+    place[np.flatnonzero(place[:count] < 0)] = rest
+    return torch.from_numpy(place[:count])
 
 
 class Even(NamedTuple):

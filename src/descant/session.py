@@ -7,62 +7,34 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import isfinite
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any
 from zlib import crc32
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from descant.assistance import Assistance
+from descant.admission import Admission, Asked
 from descant.cache.unkept import Rereading, Unkept
-from descant.config import GenerationConfig
 from descant.context import Params, Values, params_of, table
-from descant.errors import DescantError, InputError, RowError
-from descant.explanation import admitted
-from descant.ledger import Ledger, Pages
+from descant.errors import DescantError, InputError
+from descant.explanation import admitted, impossible
+from descant.loop import step
 from descant.memory import kind_of
-from descant.noise import Chance
 from descant.past import Past, inside, seat
-from descant.ports import Cache, Drafter, Follower, Peers, Processor, Strategy, Wrapper
+from descant.ports import Cache, Peers, Wrapper
 from descant.prefixes import PrefixCache, PrefixReport
-from descant.processors import behind_the_port
 from descant.recall import Begun, Recall, like_past
-from descant.recipes.recipe import Recipe
-from descant.request import (
-    Request,
-    beside,
-    healed,
-    prompt_of,
-    refuse_uncallable,
-    refuse_unguided,
-    shortened,
-    texts_of,
-)
-from descant.resolve import (
-    WRAPS,
-    Plan,
-    adapt,
-    cache_of,
-    drafted,
-    plan,
-    refuse_cache,
-    table_cache,
-)
+from descant.request import Request
+from descant.resolve import WRAPS, Plan, adapt, cache_of, refuse_cache, table_cache
 from descant.room import refuse_unfitting
-from descant.rows import Column, Rows, pick
-from descant.shelf import Shelf
-from descant.stages import SAMPLERS
-from descant.step import Hypothesis, Lane, Observation, Tokens, Watched, settle, stateful, step
-from descant.stopping import Stops
+from descant.roster import Roster
+from descant.rows import Rows, pick, settle
+from descant.step import Hypothesis, Observation, Tokens
 from descant.trace.looks import name_of
 from descant.trace.trace import Trace
 from descant.trace.tracer import Tracer
 
 __all__ = ["Event", "Failed", "Finished", "Report", "Request", "Session", "Tokens"]
-
-Chain = tuple[tuple[tuple[int, int], Processor], ...]  # processors, each with its place in the order
 
 
 @dataclass(frozen=True)
@@ -96,32 +68,6 @@ class Failed:
 Event = Tokens | Finished | Failed
 
 
-class _Asked(NamedTuple):
-    """What a request comes to before it is admitted."""
-
-    request: Request
-    plan: Plan
-    row: dict[str, Any]  # its row's parameters
-    prompt: Tensor  # [L] what is read of its tokens
-    offset: int  # positions before these that have no token
-    inputs: Mapping[str, Any]
-
-    @property
-    def slots(self) -> int:
-        """How many positions a row of it may come to, or one that is read beside it."""
-        return int(self.row["limit"]) + max(self.offset, beside(self.request))
-
-
-@dataclass
-class _Live:
-    """What is kept of a request while it runs."""
-
-    plan: Plan
-    strategy: Strategy
-    places: Mapping[str, int]  # where its processors, criteria and texts lie on their shelves
-    brought: bool  # whether it has processors of its own
-
-
 class Session:
     """A table of running requests and the loop over it: `admit`, `step`, `cancel`.
 
@@ -146,7 +92,6 @@ class Session:
         if isinstance(cache, Unkept):
             self.model = Rereading(self.model)
         self.steps = 0
-        self._given = model
         self._bare = self.model
         self._wraps: dict[str, Callable[[Any], Any]] = {name: wrap.build for name, wrap in WRAPS.items()}
         self._wrapped_by: dict[str, Wrapper] = {}
@@ -156,24 +101,12 @@ class Session:
         self._settled = cache is not None  # whether that is the cache for good
         self._named: str | None = None  # the name by which it was asked for
         self._recall = Recall(self.model, prefix_cache)
-        self._noise, self._stops = Chance(), Stops()
         self._peers: Peers | None = getattr(self.model, "peers", None)
-        self._stops.peers = self._peers
-        self._strategies: dict[tuple[Any, ...], Strategy] = {}
-        self._order: list[Strategy] = []
+        self._admission = Admission(model, self._bare)
+        self._roster = Roster(self.model.device, self._peers, self._tracer)
+        self._live = self._roster.live
         self._rows: Rows | None = None
-        self._live: dict[int, _Live] = {}
         self._numbers = count()
-        self._wrapped: WeakValueDictionary[int, Any] = WeakValueDictionary()  # users' processors, by identity
-        self._chains: Shelf[Chain] = Shelf()
-        self._shelves: dict[str, Shelf[Any]] = {
-            "chain": self._chains, "criteria": Shelf(), "stop_table": Shelf(), "stop_pattern": Shelf(),
-        }  # fmt: skip
-        self._stops.criteria = self._shelves["criteria"].items
-        self._stops.tables = self._shelves["stop_table"].items
-        self._stops.patterns = self._shelves["stop_pattern"].items
-        self._ledger = Ledger()
-        self._lanes: tuple[object, list[Lane]] | None = None
         self._observe = observe
         if self._tracer is not None:
             whose = getattr(model, "model", model) if hasattr(model, "facts") else model
@@ -200,7 +133,7 @@ class Session:
         """
         if not requests:
             return []
-        asked = self._asked(requests)
+        asked = self._admission.asked(requests, self.model.facts)
         self._settle(asked)
         begun = [self._recall.begin(one.request, one.plan, one.prompt, self._cache) for one in asked]
         made = [one.row for one in asked]
@@ -208,15 +141,15 @@ class Session:
             prompts, keys = [one.prompt for one in asked], [one.plan.shape for one in asked]
             self._peers.same("prompt", prompts[0], _digest(prompts, keys, made))
             timed = any(isfinite(row["deadline"]) for row in made)
-            self._stops.heeded |= self._peers.any(timed or any(one.stopping_criteria for one in requests))
+            self._roster.stops.heeded |= self._peers.any(
+                timed or any(one.stopping_criteria for one in requests)
+            )
         numbers = [next(self._numbers) for _ in requests]
         self._wrap([one.plan for one in asked])
         self.model.open(numbers, _listed([one.inputs for one in asked]))
         try:
             for number, one in zip(numbers, asked, strict=True):
-                self._live[number] = self._enrolled(one.request, one.plan, one.row)
-                if (drafter := self._drafter(number)) is not None:
-                    drafter.open([number], {name: [value] for name, value in one.request.inputs.items()})
+                self._enrol(number, one)
         except Exception:  # a recipe may raise what it likes
             for number in numbers:
                 self._close(number)
@@ -226,7 +159,7 @@ class Session:
             drawn = torch.tensor([row.get("dice", -1) for row in made])
             for row, dice in zip(made, self._peers.word(drawn).tolist(), strict=True):
                 row |= {"dice": dice} if "dice" in row else {}
-        self._noise.lines = lines or self._noise.lines
+        self._roster.noise.lines = lines or self._roster.noise.lines
         self._show()
         for number, one in zip(numbers, asked, strict=True):
             self._recall.open(number, one.request, one.plan, one.prompt, self._cache)
@@ -248,7 +181,9 @@ class Session:
         rows = self._recall.read(self._bare, self._cache, self._rows)
         archive = self._recall.archive
         retire = None if archive is None else partial(archive.retire, self._cache)
-        self._rows, selections = step(self.model, self._cache, rows, self._lanes_of, self._observe, retire)
+        self._rows, selections = step(
+            self.model, self._cache, rows, self._roster.lanes, self._observe, retire
+        )
         self._recall.read_through(self._cache, self._rows)
         self.steps += 1
         if self._tracer is not None:
@@ -256,8 +191,11 @@ class Session:
         events: list[Event] = [one.emitted for one in selections if one.emitted is not None]
         for selection in selections:
             for request in selection.failed:
-                events.append(Failed(request, self._impossible(request, request in selection.hopeless)))
-                self._live[request].strategy.drop(request)
+                known, hopeless = self._live[request], request in selection.hopeless
+                events.append(
+                    Failed(request, impossible(request, known.plan, known.brought, hopeless=hopeless))
+                )
+                known.strategy.drop(request)
                 self._close(request)
             for request in selection.finished:
                 events.append(self._ended(request))
@@ -315,48 +253,7 @@ class Session:
             yield from self.step()
 
     # -------------------------------------------------------------------- admission
-    def _planned(self, request: Request) -> Plan:
-        """What a request's config comes to."""
-        config = request.generation_config
-        if not request.merged:
-            config = GenerationConfig.merge({}, config, _own_config(self._given))
-        recipe = _part(request)
-        given = Assistance(
-            request.assistant_model,
-            request.tokenizer,
-            request.assistant_tokenizer,
-            recipe if recipe is not None and recipe.kind == "drafter" else None,
-        )
-        return plan(config, self.model.facts, drafted(config, self._bare, given), recipe)
-
-    def _asked(self, requests: Sequence[Request]) -> list[_Asked]:
-        """What requests come to, each checked by itself."""
-        facts = self.model.facts
-        plans: dict[tuple[int, ...], Plan] = {}
-        asked = []
-        for request in requests:
-            known = plans.get(_sort(request))
-            if known is None:
-                known = plans[_sort(request)] = self._planned(request)
-            ids = self._ids(request)
-            tail = healed(request, known.config, ids)
-            embeds = request.inputs.get("inputs_embeds") if not facts.encoder_decoder else None
-            offset = 0 if embeds is None else len(embeds) - len(ids)
-            if not len(ids) + offset:
-                raise InputError("prompt", "must have at least one token", request.prompt)
-            if known.again and not len(ids):
-                must = "must come with `input_ids` of at least the last token, which is fed again"
-                raise InputError("inputs_embeds", must, embeds)
-            row = known.row(prompt_of(request, ids, offset, tail), facts)
-            count = 0 if tail is None else len(tail)
-            cut = bool(count) and not facts.encoder_decoder
-            inputs = shortened(request.inputs, count) if cut else request.inputs
-            refuse_uncallable(request)
-            refuse_unguided(request, known.wraps, facts, row["limit"] - len(ids))
-            asked.append(_Asked(request, known, row, ids[: len(ids) - count], offset, inputs))
-        return asked
-
-    def _settle(self, asked: Sequence[_Asked]) -> None:
+    def _settle(self, asked: Sequence[Asked]) -> None:
         """Choose the cache by the first requests, or as their past is; raise for those it cannot serve."""
         settled, slots = self._settled, max(one.slots for one in asked)
         if not settled:
@@ -376,11 +273,6 @@ class Session:
         except DescantError:
             self._settled = settled  # whoever comes next may have another cache
             raise
-
-    def _drafter(self, request: int) -> Drafter | None:
-        """Who guesses ahead for a running request."""
-        drafter: Drafter | None = getattr(self._live[request].strategy, "drafter", None)
-        return drafter
 
     def _wrap(self, plans: Sequence[Plan]) -> None:
         """Put the wrappers that these need around the model, each once and in order, recipes' outside."""
@@ -414,83 +306,21 @@ class Session:
             self._shown = wanted
             self.model.show(sorted(wanted))
 
-    def _ids(self, request: Request) -> Tensor:
-        """A request's prompt, checked [L]."""
-        try:
-            ids = torch.as_tensor(request.prompt)
-        except (TypeError, ValueError, RuntimeError):
-            raise InputError("prompt", "must be a sequence of token ids", request.prompt) from None
-        if ids.numel() == 0:
-            return ids.long().reshape(-1)
-        if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise InputError("prompt", "must be one sequence of token ids", request.prompt)
-        size = self.model.facts.vocabulary
-        if not request.merged and (int(ids.min()) < 0 or int(ids.max()) >= size):
-            raise InputError("prompt", f"must hold ids from 0 to {size - 1}", request.prompt)
-        return ids.long()
-
-    def _enrolled(self, request: Request, known: Plan, row: dict[str, Any]) -> _Live:
-        """Give a request its strategy, processors and stops, and its row the places of these."""
-        if known.key not in self._strategies:
-            self._strategies[known.key] = known.build(self._noise, self._stops, self._peers)
-            self._order.append(self._strategies[known.key])
-        strategy = self._strategies[known.key]
-        row["lane"] = self._order.index(strategy)
-        row["line"] = max(request.line, 0)
+    def _enrol(self, number: int, one: Asked) -> None:
+        """Enter a request in the roster, and what its row says of it."""
+        one.row["line"] = max(one.request.line, 0)
         # What comes with more than tokens is read by itself, before anything is guessed.
-        row["beside"] = int(bool(request.inputs) and not self.model.facts.encoder_decoder)
-        # Before anything is drawn, for whoever is refused must not have moved torch's generator.
-        given = (*request.logits_processor, *_processors(known))
-        chain, texts = self._chain(known, given), texts_of(request, known.config)
-        if known.back is None:
-            _refuse_state(chain, known)
-        if row["seed"] < 0 and request.line < 0 and known.config.do_sample:
-            # Without a seed a request outside a batch gets one by chance, so that its luck is its own.
-            row["seed"] = int(torch.randint(2**62, ()))
-        if any(getattr(processor, "random", False) for _, processor in chain):
-            row["dice"] = row["seed"] if row["seed"] >= 0 else int(torch.randint(2**62, ()))
-        own = tuple(request.stopping_criteria) or None
-        keys = {
-            "chain": (chain, tuple((place, id(one)) for place, one in chain)),
-            "criteria": (own, tuple(map(id, own or ()))),
-            "stop_table": (texts.table, id(texts.table)),
-            "stop_pattern": (texts.pattern, texts.pattern),
-        }
-        places = {
-            name: -1 if thing is None else self._shelves[name].put(key, thing)
-            for name, (thing, key) in keys.items()
-        }
-        row |= places
-        if texts.phrases is not None:
-            row["phrases"] = texts.phrases
-        if texts.breakers is not None:
-            row["dry_sequence_breakers"] = texts.breakers
-        return _Live(known, strategy, places, bool(request.logits_processor))
+        one.row["beside"] = int(bool(one.request.inputs) and not self.model.facts.encoder_decoder)
+        live = self._roster.enrol(number, one.request, one.plan, one.row)
+        if live.drafter is not None:
+            live.drafter.open([number], {name: [value] for name, value in one.request.inputs.items()})
 
-    def _chain(self, known: Plan, given: Sequence[Any]) -> Chain:
-        """A request's processors in order: the built-in ones and, at their place, those it brings along."""
-        kinds = {type(one) for one in given}
-        # A processor given by hand takes the place of the one that the config would make, if that is a rule.
-        chain: list[tuple[tuple[int, int], Processor]] = [
-            ((place, 0), stage.processor)
-            for place, stage in known.chain
-            if stage in SAMPLERS or type(stage.processor) not in kinds
-        ]
-        for number, one in enumerate(given):
-            wrapped = self._wrapped.get(id(one))
-            if wrapped is None:
-                wrapped = self._wrapped[id(one)] = behind_the_port(one)
-            chain.append(((known.custom, number), wrapped))
-        _refuse_shared_state(chain)
-        return tuple(sorted(chain, key=lambda entry: entry[0]))
-
-    def _traced(self, number: int, one: _Asked) -> int:
+    def _traced(self, number: int, one: Asked) -> int:
         """Tell who traces of a request; the node that stands for its prompt."""
         assert self._tracer is not None
         around = [type(self._wrapped_by[name]).__name__ for name in one.plan.wraps]
-        chain = self._chains.items[self._live[number].places["chain"]]
-        stages = (*around, *(name_of(processor) for _, processor in chain))
-        asked = admitted(number, one.prompt.tolist(), one.plan, stages, self._drafter(number))
+        stages = (*around, *map(name_of, self._roster.processors(number)))
+        asked = admitted(number, one.prompt.tolist(), one.plan, stages, self._live[number].drafter)
         return self._tracer.admit(asked, " and ".join(around) or type(self.model).__name__)
 
     def _fresh(
@@ -518,40 +348,7 @@ class Session:
             slot=zeros.clone(),
             columns={"params": column},
         )
-        return rows.changed(columns={**rows.columns, **self._started(len(rows), column, prompts)})
-
-    def _started(
-        self, count: int, params: Params, prompts: Sequence[Tensor] = ()
-    ) -> dict[str, Tensor | Column]:
-        """The columns that anybody in the table needs, as rows have them that begin."""
-        columns: dict[str, Tensor | Column] = {}
-        for strategy in self._order:
-            for name, start in strategy.columns.items():
-                columns[name] = (
-                    start.repeat(count, *[1] * (start.ndim - 1))
-                    if isinstance(start, Tensor)
-                    else start.take(torch.zeros(count, dtype=torch.long))
-                )
-        for chain in self._chains.items.values():
-            for _, processor in chain:
-                keeps = stateful(processor)
-                for name, value in keeps.state.items() if keeps is not None else ():
-                    columns[name] = torch.full((count,), value, device=self.model.device)
-        if self._stops.tables:
-            own = params["stop_table"].tolist()
-            state = (
-                [
-                    self._stops.tables[place].run(prompt.tolist()) if place >= 0 else 0
-                    for place, prompt in zip(own, prompts, strict=True)
-                ]
-                if prompts
-                else [0] * count
-            )
-            columns[self._stops.state] = torch.tensor(state)
-        deepest = max((one.plan.values["logprobs"] for one in self._live.values()), default=-1)
-        if deepest >= 0:
-            columns[self._ledger.name] = Pages.empty(count, deepest, self.model.device)
-        return columns
+        return rows.changed(columns={**rows.columns, **self._roster.columns(len(rows), column, prompts)})
 
     def _append(self, new: Rows, begun: Sequence[Begun]) -> None:
         """Put fresh rows below the table, whose rows get the columns of what they met only now."""
@@ -568,50 +365,9 @@ class Session:
         old = self._rows
         columns = dict(old.columns)
         if not new.columns.keys() <= columns.keys():
-            columns = {**self._started(len(old), params_of(old)), **columns}
+            columns = {**self._roster.columns(len(old), params_of(old)), **columns}
         # Columns that nobody running needs any more are left behind.
         self._rows = old.changed(columns={name: columns[name] for name in new.columns}).cat(new)
-
-    # -------------------------------------------------------------------- the layout of the table
-    def _lanes_of(self, rows: Rows) -> Sequence[Lane]:
-        """The table by strategy, with the processors its rows use; kept while nobody comes or goes."""
-        if self._lanes is None or self._lanes[0] != rows.version:
-            params = params_of(rows)
-            lane, chain = params["lane"], params["chain"]
-            lanes = []
-            for number in sorted(set(lane.tolist())):
-                index: Tensor | None = (lane == number).nonzero().squeeze(1)
-                if index is not None and len(index) == len(rows):
-                    index = None  # the whole table
-                stages = self._stages(chain if index is None else chain[index])
-                watch: list[Watched] | None = None if self._tracer is None else []
-                lanes.append(Lane(self._order[number], index, stages, self._followers(rows), watch=watch))
-            self._lanes = (rows.version, lanes)
-        return self._lanes[1]
-
-    def _stages(self, chain: Tensor) -> list[tuple[Processor, Tensor | None]]:
-        """The processors of the rows' chains in order, each with the rows that use it."""
-        places = chain.numpy()
-        users: dict[tuple[tuple[int, int], int], tuple[Processor, list[int]]] = {}
-        for number in sorted(set(places.tolist())):
-            for place, processor in self._chains.items[number]:
-                users.setdefault((place, id(processor)), (processor, []))[1].append(number)
-        stages: list[tuple[Processor, Tensor | None]] = []
-        for _, (processor, chains) in sorted(users.items(), key=lambda entry: entry[0][0]):
-            mine = np.isin(places, chains)
-            stages.append((processor, None if mine.all() else torch.from_numpy(np.flatnonzero(mine))))
-        return stages
-
-    def _followers(self, rows: Rows) -> list[Follower]:
-        """Who keeps a record of these rows."""
-        followers: list[Follower] = []
-        if self._stops.state in rows.columns:
-            followers.append(self._stops)
-        if self._ledger.name in rows.columns:
-            followers.append(self._ledger)
-        if self._tracer is not None:
-            followers.append(self._tracer)
-        return followers
 
     # -------------------------------------------------------------------- ends
     def _ended(self, request: int) -> Finished | Failed:
@@ -621,101 +377,16 @@ class Session:
         wanted = known.plan.config.num_return_sequences
         if len(found) < wanted:
             # Beams can be fewer than asked for when all other continuations were ruled out.
-            return Failed(request, self._impossible(request, got=f"{len(found)} sequences of {wanted}"))
+            got = f"{len(found)} sequences of {wanted}"
+            return Failed(request, impossible(request, known.plan, known.brought, got))
         return Finished(request, found[:wanted], self._recall.ended(request, found[:wanted]))
-
-    def _impossible(
-        self, request: int, hopeless: bool = False, got: str = "only scores of -inf or NaN"
-    ) -> RowError:
-        """The error of a request that cannot go on, naming what may have ruled everything out."""
-        live = self._live[request]
-        config = live.plan.config
-        # A sampler leaves something of what there is, but a number that was asked for may overflow.
-        names = [
-            f"`{name}`"
-            for _, stage in live.plan.chain
-            if stage.wanted(config)
-            for name in stage.fields
-            if stage not in SAMPLERS or config.source(name) != "default"
-        ]
-        names += ["`recipe`"] if live.plan.recipe is not None else []
-        names += ["`logits_processor`"] if live.brought else []
-        names += ["`num_return_sequences`"] if config.num_return_sequences > 1 else []
-        whose = "the model" if hopeless or not names else " and ".join(names)
-        do = "look at its logits" if hopeless or not names else "loosen it"
-        must = f"{whose} must leave enough to choose from"
-        return RowError(f"{must}, got {got}: {do} (request {request})", request)
 
     def _close(self, request: int) -> None:
         """Forget a request and the processors and criteria that only it used."""
         self.model.close([request])
         self._recall.close(request)
-        if request not in self._live:  # admission failed before it came to this one
-            return
-        if (drafter := self._drafter(request)) is not None:
-            drafter.close([request])
-        gone = self._live.pop(request)
-        for name, place in gone.places.items():
-            self._shelves[name].drop(place)
-        if not self._live:
-            self._lanes = None  # it holds on to what the last ones used
-
-
-def _sort(request: Request) -> tuple[int, ...]:
-    """What tells requests apart that come to the same plan."""
-    told = (request.generation_config, request.assistant_model, request.assistant_tokenizer, request.recipe)
-    return tuple(map(id, told))
-
-
-def _part(request: Request) -> Recipe | None:
-    """A request's recipe, which must be a part of the loop."""
-    if request.recipe is None:
-        return None
-    recipe = Recipe.of(request.recipe)
-    if recipe.kind == "generate":
-        must = "must be a part of the loop here, a function has a loop of its own"
-        raise InputError("recipe", must, recipe, "use descant.generate")
-    return recipe
-
-
-def _processors(known: Plan) -> tuple[Any, ...]:
-    """What a plan's recipe adds to the user's own processors."""
-    recipe = known.recipe
-    return (recipe.processor,) if recipe is not None and recipe.kind == "processor" else ()
-
-
-def _refuse_shared_state(chain: Sequence[tuple[Any, Processor]]) -> None:
-    """Raise for two processors of one request that would write each other's column."""
-    seen: dict[str, Processor] = {}
-    for _, processor in chain:
-        keeps = stateful(processor)
-        for name in keeps.state if keeps is not None else ():
-            if name in seen:
-                must = f"must not hold a second processor that keeps `{name}`"
-                raise InputError("logits_processor", must, getattr(processor, "function", processor))
-            seen[name] = processor
-
-
-def _refuse_state(chain: Sequence[tuple[Any, Processor]], known: Plan) -> None:
-    """Raise for a processor whose state cannot follow a row that takes tokens back."""
-    for _, processor in chain:
-        if stateful(processor) is not None:
-            who = (
-                "`banned_phrases`, which take"
-                if known.recipe is None
-                else f"{known.recipe.name}, which takes"
-            )
-            must = f"must not hold a processor with a state beside {who} tokens back"
-            raise InputError("logits_processor", must, getattr(processor, "function", processor))
-
-
-def _own_config(model: Any) -> GenerationConfig | None:
-    """The model's own generation config."""
-    theirs = getattr(getattr(model, "model", model), "generation_config", None)
-    theirs = getattr(model, "generation_config", theirs)
-    if theirs is None or isinstance(theirs, GenerationConfig):
-        return theirs
-    return GenerationConfig.from_transformers(theirs)
+        if request in self._live:  # else admission failed before it came to this one
+            self._roster.strike(request)
 
 
 def _digest(prompts: Sequence[Tensor], keys: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> int:

@@ -12,9 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from descant.spelling import plain, shown
 from descant.trace.pictures.where import PICTURES
 from descant.trace.trace import Trace
-from descant.trace.words import phrase, plain, shown
+from descant.trace.words import phrase
 from tests.browser import hostile, made
 from tests.browser.chromium import Sheet
 

@@ -10,9 +10,10 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from descant import Trace
+from descant.spelling import plain
 from descant.trace.records import Row
 from descant.trace.tree import Node
-from descant.trace.words import plain, word
+from descant.trace.words import word
 from tests.browser import reading
 from tests.browser.chromium import Sheet
 from tests.browser.runs import RUNS, Runs

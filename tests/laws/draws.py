@@ -13,8 +13,9 @@ from torch import Tensor
 
 from descant import Session
 from descant.context import params_of
+from descant.loop import step
 from descant.rows import Rows
-from descant.step import Hypothesis, Observation, step
+from descant.step import Hypothesis, Observation
 from tests.laws.settings import VOCAB, Setting, scripts
 
 WINDOW = 3
@@ -69,7 +70,7 @@ def _batch(settings: Sequence[Setting], size: int, found: list[Drawn], seeded: f
         values["draft_tokens"] = torch.randint(0, 5, (total,))
     rows = rows.changed(columns={**rows.columns, "params": type(params_of(rows))(values)})
     while len(rows) and int((rows.length - rows.prompt).min()) < WINDOW:
-        rows, selections = step(session.model, session._cache, rows, session._lanes_of)
+        rows, selections = step(session.model, session._cache, rows, session._roster.lanes)
         for selection in selections:
             assert selection.emitted is not None
             whose = selection.emitted.request.tolist()
@@ -128,7 +129,7 @@ def exact(setting: Setting) -> Tensor:
     paths = torch.cartesian_prod(*[torch.arange(VOCAB)] * (WINDOW - 1))
     paths = torch.cat((paths, torch.zeros(len(paths), 1, dtype=torch.long)), 1)
     session = Session(setting.model)
-    session._noise = Forced(paths, len(setting.prompt))  # type: ignore[assignment]
+    session._roster.noise = Forced(paths, len(setting.prompt))  # type: ignore[assignment]
     session.admit(setting.request(drafts=False), lines=len(paths))
     rows = _repeated(session, len(paths))
     laws: dict[tuple[int, ...], Tensor] = {}
@@ -140,7 +141,7 @@ def exact(setting: Setting) -> Tensor:
 
     for _ in range(WINDOW):
         if len(rows):
-            rows, _ = step(session.model, session._cache, rows, session._lanes_of, observe)
+            rows, _ = step(session.model, session._cache, rows, session._roster.lanes, observe)
     ends = {setting.fields.get("eos_token_id"), *setting.fields.get("stop_token_ids", ())}
     whole = torch.zeros([VOCAB + 1] * WINDOW, dtype=torch.double)
     _spread(laws, (), 1.0, whole, ends)

@@ -9,11 +9,12 @@ import torch
 
 from descant import GenerationConfig, Request, Session
 from descant.context import Params, Prompt, table
+from descant.lane import Lane, stateful
 from descant.processors import LogitsProcessor
 from descant.resolve import plan
 from descant.rows import Rows
 from descant.stages import STAGES
-from descant.step import Context, Lane, Observation, Output, Proposal, Selection, stateful
+from descant.step import Context, Observation, Output, Proposal, Selection
 from descant.strategies.sampling import Sampling
 from tests.chain import Chain
 

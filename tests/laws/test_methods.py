@@ -79,12 +79,12 @@ def test_nothing_is_remembered_of_what_has_left(tiny, name):
     doomed = set(session.admit(*given))
     for _ in range(3):
         doomed -= {one.request for one in session.step() if isinstance(one, Finished | Failed)}
-    assert sum(map(_held, session._strategies.values())) > len(given)
+    assert sum(map(_held, session._roster.strategies.values())) > len(given)
     for number in doomed:
         session.cancel(number)
     while len(session):
         session.step()
-    assert {type(one).__name__: _held(one) for one in session._strategies.values() if _held(one)} == {}
+    assert {type(one).__name__: _held(one) for one in session._roster.strategies.values() if _held(one)} == {}
     model = session.model
     while hasattr(model, "inner"):
         assert not getattr(model, "_negative", None)

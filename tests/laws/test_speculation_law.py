@@ -17,9 +17,10 @@ from torch import Tensor
 
 import descant
 from descant import GenerationConfig
+from descant.lane import Lane, _Remembered
 from descant.noise import Chance
 from descant.rows import Rows
-from descant.step import Lane, Proposal, _Remembered
+from descant.step import Proposal
 from tests.laws.draws import BOUND, WINDOW, Drawn, drawn, exact, fits
 from tests.laws.settings import EOS, PROMPT, VOCAB, Setting, network
 

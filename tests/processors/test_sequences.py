@@ -15,11 +15,12 @@ import torch
 from descant import GenerationConfig, Request, Session
 from descant.context import Context, Params, table
 from descant.errors import InputError, RowError
+from descant.lane import Lane
 from descant.processors import PrefixConstrainedLogitsProcessor
 from descant.processors.sequences import AllowedSequences, AllowedSequencesLogitsProcessor
 from descant.rows import Rows
 from descant.session import Failed, Finished
-from descant.step import Lane, Proposal
+from descant.step import Proposal
 from descant.strategies.sampling import Sampling
 from descant.testing import check_admission, check_batch, check_processor, check_seed
 from tests.chain import Chain

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import descant
 from descant import InputError
+from descant.spelling import plain, shown
 from descant.trace.records import Asked, Result, Said
 from descant.trace.trace import Trace
-from descant.trace.words import plain, shown, word
+from descant.trace.words import word
 from tests.browser import hostile
 from tests.trace import fakes
 

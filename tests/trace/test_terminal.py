@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant import InputError
+from descant.spelling import plain, shown
 from descant.trace.pictures.cells import cells, clipped, cut, fitted, wrapped
 from descant.trace.pictures.terminal_processors import bar
 from descant.trace.trace import Trace
-from descant.trace.words import plain, shown
 from tests.trace import fakes
 from tests.trace.test_svg import all_hostile
 

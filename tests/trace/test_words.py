@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from descant.spelling import plain, shown
 from descant.trace.records import Header, Texts
 from descant.trace.trace import Trace
-from descant.trace.words import phrase, plain, shown, word
+from descant.trace.words import phrase, word
 
 ANY = st.text(st.characters(codec=None, categories=None), max_size=30)  # surrogates too
 

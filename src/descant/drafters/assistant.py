@@ -11,8 +11,8 @@ from torch import Tensor
 from descant.drafters.guessing import Guessing, room
 from descant.drafters.portion import portion
 from descant.ports import Cache, Model, Noise
-from descant.rows import Rows
-from descant.step import Aid, Proposal, settle
+from descant.rows import Rows, settle
+from descant.step import Aid, Proposal
 
 __all__ = ["Assistant"]
 

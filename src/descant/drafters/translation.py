@@ -23,8 +23,8 @@ from descant.drafters.guessing import Guessing, room
 from descant.drafters.portion import portion
 from descant.errors import InputError, UnsupportedModel
 from descant.ports import Cache, Facts, Model, Noise
-from descant.rows import Rows, pick
-from descant.step import Aid, Proposal, settle
+from descant.rows import Rows, pick, settle
+from descant.step import Aid, Proposal
 
 __all__ = ["Intersection", "Translation", "check_assistant", "check_intersection"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from descant.ports import Cache
-from descant.step import settle
+from descant.rows import settle
 
 __all__ = ["Twins"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import erf, exp, isfinite, sqrt
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from descant.errors import InputError
+from descant.spelling import plain, shown
 
 if TYPE_CHECKING:
     from descant.watermark.detection import Detection
@@ -20,7 +20,8 @@ __all__ = ["STRONGEST", "Part", "parts", "visible"]
 STRONGEST: Final = 3  # level of the strongest evidence, for or against
 _GREEN: Final = "green list"
 _BINARY: Final = 2  # level of evidence that is all or nothing
-_KEPT: Final = "\n\t\u200c\u200d"  # joiners make letters and emoji what they are
+# Lines and blanks as the text has them; joiners make letters and emoji what they are.
+_KEPT: Final = "\n\t\u00a0\u3000\u200c\u200d"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def parts(detection: Detection, text: str | Sequence[str]) -> list[Part]:
 
 def visible(text: str) -> str:
     """The text with what cannot be seen, or would turn the text around it, as its code point."""
-    return "".join(f"‹U+{ord(one):04X}›" if _hidden(one) else one for one in text)
+    return plain(shown(text, kept=_KEPT))
 
 
 def _part(
@@ -127,7 +128,3 @@ def _title(detection: Detection, token: int, piece: str) -> str:
         usual = f" (unmarked: {detection.expected:.2f})" if isfinite(detection.expected) else ""
         says = f"value {value[token]:.2f}{usual}"
     return f"{piece!r}, id {detection.ids[token]}, {says}"
-
-
-def _hidden(one: str) -> bool:
-    return one not in _KEPT and unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")

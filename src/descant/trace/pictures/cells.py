@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from descant.trace.words import Piece, plain
+from descant.spelling import Piece, plain
 
 __all__ = ["cells", "clipped", "cut", "fitted", "width_of", "wrapped"]
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from descant.errors import InputError
+from descant.spelling import plain
 from descant.trace.pictures.figures import amount, points, several
 from descant.trace.pictures.paths import path_of
 from descant.trace.pictures.reading import entropy, perplexity
 from descant.trace.pictures.where import Where
 from descant.trace.records import Asked
 from descant.trace.tree import Node
-from descant.trace.words import plain, word
+from descant.trace.words import word
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
+from descant.spelling import Piece, plain, shown
 from descant.trace.pictures.cells import width_of
-from descant.trace.words import Piece, plain, shown
 
 __all__ = [
     "CELL",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from descant.spelling import Piece
 from descant.trace.pictures.cells import cut, width_of
-from descant.trace.words import Piece
 
 __all__ = ["Bit", "Word", "flow"]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
+from descant.spelling import Piece
 from descant.trace.pictures.cells import clipped, width_of
 from descant.trace.pictures.figures import several
 from descant.trace.pictures.flow import Word
@@ -15,7 +16,7 @@ from descant.trace.pictures.reading import words
 from descant.trace.pictures.where import Where
 from descant.trace.records import Row
 from descant.trace.tree import Node
-from descant.trace.words import Piece, word
+from descant.trace.words import word
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from descant.spelling import plain
 from descant.trace.pictures.cells import clipped
 from descant.trace.pictures.figures import nats, percent, points
 from descant.trace.tree import Node
-from descant.trace.words import plain, word
+from descant.trace.words import word
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from descant.spelling import plain, shown
 from descant.trace.pictures.cells import cells, clipped, wrapped
-from descant.trace.words import plain, shown
 
 __all__ = ["GROUPS", "Paper", "Span"]
 

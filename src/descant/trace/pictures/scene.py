@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from descant.spelling import Piece, plain, shown
 from descant.trace.records import Asked, Look, Row, Stage, Step, rounded
 from descant.trace.tree import Node, guessed
-from descant.trace.words import Piece, phrase, plain, shown, word
+from descant.trace.words import phrase, word
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from descant.spelling import plain, shown
 from descant.trace.pictures.cells import clipped
 from descant.trace.pictures.contrast import Contrast, Line, Side, contrast
 from descant.trace.pictures.drawing import CELL, box, caption, document, line, text
@@ -12,7 +13,7 @@ from descant.trace.pictures.flow import flow
 from descant.trace.pictures.reading import words
 from descant.trace.pictures.svg_text import COLUMNS, MARGIN, heading, shaded, shades
 from descant.trace.pictures.where import Where
-from descant.trace.words import phrase, plain, shown
+from descant.trace.words import phrase
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from descant.spelling import Piece, plain
 from descant.trace.pictures.cells import cells, width_of
 from descant.trace.pictures.drawing import CELL, box, caption, document, element, line, text, titled
 from descant.trace.pictures.flow import flow
@@ -14,7 +15,6 @@ from descant.trace.pictures.legend import named, said_of
 from descant.trace.pictures.svg_text import COLUMNS, MARGIN, heading
 from descant.trace.pictures.where import Where
 from descant.trace.tree import Node
-from descant.trace.words import Piece, plain
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

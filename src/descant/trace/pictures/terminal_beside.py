@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from descant.spelling import plain, shown
 from descant.trace.pictures.cells import cells, clipped, fitted
 from descant.trace.pictures.contrast import Contrast, Side, contrast
 from descant.trace.pictures.flow import flow
@@ -11,7 +12,6 @@ from descant.trace.pictures.paper import Paper, Span
 from descant.trace.pictures.reading import words
 from descant.trace.pictures.terminal_text import by_row, shaded
 from descant.trace.pictures.where import Where
-from descant.trace.words import plain, shown
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from descant.spelling import plain
 from descant.trace.pictures.cells import cells
 from descant.trace.pictures.flow import Bit, flow
 from descant.trace.pictures.paper import Paper, Span
@@ -12,7 +13,6 @@ from descant.trace.pictures.paths import path_of
 from descant.trace.pictures.reading import LEAST, SHADES, figures, prompt, shade, words
 from descant.trace.pictures.where import Where
 from descant.trace.tree import Node
-from descant.trace.words import plain
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

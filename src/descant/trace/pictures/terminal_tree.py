@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from descant.spelling import Piece
 from descant.trace.pictures.branches import Branch, counted, plan
 from descant.trace.pictures.cells import cells, clipped, width_of, wrapped
 from descant.trace.pictures.figures import several
@@ -13,7 +14,7 @@ from descant.trace.pictures.legend import STATES, ending, letter, progress
 from descant.trace.pictures.paper import GROUPS, Paper, Span
 from descant.trace.pictures.where import Where
 from descant.trace.records import Asked
-from descant.trace.words import Piece, phrase
+from descant.trace.words import phrase
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
