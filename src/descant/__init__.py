@@ -1,7 +1,8 @@
 """Descant: every way to decode a language model, in one exact loop."""
 
+from typing import TYPE_CHECKING, Any
+
 import descant.explanation  # noqa: F401 - it answers GenerationConfig.explain
-from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel
 from descant.adapters.caches import (
     Cache,
     CacheConfig,
@@ -138,6 +139,9 @@ from descant.watermark import (
     WatermarkDetector,
     WatermarkDetectorOutput,
 )
+
+if TYPE_CHECKING:
+    from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel
 
 __version__ = "0.1.0"
 
@@ -295,3 +299,12 @@ __all__ = [
     "stream",
     "trust_recipe",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What is a model of transformers' own kind: all that it needs takes seconds to load, and few ask."""
+    if name in ("BayesianDetectorConfig", "BayesianDetectorModel"):
+        from descant.adapters import bayesian
+
+        return getattr(bayesian, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

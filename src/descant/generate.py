@@ -12,7 +12,6 @@ from torch import Tensor
 
 from descant.adapters.callback import is_prepared, own_criteria, recovered_config, recovered_inputs
 from descant.adapters.forwarding import completed
-from descant.adapters.outer import outer_of
 from descant.adapters.pace import in_step
 from descant.adapters.speech import listener_of
 from descant.calls import Asked, Call, listed, placed, recipe_of, rows_of
@@ -104,6 +103,8 @@ def generate(
             return _Run(model, asked, streamer if shown else None).run(given)
 
         return transcribe(listener, decode, spoken)
+    from descant.adapters.outer import outer_of  # here, not above: it brings transformers' models along
+
     outer = None if is_prepared(generation_config) else outer_of(model)
     if outer is not None:
         if tracer is not None:

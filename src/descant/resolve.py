@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from descant.adapters.outer import outer_of
 from descant.adapters.speech import hears
 from descant.adapters.transformers import TransformersModel
 from descant.assistance import Assistance, Drafting, Factory, drafting
@@ -192,6 +191,9 @@ def adapt(model: Any, states: Sequence[str] = ()) -> Any:
         # A port for each session, since it holds requests; states are the first model's.
         parts = [adapt(one, states if place == 0 else ()) for place, one in enumerate(model.models)]
         return Joint(model, parts, lambda parts: SeveralCaches([cache_of(part) for part in parts]))
+    # Here, not above: it brings transformers' models along, which whoever has one has loaded already.
+    from descant.adapters.outer import outer_of
+
     if not hears(model) and outer_of(model) is not None:
         kind = type(model).__name__
         raise UnsupportedModel(f"{kind} prepares prompts in a generate() of its own: use descant.generate")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache
 
 from descant.adapters.batches import Batch
 from descant.adapters.extras import Extra, Extras
 from descant.adapters.facts import ON_MODULES
 from descant.ports import Facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Asking", "State", "own_positions"]
 

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
 
 from descant.adapters.placement import spread
 from descant.adapters.ranks import ranks_of
@@ -20,6 +19,9 @@ from descant.adapters.views import SelfView
 from descant.compilation import CompileConfig
 from descant.errors import ConfigError, UnsupportedModel
 from descant.ports import Facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Fixed", "Steps", "steps_of", "uncompilable"]
 

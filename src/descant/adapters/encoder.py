@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from descant.adapters.facts import overrides
@@ -17,6 +16,9 @@ from descant.adapters.views import CrossView, PairView, SelfView
 from descant.errors import InputError
 from descant.media import is_mark
 from descant.ports import Facts, Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Encoder"]
 

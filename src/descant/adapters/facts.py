@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation.utils import GenerationMixin
 
 from descant.errors import UnsupportedModel
 from descant.ports import Facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["ON_MODULES", "facts_of", "overrides"]
 
@@ -62,6 +64,10 @@ def facts_of(model: PreTrainedModel) -> Facts:
 
 
 def _looked_up(model: PreTrainedModel, attention: str) -> Facts:
+    from transformers import (
+        GenerationMixin,  # with a model at hand it is loaded, without one it takes seconds
+    )
+
     if not isinstance(model, GenerationMixin):
         raise UnsupportedModel(
             f"{type(model).__name__} does not generate: it has no head that predicts tokens"
@@ -101,6 +107,8 @@ def _looked_up(model: PreTrainedModel, attention: str) -> Facts:
 
 def overrides(model: PreTrainedModel, method: str) -> bool:
     """Whether a model has a way of its own to do what transformers does alike for most."""
+    from transformers import GenerationMixin
+
     return getattr(type(model), method, None) is not getattr(GenerationMixin, method, None)
 
 

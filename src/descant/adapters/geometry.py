@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from descant.adapters.transformers import TransformersModel
 from descant.cache.dense import DenseCache
@@ -18,6 +17,9 @@ from descant.cache.objects import ObjectCache, shape_of
 from descant.ports import Cache, Span
 from descant.rows import Rows
 from descant.step import Proposal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Geometry", "Shape", "declared", "geometry_of"]
 

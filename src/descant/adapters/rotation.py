@@ -6,18 +6,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from descant.adapters.facts import facts_of
 from descant.adapters.placement import input_device
 from descant.adapters.views import SelfView
 from descant.ports import Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Turn", "rotation_from", "rotation_of"]
 
@@ -201,6 +203,8 @@ def _default(size: int, base: float) -> Tensor:
 
 def _first(config: Any, text: Any) -> float | None:
     """What the model's own code turns the first of the numbers 1 to 4 to: that with which it makes a pair."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # by now there is a model, and all this is loaded
+
     for kind in (type(config), type(text)):
         listed = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
         for model in listed if isinstance(listed, tuple | list) else [listed]:

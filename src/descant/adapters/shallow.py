@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from descant.adapters.facts import facts_of
 from descant.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["shallow"]
 

@@ -11,13 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from descant.adapters.placement import input_device
 
-__all__ = ["LANGUAGES", "Listener", "hears", "listener_of"]
+__all__ = ["Listener", "hears", "languages", "listener_of"]
 
-LANGUAGES: Mapping[str, str] = TO_LANGUAGE_CODE  # "english" -> "en"
+
+def languages() -> Mapping[str, str]:
+    """The codes of languages by their names: "english" -> "en"."""
+    from transformers.models.whisper.tokenization_whisper import (
+        TO_LANGUAGE_CODE,  # slow to load, seldom asked
+    )
+
+    return TO_LANGUAGE_CODE
 
 
 @dataclass(frozen=True)

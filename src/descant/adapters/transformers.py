@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from descant.adapters.asking import Asking, State, own_positions
 from descant.adapters.batches import Batch, Batches
@@ -22,6 +21,9 @@ from descant.adapters.views import SelfView
 from descant.ports import Cache, Facts, KeyCache, Reach, Span, StateCache
 from descant.rows import Rows, pick
 from descant.step import Output, Proposal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["TransformersModel"]
 

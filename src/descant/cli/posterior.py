@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from descant.adapters.bayesian import read_detector
 from descant.errors import InputError
 from descant.marking import Settings, SynthIDTextWatermarkingConfig
 from descant.marking.keys import fingerprint
@@ -40,6 +39,8 @@ class Bayes:
     """A trained detector, and the key among those given that it was trained for."""
 
     def __init__(self, folder: str, keys: Mapping[str, Settings]) -> None:
+        from descant.adapters.bayesian import read_detector  # slow to load, and few commands need it
+
         self.model = read_detector(folder)
         trained = self.model.config.key_fingerprint
         fit = [

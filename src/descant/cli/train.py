@@ -13,7 +13,6 @@ import torch
 import typer
 from torch import Tensor
 
-from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel, write_detector
 from descant.adapters.loading import tokenizing
 from descant.cli import terminal
 from descant.cli.command import Decoder, keys_of
@@ -73,6 +72,9 @@ class Train(Decoder):
 
     def run(self) -> int:
         """Train, save and say how good it is."""
+        # Here, not above: slow to load, and no other command needs them.
+        from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel, write_detector
+
         settings = self._settings()
         self._refuse()
         marked, unmarked = self._texts(settings)

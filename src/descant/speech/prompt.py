@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from descant.adapters.speech import LANGUAGES, Listener
+from descant.adapters.speech import Listener, languages
 from descant.config import GenerationConfig
 from descant.errors import ConfigError, InputError
 from descant.speech.options import Options
@@ -85,7 +85,7 @@ def _language(name: Any, known: Mapping[str, int]) -> int:
     if not isinstance(name, str):
         raise ConfigError("language", "must be a name like 'english' or a code like 'en'", name)
     plain = name.lower()
-    for token in (plain, f"<|{LANGUAGES.get(plain, plain)}|>"):
+    for token in (plain, f"<|{languages().get(plain, plain)}|>"):
         if token in known:
             return known[token]
     codes = sorted(token.strip("<|>") for token in known)

@@ -1,0 +1,30 @@
+"""What importing Descant brings along, and what it leaves until somebody needs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import descant
+
+# What transformers' models stand on: seconds, for which `descant --help` and `descant tree` need not wait.
+HEAVY = "transformers.modeling_utils"
+CODE = f"""
+import sys
+import descant
+from descant.cli.application import application
+application()
+assert {HEAVY!r} not in sys.modules, "loaded for nothing"
+assert descant.BayesianDetectorModel.__name__ == "BayesianDetectorModel"
+assert {HEAVY!r} in sys.modules
+"""
+
+
+def test_models_are_not_loaded_before_somebody_has_one() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    assert [name for name in descant.__all__ if not hasattr(descant, name)] == []
+    assert not hasattr(descant, "nonsense")
