@@ -148,6 +148,48 @@ def test_the_page_shows_it_as_text(family: str, sheet: Open, tmp_path: Path, tam
         assert shows(value, text) or shows(value.removeprefix('"'), text)  # what is cut is JSON
 
 
+# Goes through the requests of two runs side by side.
+BESIDE = """
+() => {
+    document.getElementById("tab-beside").click();
+    const choose = document.getElementById("choose-request");
+    const kinds = new Set(), cells = new Set(), texts = {0: [], 1: []};
+    for (const option of [...choose.options].map(one => one.value)) {
+        choose.value = option;
+        choose.dispatchEvent(new Event("change", {bubbles: true}));
+        const view = document.getElementById("view-beside");
+        for (const one of view.querySelectorAll("*"))
+            kinds.add([one.localName, ...one.getAttributeNames()].join(" "));
+        for (const one of view.querySelectorAll("td, th, h3")) cells.add(one.textContent);
+        for (const half of option === "0" ? view.querySelectorAll(".half") : [])
+            texts[half.dataset.run] = [...half.querySelectorAll(".tok .word")].map(one => one.textContent);
+    }
+    return {kinds: [...kinds], cells: [...cells], texts: [texts[0], texts[1]], hit: window.hit ?? null};
+}
+"""
+
+
+def test_side_by_side_shows_it_as_text(sheet: Open, tmp_path: Path) -> None:
+    """Half of them in one page: as tokens of both runs, as methods, as names and values of what was set."""
+    path, found = tmp_path / "page.html", {}
+    everything = [text for _, text in hostile.cases()][::2]
+    for name, texts in (("tame", TAME), ("hostile", everything)):
+        path.write_text(made.of_texts(texts).html(made.of_texts(texts[::-1])), encoding="utf-8")
+        opened = sheet(path)
+        found[name] = opened.page.evaluate(BESIDE)
+        opened.check()
+    seen = found["hostile"]
+    assert len(everything) > 150
+    assert seen["hit"] is None
+    assert set(seen["kinds"]) - set(found["tame"]["kinds"]) == set()
+    for texts, words in zip((everything, everything[::-1]), seen["texts"], strict=True):
+        for text, one in zip(texts, words, strict=True):
+            assert shows(one, text) or shows(" " + one, text), (one, text)
+    told = "\0".join(seen["cells"]).replace("\n", "")
+    # Some are cut, and of what both have alike nothing is said.
+    assert sum(plain(shown(text))[:50] in told for text in everything) > 100
+
+
 # ------------------------------------------------------------------------ in a notebook
 class Tags(HTMLParser):
     """The tags of a piece of HTML, with their attributes."""

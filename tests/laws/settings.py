@@ -14,7 +14,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
-import descant.session
+import descant.admission
 from descant import GenerationConfig, Request
 from descant.assistance import Drafting
 from descant.ports import Cache, Drafter, Facts, Noise
@@ -205,7 +205,7 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-_drafted = descant.session.drafted
+_drafted = descant.admission.drafted
 
 
 def _scripted(config: GenerationConfig, model: Any, given: Any) -> Drafting | None:
@@ -225,7 +225,7 @@ def _scripted(config: GenerationConfig, model: Any, given: Any) -> Drafting | No
 @contextmanager
 def scripts() -> Iterator[None]:
     """Requests may bring a script for a draft model."""
-    with patch("descant.session.drafted", _scripted):
+    with patch("descant.admission.drafted", _scripted):
         yield
 
 

@@ -1,6 +1,6 @@
 """Every cache equals a list of lists, under any sequence of operations and in whole generations.
 
-`pytest tests/laws/test_caches.py -m "battery or not battery"` goes through five times as many.
+`pytest tests/laws/test_caches.py -m "battery or not battery"` goes through twenty times as many.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tests.laws.subjects import MODELS, mixed
 
 WIDE = [pytest.param(name, 5_000, id=f"{name}, long", marks=pytest.mark.battery) for name in STORES]
 EXAMPLES = [
-    *(pytest.param(name, 1_000, id=name) for name in STORES),
+    *(pytest.param(name, 250, id=name) for name in STORES),
     *(
-        pytest.param(name, 150, id=name, marks=pytest.mark.hqq if name == ROUNDED_BY_HQQ else ())
+        pytest.param(name, 60, id=name, marks=pytest.mark.hqq if name == ROUNDED_BY_HQQ else ())
         for name in VARIANTS
     ),
     *WIDE,

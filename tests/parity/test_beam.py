@@ -37,6 +37,7 @@ def test_every_setting_on_stories(beams, early, penalty, tiny, oracle):
     compare.by_row(oracle, Call(model, arguments, full=False), ragged(model))
 
 
+@pytest.mark.battery
 def test_the_settings_matter(tiny):
     """What the test above stands on: every value of a setting changes somebody's tokens."""
     seen = {}

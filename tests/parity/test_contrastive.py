@@ -48,6 +48,7 @@ def test_ragged_rows(name, width, alpha, turn, tiny, oracle):
     compare.by_row(oracle, Call(model, case(width, alpha)), five(model, SEEDS[name][turn]))
 
 
+@pytest.mark.battery
 def test_the_settings_matter(tiny):
     """What the test above stands on: every width and every alpha changes somebody's tokens."""
     seen = {}

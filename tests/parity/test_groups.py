@@ -75,6 +75,7 @@ def test_ragged_rows(name, groups, penalty, early, length, tiny, oracle):
     compare.by_row(oracle, call, five(model, SEEDS[name][0]))
 
 
+@pytest.mark.battery
 def test_the_settings_matter(tiny):
     """What the test above stands on: every value of a setting changes somebody's sequences."""
     seen = {}
