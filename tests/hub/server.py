@@ -457,6 +457,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatc
     }  # fmt: skip
     for name, value in within.items():
         monkeypatch.setattr(constants, name, value)
+    # transformers keeps a client of its own, which would go on asking the Hub of an earlier test.
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)
     server.offline(False)
     if not Hub.seen:  # the first time only: a client may hold the proxies of before, and to make one is slow
         close_session()

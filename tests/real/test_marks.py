@@ -22,7 +22,7 @@ from descant.marking import GumbelWatermarkingConfig
 from tests import pretrained
 
 MODEL, SMALLEST = "stories15m", "minimind2-small"
-MARKED, UNMARKED, KEYS = 16, 200, 25  # texts, texts, and keys for each of the latter
+MARKED, UNMARKED, KEYS = 16, 80, 12  # texts, texts, and keys for each of the latter
 LENGTH = 100
 WAYS = [
     ("lefthash", "lookup"),
