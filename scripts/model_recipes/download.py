@@ -1,5 +1,6 @@
 """Fetching pinned archives with pip, npm or plain HTTPS into a cache, each checked against its hash."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -127,10 +128,10 @@ def _run(
 
 
 def _largest(folder: Path) -> int:
+    """The size of the largest file in a folder whose files and folders come and go meanwhile."""
     sizes = [0]
-    for path in folder.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # the tools move their temporary files about
-            continue
+    for parent, _, names in os.walk(folder):  # which passes over folders that have gone
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append((Path(parent) / name).stat().st_size)
     return max(sizes)

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import urllib.error
 import urllib.request
 import wave
@@ -87,3 +88,21 @@ def test_a_recording_must_be_whole(tmp_path: Path) -> None:
         write("jfk.wav", rate, samples)
         with pytest.raises(ModelError, match=r"jfk\.wav must have the form"):
             speech.check(RECIPES["speech"], tmp_path)
+
+
+def test_a_download_is_measured_while_its_folders_come_and_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip removes its temporary folders whenever it likes, also between two looks."""
+    (tmp_path / "whole").write_bytes(b"12345")
+    (tmp_path / "passing").mkdir()
+    (tmp_path / "passing" / "part").write_bytes(b"123456789")
+    scan = os.scandir
+
+    def gone(path: str) -> object:
+        if Path(path).name == "passing":
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert download._largest(tmp_path) == 5
