@@ -94,10 +94,12 @@ def entry(text, name):
 
 
 # ------------------------------------------------------------------------ new and check
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_folder_passes_its_check_as_written(descant, here, own_lock, capfd, monkeypatch, kind):
-    if kind != "strategy":  # its own tests run the laws as well: once is enough
-        monkeypatch.setattr(testing, "check_recipe", lambda one: None)
+# Two processes that load everything and run the laws: CI checks one kind like this, and the others' laws and
+# tests in tests/recipes/test_template.py.
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "strategy" else pytest.param(kind, marks=pytest.mark.battery) for kind in KINDS]
+)
+def test_a_new_folder_passes_its_check_as_written(descant, here, own_lock, capfd, kind):
     result = descant("recipe", "new", "mine", "--kind", kind)
     files = {"mine/generate.py", "mine/README.md", "mine/tests/test_recipe.py"}
     assert (result.exit_code, set(result.stdout.splitlines())) == (0, files)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import descant
 from descant.errors import InputError
 from descant.recipes.contents import Contents
 from descant.recipes.recipe import KINDS
@@ -35,6 +37,20 @@ def test_its_code_is_tidy(tmp_path, kind):
         line = [sys.executable, "-m", "ruff", *words, "--isolated", "--no-cache", str(folder)]
         result = subprocess.run(line, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind != "strategy"]
+)  # see tests/cli/test_recipe.py
+def test_it_keeps_the_laws_and_passes_its_own_tests(tmp_path, own_lock, kind):
+    folder = new_recipe("my-method", kind, tmp_path)
+    recipe = descant.load_recipe(folder, trust_remote_code=True)
+    tests = runpy.run_path(str(folder / "tests" / "test_recipe.py"))
+    own = {name: one for name, one in tests.items() if name.startswith("test_")}
+    assert len(own) == 2
+    assert "test_it_keeps_the_laws" in own
+    for one in own.values():
+        one(recipe)
 
 
 @pytest.mark.parametrize("kind", KINDS)
