@@ -1,6 +1,6 @@
 """Descant: every way to decode a language model, in one exact loop."""
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 import descant.explanation  # noqa: F401 - it answers GenerationConfig.explain
 from descant.adapters.caches import (
@@ -140,7 +140,7 @@ from descant.watermark import (
     WatermarkDetectorOutput,
 )
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel
 
 __version__ = "0.1.0"
@@ -301,10 +301,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     """What is a model of transformers' own kind: all that it needs takes seconds to load, and few ask."""
     if name in ("BayesianDetectorConfig", "BayesianDetectorModel"):
         from descant.adapters import bayesian
 
         return getattr(bayesian, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """All names, those among them that come when they are asked for."""
+    return sorted({*globals(), *__all__})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
-import sys
 
 import pytest
 import torch
@@ -353,10 +353,14 @@ def test_what_has_a_loop_of_its_own_is_refused(tiny):
 
 
 @pytest.mark.parametrize(
-    ("who", "why"), [("listener_of", "hears window by window"), ("outer_of", "a loop around the call")]
+    ("where", "who", "why"),
+    [
+        ("generate", "listener_of", "hears window by window"),
+        ("adapters.outer", "outer_of", "a loop around the call"),
+    ],
 )
-def test_a_model_that_calls_more_than_once_is_refused(tiny, monkeypatch, who, why):
-    monkeypatch.setattr(sys.modules["descant.generate"], who, lambda model: object())
+def test_a_model_that_calls_more_than_once_is_refused(tiny, monkeypatch, where, who, why):
+    monkeypatch.setattr(importlib.import_module(f"descant.{where}"), who, lambda model: object())
     with pytest.raises(NotInThisVersion, match=f"`trace` is not kept of LlamaForCausalLM, .*{why}"):
         descant.generate(tiny("llama").model, PROMPT, trace=True)
 
