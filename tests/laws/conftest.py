@@ -12,4 +12,4 @@ from tests import slices
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Every method and every model, but not each with each."""
-    slices.cut(items, Path(__file__).parent, 2)
+    slices.cut(items, Path(__file__).parent, 3)

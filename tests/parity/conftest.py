@@ -14,8 +14,8 @@ from tests.parity.subjects import deepened
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The oracle is slow: CI asks it a third of what is asked in the battery."""
-    slices.cut(items, Path(__file__).parent, 3)
+    """The oracle is slow: CI asks it a quarter of what is asked in the battery."""
+    slices.cut(items, Path(__file__).parent, 4)
 
 
 @pytest.fixture(scope="session")
