@@ -13,15 +13,20 @@ from zlib import crc32
 
 import pytest
 
-__all__ = ["cut"]
+__all__ = ["cut", "first"]
 
 WIDE = 24  # cases of one test that are few enough to be run whole
+
+
+def first(count: int, whole: int) -> list[Any]:
+    """The numbers of `whole` cases: the first `count` always, the rest only in the battery."""
+    return [n if n < count else pytest.param(n, marks=pytest.mark.battery) for n in range(whole)]
 
 
 def cut(items: Iterable[pytest.Item], folder: Path, share: int) -> None:
     """Leave a `share`-th of the cases of each wide test below a folder, and the rest to the battery.
 
-    Chosen by their names, so that a case stays in or out when others come and go.
+    Chosen by their names, so that few cases change sides when others come and go.
     """
     families: dict[str, list[Any]] = defaultdict(list)
     for item in items:

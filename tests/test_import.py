@@ -25,6 +25,5 @@ def test_models_are_not_loaded_before_somebody_has_one() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_public_name_is_there() -> None:
-    assert [name for name in descant.__all__ if not hasattr(descant, name)] == []
+def test_a_name_that_is_nowhere_is_an_error_as_usual() -> None:
     assert not hasattr(descant, "nonsense")

@@ -14,7 +14,11 @@ from tests.extras import need_hqq
 from tests.laws.stores import ROUNDED_BY_HQQ, STORES, VARIANTS, small, store
 from tests.laws.subjects import MODELS, mixed
 
-WIDE = [pytest.param(name, 5_000, id=f"{name}, long", marks=pytest.mark.battery) for name in STORES]
+WIDE = [
+    pytest.param(name, 5_000, id=f"{name}, long", marks=pytest.mark.battery)
+    for name in (*STORES, *VARIANTS)
+    if name != ROUNDED_BY_HQQ
+]
 EXAMPLES = [
     *(pytest.param(name, 250, id=name) for name in STORES),
     *(

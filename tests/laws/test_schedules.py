@@ -11,11 +11,10 @@ import torch
 from descant import Finished, GenerationConfig, Request, RowError, Session
 from descant.testing import Outcome, Schedule, compare, failing, outcomes
 from tests.laws.subjects import requests
+from tests.slices import first
 
 SCHEDULES = 120  # for each of two models
 PART = 20
-# CI runs the first two parts, 40 schedules for each model.
-PARTS = [n if n < 2 else pytest.param(n, marks=pytest.mark.battery) for n in range(SCHEDULES // PART)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def mix(request, tiny):
     return Mix(one.model, wanted, alone, requests(one, EXTRA, (3, 9, 5, 2), seed=22))
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", first(2, SCHEDULES // PART))
 def test_every_request_is_as_if_alone(mix, part):
     rng = random.Random(part)
     for number in range(PART):

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from tests import pretrained
 from tests.parity.compare import Batch, batch
+from tests.slices import first
 from tests.tiny import ARCHITECTURES, Architecture, Tiny, prompts
 
 TINY = tuple(ARCHITECTURES)
@@ -63,9 +62,7 @@ def level(model: Any, seed: int = 0) -> Batch:
     return batch(model, [model.tokens(text)[:4] for text in BEGINNINGS[2:6]])
 
 
-def seeds(slice_: int, whole: int) -> list[Any]:
-    """Seeds to run: the first `slice_` always, the rest only in the battery."""
-    return [s if s < slice_ else pytest.param(s, marks=pytest.mark.battery) for s in range(whole)]
+seeds = first  # of prompts: the first ones always, the rest only in the battery
 
 
 def five(model: Any, seed: int) -> Batch:

@@ -7,15 +7,12 @@ import pytest
 from tests.parity import compare
 from tests.parity.compare import Call, batch
 from tests.real.prompts import ARTICLES, PROMPTS
+from tests.slices import first
 
 NEW = 64
 GROUPS = [PROMPTS[start : start + 7] for start in range(0, len(PROMPTS), 7)]
 SIXES = [PROMPTS[start : start + 6] for start in range(0, len(PROMPTS), 6)]
-
-
-def first(groups, count=1):
-    """The numbers of groups, of which CI runs the first: each takes a minute, most of it the oracle's."""
-    return [n if n < count else pytest.param(n, marks=pytest.mark.battery) for n in range(len(groups))]
+# Each group takes a minute, most of it the oracle's: CI runs the first.
 
 
 def prompts(model, texts):
@@ -27,7 +24,7 @@ def test_there_are_forty_prompts():
     assert sum(map(len, GROUPS)) == sum(map(len, SIXES)) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("group", first(GROUPS))
+@pytest.mark.parametrize("group", first(1, len(GROUPS)))
 def test_greedy(group, real, oracle):
     model = real("smollm2")
     compare.batched(oracle, Call(model, {"max_new_tokens": NEW}, full=False), prompts(model, GROUPS[group]))
@@ -36,14 +33,14 @@ def test_greedy(group, real, oracle):
 SAMPLERS = ({}, {"temperature": 0.7, "top_p": 0.9}, {"min_p": 0.05, "top_k": 0})
 
 
-@pytest.mark.parametrize("group", first(GROUPS, len(SAMPLERS)))
+@pytest.mark.parametrize("group", first(len(SAMPLERS), len(GROUPS)))
 def test_sampling(group, real, oracle):
     model = real("smollm2")
-    arguments = {"do_sample": True, "max_new_tokens": NEW // 2, **SAMPLERS[group % len(SAMPLERS)]}
+    arguments = {"do_sample": True, "max_new_tokens": NEW, **SAMPLERS[group % len(SAMPLERS)]}
     compare.batched(oracle, Call(model, arguments, seed=group, full=False), prompts(model, GROUPS[group]))
 
 
-@pytest.mark.parametrize("group", first(SIXES))
+@pytest.mark.parametrize("group", first(1, len(SIXES)))
 def test_beams(group, real, oracle):
     model = real("smollm2")
     arguments = {"num_beams": 4, "max_new_tokens": NEW}

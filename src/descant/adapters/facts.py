@@ -64,9 +64,8 @@ def facts_of(model: PreTrainedModel) -> Facts:
 
 
 def _looked_up(model: PreTrainedModel, attention: str) -> Facts:
-    from transformers import (
-        GenerationMixin,  # with a model at hand it is loaded, without one it takes seconds
-    )
+    # Here, not above: with a model at hand it is loaded, without one it takes seconds.
+    from transformers import GenerationMixin
 
     if not isinstance(model, GenerationMixin):
         raise UnsupportedModel(

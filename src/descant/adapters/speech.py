@@ -19,9 +19,8 @@ __all__ = ["Listener", "hears", "languages", "listener_of"]
 
 def languages() -> Mapping[str, str]:
     """The codes of languages by their names: "english" -> "en"."""
-    from transformers.models.whisper.tokenization_whisper import (
-        TO_LANGUAGE_CODE,  # slow to load, seldom asked
-    )
+    # Here, not above: slow to load, and seldom asked for.
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
     return TO_LANGUAGE_CODE
 
