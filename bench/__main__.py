@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from bench import race, table
+from bench import compare, table
 from bench.case import CASES, Case
-from bench.subject import SUBJECTS, Subject
+from bench.models import SUBJECTS, Subject
 
 __all__ = ["main"]
 
@@ -37,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    results: list[race.Result] = []
+    results: list[compare.Result] = []
     print(table.head(), flush=True)
     for plan in _plans(options):
         model = plan.subject.model()
         for case in plan.cases:
-            some = race.run(model, plan.subject.name, case, plan.subject.new, plan.subject.repeats)
+            some = compare.run(model, plan.subject.name, case, plan.subject.new, plan.subject.repeats)
             print(*table.lines(some), sep="\n", flush=True)
             results += some
     if options.json is not None:

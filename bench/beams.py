@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import descant
-from descant.cache.paged import PagedStore
+from descant.kv_cache.paged import PagedStore
 
 __all__ = ["main"]
 

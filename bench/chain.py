@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as theirs
 
-from descant import processors as ours
-from descant.context import Context, table
+from descant.core.context import Context, table
+from descant.decoding import processors as ours
 
 __all__ = ["main"]
 

@@ -24,12 +24,12 @@ import torch
 import transformers
 
 from descant import GenerationConfig, Request, Session, Tokens
-from descant.adapters.compiled import steps_of
-from descant.adapters.facts import facts_of
-from descant.cache.dense import DenseCache
-from descant.cache.static import StaticStore
-from descant.compilation import CompileConfig
-from descant.ports import KeyCache
+from descant.config.compile_config import CompileConfig
+from descant.core.interfaces import KeyCache
+from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.static import StaticStore
+from descant.models.compiled_step import steps_of
+from descant.models.traits import facts_of
 
 __all__ = ["Figures", "Race", "main"]
 
@@ -180,7 +180,7 @@ def _loaded(name: str) -> Any:
     root = Path(os.environ.get("DESCANT_MODELS") or Path(__file__).resolve().parents[1] / "models")
     folder = root / name
     if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"no model in {folder}: build it with `python scripts/models.py {name}`")
+        raise FileNotFoundError(f"no model in {folder}: build it with `python tools/models.py {name}`")
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

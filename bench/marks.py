@@ -26,11 +26,11 @@ from torch import Tensor
 from transformers.generation import logits_process as theirs
 
 import descant
-from bench.contest import loaded
-from descant import processors as ours
-from descant.config import GenerationConfig
-from descant.context import Context, table
-from descant.marking import (
+from bench.scenarios import loaded
+from descant.config.generation_config import GenerationConfig
+from descant.core.context import Context, table
+from descant.decoding import processors as ours
+from descant.decoding.watermark.schemes import (
     GumbelWatermarkingConfig,
     Settings,
     SynthIDTextWatermarkingConfig,

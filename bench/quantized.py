@@ -22,14 +22,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.contest import loaded
-from bench.passage import PASSAGES
-from descant.adapters.views import SelfView
-from descant.cache.dense import DenseCache
-from descant.cache.quantized import QuantizedStore
-from descant.cache.quantizers import HQQ, Quantizer, Quanto
+from bench.prompts import PASSAGES
+from bench.scenarios import loaded
+from descant.core.interfaces import KeyCache, Span
 from descant.errors import MissingExtra
-from descant.ports import KeyCache, Span
+from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.quantized import QuantizedStore
+from descant.kv_cache.quantizers import HQQ, Quantizer, Quanto
+from descant.models.forward_view import SelfView
 
 __all__ = ["main"]
 

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor
 
 import descant
-from descant.adapters.caches import DynamicCache
+from descant.models.hf_caches.registry import DynamicCache
 
 __all__ = ["main", "measured", "ways"]
 

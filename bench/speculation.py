@@ -25,9 +25,9 @@ import transformers
 from torch import Tensor
 
 import descant
-from bench.contest import CASES, Contest, Way, contests, loaded
 from bench.forward import Forwards, Shape
-from bench.passage import GROUNDED
+from bench.prompts import GROUNDED
+from bench.scenarios import CASES, Contest, Way, contests, loaded
 
 __all__ = ["main"]
 

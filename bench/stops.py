@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.generation import stopping_criteria as theirs
 
-from descant.matching import StopTable
+from descant.tokenization.stop_strings import StopTable
 
 __all__ = ["main"]
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _folder(name: str) -> Path:
     where = Path(os.environ.get("DESCANT_MODELS") or Path(__file__).resolve().parents[1] / "models") / name
     if not (where / "tokenizer.json").exists():
-        raise FileNotFoundError(f"no model in {where}: build it with `python scripts/models.py {name}`")
+        raise FileNotFoundError(f"no model in {where}: build it with `python tools/models.py {name}`")
     return where
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import descant
-from bench.race import Result
+from bench.compare import Result
 
 __all__ = ["document", "head", "lines"]
 

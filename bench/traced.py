@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import descant
-from bench.contest import loaded
+from bench.scenarios import loaded
 from descant.trace.records import line_of
 
 __all__ = ["main"]

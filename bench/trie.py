@@ -18,8 +18,8 @@ import transformers
 from torch import Tensor
 
 import descant
-from bench.tally import Tally
-from descant.processors.sequences import AllowedSequences
+from bench.forward_counter import Tally
+from descant.decoding.processors.sequences import AllowedSequences
 
 __all__ = ["main"]
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _model(name: str) -> Any:
     where = Path(os.environ.get("DESCANT_MODELS") or Path(__file__).resolve().parents[1] / "models") / name
     if not (where / "config.json").exists():
-        raise FileNotFoundError(f"no model in {where}: build it with `python scripts/models.py {name}`")
+        raise FileNotFoundError(f"no model in {where}: build it with `python tools/models.py {name}`")
     return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
 
 

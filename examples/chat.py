@@ -3,7 +3,7 @@
 `descant.stream` yields events with text that may be shown at once: never half a character, and never part
 of a stop string, whose beginning is held back until it is known to be something else.
 
-    python scripts/models.py smollm2
+    python tools/models.py smollm2
     python examples/chat.py
 """
 

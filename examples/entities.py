@@ -4,7 +4,7 @@
 likeliest titles, ranked. It stays fast for millions of them (`save` and `load` keep it). The list makes sure
 that an answer exists, not that it is right: see the last line.
 
-    python scripts/models.py smollm2
+    python tools/models.py smollm2
     python examples/entities.py
 """
 

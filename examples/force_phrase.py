@@ -4,7 +4,7 @@ A phrase is a `PhrasalConstraint`, a choice between phrases a `DisjunctiveConstr
 texts alive that pay for the phrase early, and returns the best one that holds it. Mind the blank in front:
 inside a text a word is another token than at its beginning.
 
-    python scripts/models.py smollm2
+    python tools/models.py smollm2
     python examples/force_phrase.py
 """
 

@@ -3,7 +3,7 @@
 Contrastive search left transformers with version 5. `descant.attach(model)` puts Descant in the place of
 the model's own `generate`; the rest of the script stays as it was. `descant.detach(model)` takes it back.
 
-    python scripts/models.py smollm2
+    python tools/models.py smollm2
     python examples/from_v4.py
 """
 

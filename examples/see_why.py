@@ -3,7 +3,7 @@
 `trace=True` records what every step saw and chose. The page is one file that needs no network: the tree of
 all beams step by step, each token with its alternatives, what each processor did.
 
-    python scripts/models.py smollm2
+    python tools/models.py smollm2
     python examples/see_why.py
 """
 

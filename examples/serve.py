@@ -3,7 +3,7 @@
 A `Session` is the loop as an object. Here a small schedule says who comes at which step; a server would
 read a queue instead. What a request is told does not depend on who else is there.
 
-    python scripts/models.py smollm2
+    python tools/models.py smollm2
     python examples/serve.py
 """
 

@@ -3,7 +3,7 @@
 Any parameter that shapes a sequence may differ by row, the method too. The texts differ as the methods do;
 each is what its config would give alone.
 
-python scripts/models.py smollm2
+python tools/models.py smollm2
 python examples/six_ways.py
 """
 

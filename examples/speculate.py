@@ -5,7 +5,7 @@ what followed there follows again, `suffix_lookup_num_tokens` goes by the longes
 (For text that is new, `assistant_model` lets a smaller model guess.) The tokens are those without guesses;
 only the number of times that the model is asked changes.
 
-    python scripts/models.py smollm2
+    python tools/models.py smollm2
     python examples/speculate.py
 """
 

@@ -4,7 +4,7 @@ A small model finds short titles, and drops the one word by which people will lo
 `force_words_ids` demands it: beam search then looks for the best title that holds it. Each ticket of the
 batch has demands of its own, so each has a config of its own.
 
-    python scripts/models.py flan-t5-small-titles
+    python tools/models.py flan-t5-small-titles
     python examples/summarise.py
 """
 

@@ -3,7 +3,7 @@
 Whisper hears thirty seconds at a time; `return_timestamps` lets its own timestamps say where to cut, and
 `return_segments` gives back what was said from when to when. The output is a subtitle file (SRT).
 
-    python scripts/models.py whisper-tiny.en speech
+    python tools/models.py whisper-tiny.en speech
     python examples/transcribe.py
 """
 

@@ -4,7 +4,7 @@ The likeliest word at each place does not make the likeliest sentence. Greedy se
 revenge and "ring me up" for a bell; four beams find the better reading. Where the model prefers another
 word than the house does, `force_words_ids` demands the one from the glossary.
 
-    python scripts/models.py opus-mt-en-fr
+    python tools/models.py opus-mt-en-fr
     python examples/translate.py
 """
 

@@ -3,7 +3,7 @@
 The key decides which tokens are made a little likelier; whoever has the key can count them. The answer
 comes with a probability, and "too short to tell" is one of the answers.
 
-    python scripts/models.py smollm2
+    python tools/models.py smollm2
     python examples/watermark.py
 """
 

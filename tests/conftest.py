@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import pretrained
-from tests import tiny as tiny_models
-from tests.hub.server import hub  # noqa: F401 - a fixture
-from tests.oracle.client import Oracle
-from tests.safety import watch
+from tests.reference.oracle.client import Oracle
+from tests.security import watch
+from tests.support import pretrained, tiny_models
+from tests.unit.config.hub.server import hub  # noqa: F401 - a fixture
 
 torch.set_num_threads(1)
 watch.begin()

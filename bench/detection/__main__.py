@@ -1,8 +1,8 @@
 """`python -m bench.detection`: the error rates of the watermarks' detectors, their robustness, and rows.
 
 What is done is kept in a folder, so a run that was stopped goes on where it was, and several can share the
-work. In the end the figures stand in a JSON file, from which `scripts/watermarks.py` writes the guide's
-tables.
+work. In the end the figures stand in a JSON file, from which `tools/docs/watermark_tables.py` writes the
+guide's tables.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from torch import Tensor
 from bench.detection.corpus import LENGTH
 from bench.detection.marks import other, own
 from bench.detection.texts import Text
-from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel
-from descant.marking import Settings, SynthIDTextWatermarkingConfig
-from descant.marking.tournament import repeated, tournament
-from descant.watermark.synthid import weighted_mean_score
-from descant.watermark.training import Plan, Texts, figures, train
+from descant.decoding.watermark.schemes import Settings, SynthIDTextWatermarkingConfig
+from descant.decoding.watermark.schemes.synthid import repeated, tournament
+from descant.decoding.watermark.synthid import weighted_mean_score
+from descant.decoding.watermark.training import Plan, Texts, figures, train
+from descant.models.bayesian_detector import BayesianDetectorConfig, BayesianDetectorModel
 
 __all__ = ["compared"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from descant.marking import (
+from descant.decoding.watermark.schemes import (
     GumbelWatermarkingConfig,
     Settings,
     SynthIDTextWatermarkingConfig,

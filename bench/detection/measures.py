@@ -12,7 +12,7 @@ from bench.detection.edits import KINDS, SHARES, edited
 from bench.detection.marks import MARKS, other, own
 from bench.detection.texts import NONE, SAMPLED, Batch, Library, Text
 from bench.detection.trial import of_ids, of_text
-from descant.marking import GumbelWatermarkingConfig, Settings
+from descant.decoding.watermark.schemes import GumbelWatermarkingConfig, Settings
 
 __all__ = ["LENGTHS", "STAGES", "Measures", "Unit"]
 

@@ -19,7 +19,7 @@ from bench.detection.marks import MARKS
 from bench.detection.measures import LENGTHS, Measures
 from bench.detection.texts import HUMAN, NONE, SAMPLED, Batch
 from bench.detection.trial import Score
-from descant.watermark.statistics import proportion_interval
+from descant.decoding.watermark.statistics import proportion_interval
 
 __all__ = ["LEVELS", "document", "rate"]
 

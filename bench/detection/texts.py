@@ -16,7 +16,7 @@ from bench.detection import prompts
 from bench.detection.corpus import LENGTH, pieces
 from bench.detection.marks import MARKS, own
 from bench.detection.store import Store
-from descant.config import GenerationConfig
+from descant.config.generation_config import GenerationConfig
 
 __all__ = ["NONE", "Batch", "Library", "Reader", "Text", "batches"]
 
@@ -164,6 +164,6 @@ class Library:
     def _reader(self, name: str) -> Reader:
         folder = self._models / name
         if not (folder / "config.json").exists():
-            raise FileNotFoundError(f"no model in {folder}: build it with `python scripts/models.py {name}`")
+            raise FileNotFoundError(f"no model in {folder}: build it with `python tools/models.py {name}`")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         return Reader(tokenizer, int(transformers.AutoConfig.from_pretrained(folder).vocab_size))

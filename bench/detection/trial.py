@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.detection.texts import Reader
-from descant.marking import Settings
-from descant.watermark.detection import Detector
-from descant.watermark.evidence import Scheme
-from descant.watermark.schemes import schemes_of
+from descant.decoding.watermark.detection import Detector
+from descant.decoding.watermark.scheme_factory import schemes_of
+from descant.decoding.watermark.schemes import Settings
+from descant.decoding.watermark.scores import Scheme
 
 __all__ = ["Score", "of_ids", "of_text"]
 

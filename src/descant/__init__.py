@@ -2,75 +2,29 @@
 
 import typing as _typing
 
-import descant.explanation  # noqa: F401 - it answers GenerationConfig.explain
-from descant.adapters.caches import (
-    Cache,
-    CacheConfig,
-    DynamicCache,
-    EncoderDecoderCache,
-    H2OCache,
-    HQQQuantizedCache,
-    HybridCache,
-    MambaCache,
-    OffloadedCache,
-    OffloadedStaticCache,
-    PagedCache,
-    QuantizedCache,
-    QuantizedCacheConfig,
-    QuantoQuantizedCache,
-    SinkCache,
-    SlidingWindowCache,
-    SnapKVCache,
-    StaticCache,
-    StaticCacheConfig,
-)
-from descant.compilation import CompileConfig
-from descant.config import GenerationConfig
-from descant.constraints import Constraint, ConstraintListState, DisjunctiveConstraint, PhrasalConstraint
-from descant.criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopRegexCriteria,
-    StopStringCriteria,
-)
-from descant.errors import (
-    ChangedRecipe,
-    ConfigError,
-    ConstraintError,
-    DescantError,
-    HubError,
-    InputError,
-    MissingExtra,
-    MissingRequirements,
-    NotEnoughMemory,
-    NotInThisVersion,
-    RankError,
-    RecipeError,
-    RowError,
-    TraceError,
-    UnsupportedModel,
-    UntrustedRecipe,
-)
-from descant.estimate import Estimate, estimate
-from descant.generate import attach, compute_transition_scores, detach, generate
-from descant.guidance.arithmetic import ContrastiveDecoding, DExperts, ProxyTuning
-from descant.marking import (
-    GumbelWatermarkingConfig,
-    SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
-)
-from descant.outputs import (
+import descant.engine.explain  # noqa: F401 - it answers GenerationConfig.explain
+from descant.api.estimate import Estimate, estimate
+from descant.api.generate import attach, compute_transition_scores, detach, generate
+from descant.api.outputs import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
 )
-from descant.past import Past
-from descant.prefixes import PrefixCache, PrefixReport
-from descant.processors import (
+from descant.api.prefill import PromptCache, load_cache, prefill
+from descant.api.stream import Stream, StreamEvent, stream
+from descant.api.streamers import AsyncTextIteratorStreamer, BaseStreamer, TextIteratorStreamer, TextStreamer
+from descant.config.compile_config import CompileConfig
+from descant.config.generation_config import GenerationConfig
+from descant.core.records import Hypothesis, Logprobs, Speculation
+from descant.decoding.constraints import (
+    Constraint,
+    ConstraintListState,
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+)
+from descant.decoding.guidance.arithmetic import ContrastiveDecoding, DExperts, ProxyTuning
+from descant.decoding.processors import (
     AdaptivePLogitsWarper,
     AllowedSequences,
     AllowedSequencesLogitsProcessor,
@@ -120,18 +74,21 @@ from descant.processors import (
     WhisperTimeStampLogitsProcessor,
     XTCLogitsWarper,
 )
-from descant.recipes.loading import load_recipe, trust_recipe
-from descant.recipes.recipe import Recipe
-from descant.recipes.share import push_recipe
-from descant.reuse import PromptCache, load_cache, prefill
-from descant.session import Event, Failed, Finished, Report, Request, Session, Tokens
-from descant.step import Hypothesis, Logprobs, Speculation
-from descant.strategies.beams.scorers import BeamScorer, BeamSearchScorer, ConstrainedBeamSearchScorer
-from descant.stream import Stream, StreamEvent, stream
-from descant.streamers import AsyncTextIteratorStreamer, BaseStreamer, TextIteratorStreamer, TextStreamer
-from descant.trace.trace import Trace
-from descant.trace.tracer import Tracer
-from descant.watermark import (
+from descant.decoding.stopping.criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopRegexCriteria,
+    StopStringCriteria,
+)
+from descant.decoding.strategies.beams.scorers import (
+    BeamScorer,
+    BeamSearchScorer,
+    ConstrainedBeamSearchScorer,
+)
+from descant.decoding.watermark import (
     Detection,
     Detector,
     PublicKeyWarning,
@@ -139,9 +96,61 @@ from descant.watermark import (
     WatermarkDetector,
     WatermarkDetectorOutput,
 )
+from descant.decoding.watermark.schemes import (
+    GumbelWatermarkingConfig,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
+from descant.engine.session import Event, Failed, Finished, Report, Request, Session, Tokens
+from descant.errors import (
+    ChangedRecipe,
+    ConfigError,
+    ConstraintError,
+    DescantError,
+    HubError,
+    InputError,
+    MissingExtra,
+    MissingRequirements,
+    NotEnoughMemory,
+    NotInThisVersion,
+    RankError,
+    RecipeError,
+    RowError,
+    TraceError,
+    UnsupportedModel,
+    UntrustedRecipe,
+)
+from descant.kv_cache.cached_row import Past
+from descant.kv_cache.prefix_cache import PrefixCache, PrefixReport
+from descant.models.hf_caches.registry import (
+    Cache,
+    CacheConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    H2OCache,
+    HQQQuantizedCache,
+    HybridCache,
+    MambaCache,
+    OffloadedCache,
+    OffloadedStaticCache,
+    PagedCache,
+    QuantizedCache,
+    QuantizedCacheConfig,
+    QuantoQuantizedCache,
+    SinkCache,
+    SlidingWindowCache,
+    SnapKVCache,
+    StaticCache,
+    StaticCacheConfig,
+)
+from descant.recipes.loading import load_recipe, trust_recipe
+from descant.recipes.recipe import Recipe
+from descant.recipes.share import push_recipe
+from descant.trace.trace import Trace
+from descant.trace.tracer import Tracer
 
 if _typing.TYPE_CHECKING:
-    from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel
+    from descant.models.bayesian_detector import BayesianDetectorConfig, BayesianDetectorModel
 
 __version__ = "0.1.0"
 
@@ -304,9 +313,9 @@ __all__ = [
 def __getattr__(name: str) -> _typing.Any:
     """What is a model of transformers' own kind: all that it needs takes seconds to load, and few ask."""
     if name in ("BayesianDetectorConfig", "BayesianDetectorModel"):
-        from descant.adapters import bayesian
+        from descant.models import bayesian_detector
 
-        return getattr(bayesian, name)
+        return getattr(bayesian_detector, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -11,16 +11,27 @@ What a step hands around are `Rows`, `Proposal`, `Output`, `Selection`, `Tokens`
 gives the parameters of each row, `pick` some rows of a column, `marked` the columns that token ids name.
 """
 
-from descant.config import GenerationConfig
-from descant.context import Context, params_of
+from descant.config.generation_config import GenerationConfig
+from descant.core.context import Context, params_of
+from descant.core.interfaces import (
+    Cache,
+    Drafter,
+    Facts,
+    Model,
+    Noise,
+    Peers,
+    Processor,
+    Stop,
+    Strategy,
+    Wrapper,
+)
+from descant.core.records import Aid, Hypothesis, Output, Proposal, Selection, Tokens
+from descant.core.rows import Column, Rows, pick
+from descant.decoding.guidance.model_wrapper import Wrapped
+from descant.decoding.processors.base import LogitsProcessor, marked, number
+from descant.decoding.strategies.backtracking import Doubt, Rewinding
+from descant.decoding.strategies.sampling import Sampling
 from descant.errors import ConfigError, DescantError, InputError, RecipeError, RowError
-from descant.guidance.wrapped import Wrapped
-from descant.ports import Cache, Drafter, Facts, Model, Noise, Peers, Processor, Stop, Strategy, Wrapper
-from descant.processors.base import LogitsProcessor, marked, number
-from descant.rows import Column, Rows, pick
-from descant.step import Aid, Hypothesis, Output, Proposal, Selection, Tokens
-from descant.strategies.rewinding import Doubt, Rewinding
-from descant.strategies.sampling import Sampling
 
 __all__ = [
     "Aid",

@@ -10,16 +10,16 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from descant.api.stream import stream
 from descant.cli import options, terminal
 from descant.cli.command import FAILURE, Decoder
-from descant.cli.function import Function
+from descant.cli.function_recipe import Function
 from descant.cli.prompt import Message, encoded, refuse_without_template, said
-from descant.cli.shown import Shown
-from descant.config import FIELDS, GenerationConfig
+from descant.cli.stream_printer import Shown
+from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.config.parameters import unknown
+from descant.engine.planner import adapt
 from descant.errors import ConfigError, DescantError, InputError
-from descant.parameters import unknown
-from descant.resolve import adapt
-from descant.stream import stream
 
 __all__ = ["Chat"]
 

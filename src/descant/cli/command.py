@@ -16,9 +16,10 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
-from descant.adapters.loading import DTYPES, load
 from descant.cli import options, terminal
-from descant.config import GenerationConfig
+from descant.config.generation_config import GenerationConfig
+from descant.decoding.watermark.schemes import Settings
+from descant.decoding.watermark.schemes.keys import PublicKeyWarning, read_settings
 from descant.errors import (
     ConfigError,
     DescantError,
@@ -29,8 +30,7 @@ from descant.errors import (
     UnsupportedModel,
     UntrustedRecipe,
 )
-from descant.marking import Settings
-from descant.marking.keys import PublicKeyWarning, read_settings
+from descant.models.loading import DTYPES, load
 from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from descant.adapters.loading import outline
 from descant.cli import terminal
 from descant.cli.command import Configured
-from descant.config import GenerationConfig
-from descant.resolve import adapt
+from descant.config.generation_config import GenerationConfig
+from descant.engine.planner import adapt
+from descant.models.loading import outline
 
 __all__ = ["Explain"]
 

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+from descant.api.stream import stream
 from descant.cli.command import Decoder
-from descant.cli.function import Function
+from descant.cli.function_recipe import Function
 from descant.cli.jsonl import Job, Lines
 from descant.cli.prompt import encoded, refuse_without_template, said
-from descant.cli.shown import Shown
+from descant.cli.stream_printer import Shown
 from descant.errors import ConfigError, InputError
-from descant.stream import stream
 from descant.trace.tracer import Tracer
 
 __all__ = ["Generate"]

@@ -13,16 +13,16 @@ from typing import Any, BinaryIO, TextIO
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from descant.api.inputs import prepared
 from descant.cli import terminal
-from descant.cli.function import Function
+from descant.cli.function_recipe import Function
 from descant.cli.options import overlaid, refuse_tensors
 from descant.cli.prompt import encoded, refuse_without_template, said
-from descant.config import FIELDS, GenerationConfig
+from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.core.records import Hypothesis, Logprobs
+from descant.engine.session import Failed, Finished, Request, Session
 from descant.errors import DescantError, InputError
-from descant.inputs import prepared
-from descant.session import Failed, Finished, Request, Session
-from descant.step import Hypothesis, Logprobs
-from descant.text import TextStream
+from descant.tokenization.detokenizer import TextStream
 
 __all__ = ["Job", "Lines"]
 

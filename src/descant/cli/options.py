@@ -16,9 +16,9 @@ from typing import Annotated, Any, Final
 import typer
 from rich.markup import escape
 
-from descant.config import FIELDS, LATER, Field
+from descant.config.generation_config import FIELDS, LATER, Field
+from descant.config.validation import LENGTHS
 from descant.errors import ConfigError
-from descant.rules import LENGTHS
 
 __all__ = ["flags", "offered", "overlaid", "parameters", "read", "refuse_tensors", "values_of"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from descant.cli.terminal import plain
 from descant.recipes import requirements
-from descant.recipes.contents import Contents
 from descant.recipes.loading import Look
+from descant.recipes.recipe_files import Contents
 
 __all__ = ["overview", "short"]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from descant.cli import terminal
 from descant.cli.command import Command
 from descant.errors import InputError, TraceError
-from descant.trace.pictures.where import PICTURES
+from descant.trace.pictures.selection import PICTURES
 from descant.trace.records import read
 from descant.trace.trace import Trace
 

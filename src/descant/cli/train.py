@@ -13,20 +13,20 @@ import torch
 import typer
 from torch import Tensor
 
-from descant.adapters.loading import tokenizing
+from descant.api.inputs import prepared
 from descant.cli import terminal
 from descant.cli.command import Decoder, keys_of
 from descant.cli.prompt import encoded
 from descant.cli.samples import Sample, samples
-from descant.config import GenerationConfig
+from descant.config.generation_config import GenerationConfig
+from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
+from descant.decoding.watermark.schemes.keys import fingerprint, warn_if_public
+from descant.decoding.watermark.schemes.synthid import Tournament, repeated
+from descant.decoding.watermark.synthid import mean_score, weighted_mean_score
+from descant.decoding.watermark.training import Plan, Texts, Trained, measure, train
+from descant.engine.session import Failed, Finished, Request, Session
 from descant.errors import ConfigError, InputError
-from descant.inputs import prepared
-from descant.marking import SynthIDTextWatermarkingConfig
-from descant.marking.keys import fingerprint, warn_if_public
-from descant.marking.tournament import Tournament, repeated
-from descant.session import Failed, Finished, Request, Session
-from descant.watermark.synthid import mean_score, weighted_mean_score
-from descant.watermark.training import Plan, Texts, Trained, measure, train
+from descant.models.loading import tokenizing
 
 __all__ = ["Train"]
 
@@ -73,7 +73,11 @@ class Train(Decoder):
     def run(self) -> int:
         """Train, save and say how good it is."""
         # Here, not above: slow to load, and no other command needs them.
-        from descant.adapters.bayesian import BayesianDetectorConfig, BayesianDetectorModel, write_detector
+        from descant.models.bayesian_detector import (
+            BayesianDetectorConfig,
+            BayesianDetectorModel,
+            write_detector,
+        )
 
         settings = self._settings()
         self._refuse()

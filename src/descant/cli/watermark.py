@@ -10,17 +10,17 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from descant.adapters.loading import tokenizing
 from descant.cli import terminal
+from descant.cli.bayes_output import Bayes
 from descant.cli.command import ENVIRONMENT, FAILURE, Command, keys_of
-from descant.cli.posterior import Bayes
+from descant.cli.detection_output import Answer, show
 from descant.cli.samples import STANDARD, Sample, samples
-from descant.cli.verdicts import Answer, show
+from descant.decoding.watermark.detection import Detection, Detector
+from descant.decoding.watermark.page import page
+from descant.decoding.watermark.schemes import Settings, WatermarkingConfig
+from descant.decoding.watermark.schemes.keys import SCHEMES, fingerprint, new_settings, write_settings
 from descant.errors import DescantError, InputError
-from descant.marking import Settings, WatermarkingConfig
-from descant.marking.keys import SCHEMES, fingerprint, new_settings, write_settings
-from descant.watermark.detection import Detection, Detector
-from descant.watermark.page import page
+from descant.models.loading import tokenizing
 
 __all__ = ["Detect", "Key"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from descant.errors import RecipeError, shown
 
 if TYPE_CHECKING:
-    from descant.recipes.contents import Contents
+    from descant.recipes.recipe_files import Contents
 
 __all__ = ["imported"]
 

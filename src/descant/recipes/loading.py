@@ -9,13 +9,13 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, Final
 
-from descant import hub
+from descant.config import hub
 from descant.errors import ChangedRecipe, InputError, RecipeError, UntrustedRecipe, shown
 from descant.recipes import requirements
-from descant.recipes.contents import LARGEST, Contents, wanted
 from descant.recipes.importing import imported
 from descant.recipes.lock import Lock, Pin
 from descant.recipes.recipe import KINDS, Recipe
+from descant.recipes.recipe_files import LARGEST, Contents, wanted
 from descant.recipes.reference import GROUP, Reference
 
 __all__ = ["GROUP", "Look", "key_of", "load_recipe", "look", "trust_recipe"]

@@ -10,12 +10,12 @@ from functools import cached_property
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from descant.config import FIELDS, GenerationConfig
+from descant.config.fields import freeze
+from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, InputError, RecipeError
-from descant.fields import freeze
 
 if TYPE_CHECKING:
-    from descant.recipes.contents import Contents
+    from descant.recipes.recipe_files import Contents
 
 __all__ = ["KINDS", "Recipe"]
 

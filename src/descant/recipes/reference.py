@@ -9,9 +9,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from descant.config.hub import is_repo
+from descant.config.hub.names import checked
 from descant.errors import HubError, RecipeError, shown
-from descant.hub import is_repo
-from descant.hub.names import checked
 
 __all__ = ["GROUP", "Reference"]
 

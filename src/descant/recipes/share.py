@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from descant import hub
+from descant.config import hub
 from descant.errors import RecipeError
-
-from .contents import Contents, wanted
+from descant.recipes.recipe_files import Contents, wanted
 
 __all__ = ["push_recipe"]
 

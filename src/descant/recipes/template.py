@@ -9,7 +9,7 @@ from typing import Final
 
 from descant.errors import InputError
 from descant.recipes.recipe import KINDS
-from descant.recipes.starts import STARTS
+from descant.recipes.templates import STARTS
 
 __all__ = ["files_of", "new_recipe"]
 

@@ -16,7 +16,8 @@
 install descant[testing]`.
 """
 
-from descant.adapters.toy import toy
+from descant.models.tiny_llama import toy
+from descant.testing.admission_schedule import Schedule, failing
 from descant.testing.cache import ListCache, Traits, check_cache, check_generation
 from descant.testing.config import check_config_roundtrip
 from descant.testing.drafter import check_drafter
@@ -25,7 +26,6 @@ from descant.testing.outcome import Outcome, compare, outcomes
 from descant.testing.processor import check_processor
 from descant.testing.recipe import check_recipe
 from descant.testing.requests import check_admission, check_batch, check_seed
-from descant.testing.schedule import Schedule, failing
 
 __all__ = [
     "ListCache",

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from descant.core.interfaces import KeyCache
+from descant.engine.session import Request
 from descant.errors import MissingExtra
-from descant.ports import KeyCache
-from descant.session import Request
-from descant.testing.lists import Keeps, ListCache
+from descant.testing.admission_schedule import Schedule
+from descant.testing.cache_fuzzer import Trial
+from descant.testing.cache_pair import Traits
+from descant.testing.operations import traces
 from descant.testing.outcome import TOLERANCE, compare, outcomes
-from descant.testing.pair import Traits
-from descant.testing.schedule import Schedule
-from descant.testing.traces import traces
-from descant.testing.trial import Trial
+from descant.testing.reference_cache import Keeps, ListCache
 
 __all__ = ["ListCache", "Traits", "check_cache", "check_generation"]
 

@@ -6,7 +6,7 @@ import copy
 import tempfile
 from pathlib import Path
 
-from descant.config import GenerationConfig
+from descant.config.generation_config import GenerationConfig
 
 __all__ = ["check_config_roundtrip"]
 

@@ -11,13 +11,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from descant.core.interfaces import Drafter
+from descant.core.records import Aid, Proposal
+from descant.core.rows import Rows
+from descant.engine.session import Request, Session
 from descant.errors import InputError
-from descant.ports import Drafter
-from descant.rows import Rows
-from descant.session import Request, Session
-from descant.step import Aid, Proposal
+from descant.testing.admission_schedule import Schedule
 from descant.testing.outcome import TOLERANCE, Outcome, compare, outcomes
-from descant.testing.schedule import Schedule
 
 __all__ = ["check_drafter"]
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.cache.dense import DenseCache
-from descant.ports import Cache
-from descant.resolve import adapt
-from descant.rows import Rows, pick
-from descant.session import Request
-from descant.step import Proposal
+from descant.core.interfaces import Cache
+from descant.core.records import Proposal
+from descant.core.rows import Rows, pick
+from descant.engine.planner import adapt
+from descant.engine.session import Request
+from descant.kv_cache.dense import DenseCache
 from descant.testing.outcome import TOLERANCE
 
 __all__ = ["check_drafts"]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from descant.core.interfaces import Cache
+from descant.core.records import Hypothesis, Observation
+from descant.engine.session import Failed, Finished, Request, Session, Tokens
 from descant.errors import DescantError
-from descant.ports import Cache
-from descant.session import Failed, Finished, Request, Session, Tokens
-from descant.step import Hypothesis, Observation
-from descant.testing.schedule import Schedule
+from descant.testing.admission_schedule import Schedule
 
 __all__ = ["Outcome", "compare", "outcomes"]
 

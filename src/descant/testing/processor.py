@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.context import table
-from descant.ports import Processor
-from descant.processors import behind_the_port
-from descant.rows import Rows
-from descant.step import Context, Params
+from descant.core.context import table
+from descant.core.interfaces import Processor
+from descant.core.records import Context, Params
+from descant.core.rows import Rows
+from descant.decoding.processors import behind_the_port
 
 __all__ = ["check_processor"]
 

@@ -10,17 +10,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from descant.adapters.toy import toy
-from descant.config import GenerationConfig
+from descant.api.generate import generate
+from descant.api.stream import stream
+from descant.config.generation_config import GenerationConfig
+from descant.core.records import Aid, Proposal
+from descant.core.rows import Rows
+from descant.engine.planner import adapt, plan
+from descant.engine.session import Request
 from descant.errors import ConfigError, InputError
-from descant.generate import generate
+from descant.models.tiny_llama import toy
 from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
-from descant.resolve import adapt, plan
-from descant.rows import Rows
-from descant.session import Request
-from descant.step import Aid, Proposal
-from descant.stream import stream
 from descant.testing.drafter import check_drafter
 from descant.testing.outcome import TOLERANCE, Outcome, compare, outcomes
 from descant.testing.processor import check_processor

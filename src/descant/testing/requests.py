@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from descant.engine.session import Request
 from descant.errors import InputError, RowError
-from descant.session import Request
+from descant.testing.admission_schedule import Schedule, failing
 from descant.testing.outcome import TOLERANCE, Outcome, compare, outcomes
-from descant.testing.schedule import Schedule, failing
 
 __all__ = ["check_admission", "check_batch", "check_seed"]
 

@@ -10,9 +10,9 @@ from typing import Any, Final, Self
 
 from descant.errors import InputError, TraceError
 from descant.trace.pictures.page import page
+from descant.trace.pictures.selection import Where
 from descant.trace.pictures.svg import svg
 from descant.trace.pictures.terminal import Paper, terminal
-from descant.trace.pictures.where import Where
 from descant.trace.records import Asked, Cut, Header, Record, Result, Step, Texts, line_of, read
 from descant.trace.replay import Moment, replayed
 from descant.trace.tree import Tree

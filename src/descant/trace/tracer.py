@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from descant.core.records import Hypothesis, Observation, Proposal, Selection
+from descant.core.rows import Rows
 from descant.errors import InputError
-from descant.rows import Rows
-from descant.step import Hypothesis, Observation, Proposal, Selection
-from descant.trace.kept import Kept
-from descant.trace.looks import Line, Sight, fetched
+from descant.tokenization.token_bytes import Vocabulary
+from descant.trace.logit_summary import Line, Sight, fetched
+from descant.trace.record_buffer import Kept
 from descant.trace.records import Asked, Header, Result, Row, Run, Said, Step, Texts, rounded
 from descant.trace.trace import MOST, Trace
-from descant.vocabulary import Vocabulary
 
 __all__ = ["Tracer"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
-from descant.spelling import Piece, plain, shown
-from descant.trace.pictures.cells import width_of
+from descant.tokenization.display import Piece, plain, shown
+from descant.trace.pictures.terminal_cells import width_of
 
 __all__ = [
     "CELL",

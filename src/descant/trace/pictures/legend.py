@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from descant.spelling import plain
-from descant.trace.pictures.cells import clipped
+from descant.tokenization.display import plain
 from descant.trace.pictures.figures import nats, percent, points
+from descant.trace.pictures.terminal_cells import clipped
+from descant.trace.token_text import word
 from descant.trace.tree import Node
-from descant.trace.words import word
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
-from descant.trace.pictures.scene import Detail, scene
+from descant.trace.pictures.page_data import Detail, scene
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from descant.trace.pictures.where import Where
+from descant.trace.pictures.selection import Where
 from descant.trace.tree import Node
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from descant.errors import InputError
+from descant.trace.pictures.selection import PICTURES, Where
 from descant.trace.pictures.svg_beside import svg_beside
 from descant.trace.pictures.svg_processors import svg_processors
 from descant.trace.pictures.svg_speculation import svg_speculation
 from descant.trace.pictures.svg_text import svg_text
 from descant.trace.pictures.svg_tree import svg_tree
-from descant.trace.pictures.where import PICTURES, Where
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from descant.spelling import plain, shown
-from descant.trace.pictures.cells import clipped
-from descant.trace.pictures.contrast import Contrast, Line, Side, contrast
+from descant.tokenization.display import plain, shown
+from descant.trace.pictures.comparison import Contrast, Line, Side, contrast
 from descant.trace.pictures.drawing import CELL, box, caption, document, line, text
-from descant.trace.pictures.flow import flow
-from descant.trace.pictures.reading import words
+from descant.trace.pictures.selection import Where
 from descant.trace.pictures.svg_text import COLUMNS, MARGIN, heading, shaded, shades
-from descant.trace.pictures.where import Where
-from descant.trace.words import phrase
+from descant.trace.pictures.terminal_cells import clipped
+from descant.trace.pictures.text_layout import flow
+from descant.trace.pictures.text_stats import words
+from descant.trace.token_text import phrase
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from descant.trace.pictures.cells import clipped
-from descant.trace.pictures.choice import Choice, Panel, change, choice
 from descant.trace.pictures.drawing import CELL, box, caption, document, line, text, titled
 from descant.trace.pictures.figures import nats, share
 from descant.trace.pictures.legend import ending, named
+from descant.trace.pictures.processor_view import Choice, Panel, change, choice
+from descant.trace.pictures.selection import Where
 from descant.trace.pictures.svg_text import MARGIN, heading
-from descant.trace.pictures.where import Where
+from descant.trace.pictures.terminal_cells import clipped
 from descant.trace.records import Moved
-from descant.trace.words import phrase, word
+from descant.trace.token_text import phrase, word
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

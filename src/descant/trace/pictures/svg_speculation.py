@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from descant.spelling import Piece, plain
-from descant.trace.pictures.cells import cells, width_of
+from descant.tokenization.display import Piece, plain
+from descant.trace.pictures.draft_view import Forward, Position, forwards, positions, spaced, summary
 from descant.trace.pictures.drawing import CELL, box, caption, document, element, line, text, titled
-from descant.trace.pictures.flow import flow
-from descant.trace.pictures.guesses import Forward, Position, forwards, positions, spaced, summary
 from descant.trace.pictures.legend import named, said_of
+from descant.trace.pictures.selection import Where
 from descant.trace.pictures.svg_text import COLUMNS, MARGIN, heading
-from descant.trace.pictures.where import Where
+from descant.trace.pictures.terminal_cells import cells, width_of
+from descant.trace.pictures.text_layout import flow
 from descant.trace.tree import Node
 
 if TYPE_CHECKING:

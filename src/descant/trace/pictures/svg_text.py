@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from descant.spelling import plain
+from descant.tokenization.display import plain
 from descant.trace.pictures.drawing import CELL, box, caption, document, line, text, titled
-from descant.trace.pictures.flow import Bit, flow
 from descant.trace.pictures.legend import said_of
 from descant.trace.pictures.paths import path_of
-from descant.trace.pictures.reading import LEAST, SHADES, figures, prompt, shade, words
-from descant.trace.pictures.where import Where
+from descant.trace.pictures.selection import Where
+from descant.trace.pictures.text_layout import Bit, flow
+from descant.trace.pictures.text_stats import LEAST, SHADES, figures, prompt, shade, words
+from descant.trace.token_text import phrase
 from descant.trace.tree import Node
-from descant.trace.words import phrase
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from descant.spelling import Piece, plain
-from descant.trace.pictures.branches import Branch, Plan, counted, plan
-from descant.trace.pictures.cells import clipped, width_of, wrapped
+from descant.tokenization.display import Piece, plain
 from descant.trace.pictures.drawing import (
     CELL,
     GROUPS,
@@ -23,9 +21,11 @@ from descant.trace.pictures.drawing import (
 )
 from descant.trace.pictures.figures import points, several
 from descant.trace.pictures.legend import STATES, ending, letter, progress, said_of
-from descant.trace.pictures.where import Where
+from descant.trace.pictures.selection import Where
+from descant.trace.pictures.terminal_cells import clipped, width_of, wrapped
+from descant.trace.pictures.tree_layout import Branch, Plan, counted, plan
 from descant.trace.records import Asked
-from descant.trace.words import phrase
+from descant.trace.token_text import phrase
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

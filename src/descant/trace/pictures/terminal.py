@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from descant.errors import InputError
-from descant.trace.pictures.paper import Paper
+from descant.trace.pictures.selection import PICTURES, Where
 from descant.trace.pictures.terminal_beside import terminal_beside
+from descant.trace.pictures.terminal_canvas import Paper
 from descant.trace.pictures.terminal_processors import terminal_processors
 from descant.trace.pictures.terminal_speculation import terminal_speculation
 from descant.trace.pictures.terminal_text import terminal_text
 from descant.trace.pictures.terminal_tree import terminal_tree
-from descant.trace.pictures.where import PICTURES, Where
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

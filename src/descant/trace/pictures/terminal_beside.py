@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from descant.spelling import plain, shown
-from descant.trace.pictures.cells import cells, clipped, fitted
-from descant.trace.pictures.contrast import Contrast, Side, contrast
-from descant.trace.pictures.flow import flow
-from descant.trace.pictures.paper import Paper, Span
-from descant.trace.pictures.reading import words
+from descant.tokenization.display import plain, shown
+from descant.trace.pictures.comparison import Contrast, Side, contrast
+from descant.trace.pictures.selection import Where
+from descant.trace.pictures.terminal_canvas import Paper, Span
+from descant.trace.pictures.terminal_cells import cells, clipped, fitted
 from descant.trace.pictures.terminal_text import by_row, shaded
-from descant.trace.pictures.where import Where
+from descant.trace.pictures.text_layout import flow
+from descant.trace.pictures.text_stats import words
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from descant.spelling import plain
-from descant.trace.pictures.cells import clipped, fitted, width_of
-from descant.trace.pictures.choice import Choice, Panel, choice
+from descant.tokenization.display import plain
 from descant.trace.pictures.figures import nats, percent, share
-from descant.trace.pictures.paper import Paper, Span
-from descant.trace.pictures.where import Where
+from descant.trace.pictures.processor_view import Choice, Panel, choice
+from descant.trace.pictures.selection import Where
+from descant.trace.pictures.terminal_canvas import Paper, Span
+from descant.trace.pictures.terminal_cells import clipped, fitted, width_of
 from descant.trace.records import Moved
-from descant.trace.words import phrase, word
+from descant.trace.token_text import phrase, word
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from descant.spelling import plain
-from descant.trace.pictures.cells import cells
-from descant.trace.pictures.flow import flow
-from descant.trace.pictures.guesses import forwards, positions, spaced, summary
-from descant.trace.pictures.paper import Paper, Span
+from descant.tokenization.display import plain
+from descant.trace.pictures.draft_view import forwards, positions, spaced, summary
+from descant.trace.pictures.selection import Where
+from descant.trace.pictures.terminal_canvas import Paper, Span
+from descant.trace.pictures.terminal_cells import cells
 from descant.trace.pictures.terminal_processors import bar
 from descant.trace.pictures.terminal_text import by_row, spread
-from descant.trace.pictures.where import Where
+from descant.trace.pictures.text_layout import flow
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

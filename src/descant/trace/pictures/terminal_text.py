@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from descant.spelling import plain
-from descant.trace.pictures.cells import cells
-from descant.trace.pictures.flow import Bit, flow
-from descant.trace.pictures.paper import Paper, Span
+from descant.tokenization.display import plain
 from descant.trace.pictures.paths import path_of
-from descant.trace.pictures.reading import LEAST, SHADES, figures, prompt, shade, words
-from descant.trace.pictures.where import Where
+from descant.trace.pictures.selection import Where
+from descant.trace.pictures.terminal_canvas import Paper, Span
+from descant.trace.pictures.terminal_cells import cells
+from descant.trace.pictures.text_layout import Bit, flow
+from descant.trace.pictures.text_stats import LEAST, SHADES, figures, prompt, shade, words
 from descant.trace.tree import Node
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from descant.spelling import Piece
-from descant.trace.pictures.branches import Branch, counted, plan
-from descant.trace.pictures.cells import cells, clipped, width_of, wrapped
+from descant.tokenization.display import Piece
 from descant.trace.pictures.figures import several
 from descant.trace.pictures.legend import STATES, ending, letter, progress
-from descant.trace.pictures.paper import GROUPS, Paper, Span
-from descant.trace.pictures.where import Where
+from descant.trace.pictures.selection import Where
+from descant.trace.pictures.terminal_canvas import GROUPS, Paper, Span
+from descant.trace.pictures.terminal_cells import cells, clipped, width_of, wrapped
+from descant.trace.pictures.tree_layout import Branch, counted, plan
 from descant.trace.records import Asked
-from descant.trace.words import phrase
+from descant.trace.token_text import phrase
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace

@@ -1,0 +1,69 @@
+"""The models: one where the network is the cost, one where the loop is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+__all__ = ["SUBJECTS", "Subject"]
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and how much of it makes a fair measurement."""
+
+    name: str
+    load: Callable[[], Any]
+    new: int  # tokens decoded
+    repeats: int
+
+    def model(self) -> Any:
+        """The model, with an end token that is looked for but never comes: all ways take the same steps."""
+        model = self.load().eval()
+        end = model.config.vocab_size - 1
+        with torch.no_grad():
+            model.get_output_embeddings().weight[end] = 0
+        model.generation_config = transformers.GenerationConfig(pad_token_id=0, eos_token_id=end)
+        return model
+
+
+def _tiny() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.2,  # wide enough that the likeliest token is not always the same
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config)
+
+
+def _pretrained(name: str) -> Any:
+    folder = Path(os.environ.get("DESCANT_MODELS") or _ROOT / "models") / name
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"no model in {folder}: build it with `python tools/models.py {name}`")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+SUBJECTS: Mapping[str, Subject] = {
+    subject.name: subject
+    for subject in (
+        Subject("tiny", _tiny, new=64, repeats=41),
+        Subject("smollm2", lambda: _pretrained("smollm2"), new=32, repeats=11),
+    )
+}

@@ -1,0 +1,107 @@
+"""What a call may say about speech: which language and task, when to try again, what to return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from descant.config.generation_config import GenerationConfig
+from descant.errors import ConfigError, InputError
+
+__all__ = ["ARGUMENTS", "Options", "options_of"]
+
+TASKS: Final = ("transcribe", "translate")
+CONDITIONS: Final = ("first-segment", "all-segments")
+
+# Arguments of a call alone; the others may also stand in a generation config.
+_CALL: Final = (
+    "prompt_ids", "num_segment_frames", "time_precision", "time_precision_features", "return_segments",
+    "force_unique_generate_call", "monitor_progress",
+)  # fmt: skip
+_EITHER: Final = (
+    "language", "task", "is_multilingual", "prompt_condition_type", "condition_on_prev_tokens",
+    "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold", "return_token_timestamps",
+)  # fmt: skip
+ARGUMENTS: Final = frozenset((*_CALL, *_EITHER))
+
+
+@dataclass(frozen=True)
+class Options:
+    """How audio is to be heard."""
+
+    language: str | Sequence[str] | None = None  # one for all, or one each; None: found out
+    task: str | None = None
+    is_multilingual: bool | None = None
+    prompt_ids: Tensor | None = None  # [P] what the speakers are said to have said before
+    prompt_condition_type: str = "first-segment"
+    condition_on_prev_tokens: bool = False
+    compression_ratio_threshold: float | None = None
+    logprob_threshold: float | None = None
+    no_speech_threshold: float | None = None
+    num_segment_frames: int | None = None
+    time_precision: float = 0.02  # seconds for each timestamp token
+    time_precision_features: float = 0.01  # seconds for each frame
+    return_segments: bool = False
+    return_token_timestamps: bool = False
+    force_unique_generate_call: bool = False
+    monitor_progress: Callable[[Tensor], None] | None = None
+
+
+def options_of(given: Mapping[str, Any], config: GenerationConfig) -> Options:
+    """The options of a call, those it does not give taken from its generation config, all checked."""
+    kept = {name: config.extra[name] for name in _EITHER if config.extra.get(name) is not None}
+    kept |= {name: value for name, value in given.items() if value is not None}
+    for name in ("is_multilingual", "condition_on_prev_tokens", "return_segments", "return_token_timestamps",
+                 "force_unique_generate_call"):  # fmt: skip
+        if name in kept and not isinstance(kept[name], bool):
+            raise ConfigError(name, "must be True or False", kept[name])
+    _choose("task", kept, TASKS)
+    _choose("prompt_condition_type", kept, CONDITIONS)
+    _number("compression_ratio_threshold", kept)
+    _number("logprob_threshold", kept)
+    _number("no_speech_threshold", kept, least=0.0)
+    _number("time_precision", kept, least=0.0, strictly=True)
+    _number("time_precision_features", kept, least=0.0, strictly=True)
+    if "prompt_ids" in kept:
+        kept["prompt_ids"] = _prompt(kept["prompt_ids"])
+    if "monitor_progress" in kept and not callable(kept["monitor_progress"]):
+        raise InputError("monitor_progress", "must be callable", kept["monitor_progress"])
+    options = Options(**kept)
+    if options.prompt_condition_type == "all-segments" and not options.condition_on_prev_tokens:
+        must = "needs `condition_on_prev_tokens`, for every window is to follow what was said before"
+        raise ConfigError("prompt_condition_type", must, "all-segments", "set condition_on_prev_tokens=True")
+    if options.no_speech_threshold is not None and options.logprob_threshold is None:
+        must = "needs `logprob_threshold`: silence is what is likely no speech and was heard badly"
+        raise ConfigError("no_speech_threshold", must, options.no_speech_threshold, "set both")
+    return options
+
+
+def _choose(name: str, kept: Mapping[str, Any], known: Sequence[str]) -> None:
+    if name in kept and kept[name] not in known:
+        raise ConfigError(name, f"must be one of {', '.join(map(repr, known))}", kept[name])
+
+
+def _number(name: str, kept: dict[str, Any], least: float | None = None, strictly: bool = False) -> None:
+    if name not in kept:
+        return
+    value = kept[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(name, "must be a number", value)
+    if least is not None and (value < least or (strictly and value == least)):
+        raise ConfigError(name, f"must be {'>' if strictly else '>='} {least:g}", value)
+    kept[name] = float(value)
+
+
+def _prompt(given: Any) -> Tensor:
+    """The tokens of a prompt [P]."""
+    try:
+        ids = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError("prompt_ids", "must be one sequence of token ids", given) from None
+    if ids.ndim != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InputError("prompt_ids", "must be one sequence of token ids", given)
+    return ids.long()

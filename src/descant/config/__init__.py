@@ -1,0 +1,1 @@
+"""Generation parameters: `GenerationConfig`, its fields, their validation, and the Hub client."""

@@ -1,0 +1,124 @@
+"""What a revision of a repository means: asked of the Hub once, remembered beside the cached files.
+
+What was seen is kept in the repository's folder of the cache: in `refs/`, where the Hub's own clients keep it
+too, and in `listings/`, so that offline it is known whether all of a commit's files are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from descant.config.hub.client import ONLINE, Token, api, ask, offline
+from descant.config.hub.names import SHA, checked, refuse_file
+from descant.errors import HubError, plain
+
+__all__ = ["Commit", "asked", "folder", "listed", "resolve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit, and its files with their sizes in bytes."""
+
+    repo: str
+    sha: str
+    files: Mapping[str, int]
+
+
+def resolve(repo: str, revision: str | None = None, *, token: Token = None) -> Commit:
+    """The commit that a branch, a tag or a hash means (None: the newest on main); offline, as last seen."""
+    wanted = checked(repo, revision)
+    known = listed(repo, wanted) if SHA.fullmatch(wanted) else None
+    if known is not None:
+        return known
+    if offline():
+        return _last_seen(repo, wanted)
+    commit = asked(repo, wanted, token)
+    # A cache that cannot be written costs the next call a question, no more.
+    with contextlib.suppress(OSError):
+        _remember(commit, wanted)
+    return commit
+
+
+def asked(repo: str, revision: str, token: Token) -> Commit:
+    """What the Hub says of a revision, if it says it of this very repository."""
+    from huggingface_hub import constants
+
+    wait = constants.HF_HUB_ETAG_TIMEOUT
+    said = ask(
+        repo,
+        lambda: api().model_info(repo, revision=revision, files_metadata=True, timeout=wait, token=token),
+    )
+    if said.id != repo:
+        do = "look at what it is now, and use that name"
+        raise HubError(repo, f"it answers as `{plain(said.id)}`, renamed or moved: {do}")
+    if not isinstance(said.sha, str) or not SHA.fullmatch(said.sha):
+        raise HubError(repo, f"the Hub names no commit for revision {plain(revision)}: {plain(said.sha)}")
+    files: dict[str, int] = {}
+    for sibling in said.siblings or ():
+        refuse_file(repo, sibling.rfilename)
+        # A mirror may not say sizes; a download is measured again.
+        files[sibling.rfilename] = sibling.size if isinstance(sibling.size, int) else 0
+    return Commit(repo, said.sha, files)
+
+
+def folder(repo: str) -> Path:
+    """Where the Hub's clients cache a repository."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{repo.replace('/', '--')}"
+
+
+def _remember(commit: Commit, revision: str) -> None:
+    listing = json.dumps({"sha": commit.sha, "files": dict(commit.files)}, sort_keys=True)
+    _write(folder(commit.repo) / "listings" / f"{commit.sha}.json", listing)
+    if revision != commit.sha:
+        _write(folder(commit.repo) / "refs" / revision, commit.sha)
+
+
+def _write(path: Path, text: str) -> None:
+    """A small file, all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(draft).replace(path)
+    finally:
+        Path(draft).unlink(missing_ok=True)
+
+
+def listed(repo: str, sha: str) -> Commit | None:
+    """A commit as it was seen before; it can never have changed."""
+    path = folder(repo) / "listings" / f"{sha}.json"
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        files = {name: int(size) for name, size in said["files"].items()}
+        sound = said["sha"] == sha
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise HubError(repo, f"what the cache knows of commit {sha[:12]} is damaged: delete {plain(path)}")
+    for name in files:
+        refuse_file(repo, name)
+    return Commit(repo, sha, files)
+
+
+def _last_seen(repo: str, revision: str) -> Commit:
+    sha = revision
+    if not SHA.fullmatch(sha):
+        try:
+            sha = (folder(repo) / "refs" / revision).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            sha = ""
+    known = listed(repo, sha) if SHA.fullmatch(sha) else None
+    if known is None:
+        raise HubError(repo, f"revision {plain(revision)} is not cached, and the client is offline; {ONLINE}")
+    return known

@@ -1,0 +1,1 @@
+"""The table of rows, the records of a step, the interfaces, and counter-based random numbers."""

@@ -1,0 +1,1 @@
+"""Decoding methods: processors, strategies, drafters, guidance, constraints, stopping, watermarks."""

@@ -1,0 +1,9 @@
+"""Constraints: what a beam's text must come to hold."""
+
+from descant.decoding.constraints.base import Constraint
+from descant.decoding.constraints.disjunctive import DisjunctiveConstraint
+from descant.decoding.constraints.phrasal import PhrasalConstraint
+from descant.decoding.constraints.state import ConstraintListState
+from descant.decoding.constraints.words import forced
+
+__all__ = ["Constraint", "ConstraintListState", "DisjunctiveConstraint", "PhrasalConstraint", "forced"]

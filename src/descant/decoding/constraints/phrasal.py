@@ -1,0 +1,25 @@
+"""The phrase: tokens that must stand in the text, one right after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from descant.decoding.constraints.automaton import Contained
+from descant.decoding.constraints.base import phrase_of
+
+__all__ = ["PhrasalConstraint"]
+
+
+class PhrasalConstraint(Contained):
+    """The demand that the text holds this phrase."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = phrase_of("token_ids", token_ids)
+        super().__init__([self.token_ids])
+
+    def advance(self) -> int | None:
+        """The next token of the phrase."""
+        return None if self.completed else self.token_ids[self._automaton.depth[self._node]]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.token_ids})"

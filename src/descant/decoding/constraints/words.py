@@ -1,0 +1,32 @@
+"""Forced words: the short way to write constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from descant.decoding.constraints.base import Constraint
+from descant.decoding.constraints.disjunctive import DisjunctiveConstraint
+from descant.decoding.constraints.phrasal import PhrasalConstraint
+from descant.errors import InputError
+
+__all__ = ["forced"]
+
+
+def forced(words: Sequence[Any]) -> list[Constraint]:
+    """The constraints of `force_words_ids`: a phrase for each list of token ids, a disjunction for each list
+    of such lists.
+    """
+    must = "must be a non-empty list of words, each a list of token ids or a list of such lists"
+    if not isinstance(words, list | tuple) or not words:
+        raise InputError("force_words_ids", must, words)
+    made: list[Constraint] = []
+    for word in words:
+        if not isinstance(word, list | tuple):
+            raise InputError("force_words_ids", must, words)
+        try:
+            choice = any(isinstance(part, list | tuple) for part in word)
+            made.append(DisjunctiveConstraint(word) if choice else PhrasalConstraint(word))
+        except InputError as error:
+            raise InputError("force_words_ids", must, words, str(error)) from None
+    return made

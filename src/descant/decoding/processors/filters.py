@@ -1,0 +1,313 @@
+"""Filters: they scale the distribution or cut its tail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from descant.config.generation_config import GenerationConfig
+from descant.core.context import Context, Prompt
+from descant.decoding.processors.base import LogitsProcessor, number
+from descant.errors import InputError
+
+__all__ = [
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+]
+
+NEVER = -torch.inf
+SHARE = 64  # of so many tokens only the best is looked at first
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """The `count` best scores of each line, the best first [N, count]."""
+    wide = scores.shape[1] // SHARE
+    if count * 4 > wide:
+        return scores.topk(count).values
+    shares = _shares(scores)
+    # The best of all tokens are in the shares whose own bests are the best.
+    where = shares.amax(1).topk(count, sorted=False).indices  # [N, count]
+    few = shares.gather(2, where[:, None].expand(-1, SHARE, -1)).flatten(1)
+    return torch.cat((few, scores[:, SHARE * wide :]), 1).topk(count).values
+
+
+def _shares(scores: Tensor) -> Tensor:
+    """The scores by share, without those of the last tokens, too few for all shares: [N, SHARE, wide]."""
+    wide = scores.shape[1] // SHARE
+    return scores[:, : SHARE * wide].view(len(scores), SHARE, wide)
+
+
+def reaching(scores: Tensor, least: Tensor | float) -> tuple[Tensor, Tensor] | None:
+    """The possible scores of at least `least` [N, 1] and their tokens, both [N, W].
+
+    They are in their order, before -inf and -1. None if there are many, or if it takes more than it
+    saves to find out: the host must know how many, which is free only on the host.
+    """
+    size, lowest = scores.shape[1], torch.finfo(scores.dtype).min
+    wide = size // SHARE
+    if scores.device.type != "cpu" or wide < SHARE:
+        return None
+    least = lowest if isinstance(least, float) else least.clamp(min=lowest)
+    used = ~(_shares(scores).amax(1) < least)  # [N, wide], also where there is NaN
+    most = max(1, int(used.sum(1).max()))
+    if most * 4 > wide:
+        return None
+    where = used.to(torch.uint8).topk(most).indices.sort(1).values  # [N, most]
+    first = torch.arange(0, SHARE * wide, wide)[:, None]
+    rest = torch.arange(SHARE * wide, size).expand(len(scores), -1)
+    tokens = torch.cat(((first + where[:, None]).flatten(1), rest), 1)  # [N, S] ascending
+    values = scores.gather(1, tokens)
+    good = ~(values < least)
+    rank = good.cumsum(1)
+    room = int(rank[:, -1].max())
+    # A sum of floats depends on its grouping. Sorted, every score stands where it stands in the whole line,
+    # modulo the widest registers and never in less than one, so that the sums have the same bits.
+    room += (size - room) % SHARE + SHARE
+    place = torch.where(good, rank - 1, room)
+    packed = scores.new_full((len(scores), room + 1), NEVER).scatter_(1, place, values)
+    ids = tokens.new_full((len(scores), room + 1), -1).scatter_(1, place, tokens)
+    return packed[:, :room], ids[:, :room]
+
+
+def only(scores: Tensor, values: Tensor, ids: Tensor) -> Tensor:
+    """Those values [N, W] at those tokens, and -inf at all others; -1 is no token."""
+    some = ids.argmax(1, keepdim=True)
+    # A place without a token writes what another's writes; a line without any is -inf as it was.
+    values = torch.where(ids >= 0, values, values.gather(1, some))
+    ids = torch.where(ids >= 0, ids, ids.gather(1, some)).clamp(min=0)
+    return torch.full_like(scores, NEVER).scatter_(1, ids, values)
+
+
+def floor(context: Context, scores: Tensor) -> Tensor:
+    """The score of the last of a line's `min_tokens_to_keep` best [N, 1]."""
+    keep = context.param("min_tokens_to_keep").clamp(1, scores.shape[1])
+    most = min(context.largest("min_tokens_to_keep"), scores.shape[1])
+    return best(scores, most).gather(1, keep - 1)
+
+
+class TemperatureLogitsWarper(LogitsProcessor):
+    """Divides the scores by `temperature`: below 1 sharper, above 1 flatter."""
+
+    reads = ("temperature",)
+
+    def __init__(self, temperature: float) -> None:
+        if number("temperature", temperature, 0.0) <= 0:
+            raise InputError(
+                "temperature", "must be > 0", temperature, "for greedy search use do_sample=False"
+            )
+        self.temperature = float(temperature)
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """The scores scaled."""
+        return scores / context.param("temperature")
+
+
+class TopKLogitsWarper(LogitsProcessor):
+    """Keeps the `top_k` best scores of a line, and whatever ties with the last of them."""
+
+    reads = ("top_k",)
+    filter_value = NEVER
+
+    def __init__(self, top_k: int, filter_value: float = NEVER, min_tokens_to_keep: int = 1) -> None:
+        number("top_k", top_k, 1, whole=True)
+        number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+        self.top_k = max(top_k, min_tokens_to_keep)
+        self.min_tokens_to_keep = min_tokens_to_keep
+        self.filter_value = filter_value
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """The scores below the line's k-th best are gone."""
+        size = scores.shape[-1]
+        keep = torch.maximum(context.param("top_k"), context.param("min_tokens_to_keep")).clamp(max=size)
+        most = min(max(context.largest("top_k"), context.largest("min_tokens_to_keep")), size)
+        least = best(scores, most).gather(1, keep - 1)
+        few = reaching(scores, least) if self.filter_value == NEVER else None
+        if few is None:
+            return scores.masked_fill(scores < least, self.filter_value)
+        return only(scores, *few)
+
+
+class TopPLogitsWarper(LogitsProcessor):
+    """Keeps the fewest best tokens whose probabilities reach `top_p` (Holtzman et al. 2020).
+
+    Of equal scores the first tokens go first.
+    """
+
+    filter_value = NEVER
+
+    def __init__(self, top_p: float, filter_value: float = NEVER, min_tokens_to_keep: int = 1) -> None:
+        self.top_p = float(number("top_p", top_p, 0.0, 1.0))
+        self.tail = 1.0 - self.top_p  # here and not on the device, where float32 would round the difference
+        self.min_tokens_to_keep = number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+        self.filter_value = filter_value
+
+    @classmethod
+    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
+        """The mass of the tail that goes."""
+        return {"tail": 1.0 - config.top_p}
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """The tail whose mass is at most 1 - `top_p` is gone."""
+        few = reaching(scores, NEVER) if self.filter_value == NEVER else None
+        if few is None and scores.device.type == "cpu" and scores.dtype == torch.float32:
+            return scores.masked_fill(_below(context, scores), self.filter_value)
+        ascending, order = (scores if few is None else few[0]).sort(descending=False, stable=True)
+        drop = ascending.softmax(-1).cumsum(-1) <= context.param("tail")
+        most = min(context.largest("min_tokens_to_keep"), ascending.shape[-1])
+        last = torch.arange(most - 1, -1, -1, device=scores.device)
+        drop[:, -most:] &= last >= context.param("min_tokens_to_keep")
+        if few is None:
+            return scores.masked_fill(drop.scatter(1, order, drop), self.filter_value)
+        return only(scores, ascending.masked_fill(drop, NEVER), few[1].gather(1, order))
+
+
+def _below(context: Context, scores: Tensor) -> Tensor:
+    """Which tokens are in the tail [N, V]; on the host values alone are sorted in a tenth of the time."""
+    size = scores.shape[1]
+    ascending = torch.from_numpy(np.sort(scores.detach().contiguous().numpy(), axis=1))
+    mass = ascending.softmax(-1).cumsum(-1)
+    gone = torch.searchsorted(mass, context.param("tail"), right=True)  # [N, 1] how many go
+    gone = gone.minimum(size - context.param("min_tokens_to_keep")).clamp(min=0)
+    gone = torch.where(mass[:, -1:].isnan(), 0, gone)
+    least = ascending.gather(1, gone)
+    drop = scores < least
+    # Where the cut is between equal scores, the first tokens go.
+    equal = gone - torch.searchsorted(ascending, least)
+    if bool((equal > 0).any()):
+        level = scores == least
+        drop |= level & (level.cumsum(1) <= equal)
+    return drop
+
+
+class MinPLogitsWarper(LogitsProcessor):
+    """Keeps tokens at least `min_p` times as likely as the likeliest (Nguyen et al. 2024)."""
+
+    reads = ("min_p",)
+    filter_value = NEVER
+
+    def __init__(self, min_p: float, filter_value: float = NEVER, min_tokens_to_keep: int = 1) -> None:
+        self.min_p = float(number("min_p", min_p, 0.0, 1.0))
+        self.min_tokens_to_keep = number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+        self.filter_value = filter_value
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """What falls below the scaled peak is gone."""
+        probabilities = scores.softmax(-1)
+        drop = probabilities < context.param("min_p") * probabilities.amax(-1, keepdim=True)
+        if context.largest("min_tokens_to_keep") > 1:  # the likeliest is safe
+            drop &= ~_strongest(context, scores)
+        return scores.masked_fill(drop, self.filter_value)
+
+
+def _strongest(context: Context, scores: Tensor) -> Tensor:
+    """A line's `min_tokens_to_keep` best tokens, of equal ones the first [N, V]."""
+    least = floor(context, scores)
+    above, level = scores > least, scores == least
+    missing = context.param("min_tokens_to_keep") - above.sum(1, keepdim=True)
+    return above | (level & (level.cumsum(1) <= missing))
+
+
+class TypicalLogitsWarper(LogitsProcessor):
+    """Keeps the fewest tokens of mass `mass` that say about as much as is expected (Meister et al. 2022).
+
+    Tokens are taken by how far their information, -log p, is from the entropy; ties with the last stay.
+    """
+
+    reads = ("typical_p",)
+    filter_value = NEVER
+
+    def __init__(self, mass: float = 0.9, filter_value: float = NEVER, min_tokens_to_keep: int = 1) -> None:
+        self.typical_p = _fraction("mass", mass)
+        self.min_tokens_to_keep = number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+        self.filter_value = filter_value
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """What is too certain or too surprising is gone."""
+        law = scores.log_softmax(-1)
+        entropy = -(law * law.exp()).nansum(-1, keepdim=True)
+        oddity, order = (-law - entropy).abs().sort(stable=True)
+        mass = scores.gather(1, order).softmax(-1).cumsum(-1)
+        last = (mass < context.param("typical_p")).sum(1, keepdim=True).clamp(max=scores.shape[1] - 1)
+        drop = oddity > oddity.gather(1, last)
+        drop &= torch.arange(scores.shape[1], device=scores.device) >= context.param("min_tokens_to_keep")
+        return scores.masked_fill(drop.scatter(1, order, drop), self.filter_value)
+
+
+class EpsilonLogitsWarper(LogitsProcessor):
+    """Keeps tokens of at least the probability `epsilon` (Hewitt et al. 2022)."""
+
+    reads = ("epsilon_cutoff",)
+    filter_value = NEVER
+
+    def __init__(self, epsilon: float, filter_value: float = NEVER, min_tokens_to_keep: int = 1) -> None:
+        self.epsilon_cutoff = _fraction("epsilon", epsilon)
+        self.min_tokens_to_keep = number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+        self.filter_value = filter_value
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """What is less likely is gone."""
+        drop = scores.softmax(-1) < context.param("epsilon_cutoff")
+        return scores.masked_fill(drop & (scores < floor(context, scores)), self.filter_value)
+
+
+class EtaLogitsWarper(LogitsProcessor):
+    """Keeps tokens of at least a probability that falls as the entropy grows (Hewitt et al. 2022).
+
+    The bound is `min(epsilon, sqrt(epsilon) * exp(-entropy))`.
+    """
+
+    reads = ("eta_cutoff",)
+    filter_value = NEVER
+
+    def __init__(
+        self,
+        epsilon: float,
+        filter_value: float = NEVER,
+        min_tokens_to_keep: int = 1,
+        device: str = "cpu",  # noqa: ARG002
+    ) -> None:
+        self.eta_cutoff = _fraction("epsilon", epsilon)
+        self.min_tokens_to_keep = number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+        self.filter_value = filter_value
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """What is less likely is gone."""
+        probabilities, law = scores.softmax(-1), scores.log_softmax(-1)
+        # What is impossible adds nothing to the entropy, though 0 * -inf is no number.
+        entropy = -(law.clamp(min=torch.finfo(law.dtype).min) * probabilities).sum(-1, keepdim=True)
+        epsilon = context.param("eta_cutoff")
+        drop = probabilities < torch.minimum(epsilon, epsilon.sqrt() * torch.exp(-entropy))
+        return scores.masked_fill(drop & (scores < floor(context, scores)), self.filter_value)
+
+
+def _fraction(name: str, value: Any) -> float:
+    if not 0 < number(name, value, 0.0, 1.0) < 1:
+        raise InputError(name, "must be > 0 and < 1", value)
+    return float(value)
+
+
+class InfNanRemoveLogitsProcessor(LogitsProcessor):
+    """Makes every score finite: NaN becomes 0, infinities the largest and smallest numbers."""
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:  # noqa: ARG002
+        """The scores without NaN and infinities."""
+        limits = torch.finfo(scores.dtype)
+        return scores.nan_to_num(nan=0.0, posinf=limits.max, neginf=limits.min)
+
+
+class LogitNormalization(LogitsProcessor):
+    """Turns scores into log-probabilities."""
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:  # noqa: ARG002
+        """The scores less their log-sum-exp."""
+        return scores.log_softmax(-1)

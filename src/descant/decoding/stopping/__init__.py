@@ -1,0 +1,1 @@
+"""Stop conditions: the checker that ends rows, and the documented `StoppingCriteria`."""

@@ -1,0 +1,218 @@
+"""A picture of detections: every token coloured by its evidence, in one HTML file that fetches nothing."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from descant.decoding.watermark.explain import facts, meaning, number
+from descant.decoding.watermark.spans import STRONGEST, Part, parts, visible
+
+if TYPE_CHECKING:
+    from descant.decoding.watermark.detection import Detection
+
+__all__ = ["page"]
+
+_SYMBOLS: Final = {"marked": "●", "not marked": "○", "too short to tell": "?"}
+_KINDS: Final = {"marked": "yes", "not marked": "no", "too short to tell": "open"}
+_SMOOTH: Final = 25  # scored tokens whose mean is a point of the curve
+_WIDTH, _HEIGHT, _EDGE = 1000, 120, 6  # of the curve, in the units of its view box
+
+# The colours are told apart by hue; the underlines, solid or dotted and thin or thick, say the same without.
+_STYLE: Final = """
+:root { color-scheme: light dark; --ink: #1f2328; --dim: #59636e; --paper: #fff; --card: #f6f8fa;
+  --line: #d1d9e0; --for: 26 127 55; --against: 207 34 46; --edge: #0969da }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --dim: #9198a1; --paper: #0d1117;
+  --card: #151b23; --line: #3d444d; --for: 63 185 80; --against: 248 81 73; --edge: #4493f8 } }
+* { box-sizing: border-box }
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 62rem; color: var(--ink);
+  background: var(--paper); font: 16px/1.5 system-ui, sans-serif }
+h1 { font-size: 1.5rem; margin: 0 0 1rem } h2 { font-size: 1.1rem; margin: 0; overflow-wrap: anywhere }
+section { margin-top: 2.5rem } header { display: flex; flex-wrap: wrap; gap: .75rem; align-items: center }
+.badge { padding: .1rem .75rem; border: 1.5px solid currentColor; border-radius: 2rem; font-weight: 600 }
+.yes { color: rgb(var(--for)) } .no { color: var(--dim) } .open { color: var(--edge) }
+dl { display: flex; flex-wrap: wrap; gap: .6rem 2.5rem; margin: 1rem 0; padding: 1rem 1.25rem;
+  background: var(--card); border: 1px solid var(--line); border-radius: .6rem }
+dt { color: var(--dim); font-size: .8rem } dd { margin: 0; overflow-wrap: anywhere;
+  font-variant-numeric: tabular-nums }
+.means { max-width: 48rem } .note, figcaption { color: var(--dim); font-size: .85rem }
+figure { margin: 1.25rem 0 } svg { display: block; width: 100%; height: 7.5rem }
+.text { margin: 1rem 0; padding: 1.25rem; border: 1px solid var(--line); border-radius: .6rem;
+  font: 15px/2 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere }
+.text span, .legend span { unicode-bidi: isolate; border-radius: .2rem; padding: .1em 0 }
+.text span { margin-right: 1px } .text i { color: var(--dim); font-style: normal; user-select: none }
+.none { color: var(--dim) } .zero { box-shadow: inset 0 0 0 1px var(--line) }
+.f1, .f2, .f3 { border-bottom: 1px solid rgb(var(--for)); background: rgb(var(--for) / .12) }
+.f2 { border-bottom-width: 2px; background: rgb(var(--for) / .26) }
+.f3 { border-bottom-width: 3px; background: rgb(var(--for) / .42) }
+.a1, .a2, .a3 { border-bottom: 1px dotted rgb(var(--against)); background: rgb(var(--against) / .1) }
+.a2 { border-bottom-width: 2px; background: rgb(var(--against) / .2) }
+.a3 { border-bottom-width: 3px; background: rgb(var(--against) / .34) }
+mark { color: inherit; background: none; outline: 2px solid var(--edge); outline-offset: 3px;
+  border-radius: .2rem; box-decoration-break: clone; -webkit-box-decoration-break: clone }
+.legend { display: flex; flex-wrap: wrap; gap: .4rem 1.25rem; font-size: .85rem }
+.legend span { padding: .1rem .5rem; font-family: ui-monospace, monospace }
+details { font-size: .85rem } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { text-align: left; padding: .15rem 1rem .15rem 0; border-bottom: 1px solid var(--line);
+  white-space: pre }
+"""
+
+
+def page(
+    detections: Sequence[Detection],
+    texts: Sequence[str | Sequence[str]],
+    names: Sequence[str] | None = None,
+) -> str:
+    """One HTML page with a section for each detection and the text it was made of.
+
+    A text is a string, into which the detection's offsets point, or the strings of its tokens.
+    """
+    titles = [f"Text {place}" for place in range(1, len(texts) + 1)] if names is None else names
+    sections = [
+        _section(place, *one) for place, one in enumerate(zip(detections, texts, titles, strict=True))
+    ]
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            '<meta charset="utf-8">',
+            # The text is anybody's: whatever slipped through could still not run or call out.
+            '<meta http-equiv="Content-Security-Policy" '
+            "content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            "<title>Watermark evidence</title>",
+            f"<style>{_STYLE}</style>",
+            "<h1>Watermark evidence</h1>",
+            *sections,
+            "</html>\n",
+        ]
+    )
+
+
+def _section(place: int, detection: Detection, text: str | Sequence[str], title: str) -> str:
+    shown = parts(detection, text)
+    figures = [
+        f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd></div>"
+        for name, value in facts(detection)
+        if name != "verdict"
+    ]
+    kind = _KINDS[detection.verdict]
+    return "\n".join(
+        [
+            f'<section aria-labelledby="text-{place}">',
+            f'<header><h2 id="text-{place}">{_escaped(title)}</h2>'
+            f'<span class="badge {kind}">{_SYMBOLS[detection.verdict]} {_escaped(detection.verdict)}</span>'
+            "</header>",
+            f"<dl>{''.join(figures)}</dl>",
+            f'<p class="means">{_escaped(meaning(detection))}</p>',
+            *_curve(detection),
+            _legend(detection),
+            f'<div class="text">{_text(shown)}</div>',
+            _table(shown),
+            "</section>",
+        ]
+    )
+
+
+def _text(shown: Sequence[Part]) -> str:
+    """The text, a span for each part; the passage that a windowed detection found has an outline."""
+    pieces, inside = [], False
+    for part in shown:
+        if part.inside != inside:
+            inside = part.inside
+            pieces.append("<mark>" if inside else "</mark>")
+        body = _escaped(part.text).replace("\n", '<i aria-hidden="true">↵</i>\n')
+        if part.tokens:
+            title = _escaped("\n".join(part.titles))
+            pieces.append(f'<span class="{_kind(part)}" title="{title}">{body}</span>')
+        else:
+            pieces.append(body)
+    return "".join(pieces) + ("</mark>" if inside else "")
+
+
+def _kind(part: Part) -> str:
+    """The class of a part in the style sheet."""
+    if part.level is None:
+        return "none"
+    return f"{'f' if part.level > 0 else 'a'}{abs(part.level)}" if part.level else "zero"
+
+
+def _legend(detection: Detection) -> str:
+    if detection.scheme == "green list":
+        entries = [("f2", "green", "on the green list"), ("a2", "red", "not on it")]
+    else:
+        entries = [
+            (f"f{STRONGEST}", "high", "speaks for the mark"),
+            ("f1", "above", "a little"),
+            ("zero", "even", "as in unmarked text"),
+            ("a1", "below", "a little"),
+            (f"a{STRONGEST}", "low", "speaks against it"),
+        ]
+    entries.append(("none", "grey", "not scored: nothing before it, or asked before"))
+    items = [f'<div><span class="{kind}">{word}</span> {about}</div>' for kind, word, about in entries]
+    if detection.span is not None:
+        items.append("<div><mark>outlined</mark>&nbsp; the passage found</div>")
+    return f'<div class="legend" aria-label="Legend">{"".join(items)}</div>'
+
+
+def _table(shown: Sequence[Part]) -> str:
+    """Every token in words, for those who do not see the colours."""
+    lines = [
+        f"<tr><td>{token}</td><td>{_escaped(title)}</td></tr>"
+        for part in shown
+        for token, title in zip(part.tokens, part.titles, strict=True)
+    ]
+    head = "<tr><th>place</th><th>token, id and value</th></tr>"
+    return f"<details><summary>All tokens as a table</summary><table>{head}{''.join(lines)}</table></details>"
+
+
+def _curve(detection: Detection) -> list[str]:
+    """The mean value of neighbouring tokens along the text, over the level of unmarked text."""
+    places = np.flatnonzero(detection.evidence.scored)
+    if len(places) < 2 * _SMOOTH or not isfinite(detection.expected):
+        return []
+    sums = np.cumsum(np.concatenate(([0.0], detection.evidence.value[places])))
+    means = (sums[_SMOOTH:] - sums[:-_SMOOTH]) / _SMOOTH
+    middles = places[_SMOOTH // 2 : _SMOOTH // 2 + len(means)]
+    low, high = min(float(means.min()), detection.expected), max(float(means.max()), detection.expected)
+    room, across = (high - low) or 1.0, max(len(detection.ids) - 1, 1)
+
+    def x(token: float) -> str:
+        return f"{_WIDTH * token / across:.1f}"
+
+    def y(value: float) -> str:
+        return f"{_EDGE + (_HEIGHT - 2 * _EDGE) * (high - value) / room:.1f}"
+
+    line = " ".join(f"{x(token)},{y(value)}" for token, value in zip(middles, means, strict=True))
+    band = ""
+    if detection.span is not None:
+        first, last = detection.span
+        band = (
+            f'<rect x="{x(first)}" y="0" width="{_WIDTH * (last - 1 - first) / across:.1f}" '
+            f'height="{_HEIGHT}" style="fill:var(--edge)" opacity=".12"/>'
+        )
+    level = y(detection.expected)
+    words = (
+        f"Mean value of {_SMOOTH} neighbouring scored tokens along the text, {number(float(means.min()))} to "
+        f"{number(float(means.max()))}; dashed: unmarked text, {number(detection.expected)}."
+    )
+    return [
+        "<figure>",
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{words}">{band}'
+        f'<line x1="0" x2="{_WIDTH}" y1="{level}" y2="{level}" stroke-dasharray="6 5" '
+        'style="stroke:var(--dim)" vector-effect="non-scaling-stroke"/>'
+        f'<polyline points="{line}" fill="none" style="stroke:rgb(var(--for))" stroke-width="2" '
+        'stroke-linejoin="round" vector-effect="non-scaling-stroke"/></svg>',
+        f"<figcaption>{words}</figcaption>",
+        "</figure>",
+    ]
+
+
+def _escaped(text: str) -> str:
+    return html.escape(visible(text))

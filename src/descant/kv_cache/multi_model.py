@@ -1,0 +1,44 @@
+"""The caches of several models that are fed the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from descant.core.interfaces import Cache
+
+__all__ = ["SeveralCaches"]
+
+
+class SeveralCaches:
+    """A cache for each of several models, all of which follow the rows."""
+
+    rewind: int | None
+
+    def __init__(self, parts: Sequence[Cache]) -> None:
+        self.parts = tuple(parts)
+        limits = [part.rewind for part in self.parts if part.rewind is not None]
+        self.rewind = min(limits, default=None)
+        self._lengths = torch.zeros(0, dtype=torch.long)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many positions each row holds [R] (host), in every part."""
+        return self._lengths
+
+    def extend(self, rows: int) -> None:
+        """Append empty rows."""
+        self._lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))
+        for part in self.parts:
+            part.extend(rows)
+
+    def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
+        """New row `i` is old row `parents[i]` cut to `lengths[i]`."""
+        self._lengths = lengths
+        for part in self.parts:
+            part.commit(parents, lengths)

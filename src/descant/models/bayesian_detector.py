@@ -1,0 +1,172 @@
+"""The Bayesian detector of a tournament's mark: how likely a text is marked, given its g-values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
+from transformers.utils.generic import ModelOutput
+
+from descant.errors import InputError
+from descant.models.loading import quiet
+from descant.models.weights import Weights, first_line
+
+__all__ = [
+    "BayesianDetectorConfig",
+    "BayesianDetectorModel",
+    "BayesianWatermarkDetectorModelOutput",
+    "read_detector",
+    "write_detector",
+]
+
+_START: Final = -2.5  # of `beta`: at first few rounds are taken to have had two different tokens
+_EDGE: Final = 1e-5  # how near to 0 and 1 a prior or a posterior in a loss may come
+
+
+class BayesianDetectorConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
+    """What a Bayesian detector is: its rounds, its prior, and for which model and key it was trained.
+
+    `key_fingerprint` tells the key where `watermarking_config`, which holds it, is not stored; `threshold` is
+    the posterior that 1 % of unmarked texts exceed, and `figures` are what validation has shown.
+    """
+
+    def __init__(self, watermarking_depth: int | None = None, base_rate: float = 0.5, **kwargs: Any) -> None:
+        self.watermarking_depth = watermarking_depth
+        self.base_rate = base_rate
+        self.model_name: str | None = None
+        self.watermarking_config: dict[str, Any] | None = None
+        self.key_fingerprint: str | None = None
+        self.threshold: float | None = None
+        self.figures: dict[str, Any] | None = None
+        super().__init__(**kwargs)
+
+    def set_detector_information(self, model_name: str | None, watermarking_config: Any) -> None:
+        """Note its model and the settings (an object or a dict), which are saved with it, keys and all."""
+        self.model_name = model_name
+        if watermarking_config is not None and not isinstance(watermarking_config, Mapping):
+            watermarking_config = watermarking_config.to_dict()
+        self.watermarking_config = watermarking_config
+
+
+@dataclass
+class BayesianWatermarkDetectorModelOutput(ModelOutput):
+    """The posteriors [B] that texts are marked, and the loss where labels were given."""
+
+    loss: Tensor | None = None
+    posterior_probabilities: Tensor | None = None
+
+
+class _Rounds(nn.Module):
+    """How likely two different tokens met in each round of the tournament, by the g-values before it."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.full((1, 1, depth), _START))
+        self.delta = nn.Parameter(torch.zeros(1, 1, depth, depth))  # of round (row) on earlier round (column)
+
+    def forward(self, g_values: Tensor) -> Tensor:
+        """Probabilities [..., D] for g-values [..., D]."""
+        earlier = self.delta[0, 0].tril(-1).to(g_values.dtype)
+        return torch.sigmoid(F.linear(g_values, earlier, self.beta[0, 0].to(g_values.dtype)))
+
+
+class BayesianDetectorModel(PreTrainedModel):  # type: ignore[no-untyped-call]
+    """The posterior that a text is marked, given its g-values (Dathathri et al. 2024, Nature 634).
+
+    Unmarked text has g-values of 0 and 1 in equal parts. In a round between two different tokens the marked
+    one is 1 in three of four cases, in a round of a token against itself in two of four. How often tokens
+    differ is learnt, for each round from the g-values before it.
+    """
+
+    config_class = BayesianDetectorConfig
+    base_model_prefix = "model"
+
+    def __init__(self, config: BayesianDetectorConfig) -> None:
+        super().__init__(config)
+        depth, rate = config.watermarking_depth, config.base_rate
+        if type(depth) is not int or depth < 1:
+            raise InputError("watermarking_depth", "must be an integer >= 1", depth, "count the keys")
+        if not 0.0 < rate < 1.0:
+            raise InputError("base_rate", "must be between 0 and 1, neither of them", rate)
+        self.watermarking_depth, self.base_rate = depth, rate
+        self.likelihood_model_watermarked = _Rounds(depth)
+        self.prior = nn.Parameter(torch.tensor([float(rate)]))
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # Without chance: a logistic regression has no symmetry to break, and nobody's generator is asked.
+        if isinstance(module, _Rounds):
+            initialization.constant_(module.beta, _START)
+            initialization.zeros_(module.delta)
+        elif module is self:
+            initialization.constant_(self.prior, float(self.base_rate))
+
+    def forward(
+        self,
+        g_values: Tensor,
+        mask: Tensor,
+        labels: Tensor | None = None,
+        loss_batch_weight: float = 1,
+        return_dict: bool = False,
+    ) -> tuple[Tensor, ...] | BayesianWatermarkDetectorModelOutput:
+        """Posteriors [B] of texts with g-values [B, L, D], 0 or 1, that count where the mask [B, L] is 1.
+
+        With `labels` [B] a loss too: the cross entropy and `loss_batch_weight` times the squares of `delta`.
+        """
+        posterior = torch.sigmoid(self.log_odds(g_values, mask))
+        loss = None
+        if labels is not None:
+            entropy = F.binary_cross_entropy(posterior.clamp(_EDGE, 1 - _EDGE), labels.to(posterior.dtype))
+            loss = entropy + loss_batch_weight * self.likelihood_model_watermarked.delta.square().sum()
+        if return_dict:
+            return BayesianWatermarkDetectorModelOutput(loss=loss, posterior_probabilities=posterior)
+        return (posterior,) if loss is None else (posterior, loss)
+
+    def log_odds(self, g_values: Tensor, mask: Tensor) -> Tensor:
+        """The logits of the posteriors [B], which still tell texts apart where those are all but 1."""
+        if g_values.ndim != 3 or g_values.shape[2] != self.watermarking_depth:
+            must = f"must be [texts, tokens, {self.watermarking_depth}], one value a round"
+            raise InputError("g_values", must, g_values)
+        if mask.shape != g_values.shape[:2]:
+            raise InputError("mask", f"must be {list(g_values.shape[:2])}, as `g_values`", mask)
+        values = g_values.to(torch.promote_types(self.prior.dtype, torch.float32))
+        # Against 1/2 in unmarked text: 3/4 or 1/4 where the tokens differ, 1/2 where they do not.
+        odds = torch.log1p((values - 0.5) * self.likelihood_model_watermarked(values))  # [B, L, D]
+        prior = torch.logit(self.prior.to(values.dtype), eps=_EDGE)
+        return prior + (odds.sum(-1) * mask.to(values.dtype)).sum(-1)
+
+
+def read_detector(folder: str | os.PathLike[str]) -> BayesianDetectorModel:
+    """The trained detector in a folder, with all that it has learnt."""
+    must = "must be the folder of a trained Bayesian detector"
+    name = os.fspath(folder)
+    try:
+        with quiet():
+            weights = Weights.of(name)
+            with weights.fitted():
+                found: Any = BayesianDetectorModel.from_pretrained(
+                    folder, output_loading_info=True, use_safetensors=True
+                )
+    except Exception as error:  # each library has its own way to fail over a file that is not as it should be
+        raise InputError("bayes", f"{must} ({first_line(error)})", name) from error
+    model, told = found
+    # transformers would go on with what an untrained one has in the place of what is not there.
+    if lacking := sorted(told["missing_keys"]):
+        raise InputError("bayes", f"{must}, and lacks {', '.join(lacking)}", name)
+    if not all(bool(torch.isfinite(part).all()) for part in model.parameters()):
+        raise InputError("bayes", f"{must}, and has numbers that are none", name)
+    detector: BayesianDetectorModel = model.eval()
+    return detector
+
+
+def write_detector(detector: BayesianDetectorModel, folder: str | os.PathLike[str]) -> None:
+    """Save a detector in a folder."""
+    with quiet():
+        detector.save_pretrained(folder)

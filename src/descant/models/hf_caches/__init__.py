@@ -1,0 +1,1 @@
+"""The documented transformers cache classes, each over one of the KV stores."""

@@ -1,0 +1,45 @@
+"""The documented caches by name: each a transformers cache over one of our stores."""
+
+from __future__ import annotations
+
+from descant.models.hf_caches.base import Cache
+from descant.models.hf_caches.configs import CacheConfig, QuantizedCacheConfig, StaticCacheConfig
+from descant.models.hf_caches.convert import accepted
+from descant.models.hf_caches.dynamic import (
+    DynamicCache,
+    H2OCache,
+    HQQQuantizedCache,
+    OffloadedCache,
+    PagedCache,
+    QuantizedCache,
+    QuantoQuantizedCache,
+    SinkCache,
+    SnapKVCache,
+)
+from descant.models.hf_caches.encoder_decoder import EncoderDecoderCache
+from descant.models.hf_caches.recurrent import MambaCache, OwnCache
+from descant.models.hf_caches.sized import HybridCache, OffloadedStaticCache, SlidingWindowCache, StaticCache
+
+__all__ = [
+    "Cache",
+    "CacheConfig",
+    "DynamicCache",
+    "EncoderDecoderCache",
+    "H2OCache",
+    "HQQQuantizedCache",
+    "HybridCache",
+    "MambaCache",
+    "OffloadedCache",
+    "OffloadedStaticCache",
+    "OwnCache",
+    "PagedCache",
+    "QuantizedCache",
+    "QuantizedCacheConfig",
+    "QuantoQuantizedCache",
+    "SinkCache",
+    "SlidingWindowCache",
+    "SnapKVCache",
+    "StaticCache",
+    "StaticCacheConfig",
+    "accepted",
+]

@@ -1,0 +1,1 @@
+"""Token text: token bytes, stop strings, banned phrases, token healing, detokenization, display."""

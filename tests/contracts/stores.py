@@ -1,0 +1,146 @@
+"""Every cache of keys and values, in sizes so small that a short trace reaches all that they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from descant.core.interfaces import KeyCache
+from descant.kv_cache import paged, shared_prefix_attention
+from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.evicting import HeavyStore, SnapStore
+from descant.kv_cache.offloaded import OffloadedStaticStore, OffloadedStore
+from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.quantized import QuantizedStore
+from descant.kv_cache.quantizers import HQQ, Quanto
+from descant.kv_cache.sink import SinkStore
+from descant.kv_cache.static import StaticStore
+from descant.kv_cache.window import WindowStore
+from descant.testing import ListCache, Traits
+from descant.testing.reference_cache import Policy
+
+__all__ = ["ROUNDED_BY_HQQ", "STORES", "VARIANTS", "Store", "quietly", "small", "store"]
+
+CAPACITY = 14
+# Another name for where everything is: caches take it for another device.
+ELSEWHERE = "cpu:0"
+ROUNDED_BY_HQQ = "quantized by hqq"
+
+
+@dataclass(frozen=True)
+class Store:
+    """How a cache is made, and what it promises beyond being exact."""
+
+    make: Callable[[], KeyCache]
+    traits: Traits = field(default_factory=Traits)
+
+
+def last(count: int) -> Policy:
+    """The last so many positions."""
+    return lambda positions: positions[max(len(positions) - count, 0) :]
+
+
+def ends(first: int, count: int) -> Policy:
+    """The first positions and the last so many."""
+
+    def keeps(positions: Sequence[int]) -> Sequence[int]:
+        if len(positions) <= first + count:
+            return positions
+        return [*positions[:first], *positions[len(positions) - count :]]
+
+    return keeps
+
+
+def windowed(*windows: int | None, slack: int, room: int) -> Store:
+    """A store with a window for each layer."""
+    keeps = [None if window is None else last(window - 1) for window in windows]
+    return Store(lambda: WindowStore(windows, slack, room), Traits(keeps))
+
+
+def fixed(make: Callable[[], KeyCache]) -> Store:
+    """A store with room for a number of positions."""
+    return Store(make, Traits(capacity=CAPACITY))
+
+
+def rounding(make: Callable[[], KeyCache], error: float) -> Store:
+    """A store that keeps few bits of a number."""
+    return Store(make, Traits(error=error))
+
+
+class Afar(OffloadedStore):
+    """An offloaded cache that is told where blocks lie, for here every device is the same."""
+
+    def _write(self, keys: Tensor, *rest: Any) -> None:
+        named, stowed = self._rest, any(keys is block for block in self._keys.values())
+        self._rest = keys.device if stowed else torch.device("meta")
+        try:
+            super()._write(keys, *rest)
+        finally:
+            self._rest = named
+
+
+class AfarStatic(Afar, OffloadedStaticStore):
+    """The same at a fixed size."""
+
+
+# One of each kind.
+STORES: dict[str, Store] = {
+    "list": Store(ListCache, Traits(frees=True)),
+    "dense": Store(DenseCache),
+    "paged": Store(lambda: PagedStore(block=3)),
+    "window": windowed(None, 3, slack=2, room=1),
+    "sink": Store(lambda: SinkStore(5, 1, lambda keys, shift: keys, slack=2, room=1), Traits(ends(1, 3))),
+    "static": fixed(lambda: StaticStore(CAPACITY)),
+    "offloaded": Store(lambda: Afar(ELSEWHERE)),
+    "offloaded_static": fixed(lambda: AfarStatic(CAPACITY, device=ELSEWHERE)),
+    "quantized": rounding(lambda: QuantizedStore(Quanto(4), 4), 0.3),
+    "snapkv": Store(lambda: SnapStore(6, window=3, kernel=3), Traits("own")),
+    "h2o": Store(lambda: HeavyStore(6, 3), Traits("own")),
+}
+# The same in other sizes, at the edges of what they allow.
+VARIANTS: dict[str, Store] = {
+    "list, forgetful": Store(lambda: ListCache([last(3), None]), Traits([last(3), None])),
+    "paged, a slot a block": Store(lambda: PagedStore(block=1)),
+    "paged, large blocks": Store(lambda: PagedStore(block=16)),
+    "window, no slack": windowed(3, 5, slack=0, room=1),
+    "window of one": windowed(1, 6, slack=1, room=4),
+    "sink, no slack": Store(
+        lambda: SinkStore(4, 2, lambda keys, shift: keys, slack=0, room=1), Traits(ends(2, 1))
+    ),
+    "static, few rows": fixed(lambda: StaticStore(CAPACITY, 6)),
+    "quantized at once": rounding(lambda: QuantizedStore(Quanto(4), 0), 0.3),
+    "quantized to two bits": rounding(lambda: QuantizedStore(Quanto(2, axis_key=-1), 3), 1.5),
+    ROUNDED_BY_HQQ: rounding(lambda: QuantizedStore(HQQ(8, axis_key=1, axis_value=1), 3), 0.05),
+    "snapkv, all of it": Store(lambda: SnapStore(4, window=4, kernel=1), Traits("own")),
+    "h2o, one recent": Store(lambda: HeavyStore(3, 1), Traits("own")),
+}
+
+
+def store(name: str) -> Store:
+    """The store of that name."""
+    return STORES[name] if name in STORES else VARIANTS[name]
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """What a cache does for long texts alone it does for short ones, too."""
+    with mock.patch.object(shared_prefix_attention, "_WORTH", 3), mock.patch.object(paged, "_LONG", 5):
+        yield
+
+
+def quietly(patch: pytest.MonkeyPatch) -> None:
+    """Let paged caches that were broken on purpose go without a word."""
+    last_words = PagedStore.__del__
+
+    def say_nothing(self: PagedStore) -> None:
+        with suppress(RuntimeError):
+            last_words(self)
+
+    patch.setattr(PagedStore, "__del__", say_nothing)

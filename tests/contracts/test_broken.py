@@ -1,0 +1,179 @@
+"""The laws can be broken: each check finds a model or a cache made to break it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from descant import GenerationConfig, MissingExtra, Request
+from descant.core.records import Output
+from descant.testing import (
+    ListCache,
+    check_admission,
+    check_batch,
+    check_cache,
+    check_drafts,
+    check_generation,
+    check_seed,
+)
+from tests.contracts.subjects import mixed
+from tests.support.markov_model import Chain
+
+
+def asked(**given):
+    """Requests for a chain that differ in prompt and length."""
+    own = [{**given, "max_new_tokens": 6 + at} for at in range(4)]
+    return [Request([at + 1], GenerationConfig(**one)) for at, one in enumerate(own)]
+
+
+SEEDED = {"do_sample": True, "seed": 3}
+
+
+class Crowded(Chain):
+    """Says something else when it has company."""
+
+    def forward(self, rows, proposal, cache):
+        out = super().forward(rows, proposal, cache)
+        return out if len(rows) == 1 else Output(out.logits.roll(1, -1))
+
+
+class Ordered(Chain):
+    """Says something else to its second row."""
+
+    def forward(self, rows, proposal, cache):
+        out = super().forward(rows, proposal, cache)
+        out.logits[1:2] = out.logits[1:2].roll(1, -1)
+        return out
+
+
+class Ageing(Chain):
+    """Says something else after a while."""
+
+    def forward(self, rows, proposal, cache):
+        out = super().forward(rows, proposal, cache)
+        return out if len(self.fed) < 8 else Output(out.logits.roll(1, -1))
+
+    def open(self, requests, inputs):
+        if 0 in requests:
+            self.fed = []
+
+
+class Vague(Chain):
+    """Is a little off when it has company: less than would change a token."""
+
+    def forward(self, rows, proposal, cache):
+        out = super().forward(rows, proposal, cache)
+        return Output(out.logits + 1e-3 * (len(rows) > 1) * torch.arange(out.logits.shape[-1]))
+
+
+class Moody(Chain):
+    """Draws from torch's generator."""
+
+    def forward(self, rows, proposal, cache):
+        out = super().forward(rows, proposal, cache)
+        return Output(out.logits + torch.randn(()) * torch.arange(out.logits.shape[-1]))
+
+
+class Hasty(Chain):
+    """Judges every draft as if it stood where the first does."""
+
+    def forward(self, rows, proposal, cache):
+        out = super().forward(rows, proposal, cache)
+        return Output(out.logits[:, :1].expand_as(out.logits))
+
+
+@pytest.mark.parametrize("kind", [Crowded, Ordered, Vague])
+@pytest.mark.parametrize("method", [{}, {"num_beams": 2}, SEEDED], ids=["greedy", "beam", "sampling"])
+def test_a_model_that_minds_its_neighbours_is_found(kind, method):
+    check_batch(Chain.chance(11, 0), asked(**method))
+    with pytest.raises(AssertionError, match="in a batch of 4"):
+        check_batch(kind.chance(11, 0), asked(**method))
+
+
+@pytest.mark.parametrize("kind", [Crowded, Ordered, Ageing])
+def test_a_model_that_minds_the_time_is_found(kind):
+    check_admission(Chain.chance(11, 0), asked())
+    with pytest.raises(AssertionError, match="schedule"):
+        check_admission(kind.chance(11, 0), asked())
+
+
+def test_chance_that_is_not_the_requests_own_is_found():
+    check_seed(Chain.chance(11, 0), asked(**SEEDED))
+    with pytest.raises(AssertionError, match="under another seed of torch"):
+        check_seed(Moody.chance(11, 0), asked(**SEEDED))
+
+
+def test_a_seed_that_is_not_read_is_found():
+    sure = Chain(torch.eye(11) * 1e4)
+    with pytest.raises(AssertionError, match="is the seed read"):
+        check_seed(sure, asked(**SEEDED))
+
+
+def test_a_model_that_misjudges_drafts_is_found():
+    given = asked()
+    check_drafts(Chain.chance(11, 0), given)
+    with pytest.raises(AssertionError, match="from those of one by one"):
+        check_drafts(Hasty.chance(11, 0), given)
+
+
+class Uncut(ListCache):
+    """Forgets to roll back."""
+
+    def commit(self, parents, lengths):
+        lists = [max((len(held) for held in row.values()), default=0) for row in self._rows]
+        whence = range(len(lists)) if parents is None else parents.tolist()
+        super().commit(parents, torch.tensor([lists[at] for at in whence], dtype=torch.long))
+
+    def update(self, layer, key, value, span):
+        starts = torch.tensor([len(row.get(layer, ())) for row in self._rows])
+        rows = range(len(self._rows)) if span.rows is None else span.rows.tolist()
+        return super().update(layer, key, value, span._replace(start=starts[list(rows)], stop=99))
+
+
+class Rooted(ListCache):
+    """Leaves every row where it was."""
+
+    def commit(self, parents, lengths):
+        if parents is not None:
+            parents = torch.arange(len(parents)).clamp(max=max(len(self) - 1, 0))
+        super().commit(parents, lengths)
+
+
+class Shared(ListCache):
+    """Lets forked rows write to one list."""
+
+    def commit(self, parents, lengths):
+        old = self._rows
+        super().commit(parents, lengths)
+        if parents is not None and len(set(parents.tolist())) < len(parents):
+            self._rows = [old[at] for at in parents.tolist()]
+
+
+class Tired(ListCache):
+    """Forgets the value of the first position."""
+
+    def update(self, layer, key, value, span):
+        keys, values = super().update(layer, key, value, span)
+        values[:, :, 0] = 0
+        return keys, values
+
+
+@pytest.mark.parametrize("kind", [Uncut, Rooted, Shared, Tired])
+def test_a_cache_that_breaks_the_law_is_found(kind):
+    check_cache(ListCache, examples=30)
+    with pytest.raises(AssertionError, match=rf"{kind.__name__}: .*, after\n  cache 0 = a new one\n  extend"):
+        check_cache(kind)
+
+
+def test_a_cache_that_spoils_a_generation_is_found(tiny):
+    with pytest.raises(AssertionError, match="against a ListCache"):
+        check_generation(Tired, tiny("llama").model, mixed(tiny("llama")))
+
+
+def test_without_hypothesis_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    with pytest.raises(MissingExtra, match=r"descant\[testing\]") as error:
+        check_cache(ListCache)
+    assert error.value.extra == "testing"

@@ -1,0 +1,376 @@
+"""The law of caches can be broken: one fault in one cache at a time, and the check finds each."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from descant.core.interfaces import Reach
+from descant.kv_cache import quantized, shared_prefix_attention
+from descant.kv_cache.block_pool import Pool
+from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.evicting import HeavyStore, SnapStore
+from descant.kv_cache.offloaded import OffloadedStore
+from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.quantized import QuantizedStore
+from descant.kv_cache.quantizers import Quanto
+from descant.kv_cache.sink import SinkStore
+from descant.kv_cache.sink_window import Recent
+from descant.kv_cache.static import StaticStore
+from descant.kv_cache.window import WindowStore
+from descant.testing import ListCache, Traits, check_cache
+from tests.contracts.stores import last, quietly, small, store
+
+Patch = pytest.MonkeyPatch
+Broken = Callable[[Patch], None]
+FAULTS: dict[str, tuple[str, Broken]] = {}
+
+
+def fault(name: str) -> Callable[[Broken], Broken]:
+    """A fault of the store of that name."""
+
+    def note(broken: Broken) -> Broken:
+        FAULTS[f"{name}: {(broken.__doc__ or '').strip().rstrip('.')}"] = name, broken
+        return broken
+
+    return note
+
+
+def after(patch: Patch, kind: type, name: str, change: Callable[..., Any]) -> None:
+    """Change what a method gives: `change(given, self, *its arguments)`."""
+    old = getattr(kind, name)
+    patch.setattr(kind, name, lambda self, *given, **more: change(old(self, *given, **more), self, *given))
+
+
+def before(patch: Patch, kind: type, name: str, change: Callable[..., tuple[Any, ...]]) -> None:
+    """Change what a method is given: `change(self, *its arguments)`."""
+    old = getattr(kind, name)
+    patch.setattr(kind, name, lambda self, *given, **more: old(self, *change(self, *given), **more))
+
+
+# ------------------------------------------------------------------------ rows
+@fault("dense")
+def wrong_parent(patch: Patch) -> None:
+    """A row continues its neighbour."""
+    before(
+        patch, DenseCache, "commit", lambda self, parents, lengths: (
+            parents if parents is None or len(parents) < 2 else parents.flip(0), lengths
+        ),
+    )  # fmt: skip
+
+
+@fault("dense")
+def stale_prefix(patch: Patch) -> None:
+    """Rows that part are believed to share what one of them lost."""
+
+    def commit(_: None, self: DenseCache, parents: Any, lengths: torch.Tensor) -> None:
+        self._kin._shared = lengths.numpy() + 2
+
+    after(patch, DenseCache, "commit", commit)
+
+
+@fault("dense")
+def missing_cut(patch: Patch) -> None:
+    """What is cut stays."""
+
+    def commit(self: DenseCache, parents: Any, lengths: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        old = self.lengths if parents is None else self.lengths[parents]
+        return parents, torch.maximum(lengths, old)
+
+    before(patch, DenseCache, "commit", commit)
+
+
+@fault("dense")
+def forgotten_values(patch: Patch) -> None:
+    """The value of the first position is lost."""
+
+    def update(given: Any, *_: Any) -> Any:
+        given[1][:, :, 0] = 0
+        return given
+
+    after(patch, DenseCache, "update", update)
+
+
+@fault("dense")
+def swapped(patch: Patch) -> None:
+    """Keys are given for values."""
+    after(patch, DenseCache, "update", lambda given, *_: (given[1], given[0]))
+
+
+@fault("dense")
+def extended_in_front(patch: Patch) -> None:
+    """A row that comes is believed to be as long as the last one."""
+
+    def extend(_: None, self: DenseCache, rows: int) -> None:
+        if len(self._lengths) > rows:
+            self._lengths[-1] = self._lengths[-1 - rows]
+
+    after(patch, DenseCache, "extend", extend)
+
+
+# ------------------------------------------------------------------------ whole rows
+@fault("dense")
+def borrowed(patch: Patch) -> None:
+    """Rows that were selected are written to by both."""
+
+    def select(other: DenseCache, self: DenseCache, rows: torch.Tensor) -> DenseCache:
+        if torch.equal(rows, torch.arange(len(self))):
+            other._keys, other._values = dict(self._keys), dict(self._values)
+        return other
+
+    after(patch, DenseCache, "select", select)
+
+
+@fault("dense")
+def selected_once(patch: Patch) -> None:
+    """A row that is selected twice is given once."""
+    before(patch, DenseCache, "select", lambda self, rows: (rows.unique(),))
+
+
+@fault("dense")
+def uncommitted(patch: Patch) -> None:
+    """What nobody committed is selected, too."""
+
+    def select(other: DenseCache, self: DenseCache, rows: torch.Tensor) -> DenseCache:
+        other._lengths = other._lengths + 1
+        return other
+
+    after(patch, DenseCache, "select", select)
+
+
+@fault("paged")
+def joined_in_front(patch: Patch) -> None:
+    """Rows that join come first."""
+
+    def join(_: None, self: PagedStore, other: PagedStore) -> None:
+        self._table, self._lengths = np.roll(self._table, 1, 0), self._lengths.roll(1)
+
+    after(patch, PagedStore, "join", join)
+
+
+@fault("window")
+def gaps_not_saved(patch: Patch) -> None:
+    """What was forgotten is not written down."""
+    after(patch, Recent, "state", lambda given, *_: {**given, "gaps": torch.zeros_like(given["gaps"])})
+
+
+@fault("static")
+def shared_memory(patch: Patch) -> None:
+    """What is written down shares memory."""
+    after(
+        patch, StaticStore, "state",
+        lambda given, *_: given | {"again": next(iter(given.values())).view(-1)},
+    )  # fmt: skip
+
+
+@fault("static")
+def nothing_held(patch: Patch) -> None:
+    """It says that it takes no memory."""
+    patch.setattr(StaticStore, "nbytes", 0)
+
+
+# ------------------------------------------------------------------------ blocks that are shared
+def _padded(counts: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(counts, (0, size - len(counts)))
+
+
+@fault("paged")
+def no_copy_on_write(patch: Patch) -> None:
+    """A row writes into a block that another holds."""
+    reserve = PagedStore._reserve
+
+    def broken(self: PagedStore, row: int, start: int, stop: int) -> None:
+        pool, refs = self.pool, self.pool.refs
+        pool.refs = np.minimum(refs, 1)
+        reserve(self, row, start, stop)
+        pool.refs = np.where(pool.refs > 0, np.maximum(pool.refs, _padded(refs, len(pool.refs))), 0)
+
+    patch.setattr(PagedStore, "_reserve", broken)
+
+
+@fault("paged")
+def short_copy(patch: Patch) -> None:
+    """A block that is copied loses its last slot."""
+    before(patch, Pool, "copy", lambda self, old, new, slots: (old, new, slots - 1))
+
+
+@fault("paged")
+def freed_twice(patch: Patch) -> None:
+    """A fork is not counted."""
+    before(patch, Pool, "name", lambda self, blocks: (np.unique(blocks),))
+
+
+@fault("paged")
+def long_run(patch: Patch) -> None:
+    """Attention passes over the first slot behind what rows share."""
+    after(
+        patch, shared_prefix_attention.Plan, "tails", lambda given, *_: np.where(given > 0, given + 1, given)
+    )
+
+
+@fault("paged")
+def not_merged(patch: Patch) -> None:
+    """Attention weighs what rows share as much as what they do not."""
+    old = shared_prefix_attention._merged
+    patch.setattr(
+        shared_prefix_attention, "_merged", lambda one, weight, other, sums: old(one, sums, other, sums)
+    )
+
+
+# ------------------------------------------------------------------------ those that forget
+@fault("window")
+def stale_slot(patch: Patch) -> None:
+    """One position more is shown than the window has."""
+    before(patch, Recent, "__init__", lambda self, head, keep, slack, *rest: (head, keep + 1, slack, *rest))
+
+
+@fault("window")
+def early_trim(patch: Patch) -> None:
+    """A row is trimmed to its window, and what it may be cut to is gone."""
+
+    def made(_: None, self: Recent, *given: Any) -> None:
+        self._least -= self._sizes[2]
+
+    after(patch, Recent, "__init__", made)
+
+
+@fault("sink")
+def no_sinks(patch: Patch) -> None:
+    """The first positions are forgotten like all others."""
+
+    def made(_: None, self: SinkStore, *given: Any) -> None:
+        self._held = Recent(0, given[0] - 1, *self._made[3:])
+
+    after(patch, SinkStore, "__init__", made)
+
+
+@fault("window")
+def untold(patch: Patch) -> None:
+    """What a layer is about to show is not told."""
+    patch.setattr(WindowStore, "reach", lambda *_: None)
+
+
+@fault("h2o")
+def out_of_order(patch: Patch) -> None:
+    """What is kept lies with the latest first."""
+
+    def update(given: Any, *_: Any) -> Any:
+        keys, values = given
+        if isinstance(keys, torch.Tensor):
+            return given
+        keys._block, values._block = keys._block.flip(2), values._block.flip(2)
+        return given
+
+    after(patch, HeavyStore, "update", update)
+
+
+@fault("snapkv")
+def too_much_told(patch: Patch) -> None:
+    """It says that it shows all positions."""
+
+    def reach(given: Any, self: SnapStore, layer: int, span: Any) -> Any:
+        return given and Reach(torch.from_numpy(span.on_host(len(self))[1]), span.stop)
+
+    after(patch, SnapStore, "reach", reach)
+
+
+# ------------------------------------------------------------------------ those that round or lie elsewhere
+@fault("quantized")
+def uncut_chunk(patch: Patch) -> None:
+    """A chunk that is cut counts as a whole."""
+    patch.setattr(quantized, "cut", lambda held, length: held)
+
+
+@fault("quantized")
+def wrong_scale(patch: Patch) -> None:
+    """Numbers come back a fifth too large."""
+    after(
+        patch, QuantizedStore, "update",
+        lambda given, self, layer, key, value, span: given if span.fresh else [1.2 * one for one in given],
+    )  # fmt: skip
+
+
+@fault("static")
+def short_reach(patch: Patch) -> None:
+    """It shows a slot less than it says."""
+    after(patch, StaticStore, "update", lambda given, *_: tuple(one[:, :, :-1] for one in given))
+
+
+@fault("offloaded")
+def not_stowed(patch: Patch) -> None:
+    """What is written is written only where the model is."""
+    write = OffloadedStore._write
+
+    def broken(self: OffloadedStore, keys: Any, *rest: Any, **more: Any) -> None:
+        if all(keys is not block for block in self._keys.values()):
+            write(self, keys, *rest, **more)
+
+    patch.setattr(OffloadedStore, "_write", broken)
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """What is found is not made shorter, which takes longer than to find it."""
+    old = hypothesis.settings()
+    hypothesis.settings.register_profile("hasty", old, phases=[hypothesis.Phase.generate])
+    hypothesis.settings.register_profile("usual", old)
+    hypothesis.settings.load_profile("hasty")
+    yield
+    hypothesis.settings.load_profile("usual")
+
+
+def found(name: str, patch: Patch, broken: Broken) -> str:
+    """What is said of a fault."""
+    quietly(patch)
+    broken(patch)
+    kind, said = store(name), ""
+    try:
+        with small():
+            check_cache(kind.make, 400, traits=kind.traits)
+    except AssertionError as error:
+        said = str(error)
+    gc.collect()  # what is left of broken caches goes before they are mended
+    return said
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_cache_with_a_fault_is_found(monkeypatch, name):
+    which, broken = FAULTS[name]
+    assert re.search(r"(?s): .*, after\n  cache 0 = a new one\n  extend", found(which, monkeypatch, broken))
+
+
+def test_what_is_found_is_short(monkeypatch):
+    """A fault that takes a fork and two forwards is told in no more than that."""
+    told = found("paged", monkeypatch, short_copy).split(", after\n")[1]
+    lines = [line for line in told.splitlines() if re.match(r"  \w", line)]
+    assert len(lines) <= 9, told
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(
+    ("make", "promise", "said"),
+    [
+        (DenseCache, {"traits": Traits(frees=True)}, r"nbytes is \d+ without any row"),
+        (DenseCache, {"keeps": last(3)}, "reach of layer 0 is None, must be told"),
+        (lambda: ListCache(last(3)), {}, "says that rows hold"),
+        (lambda: ListCache(last(3)), {"keeps": last(2)}, "says that rows hold"),
+        (lambda: QuantizedStore(Quanto(2), 2), {"error": 0.01}, "are wrong in slots"),
+        (lambda: StaticStore(4), {}, "too small for"),
+    ],
+)
+def test_a_promise_that_is_not_kept_is_found(make, promise, said):
+    with pytest.raises(AssertionError, match=said):
+        check_cache(make, 200, **promise)
+
+
+def test_promises_are_taken_as_arguments():
+    check_cache(lambda: ListCache(last(3)), 40, keeps=last(3))
+    check_cache(lambda: QuantizedStore(Quanto(4), 2), 40, error=0.3)

@@ -1,0 +1,43 @@
+"""Every cache equals a list of lists, under any sequence of operations and in whole generations.
+
+`pytest tests/contracts/test_caches.py -m "battery or not battery"` goes through twenty times as many.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.paged import PagedStore
+from descant.testing import check_cache, check_generation
+from tests.contracts.stores import ROUNDED_BY_HQQ, STORES, VARIANTS, small, store
+from tests.contracts.subjects import MODELS, mixed
+from tests.support.extras import need_hqq
+
+WIDE = [
+    pytest.param(name, 5_000, id=f"{name}, long", marks=pytest.mark.battery)
+    for name in (*STORES, *VARIANTS)
+    if name != ROUNDED_BY_HQQ
+]
+EXAMPLES = [
+    *(pytest.param(name, 250, id=name) for name in STORES),
+    *(
+        pytest.param(name, 60, id=name, marks=pytest.mark.hqq if name == ROUNDED_BY_HQQ else ())
+        for name in VARIANTS
+    ),
+    *WIDE,
+]
+
+
+@pytest.mark.parametrize(("name", "examples"), EXAMPLES)
+def test_a_cache_equals_lists(name, examples):
+    if name == ROUNDED_BY_HQQ:
+        need_hqq()
+    with small():
+        check_cache(store(name).make, examples, traits=store(name).traits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cache", [DenseCache, PagedStore])
+def test_a_cache_carries_whole_generations(tiny, cache, name):
+    check_generation(cache, tiny(name).model, mixed(tiny(name)))

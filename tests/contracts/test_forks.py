@@ -1,0 +1,202 @@
+"""Forks: what a processor knows of a hypothesis is what it would know had it seen that hypothesis alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from descant import GenerationConfig, Request, Session
+from descant.core.context import Params, Prompt, table
+from descant.core.records import Context, Observation, Output, Proposal, Selection
+from descant.core.rows import Rows
+from descant.decoding.processors import LogitsProcessor
+from descant.decoding.processors.pipeline import STAGES
+from descant.decoding.strategies.sampling import Sampling
+from descant.engine.planner import plan
+from descant.engine.strategy_group import Lane, stateful
+from tests.support.markov_model import Chain
+
+VOCABULARY = 13
+
+# Every processor whose answer depends on what a row has said: a state, or its tokens.
+ASKED = {
+    "mirostat": {"mirostat_tau": 1.5, "mirostat_eta": 0.7},
+    "adaptive-p": {"adaptive_p_target": 0.4, "adaptive_p_decay": 0.5},
+    "both": {"mirostat_tau": 2.5, "mirostat_eta": 0.5, "adaptive_p_target": 0.3, "temperature": 1.5},
+    "dry": {"dry_multiplier": 1.5, "dry_allowed_length": 1},
+    "presence": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    "n-grams": {"no_repeat_ngram_size": 2, "no_repeat_ngram_window": 6, "bad_words_ids": [[1, 2], [3]]},
+    "thinking": {"thinking_budget": 3, "thinking_end": [5, 6], "thinking_start": [2]},
+    "sequence-bias": {"sequence_bias": {(1, 2): 3.0, (4, 4, 4): -2.0}},
+}
+
+
+def reference_state(law, tokens, config):
+    """mu of mirostat and the average of adaptive-p after `tokens`, in float64, from nothing but them.
+
+    `law(done)` holds the scores that the first of the two is given after the first `done` tokens.
+    """
+    tau, eta = config.mirostat_tau, config.mirostat_eta
+    target, decay = config.adaptive_p_target, config.adaptive_p_decay
+    mu = None if tau is None else 2 * tau
+    total, weight = (None, None) if target is None else (target / (1 - decay), 1 / (1 - decay))
+    for done, token in enumerate(tokens):
+        scores = law(done).double()
+        if mu is not None:
+            bits = -scores.log_softmax(-1) / math.log(2)
+            kept = (bits <= mu) | (scores == scores.max())
+            mu -= eta * (float(bits[token]) - tau)
+            scores = scores.masked_fill(~kept, -torch.inf)
+        if target is not None:
+            total = float(scores.softmax(-1)[token]) + decay * total
+            weight = 1 + decay * weight
+    return mu, total, weight
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("name", ["mirostat", "adaptive-p", "both"])
+def test_a_state_equals_one_worked_out_from_the_hypothesis(name, beams):
+    """At every step of every beam."""
+    model = Chain.chance(VOCABULARY, 7, spread=2.0)
+    config = GenerationConfig(
+        **ASKED[name], do_sample=True, seed=3, num_beams=beams, max_new_tokens=12,
+        num_return_sequences=3, top_k=0,
+    )  # fmt: skip
+    seen: list[Observation] = []
+    session = Session(model, observe=seen.append)
+    prompts = [[1], [2, 3, 4], [5, 5]]
+    session.admit(*(Request(prompt, config.replace(seed=at)) for at, prompt in enumerate(prompts)))
+    list(session.drain())
+    forks = checked = 0
+    for step in seen:
+        rows = step.rows
+        for row in range(len(rows)):
+            start, length = int(rows.prompt[row]), int(rows.length[row])
+            tokens = rows.tokens[row, :length].tolist()
+
+            def law(done, tokens=tokens, start=start):
+                scores = model.after(start + done, tokens[start + done - 1])
+                scores = scores.log_softmax(-1) if beams > 1 else scores
+                return scores / config.temperature
+
+            mu, total, weight = reference_state(law, tokens[start:], config)
+            if mu is not None and length > start:
+                assert float(rows.column("mirostat_mu")[row]) == pytest.approx(mu, abs=1e-4)
+            if total is not None and length > start:
+                assert float(rows.column("adaptive_p_sum")[row]) == pytest.approx(total, abs=1e-4)
+                assert float(rows.column("adaptive_p_weight")[row]) == pytest.approx(weight, abs=1e-4)
+            checked += length > start
+        state = rows.column(next(iter(set(rows.columns) & {"mirostat_mu", "adaptive_p_sum"})))
+        forks += len(set(state.tolist())) > len(prompts)
+    assert checked > 50
+    assert beams == 1 or forks > 5  # beams of one request do differ in their state
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("beams", [1, 4])
+def test_scores_equal_those_of_a_session_that_is_made_to_say_the_same(name, beams):
+    """The scores of every hypothesis that a beam search looked at, against one that had no siblings."""
+    model = Chain.chance(VOCABULARY, 9, spread=2.0)
+    draws = {"do_sample": True, "seed": 4, "top_k": 0} if name != "dry" else {}
+    config = GenerationConfig(**ASKED[name], **draws, num_beams=beams, max_new_tokens=8)
+    seen: list[Observation] = []
+    session = Session(model, observe=seen.append)
+    session.admit(Request([1, 2, 1], config), Request([3], config))
+    list(session.drain())
+    made = plan(GenerationConfig.merge({}, config), model.facts)
+    checked = 0
+    for step in seen[:: 2 if beams > 1 else 1]:
+        rows = step.rows
+        for row in range(len(rows)):
+            start, length = int(rows.prompt[row]), int(rows.length[row])
+            tokens = rows.tokens[row, :length].tolist()
+            expected = replayed(model, made, tokens, start, beams > 1)
+            assert torch.equal(expected.isfinite(), step.scores[row, 0].isfinite())
+            assert torch.allclose(expected, step.scores[row, 0], atol=1e-4)
+            checked += 1
+    assert checked > 10
+
+
+def replayed(model, made, tokens, start, normalised):
+    """The processed scores after `tokens`, of a row that went there alone, one token at a time [V]."""
+    params = table([made.row(_prompt(tokens[:start]), model.facts)])
+    states: dict[str, torch.Tensor] = {}
+    for length in range(start, len(tokens) + 1):
+        scores = model.after(length, tokens[length - 1])[None]
+        scores = scores.log_softmax(-1) if normalised else scores
+        where = (torch.tensor(one) for one in ([tokens[:length]], [length], [start]))
+        context = Context(*where, params, states=states)
+        for _, stage in sorted(made.chain, key=lambda entry: entry[0]):
+            before, scores = scores, stage.processor.process(context, scores)
+            if stateful(stage.processor) and length < len(tokens):
+                states = states | stage.processor.advance(
+                    context, before, scores, torch.tensor([tokens[length]])
+                )
+    return scores[0]
+
+
+def _prompt(tokens):
+    return Prompt(len(tokens), source=lambda: list(tokens))
+
+
+def test_every_processor_with_a_state_is_tried():
+    kept = {type(stage.processor).__name__ for stage in STAGES if stateful(stage.processor)}
+    assert kept == {"MirostatLogitsWarper", "AdaptivePLogitsWarper"}
+
+
+# ------------------------------------------------------------------- drafts and rollbacks
+class Counting(LogitsProcessor):
+    """Adds to every score what its row has said so far, a state that its tokens alone would give as well."""
+
+    state = {"said": 0.0}  # noqa: RUF012
+
+    def process(self, context, scores):
+        return scores + context.state("said")
+
+    def advance(self, context, before, after, tokens):
+        # What it was given counts too, so that the wrong line's scores would show.
+        return {"said": context.state("said")[:, 0] + tokens + 0.1 * before[:, 0] + 0.01 * after[:, 1]}
+
+
+def lane_of(users=None):
+    return Lane(Sampling(None, None), None, [(Counting(), users)])
+
+
+def rows_of(tokens, said):
+    length = torch.tensor([len(row) for row in tokens])
+    wide = int(length.max())
+    zeros = torch.zeros_like(length)
+    return Rows(
+        torch.tensor([row + [0] * (wide - len(row)) for row in tokens]), length, zeros, zeros, zeros,
+        torch.arange(len(length)), zeros, {"params": Params(table([{"pad": 0}] * len(length))), "said": said},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("users", [None, torch.tensor([0, 2])])
+def test_drafts_at_once_move_a_state_as_one_by_one(users):
+    """Whatever is accepted: the scores of every line, and the state that the accepted ones leave."""
+    generator = torch.Generator().manual_seed(1)
+    rows = rows_of([[1, 2], [3], [4, 5, 6]], torch.tensor([0.5, 1.5, 2.5]))
+    drafts = torch.tensor([[7, 8], [9, 1], [2, 3]])
+    logits = torch.randn(3, 3, VOCABULARY, generator=generator)
+    tokens = torch.tensor([4, 5, 6, 7])
+    parents, accepted = torch.tensor([2, 0, 1, 0]), torch.tensor([2, 0, 1, 1])
+    lane = lane_of(users)
+    tried = Proposal(None, drafts, torch.tensor([2, 2, 2]))
+    at_once = lane.process(rows, tried, logits)
+    seen = Observation(rows, logits, at_once, Output(at_once))
+    selected = lane.follow(seen, tried, Selection(tokens, parents, accepted))
+    for new, (parent, many) in enumerate(zip(parents.tolist(), accepted.tolist(), strict=True)):
+        said = rows.column("said")[parent : parent + 1]
+        for place in range(many + 1):
+            one = lane_of(None if users is None or parent in users else torch.tensor([], dtype=torch.long))
+            row = rows_of([[1]], said)
+            here = logits[parent : parent + 1, place : place + 1]
+            scores = one.process(row, Proposal(), here)
+            assert torch.allclose(scores, at_once[parent, place], atol=1e-6)
+            token = tokens[new : new + 1] if place == many else drafts[parent, place : place + 1]
+            told = one.follow(Observation(row, here, scores, Output(scores)), Proposal(), Selection(token))
+            said = told.columns["said"]
+        assert torch.allclose(selected.columns["said"][new], said[0], atol=1e-5)

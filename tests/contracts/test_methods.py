@@ -1,0 +1,91 @@
+"""The laws of requests for every method that is more than greedy search, sampling or plain beams."""
+
+from __future__ import annotations
+
+import pytest
+
+from descant import Failed, Finished, Session
+from descant.testing import check_admission, check_batch, check_seed, compare, failing, outcomes
+from descant.testing.admission_schedule import Schedule
+from tests.contracts.methods import DECODER_ONLY, METHODS, SEEDED, mixed, of_method
+
+# Rotary positions, learned positions, and an encoder-decoder.
+DECODERS = ("llama", "gpt2")
+# In CI each by itself; the battery has the rest, and all of them share the sessions below.
+SHOWN = {
+    "llama": (
+        "contrastive", "contrastive-sequential", "groups", "constrained", "constrained-groups", "banned",
+        "trie", "trie-beams", "healed", "dola", "dola-beams", "dola-groups", "dola-contrastive", "guided",
+        "guided-beams", "guided-contrastive", "guided-groups", "guided-constrained",
+    ),
+    "gpt2": ("contrastive", "dola-groups", "guided-contrastive", "guided-constrained"),
+    "t5": ("contrastive", "constrained-groups"),
+}  # fmt: skip
+EVERY = [
+    pytest.param(name, method, marks=() if method in SHOWN[name] else pytest.mark.battery)
+    for name in SHOWN
+    for method in (METHODS if name == "t5" else (*METHODS, *DECODER_ONLY))
+]
+
+
+@pytest.mark.parametrize(("name", "method"), EVERY)
+def test_a_batch_equals_its_rows(tiny, name, method):
+    check_batch(tiny(name).model, of_method(tiny(name), method, 3, new=5))
+
+
+@pytest.mark.parametrize(("name", "method"), EVERY)
+def test_a_late_comer_equals_an_early_one(tiny, name, method):
+    check_admission(tiny(name).model, of_method(tiny(name), method, 3, new=4), schedules=1)
+
+
+@pytest.mark.parametrize("method", SEEDED)
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_seed_is_the_requests_own(tiny, name, method):
+    check_seed(tiny(name).model, of_method(tiny(name), method, 3), schedules=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_all_methods_share_a_session(tiny, name):
+    given = mixed(tiny(name))
+    alone = [outcomes(tiny(name).model, [one])[0] for one in given]
+    assert [str(one.error) for one in alone if one.error is not None] == []
+    for order in (range(len(given)), range(len(given))[::-1]):
+        found = outcomes(tiny(name).model, given, Schedule.at_once(list(order)))
+        for place, expected in enumerate(alone):
+            compare(expected, found[place], f"request {place} among all methods")
+            unmet = [[one.unmet for one in some.hypotheses] for some in (expected, found[place])]
+            assert unmet[0] == unmet[1], f"request {place} among all methods"
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_all_methods_come_and_go(tiny, name):
+    check_admission(tiny(name).model, mixed(tiny(name), seed=1), schedules=3)
+
+
+def _held(strategy: object) -> int:
+    """How much a strategy remembers of its requests, besides what belongs to one step."""
+    own = {name: one for name, one in vars(strategy).items() if name not in ("_reasons", "_next", "_after")}
+    count = sum(len(one) for one in own.values() if isinstance(one, dict | list))
+    past, pools = own.get("_past"), own.get("_pools")
+    return count + (0 if past is None else len(past._requests)) + (0 if pools is None else len(pools._keys))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_nothing_is_remembered_of_what_has_left(tiny, name):
+    """Requests that end, that fail and that are cancelled: no strategy and no wrapper keeps any."""
+    given = mixed(tiny(name))
+    session = Session(tiny(name).model)
+    session.admit(*given, *(failing(one, 2) for one in given))
+    doomed = set(session.admit(*given))
+    for _ in range(3):
+        doomed -= {one.request for one in session.step() if isinstance(one, Finished | Failed)}
+    assert sum(map(_held, session._roster.strategies.values())) > len(given)
+    for number in doomed:
+        session.cancel(number)
+    while len(session):
+        session.step()
+    assert {type(one).__name__: _held(one) for one in session._roster.strategies.values() if _held(one)} == {}
+    model = session.model
+    while hasattr(model, "inner"):
+        assert not getattr(model, "_negative", None)
+        model = model.inner

@@ -1,0 +1,433 @@
+"""The laws of recipes: the three of the cookbook keep them, and each way to break one is found."""
+
+from __future__ import annotations
+
+import itertools
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from descant import ConfigError, InputError, RecipeError
+from descant.parts import ConfigError as PartsConfigError
+from descant.parts import (
+    Doubt,
+    LogitsProcessor,
+    Proposal,
+    Rewinding,
+    Sampling,
+    Wrapped,
+    marked,
+    pick,
+)
+from descant.recipes.cookbook import bayes_risk, keep_thinking, roll_back
+from descant.recipes.loading import load_recipe
+from descant.testing import check_recipe
+from descant.testing.recipe import toy
+from tests.support.markov_model import Chain
+
+
+# ------------------------------------------------------------------------ the cookbook
+@pytest.mark.parametrize(
+    ("recipe", "arguments"),
+    [
+        (keep_thinking, {}),
+        (keep_thinking, {"above": 0.3, "wait": 7, "most": 3}),
+        (roll_back, {}),
+        (roll_back, {"period": 6, "repeats": 2, "most": 50}),
+        (bayes_risk, {"samples": 4}),
+        (bayes_risk, {"samples": 3, "ngram": 1}),
+    ],
+    ids=["keep-thinking", "keep-thinking-wait", "roll-back", "roll-back-often", "bayes-risk", "bayes-risk-3"],
+)
+def test_the_cookbook_keeps_the_laws(recipe, arguments):
+    check_recipe(recipe, arguments=arguments)
+
+
+@pytest.mark.parametrize("name", ["keep-thinking", "roll-back", "bayes-risk"])
+def test_they_are_found_by_name(name):
+    assert load_recipe(name).name == name  # where it is not: `pip install -e .` once more
+
+
+# ------------------------------------------------------------------------ others that keep them
+class Second(Sampling):
+    """The second best token, if there are two."""
+
+    def _chosen(self, rows, scores):
+        best = scores.topk(2, -1)
+        lone = best.values[:, 1] == -torch.inf
+        return super()._chosen(
+            rows, scores.scatter(1, best.indices[:, :1], -torch.inf).where(~lone[:, None], scores)
+        )
+
+
+class Colder(Wrapped):
+    """Sharper logits, for the rows that ask."""
+
+    def __init__(self, inner, by=2.0):
+        super().__init__(inner)
+        self.by = by
+
+    def forward(self, rows, proposal, cache):
+        output = self.inner.forward(rows, proposal, cache)
+        mine = self.mine(rows)
+        shaped = pick(output.logits, mine) * self.by
+        return output._replace(logits=output.logits.index_copy(0, mine, shaped), plain=output.logits)
+
+
+class Again:
+    """A drafter that guesses a row's last token again, and says so."""
+
+    cheap = True
+
+    def __init__(self, size=2):
+        self.size = size
+
+    def open(self, requests, inputs):
+        pass
+
+    def close(self, requests):
+        pass
+
+    def commit(self, parents, lengths):
+        pass
+
+    def draft(self, rows, most, aid):
+        last = rows.tokens.gather(1, rows.length[:, None] - 1)
+        return Proposal(None, last.expand(-1, self.size), most.clamp(max=self.size))
+
+
+def greedy(model, input_ids, generation_config=None, left_padding=None, **kwargs):
+    """The documented minimal example, in our words."""
+    config = generation_config or model.generation_config
+    if left_padding is not None:
+        fill = torch.full((len(input_ids), left_padding), config.pad_token_id)
+        input_ids = torch.cat((fill, input_ids), 1)
+    for _ in range(8):
+        best = model(input_ids).logits[:, -1].argmax(-1)
+        input_ids = torch.cat((input_ids, best[:, None]), 1)
+    return input_ids
+
+
+def lucky(model, input_ids, **kwargs):
+    """Draws, which is its own affair."""
+    return torch.cat((input_ids, torch.randint(9, (len(input_ids), 3))), 1)
+
+
+@pytest.mark.parametrize("recipe", [Second, Colder, Again, greedy, lucky], ids=lambda one: one.__name__)
+def test_a_right_one_passes(recipe):
+    check_recipe(recipe)
+
+
+def test_arguments_are_its_own():
+    check_recipe(greedy, arguments={"left_padding": 2})
+    with pytest.raises(RecipeError, match="takes no argument `tweak`"):
+        check_recipe(Second, arguments={"tweak": 1})
+
+
+def test_a_model_of_ones_own():
+    check_recipe(Second, model=Chain.chance(17, seed=3))
+    with pytest.raises(AssertionError):
+        check_recipe(Neighbourly, model=Chain.chance(17, seed=3))
+
+
+def test_a_model_with_an_encoder_is_refused(tiny):
+    with pytest.raises(InputError, match="`model` must have no encoder"):
+        check_recipe(Second, model=tiny("t5").model)
+
+
+def test_it_leaves_torch_alone():
+    before = torch.get_rng_state()
+    one, two = toy(), toy()
+    assert torch.equal(before, torch.get_rng_state())
+    for name, weight in one.state_dict().items():
+        assert torch.equal(weight, two.state_dict()[name])
+
+
+# ------------------------------------------------------------------------ strategies that break them
+class Neighbourly(Sampling):
+    """Takes the second best token while it has company."""
+
+    def _chosen(self, rows, scores):
+        if len(set(rows.request.tolist())) > 1:
+            scores = scores.scatter(1, scores.argmax(-1, keepdim=True), -torch.inf)
+        return super()._chosen(rows, scores)
+
+
+class Ranked(Sampling):
+    """Treats whoever came first better."""
+
+    def _chosen(self, rows, scores):
+        worst = scores.scatter(1, scores.argmax(-1, keepdim=True), -torch.inf)
+        return super()._chosen(rows, torch.where(rows.request[:, None] > 0, worst, scores))
+
+
+class Tired(Sampling):
+    """Chooses otherwise after so many steps of its own, whoever asks."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.steps = 0
+
+    def _chosen(self, rows, scores):
+        self.steps += 1
+        return super()._chosen(rows, scores if self.steps < 30 else -scores)
+
+
+class Placed(Sampling):
+    """Remembers by place in the table, not by row."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.last = {}
+
+    def select(self, rows, proposal, output):
+        scores = output.logits.clone()
+        for row in range(len(rows)):
+            if row in self.last:
+                scores[row, 0, self.last[row]] = -torch.inf
+        chosen = super().select(rows, proposal, output._replace(logits=scores))
+        self.last = dict(enumerate(chosen.tokens.tolist()))
+        return chosen
+
+
+class Dicing(Sampling):
+    """Draws from torch's generator, though its requests have a seed."""
+
+    def _drawn(self, rows, scores):
+        return scores.max(-1).values, torch.multinomial(scores.softmax(-1), 1)[:, 0]
+
+
+class Deaf(Sampling):
+    """Samples, and does not read the seed."""
+
+    def _drawn(self, rows, scores):
+        return scores.max(-1)
+
+
+class Boasting(Sampling):
+    """Streams what it does not return."""
+
+    def select(self, rows, proposal, output):
+        chosen = super().select(rows, proposal, output)
+        told = chosen.emitted
+        return chosen._replace(emitted=told._replace(token=told.token.clamp(max=7)))
+
+
+class Untelling(Rewinding):
+    """Takes back what it has told."""
+
+    def doubt(self, written, cuts):
+        return Doubt(back=3) if len(written) == 6 and cuts < 1 else Doubt()
+
+
+class Fussy(Sampling):
+    """Refuses everybody."""
+
+    @staticmethod
+    def params(config):
+        raise PartsConfigError("do_sample", "must be something else", config.do_sample)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found"),
+    [
+        (Neighbourly, "other tokens"),
+        (Ranked, "other tokens"),
+        (Tired, "other tokens|RowError"),
+        (Placed, "other tokens"),
+        (Dicing, "torch|other tokens"),
+        (Deaf, "is the seed read"),
+        (Boasting, "streamed"),
+        (Fussy, "refuses every request"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_a_broken_strategy_is_found(recipe, found):
+    with pytest.raises(AssertionError, match=found):
+        check_recipe(recipe)
+
+
+def test_what_was_told_cannot_be_taken_back():
+    with pytest.raises(ValueError, match=r"must not take back more than the 0 that were loose"):
+        check_recipe(Untelling)
+
+
+# ------------------------------------------------------------------------ processors that break them
+class Counting(LogitsProcessor):
+    """Keeps its state in an attribute: every call counts."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def process(self, context, scores):
+        self.calls += 1
+        return scores.masked_fill(marked(scores.shape, torch.tensor([[self.calls % 5]])), -torch.inf)
+
+
+class Attributed(LogitsProcessor):
+    """Keeps its state in an attribute, which only choices change: asked twice it says the same."""
+
+    state = MappingProxyType({"unused": 0.0})
+
+    def __init__(self):
+        self.last = torch.tensor([[0]])
+
+    def process(self, context, scores):
+        return scores.masked_fill(marked(scores.shape, self.last[:1]), -torch.inf)
+
+    def advance(self, context, before, after, tokens):
+        self.last = tokens[:, None].clone()
+        return {"unused": context.state("unused")[:, 0]}
+
+
+class Forgetful(LogitsProcessor):
+    """Rules out every second choice by a column that guesses do not bring forward."""
+
+    state = MappingProxyType({"turn": 0.0})
+
+    def process(self, context, scores):
+        odd = (context.state("turn") % 2 == 1) & (context.generated > 0)
+        return torch.where(odd, scores.scatter(1, scores.argmax(-1, keepdim=True), -torch.inf), scores)
+
+    def advance(self, context, before, after, tokens):
+        self.seen = len(tokens) if not hasattr(self, "seen") else self.seen + 1
+        return {"turn": torch.full((len(tokens),), float(self.seen))}
+
+
+class Writing(LogitsProcessor):
+    """Writes into what it is given."""
+
+    def process(self, context, scores):
+        scores[:, 3] = 0.0
+        return scores
+
+
+class Averaging(LogitsProcessor):
+    """Looks at the other lines."""
+
+    def process(self, context, scores):
+        return scores + 0.5 * scores.nan_to_num(0.0, 0.0, 0.0).mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found"),
+    [
+        (Counting, "two answers"),
+        (Attributed, "other tokens|ruled out|a row stood"),
+        (Forgetful, "other tokens|a row stood"),
+        (Writing, "in place"),
+        (Averaging, "differ"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_a_broken_processor_is_found(recipe, found):
+    with pytest.raises(AssertionError, match=found):
+        check_recipe(recipe)
+
+
+# ------------------------------------------------------------------------ drafters, wrappers, functions
+class Liar(Again):
+    """Says that its guesses are drawn evenly, and always guesses the last token again."""
+
+    def draft(self, rows, most, aid):
+        guess = super().draft(rows, most, aid)
+        return guess._replace(probs=torch.full((len(rows), self.size, 61), 1 / 61))
+
+
+class Meddling(Again):
+    """Writes its guess into the rows."""
+
+    def draft(self, rows, most, aid):
+        rows.tokens[:, 0] = 5
+        return super().draft(rows, most, aid)
+
+
+class Everybody(Colder):
+    """Changes the rows that do not ask, too."""
+
+    def forward(self, rows, proposal, cache):
+        output = self.inner.forward(rows, proposal, cache)
+        return output._replace(logits=output.logits * self.by, plain=output.logits)
+
+
+class Crowded(Colder):
+    """Changes a row by how many ask."""
+
+    def forward(self, rows, proposal, cache):
+        self.by = 1.0 + len(self.mine(rows))
+        return super().forward(rows, proposal, cache)
+
+
+class Shortsighted(Colder):
+    """Forgets what follows the guesses."""
+
+    def forward(self, rows, proposal, cache):
+        output = self.inner.forward(rows, proposal, cache)
+        mine, logits = self.mine(rows), output.logits.clone()
+        logits[mine, 0] = logits[mine, 0].roll(1, -1)
+        return output._replace(logits=logits, plain=output.logits)
+
+
+calls = itertools.count()
+
+
+def fickle(model, input_ids, **kwargs):
+    """Never says the same."""
+    return torch.cat((input_ids, torch.full((len(input_ids), 1), next(calls) % 50)), 1)
+
+
+def wasteful(model, input_ids, **kwargs):
+    """Draws for nothing."""
+    torch.rand(1)
+    return greedy(model, input_ids, **kwargs)
+
+
+def training(model, input_ids, **kwargs):
+    """Changes a weight."""
+    with torch.no_grad():
+        model.lm_head.weight[5] += 0.01
+    return input_ids
+
+
+def configuring(model, input_ids, **kwargs):
+    """Changes the config."""
+    model.generation_config.max_length = 7
+    return input_ids
+
+
+def shy(model, input_ids, **kwargs):
+    """Says something else in company."""
+    return greedy(model, input_ids.roll(len(input_ids) - 1, 1), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found"),
+    [
+        (Liar, "not drawn from the law"),
+        (Meddling, "other tokens|stood at"),
+        (Everybody, "other tokens|differ"),
+        (Crowded, "other tokens|differ"),
+        (Shortsighted, "tried ahead"),
+        (fickle, "two results"),
+        (wasteful, "moved torch's generator"),
+        (training, "changed the model: .*weight"),
+        (configuring, "changed the model: .*generation_config"),
+        (shy, "in a batch row"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_another_broken_recipe_is_found(recipe, found):
+    with pytest.raises(AssertionError, match=found):
+        check_recipe(recipe)
+
+
+def test_untrusted_is_not_run(tmp_path):
+    (tmp_path / "generate.py").write_text("raise SystemExit('ran')\n")
+    with pytest.raises(RecipeError, match="trust_remote_code"):
+        check_recipe(tmp_path)
+
+
+def test_a_recipe_that_refuses_greedy_is_tried_with_the_rest():
+    with pytest.raises(ConfigError, match="do_sample"):
+        bayes_risk.BayesRisk.params(type("Greedy", (), {"do_sample": False}))

@@ -1,0 +1,102 @@
+"""Guesses change nothing on any kind of model: how it is fed, and what it remembers, must not be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import descant
+from descant.errors import ConfigError
+from descant.models.custom_generate import outer_of
+from descant.models.traits import facts_of
+from tests.contracts.speculation import ALWAYS, GREEDILY, Tries, close, near
+from tools.sweep.kinds import KINDS, representative
+from tools.sweep.subject import Subject
+from tools.sweep.trial import subject_of
+
+# In CI: a window, what has no positions, experts, what the model is asked for, what remembers nothing or
+# cannot take back what it has read, both kinds of encoder-decoder, and images.
+SHOWN = (
+    "ALiBi, no positions",
+    "sliding and full attention by layer",
+    "chunked attention",
+    "mixture of experts",
+    "rows one by one",
+    "recurrent and attention by layer",
+    "no memory at all",
+    "a prefix of its own in the cache",
+    "encoder-decoder, relative positions",
+    "experts in encoder and decoder",
+    "images in a prompt",
+)
+# One hears in windows, which takes no draft model, and one has a generate() of its own around a text model.
+APART = ("speech, fixed windows",)
+EVERY = [
+    pytest.param(kind, marks=() if kind in SHOWN else pytest.mark.battery)
+    for kind in KINDS
+    if kind not in APART
+]
+METHODS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "seed": 3, "num_return_sequences": 2})
+NEW = 12
+
+
+def _inner(model: Any) -> Any:
+    """What is decoded with: the text model where that has a generate() of another around it."""
+    return model if outer_of(model) is None else model.language_model
+
+
+def _options(subject: Subject) -> dict[str, Any]:
+    """A few words of the model's, so that guesses are sometimes right."""
+    model = _inner(subject.model)
+    kept = (11, 34, 57, 80, 103, model.generation_config.forced_eos_token_id)
+    size = model.config.get_text_config().vocab_size
+    return {"suppress_tokens": [one for one in range(size) if one not in kept], "max_new_tokens": NEW}
+
+
+def _drafts(model: Any) -> dict[str, dict[str, Any]]:
+    helper = {"num_assistant_tokens": 3, **GREEDILY}
+    return {
+        "lookup": {"prompt_lookup_num_tokens": 4, **ALWAYS},
+        "suffix": {"suffix_lookup_num_tokens": 3, **ALWAYS},
+        "draft model": {"assistant_model": near(_inner(model), 0.98), **helper},
+        "early exit": {"assistant_early_exit": 1, **helper},
+    }
+
+
+def _refused(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any]) -> bool:
+    """Whether a model that cannot take back what it has read refuses guesses, which it then must."""
+    facts = facts_of(_inner(subject.model))
+    if facts.memory == "own":
+        with pytest.raises(ConfigError, match=r"needs a model that can forget tokens|remembers more than"):
+            descant.generate(subject.model, **given, **drafts, max_new_tokens=3)
+        return True
+    if "assistant_early_exit" in drafts and (facts.encoder_decoder or facts.memory == "none" or facts.asks):
+        with pytest.raises(ConfigError, match="`assistant_early_exit` has no meaning for a model that"):
+            descant.generate(subject.model, **given, **drafts, max_new_tokens=3)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_guesses_change_nothing_on_any_kind(kind: str) -> None:
+    subject = subject_of(representative(kind))
+    options, tries, left = {**_options(subject), **subject.options}, Tries(), 0
+    batches = subject.prompts if subject.batch is None else [subject.batch]
+    for name, drafts in _drafts(subject.model).items():
+        if _refused(subject, batches[0], drafts):
+            continue
+        left += 1
+        for method in METHODS:
+            for given in batches:
+                asked = {**options, **method, "return_dict_in_generate": True, "output_logits": True}
+                plain = descant.generate(subject.model, **given, **asked)
+                guessed = descant.generate(subject.model, **given, **asked, **drafts)
+                assert guessed.sequences.tolist() == plain.sequences.tolist(), f"{name} on {kind}"
+                close(plain.logits, guessed.logits, f"{name} on {kind}: logits")
+                tries.add(guessed.speculation)
+    if left:
+        assert 0 < tries.right < tries.tried, f"{tries.right} of {tries.tried}"
+    else:
+        assert facts_of(subject.model).memory == "own"

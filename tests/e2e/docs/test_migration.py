@@ -1,0 +1,127 @@
+"""The migration guide has every name that 4.52.4 has and the installed transformers has not.
+
+Both packages are asked live. Code of before runs on 4.52.4, code of after runs here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import descant
+import descant.parts
+from tools.docs import migration, migration_table
+from tools.docs.migration import Comparison
+from tools.docs.transformers4 import Elder, ElderError
+
+BOTH = ("constraints", "beams", "outputs", "caches", "inner", "methods", "cache methods", "fields", "kept")
+NEWER = ("newer", "newer fields")  # what only the installed version has
+
+
+@pytest.fixture(scope="module")
+def elder() -> Iterator[Elder]:
+    one = Elder()
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def compared(elder: Elder) -> Comparison:
+    return Comparison.live(elder)
+
+
+@pytest.fixture
+def namespace() -> dict[str, Any]:
+    made: dict[str, Any] = {"descant": descant}
+    exec(migration_table.SETUP, made)  # noqa: S102
+    return made
+
+
+def test_the_two_are_who_they_should_be(compared: Comparison) -> None:
+    assert compared.old["version"] == "4.52.4"
+    assert compared.new["version"].startswith("5.")
+    assert len(compared.gone()) > 90  # a comparison that finds nothing would pass everything below
+
+
+def test_every_name_that_is_gone_has_its_row_and_no_other(compared: Comparison) -> None:
+    assert migration.wrong(compared) == []
+
+
+def test_a_row_too_many_or_too_few_is_found(compared: Comparison, monkeypatch: Any) -> None:
+    caches = {name: row for name, row in migration_table.CACHES.items() if name != "MambaCache"}
+    monkeypatch.setattr(migration_table, "CACHES", {**caches, "DynamicCache": caches["SinkCache"]})
+    assert migration.wrong(compared) == [
+        "names: `MambaCache` is gone and has no row",
+        "names: `DynamicCache` has a row and is not gone",
+    ]
+
+
+def test_the_page_is_current_and_has_every_table(compared: Comparison) -> None:
+    tables = []
+    for path in (migration.PAGE, migration.FIVE):
+        page = path.read_text(encoding="utf-8")
+        assert page == migration.render(page, compared), "run tools/docs/migration.py"
+        tables += migration.TABLE.findall(page)
+    assert sorted(tables) == sorted((*BOTH, *NEWER, "tensors", "defaults"))
+
+
+def test_every_gone_name_is_on_the_page_once(compared: Comparison) -> None:
+    cells = re.findall(r"^\| `(\w+)` \|", migration.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name in compared.gone() if cells.count(name) != 1] == []
+
+
+def test_what_was_written_before_ran_there(compared: Comparison, elder: Elder) -> None:
+    elder.run(migration_table.SETUP)
+    tables = migration.rows(compared)
+    lines = [row.before for table in BOTH for row in tables[table].values() if row.before]
+    failed = {}
+    for line in lines:
+        try:
+            elder.run(line)
+        except ElderError as error:
+            failed[line] = str(error).splitlines()[-1]
+    assert failed == {}
+    assert len(lines) > 60
+
+
+def test_what_is_written_on_5_runs_on_it(compared: Comparison, namespace: dict[str, Any]) -> None:
+    tables = migration.rows(compared)
+    for line in (row.before for table in NEWER for row in tables[table].values()):
+        exec(line, namespace)  # noqa: S102
+
+
+def test_what_is_written_after_runs_here(compared: Comparison, namespace: dict[str, Any]) -> None:
+    for name, row in (
+        (name, row) for table in migration.rows(compared).values() for name, row in table.items()
+    ):
+        assert row.after or row.note, name
+        if row.after:
+            try:
+                exec(row.after, namespace)  # noqa: S102
+            except descant.MissingExtra as error:
+                assert f"needs the extra `{error.extra}`" in row.note, name  # noqa: PT017
+
+
+def test_a_method_that_is_gone_says_what_it_said(
+    compared: Comparison, elder: Elder, namespace: dict[str, Any], tmp_path: Any
+) -> None:
+    namespace["model"].save_pretrained(tmp_path)
+    elder.run(migration_table.SETUP)
+    elder.run(f"model = transformers.LlamaForCausalLM.from_pretrained({str(tmp_path)!r}).eval()")
+    for name in ("_contrastive_search", "_dola_decoding", "_group_beam_search", "_constrained_beam_search"):
+        row = migration_table.METHODS[name]
+        there = elder.run(f"print(({row.before})[0].tolist())").strip()
+        here = eval(row.after, namespace)  # noqa: S307
+        assert isinstance(here, torch.Tensor)
+        assert str(here[0].tolist()) == there, name
+
+
+def test_defaults_are_those_that_4_52_documents(compared: Comparison) -> None:
+    other = {name for name, old, _, ours in migration.defaults(compared) if old != ours}
+    page = migration.PAGE.read_text(encoding="utf-8")
+    assert other == {"num_assistant_tokens_schedule"}
+    assert all(f"`{name}`" in page for name in other)

@@ -1,0 +1,68 @@
+"""Every program of examples/ runs as a user would run it, and prints what the page says it prints."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support import pretrained
+from tools.docs import examples
+
+NAMES = sorted(path.stem for path in examples.FOLDER.glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, tuple[str, str]]:
+    return examples.shown()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_prints_what_the_page_shows(name: str, page: dict[str, tuple[str, str]]) -> None:
+    for model in re.findall(r'"models/([\w.-]+)"', examples.source(name)):
+        pretrained.folder(model)  # says how to build one that is missing
+    code, printed = page[name]
+    assert code == examples.source(name), "run tools/docs/examples.py"
+    assert examples.run(name).printed == printed
+
+
+def test_the_page_and_the_list_are_current(page: dict[str, tuple[str, str]]) -> None:
+    assert sorted(examples.SHOWN) == NAMES
+    printed = {name: text for name, (_, text) in page.items()}
+    assert examples.PAGE.read_text(encoding="utf-8") == examples.render(printed), "run tools/docs/examples.py"
+    table = examples.LIST.read_text(encoding="utf-8")
+    assert table == examples.listing(examples.listed()), "run tools/docs/examples.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_is_small_and_says_what_it_shows_and_how_to_run_it(name: str) -> None:
+    text = examples.source(name)
+    assert len(text.splitlines()) <= 65
+    told = ast.get_docstring(ast.parse(text)) or ""
+    assert told.partition("\n")[0].endswith(".")
+    assert f"python examples/{name}.py" in told
+    needed = re.search(r"python tools/models\.py (.+)", told)
+    assert needed is not None
+    used = {Path(found).parts[0] for found in re.findall(r'"models/([\w./-]+)"', text)}
+    assert set(needed[1].split()) == used
+    assert " the Hub" in text
+
+
+def test_a_program_that_fails_is_an_error_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text("print('so far')\nraise OSError('no further')\n", encoding="utf-8")
+    monkeypatch.setattr(examples, "FOLDER", tmp_path)
+    with pytest.raises(examples.ExampleError, match=r"broken\.py: exit code 1(.|\n)*OSError: no further"):
+        examples.run("broken")
+
+
+def test_a_program_runs_in_an_empty_folder_beside_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        "import os\nprint(os.listdir(), os.environ['HF_HUB_OFFLINE'], '  ')\nopen('made.html', 'w').close()\n"
+    )
+    (tmp_path / "look.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(examples, "FOLDER", tmp_path)
+    assert examples.run("look").printed == "['models'] 1"

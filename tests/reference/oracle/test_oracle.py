@@ -1,0 +1,153 @@
+"""The oracle itself: what passes through its pipe, what it says when it fails, how small it stays."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.reference.oracle import wire
+from tests.reference.oracle.client import ROOT, Oracle, OracleError
+
+
+def through(message):
+    stream = io.BytesIO()
+    wire.send(stream, message)
+    stream.seek(0)
+    return wire.receive(stream)
+
+
+def test_messages_come_through_as_they_are():
+    message = {
+        "plain": [1, -2.5, True, None, "text", {"nested": []}],
+        "tuples": ((1, (2,)), ()),
+        "keys": {(3, 4): 0.5, 7: "seven", "$tensor": 1},
+        "infinite": float("inf"),
+    }
+    assert through(message) == message
+    big = torch.arange(12).reshape(3, 4)
+    got = through({"views": (big[:, 1], big.t(), big), "empty": torch.zeros(0, 3), "bool": big > 3})
+    assert isinstance(got["views"], tuple)
+    assert torch.equal(got["views"][0], big[:, 1])
+    assert torch.equal(got["views"][1], big.t())
+    assert got["empty"].shape == (0, 3)
+    assert got["bool"].dtype == torch.bool
+
+
+def test_what_cannot_be_sent_is_refused():
+    with pytest.raises(TypeError, match="set"):
+        through({"a": {1, 2}})
+
+
+def test_a_cut_message_is_noticed():
+    stream = io.BytesIO()
+    wire.send(stream, {"a": torch.ones(5)})
+    with pytest.raises(wire.Closed):
+        wire.receive(io.BytesIO(stream.getvalue()[:-1]))
+
+
+def test_it_is_the_pinned_version_on_one_thread(oracle):
+    said = oracle.ask("ping")
+    assert said["transformers"] == "4.52.4"
+    assert said["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert said["threads"] == 1
+
+
+def test_its_errors_come_back_with_their_type(oracle, tiny):
+    model = tiny("llama")
+    with pytest.raises(OracleError, match="num_return_sequences") as caught:
+        oracle.generate(
+            model.folder, {"input_ids": torch.tensor([[5]])}, {"num_beams": 1, "num_return_sequences": 2}
+        )
+    assert caught.value.type == "ValueError"
+    assert oracle.ask("ping"), "it lives on"
+
+
+def test_the_same_seed_gives_the_same_tokens(oracle, tiny):
+    model = tiny("llama")
+    first, again, other = (
+        oracle.generate(
+            model.folder,
+            {"input_ids": torch.tensor([[5, 6, 7]] * 4)},
+            {"do_sample": True, "max_new_tokens": 12},
+            seed=seed,
+        )["sequences"]
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_it_runs_the_same_weights(oracle, tiny):
+    for name in ("llama", "gpt2", "gpt-neox", "mistral", "qwen2", "gemma", "opt", "t5", "bart"):
+        model = tiny(name)
+        ids = torch.arange(20, 40)[None]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if model.encoder_decoder:
+            inputs["decoder_input_ids"] = torch.arange(40, 52)[None]
+        with torch.no_grad():
+            ours = model.model(**inputs).logits
+        theirs = oracle.ask("forward", model=str(model.folder), inputs=inputs)["logits"]
+        assert torch.allclose(ours, theirs, rtol=0, atol=5e-5), name
+
+
+def test_the_window_of_mistral_matters(tiny):
+    model = tiny("mistral")
+    ids = torch.arange(20, 40)[None]
+    other = ids.clone()
+    other[0, 0] = 60
+    with torch.no_grad():
+        far, near = (model.model(torch.cat([row], 1)).logits[0] for row in (ids, other))
+    reach = 2 * (model.model.config.sliding_window - 1)  # two layers see that far back
+    assert torch.allclose(far[reach + 1 :], near[reach + 1 :], atol=1e-5)
+    assert not torch.allclose(far[reach], near[reach], atol=1e-3)
+
+
+def test_it_calls_things_on_their_own(oracle):
+    scores = torch.tensor([[0.1, 0.5, 0.2, 0.9]])
+    said = oracle.ask(
+        "call",
+        name="TopKLogitsWarper",
+        arguments={"top_k": 2},
+        calls=[{"input_ids": torch.tensor([[1]]), "scores": scores}],
+    )
+    inf = float("inf")
+    assert said[0].tolist()[0] == pytest.approx([-inf, 0.5, -inf, 0.9])
+
+
+def test_it_stays_small(tiny):
+    fresh = Oracle()  # the shared one remembers the largest model that any test has shown it
+    try:
+        for name in ("llama", "gpt2", "gpt-neox", "mistral", "qwen2", "gemma", "opt", "t5", "bart"):
+            fresh.generate(tiny(name).folder, {"input_ids": torch.tensor([[5, 6]])}, {"max_new_tokens": 2})
+        assert fresh.ask("ping")["peak_mb"] < 1500
+    finally:
+        fresh.close()
+
+
+def test_a_missing_venv_says_how_to_build_it(tmp_path):
+    with pytest.raises(RuntimeError, match=r"python tools/reference_env\.py"):
+        Oracle(tmp_path / "python").ask("ping")
+
+
+def test_a_dead_worker_shows_its_last_words(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no such venv >&2\nexit 3\n")
+    python.chmod(0o755)
+    with pytest.raises(RuntimeError, match="no such venv"):
+        Oracle(python).ask("ping")
+
+
+def test_a_complete_venv_is_left_alone(oracle):
+    """`tools/reference_env.py` run again on the venv in use changes nothing."""
+    folder = oracle.python.parent.parent
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "reference_env.py", folder],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip().endswith("is complete")

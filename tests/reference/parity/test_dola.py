@@ -1,0 +1,122 @@
+"""DoLa of a ragged batch equals the oracle's run of each row alone.
+
+Alone, because the oracle chooses one layer for its whole batch; see `test_method_bugs.py`. The models are
+deeper than elsewhere: 5 to 8 layers, and two of more than 40, where the layers of "low" and "high" differ.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+import descant
+from tests.reference.parity import compare
+from tests.reference.parity.compare import Call
+from tests.reference.parity.subjects import DEEP, STORIES, five, ragged, subject
+
+NEW = 10
+LAYERS = {
+    "low": "low",
+    "high": "high",
+    "the embeddings": [0],
+    "two": [1, 3],
+    "three": [0, 2, 4],
+    "out of order": [4, 1, 2],
+}
+# Prompt seeds with which the oracle chooses layers and tokens by 3e-5 or more.
+SEEDS = {
+    "llama": (401, 400, 402),
+    "gpt2": (400,),
+    "gpt-neox": (401, 400, 402),
+    "mistral": (403, 401, 402),
+    "qwen2": (408,),
+    "gemma": (401, 402, 406),
+    "opt": (402, 400, 404),
+}
+# In CI the two deepest only take what their depth changes.
+SHOWN = {name: ("low", "high") if DEEP[name][0] > 40 else tuple(LAYERS) for name in DEEP}
+EVERY = [
+    one if not one[2] and one[1] in SHOWN[one[0]] else pytest.param(*one, marks=pytest.mark.battery)
+    for name in DEEP
+    for one in product([name], LAYERS, range(len(SEEDS[name])))
+]
+FEW = ("llama", "gemma")
+SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.battery) for name in DEEP if name not in FEW)]
+
+
+def prompts(model, name, turn=0):
+    return five(model, SEEDS[name][turn])
+
+
+def case(layers, **more):
+    return {"dola_layers": LAYERS[layers], "max_new_tokens": NEW, **more}
+
+
+@pytest.mark.parametrize(("name", "layers", "turn"), EVERY)
+def test_ragged_rows(name, layers, turn, deep, oracle):
+    model = deep(name)
+    compare.by_row(oracle, Call(model, case(layers)), prompts(model, name, turn))
+
+
+def test_the_layers_matter(deep):
+    """What the test above stands on: every choice of layers changes somebody's tokens, and so does DoLa."""
+    seen = {}
+    shallow = [name for name in DEEP if DEEP[name][0] <= 40]
+    for name in shallow:
+        model = deep(name)
+        inputs = prompts(model, name).inputs
+        seen[name, None] = descant.generate(model.model, **inputs, max_new_tokens=NEW).tolist()
+        for layers in LAYERS:
+            seen[name, layers] = descant.generate(model.model, **inputs, **case(layers)).tolist()
+    for one, other in combinations((None, *LAYERS), 2):
+        changed = [name for name in shallow if seen[name, one] != seen[name, other]]
+        assert len(changed) >= 3, f"{one} and {other} differ on {changed} only"
+
+
+@pytest.mark.parametrize("layers", ["low", "high"])
+@pytest.mark.parametrize("name", SOME)
+def test_one_row(name, layers, deep, oracle):
+    model = deep(name)
+    compare.batched(oracle, Call(model, case(layers)), prompts(model, name).only(0))
+
+
+OPTIONS = {
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "min_new_tokens": {"min_new_tokens": 8},
+    "several end tokens": {"eos_token_id": [2, 7, 30, 31, 32, 33]},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", SOME)
+def test_option(name, option, deep, oracle):
+    model = deep(name)
+    compare.by_row(oracle, Call(model, case("high", **OPTIONS[option])), prompts(model, name))
+
+
+SAMPLERS = {"defaults": {}, "temperature and top_p": {"temperature": 1.5, "top_p": 0.9}}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("layers", ["low", "high", "three"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-neox"])
+def test_sampling(name, layers, sampler, deep, oracle):
+    """Under the same torch seed; rows alone on both sides, since a batch shares its noise and its layer."""
+    model = deep(name)
+    call = Call(model, case(layers, do_sample=True, **SAMPLERS[sampler]), seed=3)
+    compare.alone(oracle, call, prompts(model, name))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_sampled_batch(name, deep, oracle):
+    """From one layer, of which the oracle has no choice: a batch on both sides."""
+    model = deep(name)
+    call = Call(model, case("the embeddings", do_sample=True), seed=5)
+    compare.batched(oracle, call, prompts(model, name))
+
+
+def test_on_stories(tiny, oracle):
+    model = subject(STORIES, tiny)
+    for layers in ("low", "high"):
+        compare.by_row(oracle, Call(model, case(layers, repetition_penalty=1.2)), ragged(model))

@@ -1,0 +1,163 @@
+"""What else `generate` returns equals the oracle's: records, hidden states, attentions, transition scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import descant
+from tests.reference.parity.compare import batch, close
+from tests.reference.parity.subjects import ENCODER_DECODER, TINY, level, ragged
+from tests.support.tiny_models import prompts
+
+DECODER_ONLY = tuple(name for name in TINY if name not in ENCODER_DECODER)
+EAGER = {"attn_implementation": "eager"}
+STATES = {
+    False: ("hidden_states", "attentions"),
+    True: (
+        "decoder_hidden_states",
+        "decoder_attentions",
+        "cross_attentions",
+        "encoder_hidden_states",
+        "encoder_attentions",
+    ),
+}
+NEW = 6
+
+
+def both(model, oracle, inputs, arguments, want):
+    """Our output and theirs, on models that compute attention eagerly."""
+    ours = descant.generate(
+        model.model,
+        **inputs,
+        **arguments,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_hidden_states=True,
+        output_attentions=True,
+    )
+    return ours, oracle.generate(model.folder, inputs, arguments, want, load=EAGER)
+
+
+def flat(value):
+    """Every tensor of a tuple of tuples, in order, with its place."""
+    if isinstance(value, torch.Tensor):
+        return [("", value)]
+    return [(f"[{i}]{place}", t) for i, inner in enumerate(value) for place, t in flat(inner)]
+
+
+def same(ours, theirs, name):
+    """Assert that two nested tuples have one shape and the same numbers."""
+    mine, wanted = flat(ours), flat(theirs)
+    assert [place for place, _ in mine] == [place for place, _ in wanted], name
+    for (place, a), (_, b) in zip(mine, wanted, strict=True):
+        close(a, b, f"{name}{place}")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_states_of_level_rows(name, tiny, oracle):
+    model = tiny(name, **EAGER)
+    arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    want = ["sequences", *STATES[model.encoder_decoder]]
+    ours, theirs = both(model, oracle, level(model).inputs, arguments, want)
+    assert torch.equal(ours.sequences, theirs["sequences"])
+    for field in STATES[model.encoder_decoder]:
+        same(ours[field], theirs[field], field)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_states_of_beams(name, tiny, oracle):
+    model = tiny(name, **EAGER)
+    arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW, "num_beams": 3}
+    want = ["sequences", *STATES[model.encoder_decoder]]
+    ours, theirs = both(model, oracle, ragged(model).only(0).inputs, arguments, want)
+    assert torch.equal(ours.sequences, theirs["sequences"])
+    for field in STATES[model.encoder_decoder]:
+        same(ours[field], theirs[field], field)
+
+
+@pytest.mark.parametrize("name", DECODER_ONLY)
+def test_states_of_ragged_rows(name, tiny, oracle):
+    """Where a prompt is padding the states mean nothing; at every real token they equal the oracle's."""
+    model = tiny(name, **EAGER)
+    inputs = ragged(model).inputs
+    arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    ours, theirs = both(model, oracle, inputs, arguments, ["sequences", "hidden_states", "attentions"])
+    assert torch.equal(ours.sequences, theirs["sequences"])
+    prompt = inputs["attention_mask"].bool()
+    for step in range(NEW):
+        keys = torch.cat([prompt, torch.ones(len(prompt), step, dtype=torch.bool)], dim=1)
+        queries = prompt if step == 0 else keys[:, -1:]
+        for layer, hidden in enumerate(theirs["hidden_states"][step]):
+            mine = ours.hidden_states[step][layer]
+            assert mine.shape == hidden.shape
+            close(mine[queries], hidden[queries], f"hidden_states[{step}][{layer}]")
+        for layer, weights in enumerate(theirs["attentions"][step]):
+            mine = ours.attentions[step][layer]
+            assert mine.shape == weights.shape
+            real = (queries[:, None, :, None] & keys[:, None, None, :]).expand_as(weights)
+            close(mine[real], weights[real], f"attentions[{step}][{layer}]")
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", TINY)
+def test_transition_scores(name, beams, normalize, tiny, oracle):
+    """Ours of their output equals theirs of their output, padding and all."""
+    model = tiny(name)
+    want = ["sequences", "scores"] + (["beam_indices"] if beams > 1 else [])
+    said = oracle.generate(
+        model.folder, ragged(model).inputs, {"num_beams": beams, "max_new_tokens": 12}, want
+    )
+    arguments = {**said, "scores": tuple(said["scores"]), "normalize_logits": normalize}
+    theirs = oracle.ask("transition_scores", model=str(model.folder), arguments=arguments)
+    close(descant.compute_transition_scores(model.model, **arguments), theirs, "transition scores")
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_beam_scores_are_sums_of_transitions(name, beams, tiny):
+    """The documented identity: a sequence's score is the sum of its transitions over its penalised length."""
+    model = tiny(name)
+    out = descant.generate(
+        model.model,
+        **ragged(model).inputs,
+        num_beams=4,
+        num_return_sequences=beams,
+        length_penalty=0.7,
+        max_new_tokens=12,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    moves = descant.compute_transition_scores(model.model, out.sequences, out.scores, out.beam_indices)
+    lengths = (out.beam_indices >= 0).sum(1)
+    close(moves.sum(1) / lengths**0.7, out.sequences_scores, "sequences_scores")
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_records_hold_what_was_asked(name, beams, tiny):
+    model = tiny(name)
+    inputs = batch(model, prompts(model.arch, (3, 5), seed=1)).inputs
+    plain = descant.generate(model.model, **inputs, num_beams=beams, max_new_tokens=4)
+    assert isinstance(plain, torch.Tensor)
+    out = descant.generate(
+        model.model,
+        **inputs,
+        num_beams=beams,
+        max_new_tokens=4,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    kind = {
+        ("llama", 1): descant.GenerateDecoderOnlyOutput,
+        ("llama", 2): descant.GenerateBeamDecoderOnlyOutput,
+        ("bart", 1): descant.GenerateEncoderDecoderOutput,
+        ("bart", 2): descant.GenerateBeamEncoderDecoderOutput,
+    }[name, beams]
+    assert type(out) is kind
+    assert torch.equal(out.sequences, plain)
+    assert out[0] is out.sequences is out["sequences"]
+    assert out.scores is None
+    assert "scores" not in out
+    assert "sequences_scores" not in out, "as documented, sequences_scores come with output_scores"

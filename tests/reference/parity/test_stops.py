@@ -1,0 +1,279 @@
+"""What ends a row ends it where the oracle's does: stop strings, criteria, time, several end tokens.
+
+Under greedy search and sampling the whole padded batch is the oracle's; beams are compared row by row, up to
+what fills them at the right (see `test_known_bugs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import descant
+from descant.decoding.stopping import criteria
+from tests.reference.parity.compare import TOLERANCE, Batch
+from tests.reference.parity.own import verdict
+from tests.reference.parity.subjects import STORIES, TINY, level, ragged, seeds
+from tests.support import pretrained
+
+NEW = 16
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.9},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beam sampling": {"do_sample": True, "num_beams": 3},
+}
+PLAIN = [mode for mode in MODES if mode != "beam sampling"]
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A call with what ends its rows, which each side makes for itself."""
+
+    subject: Any
+    arguments: dict[str, Any]
+    tokenizer: bool = False
+    verdicts: tuple[tuple[Any, ...], ...] = ()
+    objects: dict[str, Any] = field(default_factory=dict)  # (class, arguments) by argument: ours and theirs
+    seed: int = 31
+
+    @property
+    def beams(self) -> bool:
+        return self.arguments.get("num_beams", 1) > 1
+
+    def ours(self, prompts: Batch) -> Any:
+        given = dict(self.arguments)
+        if self.tokenizer:
+            given["tokenizer"] = self.subject.tokenizer
+        own: list[Any] = [verdict(*one) for one in self.verdicts]
+        own += [
+            getattr(criteria, name)(**values) for name, values in self.objects.get("stopping_criteria", ())
+        ]
+        if own:
+            given["stopping_criteria"] = criteria.StoppingCriteriaList(own)
+        torch.manual_seed(self.seed)
+        return descant.generate(
+            self.subject.model, **prompts.inputs, **given, return_dict_in_generate=True, output_scores=True
+        )
+
+    def theirs(self, oracle: Any, prompts: Batch) -> dict[str, Any]:
+        want = ["sequences", *(["sequences_scores"] if self.beams else [])]
+        more: dict[str, Any] = {"verdicts": self.verdicts} if self.verdicts else {}
+        if self.tokenizer:
+            more["tokenizer"] = str(self.subject.folder)
+        return oracle.ask(
+            "generate_own", model=str(self.subject.folder), inputs=prompts.inputs, want=want,
+            arguments=self.arguments, seed=self.seed, objects=self.objects, **more,
+        )  # fmt: skip
+
+    def check(self, oracle: Any, prompts: Batch) -> list[list[int]]:
+        """Assert that both sides say the same; our new tokens, row by row."""
+        if not self.beams:
+            ours, theirs = self.ours(prompts).sequences, self.theirs(oracle, prompts)["sequences"]
+            assert ours.tolist() == theirs.tolist()
+            return self.new(ours, prompts)
+        # Beams of a batch are each row's own here, and not there; with chance, only alone on both sides.
+        whole = None if self.arguments.get("do_sample") else self.ours(prompts)
+        each, found = self.arguments.get("num_return_sequences", 1), []
+        for i in range(len(prompts.rows)):
+            one = prompts.only(i)
+            theirs = self.theirs(oracle, one)
+            ours = self.ours(one) if whole is None else whole
+            mine = slice(0, each) if whole is None else slice(i * each, (i + 1) * each)
+            found.append(self.new(ours.sequences, one if whole is None else prompts)[mine])
+            assert found[-1] == self.new(theirs["sequences"], one), f"request {i}"
+            gap = (ours.sequences_scores[mine] - theirs["sequences_scores"]).abs().max()
+            assert gap < TOLERANCE, f"request {i}: the scores differ by {gap:.1e}"
+        return [row for rows in found for row in rows]
+
+    def new(self, sequences: Tensor, prompts: Batch) -> list[list[int]]:
+        """The new tokens of each line without what fills it up, and without an end token that looks so."""
+        width = 1 if self.subject.encoder_decoder else prompts.inputs["input_ids"].shape[1]
+        ends = self.subject.eos if isinstance(self.subject.eos, list) else [self.subject.eos]
+        fill, rows = {self.subject.pad, *ends}, sequences[:, width:].tolist()
+        return [
+            row[: max((i + 1 for i, token in enumerate(row) if token not in fill), default=0)] for row in rows
+        ]
+
+
+def without(call: Stopped, prompts: Batch) -> list[list[int]]:
+    """What the call says when nothing but the end token and the length stops it."""
+    bare = {k: v for k, v in call.arguments.items() if k not in ("stop_strings", "eos_token_id", "max_time")}
+    return call.new(Stopped(call.subject, bare, seed=call.seed).ours(prompts).sequences, prompts)
+
+
+# In the stories these fall on one token, across several, inside one, and at the edge of a word.
+STOPS: dict[str, Any] = {
+    "across tokens": ["ot was ver", "d balloo", "ed to r"],
+    "inside a token": ["lidi", "happ", "ver", "lik", "he"],
+    "a letter": "m",
+    "one token": [" was"],
+    "with space": [". ", " a "],
+    "several": ["mom", "dad", "park", "named", "They"],
+    "a newline": ["\n"],
+    "never": ["xylophone"],
+    "ends and begins": ["was a", "park. T", "e."],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stories() -> Any:
+    return pretrained.load(STORIES)
+
+
+def stops() -> Iterator[Any]:
+    """Every string in every mode with several prompts; in CI few: the oracle takes seconds for each."""
+    for (at, stop), mode, seed in product(enumerate(STOPS), MODES, range(4)):
+        few = at < 3 and mode != "beam sampling" and seed == 0
+        yield pytest.param(stop, mode, seed, marks=() if few else pytest.mark.battery)
+
+
+@pytest.mark.parametrize(("stop", "mode", "seed"), list(stops()))
+def test_stop_strings(stop, mode, seed, stories, oracle):
+    arguments = {"max_new_tokens": NEW, **MODES[mode], "stop_strings": STOPS[stop]}
+    prompts = ragged(stories, seed)
+    call = Stopped(stories, arguments, tokenizer=True, seed=31 + seed)
+    found = call.check(oracle, prompts)
+    # Not decoded, which would take the first space away.
+    texts = ["".join(stories.tokenizer.convert_ids_to_tokens(row)).replace("▁", " ") for row in found]
+    given = [STOPS[stop]] if isinstance(STOPS[stop], str) else STOPS[stop]
+    if mode in ("greedy", "sampling") and not any(one in text for one in given for text in texts):
+        assert found == without(call, prompts)
+
+
+def test_the_stop_strings_stop(stories):
+    """What the test above stands on: nearly every one of them ends somebody's row sooner."""
+    prompts = ragged(stories)
+    idle = []
+    for stop, strings in STOPS.items():
+        arguments = {"max_new_tokens": NEW, "stop_strings": strings}
+        call = Stopped(stories, arguments, tokenizer=True)
+        if call.new(call.ours(prompts).sequences, prompts) == without(call, prompts):
+            idle.append(stop)
+    assert idle == ["a newline", "never"]
+
+
+@pytest.mark.parametrize("mode", PLAIN)
+@pytest.mark.parametrize("prompt", ["Once upon a time", "They like to play with the b", "One day"])
+def test_a_stop_string_that_the_prompt_has_begun(prompt, mode, stories, oracle):
+    """The overlap counts from wherever the string began, as documented: the prompt's text, too."""
+    tokens = stories.tokens(prompt)
+    arguments = {
+        "max_new_tokens": NEW,
+        **MODES[mode],
+        "stop_strings": ["e there", "ball", "day, L", "day, a"],
+    }
+    Stopped(stories, arguments, tokenizer=True).check(oracle, Batch([tokens], stories.pad))
+
+
+@pytest.mark.parametrize("mode", PLAIN)
+def test_criterion_of_stop_strings(mode, stories):
+    """The object by hand is the field."""
+    given = {"max_new_tokens": NEW, **MODES[mode]}
+    strings = STOPS["across tokens"]
+    prompts = ragged(stories)
+    asked = Stopped(stories, {**given, "stop_strings": strings}, tokenizer=True)
+    by_field = asked.new(asked.ours(prompts).sequences, prompts)
+    made = criteria.StopStringCriteria(stories.tokenizer, strings)
+    torch.manual_seed(31)
+    out = descant.generate(stories.model, **prompts.inputs, **given, stopping_criteria=[made])
+    assert Stopped(stories, given).new(out, prompts) == by_field
+
+
+SHOWN = ("llama", "t5")
+MODELS = [*SHOWN, *(pytest.param(n, marks=pytest.mark.battery) for n in TINY if n not in SHOWN)]
+
+
+def few(model: Any) -> Batch:
+    return replace(level(model), rows=level(model).rows[:2])
+
+
+@pytest.mark.parametrize("kind", ["bool", "scalar"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_one_verdict_for_all(name, mode, kind, tiny, oracle):
+    model = tiny(name)
+    width = 1 if model.encoder_decoder else 6
+    call = Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}, verdicts=((kind, width + 5),))
+    found = call.check(oracle, few(model))
+    assert max(map(len, found)) == 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_verdict_for_each_row(name, mode, tiny, oracle):
+    model = tiny(name)
+    call = Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}, verdicts=(("rows", 7, 5),))
+    prompts = level(model)
+    found = call.check(oracle, prompts)
+    if mode == "greedy":
+        plain = without(call, prompts)
+        assert found != plain
+        assert all(row == other[: len(row)] for row, other in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_criteria_together(name, mode, tiny, oracle):
+    """A list ends a row as soon as one of its members does."""
+    model = tiny(name)
+    width = 1 if model.encoder_decoder else 6
+    objects = {
+        "stopping_criteria": [
+            ("MaxLengthCriteria", {"max_length": width + 9}),
+            # The model's own end too: an object takes the place of the oracle's own criterion.
+            ("EosTokenCriteria", {"eos_token_id": [model.eos, 40, 41, 42, 43, 44]}),
+            ("MaxTimeCriteria", {"max_time": 1e6}),
+        ]
+    }
+    call = Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}, objects=objects)
+    assert max(map(len, call.check(oracle, few(model)))) <= 9
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_time_that_is_over(name, mode, tiny, oracle):
+    model = tiny(name)
+    call = Stopped(model, {"max_new_tokens": NEW, "max_time": 1e-9, **MODES[mode]})
+    assert {len(row) for row in call.check(oracle, ragged(model))} <= {0, 1}
+
+
+@pytest.mark.parametrize("mode", PLAIN)
+def test_time_that_is_not(mode, tiny, oracle):
+    model = tiny("llama")
+    prompts = ragged(model)
+    call = Stopped(model, {"max_new_tokens": NEW, "max_time": 1e6, **MODES[mode]})
+    call.check(oracle, prompts)
+    assert torch.equal(
+        call.ours(prompts).sequences,
+        Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}).ours(prompts).sequences,
+    )
+
+
+@pytest.mark.parametrize("seed", seeds(1, 6))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_several_end_tokens(name, mode, seed, tiny, oracle):
+    model = tiny(name)
+    arguments = {"max_new_tokens": NEW, **MODES[mode], "eos_token_id": [model.eos, 20, 33, 44, 58]}
+    Stopped(model, arguments, seed=41 + seed).check(oracle, ragged(model, seed))
+
+
+@pytest.mark.parametrize("mode", PLAIN)
+@pytest.mark.parametrize("name", MODELS)
+def test_stop_token_ids_are_end_tokens(name, mode, tiny, oracle):
+    """A field of our own: the oracle is told them as end tokens, and as the criterion it has for it."""
+    model = tiny(name)
+    ids = [20, 33, 44, 58]
+    given = {"max_new_tokens": NEW, **MODES[mode]}
+    prompts = ragged(model)
+    as_ends = Stopped(model, {**given, "eos_token_id": [model.eos, *ids]}).check(oracle, prompts)
+    torch.manual_seed(31)
+    ours = descant.generate(model.model, **prompts.inputs, **given, stop_token_ids=ids)
+    assert Stopped(model, given).new(ours, prompts) == as_ends

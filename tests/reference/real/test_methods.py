@@ -1,0 +1,137 @@
+"""SmolLM2-135M and a pretrained T5 give the oracle's tokens by every method.
+
+The oracle runs row by row, since few of these methods are neutral in its batches; prompts are few because
+it is slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.reference.parity import compare
+from tests.reference.parity.compare import Call, batch
+from tests.reference.real.prompts import ARTICLES, PROMPTS
+
+BATTERY = pytest.mark.battery
+SMOL, T5 = "smollm2", "flan-t5-small-titles"
+NEW = 16
+
+
+def prompts(model, texts):
+    return batch(model, [model.tokens(text) for text in texts])
+
+
+def few(count, start=0):
+    """So many prompts, and more in the battery."""
+    return [start, *(pytest.param(n, marks=BATTERY) for n in range(start + count, 12, count))]
+
+
+def words(model, *texts):
+    """Token ids of words in running text."""
+    return [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+@pytest.mark.parametrize("start", few(3))
+@pytest.mark.parametrize(("width", "alpha"), [(4, 0.6), pytest.param(6, 0.3, marks=BATTERY)])
+def test_contrastive(width, alpha, start, real, oracle):
+    model = real(SMOL)
+    arguments = {"top_k": width, "penalty_alpha": alpha, "max_new_tokens": NEW}
+    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 3]))
+
+
+@pytest.mark.parametrize("start", few(3))
+@pytest.mark.parametrize("layers", ["low", "high", [0, 20]], ids=str)
+def test_dola(layers, start, real, oracle):
+    """The model's middle layers are certain, and all but differ from the last by ln 2.
+
+    Which of "low" and "high" is taken then hangs on the last bits, and on these prompts both sides agree.
+    """
+    model = real(SMOL)
+    arguments = {"dola_layers": layers, "repetition_penalty": 1.2, "max_new_tokens": NEW}
+    call = Call(model, arguments, full=False, ties=isinstance(layers, str))
+    compare.by_row(oracle, call, prompts(model, PROMPTS[start : start + 3]))
+
+
+def test_dola_sampled(real, oracle):
+    model = real(SMOL)
+    arguments = {"dola_layers": [0, 20], "do_sample": True, "top_p": 0.9, "max_new_tokens": NEW}
+    compare.alone(oracle, Call(model, arguments, seed=1, full=False), prompts(model, PROMPTS[:2]))
+
+
+@pytest.mark.parametrize("start", few(2))
+@pytest.mark.parametrize(("groups", "penalty"), [(3, 1.0), pytest.param(2, 5.0, marks=BATTERY)])
+def test_diverse(groups, penalty, start, real, oracle):
+    model = real(SMOL)
+    arguments = {
+        "num_beams": 6,
+        "num_beam_groups": groups,
+        "diversity_penalty": penalty,
+        "num_return_sequences": 3,
+        "max_new_tokens": NEW,
+    }
+    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 2]))
+
+
+@pytest.mark.parametrize("start", few(2))
+@pytest.mark.parametrize("kind", [pytest.param("phrases", marks=BATTERY), "alternatives"])
+def test_constrained(kind, start, real, oracle):
+    model = real(SMOL)
+    forced = words(model, " hummingbird", " violin lesson")
+    if kind == "alternatives":
+        forced = [forced, *words(model, " teapot")]
+    arguments = {"num_beams": 5, "force_words_ids": forced, "max_new_tokens": 16}
+    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 2]))
+
+
+@pytest.mark.parametrize("start", few(3))
+@pytest.mark.parametrize("scale", [0.5, 1.5, pytest.param(3.0, marks=BATTERY)])
+def test_guidance(scale, start, real, oracle):
+    """With negative prompts for the stronger scales: not of one token, after which the model rounds badly."""
+    model = real(SMOL)
+    rows = prompts(model, PROMPTS[start : start + 3])
+    if scale > 1:
+        negatives = ("A sad story:", "Bad news for all of", "I do not know")
+        rows = replace(rows, negatives=[model.tokens(text) for text in negatives])
+    arguments = {"guidance_scale": scale, "max_new_tokens": NEW}
+    compare.by_row(oracle, Call(model, arguments, full=False), rows)
+
+
+def test_scores_over_the_whole_vocabulary(real, oracle):
+    model = real(SMOL)
+    some = prompts(model, PROMPTS[1:3])
+    for arguments in (
+        {"top_k": 4, "penalty_alpha": 0.6},
+        {"dola_layers": [0, 20]},
+        {"guidance_scale": 1.5},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+    ):
+        compare.by_row(oracle, Call(model, {**arguments, "max_new_tokens": 5}), some)
+
+
+@pytest.mark.parametrize(("width", "alpha"), [(4, 0.6), pytest.param(8, 0.2, marks=BATTERY)])
+def test_t5_contrastive(width, alpha, real, oracle):
+    model = real(T5)
+    arguments = {"top_k": width, "penalty_alpha": alpha, "max_new_tokens": 16}
+    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, ARTICLES[:5]))
+
+
+@pytest.mark.parametrize(("groups", "penalty"), [(2, 1.0), pytest.param(3, 5.0, marks=BATTERY)])
+def test_t5_diverse(groups, penalty, real, oracle):
+    model = real(T5)
+    arguments = {
+        "num_beams": 6,
+        "num_beam_groups": groups,
+        "diversity_penalty": penalty,
+        "num_return_sequences": 3,
+        "max_new_tokens": 16,
+    }
+    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, ARTICLES[:5]))
+
+
+def test_t5_constrained(real, oracle):
+    model = real(T5)
+    forced = words(model, "penguin", "castle")
+    arguments = {"num_beams": 5, "force_words_ids": forced, "max_new_tokens": 16}
+    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, ARTICLES[:5]))

@@ -1,0 +1,89 @@
+"""SmolLM2-135M and a pretrained T5 give the oracle's tokens: greedy, sampled and from four beams."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.reference.parity import compare
+from tests.reference.parity.compare import Call, batch
+from tests.reference.real.prompts import ARTICLES, PROMPTS
+from tests.support.ci_slices import first
+
+NEW = 64
+GROUPS = [PROMPTS[start : start + 7] for start in range(0, len(PROMPTS), 7)]
+SIXES = [PROMPTS[start : start + 6] for start in range(0, len(PROMPTS), 6)]
+# Each group takes a minute, most of it the oracle's: CI runs the first.
+
+
+def prompts(model, texts):
+    return batch(model, [model.tokens(text) for text in texts])
+
+
+def test_there_are_forty_prompts():
+    assert len(set(PROMPTS)) >= 40
+    assert sum(map(len, GROUPS)) == sum(map(len, SIXES)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("group", first(1, len(GROUPS)))
+def test_greedy(group, real, oracle):
+    model = real("smollm2")
+    compare.batched(oracle, Call(model, {"max_new_tokens": NEW}, full=False), prompts(model, GROUPS[group]))
+
+
+SAMPLERS = ({}, {"temperature": 0.7, "top_p": 0.9}, {"min_p": 0.05, "top_k": 0})
+
+
+@pytest.mark.parametrize("group", first(len(SAMPLERS), len(GROUPS)))
+def test_sampling(group, real, oracle):
+    model = real("smollm2")
+    arguments = {"do_sample": True, "max_new_tokens": NEW, **SAMPLERS[group % len(SAMPLERS)]}
+    compare.batched(oracle, Call(model, arguments, seed=group, full=False), prompts(model, GROUPS[group]))
+
+
+@pytest.mark.parametrize("group", first(1, len(SIXES)))
+def test_beams(group, real, oracle):
+    model = real("smollm2")
+    arguments = {"num_beams": 4, "max_new_tokens": NEW}
+    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, SIXES[group]))
+
+
+def test_scores_over_the_whole_vocabulary(real, oracle):
+    model = real("smollm2")
+    some = prompts(model, PROMPTS[:3])
+    compare.batched(oracle, Call(model, {"max_new_tokens": 8}), some)
+    compare.by_row(oracle, Call(model, {"num_beams": 2, "max_new_tokens": 8}), some)
+
+
+T5 = "flan-t5-small-titles"
+T5_SETTINGS = {
+    "beams": {"num_beams": 4},
+    "beams, several": {"num_beams": 4, "num_return_sequences": 3, "early_stopping": True},
+    "beams, long": {"num_beams": 4, "length_penalty": 2.0, "early_stopping": "never"},
+}
+
+
+def test_t5_greedy(real, oracle):
+    model = real(T5)
+    answers = compare.batched(
+        oracle, Call(model, {"max_new_tokens": 32}, full=False), prompts(model, ARTICLES)
+    )
+    assert len({len(a.tokens[0]) for a in answers}) > 3, "titles of different length"
+
+
+@pytest.mark.parametrize("seed", range(len(SAMPLERS)))
+def test_t5_sampling(seed, real, oracle):
+    model = real(T5)
+    arguments = {"do_sample": True, "max_new_tokens": 32, **SAMPLERS[seed]}
+    compare.batched(oracle, Call(model, arguments, seed=seed, full=False), prompts(model, ARTICLES))
+
+
+@pytest.mark.parametrize("setting", T5_SETTINGS)
+def test_t5_beams(setting, real, oracle):
+    model = real(T5)
+    arguments = {"max_new_tokens": 32, **T5_SETTINGS[setting]}
+    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, ARTICLES[:6]))
+
+
+def test_t5_scores_over_the_whole_vocabulary(real, oracle):
+    model = real(T5)
+    compare.batched(oracle, Call(model, {"max_new_tokens": 8}), prompts(model, ARTICLES[:3]))

@@ -1,0 +1,82 @@
+"""A model small enough to be worked out by hand: a Markov chain behind the Model port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from descant.core.interfaces import Cache, Facts
+from descant.core.records import Output, Proposal
+from descant.core.rows import Rows
+
+
+class Chain:
+    """Logits by the position and the last token alone: nothing to cache, nothing to encode.
+
+    A table [V, V] is the same at every position; one of [S, V, V] is not, so that no two paths tie.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits.float().view(-1, *logits.shape[-2:])  # [S, V, V]
+        self.facts = Facts(
+            encoder_decoder=False,
+            positions=True,
+            keeps_logits=False,
+            embeddings=False,
+            vocabulary=logits.shape[-1],
+            layers=0,
+            attention="eager",
+            windows={},
+            table=None,
+            context=None,
+        )
+        self.fed: list[int] = []  # rows of every forward
+        self.opened: set[int] = set()
+
+    @classmethod
+    def chance(cls, vocabulary: int, seed: int, spread: float = 1.0, positions: int = 16) -> Chain:
+        generator = torch.Generator().manual_seed(seed)
+        return cls(torch.randn(positions, vocabulary, vocabulary, generator=generator) * spread)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+        self.opened |= set(requests)
+
+    def close(self, requests: Sequence[int]) -> None:
+        self.opened -= set(requests)
+
+    def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
+        self.fed.append(len(rows))
+        last = rows.tokens.gather(1, rows.length[:, None] - 1)
+        if proposal.drafts is not None:
+            last = torch.cat((last, proposal.drafts), 1)
+        return Output(self.after(rows.length[:, None] + torch.arange(last.shape[1]), last))
+
+    def after(self, length: Tensor | int, last: Tensor | int) -> Tensor:
+        """The logits after so many tokens of which `last` is the last [..., V]."""
+        return self.logits[(length - 1) % len(self.logits), last]
+
+    def paths(
+        self, start: int, steps: int, ends: Sequence[int] = ()
+    ) -> Iterator[tuple[tuple[int, ...], float]]:
+        """Every sequence of at most `steps` tokens after `start` that ends at an end token or the limit."""
+        vocabulary = self.logits.shape[-1]
+        for length in range(1, steps + 1):
+            for path in product(range(vocabulary), repeat=length):
+                if any(token in ends for token in path[:-1]) or (length < steps and path[-1] not in ends):
+                    continue
+                yield path, self.score(start, path)
+
+    def score(self, start: int, path: Sequence[int]) -> float:
+        """The log-probability of a path after a prompt of one token."""
+        lasts = (start, *path)
+        return sum(
+            float(self.after(at + 1, lasts[at]).log_softmax(-1)[token]) for at, token in enumerate(path)
+        )

@@ -1,0 +1,169 @@
+"""The bench runs, its ways decode the same, and its columns say what they claim to say."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from bench import compare, implementations, table
+from bench.__main__ import main
+from bench.baseline_loop import decode
+from bench.case import CASES, Case, Prompts
+from bench.models import SUBJECTS
+from bench.peak import Peak
+
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return SUBJECTS["tiny"].model()
+
+
+@pytest.fixture
+def verbosity() -> Iterator[None]:
+    """What main() quietens is put back."""
+    level = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+def raced(model: Any, case: str) -> dict[str, compare.Result]:
+    return {one.way: one for one in compare.run(model, "tiny", CASES[case], NEW, repeats=2)}
+
+
+@pytest.mark.parametrize("case", ["greedy-1", "greedy-16"])
+def test_all_three_ways_take_the_same_greedy_tokens(model: Any, case: str) -> None:
+    results = raced(model, case)
+    assert list(results) == ["bare", "descant", "transformers"]
+    assert [one.same for one in results.values()] == [True] * 3
+    assert {one.forwards for one in results.values()} == {NEW}
+    batch = len(CASES[case].lengths)
+    assert {one.fed for one in results.values()} == {batch * (32 + NEW - 1)}
+
+
+@pytest.mark.parametrize("case", ["ragged-16", "sample-16", "beam-4"])
+def test_both_generate_take_the_same_tokens_where_the_bare_loop_cannot(model: Any, case: str) -> None:
+    results = raced(model, case)
+    assert [one.same for one in results.values()] == [None, True, True]
+
+
+def test_beams_are_fed_their_prompt_once(model: Any) -> None:
+    results = raced(model, "beam-4")
+    assert results["descant"].fed == 512 + 4 * (NEW - 1)
+    assert results["transformers"].fed == 4 * (512 + NEW - 1)
+    assert results["bare"].fed == 512 + NEW - 1
+
+
+def test_the_bare_loop_sees_what_it_cached(model: Any) -> None:
+    ids = CASES["greedy-1"].prompts(1000).ids
+    tokens = decode(model, ids, NEW)
+    for new in range(NEW):
+        with torch.no_grad():
+            whole = model(input_ids=torch.cat((ids, tokens[:, :new]), 1)).logits
+        assert whole[0, -1].argmax() == tokens[0, new]
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, way: str, token: int) -> None:
+    """Let a way write `token` at the end of its first row."""
+    own = implementations.CONTENDERS[way]
+
+    def wrong(model: Any, case: Case, prompts: Prompts, new: int) -> Tensor:
+        tokens = own(model, case, prompts, new)
+        tokens[0, -1] = token
+        return tokens
+
+    monkeypatch.setitem(implementations.CONTENDERS, way, wrong)
+
+
+def test_other_tokens_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(monkeypatch, "descant", 0)
+    results = raced(model, "greedy-16")
+    assert [one.same for one in results.values()] == [True, False, True]
+    assert "OTHER" in list(table.lines(list(results.values())))[1]
+
+
+def test_a_row_that_ends_early_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(monkeypatch, "transformers", 999)
+    with pytest.raises(RuntimeError, match="transformers ended a row of greedy-1 early"):
+        raced(model, "greedy-1")
+
+
+def test_ratios_are_taken_repeat_by_repeat(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Times that fall from repeat to repeat; only the ratio within a repeat is steady.
+    left = {"bare": [8.0, 4.0, 2.0], "descant": [12.0, 6.0, 3.0], "transformers": [16.0, 8.0, 4.0]}
+    turns: list[str] = []
+
+    def timed(way: str, *_: Any) -> float:
+        turns.append(way)
+        return left[way].pop(0)
+
+    monkeypatch.setattr(compare, "_timed", timed)
+    results = {one.way: one for one in compare.run(model, "tiny", CASES["greedy-1"], NEW, repeats=3)}
+    assert turns[:6] == ["bare", "descant", "transformers", "descant", "transformers", "bare"]
+    ours = results["descant"]
+    assert (ours.ratio, ours.low, ours.high, ours.best) == (1.5, 1.5, 1.5, 1.5)
+    assert ours.step == pytest.approx(6.0 / NEW * 1e3)
+    assert ours.over == pytest.approx(2.0 / NEW * 1e3)
+    assert ours.gain == pytest.approx(4 / 3)
+    assert results["transformers"].ratio == 2.0
+
+
+@pytest.mark.usefixtures("verbosity")
+def test_the_command_prints_a_table_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bench.json"
+    options = ["--quick", "--model", "tiny", "--case", "greedy-1", "--repeats", "2", "--json", str(file)]
+    assert main(options) == 0
+    head, rule, *body = capsys.readouterr().out.splitlines()
+    assert set(rule) == {"-"}
+    for name in (
+        "x bare",
+        "quartiles",
+        "best",
+        "ms/step",
+        "over bare",
+        "gain",
+        "peak MB",
+        "forwards",
+        "fed",
+        "tokens",
+    ):
+        assert name in head
+    assert [line.split()[:3] for line in body] == [
+        ["tiny", "greedy-1", way] for way in ("bare", "descant", "transformers")
+    ]
+    written = json.loads(file.read_text())
+    assert written["about"]["threads"] == 1
+    bare, ours, theirs = written["results"]
+    assert set(bare) == set(compare.Result.__dataclass_fields__)
+    assert (bare["ratio"], bare["over"], theirs["gain"]) == (1.0, 0.0, 1.0)
+    assert all(one["step"] > 0 and one["repeats"] == 2 for one in (bare, ours, theirs))
+    assert ours["low"] <= ours["ratio"] <= ours["high"]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many"])
+def test_repeats_must_be_a_number_of_repeats(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--repeats", text])
+    assert "--repeats" in capsys.readouterr().err
+
+
+def test_the_peak_is_that_of_the_time_inside() -> None:
+    size = 64 * 2**20
+    with Peak() as outer:
+        block = torch.ones(size // 4)
+        del block
+    if outer.bytes is None:
+        pytest.skip("this system keeps no high-water mark")
+    assert size * 0.9 < outer.bytes < size * 1.5
+    with Peak() as quiet:
+        pass
+    assert quiet.bytes is not None
+    assert quiet.bytes < size * 0.1

@@ -1,0 +1,254 @@
+"""The bench of drafts runs, judges what comes out, and its columns say what they claim to say."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from bench import scenarios, speculation
+from bench.forward import Forwards
+from bench.models import SUBJECTS
+from bench.prompts import GROUNDED, PASSAGES, Passage, unguessable
+from bench.scenarios import Contest, Way, batches
+from bench.speculation import Bench, Result, Sight
+
+SMALL = ["--new", "8", "--repeats", "1", "--prompts", "1", "--guesses", "3", "--layers", "1"]
+ALONE = ["none", "transformers none"]
+LOOKING = [*ALONE, "lookup, constant 10", "lookup, adaptive", "suffix, constant 10", "suffix, adaptive"]
+
+
+class Spelling:
+    """A tokenizer as far as the bench asks for one: a token a character."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [2 + ord(one) % 900 for one in text[:30]]}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tiny model in the place of every one; the draft model is the target's twin."""
+    model = SUBJECTS["tiny"].model()
+    model.generation_config.assistant_confidence_threshold = 0.0  # none of its guesses is a sure one
+    for module in (speculation, scenarios):
+        monkeypatch.setattr(module, "loaded", lambda folder: copy.deepcopy(model))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: Spelling())
+    level = transformers.logging.get_verbosity()
+    yield model
+    transformers.logging.set_verbosity(level)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, str]]:
+    """The table that main() prints, row by row."""
+    assert speculation.main([*SMALL, *options]) == 0
+    about, head, rule, *body = capsys.readouterr().out.splitlines()
+    assert "1 thread(s), CPU time, 8 new tokens, median of 1" in about
+    assert set(rule) == {"-"}
+    ends, at = [], 0
+    for _, width in speculation._COLUMNS:
+        ends.append((at, at + width))
+        at += width + 1
+    names = [head[a:b].strip() for a, b in ends]
+    assert names == [name for name, _ in speculation._COLUMNS]
+    return [dict(zip(names, (line[a:b].strip() for a, b in ends), strict=True)) for line in body]
+
+
+def test_grounded_text_alone_and_in_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(
+        capsys, "--only", "grounded", "--kind", "edit", "--kind", "code", "--batch", "1", "--batch", "3"
+    )
+    alone, beside = rows[:14], rows[14:]
+    assert [row["case"] for row in alone[::7]] == ["edit", "code"]
+    assert [row["way"] for row in alone[:7]] == [*LOOKING, "transformers lookup"]
+    # transformers drafts for one row only.
+    ours = [name for name in LOOKING if not name.startswith("transformers")]
+    assert [(row["case"], row["batch"], row["way"]) for row in beside] == [
+        ("mixed", "3", name) for name in ours
+    ]
+    assert {row["tokens"] for row in rows} == {"same"}
+    for row in rows:
+        assert float(row["tok/s"]) > 0
+        low, high = map(float, row["range"].split("-"))
+        assert low <= float(row["x none"]) <= high
+        rival = row["batch"] == "1" and row["way"] in ("none", "lookup, constant 10", "lookup, adaptive")
+        assert (row["x theirs"] != "-") == rival
+    assert {row["x none"] for row in rows if row["way"] == "none"} == {"1.00"}
+    assert {row["tok/fwd"] for row in rows if row["way"].endswith("none")} == {"1.00"}
+
+
+def test_a_twin_is_always_right(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, "--only", "pair", "--kind", "code", "--batch", "1", "--batch", "2")
+    by = {(row["batch"], row["way"]): row for row in rows}
+    assert {row["case"] for row in rows} == {"pair code", "pair mixed"}
+    assert {row["tokens"] for row in rows} == {"same"}
+    for batch in ("1", "2"):
+        # 8 tokens: three runs of two guesses and one more each, of which the last is cut short.
+        assert by[batch, "draft, constant 2"]["accepted"] == "100.0%"
+        assert by[batch, "draft, constant 2"]["tok/fwd"] == "2.67"
+        assert by[batch, "draft, constant 3"]["tok/fwd"] == "4.00"
+    assert by["1", "transformers draft, 3"]["tok/fwd"] == "4.00"
+    assert by["1", "draft, constant 3"]["x theirs"] != "-"
+
+
+def test_what_is_drawn_is_the_same_with_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, "--only", "unguessable", "--batch", "2")
+    assert [row["case"] for row in rows[::6]] == ["digits", "free"]
+    assert {row["way"] for row in rows} == {
+        *(name for name in LOOKING if not name.startswith("transformers")),
+        "draft, adaptive",
+    }
+    assert {row["tokens"] for row in rows} == {"same"}
+
+
+def test_one_way_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--only", "grounded", "--kind", "edit", "--batch", "1", "--way", "suffix, adaptive"]
+    assert [row["way"] for row in printed(capsys, *options)] == ["none", "suffix, adaptive"]
+
+
+def test_early_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed(capsys, "--only", "exit", "--kind", "edit", "--batch", "1")
+    assert {row["tokens"] for row in rows} == {"same"}
+    assert [row["way"] for row in rows if row["accepted"] != "-"][:2] == [
+        "exit, constant 2",
+        "exit, constant 3",
+    ]
+
+
+def test_other_tokens_are_seen(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(small, speculation._options(SMALL))
+    own = bench._called
+
+    def wrong(self: Bench, contest: Contest, way: Way, *rest: Any) -> Any:
+        out = own(contest, way, *rest)
+        if way.name == "b":
+            out.sequences[0, -1] = 5
+        return out
+
+    monkeypatch.setattr(Bench, "_called", wrong)
+    prompts = batches(Spelling(), PASSAGES[:1], 1)
+    match = Contest("case", 1, prompts, [Way("none"), Way("a"), Way("b")], {"max_new_tokens": 4})
+    assert [one.same for one in bench.run(match)] == [True, True, False]
+
+
+def test_ratios_are_taken_repeat_by_repeat(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only the ratio within a repeat is steady; "b" writes half as much.
+    firsts = [1.0, 1.0, 0.5]
+    left = {"none": [8.0, 4.0, 2.0], "a": [4.0, 2.0, 1.0], "b": [8.0, 8.0, 1.0]}
+    wide, narrow = (7, 1, 3), (7, 1, 1)
+    sights = {
+        "none": Sight([[1] * 8], 8, shapes=[narrow] * 7),
+        "a": Sight([[1] * 8], 4, 8, 4, shapes=[narrow, wide, wide], beside=1.0),
+        "b": Sight([[1] * 4], 4, shapes=[narrow] * 3),
+    }
+    turns: list[str] = []
+
+    def seen(self: Bench, contest: Contest, way: Way, least: Any, more: Any = None) -> tuple[float, Sight]:
+        if more is not None:
+            least.update({wide: 1.25, narrow: 1.0})
+            return firsts.pop(0), sights["none"]
+        turns.append(way.name)
+        return left[way.name].pop(0), sights[way.name]
+
+    monkeypatch.setattr(Bench, "_seen", seen)
+    bench = Bench(small, speculation._options(["--repeats", "3"]))
+    ways = [Way("none"), Way("a", rival="b"), Way("b", theirs=True)]
+    match = Contest("case", 1, batches(Spelling(), PASSAGES[:1], 1), ways, {"max_new_tokens": 4})
+    none, first, second = bench.run(match)
+    assert turns[:6] == ["none", "a", "b", "a", "b", "none"]
+    assert (none.gain, first.gain, first.low, first.high) == (1.0, 2.0, 2.0, 2.0)
+    assert (second.gain, second.low, second.high) == (0.5, 0.25, 1.0)
+    assert first.rest == 3.0  # of 7/3, 3 and 3
+    assert none.rest == 1.0
+    assert first.quiet == pytest.approx(7 / 4.5)  # 1 + 2 * 1.25 + 1
+    assert first.lead == 4.0  # of 4, 8 and 2
+    assert (first.rate, first.stride, first.speed) == (0.5, 2.0, 4.0)
+    assert (first.same, second.same) == (True, False)
+
+
+def test_what_is_lent_is_given_back(small: Any) -> None:
+    config = small.generation_config
+    with speculation._lent(config, {"num_assistant_tokens": 3}):
+        assert config.num_assistant_tokens == 3
+        config.num_assistant_tokens = 7  # as transformers' own heuristic leaves it
+    assert config.num_assistant_tokens is None
+
+
+def test_a_row_counts_to_its_end() -> None:
+    rows = [[5, 6, 9, 0, 0], [5, 6, 7, 8, 8], []]
+    assert speculation._written(rows, {9}) == [[5, 6, 9], [5, 6, 7, 8, 8], []]
+
+
+def test_forwards_are_timed_by_their_shape(small: Any) -> None:
+    clock, ids = iter([0.0, 5.0, 6.0, 8.0, 8.0, 9.0]), torch.ones(2, 3, dtype=torch.long)
+    with Forwards(lambda: next(clock), small) as forwards:
+        small(input_ids=ids)
+        small(ids)
+        small(input_ids=ids[:1, :1])
+    small(ids)
+    shapes = [(id(small), 2, 3), (id(small), 2, 3), (id(small), 1, 1)]
+    assert forwards.shapes == shapes
+    assert forwards.seconds == 8.0
+    assert (forwards.count(small), forwards.count(ids)) == (3, 0)
+    least = {shapes[2]: 0.5}
+    forwards.lower(least)
+    assert least == {shapes[0]: 2.0, shapes[2]: 0.5}
+
+
+def test_batches_are_filled_up_and_padded_at_the_left(small: Any) -> None:
+    short, long = Passage("a", "ab", chat=False), Passage("a", "abcd", chat=False)
+    first, second = batches(Spelling(), [short, long, long], 2)
+    assert first["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert first["input_ids"][0, :2].tolist() == [0, 0]
+    assert second["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+
+
+def test_the_prompts_are_what_they_are_called() -> None:
+    assert {one.kind for one in PASSAGES} == set(GROUNDED)
+    assert len(PASSAGES) >= 6
+    assert sum(map(len, GROUNDED.values())) == len(PASSAGES)
+    digits = [one.text for one in unguessable("digits", 3)]
+    assert len(set(digits)) == 3
+    assert all(text.isdigit() for text in digits)
+    # Whatever two digits come last, they stand before as well.
+    assert all(text[:-2].count(text[-2:]) for text in digits)
+
+
+def test_times_are_of_the_wall_with_more_threads(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 5.0])
+    monkeypatch.setattr(speculation.time, "perf_counter", lambda: next(clock))
+    bench = Bench(small, speculation._options(["--threads", "2"]))
+    monkeypatch.setattr(
+        Bench, "_called", lambda *_: transformers.utils.ModelOutput(sequences=torch.ones(1, 64))
+    )
+    match = Contest("case", 1, batches(Spelling(), PASSAGES[:1], 1), [Way("none")], {})
+    assert bench._seen(match, Way("none"), {})[0] == 5.0
+
+
+def test_a_missing_model_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("DESCANT_MODELS", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"python tools/models\.py smollm2"):
+        speculation.main([])
+
+
+def test_a_line_has_every_cell() -> None:
+    one = Result("edit", 1, "lookup", 20.0, 1.5, 1.4, 1.6, 1.7, 1.8, None, 0.25, 2.0, None)
+    assert one.line().split() == [
+        "edit",
+        "1",
+        "lookup",
+        "20.0",
+        "1.50",
+        "1.40-1.60",
+        "1.70",
+        "1.80",
+        "-",
+        "25.0%",
+        "2.00",
+        "-",
+    ]

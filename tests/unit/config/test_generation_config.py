@@ -1,0 +1,433 @@
+"""GenerationConfig as a whole: its table, its value, its files, and the laws of both."""
+
+import copy
+import json
+import pickle
+import shutil
+from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from descant.config import generation_config as config_module
+from descant.config.generation_config import FIELDS, GROUPS, LATER, GenerationConfig, register_explainer
+from descant.errors import ConfigError, DescantError, HubError, InputError, NotInThisVersion
+from tests.support.config_cases import CASES, EVERY_VALUE, made
+
+# This list must shrink to nothing: each issue that builds a method takes its fields out, never puts one in.
+NOT_YET = {"forced_decoder_ids", "generation_kwargs"}
+
+# The parameters that transformers 4.52.4 documents, with its defaults, and where ours differ.
+DOCUMENTED = {
+    "max_length": 20, "max_new_tokens": None, "min_length": 0, "min_new_tokens": None,
+    "early_stopping": False, "max_time": None, "stop_strings": None, "do_sample": False, "num_beams": 1,
+    "num_beam_groups": 1, "penalty_alpha": None, "dola_layers": None, "use_cache": True,
+    "cache_implementation": None, "cache_config": None, "return_legacy_cache": None,
+    "prefill_chunk_size": None, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None,
+    "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0,
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0, "bad_words_ids": None, "force_words_ids": None,
+    "renormalize_logits": False, "constraints": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "remove_invalid_values": False,
+    "exponential_decay_length_penalty": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "forced_decoder_ids": None, "sequence_bias": None, "token_healing": False, "guidance_scale": None,
+    "low_memory": None, "watermarking_config": None, "num_return_sequences": 1,
+    "output_attentions": False, "output_hidden_states": False, "output_scores": False,
+    "output_logits": None, "return_dict_in_generate": False, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None, "encoder_no_repeat_ngram_size": 0,
+    "decoder_start_token_id": None, "is_assistant": False, "num_assistant_tokens": 20,
+    # Documented: "constant". How many tokens are guessed never changes what comes out, only how soon.
+    "num_assistant_tokens_schedule": "adaptive", "assistant_confidence_threshold": 0.4,
+    "prompt_lookup_num_tokens": None, "max_matching_ngram_size": None, "assistant_early_exit": None,
+    "assistant_lookbehind": 10, "target_lookbehind": 10, "compile_config": None,
+    "disable_compile": False, "generation_kwargs": {},
+}  # fmt: skip
+OURS = {
+    "seed": None, "top_h": None, "top_n_sigma": None, "p_less": False, "xtc_probability": 0.0,
+    "xtc_threshold": 0.1, "dynamic_temperature_range": 0.0, "dynamic_temperature_exponent": 1.0,
+    "mirostat_tau": None, "mirostat_eta": 0.1, "adaptive_p_target": None, "adaptive_p_decay": 0.9,
+    "no_repeat_ngram_window": 0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0,
+    "dry_base": 1.75, "dry_allowed_length": 2, "dry_range": 0, "dry_sequence_breakers": None,
+    "logit_bias": None, "thinking_budget": None, "thinking_start": None, "thinking_end": None,
+    "processor_order": None, "prefix_allowed_tokens_fn": None, "stop_token_ids": None, "stop_regex": None,
+    "logprobs": None, "return_timestamps": False, "no_timestamps_token_id": None,
+    "max_initial_timestamp_index": None, "ordered_constraints": False, "constraint_gap": 0,
+    "banned_phrases": None, "suffix_lookup_num_tokens": None, "suffix_lookup_shared": False,
+}  # fmt: skip
+
+# -- the table
+
+
+def test_every_documented_parameter_is_declared_with_its_default():
+    assert set(FIELDS) == set(DOCUMENTED) | set(OURS)
+    config = GenerationConfig()
+    for name, default in {**DOCUMENTED, **OURS}.items():
+        assert getattr(config, name) == default == FIELDS[name].default, name
+        assert type(getattr(config, name)) is type(default) or default == {}, name
+        assert config.source(name) == "default"
+    assert config.given == frozenset()
+
+
+def test_the_table_is_fit_for_a_document():
+    for name, field in FIELDS.items():
+        assert field.name == name
+        assert field.group in GROUPS
+        assert field.type
+        assert field.about.endswith(".")
+        assert "\n" not in field.about
+        assert field.later == (name in LATER)
+    assert {field.group for field in FIELDS.values()} == set(GROUPS)
+    assert len({field.about for field in FIELDS.values()}) == len(FIELDS)
+
+
+def test_what_is_not_built_yet_is_known_and_may_only_shrink():
+    assert set(LATER) == NOT_YET
+
+
+@pytest.mark.parametrize("name", sorted(NOT_YET))
+def test_a_method_that_is_not_built_is_refused_in_code_and_its_neutral_value_is_not(name):
+    for neutral in LATER[name].neutral:
+        assert getattr(GenerationConfig(**{name: neutral}), name) == (
+            FIELDS[name].default if neutral is None else neutral
+        )
+    asked = [value for value in CASES[name][0] if getattr(made(name, value), name) not in LATER[name].neutral]
+    assert asked
+    for value in asked:
+        with pytest.raises(
+            NotInThisVersion, match=f"`{name}` is not in this version of Descant .*leave it unset"
+        ) as e:
+            GenerationConfig(**{name: value})
+        assert e.value.field == name
+        with pytest.raises(NotInThisVersion):
+            GenerationConfig().replace(**{name: value})
+
+
+# -- the config as a value
+
+
+def test_it_is_frozen_keyword_only_and_replaceable():
+    config = GenerationConfig(num_beams=4)
+    with pytest.raises(FrozenInstanceError, match=r"replace\(num_beams=\.\.\.\)"):
+        config.num_beams = 2
+    with pytest.raises(FrozenInstanceError):
+        del config.num_beams
+    with pytest.raises(TypeError):
+        GenerationConfig(4)
+    other = config.replace(num_beams=2, max_new_tokens=5)
+    assert (config.num_beams, other.num_beams, other.max_new_tokens) == (4, 2, 5)
+    assert other.given == {"num_beams", "max_new_tokens"}
+    assert other.replace(max_length=9).replace(max_length=None) == other
+    with pytest.raises(ConfigError, match="num_beams"):
+        config.replace(num_beams=0)
+
+
+def test_equality_and_hash_are_by_given_value():
+    same = {GenerationConfig(top_p=0.5, eos_token_id=[1]), GenerationConfig(eos_token_id=(1,), top_p=0.5)}
+    assert len(same) == 1
+    assert GenerationConfig(top_p=0.5) != GenerationConfig(top_p=0.6)
+    assert GenerationConfig() != GenerationConfig(max_length=20)  # 20 new tokens, or 20 in all
+    assert GenerationConfig() != GenerationConfig.from_dict({"lang_to_id": {}})
+    assert GenerationConfig() != {}
+
+
+def test_copies_and_pickles_are_equal():
+    config = GenerationConfig.merge(
+        {"num_beams": 2}, None, GenerationConfig.from_dict({"x": [1], "penalty_alpha": 0.6})
+    )
+    for twin in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert twin == config
+        assert hash(twin) == hash(config)
+        assert (twin.source("num_beams"), twin.extra, twin.unused) == (
+            "call",
+            {"x": (1,)},
+            {"penalty_alpha": 0.6},
+        )
+
+
+def test_repr_shows_what_differs_from_the_default():
+    assert repr(GenerationConfig()) == "GenerationConfig()"
+    config = GenerationConfig(do_sample=True, max_length=20, top_p=0.5, eos_token_id=[1, 2])
+    assert repr(config) == "GenerationConfig(do_sample=True, top_p=0.5, eos_token_id=(1, 2))"
+    assert eval(repr(config)) == config.replace(max_length=None)  # noqa: S307
+
+
+def test_explain_asks_the_registered_explainer(monkeypatch):
+    monkeypatch.setattr(config_module, "_explainer", None)
+    with pytest.raises(DescantError, match="resolver"):
+        GenerationConfig().explain()
+    register_explainer(lambda config, model: f"{config.num_beams} {model}")
+    assert GenerationConfig(num_beams=3).explain("m") == "3 m"
+
+
+# -- files
+
+# As transformers 4.52.4 and 5.22.2 write them.
+CHAT = """{
+  "_from_model_config": true,
+  "bos_token_id": 128000,
+  "do_sample": true,
+  "eos_token_id": [
+    128001,
+    128009
+  ],
+  "temperature": 0.6,
+  "top_p": 0.9,
+  "transformers_version": "%s"
+}
+"""
+SPEECH = """{
+  "alignment_heads": [[1, 0], [2, 0]],
+  "begin_suppress_tokens": [220, 50256],
+  "forced_decoder_ids": [[1, null], [2, 50359]],
+  "is_multilingual": true,
+  "lang_to_id": {"<|en|>": 50259},
+  "prev_sot_token_id": null,
+  "suppress_tokens": [1, 2],
+  "transformers_version": "%s"
+}
+"""
+ODD = """{
+  "cache_implementation": "static",
+  "exponential_decay_length_penalty": [10, 1.1],
+  "pad_token_id": -1,
+  "sequence_bias": {"(1, 2)": -1.0, "(3,)": 2.5},
+  "transformers_version": "%s",
+  "watermarking_config": {"bias": 2.0, "context_width": 1, "greenlist_ratio": 0.25, "seeding_scheme": "a"}
+}
+"""
+
+
+@pytest.mark.parametrize("version", ["4.52.4", "5.22.2"])
+def test_files_of_transformers_are_read(tmp_path, version):
+    (tmp_path / "generation_config.json").write_text(CHAT % version)
+    (tmp_path / "speech.json").write_text(SPEECH % version)
+    (tmp_path / "odd.json").write_text(ODD % version)
+    chat = GenerationConfig.from_pretrained(tmp_path, temperature=0.5)
+    assert chat.to_diff_dict() == {
+        "do_sample": True, "temperature": 0.5, "top_p": 0.9, "bos_token_id": 128000,
+        "eos_token_id": [128001, 128009],
+    }  # fmt: skip
+    assert chat.extra == {}
+    speech = GenerationConfig.from_pretrained(tmp_path, "speech.json")
+    assert speech.forced_decoder_ids == ((1, None), (2, 50359))
+    assert set(speech.extra) == {"alignment_heads", "is_multilingual", "lang_to_id"}
+    assert json.loads(speech.to_json_string())["lang_to_id"] == {"<|en|>": 50259}
+    odd = GenerationConfig.from_pretrained(tmp_path, config_file_name="odd.json")
+    assert odd.sequence_bias == {(1, 2): -1.0, (3,): 2.5}
+    assert odd.pad_token_id is None
+    assert odd.watermarking_config["seeding_scheme"] == "a"
+    for config in (chat, speech, odd):
+        config.save_pretrained(tmp_path / "new")
+        first = (tmp_path / "new" / "generation_config.json").read_bytes()
+        GenerationConfig.from_pretrained(tmp_path / "new").save_pretrained(tmp_path / "new")
+        assert (tmp_path / "new" / "generation_config.json").read_bytes() == first
+
+
+def test_a_default_is_given_in_a_file_of_5_and_not_in_one_of_4():
+    written = {"do_sample": False, "max_length": 20, "num_beams": 3}
+    assert GenerationConfig.from_dict({**written, "transformers_version": "4.52.4"}).given == {"num_beams"}
+    assert GenerationConfig.from_dict({**written, "transformers_version": "5.22.2"}).given == set(written)
+    assert GenerationConfig.from_dict(written).given == set(written)
+
+
+def test_a_file_is_sorted_indented_and_ends_with_a_newline(tmp_path):
+    config = GenerationConfig(top_p=0.5, max_length=20, eos_token_id=[2, 1], pad_token_id=None)
+    config.save_pretrained(tmp_path / "a" / "b", config_file_name="mine.json")
+    text = (tmp_path / "a" / "b" / "mine.json").read_text()
+    assert text == '{\n  "eos_token_id": [\n    2,\n    1\n  ],\n  "max_length": 20,\n  "top_p": 0.5\n}\n'
+    assert text == config.to_json_string()
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["mine.json"]
+
+
+def test_a_file_does_not_depend_on_the_order_of_writing_or_on_the_type_of_keys():
+    alien = made("alien", {"a": {9: 1, 10: 2}})
+    assert alien == made("alien", {"a": {"10": 2, "9": 1}})
+    assert GenerationConfig.from_dict(json.loads(alien.to_json_string())) == alien
+    one, other = made("sequence_bias", {(3,): 1, (1, 2): 2}), made("sequence_bias", {(1, 2): 2, (3,): 1})
+    assert one == other
+    assert one.to_json_string() == other.to_json_string()
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "generation_config.json").mkdir()
+    with pytest.raises(OSError, match="generation_config"):
+        GenerationConfig().save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["generation_config.json"]
+
+
+def test_several_configs_live_in_one_folder(tmp_path):
+    first, second = GenerationConfig(num_beams=4), GenerationConfig(do_sample=True)
+    first.save_pretrained(tmp_path)
+    second.save_pretrained(tmp_path, "sampling.json")
+    assert GenerationConfig.from_pretrained(tmp_path) == first
+    assert GenerationConfig.from_pretrained(str(tmp_path), "sampling.json") == second
+
+
+def test_dicts_say_all_or_only_what_differs():
+    config = GenerationConfig.from_dict({"top_k": 50, "top_p": 0.5, "alien": {"a": [1]}})
+    assert config.to_dict() == {**dict.fromkeys(FIELDS), "top_k": 50, "top_p": 0.5, "alien": {"a": [1]}}
+    assert config.to_diff_dict() == {"top_p": 0.5}
+    assert GenerationConfig.from_dict(config.to_dict()) == config
+
+
+def test_a_model_config_gives_what_it_knows_of_generation(tmp_path):
+    legacy = {"vocab_size": 9, "top_p": 1.0, "max_length": 20, "num_beams": 4, "eos_token_id": 2,
+              "pad_token_id": -1, "use_cache": False,
+              "decoder": {"bos_token_id": 7, "eos_token_id": 8}}  # fmt: skip
+    config = GenerationConfig.from_model_config(SimpleNamespace(to_dict=lambda: legacy), num_beams=2)
+    assert config == GenerationConfig(num_beams=2, eos_token_id=2, bos_token_id=7)
+    (tmp_path / "config.json").write_text(json.dumps(legacy))
+    assert GenerationConfig.from_pretrained(tmp_path, num_beams=2) == config
+    with pytest.raises(InputError, match=r"other\.json"):
+        GenerationConfig.from_pretrained(tmp_path, "other.json")
+
+
+def test_objects_of_transformers_are_taken_by_shape():
+    five = SimpleNamespace(
+        to_dict=lambda: {"do_sample": False, "top_k": None, "use_mtp": None, "transformers_version": "5.22.2"}
+    )
+    assert GenerationConfig.from_transformers(five) == GenerationConfig(do_sample=False)
+    plain = SimpleNamespace(num_beams=2, _hash=1, lang_to_id={"<|en|>": 50259})
+    assert GenerationConfig.from_transformers(plain).extra == {"lang_to_id": {"<|en|>": 50259}}
+    for stranger in (3, "gpt2", None, int, print, {1: 2}, [("num_beams", 2)]):
+        with pytest.raises(InputError):
+            GenerationConfig.from_transformers(stranger)
+
+
+def test_the_installed_transformers_agrees(tmp_path):
+    theirs = pytest.importorskip("transformers").GenerationConfig
+    asked = {"do_sample": True, "top_k": 7, "eos_token_id": [3, 4], "max_new_tokens": 9}
+    theirs(**asked).save_pretrained(tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path) == GenerationConfig(**asked)
+    assert GenerationConfig.from_transformers(theirs(**asked)) == GenerationConfig(**asked)
+    assert GenerationConfig.from_transformers(theirs()) == GenerationConfig()
+    GenerationConfig(**asked).save_pretrained(tmp_path)
+    assert {name: getattr(theirs.from_pretrained(tmp_path), name) for name in asked} == asked
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b"3", b"\xff\xfe{}", b"[" * 100_000, b'{"a": ' * 50_000]
+)
+def test_a_broken_file_is_named(tmp_path, content):
+    (tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"generation_config\.json"):
+        GenerationConfig.from_pretrained(tmp_path)
+
+
+def test_bad_paths_and_unwritable_values_are_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = GenerationConfig()
+    for attempt, field in (
+        (lambda: GenerationConfig.from_pretrained(tmp_path / "gone"), "path"),
+        (lambda: GenerationConfig.from_pretrained(tmp_path), "config_file_name"),
+        (lambda: GenerationConfig.from_pretrained(tmp_path, "../x.json"), "config_file_name"),
+        (lambda: config.save_pretrained(tmp_path, ""), "config_file_name"),
+        (lambda: config.save_pretrained(tmp_path / "file"), "save_directory"),
+    ):
+        with pytest.raises(InputError) as error:
+            attempt()
+        assert error.value.field == field
+    with pytest.raises(InputError, match="`repo_id` has no use without `push_to_hub`"):
+        config.save_pretrained(tmp_path, repo_id="ann/configs")
+    with pytest.raises(HubError, match="offline"):
+        config.save_pretrained(tmp_path / "file.d", push_to_hub=True, token="hf_never_used")
+    assert GenerationConfig.from_pretrained(tmp_path / "file.d") == config
+    shutil.rmtree(tmp_path / "file.d")
+    with pytest.raises(ConfigError, match="`constraints` cannot be written"):
+        made("constraints", [object()]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="`alien` must be plain data"):
+        made("alien", {"a": {1, 2}})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# -- laws
+
+STRANGE = [
+    np.int64(3), np.float64(0.5), torch.tensor(2), torch.tensor([1, 2]), torch.tensor([]), object(), int, 1j,
+]  # fmt: skip
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-2, 60) | st.floats() | st.floats(0, 1)
+    | st.text(max_size=3) | st.sampled_from(STRANGE),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)  # fmt: skip
+names = st.sampled_from([*FIELDS, "tempurature", "beams"])
+good = st.sampled_from([(n, v) for n, v in EVERY_VALUE if n not in NOT_YET])
+sound = st.lists(good, max_size=6).map(dict)
+kwargs = st.dictionaries(names, anything, max_size=4) | sound
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+UNWRITABLE = ("constraints", "prefix_allowed_tokens_fn")
+contents = st.builds(
+    lambda known, alien: {**alien, **dict(known)},
+    st.lists(st.sampled_from([pair for pair in EVERY_VALUE if pair[0] not in UNWRITABLE]), max_size=12),
+    st.dictionaries(st.text(max_size=6), plain, max_size=3).map(
+        lambda d: {k: v for k, v in d.items() if k not in FIELDS}
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(contents)
+def test_written_read_and_written_again_is_the_same_file(content):
+    config = GenerationConfig.from_dict(content)
+    text = config.to_json_string()
+    again = GenerationConfig.from_dict(json.loads(text))
+    assert again.to_json_string() == text
+    assert again == config
+    assert hash(again) == hash(config)
+    assert GenerationConfig.from_dict(config.to_dict()) == config
+
+
+def attempt(make):
+    """What came of it: a config, or the error if it is the kind of error that is allowed."""
+    try:
+        return make(), None
+    except ConfigError as error:
+        return None, error
+
+
+@settings(max_examples=500, deadline=None)
+@given(kwargs)
+def test_any_arguments_give_a_config_or_an_error_that_names_the_field(arguments):
+    config, error = attempt(lambda: GenerationConfig(**arguments))
+    if error is None:
+        assert config.given <= set(arguments)
+        assert hash(config) == hash(GenerationConfig(**arguments))
+    else:
+        named = (error.field,) if isinstance(error.field, str) else error.field
+        assert set(named) <= set(arguments)
+        assert all(f"`{name}`" in str(error) for name in named)
+        assert len(str(error)) < 400
+
+
+@settings(max_examples=500, deadline=None)
+@given(sound, sound, contents)
+def test_any_merge_gives_the_nearest_value_or_an_error_that_names_a_given_field(call, argument, model):
+    first, refused = attempt(lambda: [GenerationConfig(**call), GenerationConfig(**argument)])
+    if refused:
+        return
+    levels = {"call": first[0], "argument": first[1], "model": GenerationConfig.from_dict(model)}
+    merged, error = attempt(lambda: GenerationConfig.merge(call, levels["argument"], levels["model"]))
+    if error is not None:
+        named = (error.field,) if isinstance(error.field, str) else error.field
+        given = [name for name in named if any(name in level.given for level in levels.values())]
+        assert given
+        assert any(f"`{name}`" in str(error) for name in given)
+        return
+    for name in FIELDS:
+        source = next((level for level, config in levels.items() if name in config.given), "default")
+        if name in merged.unused:
+            assert merged.unused[name] == getattr(levels[source], name)
+            source = "default"
+        wanted = FIELDS[name].default if source == "default" else getattr(levels[source], name)
+        assert (merged.source(name), getattr(merged, name)) == (source, wanted)
+        assert name not in LATER or wanted in LATER[name].neutral
+    assert GenerationConfig.merge({}, merged) == merged

@@ -1,0 +1,306 @@
+"""The state of a list: banks, proposals and ends against a search of the whole text; order, gaps, copies."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from descant.decoding.constraints import ConstraintListState, DisjunctiveConstraint, PhrasalConstraint, forced
+from descant.errors import InputError
+from tests.unit.decoding.constraints.cases import overlapping
+from tests.unit.decoding.constraints.own import Often, Words
+from tests.unit.decoding.constraints.reference import look_through
+
+WAYS = [(False, 0), (True, 0), (False, 1), (False, 3), (True, 2)]
+
+
+def check(state, choices, text, ordered=False, gap=0):
+    """A state after a text is what a search of the text says."""
+    found = look_through(choices, text, ordered, gap)
+    sizes = [max(map(len, phrases)) for phrases in choices]
+    places = range(len(choices))
+    assert state.unmet == tuple(place for place in places if place not in found.met)
+    assert state.completed == (len(found.met) == len(choices))
+    assert _places(state, state.complete_constraints) == found.met
+    pending = [place for place in state.unmet if place not in found.begun]
+    assert sorted(_places(state, state.pending_constraints)) == pending
+    left = {place: sizes[place] - len(part) for place, part in found.begun.items()}
+    bank = len(found.met) * max(sizes)
+    if left:
+        nearest = min(left, key=lambda place: (left[place], place))
+        assert _places(state, [state.inprogress_constraint]) == [nearest]
+        assert state.inprogress_constraint.remaining() == left[nearest]
+        bank += max(sizes) - left[nearest]
+    else:
+        assert state.inprogress_constraint is None
+    assert state.get_bank() == bank
+    if not found.begun and found.start <= len(text):
+        found.begun = {place: [] for place in (state.unmet[:1] if ordered else state.unmet)}
+    tokens = state.advance()
+    assert tokens is None or len(set(tokens)) == len(tokens)
+    assert set(tokens or ()) == found.next_tokens(choices)
+    assert (tokens is None) == (state.completed or found.start > len(text))
+
+
+def _places(state, some):
+    """Where constraints stand in the list, by the object that is in use there."""
+    return [next(at for at, own in enumerate(state._now) if own is one) for one in some]
+
+
+@pytest.mark.parametrize(("ordered", "gap"), WAYS)
+def test_texts_are_searched_exactly(ordered, gap):
+    """After every token of 400 texts, in each of the ways."""
+    draw = random.Random(f"{ordered} {gap}")
+    ended = 0
+    for _ in range(400):
+        made, choices, text = overlapping(draw)
+        state = ConstraintListState(made, ordered, gap)
+        check(state, choices, [], ordered, gap)
+        for end in range(1, len(text) + 1):
+            before, unmet = state.get_bank(), state.unmet
+            complete, stepped = state.add(text[end - 1])
+            check(state, choices, text[:end], ordered, gap)
+            assert complete == (state.unmet != unmet or not unmet)
+            assert stepped or state.get_bank() <= before
+        ended += state.completed
+        assert all(one.remaining() == one.seqlen for one in made)  # what was given is not changed
+    assert 60 < ended < 390
+
+
+@pytest.mark.parametrize(("ordered", "gap"), WAYS)
+def test_the_least_is_no_more_than_it_takes(ordered, gap):
+    """No text of fewer tokens meets the rest, by search; in order, or alone, one as long does."""
+    draw = random.Random(f"{ordered} {gap} least")
+    tried = exact = 0
+    while tried < 60:
+        made, _, text = overlapping(draw)
+        state = ConstraintListState(made, ordered, gap)
+        state.reset(text[: draw.randrange(8)])
+        if state.least > 6:
+            continue
+        tried += 1
+        assert (state.least == 0) == state.completed
+        reached = [state]
+        for _ in range(state.least):
+            assert not any(one.completed for one in reached)
+            reached = list(_distinct(_after(one, token) for one in reached for token in range(4)))
+        if ordered or len(state.unmet) <= 1:
+            assert any(one.completed for one in reached)
+            exact += state.least > 1
+    assert exact > 10
+
+
+def _after(state, token):
+    new = state.copy()
+    new.add(token)
+    return new
+
+
+def _distinct(states):
+    return {(one.unmet, one._quiet, *(part._node for part in one._now)): one for one in states}.values()
+
+
+def test_the_least_of_a_list():
+    words = forced([[1, 2, 3], [[4, 5], [6, 7, 8, 9]], [1, 2]])
+    assert ConstraintListState(words).least == 3
+    assert ConstraintListState(words, ordered=True).least == 7
+    state = ConstraintListState(words, gap=5)
+    assert state.least == 17
+    state.reset([1, 2])  # meets the last, and drops what the first has
+    assert (state.unmet, state.least) == ((0, 1), 15)
+    state.add(1)
+    assert state.least == 14
+    mixed = ConstraintListState([Often(3, 4), PhrasalConstraint([1, 2])])
+    mixed.add(3)
+    assert mixed.least == 3
+    assert ConstraintListState([Often(3, 4), PhrasalConstraint([1, 2])], gap=1).least == 7
+
+
+def test_overlaps_meet_several():
+    state = ConstraintListState(forced([[1, 2], [2, 3], [2]]))
+    assert state.add(1) == (False, True)
+    assert state.add(2) == (True, True)
+    assert (state.unmet, state.get_bank(), state.advance()) == ((1,), 2 * 2 + 1, [3])
+    assert state.add(3) == (True, True)
+    assert state.completed
+    assert [one.token_ids for one in state.complete_constraints] == [[1, 2], [2], [2, 3]]
+    assert state.add(3) == (True, False)
+    assert (state.advance(), state.get_bank(), state.least) == (None, 6, 0)
+
+
+def test_order_is_kept():
+    state = ConstraintListState(forced([[1, 2], [2, 3]]), ordered=True)
+    state.reset([2, 3, 1, 2, 3])
+    assert (state.unmet, state.advance()) == ((1,), [2])
+    state.reset([2, 3, 1, 2, 2, 3])
+    assert state.completed
+
+
+def test_a_gap_is_kept():
+    state = ConstraintListState(forced([[1, 2], [3]]), gap=2)
+    for text, unmet in (
+        ([1, 2, 3], (1,)),
+        ([1, 2, 0, 3], (1,)),
+        ([1, 2, 0, 0, 3], ()),
+        ([1, 3, 2, 1, 2], (0,)),
+    ):
+        state.reset(text)
+        assert state.unmet == unmet
+    state.reset([1, 2, 0])
+    assert (state.advance(), state.pending_constraints, state.get_bank()) == (None, [state._now[1]], 2)
+    state.add(0)
+    assert state.advance() == [3]
+
+
+def test_of_several_met_at_once_a_gap_counts_the_first_listed():
+    state = ConstraintListState(forced([[2, 3], [1, 2, 3]]), gap=1)
+    state.reset([1, 2, 3])
+    assert state.unmet == (1,)
+    assert ConstraintListState(forced([[1], [1]]), gap=1).least == 3
+
+
+def test_the_nearest_to_its_end_is_in_progress():
+    state = ConstraintListState(forced([[1, 2, 3, 4], [2, 3, 5], [2, 6, 7]]))
+    state.reset([1, 2])
+    assert state.inprogress_constraint.token_ids == [1, 2, 3, 4]  # the first listed of three with two to go
+    assert state.advance() == [3, 6]
+    state.add(3)
+    assert state.inprogress_constraint.token_ids == [1, 2, 3, 4]
+    assert [one.token_ids for one in state.pending_constraints] == [[2, 6, 7]]
+    assert state.advance() == [4, 5]
+    state.add(5)
+    assert (state.unmet, state.advance()) == ((0, 2), [2, 1])  # one that broke off comes last
+
+
+@pytest.mark.parametrize(("ordered", "gap"), WAYS)
+def test_copies_go_their_own_ways(ordered, gap):
+    """A tree of copies, each fed at random times, and each at last what its own text says."""
+    draw = random.Random(f"{ordered} {gap} copies")
+    for _ in range(60):
+        made, choices, text = overlapping(draw)
+        tree = [(ConstraintListState(made, ordered, gap), [])]
+        for _ in range(40):
+            state, read = draw.choice(tree)
+            if draw.random() < 0.25:
+                tree.append((state.copy(), list(read)))
+            else:
+                read.append(draw.choice(text))
+                state.add(read[-1])
+        for state, read in tree:
+            check(state, choices, read, ordered, gap)
+            check(state.copy(stateful=False), choices, [], ordered, gap)
+            state.reset(None)
+            check(state, choices, [], ordered, gap)
+        assert len(tree) > 2
+
+
+def test_a_copy_shares_what_does_not_change():
+    class Counted(PhrasalConstraint):
+        copies = 0
+
+        def copy(self, stateful=False):
+            Counted.copies += 1
+            return super().copy(stateful)
+
+    state = ConstraintListState([Counted([place, 99]) for place in range(50)])
+    Counted.copies = 0
+    copies = [state.copy() for _ in range(100)]
+    assert Counted.copies == 0
+    for copy in copies:
+        copy.add(7)
+    assert Counted.copies == 100
+
+
+def test_lists_that_are_none_are_refused():
+    for given in ([], None, [[1, 2]], PhrasalConstraint([1])):
+        with pytest.raises(InputError, match="`constraints` must be a non-empty list of Constraint objects"):
+            ConstraintListState(given)
+    for gap in (-1, 1.5, None, True):
+        with pytest.raises(InputError, match="`constraint_gap` must be an int >= 0"):
+            ConstraintListState([PhrasalConstraint([1])], gap=gap)
+    state = ConstraintListState((PhrasalConstraint([1]),))
+    for token in ("1", 1.0, None):
+        with pytest.raises(InputError, match="`token_id` must be an int"):
+            state.add(token)
+
+
+@pytest.mark.parametrize("gap", [0, 2])
+def test_a_users_constraint_is_read_as_our_own(gap):
+    """`Words` forgets all at a break, so that phrases that begin but once are found as ours are."""
+    draw = random.Random(gap)
+    for _ in range(300):
+        phrases = []
+        while len(phrases) < 2:
+            phrase = [draw.randrange(3) for _ in range(draw.randint(1, 4))]
+            if phrase[0] not in phrase[1:]:
+                phrases.append(phrase)
+        theirs = ConstraintListState([Words(phrase) for phrase in phrases], gap=gap)
+        ours = ConstraintListState(forced(phrases), gap=gap)
+        for _ in range(12):
+            token = draw.randrange(3)
+            assert theirs.add(token) == ours.add(token)
+            assert theirs.get_bank() == ours.get_bank()
+            assert (theirs.advance(), theirs.unmet, theirs.least) == (ours.advance(), ours.unmet, ours.least)
+            theirs = theirs.copy() if draw.random() < 0.3 else theirs
+
+
+def test_a_users_constraint_reads_all_once_begun_and_else_what_advances_it():
+    log = []
+    state = ConstraintListState([Words([1, 2, 3], log)])
+    log.clear()
+    state.reset([9, 2, 1, 2, 9, 9, 1, 1, 2, 3, 5])
+    #            -  -  1  2  9  -  1  1 (and again as a beginning)  2  3  -
+    assert log == [1, 2, 9, 1, 1, 1, 2, 3]
+    assert state.completed
+
+
+def test_a_users_state_is_copied():
+    state = ConstraintListState([Often(3, 3), PhrasalConstraint([1, 2])])
+    state.reset([3, 9, 1])
+    assert (state.get_bank(), state.advance()) == (3 - 1, [3, 2])
+    copy = state.copy()
+    copy.reset([3, 9, 3, 3])
+    state.add(3)
+    assert (state.get_bank(), copy.unmet, state.unmet) == (2, (1,), (0, 1))
+    assert state.inprogress_constraint.count == 2
+    assert state.max_seqlen == 3
+
+
+def test_an_unsound_constraint_is_found_out():
+    class Liar(Often):
+        def test(self):
+            pass
+
+        def update(self, token_id):
+            return False, False, False
+
+    with pytest.raises(InputError, match=r"in Liar update\(\) must step where does_advance\(\) is true"):
+        ConstraintListState([Liar(3, 2)]).add(3)
+
+    class Done(Often):
+        def test(self):
+            self.count = self.times
+
+    with pytest.raises(InputError, match=r"of a new copy remaining\(\) must be >= 1"):
+        ConstraintListState([Done(3, 2)])
+
+
+def test_ways_of_writing_agree():
+    """A disjunction of one phrase is that phrase."""
+    draw = random.Random(5)
+    for _ in range(100):
+        phrase = [draw.randrange(2) for _ in range(draw.randint(1, 5))]
+        one, other = PhrasalConstraint(phrase), DisjunctiveConstraint([phrase])
+        for token in itertools.islice(iter(lambda: draw.randrange(2), 2), 20):
+            assert one.update(token) == other.update(token)
+            assert (one.remaining(), one.least) == (other.remaining(), other.least)
+
+
+def test_what_the_given_have_read_is_no_matter():
+    one = PhrasalConstraint([1, 2])
+    one.update(1)
+    state = ConstraintListState([one])
+    one.update(2)
+    assert (state.get_bank(), state.advance(), state.constraints) == (0, [1], [one])

@@ -1,0 +1,308 @@
+"""Guidance against a reference that reads both texts again for every hypothesis at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import descant
+from descant import ConfigError, GenerationConfig, InputError, Request, Session
+from tests.support.tiny_models import Tiny, pad, prompts
+
+NEW = 8
+NEAR = {"rtol": 0.0, "atol": 5e-4}
+NAMES = ("llama", "gpt2")
+LENGTHS = (7, 2, 12)
+SCALES = (1.5, 3.0, 0.0, -1.0, 0.5)
+
+
+# ------------------------------------------------------------------------ the reference
+@torch.no_grad()
+def law(
+    tiny: Tiny, prompt: Sequence[int], negative: Sequence[int] | None, new: Sequence[int], scale: float
+) -> Tensor:
+    """What is said after a prompt and new tokens [V], by two forwards of all of it."""
+    negative = prompt[-1:] if negative is None else negative
+    given, without = (
+        tiny.model(torch.tensor([[*one, *new]])).logits[0, -1].log_softmax(-1) for one in (prompt, negative)
+    )
+    return without + scale * (given - without)
+
+
+def greedy(
+    tiny: Tiny, prompt: Sequence[int], negative: Sequence[int] | None, scale: float, count: int = NEW
+) -> list[int]:
+    new: list[int] = []
+    for _ in range(count):
+        new.append(int(law(tiny, prompt, negative, new, scale).argmax()))
+    return new
+
+
+def rows_of(tiny: Tiny, seed: int = 70) -> list[list[int]]:
+    return prompts(tiny.arch, LENGTHS, seed)
+
+
+def negatives(tiny: Tiny, lengths: Sequence[int] = (3, 9, 1)) -> list[list[int]]:
+    """Shorter, longer and much shorter than their prompts."""
+    return prompts(tiny.arch, lengths, 71)
+
+
+def call(tiny: Tiny, rows: list[list[int]], without: list[list[int]] | None = None, **fields: Any) -> Any:
+    ids, mask = pad(rows, tiny.arch.pad, "left")
+    more = {}
+    if without is not None:
+        names = ("negative_prompt_ids", "negative_prompt_attention_mask")
+        more = dict(zip(names, pad(without, tiny.arch.pad, "left"), strict=True))
+    found = descant.generate(
+        tiny.model,
+        ids,
+        attention_mask=mask,
+        **more,
+        **{"max_new_tokens": NEW, "eos_token_id": None, **fields},
+    )
+    new = (found.sequences if isinstance(found, dict) else found)[:, ids.shape[1] :]
+    return new.tolist(), found
+
+
+BOTH = pytest.mark.parametrize("given", [False, True], ids=["without", "with a negative prompt"])
+
+
+def each(tiny: Tiny, given: bool) -> list[list[int] | None]:
+    return [*negatives(tiny)] if given else [None] * len(LENGTHS)
+
+
+# ------------------------------------------------------------------------ tokens
+@BOTH
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy(tiny, name, scale, given):
+    model, rows = tiny(name), rows_of(tiny(name))
+    found, _ = call(model, rows, negatives(model) if given else None, guidance_scale=scale)
+    assert found == [
+        greedy(model, row, negative, scale) for row, negative in zip(rows, each(model, given), strict=True)
+    ]
+
+
+def test_the_scale_and_the_negative_prompt_matter(tiny):
+    """What the tests above stand on."""
+    model, rows = tiny("llama"), rows_of(tiny("llama"))
+    found = {
+        str(call(model, rows, negatives(model) if given else None, guidance_scale=scale)[0])
+        for scale in SCALES
+        for given in (False, True)
+    }
+    assert len(found) == 2 * len(SCALES)
+    assert str(call(model, rows)[0]) not in found
+
+
+def test_scales_and_negative_prompts_of_each_row(tiny):
+    """Scales of each row's own, one row without guidance, through a session in which only some say more."""
+    model, rows = tiny("llama"), [*rows_of(tiny("llama")), rows_of(tiny("llama"), 72)[0]]
+    scales = [1.5, -1.0, None, 3.0]
+    without = [negatives(model)[0], None, None, negatives(model, (15,))[0]]
+    session = Session(model.model)
+    numbers = session.admit(
+        *(
+            Request(
+                row,
+                GenerationConfig(
+                    max_new_tokens=NEW,
+                    eos_token_id=None,
+                    **({} if scale is None else {"guidance_scale": scale}),
+                ),
+                {} if negative is None else {"negative_prompt_ids": torch.tensor(negative)},
+            )
+            for row, scale, negative in zip(rows, scales, without, strict=True)
+        )
+    )
+    done = {}
+    while len(session):
+        for event in session.step():
+            if isinstance(event, descant.Finished):
+                done[event.request] = event.hypotheses[0].tokens.tolist()
+    for number, row, scale, negative in zip(numbers, rows, scales, without, strict=True):
+        plain = call(model, [row])[0][0]
+        assert done[number] == (plain if scale is None else greedy(model, row, negative, scale))
+
+
+def test_scales_of_each_row_in_a_call(tiny):
+    model, rows = tiny("gpt2"), rows_of(tiny("gpt2"))
+    configs = [
+        GenerationConfig(guidance_scale=scale, max_new_tokens=NEW, eos_token_id=None)
+        for scale in (2.0, 0.0, -0.5)
+    ]
+    found, _ = call(model, rows, negatives(model), generation_config=configs)
+    expected = [
+        greedy(model, row, negative, scale)
+        for row, negative, scale in zip(rows, negatives(model), (2.0, 0.0, -0.5), strict=True)
+    ]
+    assert found == expected
+
+
+@BOTH
+@pytest.mark.parametrize("scale", [1.5, -1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_beams(tiny, name, scale, given):
+    """Beam search by hand on both branches, without ends: the same hypotheses with the same scores."""
+    model, rows = tiny(name), rows_of(tiny(name))
+    found, record = call(
+        model, rows, negatives(model) if given else None, guidance_scale=scale, num_beams=3,
+        num_return_sequences=3, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    for line, (row, negative) in enumerate(zip(rows, each(model, given), strict=True)):
+        beams: list[tuple[float, list[int]]] = [(0.0, [])]
+        for _ in range(NEW):
+            options = []
+            for total, new in beams:
+                shares = law(model, row, negative, new, scale).log_softmax(-1)
+                options += [(total + share, [*new, token]) for token, share in enumerate(shares.tolist())]
+            beams = sorted(options, key=lambda one: -one[0])[:3]
+        assert found[3 * line : 3 * line + 3] == [new for _, new in beams]
+        scores = [total / NEW for total, _ in beams]
+        assert record.sequences_scores[3 * line : 3 * line + 3].tolist() == pytest.approx(scores, abs=2e-4)
+
+
+@BOTH
+def test_the_record(tiny, given):
+    """Scores are guided, logits and raw log-probabilities are the network's own after the prompt."""
+    model, rows = tiny("llama"), rows_of(tiny("llama"))
+    found, record = call(
+        model, rows, negatives(model) if given else None, guidance_scale=1.7, do_sample=True, top_k=0,
+        temperature=2.0, seed=3, logprobs=1, return_dict_in_generate=True, output_scores=True,
+        output_logits=True, output_hidden_states=True,
+    )  # fmt: skip
+    wide = max(LENGTHS)
+    for line, (row, negative) in enumerate(zip(rows, each(model, given), strict=True)):
+        with torch.no_grad():
+            own = model.model(torch.tensor([[*row, *found[line]]]), output_hidden_states=True)
+        for at, token in enumerate(found[line]):
+            guided = law(model, row, negative, found[line][:at], 1.7) / 2.0
+            torch.testing.assert_close(record.scores[at][line], guided, **NEAR)
+            plain = own.logits[0, len(row) + at - 1]
+            torch.testing.assert_close(record.logits[at][line], plain, **NEAR)
+            logs = record.logprobs[line]
+            assert float(logs.raw[at]) == pytest.approx(float(plain.log_softmax(-1)[token]), abs=1e-3)
+            assert float(logs.processed[at]) == pytest.approx(float(guided.log_softmax(-1)[token]), abs=1e-3)
+            for layer, states in enumerate(record.hidden_states[at]):
+                assert states.shape[0] == len(rows)
+                there = slice(0, len(row)) if at == 0 else slice(len(row) + at - 1, len(row) + at)
+                here = states[line, wide - len(row) :] if at == 0 else states[line]
+                torch.testing.assert_close(here, own.hidden_states[layer][0, there], **NEAR)
+
+
+def test_contrastive_search_ranks_what_is_guided(tiny):
+    model, row = tiny("llama"), rows_of(tiny("llama"))[0]
+    negative = negatives(model)[0]
+    found, _ = call(model, [row], [negative], guidance_scale=1.5, penalty_alpha=0.6, top_k=4)
+    new: list[int] = []
+    for _ in range(NEW):
+        probs, tokens = law(model, row, negative, new, 1.5).softmax(-1).topk(4)
+        worth = []
+        for prob, token in zip(probs.tolist(), tokens.tolist(), strict=True):
+            with torch.no_grad():
+                states = model.model(
+                    torch.tensor([[*row, *new, token]]), output_hidden_states=True
+                ).hidden_states[-1][0]
+            alike = torch.cosine_similarity(states[:-1], states[-1:], dim=-1).max()
+            worth.append((0.4 * prob - 0.6 * float(alike), token))
+        new.append(max(worth)[1])
+    assert found == [new]
+
+
+def test_a_longer_negative_prompt_needs_positions_too(tiny):
+    """The twin's place in the table of positions counts as well as the row's own."""
+    gpt2 = tiny("gpt2")
+    row, long = prompts(gpt2.arch, (4, 90), 73)
+    found, _ = call(gpt2, [row], [long], guidance_scale=1.5, max_new_tokens=7)
+    assert found == [greedy(gpt2, row, long, 1.5, 7)]
+    with pytest.raises((ConfigError, InputError), match="96 positions"):
+        call(gpt2, [row], [long], guidance_scale=1.5, max_new_tokens=8)
+
+
+# ------------------------------------------------------------------------ refusals
+def test_an_encoder_has_no_guidance(tiny):
+    t5 = tiny("t5")
+    with pytest.raises(ConfigError, match="`guidance_scale` has no meaning for a model with an encoder"):
+        descant.generate(t5.model, torch.tensor(rows_of(t5)[:1]), guidance_scale=2.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"negative_prompt_ids": torch.tensor([[3, 4]])},
+            "`negative_prompt_ids` has no use without `guidance_scale`",
+        ),
+        (
+            {"negative_prompt_ids": torch.tensor([[3, 4]]), "guidance_scale": 1.0},
+            "`negative_prompt_ids` has no use without `guidance_scale`",
+        ),
+        (
+            {"guidance_scale": 2.0, "negative_prompt_attention_mask": torch.ones(1, 2)},
+            "`negative_prompt_attention_mask` has no use without `negative_prompt_ids`",
+        ),
+        (
+            {"guidance_scale": 2.0, "negative_prompt_ids": [[3, 4]]},
+            "`negative_prompt_ids` must be \\[batch, length\\]",
+        ),
+        (
+            {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([3, 4])},
+            "`negative_prompt_ids` must be",
+        ),
+        (
+            {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[3], [4]])},
+            "one line for each of the 1 prompts",
+        ),
+        (
+            {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[3, 500]])},
+            "must hold ids from 0 to 96",
+        ),
+        (
+            {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[3, -1]])},
+            "must hold ids from 0 to 96",
+        ),
+        (
+            {
+                "guidance_scale": 2.0,
+                "negative_prompt_ids": torch.tensor([[3, 4]]),
+                "negative_prompt_attention_mask": torch.zeros(1, 2),
+            },
+            "`negative_prompt_ids` must hold ids",
+        ),
+        (
+            {
+                "guidance_scale": 2.0,
+                "negative_prompt_ids": torch.tensor([[3, 4]]),
+                "negative_prompt_attention_mask": torch.ones(1, 3),
+            },
+            "`negative_prompt_attention_mask` must have the shape",
+        ),
+    ],
+)
+def test_negative_prompts_that_are_none(tiny, fields, message):
+    llama = tiny("llama")
+    with pytest.raises(InputError, match=message):
+        descant.generate(llama.model, torch.tensor(rows_of(llama)[:1]), max_new_tokens=3, **fields)
+
+
+def test_not_with_dola(tiny):
+    with pytest.raises(ConfigError, match="`dola_layers` has no meaning with `guidance_scale`, since"):
+        call(tiny("llama"), rows_of(tiny("llama")), guidance_scale=2.0, dola_layers="low")
+
+
+def test_embeddings_need_a_negative_prompt(tiny):
+    llama = tiny("llama")
+    row, negative = rows_of(llama)[0], negatives(llama)[0]
+    with torch.no_grad():
+        embeddings = llama.model.get_input_embeddings()(torch.tensor([row]))
+    shared = {"guidance_scale": 1.5, "max_new_tokens": NEW, "eos_token_id": None}
+    with pytest.raises(InputError, match="`negative_prompt_ids` must be given"):
+        descant.generate(llama.model, inputs_embeds=embeddings, **shared)
+    found = descant.generate(
+        llama.model, inputs_embeds=embeddings, negative_prompt_ids=torch.tensor([negative]), **shared
+    )
+    assert found.tolist() == [greedy(llama, row, negative, 1.5)]

@@ -1,0 +1,436 @@
+"""Allowed sequences: the trie against a list that is searched, and the rows that it steers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import time
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from descant import GenerationConfig, Request, Session
+from descant.core.context import Context, Params, table
+from descant.core.records import Proposal
+from descant.core.rows import Rows
+from descant.decoding.processors import PrefixConstrainedLogitsProcessor
+from descant.decoding.processors.sequences import AllowedSequences, AllowedSequencesLogitsProcessor
+from descant.decoding.strategies.sampling import Sampling
+from descant.engine.session import Failed, Finished
+from descant.engine.strategy_group import Lane
+from descant.errors import InputError, RowError
+from descant.testing import check_admission, check_batch, check_processor, check_seed
+from tests.support.markov_model import Chain
+
+VOCABULARY = 13
+ENDS = [0, 12]
+
+
+def drawn(seed, count=40, longest=5, vocabulary=VOCABULARY):
+    """Sequences of few kinds of tokens, so that they share prefixes, are prefixes and repeat."""
+    rng = random.Random(seed)
+    few = rng.choice((2, 4, vocabulary - 2))
+    return [
+        [1 + rng.randrange(few) for _ in range(rng.randint(1, longest))] for _ in range(rng.randint(1, count))
+    ]
+
+
+def searched(sequences, ends, prefix):
+    """What may follow, by looking through the list."""
+    prefix, size = list(prefix), len(prefix)
+    found = {one[size] for one in sequences if len(one) > size and one[:size] == prefix}
+    return sorted(found | (set(ends) if prefix in sequences else set()))
+
+
+# ------------------------------------------------------------------- the trie
+@pytest.mark.parametrize("seed", range(40))
+def test_it_allows_what_a_search_finds(seed):
+    sequences = drawn(seed)
+    trie = AllowedSequences(sequences, ENDS)
+    for size in range(5):
+        for prefix in product(range(5), repeat=size):
+            assert trie.allowed(prefix) == searched(sequences, ENDS, prefix)
+            assert (prefix in trie) == (list(prefix) in sequences)
+    for one in sequences:
+        assert one in trie
+        assert trie.allowed(one) == searched(sequences, ENDS, one)
+        assert trie.allowed([*one, 0]) == trie.allowed([*one, 12]) == []
+        assert [*one, 0] not in trie
+    assert len(trie) == len({tuple(one) for one in sequences})
+    assert trie.depth == max(map(len, sequences))
+    assert trie.size == 13
+    assert trie.eos_token_id == ENDS
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_lists_arrays_and_tensors_are_the_same(seed):
+    sequences = drawn(seed)
+    wide = max(map(len, sequences)) + seed % 2
+    padded = np.array([one + [-1] * (wide - len(one)) for one in sequences])
+    closed = [[*one, 12] if at % 2 else one for at, one in enumerate(sequences)]
+    tries = [
+        AllowedSequences(given, ENDS)
+        for given in (sequences, padded, padded.astype(np.int32), torch.tensor(padded), closed,
+                      map(tuple, sequences), [np.array(one) for one in sequences])
+    ]  # fmt: skip
+    assert len({(repr(trie), trie._tokens.tobytes(), trie._offsets.tobytes()) for trie in tries}) == 1
+    assert tries[0].nbytes == tries[0]._tokens.nbytes + tries[0]._offsets.nbytes
+
+
+def test_a_million_sequences_take_seconds_and_megabytes():
+    sequences = np.random.default_rng(0).integers(3, 32_000, (1_000_000, 8), dtype=np.int32)
+    start = time.process_time()
+    trie = AllowedSequences(sequences, 2)
+    assert time.process_time() - start < 10
+    assert len(trie) == 1_000_000
+    assert trie.nbytes < 80e6
+    assert all(one in trie for one in sequences[::50_000])
+    other = np.random.default_rng(1).integers(3, 32_000, (20, 8))
+    assert not any(one in trie for one in other)
+
+
+def test_one_long_sequence_among_many_short_ones_takes_no_room():
+    short = [[1 + at % 50, 1 + at // 50] for at in range(2_500)]
+    trie = AllowedSequences([*short, [60] * 20_000], 0)
+    assert trie.nbytes < 8 * (2_500 * 3 + 21_000)
+    assert trie.allowed([60] * 19_999) == [60]
+    assert trie.allowed([60] * 20_000) == [0]
+
+
+def test_it_is_called_only_where_the_prompt_is_known():
+    trie = AllowedSequences([[4, 5], [4, 6]], 2)
+    with pytest.raises(InputError, match=r"`ids` must come without a prompt.*after\(prompt_length\)"):
+        trie(0, torch.tensor([9, 9, 4]))
+    after = trie.after(2)
+    assert after(0, torch.tensor([9, 9, 4])) == [5, 6]
+    assert after(3, [9, 9]) == [4]
+    with pytest.raises(InputError, match="`ids` must begin with the 2 tokens of the prompt"):
+        after(0, [9])
+    with pytest.raises(InputError, match="`prompt_length` must be an integer"):
+        trie.after(-1)
+    scores = torch.randn(2, 9)
+    ids = torch.tensor([[8, 8, 4], [8, 8, 4]])
+    theirs = PrefixConstrainedLogitsProcessor(after, 2)(ids, scores)
+    assert torch.equal(theirs, AllowedSequencesLogitsProcessor(trie, 2)(ids, scores))
+
+
+def test_it_is_written_and_read(tmp_path):
+    trie = AllowedSequences(drawn(3), ENDS)
+    trie.save(tmp_path / "trie.safetensors")
+    again = AllowedSequences.load(tmp_path / "trie.safetensors")
+    through = pickle.loads(pickle.dumps(trie))
+    for other in (again, through):
+        assert repr(other) == repr(trie)
+        assert other.eos_token_id == ENDS
+        for size in range(4):
+            for prefix in product(range(5), repeat=size):
+                assert other.allowed(prefix) == trie.allowed(prefix)
+    assert copy.deepcopy(trie) is copy.copy(trie) is trie
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    path = tmp_path / "trie.safetensors"
+    path.write_text("nothing")
+    with pytest.raises(InputError, match="`path` must be a file that `save` wrote"):
+        AllowedSequences.load(path)
+    AllowedSequences([[1, 2], [1, 3]], 0).save(path)
+    arrays = load_file(path)
+    for broken in (
+        {"offsets": arrays["offsets"][:-1]},
+        {"offsets": arrays["offsets"][::-1].copy()},
+        {"tokens": arrays["tokens"].astype(np.float32)},
+        {"tokens": arrays["tokens"] - 5},
+        {"widest": arrays["widest"] * 0},
+        {"widest": arrays["widest"] + 10**12},
+        {"widest": arrays["widest"][:-1]},
+        {"tokens": arrays["tokens"][[0, 2, 1, 3, 4]]},
+        {"eos_token_id": arrays["eos_token_id"] - 10**6},
+        {"more": arrays["tokens"]},
+    ):
+        save_file({**arrays, **broken}, path)
+        with pytest.raises(InputError, match="`path` must be a file that `save` wrote"):
+            AllowedSequences.load(path)
+    with pytest.raises(FileNotFoundError):
+        AllowedSequences.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("sequences", "ends", "words"),
+    [
+        ([], 2, "`sequences` must hold at least one"),
+        ([[1], []], 2, "`sequences` must have at least one token each"),
+        ([[1], [2]], 2, "`sequences` must have at least one token each"),
+        ([[1, 2, 3]], 2, "`sequences` must not hold the end token 2 before their end"),
+        ([[1, 2, 2]], 2, "`sequences` must not hold the end token 2 before their end"),
+        ([[1, -1]], 2, "`sequences` must hold token ids, got -1"),
+        ([[1, 2**31]], 2, "`sequences` must hold token ids, got 2147483648"),
+        ([[1, 1.5]], 2, "`sequences` must hold integers"),
+        (["ab"], 2, "`sequences` must hold integers"),
+        ([[[1]]], 2, "`sequences` must hold integers"),
+        ([1, 3], 2, "`sequences` must be sequences of token ids"),
+        (7, 2, "`sequences` must be sequences of token ids"),
+        (np.array([1, 3]), 2, r"`sequences` must be an array \[N, L\]"),
+        (np.array([[-1, 3]]), 2, "`sequences` must be padded at the right"),
+        (np.array([[3, -2]]), 2, "`sequences` must hold token ids, got -2"),
+        (np.array([[3.0]]), 2, "`sequences` must hold integers"),
+        ([[1]], None, "`eos_token_id` must name at least one token"),
+        ([[1]], [], "`eos_token_id` must name at least one token"),
+        ([[1]], -1, "`eos_token_id` must name at least one token"),
+        ([[1]], 2.5, "`eos_token_id` must name at least one token"),
+    ],
+)
+def test_wrong_sequences(sequences, ends, words):
+    with pytest.raises(InputError, match=words):
+        AllowedSequences(sequences, ends)
+
+
+@pytest.mark.parametrize("prefix", ["ab", [[1]], [1.5], None, True])
+def test_wrong_prefixes(prefix):
+    trie = AllowedSequences([[1]], 0)
+    with pytest.raises(InputError, match="`prefix` must be a sequence of token ids"):
+        trie.allowed(prefix)
+
+
+# ------------------------------------------------------------------- the processor
+def expected(scores, tries, prefixes):
+    answer = torch.full_like(scores, -torch.inf)
+    for line, (trie, prefix) in enumerate(zip(tries, prefixes, strict=True)):
+        kept = trie.allowed(prefix)
+        answer[line, kept] = scores[line, kept]
+    return answer
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_by_hand_it_leaves_what_is_allowed(seed):
+    chance, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    sequences = drawn(seed)
+    trie = AllowedSequences(sequences, ENDS)
+    for length in range(6):
+        ids = torch.randint(0, 5, (9, 2 + length), generator=chance)
+        for line in range(0, 9, 2):  # of which many go on with a sequence
+            one = [*rng.choice(sequences), rng.choice(ENDS)][:length]
+            ids[line, 2 : 2 + len(one)] = torch.tensor(one, dtype=torch.long)
+        scores = torch.randn(9, VOCABULARY + 2, generator=chance)
+        answer = AllowedSequencesLogitsProcessor(trie, 2)(ids, scores)
+        assert torch.equal(answer, expected(scores, [trie] * 9, ids[:, 2:].tolist()))
+
+
+def test_a_token_that_no_sequence_has_leads_nowhere():
+    """Not even to its neighbour, the largest that one begins with."""
+    trie = AllowedSequences([[6, 1], [2, 3]], 0)
+    ids = torch.tensor([[6], [7], [8], [-1], [2]])
+    answer = AllowedSequencesLogitsProcessor(trie)(ids, torch.zeros(5, 9))
+    assert [line.isfinite().nonzero().flatten().tolist() for line in answer] == [[1], [], [], [], [3]]
+
+
+def test_the_law_of_processors():
+    tries = [AllowedSequences(drawn(seed, 60, vocabulary=23), 0) for seed in (0, 1, 2)]
+    every = AllowedSequences([[a, b] for a in range(1, 23) for b in range(1, 23)], 0)
+    check_processor(
+        AllowedSequencesLogitsProcessor.bare(), [{"allowed_sequences": trie} for trie in (*tries, every)]
+    )
+    check_processor(AllowedSequencesLogitsProcessor(every))
+
+
+def test_wrong_arguments():
+    with pytest.raises(InputError, match="`allowed_sequences` must be an AllowedSequences"):
+        AllowedSequencesLogitsProcessor([[1, 2]])
+    with pytest.raises(InputError, match="`prompt_length` must be an integer"):
+        AllowedSequencesLogitsProcessor(AllowedSequences([[1]], 0), -1)
+    small = AllowedSequencesLogitsProcessor(AllowedSequences([[30]], 0), 2)
+    with pytest.raises(InputError, match=r"`allowed_sequences` must name tokens below 8, .* got 30"):
+        small(torch.zeros(1, 2).long(), torch.zeros(1, 8))
+    with pytest.raises(InputError, match="`input_ids` must begin with the 2 tokens of the prompt"):
+        small(torch.zeros(1, 1).long(), torch.zeros(1, 40))
+
+
+# ------------------------------------------------------------------- in the loop
+def config_of(**given):
+    return GenerationConfig(**{"eos_token_id": 0, "pad_token_id": 0, "max_new_tokens": 7, **given})
+
+
+def request(prompt, trie, **given):
+    return Request(prompt, config_of(prefix_allowed_tokens_fn=trie, **given))
+
+
+def brute(model, sequences, prompt):
+    """The likeliest sequences with their scores, best first; the score counts the end."""
+    scored = []
+    for one in {tuple(one) for one in sequences}:
+        total, last = 0.0, prompt[-1]
+        for at, token in enumerate([*one, 0]):
+            total += float(model.after(len(prompt) + at, last).log_softmax(-1)[token])
+            last = token
+        scored.append((total, [*one, 0]))
+    return sorted(scored, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_beams_find_the_best_of_all_sequences(seed):
+    """As many beams as there are prefixes make the search exact."""
+    model = Chain.chance(VOCABULARY, seed, spread=2.0)
+    sequences = drawn(seed, count=14)
+    trie = AllowedSequences(sequences, 0)
+    count = len(trie)
+    prompts = [[1], [2, 3, 4]]
+    session = Session(model)
+    made = {"num_beams": max(2, 40), "num_return_sequences": count, "length_penalty": 0.0}
+    session.admit(*(request(prompt, trie, early_stopping="never", **made) for prompt in prompts))
+    done = {event.request: event for event in session.drain() if isinstance(event, Finished | Failed)}
+    for number, prompt in enumerate(prompts):
+        found, best = done[number].hypotheses, brute(model, sequences, prompt)
+        assert sorted(one.tokens.tolist() for one in found) == sorted(tokens for _, tokens in best)
+        for one, (score, _) in zip(found, best, strict=True):
+            assert one.score == pytest.approx(score, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {},
+        {"do_sample": True, "seed": 3, "temperature": 2.0},
+        {"do_sample": True, "seed": 4, "num_return_sequences": 3},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"num_beams": 3, "do_sample": True, "seed": 5},
+    ],
+)
+def test_every_row_of_a_mixed_session_stays_in_its_own_trie(method):
+    """Rows with different tries, others without one, and some that come later."""
+    model = Chain.chance(VOCABULARY, 5, spread=1.0)
+    tries = [AllowedSequences(drawn(seed, count=60), 0) for seed in (1, 2, 3)]
+    free = config_of(**method)
+    wanted = [request([1 + at], trie, **method) for at, trie in enumerate(tries)]
+    session = Session(model)
+    session.admit(wanted[0], Request([4, 4], free), wanted[1])
+    events = [*session.step(), *session.step()]
+    session.admit(wanted[2])
+    events += list(session.drain())
+    mine = {0: tries[0], 2: tries[1], 3: tries[2]}
+    checked = 0
+    for event in events:
+        if isinstance(event, Finished) and event.request in mine:
+            for one in event.hypotheses:
+                assert one.reason == "eos"
+                assert one.tokens[:-1] in mine[event.request]
+                checked += 1
+        assert not isinstance(event, Failed)
+    assert checked >= 3
+
+
+@pytest.mark.parametrize("method", [{}, {"num_beams": 4}, {"do_sample": True, "seed": 3}])
+def test_brought_along_it_does_the_same(method):
+    """Made by hand it is told no prompt: the loop knows where each row's ends."""
+    model = Chain.chance(VOCABULARY, 4)
+    trie = AllowedSequences(drawn(4, count=60), 0)
+    given = [AllowedSequencesLogitsProcessor(trie, 7)]
+    found = []
+    for both in (
+        [request([1, 2], trie, **method), request([3], trie, **method)],
+        [Request(prompt, config_of(**method), logits_processor=given) for prompt in ([1, 2], [3])],
+    ):
+        session = Session(model)
+        session.admit(*both)
+        ends = [event for event in session.drain() if isinstance(event, Finished)]
+        ends.sort(key=lambda event: event.request)
+        found.append([[one.tokens.tolist() for one in event.hypotheses] for event in ends])
+    assert found[0] == found[1]
+    assert all(one[:-1] in trie for many in found[0] for one in many)
+
+
+def laws(seed):
+    tries = [AllowedSequences(drawn(seed + at, count=60), 0) for at in range(4)]
+    methods = [
+        {},
+        {"num_beams": 3},
+        {"do_sample": True, "seed": 7},
+        {"num_beams": 2, "do_sample": True, "seed": 8},
+    ]
+    return [
+        request([1 + at, 2], trie, **method)
+        for at, (trie, method) in enumerate(zip(tries, methods, strict=True))
+    ]
+
+
+def test_the_laws_of_requests():
+    model = Chain.chance(VOCABULARY, 6, spread=1.5)
+    check_batch(model, laws(0))
+    check_admission(model, laws(10), schedules=6)
+
+
+def test_the_law_of_seeds():
+    model = Chain.chance(VOCABULARY, 6, spread=0.5)
+    every = AllowedSequences(np.array(list(product(range(1, 13), repeat=4))), 0)
+    check_seed(model, [request([1], every, do_sample=True, seed=1), request([2], every)])
+
+
+@pytest.mark.parametrize("users", [None, torch.tensor([0, 2])])
+def test_drafts_at_once_are_judged_as_one_by_one(users):
+    """Every line of every row, and rows without a trie left alone."""
+    rng, chance = random.Random(1), torch.Generator().manual_seed(1)
+    sequences = drawn(2, count=80)
+    trie = AllowedSequences(sequences, ENDS)
+    for _ in range(20):
+        prefixes = [rng.choice(sequences)[: rng.randint(0, 2)] for _ in range(3)]
+        tokens = [[9, 9, *prefix] for prefix in prefixes]
+        length = torch.tensor([len(one) for one in tokens])
+        zeros = torch.zeros_like(length)
+        rows = Rows(
+            torch.tensor([one + [7] * (8 - len(one)) for one in tokens]),
+            length, zeros, zeros, torch.full((3,), 2), torch.arange(3), zeros,
+            {"params": Params(table([{"pad": 0, "allowed_sequences": trie}] * 3))},
+        )  # fmt: skip
+        drafts = torch.tensor([[rng.choice(trie.allowed(one)), rng.randrange(1, 5)] for one in prefixes])
+        logits = torch.randn(3, 3, VOCABULARY, generator=chance)
+        lane = Lane(Sampling(None, None), None, [(AllowedSequencesLogitsProcessor.bare(), users)])
+        tried = Proposal(None, drafts, torch.tensor([2, 2, 2]))
+        scores = lane.process(rows, tried, logits)
+        for row in range(3):
+            for slot in range(3):
+                line, said = logits[row, slot], [*prefixes[row], *drafts[row, :slot].tolist()]
+                used = users is None or row in users
+                here = expected(line[None], [trie], [said])[0] if used else line
+                assert torch.equal(scores[row, slot], here)
+
+
+def test_a_row_without_a_way_on_fails_alone():
+    """Its prompt's config bans what its trie needs."""
+    model = Chain.chance(VOCABULARY, 5)
+    trie = AllowedSequences([[4, 5], [4, 6]], 0)
+    session = Session(model)
+    session.admit(request([1], trie, suppress_tokens=[5, 6]), request([1], trie))
+    ends = {event.request: event for event in session.drain() if isinstance(event, Finished | Failed)}
+    assert isinstance(ends[0].error, RowError)
+    assert ends[1].hypotheses[0].tokens.tolist() in ([4, 5, 0], [4, 6, 0])
+
+
+def test_many_rows_ask_for_no_loop_over_them():
+    """256 lines of 32,000 tokens cost little more than the tensor that answers."""
+    sequences = np.random.default_rng(0).integers(3, 32_000, (20_000, 4))
+    trie = AllowedSequences(sequences, 2)
+    length = torch.full((256,), 3)
+    ids = torch.from_numpy(np.concatenate((np.ones((256, 1), np.int64), sequences[:256, :2]), 1))
+    values = table([{"allowed_sequences": trie}] * 256)
+    context = Context(ids, length, torch.ones_like(length), values)
+    scores = torch.randn(256, 32_000)
+    processor = AllowedSequencesLogitsProcessor.bare()
+    answer = processor.process(context, scores)
+    assert torch.equal(answer, expected(scores, [trie] * 256, ids[:, 1:].tolist()))
+    times = {}
+    for name, work in {
+        "ours": lambda: processor.process(context, scores),
+        "fill": lambda: torch.full_like(scores, -torch.inf),
+        "loop": lambda: expected(scores, [trie] * 256, ids[:, 1:].tolist()),
+    }.items():
+        tries = []
+        for _ in range(7):
+            start = time.process_time()
+            work()
+            tries.append(time.process_time() - start)
+        times[name] = min(tries)
+    assert times["ours"] < 3 * times["fill"] + 3e-3
+    assert times["ours"] < times["loop"]

@@ -1,0 +1,143 @@
+"""What has become of guesses, and how many to make next."""
+
+import numpy as np
+import pytest
+import torch
+
+from descant.decoding.speculative.acceptance import Pace, Tally
+
+
+def many(count):
+    return Tally.new().take(torch.zeros(count, dtype=torch.long))
+
+
+def ints(*values):
+    return np.array(values)
+
+
+def test_guesses_are_counted_by_row_and_place():
+    tally = many(3).counted(ints(0, 1, 2), ints(3, 0, 1), ints(2, 0, 1))
+    tally = tally.counted(ints(0, 1, 2), ints(1, 2, 0), ints(0, 2, 0))
+    assert tally.tried.tolist() == [[2, 1, 1], [1, 1, 0], [1, 0, 0]]
+    assert tally.right.tolist() == [[1, 1, 0], [1, 1, 0], [1, 0, 0]]
+    report = tally.report(0)
+    assert (report.tried, report.accepted, report.forwards, report.saved) == ((2, 1, 1), (1, 1, 0), 2, 2)
+    assert report.rate == pytest.approx(0.5)
+    assert tally.report(1).tried == (1, 1)
+    assert many(1).report(0) == ((), (), 0)
+    assert many(1).report(0).rate == 0
+
+
+def test_a_tally_follows_its_row():
+    tally = many(2).counted(ints(0, 1), ints(1, 3), ints(1, 0))
+    moved = tally.take(torch.tensor([1, 1, 0]))
+    assert moved.tried.tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 0]]
+    assert moved.place.tolist() == [1, 1, 0]
+    both = moved.cat(Tally.new())
+    assert both.place.tolist() == [1, 1, 0, -1]
+    assert both.tried.tolist()[-1] == [0, 0, 0]
+    assert Tally.new().cat(moved).right.shape == (4, 3)
+
+
+def test_a_rate_follows_what_was_right_and_forgets():
+    tally = many(2)
+    for _ in range(20):
+        tally = tally.counted(ints(0, 1), ints(4, 4), ints(4, 0))
+    assert tally.rate[0] > 0.98
+    assert tally.rate[1] < 0.05
+    for _ in range(6):
+        tally = tally.counted(ints(0, 1), ints(4, 4), ints(0, 4))
+    assert tally.rate[0] < tally.rate[1]
+    still = tally.counted(ints(0, 1), ints(0, 0), ints(0, 0))
+    assert still.rate.tolist() == tally.rate.tolist()
+
+
+def test_a_guess_that_was_passed_over_is_judged_all_the_same():
+    tally = many(3)
+    heard = tally.heard(np.array([True, False, True]), np.array([True, True, False]))
+    assert heard.rate[0] > tally.rate[0] > heard.rate[1]
+    assert heard.rate[2] == tally.rate[2]
+    assert not heard.tried.any()
+
+
+def timed(pace, times):
+    for positions, seconds in times.items():
+        for _ in range(2):
+            pace.took(positions, seconds)
+    return pace
+
+
+def test_what_a_step_takes_is_measured_before_anything_is_guessed():
+    pace = Pace()
+    assert pace.width(np.array([0.9]), ints(5), cheap=True, measured=True) == 0
+    assert pace.width(np.array([0.9]), ints(5), cheap=True, measured=False) > 0
+    timed(pace, {1: 1.0})
+    assert pace.width(np.array([0.9]), ints(5), cheap=True, measured=True) == 5
+    # Of nearly as many rows is good enough.
+    assert timed(Pace(), {15: 1.0}).width(np.full(16, 0.9), np.full(16, 2), cheap=True, measured=True) > 0
+    assert timed(Pace(), {8: 1.0}).width(np.full(16, 0.9), np.full(16, 2), cheap=True, measured=True) == 0
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.95, 5), (0.6, 2), (0.03, 0)])
+def test_as_many_are_tried_as_pay(rate, expected):
+    # Three lines cost what one does, four to six nearly twice that: so does a product in steps of three.
+    times = {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.8, 5: 1.85, 6: 1.9}
+    assert timed(Pace(), times).width(np.array([rate]), ints(5), cheap=True, measured=True) == expected
+
+
+def test_a_wider_step_that_takes_less_is_preferred():
+    times = {4: 1.0, 8: 1.6, 12: 1.9, 16: 1.3}
+    pace = timed(Pace(), times)
+    assert pace.width(np.full(4, 0.5), np.full(4, 3), cheap=True, measured=True) == 3
+    assert pace.width(np.full(4, 0.5), np.full(4, 2), cheap=True, measured=True) == 0
+
+
+def test_a_width_is_given_a_second_chance_and_no_third():
+    pace = timed(Pace(), {1: 1.0})
+    pace.took(2, 9.0)  # whatever had to be prepared
+    assert pace.width(np.array([0.5]), ints(1), cheap=True, measured=True) == 1
+    pace.took(2, 9.0)
+    assert pace.width(np.array([0.5]), ints(1), cheap=True, measured=True) == 0
+    for _ in range(5):
+        pace.took(2, 1.0)
+    assert pace.width(np.array([0.5]), ints(1), cheap=True, measured=True) == 1
+
+
+def test_what_a_network_takes_for_a_guess_counts():
+    rate, most = np.array([0.6]), ints(4)
+    dear, fair = timed(Pace(), {1: 1.0, 2: 1.1}), timed(Pace(), {1: 1.0, 2: 1.1})
+    dear.guessed(2, 1.8)
+    fair.guessed(2, 0.1)
+    assert fair.width(rate, most, cheap=False, measured=True) >= 2
+    assert [dear.width(rate, most, cheap=False, measured=True) for _ in range(2)] == [
+        1,
+        0,
+    ]  # a trial, then none
+
+
+def test_a_network_that_is_never_right_is_asked_ever_more_seldom():
+    pace = timed(Pace(), {1: 1.0, 2: 1.1})
+    pace.guessed(1, 0.5)
+    asked = [pace.width(np.array([0.01]), ints(4), cheap=False, measured=True) for _ in range(1000)]
+    assert set(asked) == {0, 1}
+    assert sum(asked) < 25
+    assert sum(asked[500:]) >= 7
+    assert pace.width(np.array([0.99]), ints(4), cheap=False, measured=True) == 4
+
+
+def test_what_a_step_takes_without_guesses_is_measured_again_now_and_then():
+    pace = timed(Pace(), {1: 1.0, 2: 1.05})
+    widths = []
+    for _ in range(200):
+        widths.append(pace.width(np.array([0.9]), ints(1), cheap=True, measured=True))
+        pace.took(1 + widths[-1], 1.0, widths[-1])
+    assert set(widths) == {0, 1}
+    assert 3 <= widths.count(0) <= 5
+
+
+def test_without_a_clock_the_same_is_always_tried():
+    rate, most = np.array([0.8, 0.3]), ints(6, 2)
+    first = Pace()
+    second = timed(Pace(), {2: 1.0, 4: 50.0, 6: 50.0})
+    widths = [one.width(rate, most, cheap=True, measured=False) for one in (first, second)]
+    assert widths[0] == widths[1] > 0

@@ -1,0 +1,62 @@
+"""A watermark of its own for tests of what is common to all: a quarter of all pairs of tokens are marked."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+
+from descant.decoding.watermark.schemes import Settings, WatermarkingConfig
+from descant.decoding.watermark.scores import Evidence
+from descant.decoding.watermark.statistics import binomial_tail
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Counting:
+    """Counts the tokens that the key pairs with those before them, by a hash of its own."""
+
+    name = "counting"
+    mean = 0.25
+    sd = math.sqrt(0.25 * 0.75)
+    weakest = 0.4
+
+    def __init__(self, key: int = 1, width: int = 1) -> None:
+        self.settings: Settings = WatermarkingConfig(hashing_key=key)
+        self.width = width
+        self.calls = 0
+
+    def member(self, context: tuple[int, ...], token: int) -> bool:
+        """Whether the key pairs them."""
+        text = repr((self.settings._key, context[len(context) - self.width :], token)).encode()
+        return hashlib.blake2b(text, digest_size=2).digest()[0] < 64
+
+    def evidence(self, ids: Array) -> Evidence:
+        """Each pair once."""
+        self.calls += 1
+        run = [int(one) for one in ids]
+        scored, value, seen = np.zeros(len(run), bool), np.zeros(len(run)), set()
+        for at in range(self.width, len(run)):
+            question = tuple(run[at - self.width : at + 1])
+            if question not in seen:
+                seen.add(question)
+                scored[at] = True
+                value[at] = self.member(question[:-1], question[-1])
+        return Evidence(scored, value)
+
+    def tail(self, count: int, total: float) -> float:
+        """The binomial one."""
+        return binomial_tail(count, math.ceil(total - 1e-6), self.mean)
+
+    def write(self, rng: np.random.Generator, count: int, before: int, strength: float = 0.7) -> list[int]:
+        """A marked text after the token `before`: so often a paired token is sought, else any."""
+        run = [before] * self.width
+        for _ in range(count):
+            token = int(rng.integers(0, 5000))
+            if rng.random() < strength:
+                while not self.member(tuple(run), token):
+                    token = int(rng.integers(0, 5000))
+            run.append(token)
+        return run[self.width :]

@@ -1,0 +1,189 @@
+"""The Gumbel watermark is found where it is, is worth what it should, and chance looks like chance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import special, stats
+
+from descant.decoding.processors.gumbel import GumbelWatermarkLogitsProcessor
+from descant.decoding.watermark.gumbel import RaceScheme
+from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
+from descant.decoding.watermark.schemes.gumbel import Race
+from descant.errors import InputError
+
+KEY = 4242
+
+
+def scheme(key=KEY, width=4, nonce=0):
+    return RaceScheme(GumbelWatermarkingConfig(key, width), nonce)
+
+
+def written(law, texts, tokens, key=KEY, width=4, nonce=0, seed=0):
+    """Texts [N, L] of a writer who draws every token by one law [V], or by the key where that decides."""
+    chance = torch.Generator().manual_seed(seed)
+    processor = GumbelWatermarkLogitsProcessor(key, width, nonce)
+    scores = torch.tensor(law).log().expand(texts, -1)
+    ids = torch.empty(texts, 0, dtype=torch.long)
+    for _ in range(tokens):
+        marked = processor(ids, scores).softmax(-1)
+        ids = torch.cat((ids, torch.multinomial(marked, 1, generator=chance)), 1)
+    return ids.numpy()
+
+
+def p_value(one, ids):
+    found = one.evidence(ids)
+    return one.tail(int(found.scored.sum()), float(found.value.sum()))
+
+
+FLAT = [1 / 300] * 300
+STEEP = [0.7, *[0.3 / 99] * 99]
+
+
+# ------------------------------------------------------------------- what a token is worth
+def test_values_are_those_of_the_race():
+    rng = np.random.default_rng(0)
+    for width in (1, 2, 4):
+        ids = rng.integers(0, 6, 60)
+        one, race = scheme(width=width, nonce=3), Race(GumbelWatermarkingConfig(KEY, width))
+        found = one.evidence(ids)
+        seen = set()
+        for place, token in enumerate(ids.tolist()):
+            context = tuple(ids[max(place - width, 0) : place].tolist())
+            fresh = len(context) == width and context not in seen
+            seen.add(context)
+            assert found.scored[place] == fresh
+            wanted = 0.0
+            if fresh:
+                wanted = -np.log(race.chosen(race.words(np.array([context]), 3), np.array([token]))[0])
+            assert found.value[place] == wanted
+        assert 0 < found.scored.sum() < 60
+
+
+def test_it_says_what_it_is():
+    one = scheme(width=3, nonce=5)
+    assert (one.name, one.mean, one.sd, one.width, one.nonce) == ("gumbel", 1.0, 1.0, 3, 5)
+    assert one.settings == GumbelWatermarkingConfig(KEY, 3)
+    assert RaceScheme(GumbelWatermarkingConfig(KEY, 3, nonce=8)).nonce == 8
+    with pytest.raises(InputError, match="`nonce` must be given"):
+        RaceScheme(GumbelWatermarkingConfig(KEY, 3))
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_texts_too_short_for_a_context(count):
+    found = scheme().evidence(np.arange(count))
+    assert found.scored.tolist() == [place >= 4 for place in range(count)]
+    assert len(found.value) == count
+
+
+def test_ids_of_any_kind():
+    ids = np.random.default_rng(1).integers(0, 99, 40)
+    wanted = [part.tolist() for part in scheme().evidence(ids)]
+    for given in (ids.astype(np.int32), np.repeat(ids, 2)[::2], ids):
+        found = scheme().evidence(given)
+        assert [part.tolist() for part in found] == wanted
+    found.scored[:] = False  # what a caller does to an answer is not what the next one gets
+    assert [part.tolist() for part in scheme().evidence(ids)] == wanted
+
+
+# ------------------------------------------------------------------- marked text
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_what_was_marked_is_scored_and_nothing_else(width):
+    """Whoever knows the key can say which token comes, exactly where the detector scores."""
+    ids = written(STEEP, 20, 60, width=width)
+    processor = GumbelWatermarkLogitsProcessor(KEY, width, 0)
+    scores, sure = torch.tensor(STEEP).log()[None], 0
+    for text in ids:
+        found = scheme(width=width).evidence(text)
+        for place, scored in enumerate(found.scored.tolist()):
+            left = processor(torch.tensor(text[None, :place]), scores)
+            assert scored == (not torch.equal(left, scores))
+            if scored:
+                assert left[0, text[place]] == 0.0
+                sure += 1
+    assert 100 < sure < 20 * 60
+
+
+def worth(law):
+    """The mean value of a raced token: of one with the chance p, the harmonic number of 1/p."""
+    return sum(p * (special.digamma(1 / p + 1) + np.euler_gamma) for p in law)
+
+
+@pytest.mark.parametrize("law", [FLAT, STEEP], ids=["flat", "steep"])
+def test_marked_tokens_are_worth_what_they_should(law):
+    """The mean of many texts, of the first place that is raced, where nothing hangs on what came before."""
+    ids = written(law, 4000, 5, seed=2)
+    contexts = {}
+    for text in ids:
+        found = scheme().evidence(text)
+        contexts[tuple(text[:4])] = found.value[4]
+    values = np.array(list(contexts.values()))
+    assert len(values) > 2000 or law is STEEP
+    assert abs(values.mean() - worth(law)) < 4.5 * values.std() / len(values) ** 0.5
+
+
+def test_marked_texts_are_found_and_only_by_their_key_and_nonce():
+    ids = written(STEEP, 60, 200, nonce=3)
+    right = [p_value(scheme(nonce=3), text) for text in ids]
+    assert np.mean(np.array(right) < 1e-6) > 0.95
+    # Another one for each text: of texts that share contexts one stranger thinks alike.
+    strangers = [
+        p_value(one, text)
+        for at, text in enumerate(ids)
+        for one in (scheme(nonce=4 + at), scheme(KEY + 1 + at, nonce=3), scheme(KEY, 5 + at % 20, nonce=3))
+    ]
+    assert min(strangers) > 1e-4
+    assert stats.kstest(strangers, "uniform").pvalue > 0.001
+
+
+def test_a_passage_is_found_wherever_it_stands():
+    """A context is a few tokens: what comes before and after, and where, is no matter."""
+    (text,) = written(FLAT, 1, 60)
+    around = np.random.default_rng(3).integers(0, 300, 200)
+    found = scheme().evidence(np.concatenate((around, text, around)))
+    alone = scheme().evidence(text)
+    assert found.value[204:260].tolist() == alone.value[4:].tolist()
+    assert alone.value[alone.scored].mean() > 4
+
+
+def test_even_weakly_marked_text_is_worth_the_weakest():
+    law = [0.92, *[0.08 / 99] * 99]  # 0.65 nats
+    assert -sum(p * np.log(p) for p in law) > 0.25
+    assert worth(law) > scheme().weakest
+    assert worth([0.93, 0.07]) == pytest.approx(scheme().weakest, abs=0.01)  # a quarter of a nat
+    assert -sum(p * np.log(p) for p in (0.93, 0.07)) == pytest.approx(0.25, abs=0.01)
+
+
+# ------------------------------------------------------------------- unmarked text
+def test_unmarked_texts_look_like_chance():
+    """Under random keys the p-values of any text are even, also of one that says the same again and again."""
+    rng, found = np.random.default_rng(4), []
+    texts = {
+        "even": lambda: rng.integers(0, 49152, 150),
+        "usual": lambda: np.minimum(rng.zipf(1.2, 150), 49151),
+        "loop": lambda: np.tile(rng.integers(0, 99, 30), 5),
+        "counting": lambda: np.arange(150) + rng.integers(1000),
+        "few words": lambda: rng.integers(0, 4, 150),
+    }
+    for make in texts.values():
+        mine = [
+            p_value(scheme(int(rng.integers(2**62)), int(rng.integers(1, 6)), int(rng.integers(16))), make())
+            for _ in range(600)
+        ]
+        assert stats.kstest(mine, "uniform").pvalue > 0.001
+        found += mine
+    assert stats.kstest(found, "uniform").pvalue > 0.001
+    for level in (0.01, 0.001):
+        assert stats.binomtest(int((np.array(found) <= level).sum()), len(found), level).pvalue > 0.003
+
+
+def test_a_repeat_that_counted_would_look_like_a_mark():
+    """The same loops with every place scored: what the dedupe is for."""
+    rng, wrong = np.random.default_rng(5), []
+    for _ in range(300):
+        text, one = np.tile(rng.integers(0, 99, 10), 12), scheme(int(rng.integers(2**62)))
+        once = one.evidence(text)
+        assert once.scored.sum() == 10
+        wrong.append(one.tail(110, 11 * float(once.value.sum())))
+    assert np.mean(np.array(wrong) < 0.01) > 0.1

@@ -1,0 +1,90 @@
+"""Several caches as one: every part follows the rows, and none is told more than it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from descant.core.interfaces import Span
+from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.multi_model import SeveralCaches
+from descant.kv_cache.recurrent_state import ObjectCache
+from descant.testing import ListCache, check_cache
+
+
+class Pair(SeveralCaches):
+    """Two caches of keys that are written alike, read as the one at `place`."""
+
+    def __init__(self, place: int, parts: Sequence[DenseCache] = ()) -> None:
+        super().__init__(parts or [DenseCache(), DenseCache()])
+        self._place = place
+        self._lengths = self.parts[place].lengths
+
+    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        read: list[Any] = [part.update(layer, key, value, span) for part in self.parts]
+        return read[self._place]
+
+    def reach(self, layer: int, span: Span) -> None:
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def select(self, rows: Tensor) -> Pair:
+        return Pair(self._place, [part.select(rows) for part in self.parts])
+
+    def join(self, other: Pair) -> None:
+        for part, theirs in zip(self.parts, other.parts, strict=True):
+            part.join(theirs)
+        self._lengths = self.parts[self._place].lengths
+
+    def to(self, device: str) -> None:
+        for part in self.parts:
+            part.to(device)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.parts[self._place].state()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for part in self.parts:
+            part.load(state)
+        self._lengths = self.parts[self._place].lengths
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_every_part_follows_the_rows(place):
+    check_cache(lambda: Pair(place), examples=100)
+
+
+@pytest.mark.parametrize(
+    ("parts", "rewind"),
+    [
+        ([DenseCache(), DenseCache()], None),
+        ([DenseCache(), ObjectCache()], 0),
+        ([ObjectCache(), DenseCache()], 0),
+    ],
+)
+def test_rows_go_back_as_far_as_the_part_that_goes_back_least(parts, rewind):
+    assert SeveralCaches(parts).rewind == rewind
+
+
+def test_a_limit_above_zero_is_kept():
+    far, near = ListCache(), ListCache()
+    far.rewind, near.rewind = 9, 4
+    assert SeveralCaches([DenseCache(), far, near]).rewind == 4
+
+
+def test_lengths_are_those_of_the_parts():
+    cache = SeveralCaches([DenseCache(), ObjectCache()])
+    cache.extend(2)
+    assert (len(cache), cache.lengths.tolist()) == (2, [0, 0])
+    cache.commit(torch.tensor([1, 0, 1]), torch.tensor([4, 5, 4]))
+    cache.extend(1)
+    assert [len(cache), *(len(part) for part in cache.parts)] == [4, 4, 4]
+    assert cache.lengths.tolist() == [4, 5, 4, 0]
+    assert all(part.lengths.tolist() == [4, 5, 4, 0] for part in cache.parts)

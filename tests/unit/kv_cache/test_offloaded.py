@@ -1,0 +1,202 @@
+"""The offloaded caches: what is where, and when it comes. The other device is a pretended one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from descant import GenerationConfig, Request, Session
+from descant.core.interfaces import Span
+from descant.errors import InputError
+from descant.kv_cache.offloaded import OffloadedStaticStore, OffloadedStore
+from descant.testing import ListCache, Traits, check_cache
+from descant.testing.outcome import compare, outcomes
+from tests.contracts.subjects import of_method
+from tests.e2e.devices.fake_devices import FIRST, SECOND, placed, pretended
+from tests.support.tiny_models import prompts
+
+LAYERS, HEADS, SIZE = 3, 2, 3
+HOST = torch.device("cpu")
+
+
+class Far(OffloadedStore):
+    """Rests on a device whose memory nobody can look at, so that what is saved is brought to the host."""
+
+    def state(self):
+        return {name: one.cpu() for name, one in OffloadedStore.state(self).items()}
+
+
+class FarStatic(OffloadedStaticStore):
+    """The same of a fixed size."""
+
+    state = Far.state
+
+
+def fed(cache, width, start=0, rows=None, device=FIRST):
+    """A forward of three layers, from a device; what each layer holds then, on the host."""
+    count = len(cache) if rows is None else len(rows)
+    where = None if rows is None else torch.tensor(rows).to(device)
+    begin = start if isinstance(start, int) else torch.tensor(start).to(device)
+    starts = None if isinstance(start, int) else torch.tensor(start)
+    stop = int(torch.as_tensor(start).max()) + width
+    span = Span(where, begin, width, stop, None if rows is None else torch.tensor(rows), starts)
+    seen = []
+    for layer in range(LAYERS):
+        block = torch.randn(count, HEADS, width, SIZE).to(device)
+        keys, values = cache.update(layer, block, block * 2, span)
+        assert keys.device == values.device == device
+        seen.append((keys.cpu(), values.cpu()))
+    return seen
+
+
+def made(cache, rows=2):
+    cache.extend(rows)
+    return cache
+
+
+@pytest.fixture(autouse=True)
+def devices():
+    with pretended():
+        yield
+
+
+@pytest.mark.parametrize("cache", ["dense", "static"])
+def test_a_cache_that_rests_elsewhere_equals_lists(cache):
+    if cache == "dense":
+        check_cache(lambda: Far(FIRST), 12)
+    else:
+        check_cache(lambda: FarStatic(20, device=FIRST), 12, traits=Traits(capacity=20))
+
+
+@pytest.mark.parametrize("kind", ["dense", "static"])
+def test_blocks_rest_on_the_other_device(kind):
+    cache = made(OffloadedStore() if kind == "dense" else OffloadedStaticStore(16))
+    fed(cache, 4)
+    cache.commit(None, torch.tensor([4, 4]))
+    fed(cache, 1, start=4)
+    cache.commit(torch.tensor([1, 1, 0]), torch.tensor([5, 4, 3]))
+    fed(cache, 2, start=[5, 4, 3])
+    cache.commit(None, torch.tensor([7, 6, 5]))
+    assert {block.device for store in (cache._keys, cache._values) for block in store.values()} == {HOST}
+    assert cache.aboard == 0
+    assert {one.device for one in cache.state().values()} == {HOST}
+
+
+def test_the_next_layer_is_sent_for_while_one_is_used(monkeypatch):
+    cache = made(OffloadedStore())
+    fed(cache, 4)
+    cache.commit(None, torch.tensor([4, 4]))
+    fetched = []
+    plain = OffloadedStore._fetched
+    monkeypatch.setattr(
+        OffloadedStore,
+        "_fetched",
+        lambda self, layer, *more: fetched.append(layer) or plain(self, layer, *more),
+    )
+    span = Span(None, 4, 1, 5)
+    ahead = []
+    for layer in range(LAYERS):
+        block = torch.ones(2, HEADS, 1, SIZE).to(FIRST)
+        cache.update(layer, block, block, span)
+        ahead.append(cache._ahead and cache._ahead.layer)
+    assert fetched == [0, 1, 2]  # each once
+    assert ahead == [1, 2, None]
+
+
+def test_the_model_has_two_layers_at_the_most():
+    cache = made(OffloadedStore())
+    fed(cache, 100)
+    cache.commit(None, torch.tensor([100, 100]))
+    span = Span(None, 100, 1, 101)
+    block = torch.ones(2, HEADS, 1, SIZE).to(FIRST)
+    whole = cache.nbytes
+    cache.update(0, block, block, span)
+    assert cache.aboard == whole // LAYERS  # besides the one that was returned
+    assert cache.nbytes == whole + cache.aboard
+    cache.commit(None, torch.tensor([100, 100]))  # the forward went no further
+    assert cache.nbytes == whole
+
+
+def test_a_layer_that_was_sent_for_and_changed_since_is_not_used():
+    """A forward over the first layers alone, then another one."""
+    cache, lists = made(OffloadedStore()), made(ListCache())
+    blocks = [torch.randn(2, HEADS, 3, SIZE) for _ in range(LAYERS)]
+    for layer, block in enumerate(blocks):
+        cache.update(layer, block.to(FIRST), block.to(FIRST), Span(None, 0, 3, 3))
+        lists.update(layer, block, block, Span(None, 0, 3, 3))
+    for one in (cache, lists):
+        one.commit(None, torch.tensor([3, 3]))
+    draft = torch.randn(2, HEADS, 1, SIZE)
+    cache.update(0, draft.to(FIRST), draft.to(FIRST), Span(None, 3, 1, 4))
+    lists.update(0, draft, draft, Span(None, 3, 1, 4))
+    for one in (cache, lists):
+        one.commit(torch.tensor([1, 0]), torch.tensor([3, 3]))
+    for layer in range(LAYERS):
+        new, span = torch.randn(2, HEADS, 2, SIZE), Span(None, 3, 2, 5)
+        keys, _ = cache.update(layer, new.to(FIRST), new.to(FIRST), span)
+        must, _ = lists.update(layer, new, new, span)
+        assert torch.equal(keys.cpu(), must)
+
+
+def test_layers_of_one_model_may_compute_on_different_devices():
+    cache, lists = made(OffloadedStore()), made(ListCache())
+    for start, width in ((0, 3), (3, 1), (4, 2)):
+        span = Span(None, start, width, start + width)
+        for layer, device in enumerate((FIRST, SECOND, FIRST)):
+            new = torch.randn(2, HEADS, width, SIZE)
+            keys, values = cache.update(layer, new.to(device), -new.to(device), span)
+            must, also = lists.update(layer, new, -new, span)
+            assert keys.device == device
+            assert torch.equal(keys.cpu(), must)
+            assert torch.equal(values.cpu(), also)
+        for one in (cache, lists):
+            one.commit(None, torch.tensor([start + width] * 2))
+
+
+def test_a_static_one_has_its_limits():
+    cache = made(OffloadedStaticStore(4, rows=2))
+    fed(cache, 3)
+    cache.commit(None, torch.tensor([3, 1]))
+    with pytest.raises(InputError, match="must be >= the 3 rows in use"):
+        cache.extend(1)
+    seen = fed(cache, 2, start=[3, 1])  # the longest row is given one token, and filled up
+    assert [list(keys.shape) for keys, _ in seen] == [[2, HEADS, 4, SIZE]] * LAYERS
+    cache.commit(None, torch.tensor([4, 3]))
+    with pytest.raises(InputError, match="must be >= the 5 positions"):
+        fed(cache, 1, start=4, rows=[0])
+    assert cache.select(torch.tensor([1, 0])).lengths.tolist() == [3, 4]
+
+
+def test_it_can_rest_elsewhere():
+    cache = made(OffloadedStore(SECOND))
+    seen = fed(cache, 2)
+    cache.commit(None, torch.tensor([2, 2]))
+    assert cache._keys[0].device == SECOND
+    assert cache.select(torch.tensor([1]))._keys[0].device == SECOND
+    cache.to("cpu")
+    assert cache._keys[0].device == HOST
+    after = fed(cache, 1, start=2)
+    assert all(torch.equal(two[0][:, :, :2], one[0]) for one, two in zip(seen, after, strict=True))
+
+
+@pytest.mark.parametrize("method", ["sampling-fanned", "beam-4"])
+def test_a_model_on_a_device_with_its_cache_on_the_host(tiny, method):
+    one = tiny("llama")
+    requests = of_method(one, method, count=2)
+    expected = outcomes(one.model, requests, cache=ListCache())
+    model = placed(copy.deepcopy(one.model), lambda _: FIRST)
+    for cache in (OffloadedStore(), OffloadedStaticStore(32)):
+        found = outcomes(model, requests, cache=cache)
+        for place, (first, second) in enumerate(zip(expected, found, strict=True)):
+            compare(first, second, f"request {place}")
+
+
+def test_a_session_on_the_host_alone_copies_nothing(tiny):
+    one = tiny("llama")
+    session = Session(one.model, cache=OffloadedStore())
+    session.admit(Request(prompts(one.arch, [5], 2)[0], GenerationConfig(max_new_tokens=4)))
+    list(session.drain())
+    assert session._cache._streams == {}
+    assert session._cache._ahead is None

@@ -1,0 +1,214 @@
+"""The paged cache beyond the law of caches: what it shares, what it copies, and how it is read."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from descant import GenerationConfig, Request, Session
+from descant.core.interfaces import Span
+from descant.kv_cache import shared_prefix_attention
+from descant.kv_cache.attention_proxy import Lazy
+from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.paged import PagedStore
+from descant.testing import compare, outcomes
+from tests.support.tiny_models import prompts
+
+HEADS, SIZE = 2, 4
+
+
+def fed(store, width, start=0, layer=0):
+    """Write `width` new positions of every row; what was written and what comes back."""
+    key = torch.randn(len(store), HEADS, width, SIZE)
+    return key, store.update(layer, key, -key, Span(None, start, width, start + width))
+
+
+def filled(rows=1, length=100, block=16):
+    """A store whose rows are forks of one prompt."""
+    store = PagedStore(block)
+    store.extend(1)
+    fed(store, length)
+    store.commit(torch.zeros(rows, dtype=torch.long), torch.full((rows,), length))
+    return store
+
+
+def test_a_fork_holds_the_same_blocks_and_copies_nothing():
+    store = filled()
+    held, bytes_before = store.blocks_used, store.nbytes
+    store.commit(torch.zeros(8, dtype=torch.long), torch.full((8,), 100))
+    assert (store.blocks_used, store.nbytes, store.moved) == (held, bytes_before, 0)
+
+
+def test_a_row_that_writes_into_a_shared_block_gets_a_copy_of_that_block_alone():
+    store = filled(rows=3)  # 100 positions: the seventh block has four
+    fed(store, 1, start=100)
+    assert store.moved == 2 * 4  # the last one keeps the block
+    assert store.blocks_used == 7 + 2
+
+
+def test_a_reorder_moves_nothing_however_long_the_prompt():
+    for length in (64, 640):
+        store = filled(rows=4, length=length)
+        fed(store, 1, start=length)
+        store.commit(torch.tensor([1, 1, 3, 0]), torch.full((4,), length + 1))
+        before = store.moved
+        store.commit(torch.tensor([2, 0, 1, 3]), torch.full((4,), length + 1))
+        assert store.moved == before
+
+
+def test_a_prompt_gives_its_memory_back_when_the_last_row_leaves():
+    store = filled(rows=2, length=3200)
+    store.extend(1)
+    key = torch.randn(1, HEADS, 3, SIZE)
+    store.update(0, key, key, Span(torch.tensor([2]), 0, 3, 3))
+    store.commit(torch.tensor([2]), torch.tensor([3]))
+    assert store.nbytes < 3200 * HEADS * SIZE * 4
+    store.check()
+
+
+def test_a_selected_table_shares_blocks_and_frees_them_when_it_is_gone():
+    store = filled()
+    other = store.select(torch.tensor([0, 0]))
+    other.commit(torch.tensor([0, 1]), torch.tensor([50, 100]))
+    store.commit(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+    assert store.blocks_used == 7
+    other.check()
+    del other
+    gc.collect()
+    assert store.blocks_used == 0
+    store.check()
+
+
+def test_a_leak_and_a_double_free_are_noticed():
+    store = filled(rows=2)
+    store.pool.refs[store.named()[0]] += 1
+    with pytest.raises(RuntimeError, match="counted"):
+        store.check()
+    store.pool.refs[store.named()[0]] -= 1
+    store.check()
+    with pytest.raises(RuntimeError, match="freed twice"):
+        store.pool.drop(store.named().repeat(2))
+
+
+def attention(query, keys, values, **more):
+    return torch.nn.functional.scaled_dot_product_attention(query, keys, values, **more)
+
+
+@pytest.mark.parametrize("worth", [4, 64])
+@pytest.mark.parametrize("masked", [None, "bits", "added"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_attention_on_shared_rows_is_that_on_rows_laid_out(monkeypatch, worth, masked, width):
+    monkeypatch.setattr(shared_prefix_attention, "_WORTH", worth)
+    store = filled(rows=5, length=70, block=4)
+    fed(store, 2, start=70)  # parts the rows
+    # Two of the five go on together, and a stranger of the same length joins.
+    store.commit(torch.tensor([0, 1, 1, 3, 4]), torch.full((5,), 72))
+    store.extend(1)
+    key = torch.randn(1, HEADS, 72, SIZE)
+    store.update(0, key, -key, Span(torch.tensor([5]), 0, 72, 72))
+    store.commit(None, torch.full((6,), 72))
+    _, (keys, values) = fed(store, width, start=72)
+    assert isinstance(keys, Lazy)
+    query = torch.randn(6, 2 * HEADS, width, SIZE)
+    mask = None
+    if masked is not None:
+        mask = torch.ones(6, 1, width, 72 + width, dtype=torch.bool).tril(72)
+        mask[..., :30] = torch.rand(30) > 0.5
+        mask[0, ..., :70] = False  # sees nothing of what it shares
+    if masked == "added":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    found = attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+    expected = attention(query, keys.dense(), values.dense(), attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert bool(keys.plan.runs) == (worth == 4 or worth <= 70)
+
+
+def test_without_the_fused_kernel_attention_is_the_same(monkeypatch):
+    query, keys, values = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
+    mask = torch.rand(2, 1, 4, 9) > 0.4
+    one, sums = shared_prefix_attention._weighed(query, keys, values, mask, None)
+    wide = torch.cat((values, values), -1)  # values of another size, which the kernel does not take
+    two, others = shared_prefix_attention._weighed(query, keys, wide, mask, None)
+    torch.testing.assert_close(two[..., :8], one, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(others, sums, atol=1e-5, rtol=1e-5)
+
+
+def test_heads_that_are_repeated_are_not_laid_out():
+    store = filled(rows=3)
+    _, (keys, values) = fed(store, 1, start=100)
+    wide = [
+        one[:, :, None, :, :].expand(3, HEADS, 2, 101, SIZE).reshape(3, 2 * HEADS, 101, SIZE)
+        for one in (keys, values)
+    ]
+    assert all(isinstance(one, Lazy) for one in wide)
+    query = torch.randn(3, 2 * HEADS, 1, SIZE)
+    expected = attention(query, *(one.dense().repeat_interleave(2, 1) for one in (keys, values)))
+    torch.testing.assert_close(attention(query, *wide), expected, atol=1e-5, rtol=1e-5)
+    assert wide[0]._dense is None
+
+
+def test_for_anything_but_attention_lazy_keys_are_the_tensor():
+    store = filled(rows=2)
+    _, (keys, values) = fed(store, 1, start=100)
+    dense = keys.dense()
+    assert torch.equal(torch.cat((keys, values), 2), torch.cat((dense, values.dense()), 2))
+    assert torch.equal(keys.transpose(2, 3), dense.transpose(2, 3))
+    assert torch.equal(torch.ones(2, HEADS, 1, SIZE) @ keys.transpose(2, 3), dense.sum(-1)[:, :, None])
+    assert torch.equal(keys[:, :, -1:], dense[:, :, -1:])
+    assert torch.equal(keys * 2.0, dense * 2.0)
+    assert (keys.shape, keys.ndim, keys.size(2), len(keys)) == (dense.shape, 4, 101, 2)
+
+
+METHODS = {
+    "beams": {"num_beams": 4},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "sequences": {"num_return_sequences": 4, "do_sample": True, "seed": 3},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "lookup": {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"},
+    "early exit": {"assistant_early_exit": 1, "num_assistant_tokens_schedule": "constant"},
+    "guidance": {"guidance_scale": 1.5, "num_beams": 2},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "opt"])
+def test_every_method_says_the_same_as_on_the_dense_cache(tiny, monkeypatch, name):
+    monkeypatch.setattr(shared_prefix_attention, "_WORTH", 4)
+    model = tiny(name)
+    texts = prompts(model.arch, [9, 23, 40], seed=3)
+    requests = [
+        Request(text, GenerationConfig(max_new_tokens=12, eos_token_id=model.eos, **fields))
+        for fields in METHODS.values()
+        for text in texts
+    ]
+    shared = []
+    attend = shared_prefix_attention.Shared.attend
+    monkeypatch.setattr(
+        shared_prefix_attention.Shared,
+        "attend",
+        lambda self, *more: (shared.append(self.plan.runs), attend(self, *more))[1],
+    )
+    store = PagedStore(4)
+    expected, found = (outcomes(model.model, requests, None, cache) for cache in (DenseCache(), store))
+    for one, other, request in zip(expected, found, requests, strict=True):
+        compare(one, other, str(request.generation_config), 1e-4)
+    assert any(shared)  # otherwise nothing was tried
+    store.check()
+    assert store.blocks_used == 0
+
+
+def test_long_prompts_of_many_rows_are_paged_and_short_ones_are_not(tiny):
+    model = tiny("llama")
+
+    def cache(length, **fields):
+        session = Session(model.model)
+        session.admit(Request(prompts(model.arch, [length], seed=1)[0], GenerationConfig(**fields)))
+        return type(session._cache)
+
+    assert cache(80, num_beams=3) is PagedStore
+    assert cache(80, num_return_sequences=2, do_sample=True) is PagedStore
+    assert cache(80, penalty_alpha=0.6, top_k=3) is PagedStore
+    assert cache(80) is DenseCache
+    assert cache(20, num_beams=3) is DenseCache
+    assert cache(20, cache_implementation="paged") is PagedStore

@@ -1,0 +1,136 @@
+"""The cache of objects: rows, forks, joins and leaves against a list of each row's own state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from descant.kv_cache.recurrent_state import ObjectCache, joined, shape_of, taken
+
+
+@dataclass
+class Layer:
+    """State as a model might keep it: tensors, nothing yet, a flag, and a table that is no row's own."""
+
+    conv: Tensor
+    empty: Tensor | None = None
+    ready: dict[int, bool] = field(default_factory=lambda: {0: True})
+    kernel: Tensor = field(default_factory=lambda: torch.arange(7.0))
+
+
+def _state(values: list[float], length: int | None = None) -> dict[str, Any]:
+    rows = torch.tensor(values)
+    seen = 3 if length is None else length
+    return {
+        "layers": [Layer(rows[:, None, None].expand(-1, 2, 4).clone()), Layer(rows[:, None, None] + 1)],
+        "pair": (rows[:, None].expand(-1, seen).clone(), 5),
+        "mems": [rows[None, :, None].expand(seen, -1, 2).clone()],
+    }
+
+
+def _values(state: dict[str, Any]) -> list[float]:
+    """The value of each row, the same wherever it is kept."""
+    found = state["layers"][0].conv[:, 0, 0].tolist()
+    assert state["layers"][1].conv[:, 0, 0].sub(1).tolist() == found
+    assert state["pair"][0][:, 0].tolist() == found
+    assert state["mems"][0][0, :, 0].tolist() == found
+    return found
+
+
+def test_taking_rows_takes_lines_of_every_tensor_and_leaves_the_rest():
+    whole = _state([1.0, 2.0, 3.0])
+    part = taken(whole, [2, 0, 2, 2], 3)
+    assert _values(part) == [3.0, 1.0, 3.0, 3.0]
+    assert part["pair"][1] == 5
+    assert part["layers"][0].kernel.tolist() == list(range(7))
+    assert part["layers"][0].empty is None
+    assert _values(whole) == [1.0, 2.0, 3.0]
+
+
+def test_what_is_taken_is_the_takers_own():
+    whole = _state([1.0, 2.0])
+    part = taken(whole, [0, 1], 2)
+    part["layers"][0].conv.fill_(9)
+    part["layers"][0].ready[0] = False
+    part["layers"][0].kernel.fill_(9)
+    assert _values(whole) == [1.0, 2.0]
+    assert whole["layers"][0].ready == {0: True}
+    assert whole["layers"][0].kernel.tolist() == list(range(7))
+
+
+def test_objects_that_differ_in_rows_alone_can_be_joined():
+    first, second = _state([1.0, 2.0]), _state([7.0])
+    assert shape_of(first, 2) == shape_of(second, 1)
+    assert _values(joined([first, second], [2, 1])) == [1.0, 2.0, 7.0]
+
+
+@pytest.mark.parametrize("other", [_state([7.0], length=4), {**_state([7.0]), "pair": (torch.ones(1, 3), 6)}])
+def test_objects_that_differ_otherwise_cannot(other: dict[str, Any]):
+    assert shape_of(_state([1.0, 2.0]), 2) != shape_of(other, 1)
+
+
+def test_configs_are_not_walked_into():
+    class Config:
+        def __init__(self) -> None:
+            self.table = torch.ones(2)
+
+        def to_dict(self) -> dict[str, Any]:
+            return {}
+
+    config = Config()
+    assert taken({"config": config, "x": torch.ones(2)}, [0], 2)["config"] is config
+
+
+def test_state_cannot_be_cut():
+    assert ObjectCache().rewind == 0
+
+
+def test_rows_of_two_groups_do_not_share_a_state():
+    cache = ObjectCache()
+    cache.extend(2)
+    cache.keep(torch.tensor([0]), _state([1.0], length=2))
+    cache.keep(torch.tensor([1]), _state([2.0], length=5))
+    assert sorted(part.tolist() for part in cache.together()) == [[0], [1]]
+    with pytest.raises(KeyError):
+        cache.fetch(torch.tensor([0, 1]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_history_leaves_each_row_its_own_state(data: st.DataObject):
+    """Rows come, are fed in parts, fork, move and leave; a list of (value, length) says what each holds."""
+    cache, truth, fresh = ObjectCache(), list[tuple[float, int]](), 0.0
+    for _ in range(data.draw(st.integers(1, 6))):
+        count = data.draw(st.integers(0, 3))
+        if count:
+            cache.extend(count)
+            first = len(truth)
+            for row in range(first, first + count):
+                fresh += 1
+                length = data.draw(st.integers(1, 2))
+                truth.append((fresh, length))
+                cache.keep(torch.tensor([row]), _state([fresh], length))
+        parts = [part.tolist() for part in cache.together()]
+        assert sorted(row for part in parts for row in part) == list(range(len(truth)))
+        for part in parts:
+            assert len({truth[row][1] for row in part}) == 1
+            state = cache.fetch(torch.tensor(part))
+            assert _values(state) == [truth[row][0] for row in part]
+            longer = truth[part[0]][1] + 1
+            cache.keep(torch.tensor(part), _state([truth[row][0] + 0.5 for row in part], longer))
+            for row in part:
+                truth[row] = (truth[row][0] + 0.5, longer)
+        if truth:
+            size = data.draw(st.integers(0, 4))
+            parents = data.draw(st.lists(st.integers(0, len(truth) - 1), min_size=size, max_size=size))
+            truth = [truth[parent] for parent in parents]
+            cache.commit(torch.tensor(parents, dtype=torch.long), torch.tensor([one[1] for one in truth]))
+            assert len(cache) == len(truth)
+    kept = {row for part in cache.together() for row in part.tolist()}
+    assert kept == set(range(len(truth)))

@@ -1,0 +1,223 @@
+"""The static cache beyond the law of caches: what it never does again, and what it has no room for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from descant import GenerationConfig, Request
+from descant.config.compile_config import CompileConfig
+from descant.core.interfaces import Span
+from descant.errors import InputError
+from descant.kv_cache.static import StaticStore, bucket, widened
+from descant.testing import ListCache
+from descant.testing.outcome import compare, outcomes
+from tests.contracts.subjects import METHODS, of_method
+from tests.support.tiny_models import prompts
+
+HEADS, SIZE = 2, 3
+
+
+def fed(cache, width, rows=None, start=0):
+    """Write `width` new positions; what was written, and what the rows hold then."""
+    count = len(cache) if rows is None else len(rows)
+    block = torch.randn(count, HEADS, width, SIZE)
+    where = None if rows is None else torch.tensor(rows)
+    begin = start if isinstance(start, int) else torch.tensor(start)
+    span = Span(where, begin, width, int(torch.as_tensor(start).max()) + width)
+    return block, cache.update(0, block, -block, span)
+
+
+def places(cache):
+    keys, values = cache.lend(1)
+    return [block.data_ptr() for blocks in (keys, values) for block in blocks.values()]
+
+
+def test_blocks_stay_where_they_are():
+    cache = StaticStore(16, rows=4)
+    cache.extend(1)
+    fed(cache, 5)
+    before, size = places(cache), cache.nbytes
+    cache.commit(torch.tensor([0, 0, 0, 0]), torch.tensor([5, 5, 4, 3]))
+    fed(cache, 2, start=[5, 5, 4, 3])
+    cache.commit(torch.tensor([3, 1, 0]), torch.tensor([5, 7, 6]))
+    cache.extend(1)
+    fed(cache, 3, rows=[3])
+    cache.commit(torch.tensor([3, 0]), torch.tensor([3, 5]))
+    assert (places(cache), cache.nbytes) == (before, size)
+    assert size == 2 * 4 * HEADS * 16 * SIZE * 4
+
+
+def test_rows_come_in_powers_of_two_where_none_are_named():
+    cache = StaticStore(8)
+    sizes = []
+    for _ in range(5):
+        cache.extend(1)
+        fed(cache, 1)
+        sizes.append(cache.nbytes // (2 * HEADS * 8 * SIZE * 4))
+    assert sizes == [1, 2, 4, 4, 8]
+
+
+def test_a_fork_into_more_rows_than_there_are_keeps_what_they_hold():
+    cache = StaticStore(8)
+    cache.extend(1)
+    block, _ = fed(cache, 3)
+    cache.commit(torch.tensor([0, 0, 0]), torch.tensor([3, 2, 3]))
+    _, (keys, values) = fed(cache, 1, start=[3, 2, 3])
+    assert torch.equal(keys[2, :, :3], block[0])
+    assert torch.equal(values[1, :, :2], -block[0, :, :2])
+
+
+@pytest.mark.parametrize(("count", "found"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (17, 32)])
+def test_buckets(count, found):
+    assert bucket(count) == found
+
+
+@pytest.mark.parametrize(("slots", "found"), [(1, 256), (256, 256), (257, 512), (1000, 1024)])
+def test_a_compiled_cache_has_a_round_capacity(slots, found):
+    assert widened(slots) == found
+    assert StaticStore(slots, compile=CompileConfig()).capacity == found
+    assert StaticStore(slots).capacity == slots
+
+
+# ---------------------------------------------------------------------- lending
+def test_what_is_lent_is_the_cache_itself():
+    cache = StaticStore(8)
+    cache.extend(2)
+    assert cache.lend(2) is None
+    block, _ = fed(cache, 3)
+    cache.commit(None, torch.tensor([3, 3]))
+    keys, values = cache.lend(2)
+    assert list(keys[0].shape) == [2, HEADS, 8, SIZE]
+    assert torch.equal(keys[0][:, :, :3], block)
+    values[0][1, :, 3] = 7.0
+    keys[0][1, :, 3] = 5.0
+    cache.commit(None, torch.tensor([3, 4]))
+    _, (seen, also) = fed(cache, 1, rows=[1], start=4)
+    assert bool((seen[0, :, 3] == 5).all())
+    assert bool((also[0, :, 3] == 7).all())
+
+
+def test_more_lines_can_be_lent_than_there_are_rows():
+    cache = StaticStore(8)
+    cache.extend(3)
+    block, _ = fed(cache, 2)
+    first = cache.lend(4)
+    assert cache.lend(4) is first
+    keys, _ = cache.lend(8)
+    assert list(keys[0].shape) == [8, HEADS, 8, SIZE]
+    assert torch.equal(keys[0][:3, :, :2], block)
+    assert cache.lend(4)[0][0].data_ptr() == keys[0].data_ptr()
+
+
+def test_what_was_lent_before_the_blocks_moved_is_not_lent_again():
+    cache = StaticStore(8)
+    cache.extend(1)
+    fed(cache, 2)
+    before = cache.lend(1)
+    cache.extend(4)
+    fed(cache, 1, start=[2, 0, 0, 0, 0])
+    assert cache.lend(1)[0][0].data_ptr() != before[0][0].data_ptr()
+    before = cache.lend(1)
+    cache.to("cpu")
+    assert cache.lend(1) is not before
+
+
+# ---------------------------------------------------------------------- limits
+@pytest.mark.parametrize("given", [{"capacity": 0}, {"capacity": 4, "rows": 0}])
+def test_no_room_at_all_is_an_error(given):
+    with pytest.raises(InputError, match="must be >= 1"):
+        StaticStore(**given)
+
+
+def test_a_row_that_does_not_fit_is_an_error_and_changes_nothing():
+    cache = StaticStore(4)
+    cache.extend(1)
+    fed(cache, 3)
+    cache.commit(None, torch.tensor([3]))
+    before = cache.state()
+    with pytest.raises(InputError, match="must be >= the 5 positions of a row, got 4"):
+        fed(cache, 2, start=3)
+    assert all(torch.equal(before[name], one) for name, one in cache.state().items())
+    _, (keys, _) = fed(cache, 1, start=3)
+    assert keys.shape[2] == 4
+
+
+def test_what_fills_shorter_rows_up_need_not_fit():
+    cache, lists = StaticStore(6), ListCache()
+    for one in (cache, lists):
+        one.extend(3)
+    first = torch.randn(3, HEADS, 5, SIZE)
+    lengths = torch.tensor([5, 1, 3])
+    for one in (cache, lists):
+        one.update(0, first, -first, Span(None, 0, 5, 5))
+        one.commit(None, lengths)
+    # One token for the first row, four for the second: 5 + 4 is more than there are slots.
+    new = torch.randn(2, HEADS, 4, SIZE)
+    span = Span(torch.tensor([0, 1]), torch.tensor([5, 1]), 4, 9)
+    assert cache.reach(0, span).held.tolist() == [5, 1]
+    assert cache.reach(0, span).size == 6
+    keys, values = cache.update(0, new, -new, span)
+    must, _ = lists.update(0, new, -new, span)
+    assert list(keys.shape) == [2, HEADS, 6, SIZE]
+    assert torch.equal(keys[0], must[0, :, :6])
+    assert torch.equal(values[1, :, :5], -must[1, :, :5])
+    cache.commit(None, torch.tensor([6, 5, 3]))
+    assert torch.equal(cache.select(torch.tensor([2])).state()["keys.0"][0], first[2, :, :3])
+    with pytest.raises(InputError, match="must be >= the 7 positions"):
+        cache.commit(None, torch.tensor([7, 5, 3]))
+    assert cache.lengths.tolist() == [6, 5, 3]
+
+
+def test_more_rows_than_named_are_an_error():
+    cache = StaticStore(4, rows=2)
+    cache.extend(2)
+    fed(cache, 1)
+    with pytest.raises(InputError, match="must be >= the 3 rows in use, got 2"):
+        cache.extend(1)
+    with pytest.raises(InputError, match="must be >= the 3 rows in use"):
+        cache.commit(torch.tensor([0, 1, 1]), torch.tensor([1, 1, 1]))
+    with pytest.raises(InputError, match="must be >= the 3 rows in use"):
+        cache.select(torch.tensor([0, 1, 1]))
+    assert len(cache) == 2
+
+
+def test_what_is_taken_over_has_to_fit():
+    long, short = StaticStore(9), StaticStore(4)
+    long.extend(1)
+    fed(long, 6)
+    long.commit(None, torch.tensor([6]))
+    for take in (lambda: short.join(long), lambda: short.load(long.state())):
+        with pytest.raises(InputError, match="must be >= the 6 positions"):
+            take()
+    assert len(short) == 0
+    long.commit(None, torch.tensor([4]))
+    short.join(long)
+    assert short.lengths.tolist() == [4]
+
+
+# ---------------------------------------------------------------------- whole generations
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*(("llama", method) for method in METHODS), ("mistral", "ruled-beam-2"), ("bart", "beam-4")],
+)
+def test_every_method_gives_what_lists_give(tiny, method, name):
+    one = tiny(name)
+    requests = of_method(one, method)
+    expected = outcomes(one.model, requests, cache=ListCache())
+    found = outcomes(one.model, requests, cache=StaticStore(9 + 19))
+    for place, (first, second) in enumerate(zip(expected, found, strict=True)):
+        compare(first, second, f"request {place}")
+
+
+@pytest.mark.parametrize("more", [{}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 4}, {"assistant_early_exit": 1}])
+def test_drafts_need_no_room_beyond_the_longest_text(tiny, drafts, more):
+    one = tiny("llama")
+    given = {"max_new_tokens": 30, "eos_token_id": None, **more}
+    texts = [text * 3 for text in prompts(one.arch, [4, 3, 5], 8)]
+    plain = [Request(text, GenerationConfig(**given)) for text in texts]
+    tried = [Request(text, GenerationConfig(**given, **drafts)) for text in texts]
+    expected = outcomes(one.model, plain if not more else tried, cache=ListCache())
+    found = outcomes(one.model, tried, cache=StaticStore(15 + 30))
+    assert [one.tokens for one in found] == [one.tokens for one in expected]

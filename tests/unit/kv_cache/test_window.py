@@ -1,0 +1,312 @@
+"""The windowed cache: what it shows, what it keeps, and whole generations on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from descant import GenerationConfig, Request, Session
+from descant.core.interfaces import Span
+from descant.errors import InputError
+from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.window import WindowStore
+from descant.models.traits import facts_of
+from descant.testing import Schedule
+from descant.testing.outcome import compare, outcomes
+from tests.support.tiny_models import ARCHITECTURES, prompts
+from tests.unit.decoding.speculative.rig import network
+from tests.unit.kv_cache.known import Known
+from tests.unit.kv_cache.recency import drilled
+
+
+@pytest.mark.parametrize(
+    ("windows", "slack", "room"),
+    [([3], 0, 1), ([5, None], 2, 3), ([1, 4], 3, 2), ([6, 6], 8, 64), ([None, None], 0, 1)],
+    ids=str,
+)
+def test_a_window_shows_what_lists_would(windows, slack, room):
+    def rule(layer, start):
+        window = windows[layer]
+        return [(at, 0) for at in range(0 if window is None else max(0, start - window + 1), start)]
+
+    drilled(lambda: WindowStore(windows, slack, room), len(windows), rule)
+
+
+# -------------------------------------------------------------------- whole generations
+METHODS = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "seed": 7, "num_return_sequences": 3},
+    "beams": {"num_beams": 4, "num_return_sequences": 2},
+    "sampled beams": {"num_beams": 3, "do_sample": True, "seed": 3},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "lookup": {"prompt_lookup_num_tokens": 4},
+    "early exit": {"assistant_early_exit": 1, "num_assistant_tokens": 3},
+    "guidance": {"guidance_scale": 1.5},
+    "one by one": {"penalty_alpha": 0.6, "top_k": 4, "low_memory": True},
+}
+SCHEDULES = (Schedule.at_once(range(4)), Schedule({0: [1], 2: [3, 0], 9: [2]}, {12: [3]}))
+
+
+def check(expected, found, where):
+    """The same outcome, wherever both stood: guesses begin a step later on a cache that forgets."""
+    both = expected.logits.keys() & found.logits.keys()
+    assert len(both) * 2 > len(expected.logits)
+    compare(
+        *(replace(one, logits={prefix: one.logits[prefix] for prefix in both}) for one in (expected, found)),
+        where,
+    )
+
+
+def model_of(name):
+    """A tiny model with a window of five: in every layer, or in every other."""
+    return network({"mistral": "mistral", "hybrid": "gemma3"}[name])
+
+
+def store_of(model, slack=3, room=4):
+    facts = facts_of(model)
+    return WindowStore([facts.windows[kind] for kind in facts.kinds], slack, room)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["mistral", "hybrid"])
+def test_generations_are_those_on_a_dense_cache(name, method):
+    model = model_of(name)
+    config = GenerationConfig(max_new_tokens=24, eos_token_id=None, **METHODS[method])
+    texts = [*prompts(ARCHITECTURES["llama"], [3, 12, 25], 5), [5, 6, 7, 8] * 4]
+    asked = [Request(text, config) for text in texts]
+    for schedule in SCHEDULES:
+        expected = outcomes(model, asked, schedule, DenseCache())
+        found = outcomes(model, asked, schedule, store_of(model))
+        for number in range(len(asked)):
+            check(expected[number], found[number], f"request {number}, {method}, {schedule}")
+
+
+@pytest.mark.parametrize("name", ["mistral", "hybrid"])
+def test_guesses_change_nothing(name):
+    model = model_of(name)
+    texts = prompts(ARCHITECTURES["llama"], [3, 12, 25], 5)
+    plain = GenerationConfig(max_new_tokens=40, eos_token_id=None)
+    guessed = plain.replace(num_assistant_tokens=5, num_assistant_tokens_schedule="constant")
+    alone = outcomes(model, [Request(text, plain) for text in texts], cache=DenseCache())
+    drafter = Known([[*text, *found.tokens[0]] for text, found in zip(texts, alone, strict=True)])
+    asked = [Request(text, guessed, assistant_model=drafter) for text in texts]
+    for expected, found in zip(alone, outcomes(model, asked, cache=store_of(model)), strict=True):
+        assert found.tokens == expected.tokens
+        assert found.hypotheses[0].speculation.saved > 20
+
+
+@pytest.mark.parametrize("name", ["mistral", "hybrid"])
+def test_every_method_shares_a_table(name):
+    model = model_of(name)
+    texts = prompts(ARCHITECTURES["llama"], [4, 9, 17, 2, 30, 6], 6)
+    kinds = ("greedy", "sampling", "beams", "contrastive", "lookup", "groups")
+    asked = [
+        Request(text, GenerationConfig(max_new_tokens=14 + 3 * at, eos_token_id=None, **METHODS[kind]))
+        for at, (text, kind) in enumerate(zip(texts, kinds, strict=True))
+    ]
+    schedule = Schedule({0: [2, 0], 1: [4], 4: [1, 5], 8: [3]})
+    expected = outcomes(model, asked, schedule, DenseCache())
+    found = outcomes(model, asked, schedule, store_of(model, slack=0, room=1))
+    for number, kind in enumerate(kinds):
+        check(expected[number], found[number], kind)
+
+
+# -------------------------------------------------------------------- memory
+HEADS, SIZE, SLOT = 2, 4, 2 * 2 * 4 * 4  # of keys and values, in bytes
+
+
+def step(store, layers, width=1, rows=None):
+    """Feed every row, or some; then commit."""
+    fed = list(range(len(store))) if rows is None else rows
+    starts = store.lengths[fed]
+    level = len(set(starts.tolist())) == 1
+    span = Span(
+        None if rows is None else torch.tensor(rows),
+        int(starts[0]) if level else starts,
+        width,
+        int(starts.max()) + width,
+    )
+    for layer in range(layers):
+        block = torch.randn(len(fed), HEADS, width, SIZE)
+        shown, _ = store.update(layer, block, block, span)
+    lengths = store.lengths.clone()
+    lengths[fed] += width
+    store.commit(None, lengths)
+    return shown
+
+
+def held_in(store, shown):
+    """Whether what is shown is a view of what is held."""
+    keys, _ = store._parts[store._windows[0]]._blocks[0]
+    return shown.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+
+
+def test_memory_is_bounded_whatever_the_length():
+    store = WindowStore([16, 16], slack=8, room=8)
+    store.extend(3)
+    step(store, 2, 5, [0])
+    step(store, 2, 400, [1])
+    sizes = set()
+    for _ in range(300):
+        shown = step(store, 2)
+        assert shown.shape[2] <= 16
+        sizes.add(store.nbytes)
+    assert store.lengths.tolist() == [305, 700, 300]
+    assert max(sizes) <= 3 * 2 * (16 - 1 + 8 + 8) * SLOT
+
+
+def test_a_long_prompt_takes_no_room_in_other_rows():
+    """What one row reads at once is never laid out for the others."""
+    store = WindowStore([16], slack=8, room=8)
+    store.extend(10)
+    for row in range(9):
+        step(store, 1, 20, [row])
+    before = store.nbytes
+    span = Span(torch.tensor([9]), 0, 5000, 5000)
+    block = torch.randn(1, HEADS, 5000, SIZE)
+    shown, _ = store.update(0, block, block, span)
+    assert shown is block
+    assert store.nbytes <= before * 10 // 9 + 5000 * SLOT
+    store.commit(None, torch.tensor([20] * 9 + [4321]))
+    assert store.nbytes <= 2 * 10 * (16 - 1 + 8 + 8) * SLOT
+    block = torch.randn(1, HEADS, 1, SIZE)
+    kept, _ = store.update(0, block, block, Span(torch.tensor([9]), 4321, 1, 4322))
+    assert torch.equal(kept[:, :, :15], shown[:, :, 4321 - 15 : 4321])
+
+
+def test_a_prompt_that_is_told_to_stay_is_trimmed_at_once():
+    store = WindowStore([16, 16], slack=8, room=8)
+    store.extend(2)
+    told = torch.tensor([5000, 4000])  # the rest fills the shorter row up
+    blocks = torch.randn(2, 2, HEADS, 5000, SIZE)
+    span = Span(None, 0, 5000, 5000, sure=told)
+    for layer in range(2):
+        store.update(layer, blocks[layer], blocks[layer], span)
+    assert store.nbytes <= 2 * 2 * (5000 - (4000 - 16 - 8)) * SLOT
+    store.commit(None, told)
+    new = torch.randn(2, HEADS, 1, SIZE)
+    for layer in range(2):
+        kept, _ = store.update(layer, new, new, Span(None, told, 1, 5001, starts=told))
+        for row, stop in enumerate(told.tolist()):
+            assert torch.equal(kept[row, :, :15], blocks[layer, row, :, stop - 15 : stop])
+
+
+def test_a_prompt_whose_forward_failed_leaves_an_empty_row():
+    store = WindowStore([4], slack=0, room=1)
+    store.extend(1)
+    block = torch.randn(1, HEADS, 50, SIZE)
+    store.update(0, block, block, Span(None, 0, 50, 50, sure=torch.tensor([50])))
+    store.commit(None, torch.tensor([0]))
+    step(store, 1, 2)
+    assert torch.equal(step(store, 1)[:, :, :2], store.read(0, torch.tensor([0]))[0][:, :, :2])
+
+
+@pytest.mark.parametrize("window", [8, 200])
+def test_beams_never_move_their_prompt(window):
+    """What is copied among rows that parted is what came after, as far as the window goes."""
+    store = WindowStore([window], slack=8, room=64)
+    store.extend(1)
+    step(store, 1, 150)
+    store.commit(torch.zeros(4, dtype=torch.long), torch.full((4,), 150))
+    held = store._parts[window]
+    before = held.moved
+    for number in range(30):
+        step(store, 1)
+        store.commit(torch.tensor([1, 0, 3, 3]), store.lengths.clone())
+        assert held.moved - before <= 3 * (number + 1)
+        before = held.moved
+
+
+def test_a_wide_forward_of_rows_with_a_past_is_forgotten_when_committed():
+    store = WindowStore([6], slack=2, room=2)
+    store.extend(2)
+    step(store, 1, 4)
+    step(store, 1, 100)
+    assert store.nbytes <= 2 * (6 - 1 + 2 + 2) * SLOT
+
+
+def test_full_layers_keep_everything():
+    store = WindowStore([None, 4], slack=0, room=1)
+    store.extend(1)
+    for _ in range(100):
+        step(store, 2)
+    block = torch.randn(1, HEADS, 1, SIZE)
+    span = Span(None, 100, 1, 101)
+    assert store.reach(0, span) is None
+    assert store.update(0, block, block, span)[0].shape[2] == 101
+    assert store.reach(1, span).held.tolist() == [3]
+    assert store.update(1, block, block, span)[0].shape[2] == 4
+
+
+def test_level_rows_are_shown_without_a_copy():
+    store = WindowStore([8], slack=4, room=16)
+    store.extend(3)
+    step(store, 1, 40)
+    for _ in range(50):
+        shown = step(store, 1)
+        assert held_in(store, shown)
+
+
+def test_rows_that_were_read_long_apart_become_level():
+    """Trimmed together, rows of any lengths are shown without a copy from then on."""
+    store = WindowStore([8], slack=4, room=16)
+    store.extend(3)
+    for row, length in enumerate((3, 30, 90)):
+        step(store, 1, length, [row])
+    viewed = [held_in(store, step(store, 1)) for _ in range(60)]
+    assert not viewed[0]
+    assert viewed[-1]
+
+
+# -------------------------------------------------------------------- limits
+def test_a_row_is_cut_no_further_than_it_can_go_on():
+    store = WindowStore([4, None], slack=5, room=1)
+    store.extend(2)
+    step(store, 2, 30)
+    store.commit(None, torch.tensor([25, 30]))
+    assert store.rewind == 5
+    with pytest.raises(InputError, match="must leave row 0 at least"):
+        store.commit(None, torch.tensor([10, 30]))
+    assert store.lengths.tolist() == [25, 30]  # nothing has changed
+
+
+def test_what_was_only_written_can_always_be_cut():
+    store = WindowStore([4], slack=0, room=1)
+    store.extend(1)
+    block = torch.randn(1, HEADS, 50, SIZE)
+    store.update(0, block, block, Span(None, 0, 50, 50))
+    store.commit(None, torch.tensor([7]))
+    kept, _ = store.update(0, block[:, :, :1], block[:, :, :1], Span(None, 7, 1, 8))
+    assert torch.equal(kept, torch.cat((block[:, :, 4:7], block[:, :, :1]), 2))
+
+
+@pytest.mark.parametrize(
+    ("windows", "slack", "room", "field"),
+    [([], 0, 1, "windows"), ([0], 0, 1, "windows"), ([3], -1, 1, "slack"), ([3], 0, 0, "room")],
+    ids=str,
+)
+def test_settings_that_cannot_be(windows, slack, room, field):
+    with pytest.raises(InputError) as error:
+        WindowStore(windows, slack, room)
+    assert error.value.field == field
+
+
+def test_layers_and_windows_must_agree():
+    store = WindowStore([3])
+    with pytest.raises(InputError, match="layer 1"):
+        store.reach(1, Span(None, 0, 1, 1))
+    with pytest.raises(InputError, match="windows"):
+        store.join(WindowStore([4]))
+
+
+def test_a_session_on_windows_leaves_nothing(tiny):
+    one = tiny("mistral")
+    store = store_of(one.model)
+    session = Session(one.model, cache=store)
+    for text in prompts(one.arch, [9] * 4, 4):
+        session.admit(Request(text, GenerationConfig(max_new_tokens=30, num_beams=3)))
+        list(session.drain())
+    assert len(store) == 0

@@ -1,0 +1,510 @@
+"""A recipe's files: read once, without leaving the folder, and hashed as they run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import tracemalloc
+import unicodedata
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from descant.errors import RecipeError
+from descant.recipes import folder as reading
+from descant.recipes import source
+from descant.recipes.recipe import KINDS
+from descant.recipes.recipe_files import LARGEST, Contents, wanted
+
+MAIN = b"def generate(model, left_padding=None, **kwargs):\n    return model\n"
+FLAT = {
+    "README.md": "# Mine, 日本語 👨\u200d👩\n".encode(),
+    "data/words.txt": b"a\0b",
+    "generate.py": MAIN,
+    "generation_config.json": b'{"top_k": 5, "stop_strings": ["--", "a/b -- c"]}',
+    "other.py": b"from .third import x\n",
+    "requirements.txt": b"torch>=2\n",
+    "short.json": b"{}",
+    "tests/test_it.py": b"def test_it(): ...\n",
+    "third.py": b"x = 1\n",
+}
+INNER = {
+    "README.md": b"# Model and recipe",
+    "custom_generate/README.md": b"# Recipe",
+    "custom_generate/data.json": b"{}",
+    "custom_generate/generate.py": MAIN,
+    "custom_generate/other.py": b"x = 1\n",
+    "custom_generate/requirements.txt": b"numpy\n",
+    "generation_config.json": b"{}",
+    "translation_generation_config.json": b"{}",
+}
+MODEL = {
+    "config.json": b'{"auto_map": {"AutoModel": "modeling_x.Model"}}',
+    "model.safetensors": b"\0" * (2 << 20),
+    "pytorch_model.bin": b"PK\x03\x04",
+    "tokenizer.json": b"[" * 100_000,
+    "modeling_x.py": b"not python at all (",
+    "json.py": b"",
+    "weird\u202ename.txt": b"",
+    "onnx/model.onnx": b"\x7fELF",
+    "Config.json": b"",
+}
+
+
+def laid(place: Path, files: dict[str, bytes]) -> Path:
+    for path, data in files.items():
+        (place / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / path).write_bytes(data)
+    return place
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "recipe").mkdir()
+    return tmp_path / "recipe"
+
+
+@pytest.mark.parametrize("files", [FLAT, INNER], ids=["flat", "inner"])
+def test_a_folder_and_the_hub_give_the_same(files: dict[str, bytes], place: Path) -> None:
+    on_disk = Contents.of_folder(laid(place, files), "mine")
+    fetched = Contents.of_files(dict(reversed(files.items())), "owner/name")
+    assert dict(on_disk.files) == dict(fetched.files) == files
+    assert list(on_disk.files) == list(fetched.files) == sorted(files)
+    assert on_disk.digest == fetched.digest
+    assert (on_disk.name, fetched.name) == ("mine", "owner/name")
+
+
+def test_what_it_says_of_a_flat_folder(place: Path) -> None:
+    found = Contents.of_folder(laid(place, FLAT))
+    assert found.name == str(place)
+    assert found.code == ""
+    assert found.modules == {"generate": MAIN, "other": FLAT["other.py"], "third": FLAT["third.py"]}
+    assert found.requirements == ["torch>=2"]
+    assert found.readme == FLAT["README.md"].decode()
+    assert found.configs == ("generation_config.json", "short.json")
+    assert found.kinds() == ("generate",)
+    assert found.hashes["third.py"] == f"sha256:{hashlib.sha256(b'x = 1' + bytes([10])).hexdigest()}"
+    assert found.hashes.keys() == FLAT.keys()
+
+
+def test_what_it_says_of_the_layout_of_transformers(place: Path) -> None:
+    found = Contents.of_folder(laid(place, INNER))
+    assert found.code == "custom_generate/"
+    assert found.modules == {"generate": MAIN, "other": b"x = 1\n"}
+    assert found.requirements == ["numpy"]
+    assert found.readme == "# Model and recipe"
+    assert found.configs == ("generation_config.json", "translation_generation_config.json")
+    laid(place, {}).joinpath("README.md").unlink()
+    assert Contents.of_folder(place).readme == "# Recipe"
+
+
+def test_a_models_own_files_beside_the_code_folder_are_left_alone(place: Path) -> None:
+    laid(place, {**INNER, **MODEL})
+    (place / "blobs").symlink_to("/etc")
+    os.mkfifo(place / "pipe")
+    assert dict(Contents.of_folder(place).files) == INNER
+    assert dict(Contents.of_files({**INNER, **MODEL}, "owner/name").files) == INNER
+    sizes = {path: len(data) for path, data in {**INNER, **MODEL}.items()}
+    assert wanted({**sizes, "model.safetensors": 1 << 40}, "owner/name") == tuple(sorted(INNER))
+
+
+def test_the_same_files_are_refused_where_they_are_part_of_it(place: Path) -> None:
+    for path, data in MODEL.items():
+        with pytest.raises(RecipeError):
+            Contents.of_files({"generate.py": MAIN, "config.json": b"{}", path: data}, "owner/name")
+
+
+def test_a_listing_is_refused_before_anything_is_fetched() -> None:
+    assert wanted({"generate.py": 10, "big.txt": LARGEST}, "owner/name") == ("big.txt", "generate.py")
+    with pytest.raises(RecipeError, match=f"'big.txt' has {LARGEST + 1} bytes"):
+        wanted({"generate.py": 10, "big.txt": LARGEST + 1}, "owner/name")
+    with pytest.raises(RecipeError, match="compiled, pickled or packed"):
+        wanted({"generate.py": 10, "model.bin": 1}, "owner/name")
+
+
+@pytest.mark.parametrize(
+    "hidden", [".git/config", ".env", "__pycache__/generate.pyc", "a/.hid/x.so", "a/__pycache__/b.pyc"]
+)
+def test_hidden_files_are_passed_over(hidden: str, place: Path) -> None:
+    plain = {"generate.py": MAIN, "a/b.txt": b""}
+    files = {**plain, hidden: b"\x80\x04." * (1 << 20)}
+    assert dict(Contents.of_folder(laid(place, files)).files) == plain
+    assert dict(Contents.of_files(files, "r").files) == plain
+
+
+def test_hidden_links_are_passed_over(place: Path) -> None:
+    laid(place, {"generate.py": MAIN})
+    (place / ".venv").symlink_to("/")
+    assert list(Contents.of_folder(place).files) == ["generate.py"]
+
+
+def test_the_digest_is_of_names_and_bytes_alone(place: Path, tmp_path: Path) -> None:
+    first = Contents.of_folder(laid(place, FLAT)).digest
+    again = laid(tmp_path / "again", dict(reversed(FLAT.items())))
+    for path in FLAT:
+        os.chmod(again / path, 0o755)
+        os.utime(again / path, (1, 1))
+    (again / "empty").mkdir()
+    assert Contents.of_folder(again, "another name").digest == first
+    assert first.startswith("sha256:")
+    assert len(first) == 7 + 64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"third.py": b"x = 2\n"},
+        {"third.py": b"x = 1\n\n"},
+        {"tests/test_it.py": b""},
+        {"new.txt": b""},
+        {"data/words.txt": None, "data/word.txt": b"sa\0b"},
+        {"data/words.txt": None},
+        {"data/words.txt": None, "words.txt": b"a\0b"},
+    ],
+)
+def test_any_change_changes_the_digest(change: dict[str, bytes | None]) -> None:
+    changed = {path: data for path, data in {**FLAT, **change}.items() if data is not None}
+    assert Contents.of_files(changed, "r").digest != Contents.of_files(FLAT, "r").digest
+
+
+def test_names_and_bytes_cannot_run_into_each_other() -> None:
+    one = {"generate.py": MAIN, "a": b"bc", "d": b""}
+    two = {"generate.py": MAIN, "a": b"b", "cd": b""}
+    assert Contents.of_files(one, "r").digest != Contents.of_files(two, "r").digest
+
+
+def test_the_digest_stays_what_it_was() -> None:
+    """Lock files hold it: a way to hash that changes refuses everybody's recipes."""
+    found = Contents.of_files({"generate.py": b"def generate(model): ...\n", "a.txt": b"a"}, "r").digest
+    whole = b"descant recipe 1\0"
+    for part in (b"a.txt", b"a", b"generate.py", b"def generate(model): ...\n"):
+        whole += len(part).to_bytes(8, "big") + part
+    assert found == f"sha256:{hashlib.sha256(whole).hexdigest()}"
+
+
+def test_what_was_read_is_kept(place: Path) -> None:
+    found = Contents.of_folder(laid(place, FLAT))
+    digest = found.digest
+    (place / "generate.py").write_bytes(b"raise SystemExit\n")
+    assert found.files["generate.py"] == MAIN
+    assert (found.digest, found.modules["generate"]) == (digest, MAIN)
+    with pytest.raises(TypeError):
+        found.files["generate.py"] = b""  # type: ignore[index]
+
+
+def test_given_files_are_copied() -> None:
+    data = bytearray(MAIN)
+    files: Any = {"generate.py": data}
+    found = Contents.of_files(files, "r")
+    data[:3] = b"#ef"
+    files["more.py"] = b""
+    assert dict(found.files) == {"generate.py": MAIN}
+
+
+# --- What it defines.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def {}(model): ...",
+        "async def {}(model): ...",
+        "class {}: ...",
+        "{} = print",
+        "{}: object = print",
+        "a, (b, *{}) = 1, (2, 3)",
+        "from .other import {}",
+        "from .other import x as {}",
+        "import {}",
+        "try:\n    from .fast import {}\nexcept ImportError as error:\n    pass",
+        "if 1:\n    pass\nelse:\n    def {}(): ...",
+        "for {} in (): ...",
+        "with open('x') as {}: ...",
+        "print({} := 1)",
+        "match 1:\n    case 1:\n        {} = 1",
+    ],
+)
+def test_every_way_to_define(kind: str, text: str) -> None:
+    found = Contents.of_files({"generate.py": text.format(kind).encode()}, "r")
+    assert found.kinds() == (kind,)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class A:\n    def strategy(self): ...\n    drafter = 1",
+        "def f():\n    strategy = 1\n    def drafter(): ...",
+        "strategy: int",
+        "print(strategy, drafter)",
+        "x.strategy = y['drafter'] = 1",
+        "a = [strategy for strategy in ()]",
+        "a = lambda strategy: strategy",
+        "import os.processor",
+        "try: ...\nexcept E as strategy: ...",
+        "# def strategy(): ...\nx = 'wrapper = 1'",
+    ],
+)
+def test_what_is_no_definition(text: str) -> None:
+    found = Contents.of_files({"generate.py": f"{text}\n".encode() + MAIN}, "r")
+    assert found.kinds() == ("generate",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = 'naïve 日本語 \u26a0\ufe0f 🎉' # Ω ≤ ∞ ‘quoted’",
+        "# -*- coding: utf-8 -*-\nx = f'{1:→>5} é{2}é'",
+        '"""Top-n\U0001d70e, café."""',
+        "x = '\\u202e\\u200b'",
+        "x = '\\d'  # an escape that Python warns of",
+        "x = 1 is 1",
+        "\fx = 1\r\ny = 2\r\n\tz = 3".replace("\t", ""),
+        "if 1:\n\tx = 1",
+        "",
+    ],
+)
+def test_ordinary_python_is_let_through(text: str) -> None:
+    files = {"generate.py": text.encode() + b"\n" + MAIN, "empty.py": b"", "__init__.py": b" \n"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what Python thinks of it is not for us to say
+        assert Contents.of_files(files, "r").kinds() == ("generate",)
+
+
+def test_a_tree_that_is_deeper_than_the_compiler_minds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(text: str) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(source.ast, "parse", parse)
+    with pytest.raises(RecipeError, match=r"'generate.py' is nested too deep"):
+        Contents.of_files({"generate.py": MAIN}, "r")
+
+
+# --- Who changes a folder while it is read.
+
+
+def on_call(
+    monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[..., None], when: Callable[..., bool]
+) -> None:
+    """Call `change` once, just before a function of `os` that is called with what `when` looks for."""
+    original, done = getattr(os, name), []
+
+    def called(*given: Any, **more: Any) -> Any:
+        if not done and when(*given, **more):
+            done.append(True)
+            change()
+        return original(*given, **more)
+
+    supports = {original: called}
+    monkeypatch.setattr(reading.os, name, called)
+    monkeypatch.setattr(reading.os, "supports_dir_fd", {supports.get(one, one) for one in os.supports_dir_fd})
+
+
+def swapped(place: Path, entry: str, by: Callable[[Path], None]) -> Callable[[], None]:
+    def change() -> None:
+        (place / entry).rename(place.parent / "moved")
+        by(place / entry)
+
+    return change
+
+
+@pytest.mark.parametrize("entry", ["other.py", "data"])
+@pytest.mark.parametrize(
+    "by",
+    [
+        lambda at: at.symlink_to("/etc/passwd"),
+        lambda at: at.symlink_to("/etc"),
+        lambda at: at.symlink_to(at.parent.parent / "moved"),
+        os.mkfifo,
+    ],
+    ids=["file-link", "folder-link", "link-to-itself", "pipe"],
+)
+def test_an_entry_swapped_between_the_look_and_the_opening(
+    entry: str, by: Callable[[Path], None], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid(place, FLAT)
+    on_call(monkeypatch, "open", swapped(place, entry, by), lambda path, *_, **__: path == entry)
+    with pytest.raises(RecipeError, match=r"became another thing|neither a file nor a folder"):
+        Contents.of_folder(place, "mine")
+
+
+def test_a_folder_that_becomes_a_link_to_another(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An opened folder is read to its end, whatever is put in its place."""
+    laid(place, FLAT)
+    evil = laid(place.parent / "evil", {"words.txt": b"evil"})
+    change = swapped(place, "data", lambda at: at.symlink_to(evil))
+    on_call(monkeypatch, "open", change, lambda path, *_, **__: path == "words.txt")
+    assert dict(Contents.of_folder(place).files) == FLAT
+
+
+@pytest.mark.parametrize("size", [len(MAIN) + 1, 1 << 20, 9], ids=["more", "much-more", "less"])
+def test_a_file_that_grows_or_shrinks_while_it_is_read(
+    size: int, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = laid(place, FLAT) / "generate.py"
+    os.utime(main, (1, 1))
+
+    def resize() -> None:
+        os.truncate(main, size)
+        os.utime(main, (1, 1))  # within one tick of the clock, its time says nothing
+
+    on_call(monkeypatch, "read", resize, lambda _, wanted: wanted == len(MAIN) + 1)
+    with pytest.raises(RecipeError, match=r"'generate.py' changed while it was read"):
+        Contents.of_folder(place, "mine")
+
+
+def test_a_file_that_is_overwritten_while_it_is_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    laid(place, FLAT)
+    os.utime(place / "generate.py", (1, 1))
+    on_call(
+        monkeypatch,
+        "read",
+        lambda: (place / "generate.py").write_bytes(MAIN.replace(b"model\n", b"other\n")) and None,
+        lambda _, size: size == len(MAIN) + 1,
+    )
+    with pytest.raises(RecipeError, match=r"'generate.py' changed while it was read"):
+        Contents.of_folder(place, "mine")
+
+
+def test_a_file_that_vanishes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    laid(place, FLAT)
+    on_call(monkeypatch, "open", (place / "other.py").unlink, lambda path, *_, **__: path == "other.py")
+    with pytest.raises(RecipeError, match="cannot be read: No such file"):
+        Contents.of_folder(place, "mine")
+
+
+def test_a_folder_under_constant_change(place: Path) -> None:
+    """Whatever comes out was in one file at one time, and nothing from outside."""
+    laid(place, {"generate.py": MAIN})
+    (place.parent / "secret").write_bytes(b"secret = 1\n")
+    stop = threading.Event()
+
+    def swap() -> None:
+        at, other = place / "other.py", place / ".other"
+        while not stop.is_set():
+            other.write_bytes(b"x = 1\n")
+            other.rename(at)
+            other.symlink_to("../secret")
+            other.rename(at)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for _ in range(300):
+            try:
+                found = Contents.of_folder(place, "mine").files.get("other.py")
+            except RecipeError:
+                continue
+            assert found in (None, b"x = 1\n")
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_no_file_stays_open(place: Path) -> None:
+    laid(place, FLAT)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for name in ("data/link", None):
+        if name:
+            (place / name).symlink_to("x")
+            with pytest.raises(RecipeError):
+                Contents.of_folder(place)
+            (place / name).unlink()
+        else:
+            Contents.of_folder(place)
+    after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    assert after == before
+
+
+def test_a_giant_costs_no_memory(place: Path) -> None:
+    laid(place, {"generate.py": MAIN})
+    with open(place / "data.txt", "wb") as file:
+        file.truncate(1 << 35)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RecipeError):
+            Contents.of_folder(place)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("files", "size", "most"), [(40, 1 << 20, 9), (1000, 0, 202)], ids=["bytes", "files"]
+)
+def test_reading_ends_where_it_is_too_much(
+    files: int, size: int, most: int, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when all has been read."""
+    for at in range(files):
+        (place / f"{at}.txt").touch()
+        os.truncate(place / f"{at}.txt", size)
+    opened: list[object] = []
+    on_call(monkeypatch, "open", lambda: None, lambda path, *_, **__: bool(opened.append(path)))
+    with pytest.raises(RecipeError, match="has more than"):
+        Contents.of_folder(place)
+    assert 1 < len(opened) <= most + 1  # the folder itself is opened first
+
+
+def test_where_links_cannot_be_told_nothing_is_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    laid(place, FLAT)
+    monkeypatch.setattr(reading.os, "supports_dir_fd", set())
+    with pytest.raises(RecipeError, match="this system cannot read a folder without following links"):
+        Contents.of_folder(place)
+
+
+def test_parents_of_the_folder_may_be_links(place: Path) -> None:
+    laid(place / "mine", FLAT)
+    (place.parent / "home").symlink_to(place)
+    assert dict(Contents.of_folder(place.parent / "home" / "mine").files) == FLAT
+
+
+# --- Anything at all.
+
+NAMES = st.text(alphabet="abgenerate.pyGE/\\\0\u202e\u0301é _-:", max_size=14)
+PATHS = NAMES | st.sampled_from(
+    ["generate.py", "custom_generate/generate.py", "a.json", "README.md", "requirements.txt"]
+)
+BYTES = st.binary(max_size=40) | st.sampled_from(
+    [MAIN, b"{}", b"torch", b"", b'{"auto_map": 1}', b"strategy = 1"]
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.dictionaries(PATHS, BYTES, max_size=5), st.booleans())
+def test_any_files_are_a_recipe_or_refused(files: dict[str, bytes], sound: bool) -> None:
+    if sound:
+        files = {**files, "generate.py": MAIN}
+    try:
+        found = Contents.of_files(files, "owner/name")
+    except RecipeError as error:
+        told = str(error)
+    else:
+        told = "recipe `owner/name`: "
+        assert len(found.kinds()) == 1
+        for path, data in found.files.items():
+            assert files[path] == data
+            assert path == unicodedata.normalize("NFC", path)
+            assert not {"..", "", "."} & set(path.split("/"))
+    assert told.startswith("recipe `owner/name`: ")
+    assert told.isprintable()
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.text(max_size=60) | st.text(alphabet="=()[]{}:,'\"#\\\n \tab1é\u202e", max_size=60))
+def test_any_python_is_let_through_or_refused(text: str) -> None:
+    data = text.encode("utf-8", "surrogatepass")
+    try:
+        Contents.of_files({"generate.py": MAIN, "other.py": data}, "owner/name")
+    except RecipeError as error:
+        refused = str(error)
+    else:
+        refused = None
+        compile(data, "other.py", "exec", dont_inherit=True)
+    assert refused is None or refused.isprintable()

@@ -1,0 +1,248 @@
+"""Stop strings: the table against a search in the text itself, and text that is held back."""
+
+import gc
+import random
+import weakref
+
+import numpy as np
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import descant
+from descant.tokenization import stop_strings
+from descant.tokenization.stop_strings import Holdback, StopTable
+from descant.tokenization.token_bytes import Vocabulary
+from tests.support import pretrained, wordpiece
+
+
+def vocabulary(*tokens):
+    return Vocabulary(b"".join(tokens), np.cumsum([0, *map(len, tokens)]))
+
+
+class Toy:
+    """A tokenizer whose tokens are their own text."""
+
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def get_vocab(self):
+        return {token: at for at, token in enumerate(self.tokens)}
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+def fires(known, strings, ids):
+    """Whether a stop string ends in the last token, looked for in the text."""
+    before = b"".join(known.bytes[at] for at in ids[:-1] if at < known.size)
+    text = before + (known.bytes[ids[-1]] if ids[-1] < known.size else b"")
+    ends = range(len(before) + 1, len(text) + 1)
+    return any(text.endswith(one.encode(), 0, end) for one in strings for end in ends)
+
+
+WORDS = ["st", "op", "stop", "opera", "sto", "pper", "las", "topper", "s", "to", "pped", "at", "tion"]
+
+
+@pytest.mark.parametrize("tokens", ["st op", "stop", "st opera", "sto pper", "las topper", "s to pped"])
+def test_documented_matches(tokens):
+    table = StopTable.of(Toy(*WORDS), "stop")
+    *before, last = (WORDS.index(token) for token in tokens.split())
+    assert table.hits[last, table.run(before)]
+
+
+@pytest.mark.parametrize("tokens", ["stop at", "st op at", "st opera tion", "st", "las", "op st", "to pper"])
+def test_documented_misses(tokens):
+    table = StopTable.of(Toy(*WORDS), ["stop"])
+    *before, last = (WORDS.index(token) for token in tokens.split())
+    assert not table.hits[last, table.run(before)]
+
+
+def rows(known, strings, token):
+    """A token's row of the table, state by state."""
+    encoded = [one.encode() for one in strings]
+    prefixes = sorted(
+        {one[:n] for one in encoded for n in range(len(one) + 1)}, key=lambda one: (len(one), one)
+    )
+    after, hits = [], []
+    for prefix in prefixes:
+        text = prefix + known.bytes[token]
+        ends = range(len(prefix) + 1, len(text) + 1)
+        hits.append(any(text.endswith(one, 0, end) for one in encoded for end in ends))
+        rest = next(text[n:] for n in range(len(text) + 1) if text[n:] in prefixes)
+        after.append(prefixes.index(rest))
+    return after, hits
+
+
+tokens = st.lists(st.text("ab", max_size=5).map(str.encode) | st.binary(max_size=3), min_size=1, max_size=8)
+stops = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@given(tokens, stops)
+@settings(max_examples=400, deadline=None)
+def test_every_row_of_a_table(tokens, strings):
+    known, table = vocabulary(*tokens), StopTable(vocabulary(*tokens), strings)
+    states = np.arange(table.states)
+    for token in range(len(tokens)):
+        after, hits = rows(known, strings, token)
+        assert table.next[token, states].tolist() == after
+        assert table.hits[token, states].tolist() == hits
+
+
+@given(tokens, stops, st.lists(st.integers(0, 8), max_size=12))
+@settings(max_examples=150, deadline=None)
+def test_the_table_is_a_search_in_the_text(tokens, strings, ids):
+    known, table, state = vocabulary(*tokens), StopTable(vocabulary(*tokens), strings), 0
+    for at, token in enumerate(ids):  # some of them beyond the vocabulary
+        assert bool(table.hits[token, state]) == fires(known, strings, ids[: at + 1])
+        state = int(table.next[token, state])
+        assert state == table.run(ids[: at + 1])
+
+
+STRINGS = [
+    ["stop"],
+    ["\n\nHuman:", "</answer>"],
+    ["e"],
+    [" "],
+    ["\n\n\n\n"],
+    ["Human: ", "    "],
+    ["aa", "aaa", "ba", "abab"],
+    ["he", "she", "his", "hers"],
+    ["é", "👩‍👩‍👧", "日本"],
+    ["<|im_end|>", "the end of the world as we know it"],
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return transformers.AutoTokenizer.from_pretrained(pretrained.folder("smollm2"))
+
+
+@pytest.mark.parametrize("strings", STRINGS, ids=repr)
+def test_tables_of_a_real_vocabulary(strings, smollm2):
+    known, table, draw = Vocabulary.of(smollm2), StopTable.of(smollm2, strings), random.Random(0)
+    letters = set("".join(strings).encode())
+    near = [at for at, token in enumerate(known.bytes) if letters.issuperset(token)]
+    states = np.arange(table.states)
+    for token in draw.sample(range(known.size), 300) + draw.sample(near, min(300, len(near))):
+        after, hits = rows(known, strings, token)
+        assert table.next[token, states].tolist() == after, known.bytes[token]
+        assert table.hits[token, states].tolist() == hits, known.bytes[token]
+
+
+def test_its_shape(smollm2):
+    table = StopTable.of(smollm2, ["stop"])
+    assert table.next.shape == table.hits.shape == (table.size, table.states) == (49152, 5)
+    assert table.next.dtype == np.uint8
+    assert table.hits.dtype == bool
+    long = StopTable(vocabulary(b"a"), ["a" * 300])
+    assert long.next.dtype == np.uint16
+    assert long.run([0] * 299) == 299
+    assert long.hits[0, 299]
+
+
+def test_ids_beyond_the_vocabulary_change_nothing():
+    table = StopTable(vocabulary(b"s", b"top", b""), ["stop"])
+    states = np.arange(table.states)
+    for token in (2, 3, 4, 10**6, -1):
+        assert table.next[token, states].tolist() == states.tolist()
+        assert not table.hits[token, states].any()
+    assert table.hits[1, table.run([0, 2, 3, 99])]
+    assert table.hits[1, table.run([0] + [2] * 50)], "tokens without bytes take no room"
+
+
+def test_many_rows_at_once():
+    table, draw = (
+        StopTable(vocabulary(b"s", b"to", b"p", b"", b"st", b"op"), ["stop", "tops"]),
+        random.Random(1),
+    )
+    ids = np.array([[draw.randint(0, 6) for _ in range(15)] for _ in range(200)])
+    assert table.run(ids).tolist() == [table.run(row) for row in ids.tolist()]
+    assert table.judge(ids).tolist() == [bool(table.hits[row[-1], table.run(row[:-1])]) for row in ids]
+    assert table.judge(ids).any()
+    assert table.judge(ids[:, :0]).tolist() == [False] * 200
+
+
+def test_characters_cut_by_tokens(smollm2):
+    ids = smollm2("Good 👩‍👩‍👧 bye 한국어")["input_ids"]
+    known = Vocabulary.of(smollm2)
+    for strings, text in ((["👩‍👩‍👧"], "Good 👩‍👩‍👧"), (["국"], "Good 👩‍👩‍👧 bye 한국")):
+        table = StopTable.of(smollm2, strings)
+        at = next(n for n in range(len(ids)) if table.hits[ids[n], table.run(ids[:n])])
+        assert b"".join(known.bytes[token] for token in ids[: at + 1]).startswith(text.encode())
+        assert not b"".join(known.bytes[token] for token in ids[:at]).startswith(text.encode())
+
+
+def test_words_of_wordpiece_are_apart():
+    tokenizer = wordpiece.tokenizer()
+    ids = tokenizer("the last stop", add_special_tokens=False)["input_ids"]
+    assert StopTable.of(tokenizer, "last stop").judge(np.array([ids]))[0]
+    assert not StopTable.of(tokenizer, "laststop").judge(np.array([ids]))[0]
+
+
+def test_a_table_is_made_once():
+    tokenizer = Toy(*WORDS)
+    table = StopTable.of(tokenizer, ["stop", "top"])
+    assert StopTable.of(tokenizer, ("top", "stop", "top")) is table
+    assert StopTable.of(tokenizer, ["stop"]) is not table
+    for n in range(stop_strings._KEPT):
+        StopTable.of(tokenizer, [f"s{n}"])
+    assert StopTable.of(tokenizer, ["stop", "top"]) is not table, "the longest unused go first"
+
+
+def test_tables_go_with_their_tokenizer():
+    tokenizer = Toy(*WORDS)
+    table = weakref.ref(StopTable.of(tokenizer, ["stop"]))
+    assert table() is not None
+    del tokenizer
+    gc.collect()
+    assert table() is None
+
+
+@pytest.mark.parametrize("bad", [[], "", ["a", ""], [1], None, 7, ["\ud800"]])
+def test_what_cannot_stop_is_refused(bad):
+    for make in (lambda: StopTable.of(Toy("a"), bad), lambda: Holdback(bad)):
+        with pytest.raises(descant.InputError, match="stop_strings"):
+            make()
+
+
+def first(text, strings):
+    """Where the first stop string begins and which it is: the first to end, then the longest."""
+    for end in range(1, len(text) + 1):
+        ending = [one for one in strings if text.endswith(one, 0, end)]
+        if ending:
+            longest = max(ending, key=len)
+            return end - len(longest), longest
+    return len(text), None
+
+
+@given(
+    deltas=st.lists(st.text("abc\n", max_size=4), max_size=12),
+    strings=st.lists(st.text("abc\n", min_size=1, max_size=5), min_size=1, max_size=4),
+)
+@settings(max_examples=500, deadline=None)
+def test_held_back_text(deltas, strings):
+    held, text, shown = Holdback(strings), "", ""
+    for delta in deltas:
+        text += delta
+        shown += held.feed(delta)
+        cut, which = first(text, strings)
+        assert held.matched == which
+        if which is not None:
+            assert shown == text[:cut]
+            continue
+        begun = (n for n in range(len(text), 0, -1) if any(one.startswith(text[-n:]) for one in strings))
+        assert shown == text[: len(text) - next(begun, 0)], "no more is held back than may become one"
+    cut, _ = first(text, strings)
+    assert shown + held.flush() == text[:cut]
+    assert held.flush() == ""
+
+
+def test_held_back_text_by_example():
+    held = Holdback(["\n\nHuman:", "</s>"])
+    assert [held.feed(part) for part in ("Hi", "\n", "\nHum", "bug <", "/s", "> more", "and more")] == [
+        "Hi", "", "", "\n\nHumbug ", "", "", "",
+    ]  # fmt: skip
+    assert held.matched == "</s>"
+    assert held.flush() == ""

@@ -1,0 +1,196 @@
+"""The reference of public names: which pages hold them, where each is shown, and the commands' options.
+
+    python tools/docs/api_pages.py       say which names have no entry, no example or no test
+
+As a hook of mkdocs it makes the entries of `docs/reference/api`: a comment `<!-- api: generate, stream -->`
+becomes what mkdocstrings makes of these names' docstrings and types, with links to the pages whose code
+blocks use them; `<!-- api of descant.testing: toy -->` takes them from there; `<!-- commands -->` is the
+command line.
+"""
+
+import ast
+import functools
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a hook of mkdocs is not run from the checkout's root
+
+from tools.docs import doc_blocks  # noqa: E402
+
+PAGES = ROOT / "docs" / "reference" / "api"
+PACKAGES = ("descant", "descant.testing", "descant.parts")
+MARK = re.compile(r"^<!-- api(?: of (?P<package>[\w.]+))?: (?P<names>[\w\s,]+?) -->$", re.MULTILINE)
+COMMANDS = "<!-- commands -->"
+
+
+def public() -> dict[str, set[str]]:
+    """Every public object by its path, with the names under which users know it."""
+    found: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        for name in importlib.import_module(package).__all__:
+            found.setdefault(path_of(package, name), set()).add(f"{package}.{name}")
+    return found
+
+
+@functools.cache
+def path_of(package: str, name: str) -> str:
+    """Where a public name is defined: `module.name`."""
+    thing = getattr(importlib.import_module(package), name)
+    module = getattr(thing, "__module__", "")
+    if str(module).partition(".")[0] == "descant":
+        return f"{module}.{name}"
+    # An alias knows not where it stands; the package says where it takes it from.
+    tree = ast.parse(Path(str(importlib.import_module(package).__file__)).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(one.name == name for one in node.names):
+            return f"{node.module}.{name}"
+    raise LookupError(f"{package} does not say where it takes `{name}` from")
+
+
+def entries(text: str) -> Iterator[tuple[str, str]]:
+    """The package and name of each entry of a page."""
+    for mark in MARK.finditer(text):
+        for name in re.split(r"[\s,]+", mark["names"].strip()):
+            yield mark["package"] or "descant", name
+
+
+@functools.cache
+def listed() -> dict[str, list[Path]]:
+    """The pages on which each object has its entry, by its path."""
+    found: dict[str, list[Path]] = {}
+    for page in sorted(PAGES.glob("*.md")):
+        for package, name in entries(page.read_text(encoding="utf-8")):
+            found.setdefault(path_of(package, name), []).append(page)
+    return found
+
+
+def used(source: str) -> set[str]:
+    """The names that code uses; importing or writing one in a string is no use."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+    return found
+
+
+@functools.cache
+def shown() -> dict[str, list[Path]]:
+    """The Markdown files and example programs that run in CI and use a name, by name."""
+    found: dict[str, list[Path]] = {}
+    for page in doc_blocks.sources():
+        code = [
+            block.text for block in doc_blocks.read(page) if block.language == "python" and not block.before
+        ]
+        for name in set().union(*map(used, code)):
+            found.setdefault(name, []).append(page)
+    for program in sorted((ROOT / "examples").glob("*.py")):
+        for name in used(program.read_text(encoding="utf-8")):
+            found.setdefault(name, []).append(program)
+    return found
+
+
+@functools.cache
+def tested() -> frozenset[str]:
+    """The names that tests use, or ask for by a string as parametrised tests do."""
+    found: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        if path == ROOT / "tests" / "docs" / "test_api.py":
+            continue
+        source = path.read_text(encoding="utf-8")
+        strings = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+        found |= used(source) | {one for one in strings if isinstance(one, str)}
+    return frozenset(found)
+
+
+def title(page: Path) -> str:
+    """The first heading of a page."""
+    found = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else page.stem
+
+
+def links(name: str, of: Path) -> str:
+    """Links from a page to those that show a name; none where it is shown on no page of the docs."""
+    docs = [page for page in shown().get(name, []) if page.suffix == ".md" and ROOT / "docs" in page.parents]
+    made = [f"[{title(page)}]({os.path.relpath(page, of.parent)})" for page in docs if page != of]
+    return f"\n*Shown in* {', '.join(made[:6])}.\n" if made else ""
+
+
+def expanded(text: str, of: Path) -> str:
+    """A page with its entries as directives to mkdocstrings, and the commands."""
+
+    def directives(mark: re.Match[str]) -> str:
+        return "\n".join(
+            f"::: {path_of(package, name)}\n{links(name, of)}" for package, name in entries(mark[0])
+        )
+
+    text = MARK.sub(directives, text)
+    return text.replace(COMMANDS, commands()) if COMMANDS in text else text
+
+
+def commands() -> str:
+    """Every command with its arguments and options; generation parameters have a page of their own."""
+    import typer.main
+
+    from descant.cli.application import application
+    from descant.config.generation_config import FIELDS
+
+    def told(command: Any, path: Sequence[str]) -> Iterator[str]:
+        if getattr(command, "commands", None):
+            for name, below in command.commands.items():
+                yield from told(below, (*path, name))
+            return
+        yield f"## {' '.join(path)}\n\n{' '.join((command.help or '').split())}\n"
+        known = [one for one in command.params if one.name not in FIELDS and one.name != "help"]
+        if known:
+            yield "| argument | meaning |\n|---|---|"
+            yield from (f"| {_spelt(one)} | {_cell(getattr(one, 'help', None) or '')} |" for one in known)
+        if len(known) < len([one for one in command.params if one.name != "help"]):
+            yield "| every field of [GenerationConfig](../config.md) | as `--its-name` |"
+        yield ""
+
+    return "\n".join(told(typer.main.get_command(application()), ("descant",)))
+
+
+def _spelt(parameter: Any) -> str:
+    """A parameter as it is typed."""
+    if parameter.param_type_name == "argument":
+        return f"`{(parameter.metavar or parameter.name).upper()}`"
+    return ", ".join(f"`{one}`" for one in (*parameter.opts, *parameter.secondary_opts))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Called by mkdocs for every page."""
+    source = ROOT / "docs" / page.file.src_uri
+    return expanded(markdown, source) if source.parent == PAGES else markdown
+
+
+def lacking() -> list[str]:
+    """What is missing of any public name."""
+    said = []
+    for path, names in sorted(public().items()):
+        short = path.rpartition(".")[2]
+        if len(listed().get(path, [])) != 1:
+            said.append(f"{', '.join(sorted(names))}: {len(listed().get(path, []))} entries in the reference")
+        if short not in shown():
+            said.append(f"{', '.join(sorted(names))}: no example that runs")
+        if short not in tested():
+            said.append(f"{', '.join(sorted(names))}: no test")
+    said += [f"{path}: an entry, but not public" for path in listed() if path not in public()]
+    return said
+
+
+if __name__ == "__main__":
+    print("\n".join(lacking()))
+    sys.exit(bool(lacking()))

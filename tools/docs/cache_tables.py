@@ -1,0 +1,126 @@
+"""Write the table of caches in docs/guide/memory.md from the code and SmolLM2, or check that it is current.
+
+python tools/docs/cache_tables.py             write
+python tools/docs/cache_tables.py --check     fail if the page says anything else than the code
+"""
+
+import argparse
+import difflib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import transformers
+
+import descant
+from descant.api.prefill import _KINDS as SAVED
+from descant.config.generation_config import GenerationConfig
+from descant.engine.cache_factory import KINDS, lacks
+from descant.engine.cache_sizing import Cost, Run, cost, wanted
+from descant.engine.memory_check import written
+from descant.engine.planner import adapt
+from descant.models.kv_shape import Geometry, geometry_of
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "memory.md"
+MODEL = "models/smollm2"
+BEGIN, END = (
+    "<!-- Made by tools/docs/cache_tables.py: edit there. -->\n",
+    "<!-- As far as tools/docs/cache_tables.py goes. -->\n",
+)
+
+LONG: Final = Run(1, 1, 4096, 4096 + 127)
+BEAMS: Final = Run(1, 8, 1024, 1024 + 127)
+FORKED: Final = (Run(1, 1, 4096, 4097), Run(1, 8, 4096, 4097))  # by which it is seen whether rows share
+WINDOW: Final = 512  # of the layers of a model with windows
+
+CLASSES: Final[dict[str, tuple[type[Any], ...]]] = {
+    "dynamic": (descant.DynamicCache,),
+    "paged": (descant.PagedCache,),
+    "static": (descant.StaticCache,),
+    "offloaded": (descant.OffloadedCache,),
+    "offloaded_static": (descant.OffloadedStaticCache,),
+    "sliding_window": (descant.SlidingWindowCache,),
+    "hybrid": (descant.HybridCache,),
+    "mamba": (descant.MambaCache,),
+    "quantized": (descant.QuantoQuantizedCache, descant.HQQQuantizedCache),
+    "sink": (descant.SinkCache,),
+    "snapkv": (descant.SnapKVCache,),
+    "h2o": (descant.H2OCache,),
+}
+# What these say is not what a model says that remembers everything.
+OTHERWISE: Final = frozenset({"quantized", "sink", "snapkv", "h2o"})
+
+
+def stand_in(model: Any, *kinds: str) -> Any:
+    """A model as the table sees it, whose layers are of these kinds in turn."""
+    own = adapt(model)
+    layers = tuple(kinds[at % len(kinds)] for at in range(own.facts.layers))
+    windows = {kind: WINDOW if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
+    facts = replace(own.facts, windows=windows, kinds=layers)
+    return SimpleNamespace(facts=facts, device=own.device, model=own.model)
+
+
+def taken(name: str, model: Any, geometry: Geometry, run: Run) -> Cost | None:
+    """What a cache takes for a run; None where the model cannot use it."""
+    want = wanted(model, GenerationConfig(), name, run)
+    return None if lacks(name, want) is not None else cost(name, want, run, geometry)
+
+
+def line(name: str, model: Any, geometry: Geometry) -> list[str]:
+    """One cache: what it takes and what it can do."""
+    kinds = {"sliding_window": ("sliding_attention",), "hybrid": ("sliding_attention", "full_attention")}
+    target = stand_in(model, *kinds.get(name, ("full_attention",)))
+    classes = ", ".join(f"`{one.__name__}`" for one in CLASSES[name])
+    long, beams, *forked = (taken(name, target, geometry, run) for run in (LONG, BEAMS, *FORKED))
+    sizes, shares = ["a state"] * 3, "no"
+    if long is not None and beams is not None:
+        sizes = [written(long.bytes / LONG.positions), written(long.bytes), written(beams.bytes)]
+        one, many = (found.bytes for found in forked if found is not None)
+        shares = "yes" if many < 4 * one else "no"
+    back: int | None = 0
+    if name != "mamba":
+        want = wanted(target, GenerationConfig(), name, LONG)
+        back = None if name == "quantized" else KINDS[name].build(want).rewind  # no package is needed
+    takes = "all" if back is None else f"{back} tokens" if back else "nothing"
+    exact = "no" if name in OTHERWISE else "yes"
+    marks = [takes, shares, "yes" if name in SAVED else "no", exact, "yes" if name == "static" else "no"]
+    return [f'`"{name}"`', classes, *sizes, *marks, KINDS[name].about]
+
+
+def table(model: Any) -> str:
+    """All caches."""
+    geometry = geometry_of(model)
+    head = [
+        "name", "class", "a token", "4,096 + 128 tokens", "8 beams, 1,024 + 128", "takes back", "rows share",
+        "on disk", "exact", "compiles", "for",
+    ]  # fmt: skip
+    lines = [head, ["---"] * len(head), *(line(name, model, geometry) for name in KINDS)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def render(page: str, model: Any) -> str:
+    """The page with the table as the code has it now."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table(model)}\n{END}{after}"
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    check = parser.parse_args().check
+    old = PAGE.read_text(encoding="utf-8")
+    new = render(old, transformers.AutoModelForCausalLM.from_pretrained(MODEL))
+    if not check:
+        PAGE.write_text(new, encoding="utf-8")
+        return 0
+    difference = difflib.unified_diff(old.splitlines(), new.splitlines(), "the page", "the code", lineterm="")
+    print("\n".join(difference), end="")
+    return int(old != new)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Write docs/guide/combinations.md: what the resolver says of every pair of methods, or check the page.
+
+python tools/docs/combinations.py             write
+python tools/docs/combinations.py --check     fail if the page says anything else than the resolver
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import descant
+from descant.config.generation_config import GenerationConfig
+from descant.core.interfaces import Facts
+from descant.engine.drafter_factory import Assistance
+from descant.engine.planner import drafted, plan
+from descant.errors import DescantError
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "combinations.md"
+
+DECODER: Final = Facts(
+    encoder_decoder=False,
+    positions=True,
+    keeps_logits=True,
+    embeddings=True,
+    vocabulary=100,
+    layers=4,
+    attention="sdpa",
+    windows={},
+    table=None,
+    context=None,
+)
+BOTH: Final = replace(DECODER, encoder_decoder=True)
+# What `descant.decoding.guidance.arithmetic` says of several models together.
+DECODERS: Final = replace(DECODER, embeddings=False, head=False)
+BOTHS: Final = replace(BOTH, embeddings=False, head=False)
+
+BEAMS: Final = {"num_beams": 4}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of decoding: the fields that ask for it."""
+
+    name: str
+    page: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    chooses: bool = False  # is a way to choose tokens, not a change to what is chosen from
+    several: bool = False  # its model is made of several
+
+    @property
+    def link(self) -> str:
+        """Its name, as a link to its page where it has one."""
+        return f"[{self.name}]({self.page})" if self.page else self.name
+
+
+METHODS: Final = (
+    Method("greedy search", chooses=True),
+    Method("sampling", "shape.md#samplers", {"do_sample": True, "temperature": 0.8}, True),
+    Method("beam search", "scores.md#the-score-of-a-sequence", {**BEAMS, "length_penalty": 0.8}, True),
+    Method("beam sampling", None, {**BEAMS, "do_sample": True}, True),
+    Method(
+        "diverse beams", "diverse-beams.md", {**BEAMS, "num_beam_groups": 2, "diversity_penalty": 1.0}, True
+    ),
+    Method("constrained beams", "constrained-beams.md", {**BEAMS, "force_words_ids": [[5, 6]]}, True),
+    Method("contrastive search", "contrastive.md", {"penalty_alpha": 0.6, "top_k": 4}, True),
+    Method("DoLa", "dola.md", {"dola_layers": "high"}),
+    Method("guidance", "guidance.md", {"guidance_scale": 1.5}),
+    Method("logit arithmetic", "model-arithmetic.md", {}, several=True),
+    Method(
+        "allowed sequences",
+        "constrained-beams.md#one-of-a-list",
+        {"prefix_allowed_tokens_fn": descant.AllowedSequences([[5, 6], [7]], 2)},
+    ),
+    Method("token healing", "healing-and-bans.md#token-healing", {"token_healing": True}),
+    Method("banned phrases", "healing-and-bans.md#banned-phrases", {"banned_phrases": ["no"]}),
+    Method("prompt lookup", "speculation.md#prompt-lookup", {"prompt_lookup_num_tokens": 3}),
+    Method("suffix lookup", "speculation.md#suffix-lookup", {"suffix_lookup_num_tokens": 3}),
+    Method("early exit", "speculation.md#early-exit", {"assistant_early_exit": 1}),
+)
+
+HEAD = """\
+<!-- Made by tools/docs/combinations.py from what the resolver says: edit there. -->
+
+# Combinations
+
+Which methods go together in one request. A number is a refusal, whose reason stands below the table:
+`generate` raises it as an error before anything runs. *Yes* means that both do their work, as their pages
+say. The tables are made by asking the resolver about every pair, and the test suite fails where they say
+anything else.
+
+Methods of *different* requests always go together: a batch or a [session](sessions.md) may mix all of them,
+each prompt with a config of its own; only the model, and so logit arithmetic, is the same for all. All of
+them take [processors](shape.md), [stops](stop-and-stream.md), streams and [log-probabilities](scores.md), and
+work in batches of ragged prompts. A [draft model](speculation.md#a-draft-model) is no field of a config, and
+goes with what prompt lookup goes with.
+"""
+
+
+def verdict(first: Method, second: Method, encoder: bool) -> str | None:
+    """Why two methods cannot go together on a kind of model; None where they can."""
+    several = first.several or second.several
+    facts = (BOTHS if several else BOTH) if encoder else (DECODERS if several else DECODER)
+    try:
+        config = GenerationConfig.merge({**first.fields, **second.fields, "eos_token_id": 2})
+        plan(config, facts, drafted(config, SimpleNamespace(facts=facts), Assistance()))
+    except DescantError as error:
+        return str(error).split(", got ")[0]
+    return None
+
+
+def table(title: str, encoder: bool) -> str:
+    """The table of all pairs on a kind of model, with the reasons below it."""
+    reasons: dict[str, int] = {}
+
+    def cell(first: Method, second: Method) -> str:
+        if not second.fields and first is not second and first.chooses and second.chooses:
+            return "–"  # greedy search is what is done where no other way is asked for
+        reason = verdict(first, second, encoder)
+        if reason is None:
+            return "yes"
+        return f"({reasons.setdefault(reason, len(reasons) + 1)})"
+
+    used = [one for one in METHODS if verdict(one, one, encoder) is None]
+    lines = []
+    for at, row in enumerate(used):
+        cells = [row.link, *(cell(row, column) for column in used[: at + 1])]
+        lines.append(f"| {' | '.join(cells)}{' |' * (len(used) - at)}")
+    head = "| | " + " | ".join(one.name for one in used) + " |"
+    parts = [f"\n## {title}\n\n{head}\n{'|---' * (len(used) + 1)}|\n", *(f"{line}\n" for line in lines)]
+    if reasons:
+        parts += ["\n", *(f"{number}. {reason}\n" for reason, number in reasons.items())]
+    refused = {one.link: verdict(one, one, encoder) for one in METHODS if one not in used}
+    if refused:
+        parts.append("\nNot for these models at all:\n\n")
+        parts += [f"- {name}: {reason}\n" for name, reason in refused.items()]
+    return "".join(parts)
+
+
+def render() -> str:
+    """The page as the resolver has it now."""
+    return HEAD + table("Decoder-only models", False) + table("Encoder-decoder models", True)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    new = render()
+    if not parser.parse_args().check:
+        PAGE.write_text(new, encoding="utf-8")
+        return 0
+    old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    difference = difflib.unified_diff(
+        old.splitlines(), new.splitlines(), "the page", "the resolver", lineterm=""
+    )
+    print("\n".join(difference), end="")
+    return int(old != new)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Write docs/reference/config.md from the table of generation parameters, or check that it is current.
+
+python tools/docs/config_reference.py             write
+python tools/docs/config_reference.py --check     fail if the page says anything else than the table
+"""
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+
+from descant.config.generation_config import FIELDS, GROUPS, LATER
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
+
+HEAD = """\
+<!-- Made by tools/docs/config_reference.py from descant.config.generation_config.FIELDS: edit there. -->
+
+# GenerationConfig
+
+Every parameter of `descant.GenerationConfig`, which are also the keyword arguments of
+`descant.generate()`. A config is frozen: derive another with new values, never assign. Values are looked up
+in the call, then in the `generation_config` argument, then in the model's own config, then here.
+
+A parameter marked *later* is read from files and validated, but its method is not in this version: asking
+for it in a call raises `NotInThisVersion`.
+"""
+
+
+def cell(text: str) -> str:
+    """Text that cannot break out of a table's cell."""
+    return text.replace("|", "\\|")
+
+
+def code(text: str) -> str:
+    """Inline code inside a table's cell."""
+    return f"`{cell(text)}`"
+
+
+def render() -> str:
+    """The page as the table has it now."""
+    parts = [HEAD]
+    for group in GROUPS:
+        parts.append(
+            f"\n## {group.capitalize()}\n\n| parameter | type | default | meaning |\n|---|---|---|---|\n"
+        )
+        for name, field in FIELDS.items():
+            if field.group != group:
+                continue
+            about = cell(field.about)
+            if name in LATER:
+                about += f" *Later: {LATER[name].reason}.*"
+            parts.append(f"| {code(name)} | {code(field.type)} | {code(repr(field.default))} | {about} |\n")
+    return "".join(parts)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    new = render()
+    if not parser.parse_args().check:
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(new, encoding="utf-8")
+        return 0
+    old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    difference = difflib.unified_diff(
+        old.splitlines(), new.splitlines(), "the page", "the table", lineterm=""
+    )
+    print("\n".join(difference), end="")
+    return int(old != new)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

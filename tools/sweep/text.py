@@ -1,0 +1,131 @@
+"""Tiny random models that read and write text: causal language models and encoder-decoders."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import zlib
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tools.sweep.small import BOS, FIRST, PAD, VOCABULARY, small
+from tools.sweep.subject import Entry, Subject
+
+__all__ = ["batched", "enliven", "prompts", "subject"]
+
+_LENGTHS = (5, 9, 14)
+
+# Standard deviations: of what comes out of a matrix if that of what goes in is 1, of a logit, of what is
+# added to norms and biases.
+_GAIN, _SPREAD, _NOISE = 1.0, 3.0, 0.15
+# By name, what needs another: queries and keys, so that attention looks at some tokens more than at others;
+# queries that nothing divides by the root of a head's size; what reads the encoder, which says much the same
+# at every step; how fast a recurrent state forgets and how much goes into it and past it.
+_GAINS = {
+    re.compile(r"(^|[._])(k|query|key|[qk]_lin|[qk]_(a|b)?_?proj\w*|kv_a\w*)\.weight$"): 1.5,
+    re.compile(r"Attention\.q\.weight$"): 0.5,
+    re.compile(r"(EncDecAttention\.o|encoder_attn\.out_proj|crossattention\.output\.dense)\.weight$"): 0.5,
+    re.compile(r"dt_proj\.weight$"): 0.3,
+    re.compile(r"x_proj\.weight$"): 2.0,
+    re.compile(r"\.D$"): 0.2,
+}
+
+
+def subject(entry: Entry) -> Subject:
+    """The tiny model of a class and three prompts of different length, one at a time and as a batch."""
+    kind = getattr(transformers, entry.name)
+    config = small(kind.config_class, decoder=entry.task == "causal-lm")
+    torch.manual_seed(0)
+    model = enliven(kind(config))
+    settings = model.generation_config
+    settings.eos_token_id = None
+    if settings.pad_token_id is None:
+        settings.pad_token_id = PAD
+    if model.config.is_encoder_decoder and settings.decoder_start_token_id is None:
+        settings.decoder_start_token_id = BOS
+    texts = prompts(entry.name)
+    if hasattr(model, "num_codebooks"):
+        return _sung(entry, model, texts)
+    masked = "attention_mask" in inspect.signature(model.forward).parameters
+    singles = [batched([text], masked) for text in texts]
+    joint = batched(texts, True, left=not model.config.is_encoder_decoder)
+    return Subject(entry, model, singles, joint)
+
+
+def _sung(entry: Entry, model: Any, texts: list[Tensor]) -> Subject:
+    """A model whose tokens come in parallel streams, each a row of its own."""
+    streams = model.num_codebooks
+    model.generation_config.decoder_start_token_id = model.config.bos_token_id
+    rows = [torch.stack([text.roll(stream) for stream in range(streams)]) for text in texts]
+    subject = Subject(entry, model, [{"input_ids": row} for row in rows])
+    subject.options = {"num_return_sequences": 1}  # their own generate() does not fill in the default
+    subject.note = f"{streams} streams of tokens for each sequence, one sequence at a time"
+    return subject
+
+
+def prompts(name: str, vocabulary: int = VOCABULARY) -> list[Tensor]:
+    """Three prompts of ordinary tokens, the same for a name in every process."""
+    source = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return [torch.randint(FIRST, vocabulary, (length,), generator=source) for length in _LENGTHS]
+
+
+def batched(texts: list[Tensor], masked: bool, left: bool = True) -> dict[str, Tensor]:
+    """Texts as a tokenizer gives them: one tensor, padded, and the mask that says where."""
+    width = max(len(text) for text in texts)
+    ids = torch.full((len(texts), width), PAD)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        where = slice(width - len(text), width) if left else slice(0, len(text))
+        ids[row, where], mask[row, where] = text, 1
+    return {"input_ids": ids, "attention_mask": mask} if masked else {"input_ids": ids}
+
+
+@torch.no_grad()
+def enliven(model: Any) -> Any:
+    """Scale a fresh model's weights until every part of it matters to what it says; the model, for use.
+
+    Fresh weights are so small that a model says much the same whatever it reads, norms are exactly 1 and
+    biases and gates exactly 0: mistakes in positions, masks or caches would hide there.
+    """
+    source = torch.Generator().manual_seed(1)
+    head, table = (getattr(part, "weight", None) for part in _ends(model))
+    base = _GAIN if head is not table else 2 * _GAIN  # else a model says its last token again and again
+    loud = 1.0
+    if table is not None and getattr(model.config, "scale_embedding", False):
+        loud = math.sqrt(table.shape[1])
+    owners = {id(tensor): module for module in model.modules() for tensor in module.parameters(recurse=False)}
+    for name, tensor in model.named_parameters():
+        if not tensor.is_floating_point():
+            continue
+        noise = torch.randn(tensor.shape, generator=source)
+        gain = next((gain for named, gain in _GAINS.items() if named.search(name)), base)
+        if tensor.ndim < 2:
+            tensor.mul_(gain / base).add_(noise * _NOISE)
+            continue
+        owner, spread = owners[id(tensor)], float(tensor.std())
+        if isinstance(owner, nn.Embedding) or tensor is head:
+            gain = _SPREAD if tensor is not table or tensor is head else 2 * _SPREAD / loud
+        wide = gain / math.sqrt(_reach(owner, tensor))
+        if not math.isfinite(spread) or spread < 1e-6:
+            tensor.copy_(noise * wide)
+        elif spread < wide or isinstance(owner, nn.Linear | nn.Embedding):
+            tensor.mul_(wide / spread)
+    return model.float().eval()
+
+
+def _ends(model: Any) -> tuple[Any, Any]:
+    """What a model ends with and what it begins with, where it can say."""
+    try:
+        return model.get_output_embeddings(), model.get_input_embeddings()
+    except NotImplementedError:
+        return None, None
+
+
+def _reach(module: nn.Module, tensor: Tensor) -> int:
+    """How many numbers a weight sums up."""
+    grouped = isinstance(module, nn.Conv1d | nn.Conv2d)
+    return math.prod(tensor.shape[1:]) if grouped else int(tensor.shape[-1])
