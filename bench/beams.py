@@ -83,12 +83,12 @@ def counted(model: Any, ids: torch.Tensor, new: int, rows: int, fields: dict[str
     session.admit(descant.Request(ids[0], config))
     peak = 0
     session.step()
-    one = cache.nbytes // (-(-ids.shape[1] // cache.pool.block) * cache.pool.block)
+    one = cache.nbytes // (-(-ids.shape[1] // cache.pool.block_size) * cache.pool.block_size)
     while len(session):
         session.step()
         peak = max(peak, cache.nbytes)
     # The last token is never read, so that a suffix has one position less.
-    return Counted(cache.moved / session.steps, peak, one * (ids.shape[1] + rows * (new - 1)))
+    return Counted(cache.copied_slots / session.steps, peak, one * (ids.shape[1] + rows * (new - 1)))
 
 
 def raced(model: Any, ids: torch.Tensor, new: int, fields: dict[str, Any], repeats: int) -> float:

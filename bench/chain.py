@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as theirs
 
-from descant.core.context import Context, table
+from descant.core.context import Context, columns_from_rows
 from descant.decoding import processors as ours
 
 __all__ = ["main"]
@@ -58,7 +58,7 @@ def _ours(ids: Tensor) -> list[Link]:
         "min_tokens_to_keep": 1,
     }
     length = torch.full((len(ids),), ids.shape[1])
-    context = Context(ids, length, torch.zeros_like(length), table([row] * len(ids)))
+    context = Context(ids, length, torch.zeros_like(length), columns_from_rows([row] * len(ids)))
     made = [getattr(ours, name).bare() for name in KINDS]
     return [lambda scores, one=one: one.process(context, scores) for one in made]
 

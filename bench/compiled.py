@@ -25,11 +25,11 @@ import transformers
 
 from descant import GenerationConfig, Request, Session, Tokens
 from descant.config.compile_config import CompileConfig
-from descant.core.interfaces import KeyCache
-from descant.kv_cache.dense import DenseCache
+from descant.core.interfaces import KVCache
+from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.static import StaticStore
-from descant.models.compiled_step import steps_of
-from descant.models.traits import facts_of
+from descant.models.compiled_step import compiled_steps_of
+from descant.models.traits import traits_of
 
 __all__ = ["Figures", "Race", "main"]
 
@@ -70,8 +70,8 @@ class Race:
 
     def run(self, rows: int) -> Figures:
         """The ways side by side, with so many rows."""
-        known = steps_of(self.model, facts_of(self.model))
-        before, graphs = known.seconds, known.graphs
+        known = compiled_steps_of(self.model, traits_of(self.model))
+        before, graphs = known.compile_seconds, known.num_graphs
         new = self.options.new
         config = GenerationConfig(max_new_tokens=new + 2, eos_token_id=None, do_sample=False)
         sessions = {way: Session(self.model, cache=cache) for way, cache in self._caches().items()}
@@ -88,12 +88,14 @@ class Race:
                 start = self._clock()
                 _step(sessions[way], tokens[way])
                 steps[way].append(self._clock() - start)
-        return Figures(steps, tokens, self._products(rows), known.seconds - before, known.graphs - graphs)
+        return Figures(
+            steps, tokens, self._products(rows), known.compile_seconds - before, known.num_graphs - graphs
+        )
 
     def recompiled(self, prompts: int) -> int:
         """What torch compiles for prompts of different length, each with a cache of its own."""
-        known = steps_of(self.model, facts_of(self.model))
-        graphs = known.graphs
+        known = compiled_steps_of(self.model, traits_of(self.model))
+        graphs = known.num_graphs
         config = GenerationConfig(max_new_tokens=3, eos_token_id=None, do_sample=False)
         longest = self.options.capacity - 3
         for number in range(prompts):
@@ -101,15 +103,15 @@ class Race:
             length = 2 + number * max(longest - 2, 0) // max(prompts - 1, 1)
             session.admit(Request(self._prompt(length, number), config))
             list(session.drain())
-        return known.graphs - graphs
+        return known.num_graphs - graphs
 
-    def _caches(self) -> dict[str, KeyCache]:
+    def _caches(self) -> dict[str, KVCache]:
         capacity = self.options.capacity
         how = CompileConfig(backend=self.options.backend)
         return {
-            "dense": DenseCache(),
+            "dense": DenseStore(),
             "static": StaticStore(capacity),
-            "compiled": StaticStore(capacity, compile=how),
+            "compiled": StaticStore(capacity, compile_config=how),
         }
 
     @property

@@ -28,11 +28,11 @@ from transformers.generation import logits_process as theirs
 import descant
 from bench.scenarios import loaded
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, table
+from descant.core.context import Context, columns_from_rows
 from descant.decoding import processors as ours
 from descant.decoding.watermark.schemes import (
+    BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
-    Settings,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
@@ -43,17 +43,17 @@ PROMPT = 32  # tokens of each row
 _FIRST = "lefthash"  # the mark the bars are for
 
 
-def _synthid(depth: int) -> Callable[[random.Random], Settings]:
+def _synthid(depth: int) -> Callable[[random.Random], BaseWatermarkingConfig]:
     return lambda chance: SynthIDTextWatermarkingConfig(5, [chance.randrange(2**32) for _ in range(depth)])
 
 
-def _green(scheme: str, width: int) -> Callable[[random.Random], Settings]:
+def _green(scheme: str, width: int) -> Callable[[random.Random], BaseWatermarkingConfig]:
     return lambda chance: WatermarkingConfig(
         hashing_key=chance.randrange(2**20, 2**31), seeding_scheme=scheme, context_width=width
     )
 
 
-MARKS: Mapping[str, Callable[[random.Random], Settings]] = {
+MARKS: Mapping[str, Callable[[random.Random], BaseWatermarkingConfig]] = {
     _FIRST: _green("lefthash", 1),
     "selfhash": _green("selfhash", 4),
     "synthid, depth 9": _synthid(9),
@@ -194,7 +194,7 @@ def _raced(mark: str, steps: Steps, repeats: int) -> tuple[float, float | None, 
 Link = Callable[[int, Tensor], Tensor]
 
 
-def _ours(settings: Settings, steps: Steps) -> Link:
+def _ours(settings: BaseWatermarkingConfig, steps: Steps) -> Link:
     """Our processor, as the loop calls it."""
     kind = {
         "green list": ours.WatermarkLogitsProcessor,
@@ -203,10 +203,12 @@ def _ours(settings: Settings, steps: Steps) -> Link:
     }[settings.scheme]
     made, count = kind.bare(), len(steps.ids)
     one = torch.ones(1, dtype=torch.long)
-    start = Context(torch.zeros(1, 8, dtype=torch.long), 8 * one, one, table([{"watermark": settings}]))
+    start = Context(
+        torch.zeros(1, 8, dtype=torch.long), 8 * one, one, columns_from_rows([{"watermark": settings}])
+    )
     made.process(start, steps.scores[0][:1])
     prompt = torch.full((count,), PROMPT)
-    values = table([{"watermark": settings}] * count)
+    values = columns_from_rows([{"watermark": settings}] * count)
 
     def link(at: int, scores: Tensor) -> Tensor:
         length = torch.full((count,), PROMPT + at)
@@ -215,7 +217,7 @@ def _ours(settings: Settings, steps: Steps) -> Link:
     return link
 
 
-def _theirs(settings: Settings, steps: Steps) -> Link | None:
+def _theirs(settings: BaseWatermarkingConfig, steps: Steps) -> Link | None:
     fields: dict[str, Any] = {**settings.to_dict(), "device": "cpu"}
     made: Any
     if isinstance(settings, WatermarkingConfig):

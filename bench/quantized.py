@@ -24,12 +24,12 @@ from torch import Tensor
 
 from bench.prompts import PASSAGES
 from bench.scenarios import loaded
-from descant.core.interfaces import KeyCache, Span
+from descant.core.interfaces import KVCache, KVSpan
 from descant.errors import MissingExtra
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.quantized import QuantizedStore
 from descant.kv_cache.quantizers import HQQ, Quantizer, Quanto
-from descant.models.forward_view import SelfView
+from descant.models.forward_view import SelfAttentionView
 
 __all__ = ["main"]
 
@@ -137,18 +137,18 @@ def _read(model: Any, way: str, text: Tensor, options: argparse.Namespace) -> Re
     return Reading(large.nbytes, float(torch.cat(losses).mean()), seconds)
 
 
-def _cache(way: str, options: argparse.Namespace) -> KeyCache:
+def _cache(way: str, options: argparse.Namespace) -> KVCache:
     """A cache with an empty row."""
     quantizer = WAYS[way]
-    cache: KeyCache = DenseCache() if quantizer is None else QuantizedStore(quantizer(), options.residual)
+    cache: KVCache = DenseStore() if quantizer is None else QuantizedStore(quantizer(), options.residual)
     cache.extend(1)
     return cache
 
 
-def _fed(model: Any, cache: KeyCache, tokens: Tensor) -> Tensor:
+def _fed(model: Any, cache: KVCache, tokens: Tensor) -> Tensor:
     """What the model says after each of some tokens [T, V], which the only row of the cache holds then."""
     start, width = int(cache.lengths[0]), len(tokens)
-    view = SelfView(cache, Span(None, start, width, start + width))
+    view = SelfAttentionView(cache, KVSpan(None, start, width, start + width))
     logits: Tensor = model(input_ids=tokens[None], past_key_values=view, use_cache=True).logits[0]
     cache.commit(None, torch.tensor([start + width]))
     return logits

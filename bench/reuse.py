@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor
 
 import descant
-from descant.models.hf_caches.registry import DynamicCache
+from descant.models.hf_caches.exports import DynamicCache
 
 __all__ = ["main", "measured", "ways"]
 
@@ -62,7 +62,7 @@ def _turn(model: Any, prefix: Tensor, ids: Tensor, call: Mapping[str, Any]) -> W
     """A conversation's next turn, on the cache that the last one filled."""
     first = DynamicCache()
     descant.generate(model, prefix[None], past_key_values=first, **call)
-    first.frozen = True  # every repeat is the same turn
+    first.read_only = True  # every repeat is the same turn
 
     def run() -> list[int]:
         return _new(descant.generate(model, ids, past_key_values=first, **call), ids)

@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.generation import stopping_criteria as theirs
 
-from descant.tokenization.stop_strings import StopTable
+from descant.tokenization.stop_strings import StopStringMatcher
 
 __all__ = ["main"]
 
@@ -60,19 +60,23 @@ def _folder(name: str) -> Path:
 def _line(name: str, tokenizer: Any, kind: str, repeats: int) -> Iterator[str]:
     strings = list(STRINGS[kind])
     warm = copy.copy(tokenizer)
-    StopTable.of(warm, "warm")
+    StopStringMatcher.from_tokenizer(warm, "warm")
     others = iter(range(10**6))
     # Each copy of a tokenizer is one that was never seen; each string more, one that was never asked for.
-    cold_time = _median(repeats, lambda: StopTable.of(copy.copy(tokenizer), strings))
-    warm_time = _median(repeats, lambda: StopTable.of(warm, [*strings[1:], f"{strings[0]}{next(others)}"]))
+    cold_time = _median(repeats, lambda: StopStringMatcher.from_tokenizer(copy.copy(tokenizer), strings))
+    warm_time = _median(
+        repeats, lambda: StopStringMatcher.from_tokenizer(warm, [*strings[1:], f"{strings[0]}{next(others)}"])
+    )
     their_time = _median(max(1, repeats // 2), lambda: _theirs(tokenizer, strings))
     yield f"{name:12}{kind:8}{cold_time * 1e3:9.1f}{warm_time * 1e3:9.1f}{their_time * 1e3:9.0f}"
     yield f"{their_time / cold_time:7.1f}{their_time / warm_time:7.0f}"
-    table, criterion = StopTable.of(warm, strings), _theirs(tokenizer, strings)
+    table, criterion = StopStringMatcher.from_tokenizer(warm, strings), _theirs(tokenizer, strings)
     for batch in BATCHES:
-        ids = np.random.default_rng(0).integers(0, table.size, (batch, LENGTH))
-        states, last, rows = table.run(ids[:, :-1]), ids[:, -1], torch.from_numpy(ids)
-        ours = _each(lambda last=last, states=states: (table.hits[last, states], table.next[last, states]))
+        ids = np.random.default_rng(0).integers(0, table.vocab_size, (batch, LENGTH))
+        states, last, rows = table.state_after(ids[:, :-1]), ids[:, -1], torch.from_numpy(ids)
+        ours = _each(
+            lambda last=last, states=states: (table.matches[last, states], table.transition[last, states])
+        )
         other = _each(lambda rows=rows: criterion(rows, None))
         yield f"{ours * 1e6:13.1f}{other * 1e6:8.0f}"
 

@@ -20,7 +20,7 @@ import transformers
 
 import descant
 from bench.scenarios import loaded
-from descant.trace.records import line_of
+from descant.trace.records import to_json_line
 
 __all__ = ["main"]
 
@@ -77,7 +77,7 @@ def _generated(model: Any, prompt: torch.Tensor, tokenizer: Any, new: int, trace
 def _long(model: Any, prompt: torch.Tensor, tokenizer: Any, steps: int) -> bool:
     """Weigh a long run; whether it is whole and within its limit."""
     trace = _generated(model, prompt, tokenizer, steps, True).trace
-    size = sum(len(line_of(one)) + 1 for one in trace.records)
+    size = sum(len(to_json_line(one)) + 1 for one in trace.records)
     whole = len(trace.steps) == steps and not trace.cuts
     print(f"{steps} steps: {size} bytes of {trace.header.limit}, {'whole' if whole else 'cut'}")
     return whole and size <= trace.header.limit

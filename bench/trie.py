@@ -19,7 +19,7 @@ from torch import Tensor
 
 import descant
 from bench.forward_counter import Tally
-from descant.decoding.processors.sequences import AllowedSequences
+from descant.decoding.processors.allowed_sequences import AllowedSequences
 
 __all__ = ["main"]
 

@@ -11,10 +11,15 @@ from torch import Tensor
 from bench.detection.corpus import LENGTH
 from bench.detection.marks import other, own
 from bench.detection.texts import Text
-from descant.decoding.watermark.schemes import Settings, SynthIDTextWatermarkingConfig
-from descant.decoding.watermark.schemes.synthid import repeated, tournament
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig, SynthIDTextWatermarkingConfig
+from descant.decoding.watermark.schemes.synthid import get_tournament, repetition_mask
 from descant.decoding.watermark.synthid import weighted_mean_score
-from descant.decoding.watermark.training import Plan, Texts, figures, train
+from descant.decoding.watermark.training import (
+    DetectorTrainingConfig,
+    GValueBatch,
+    compute_metrics,
+    train_detector,
+)
 from descant.models.bayesian_detector import BayesianDetectorConfig, BayesianDetectorModel
 
 __all__ = ["compared"]
@@ -34,9 +39,11 @@ def compared(marked: Sequence[Text], unmarked: Sequence[Text], lengths: Sequence
     model.prior.requires_grad_(False)  # batches are half marked
     # As many unmarked texts as marked ones to learn from; all that are left make the threshold.
     learnt = others[: len(unmarked) : 2][: len(ones)]
-    found = train(model, Texts.of(ones[::2]), Texts.of(learnt), Plan())
-    model.load_state_dict(found.state)
-    ways: dict[str, Callable[[Texts], Tensor]] = {
+    found = train_detector(
+        model, GValueBatch.from_texts(ones[::2]), GValueBatch.from_texts(learnt), DetectorTrainingConfig()
+    )
+    model.load_state_dict(found.state_dict)
+    ways: dict[str, Callable[[GValueBatch], Tensor]] = {
         "bayesian": lambda texts: model.log_odds(texts.g_values, texts.mask),
         "weighted": lambda texts: weighted_mean_score(*texts),
     }
@@ -49,23 +56,23 @@ def compared(marked: Sequence[Text], unmarked: Sequence[Text], lengths: Sequence
 Seen = tuple[Tensor, Tensor]  # coins [L, D] and which tokens count [L]
 
 
-def _figures(way: Callable[[Texts], Tensor], held: tuple[list[Seen], list[Seen]], length: int) -> Any:
+def _figures(way: Callable[[GValueBatch], Tensor], held: tuple[list[Seen], list[Seen]], length: int) -> Any:
     with torch.no_grad():
         scores = [torch.cat([way(part) for part in _parts(texts, length)]) for texts in held]
-    one = figures(*scores)
+    one = compute_metrics(*scores)
     return {"hits": round(one.true_positives * one.marked), "count": one.marked, "unmarked": one.unmarked}
 
 
-def _parts(texts: Sequence[Seen], length: int, size: int = 256) -> list[Texts]:
+def _parts(texts: Sequence[Seen], length: int, size: int = 256) -> list[GValueBatch]:
     whole = max(len(mask) for _, mask in texts)
     end = length - (LENGTH - whole)  # the first tokens have no context
     short = [(coins[:end], mask[:end]) for coins, mask in texts]
-    return [Texts.of(short[at : at + size]) for at in range(0, len(short), size)]
+    return [GValueBatch.from_texts(short[at : at + size]) for at in range(0, len(short), size)]
 
 
-def _seen(settings: Settings, text: Text) -> Seen:
+def _seen(settings: BaseWatermarkingConfig, text: Text) -> Seen:
     assert isinstance(settings, SynthIDTextWatermarkingConfig)
-    rounds, tokens = tournament(settings), torch.tensor(text.ids)
-    contexts = rounds.contexts(tokens[:-1])
-    fresh = ~repeated(contexts[None], settings.context_history_size)[0]
-    return rounds.values(contexts, tokens[rounds.width :]).float(), fresh
+    rounds, tokens = get_tournament(settings), torch.tensor(text.ids)
+    contexts = rounds.context_hashes(tokens[:-1])
+    fresh = ~repetition_mask(contexts[None], settings.context_history_size)[0]
+    return rounds.g_values(contexts, tokens[rounds.context_size :]).float(), fresh

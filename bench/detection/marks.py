@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from descant.decoding.watermark.schemes import (
+    BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
-    Settings,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
@@ -23,17 +23,17 @@ _MARKED = {"selfhash": 11, "synthid": 3}
 _TESTED = {"selfhash": 28}
 
 
-def own(mark: str, model: str, way: str, place: int) -> Settings:
+def own(mark: str, model: str, way: str, place: int) -> BaseWatermarkingConfig:
     """The settings that mark a text."""
     return drawn(mark, model, way, place // _MARKED.get(mark, 1))
 
 
-def other(mark: str, model: str, way: str, place: int, turn: int) -> Settings:
+def other(mark: str, model: str, way: str, place: int, turn: int) -> BaseWatermarkingConfig:
     """The settings of a key that has nothing to do with a text, another one each turn."""
     return drawn(mark, "another", model, way, place // _TESTED.get(mark, 1), turn)
 
 
-def drawn(mark: str, *tag: object) -> Settings:
+def drawn(mark: str, *tag: object) -> BaseWatermarkingConfig:
     """A mark's settings with the random key that `tag` draws: another one for every other tag."""
     chance = random.Random("/".join(map(str, (mark, *tag))))
     if mark == "synthid":

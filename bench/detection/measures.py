@@ -12,7 +12,7 @@ from bench.detection.edits import KINDS, SHARES, edited
 from bench.detection.marks import MARKS, other, own
 from bench.detection.texts import NONE, SAMPLED, Batch, Library, Text
 from bench.detection.trial import of_ids, of_text
-from descant.decoding.watermark.schemes import GumbelWatermarkingConfig, Settings
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig, GumbelWatermarkingConfig
 
 __all__ = ["LENGTHS", "STAGES", "Measures", "Unit"]
 
@@ -120,7 +120,7 @@ class Measures:
         return compared(marked, unmarked, LENGTHS)
 
 
-def _one_nonce(settings: Settings, nonce: int) -> Settings:
+def _one_nonce(settings: BaseWatermarkingConfig, nonce: int) -> BaseWatermarkingConfig:
     """The same key with one nonce: a test of all of them takes as many times as long."""
     return replace(settings, nonce=nonce) if isinstance(settings, GumbelWatermarkingConfig) else settings
 

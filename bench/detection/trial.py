@@ -10,9 +10,9 @@ import numpy as np
 
 from bench.detection.texts import Reader
 from descant.decoding.watermark.detection import Detector
-from descant.decoding.watermark.scheme_factory import schemes_of
-from descant.decoding.watermark.schemes import Settings
-from descant.decoding.watermark.scores import Scheme
+from descant.decoding.watermark.scheme_factory import build_schemes
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig
+from descant.decoding.watermark.scores import WatermarkScheme
 
 __all__ = ["Score", "of_ids", "of_text"]
 
@@ -26,13 +26,15 @@ class Score(NamedTuple):
     above: float  # that it says more; as large but for laws with atoms
 
 
-def of_ids(settings: Settings, vocabulary: int, ids: Sequence[int], lengths: Sequence[int]) -> list[Score]:
+def of_ids(
+    settings: BaseWatermarkingConfig, vocabulary: int, ids: Sequence[int], lengths: Sequence[int]
+) -> list[Score]:
     """The text's first `lengths` tokens tested under a key, with every nonce there is.
 
     A token's evidence hangs on those before it only, so that of a beginning is the beginning's.
     """
     array = np.asarray(ids, np.int64)
-    seen = [(scheme, *scheme.evidence(array)) for scheme in schemes_of(settings, vocabulary)]
+    seen = [(scheme, *scheme.score_tokens(array)) for scheme in build_schemes(settings, vocabulary)]
     out = []
     for length in lengths:
         parts = [_score(scheme, scored[:length], value[:length], len(seen)) for scheme, scored, value in seen]
@@ -40,16 +42,16 @@ def of_ids(settings: Settings, vocabulary: int, ids: Sequence[int], lengths: Seq
     return out
 
 
-def _score(scheme: Scheme, scored: np.ndarray, value: np.ndarray, tests: int) -> Score:
+def _score(scheme: WatermarkScheme, scored: np.ndarray, value: np.ndarray, tests: int) -> Score:
     count, total = int(scored.sum()), float(value.sum())
     if count == 0:
         return Score(0, 0.0, 1.0, 1.0)
-    z = (total - count * scheme.mean) / (scheme.sd * math.sqrt(count))
-    p, above = (min(1.0, tests * scheme.tail(count, one)) for one in (total, total + 1e-5))
+    z = (total - count * scheme.null_mean) / (scheme.null_std * math.sqrt(count))
+    p, above = (min(1.0, tests * scheme.p_value(count, one)) for one in (total, total + 1e-5))
     return Score(count, z, p, above)
 
 
-def of_text(settings: Settings, reader: Reader, text: str) -> Score:
+def of_text(settings: BaseWatermarkingConfig, reader: Reader, text: str) -> Score:
     """The text tested as somebody tests it who has nothing else, with all its readings."""
     found = Detector(settings, reader.vocabulary, reader.tokenizer).text(text)
     return Score(found.scored, found.z, found.p_value, found.p_value)

@@ -120,9 +120,9 @@ from descant.errors import (
     UnsupportedModel,
     UntrustedRecipe,
 )
-from descant.kv_cache.cached_row import Past
+from descant.kv_cache.cached_row import CachedRow
 from descant.kv_cache.prefix_cache import PrefixCache, PrefixReport
-from descant.models.hf_caches.registry import (
+from descant.models.hf_caches.exports import (
     Cache,
     CacheConfig,
     DynamicCache,
@@ -167,6 +167,7 @@ __all__ = [
     "BeamSearchScorer",
     "Cache",
     "CacheConfig",
+    "CachedRow",
     "ChangedRecipe",
     "ClassifierFreeGuidanceLogitsProcessor",
     "CompileConfig",
@@ -236,7 +237,6 @@ __all__ = [
     "OffloadedStaticCache",
     "PLessLogitsWarper",
     "PagedCache",
-    "Past",
     "PhrasalConstraint",
     "PrefixCache",
     "PrefixConstrainedLogitsProcessor",

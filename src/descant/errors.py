@@ -39,14 +39,14 @@ __all__ = [
     "TraceError",
     "UnsupportedModel",
     "UntrustedRecipe",
-    "plain",
-    "shown",
+    "format_value",
+    "printable",
 ]
 
-Names = str | tuple[str, ...]
+FieldNames = str | tuple[str, ...]
 
 
-def shown(value: object, limit: int = 80) -> str:
+def format_value(value: object, limit: int = 80) -> str:
     """A value as an error message shows it: one short line, tensors by shape and dtype."""
     kind = type(value).__name__
     try:
@@ -66,19 +66,19 @@ class DescantError(Exception):
 class _FieldError(DescantError, ValueError):
     """An error about one named value (or several): "`field` must ..., got value: do this"."""
 
-    field: Names
+    field: FieldNames
 
-    def __init__(self, field: Names, must: str, got: object, do: str = "") -> None:
+    def __init__(self, field: FieldNames, must: str, got: object, do: str = "") -> None:
         self.field = field
         name = field if isinstance(field, str) else field[0]
-        super().__init__(f"`{name}` {must}, got {shown(got)}" + (f": {do}" if do else ""))
+        super().__init__(f"`{name}` {must}, got {format_value(got)}" + (f": {do}" if do else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default rebuilds from `args`, which hold the finished sentence and not its parts.
         return _rebuild, (type(self), self.field, str(self))
 
 
-def _rebuild(kind: type[_FieldError], field: Names, message: str) -> _FieldError:
+def _rebuild(kind: type[_FieldError], field: FieldNames, message: str) -> _FieldError:
     error = kind.__new__(kind, message)
     error.field = field
     return error
@@ -126,7 +126,7 @@ class RecipeError(DescantError, ValueError):
     def __init__(self, recipe: str, message: str) -> None:
         self.recipe = recipe
         self._parts: tuple[Any, ...] = (recipe, message)
-        super().__init__(f"recipe `{plain(recipe)}`: {message}")
+        super().__init__(f"recipe `{printable(recipe)}`: {message}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parts
@@ -159,13 +159,13 @@ class HubError(DescantError, OSError):
     def __init__(self, repo: str, message: str) -> None:
         self.repo = repo
         self._parts = (repo, message)
-        super().__init__(f"`{plain(repo)}` on the Hub: {message}")
+        super().__init__(f"`{printable(repo)}` on the Hub: {message}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parts
 
 
-def plain(text: object) -> str:
+def printable(text: object) -> str:
     """Text of somebody else's as a message shows it: one short line without control characters."""
     told = "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(text))
     return told if len(told) <= 160 else told[:157] + "..."

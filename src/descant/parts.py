@@ -12,60 +12,60 @@ gives the parameters of each row, `pick` some rows of a column, `marked` the col
 """
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, params_of
+from descant.core.context import Context, row_params
 from descant.core.interfaces import (
-    Cache,
     Drafter,
-    Facts,
     Model,
-    Noise,
-    Peers,
+    ModelTraits,
+    NoiseSource,
     Processor,
-    Stop,
+    RankGroup,
+    RowCache,
+    StopCondition,
     Strategy,
     Wrapper,
 )
-from descant.core.records import Aid, Hypothesis, Output, Proposal, Selection, Tokens
-from descant.core.rows import Column, Rows, pick
-from descant.decoding.guidance.model_wrapper import Wrapped
-from descant.decoding.processors.base import LogitsProcessor, marked, number
-from descant.decoding.strategies.backtracking import Doubt, Rewinding
+from descant.core.records import DraftContext, ForwardOutput, Hypothesis, Proposal, Selection, Tokens
+from descant.core.rows import Column, Rows, index_rows
+from descant.decoding.guidance.model_wrapper import ModelWrapper
+from descant.decoding.processors.base import LogitsProcessor, check_number, vocab_mask
+from descant.decoding.strategies.backtracking import Backtracking, Retraction
 from descant.decoding.strategies.sampling import Sampling
 from descant.errors import ConfigError, DescantError, InputError, RecipeError, RowError
 
 __all__ = [
-    "Aid",
-    "Cache",
+    "Backtracking",
     "Column",
     "ConfigError",
     "Context",
     "DescantError",
-    "Doubt",
+    "DraftContext",
     "Drafter",
-    "Facts",
+    "ForwardOutput",
     "GenerationConfig",
     "Hypothesis",
     "InputError",
     "LogitsProcessor",
     "Model",
-    "Noise",
-    "Output",
-    "Peers",
+    "ModelTraits",
+    "ModelWrapper",
+    "NoiseSource",
     "Processor",
     "Proposal",
+    "RankGroup",
     "RecipeError",
-    "Rewinding",
+    "Retraction",
+    "RowCache",
     "RowError",
     "Rows",
     "Sampling",
     "Selection",
-    "Stop",
+    "StopCondition",
     "Strategy",
     "Tokens",
-    "Wrapped",
     "Wrapper",
-    "marked",
-    "number",
-    "params_of",
-    "pick",
+    "check_number",
+    "index_rows",
+    "row_params",
+    "vocab_mask",
 ]

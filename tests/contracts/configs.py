@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from descant import GenerationConfig
-from descant.config.generation_config import FIELDS, LATER
+from descant.config.generation_config import FIELDS, UNSUPPORTED
 from descant.decoding.constraints import DisjunctiveConstraint, PhrasalConstraint
 from descant.decoding.processors import AllowedSequences
 from descant.decoding.watermark.schemes import (
@@ -268,7 +268,7 @@ ODD: list[Any] = [
 # Nothing that can be called: what a stranger's function raises is the caller's own affair.
 MUTE = [one for one in ODD if not callable(one)]
 
-NOW = tuple(name for name in FIELDS if name not in LATER)
+NOW = tuple(name for name in FIELDS if name not in UNSUPPORTED)
 SAMPLING = tuple(name for name, one in FIELDS.items() if one.group == "sampling")
 CONSTRAINED = ("constraints", "force_words_ids", "ordered_constraints", "constraint_gap")
 BEAMS = ("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", *CONSTRAINED)
@@ -338,8 +338,8 @@ def value(rng: random.Random, name: str) -> Any:
     good, bad = CASES[name]
     if luck < 0.92:
         # Half of the good values of a field to come are those that ask for nothing.
-        if name in LATER and rng.random() < 0.5:
-            return rng.choice([one for one in LATER[name].neutral if one != ()])
+        if name in UNSUPPORTED and rng.random() < 0.5:
+            return rng.choice([one for one in UNSUPPORTED[name].no_op_values if one != ()])
         return rng.choice(
             [one for one in good if name not in ("num_beams", "num_return_sequences") or int(one) < 9]
         )

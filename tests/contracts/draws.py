@@ -12,10 +12,10 @@ from scipy import stats
 from torch import Tensor
 
 from descant import Session
-from descant.core.context import params_of
+from descant.core.context import row_params
 from descant.core.records import Hypothesis, Observation
 from descant.core.rows import Rows
-from descant.engine.step import step
+from descant.engine.step import run_step
 from tests.contracts.settings import VOCAB, Setting, scripts
 
 WINDOW = 3
@@ -59,22 +59,22 @@ def drawn(settings: Sequence[Setting], count: int, seeded: float = 0.0, ragged: 
 def _batch(settings: Sequence[Setting], size: int, found: list[Drawn], seeded: float, ragged: bool) -> None:
     session = Session(settings[0].model)
     total = size * len(settings)
-    numbers = session.admit(*(one.request() for one in settings), lines=total)
+    numbers = session.admit(*(one.request() for one in settings), noise_rows=total)
     rows = _repeated(session, size)
-    values = dict(params_of(rows).values)
+    values = dict(row_params(rows).values)
     values["line"] = (torch.arange(len(settings)) * size).repeat_interleave(size)
     if seeded:
         own = torch.rand(total) < seeded
         values["seed"] = torch.where(own, torch.randint(2**62, (total,)), -1)
     if ragged:
         values["draft_tokens"] = torch.randint(0, 5, (total,))
-    rows = rows.changed(columns={**rows.columns, "params": type(params_of(rows))(values)})
-    while len(rows) and int((rows.length - rows.prompt).min()) < WINDOW:
-        rows, selections = step(session.model, session._cache, rows, session._roster.lanes)
+    rows = rows.replace(columns={**rows.columns, "params": type(row_params(rows))(values)})
+    while len(rows) and int((rows.length - rows.prompt_length).min()) < WINDOW:
+        rows, selections = run_step(session.model, session._cache, rows, session._running.strategy_groups)
         for selection in selections:
             assert selection.emitted is not None
             whose = selection.emitted.request.tolist()
-            for at, one in selection.emitted.ended.items():
+            for at, one in selection.emitted.finished.items():
                 _ended(found[numbers.index(whose[at])], one)
     _told(rows, found, numbers)
 
@@ -86,14 +86,14 @@ def _repeated(session: Session, size: int) -> Rows:
     each = torch.arange(len(rows)).repeat_interleave(size)
     session._cache.commit(each, torch.zeros_like(each))
     rows = rows.take(each)
-    return rows.changed(slot=torch.arange(len(each)) % size)
+    return rows.replace(slot=torch.arange(len(each)) % size)
 
 
 def _ended(mine: Drawn, one: Hypothesis) -> None:
     """Take in a row that has ended."""
     mine.windows.append(torch.tensor([[*one.tokens.tolist(), *[OVER] * WINDOW][:WINDOW]]))
     if one.speculation is not None:
-        mine.tried += sum(one.speculation.tried)
+        mine.tried += sum(one.speculation.drafted)
         mine.right += sum(one.speculation.accepted)
 
 
@@ -101,7 +101,7 @@ def _told(rows: Rows, found: Sequence[Drawn], numbers: Sequence[int]) -> None:
     """Take in the rows that go on."""
     for number, mine in zip(numbers, found, strict=True):
         here = (rows.request == number).nonzero().squeeze(1)
-        start = rows.prompt[here][:, None] + torch.arange(WINDOW)
+        start = rows.prompt_length[here][:, None] + torch.arange(WINDOW)
         mine.windows.append(rows.tokens[here].gather(1, start))
         if (tally := rows.columns.get("drafts")) is not None:
             mine.tried += int(tally.tried[here.numpy()].sum())
@@ -129,19 +129,19 @@ def exact(setting: Setting) -> Tensor:
     paths = torch.cartesian_prod(*[torch.arange(VOCAB)] * (WINDOW - 1))
     paths = torch.cat((paths, torch.zeros(len(paths), 1, dtype=torch.long)), 1)
     session = Session(setting.model)
-    session._roster.noise = Forced(paths, len(setting.prompt))  # type: ignore[assignment]
-    session.admit(setting.request(drafts=False), lines=len(paths))
+    session._running.noise = Forced(paths, len(setting.prompt))  # type: ignore[assignment]
+    session.admit(setting.request(drafts=False), noise_rows=len(paths))
     rows = _repeated(session, len(paths))
     laws: dict[tuple[int, ...], Tensor] = {}
 
     def observe(seen: Observation) -> None:
         for line, scores in enumerate(seen.scores[:, 0].double()):
-            told = seen.rows.tokens[line, int(seen.rows.prompt[line]) : int(seen.rows.length[line])]
+            told = seen.rows.tokens[line, int(seen.rows.prompt_length[line]) : int(seen.rows.length[line])]
             laws.setdefault(tuple(told.tolist()), scores.softmax(-1))
 
     for _ in range(WINDOW):
         if len(rows):
-            rows, _ = step(session.model, session._cache, rows, session._roster.lanes, observe)
+            rows, _ = run_step(session.model, session._cache, rows, session._running.strategy_groups, observe)
     ends = {setting.fields.get("eos_token_id"), *setting.fields.get("stop_token_ids", ())}
     whole = torch.zeros([VOCAB + 1] * WINDOW, dtype=torch.double)
     _spread(laws, (), 1.0, whole, ends)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import descant.engine.admission
 from descant import GenerationConfig, Request
-from descant.core.interfaces import Cache, Drafter, Facts, Noise
-from descant.core.records import Aid, Output, Proposal
+from descant.core.interfaces import Drafter, ModelTraits, NoiseSource, RowCache
+from descant.core.records import DraftContext, ForwardOutput, Proposal
 from descant.core.rows import Rows
-from descant.engine.drafter_factory import Drafting
+from descant.engine.drafter_factory import DrafterSpec
 from tests.support import tiny_models
 
 VOCAB, EOS = 10, 9
@@ -33,17 +33,17 @@ class Pair:
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
-        self.facts = Facts(
-            encoder_decoder=False,
-            positions=True,
-            keeps_logits=False,
-            embeddings=False,
-            vocabulary=logits.shape[-1],
-            layers=0,
-            attention="eager",
-            windows={},
-            table=None,
-            context=None,
+        self.facts = ModelTraits(
+            is_encoder_decoder=False,
+            supports_position_ids=True,
+            supports_logits_to_keep=False,
+            supports_inputs_embeds=False,
+            vocab_size=logits.shape[-1],
+            num_layers=0,
+            attn_implementation="eager",
+            sliding_windows={},
+            max_positions=None,
+            context_length=None,
         )
 
     @property
@@ -56,12 +56,12 @@ class Pair:
     def close(self, requests: Sequence[int]) -> None:
         pass
 
-    def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
+    def forward(self, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:
         at = rows.length[:, None] + torch.tensor([-2, -1])
         tail = rows.tokens.gather(1, at.clamp(min=0))
         if proposal.drafts is not None:
             tail = torch.cat((tail, proposal.drafts), 1)
-        return Output(self.logits[tail[:, :-1], tail[:, 1:]])
+        return ForwardOutput(self.logits[tail[:, :-1], tail[:, 1:]])
 
 
 def _table(seed: int, size: int = VOCAB) -> Tensor:
@@ -125,7 +125,7 @@ class Script:
     """A drafter that is told what to guess; stands where a draft model is given."""
 
     cheap = False
-    noise: Noise
+    noise: NoiseSource
 
     def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         pass
@@ -136,7 +136,7 @@ class Script:
     def commit(self, parents: Tensor, lengths: Tensor) -> None:
         pass
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
         raise NotImplementedError
 
 
@@ -150,7 +150,7 @@ class Certain(Script):
     def __init__(self, follow: Sequence[int], ragged: bool = False) -> None:
         self.follow, self.ragged = torch.tensor(follow), ragged
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
         n = torch.minimum(most, (rows.slot + rows.length) % 5) if self.ragged else most
         tokens, last = [], _last(rows)
         for _ in range(int(n.max())):
@@ -165,10 +165,10 @@ class Weighted(Script):
     def __init__(self, law: Tensor, told: Tensor | None = None) -> None:
         self.law, self.told = law, law if told is None else told
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
         tokens, laws, last = [], [], _last(rows)
         for ahead in range(int(most.max())):
-            noise = self.noise.draw(rows.changed(length=rows.length + ahead), VOCAB)
+            noise = self.noise.draw(rows.replace(length=rows.length + ahead), VOCAB)
             laws.append(self.told[last])
             last = (self.law[last] / noise).argmax(-1)
             tokens.append(last)
@@ -178,7 +178,7 @@ class Weighted(Script):
 class Knowing(Script):
     """Draws by the target's own law: it is right whenever that hangs on nothing but the tokens."""
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
         tokens, laws, grown = [], [], rows
         for _ in range(int(most.max())):
             law = aid.process(grown, pair().forward(grown, Proposal(), aid.cache).logits[:, 0]).softmax(-1)
@@ -205,21 +205,21 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-_drafted = descant.engine.admission.drafted
+_drafted = descant.engine.admission.drafter_spec
 
 
-def _scripted(config: GenerationConfig, model: Any, given: Any) -> Drafting | None:
+def _scripted(config: GenerationConfig, model: Any, given: Any) -> DrafterSpec | None:
     """The drafter of a request that brings a script, else the usual one."""
     script = given.model
     if not isinstance(script, Script):
         return _drafted(config, model, given)
 
-    def build(noise: Noise) -> Drafter:
+    def build(noise: NoiseSource) -> Drafter:
         script.noise = noise
         return script
 
     values = {"draft_tokens": config.num_assistant_tokens, "draft_schedule": 0}
-    return Drafting(("script", id(script)), build, values)
+    return DrafterSpec(("script", id(script)), build, values)
 
 
 @contextmanager
@@ -261,7 +261,7 @@ class Setting:
             if name in given
         }
         config = GenerationConfig(**fields, **given)
-        return Request(list(self.prompt), config, logits_processor=self.processors, line=0, **brought)
+        return Request(list(self.prompt), config, logits_processor=self.processors, noise_row=0, **brought)
 
 
 def _guessed(setting: Setting, **others: Any) -> dict[str, Any]:

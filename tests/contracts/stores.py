@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KeyCache
+from descant.core.interfaces import KVCache
 from descant.kv_cache import paged, shared_prefix_attention
-from descant.kv_cache.dense import DenseCache
-from descant.kv_cache.evicting import HeavyStore, SnapStore
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.evicting import H2OStore, SnapKVStore
 from descant.kv_cache.offloaded import OffloadedStaticStore, OffloadedStore
 from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.quantized import QuantizedStore
@@ -23,8 +23,8 @@ from descant.kv_cache.quantizers import HQQ, Quanto
 from descant.kv_cache.sink import SinkStore
 from descant.kv_cache.static import StaticStore
 from descant.kv_cache.window import WindowStore
-from descant.testing import ListCache, Traits
-from descant.testing.reference_cache import Policy
+from descant.testing import CacheTraits, ReferenceCache
+from descant.testing.reference_cache import RetentionPolicy
 
 __all__ = ["ROUNDED_BY_HQQ", "STORES", "VARIANTS", "Store", "quietly", "small", "store"]
 
@@ -38,16 +38,16 @@ ROUNDED_BY_HQQ = "quantized by hqq"
 class Store:
     """How a cache is made, and what it promises beyond being exact."""
 
-    make: Callable[[], KeyCache]
-    traits: Traits = field(default_factory=Traits)
+    make: Callable[[], KVCache]
+    traits: CacheTraits = field(default_factory=CacheTraits)
 
 
-def last(count: int) -> Policy:
+def last(count: int) -> RetentionPolicy:
     """The last so many positions."""
     return lambda positions: positions[max(len(positions) - count, 0) :]
 
 
-def ends(first: int, count: int) -> Policy:
+def ends(first: int, count: int) -> RetentionPolicy:
     """The first positions and the last so many."""
 
     def keeps(positions: Sequence[int]) -> Sequence[int]:
@@ -61,29 +61,29 @@ def ends(first: int, count: int) -> Policy:
 def windowed(*windows: int | None, slack: int, room: int) -> Store:
     """A store with a window for each layer."""
     keeps = [None if window is None else last(window - 1) for window in windows]
-    return Store(lambda: WindowStore(windows, slack, room), Traits(keeps))
+    return Store(lambda: WindowStore(windows, slack, room), CacheTraits(keeps))
 
 
-def fixed(make: Callable[[], KeyCache]) -> Store:
+def fixed(make: Callable[[], KVCache]) -> Store:
     """A store with room for a number of positions."""
-    return Store(make, Traits(capacity=CAPACITY))
+    return Store(make, CacheTraits(capacity=CAPACITY))
 
 
-def rounding(make: Callable[[], KeyCache], error: float) -> Store:
+def rounding(make: Callable[[], KVCache], error: float) -> Store:
     """A store that keeps few bits of a number."""
-    return Store(make, Traits(error=error))
+    return Store(make, CacheTraits(error=error))
 
 
 class Afar(OffloadedStore):
     """An offloaded cache that is told where blocks lie, for here every device is the same."""
 
     def _write(self, keys: Tensor, *rest: Any) -> None:
-        named, stowed = self._rest, any(keys is block for block in self._keys.values())
-        self._rest = keys.device if stowed else torch.device("meta")
+        named, stowed = self._offload_device, any(keys is block for block in self._keys.values())
+        self._offload_device = keys.device if stowed else torch.device("meta")
         try:
             super()._write(keys, *rest)
         finally:
-            self._rest = named
+            self._offload_device = named
 
 
 class AfarStatic(Afar, OffloadedStaticStore):
@@ -92,34 +92,36 @@ class AfarStatic(Afar, OffloadedStaticStore):
 
 # One of each kind.
 STORES: dict[str, Store] = {
-    "list": Store(ListCache, Traits(frees=True)),
-    "dense": Store(DenseCache),
+    "list": Store(ReferenceCache, CacheTraits(frees_memory=True)),
+    "dense": Store(DenseStore),
     "paged": Store(lambda: PagedStore(block=3)),
     "window": windowed(None, 3, slack=2, room=1),
-    "sink": Store(lambda: SinkStore(5, 1, lambda keys, shift: keys, slack=2, room=1), Traits(ends(1, 3))),
+    "sink": Store(
+        lambda: SinkStore(5, 1, lambda keys, shift: keys, slack=2, room=1), CacheTraits(ends(1, 3))
+    ),
     "static": fixed(lambda: StaticStore(CAPACITY)),
     "offloaded": Store(lambda: Afar(ELSEWHERE)),
     "offloaded_static": fixed(lambda: AfarStatic(CAPACITY, device=ELSEWHERE)),
     "quantized": rounding(lambda: QuantizedStore(Quanto(4), 4), 0.3),
-    "snapkv": Store(lambda: SnapStore(6, window=3, kernel=3), Traits("own")),
-    "h2o": Store(lambda: HeavyStore(6, 3), Traits("own")),
+    "snapkv": Store(lambda: SnapKVStore(6, window=3, kernel=3), CacheTraits("own")),
+    "h2o": Store(lambda: H2OStore(6, 3), CacheTraits("own")),
 }
 # The same in other sizes, at the edges of what they allow.
 VARIANTS: dict[str, Store] = {
-    "list, forgetful": Store(lambda: ListCache([last(3), None]), Traits([last(3), None])),
+    "list, forgetful": Store(lambda: ReferenceCache([last(3), None]), CacheTraits([last(3), None])),
     "paged, a slot a block": Store(lambda: PagedStore(block=1)),
     "paged, large blocks": Store(lambda: PagedStore(block=16)),
     "window, no slack": windowed(3, 5, slack=0, room=1),
     "window of one": windowed(1, 6, slack=1, room=4),
     "sink, no slack": Store(
-        lambda: SinkStore(4, 2, lambda keys, shift: keys, slack=0, room=1), Traits(ends(2, 1))
+        lambda: SinkStore(4, 2, lambda keys, shift: keys, slack=0, room=1), CacheTraits(ends(2, 1))
     ),
     "static, few rows": fixed(lambda: StaticStore(CAPACITY, 6)),
     "quantized at once": rounding(lambda: QuantizedStore(Quanto(4), 0), 0.3),
     "quantized to two bits": rounding(lambda: QuantizedStore(Quanto(2, axis_key=-1), 3), 1.5),
     ROUNDED_BY_HQQ: rounding(lambda: QuantizedStore(HQQ(8, axis_key=1, axis_value=1), 3), 0.05),
-    "snapkv, all of it": Store(lambda: SnapStore(4, window=4, kernel=1), Traits("own")),
-    "h2o, one recent": Store(lambda: HeavyStore(3, 1), Traits("own")),
+    "snapkv, all of it": Store(lambda: SnapKVStore(4, window=4, kernel=1), CacheTraits("own")),
+    "h2o, one recent": Store(lambda: H2OStore(3, 1), CacheTraits("own")),
 }
 
 
@@ -131,7 +133,10 @@ def store(name: str) -> Store:
 @contextmanager
 def small() -> Iterator[None]:
     """What a cache does for long texts alone it does for short ones, too."""
-    with mock.patch.object(shared_prefix_attention, "_WORTH", 3), mock.patch.object(paged, "_LONG", 5):
+    with (
+        mock.patch.object(shared_prefix_attention, "_MIN_SHARED_SLOTS", 3),
+        mock.patch.object(paged, "_MIN_SLAB_SLOTS", 5),
+    ):
         yield
 
 

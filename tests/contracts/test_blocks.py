@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from descant.core.interfaces import Span
-from descant.kv_cache.block_pool import Pool
+from descant.core.interfaces import KVSpan
+from descant.kv_cache.block_pool import BlockPool
 from descant.kv_cache.paged import PagedStore
 from tests.contracts.stores import quietly, small
 
@@ -47,19 +47,19 @@ class Server:
             self.check()
         self.evict()
         self.check()
-        assert self.store.blocks_used == 0
-        assert set(self.store.pool.arenas) == {0}, "an arena of a prompt is left"
+        assert self.store.num_used_blocks == 0
+        assert set(self.store.pool.slabs) == {0}, "an arena of a prompt is left"
 
     def check(self) -> None:
         """The cache's own word, and a count of ours."""
-        self.store.check()
+        self.store.check_ref_counts()
         tables = [self.store, *(one for one in self.kept if one.pool is self.store.pool)]
-        named = np.concatenate([one.named() for one in tables])
-        assert self.store.blocks_used == len(set(named.tolist()))
-        size = self.store.pool.block
+        named = np.concatenate([one.referenced_blocks() for one in tables])
+        assert self.store.num_used_blocks == len(set(named.tolist()))
+        size = self.store.pool.block_size
         # Nobody holds more than it needs but for what was written and not committed.
         for one in self.kept:
-            assert len(one.named()) == sum(-(-length // size) for length in one.lengths.tolist())
+            assert len(one.referenced_blocks()) == sum(-(-length // size) for length in one.lengths.tolist())
 
     # -------------------------------------------------------------------- what happens
     def admit(self) -> None:
@@ -110,7 +110,7 @@ class Server:
         rows = torch.tensor([0] * self.rng.choice((1, 3)))
         past = self.rng.choice(self.kept).select(rows)
         if self.rng.random() < 0.3:
-            elsewhere = PagedStore(self.store.pool.block)
+            elsewhere = PagedStore(self.store.pool.block_size)
             elsewhere.load(past.state())
             past = elsewhere
         self.store.join(past)
@@ -132,7 +132,7 @@ class Server:
         level = bool((starts == starts[0]).all())
         start = int(starts[0]) if level else starts
         self._written = {row: int(begin) + width for row, begin in zip(rows, starts.tolist(), strict=True)}
-        span = Span(torch.tensor(rows), start, width, int(starts.max()) + width)
+        span = KVSpan(torch.tensor(rows), start, width, int(starts.max()) + width)
         content = torch.zeros(len(rows), 1, width, 1)
         self.store.update(0, content, content, span)
 
@@ -168,8 +168,8 @@ def test_no_block_is_leaked_or_freed_twice(first):
 # ------------------------------------------------------------------------ broken on purpose
 def leaks(patch: pytest.MonkeyPatch) -> None:
     """Whatever is dropped, the last of it is not."""
-    drop = Pool.drop
-    patch.setattr(Pool, "drop", lambda self, blocks: drop(self, blocks[:-1]))
+    drop = BlockPool.decref
+    patch.setattr(BlockPool, "decref", lambda self, blocks: drop(self, blocks[:-1]))
 
 
 def leaks_tables(patch: pytest.MonkeyPatch) -> None:
@@ -179,8 +179,8 @@ def leaks_tables(patch: pytest.MonkeyPatch) -> None:
 
 def frees_forks_twice(patch: pytest.MonkeyPatch) -> None:
     """A fork is not counted."""
-    name = Pool.name
-    patch.setattr(Pool, "name", lambda self, blocks: name(self, np.unique(blocks)))
+    name = BlockPool.incref
+    patch.setattr(BlockPool, "incref", lambda self, blocks: name(self, np.unique(blocks)))
 
 
 def frees_selections_twice(patch: pytest.MonkeyPatch) -> None:
@@ -223,14 +223,14 @@ def writes_to_the_shared(patch: pytest.MonkeyPatch) -> None:
 
 def keeps_arenas(patch: pytest.MonkeyPatch) -> None:
     """The memory of a prompt stays when its last block goes."""
-    drop = Pool.drop
+    drop = BlockPool.decref
 
     def broken(self, blocks):
         arenas = dict(self.arenas)
         drop(self, blocks)
         self.arenas.update(arenas)
 
-    patch.setattr(Pool, "drop", broken)
+    patch.setattr(BlockPool, "decref", broken)
 
 
 BROKEN = (

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from descant import GenerationConfig, MissingExtra, Request
-from descant.core.records import Output
+from descant.core.records import ForwardOutput
 from descant.testing import (
-    ListCache,
+    ReferenceCache,
     check_admission,
     check_batch,
     check_cache,
@@ -36,7 +36,7 @@ class Crowded(Chain):
 
     def forward(self, rows, proposal, cache):
         out = super().forward(rows, proposal, cache)
-        return out if len(rows) == 1 else Output(out.logits.roll(1, -1))
+        return out if len(rows) == 1 else ForwardOutput(out.logits.roll(1, -1))
 
 
 class Ordered(Chain):
@@ -53,7 +53,7 @@ class Ageing(Chain):
 
     def forward(self, rows, proposal, cache):
         out = super().forward(rows, proposal, cache)
-        return out if len(self.fed) < 8 else Output(out.logits.roll(1, -1))
+        return out if len(self.fed) < 8 else ForwardOutput(out.logits.roll(1, -1))
 
     def open(self, requests, inputs):
         if 0 in requests:
@@ -65,7 +65,7 @@ class Vague(Chain):
 
     def forward(self, rows, proposal, cache):
         out = super().forward(rows, proposal, cache)
-        return Output(out.logits + 1e-3 * (len(rows) > 1) * torch.arange(out.logits.shape[-1]))
+        return ForwardOutput(out.logits + 1e-3 * (len(rows) > 1) * torch.arange(out.logits.shape[-1]))
 
 
 class Moody(Chain):
@@ -73,7 +73,7 @@ class Moody(Chain):
 
     def forward(self, rows, proposal, cache):
         out = super().forward(rows, proposal, cache)
-        return Output(out.logits + torch.randn(()) * torch.arange(out.logits.shape[-1]))
+        return ForwardOutput(out.logits + torch.randn(()) * torch.arange(out.logits.shape[-1]))
 
 
 class Hasty(Chain):
@@ -81,7 +81,7 @@ class Hasty(Chain):
 
     def forward(self, rows, proposal, cache):
         out = super().forward(rows, proposal, cache)
-        return Output(out.logits[:, :1].expand_as(out.logits))
+        return ForwardOutput(out.logits[:, :1].expand_as(out.logits))
 
 
 @pytest.mark.parametrize("kind", [Crowded, Ordered, Vague])
@@ -118,7 +118,7 @@ def test_a_model_that_misjudges_drafts_is_found():
         check_drafts(Hasty.chance(11, 0), given)
 
 
-class Uncut(ListCache):
+class Uncut(ReferenceCache):
     """Forgets to roll back."""
 
     def commit(self, parents, lengths):
@@ -132,7 +132,7 @@ class Uncut(ListCache):
         return super().update(layer, key, value, span._replace(start=starts[list(rows)], stop=99))
 
 
-class Rooted(ListCache):
+class Rooted(ReferenceCache):
     """Leaves every row where it was."""
 
     def commit(self, parents, lengths):
@@ -141,7 +141,7 @@ class Rooted(ListCache):
         super().commit(parents, lengths)
 
 
-class Shared(ListCache):
+class Shared(ReferenceCache):
     """Lets forked rows write to one list."""
 
     def commit(self, parents, lengths):
@@ -151,7 +151,7 @@ class Shared(ListCache):
             self._rows = [old[at] for at in parents.tolist()]
 
 
-class Tired(ListCache):
+class Tired(ReferenceCache):
     """Forgets the value of the first position."""
 
     def update(self, layer, key, value, span):
@@ -162,7 +162,7 @@ class Tired(ListCache):
 
 @pytest.mark.parametrize("kind", [Uncut, Rooted, Shared, Tired])
 def test_a_cache_that_breaks_the_law_is_found(kind):
-    check_cache(ListCache, examples=30)
+    check_cache(ReferenceCache, examples=30)
     with pytest.raises(AssertionError, match=rf"{kind.__name__}: .*, after\n  cache 0 = a new one\n  extend"):
         check_cache(kind)
 
@@ -175,5 +175,5 @@ def test_a_cache_that_spoils_a_generation_is_found(tiny):
 def test_without_hypothesis_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     with pytest.raises(MissingExtra, match=r"descant\[testing\]") as error:
-        check_cache(ListCache)
+        check_cache(ReferenceCache)
     assert error.value.extra == "testing"

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from descant.core.interfaces import Reach
+from descant.core.interfaces import VisibleSlots
 from descant.kv_cache import quantized, shared_prefix_attention
-from descant.kv_cache.block_pool import Pool
-from descant.kv_cache.dense import DenseCache
-from descant.kv_cache.evicting import HeavyStore, SnapStore
+from descant.kv_cache.block_pool import BlockPool
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.evicting import H2OStore, SnapKVStore
 from descant.kv_cache.offloaded import OffloadedStore
 from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.quantized import QuantizedStore
 from descant.kv_cache.quantizers import Quanto
 from descant.kv_cache.sink import SinkStore
-from descant.kv_cache.sink_window import Recent
+from descant.kv_cache.sink_window import SinkWindowBlocks
 from descant.kv_cache.static import StaticStore
 from descant.kv_cache.window import WindowStore
-from descant.testing import ListCache, Traits, check_cache
+from descant.testing import CacheTraits, ReferenceCache, check_cache
 from tests.contracts.stores import last, quietly, small, store
 
 Patch = pytest.MonkeyPatch
@@ -60,7 +60,7 @@ def before(patch: Patch, kind: type, name: str, change: Callable[..., tuple[Any,
 def wrong_parent(patch: Patch) -> None:
     """A row continues its neighbour."""
     before(
-        patch, DenseCache, "commit", lambda self, parents, lengths: (
+        patch, DenseStore, "commit", lambda self, parents, lengths: (
             parents if parents is None or len(parents) < 2 else parents.flip(0), lengths
         ),
     )  # fmt: skip
@@ -70,21 +70,21 @@ def wrong_parent(patch: Patch) -> None:
 def stale_prefix(patch: Patch) -> None:
     """Rows that part are believed to share what one of them lost."""
 
-    def commit(_: None, self: DenseCache, parents: Any, lengths: torch.Tensor) -> None:
-        self._kin._shared = lengths.numpy() + 2
+    def commit(_: None, self: DenseStore, parents: Any, lengths: torch.Tensor) -> None:
+        self._prefix_groups._shared_lengths = lengths.numpy() + 2
 
-    after(patch, DenseCache, "commit", commit)
+    after(patch, DenseStore, "commit", commit)
 
 
 @fault("dense")
 def missing_cut(patch: Patch) -> None:
     """What is cut stays."""
 
-    def commit(self: DenseCache, parents: Any, lengths: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def commit(self: DenseStore, parents: Any, lengths: torch.Tensor) -> tuple[Any, torch.Tensor]:
         old = self.lengths if parents is None else self.lengths[parents]
         return parents, torch.maximum(lengths, old)
 
-    before(patch, DenseCache, "commit", commit)
+    before(patch, DenseStore, "commit", commit)
 
 
 @fault("dense")
@@ -95,24 +95,24 @@ def forgotten_values(patch: Patch) -> None:
         given[1][:, :, 0] = 0
         return given
 
-    after(patch, DenseCache, "update", update)
+    after(patch, DenseStore, "update", update)
 
 
 @fault("dense")
 def swapped(patch: Patch) -> None:
     """Keys are given for values."""
-    after(patch, DenseCache, "update", lambda given, *_: (given[1], given[0]))
+    after(patch, DenseStore, "update", lambda given, *_: (given[1], given[0]))
 
 
 @fault("dense")
 def extended_in_front(patch: Patch) -> None:
     """A row that comes is believed to be as long as the last one."""
 
-    def extend(_: None, self: DenseCache, rows: int) -> None:
+    def extend(_: None, self: DenseStore, rows: int) -> None:
         if len(self._lengths) > rows:
             self._lengths[-1] = self._lengths[-1 - rows]
 
-    after(patch, DenseCache, "extend", extend)
+    after(patch, DenseStore, "extend", extend)
 
 
 # ------------------------------------------------------------------------ whole rows
@@ -120,29 +120,29 @@ def extended_in_front(patch: Patch) -> None:
 def borrowed(patch: Patch) -> None:
     """Rows that were selected are written to by both."""
 
-    def select(other: DenseCache, self: DenseCache, rows: torch.Tensor) -> DenseCache:
+    def select(other: DenseStore, self: DenseStore, rows: torch.Tensor) -> DenseStore:
         if torch.equal(rows, torch.arange(len(self))):
             other._keys, other._values = dict(self._keys), dict(self._values)
         return other
 
-    after(patch, DenseCache, "select", select)
+    after(patch, DenseStore, "select", select)
 
 
 @fault("dense")
 def selected_once(patch: Patch) -> None:
     """A row that is selected twice is given once."""
-    before(patch, DenseCache, "select", lambda self, rows: (rows.unique(),))
+    before(patch, DenseStore, "select", lambda self, rows: (rows.unique(),))
 
 
 @fault("dense")
 def uncommitted(patch: Patch) -> None:
     """What nobody committed is selected, too."""
 
-    def select(other: DenseCache, self: DenseCache, rows: torch.Tensor) -> DenseCache:
+    def select(other: DenseStore, self: DenseStore, rows: torch.Tensor) -> DenseStore:
         other._lengths = other._lengths + 1
         return other
 
-    after(patch, DenseCache, "select", select)
+    after(patch, DenseStore, "select", select)
 
 
 @fault("paged")
@@ -150,7 +150,7 @@ def joined_in_front(patch: Patch) -> None:
     """Rows that join come first."""
 
     def join(_: None, self: PagedStore, other: PagedStore) -> None:
-        self._table, self._lengths = np.roll(self._table, 1, 0), self._lengths.roll(1)
+        self._block_table, self._lengths = np.roll(self._block_table, 1, 0), self._lengths.roll(1)
 
     after(patch, PagedStore, "join", join)
 
@@ -158,7 +158,9 @@ def joined_in_front(patch: Patch) -> None:
 @fault("window")
 def gaps_not_saved(patch: Patch) -> None:
     """What was forgotten is not written down."""
-    after(patch, Recent, "state", lambda given, *_: {**given, "gaps": torch.zeros_like(given["gaps"])})
+    after(
+        patch, SinkWindowBlocks, "state", lambda given, *_: {**given, "gaps": torch.zeros_like(given["gaps"])}
+    )
 
 
 @fault("static")
@@ -187,10 +189,12 @@ def no_copy_on_write(patch: Patch) -> None:
     reserve = PagedStore._reserve
 
     def broken(self: PagedStore, row: int, start: int, stop: int) -> None:
-        pool, refs = self.pool, self.pool.refs
-        pool.refs = np.minimum(refs, 1)
+        pool, refs = self.pool, self.pool.ref_counts
+        pool.ref_counts = np.minimum(refs, 1)
         reserve(self, row, start, stop)
-        pool.refs = np.where(pool.refs > 0, np.maximum(pool.refs, _padded(refs, len(pool.refs))), 0)
+        pool.ref_counts = np.where(
+            pool.ref_counts > 0, np.maximum(pool.ref_counts, _padded(refs, len(pool.ref_counts))), 0
+        )
 
     patch.setattr(PagedStore, "_reserve", broken)
 
@@ -198,29 +202,32 @@ def no_copy_on_write(patch: Patch) -> None:
 @fault("paged")
 def short_copy(patch: Patch) -> None:
     """A block that is copied loses its last slot."""
-    before(patch, Pool, "copy", lambda self, old, new, slots: (old, new, slots - 1))
+    before(patch, BlockPool, "copy", lambda self, old, new, slots: (old, new, slots - 1))
 
 
 @fault("paged")
 def freed_twice(patch: Patch) -> None:
     """A fork is not counted."""
-    before(patch, Pool, "name", lambda self, blocks: (np.unique(blocks),))
+    before(patch, BlockPool, "name", lambda self, blocks: (np.unique(blocks),))
 
 
 @fault("paged")
 def long_run(patch: Patch) -> None:
     """Attention passes over the first slot behind what rows share."""
     after(
-        patch, shared_prefix_attention.Plan, "tails", lambda given, *_: np.where(given > 0, given + 1, given)
+        patch,
+        shared_prefix_attention.PagedReadPlan,
+        "tails",
+        lambda given, *_: np.where(given > 0, given + 1, given),
     )
 
 
 @fault("paged")
 def not_merged(patch: Patch) -> None:
     """Attention weighs what rows share as much as what they do not."""
-    old = shared_prefix_attention._merged
+    old = shared_prefix_attention._merge_by_lse
     patch.setattr(
-        shared_prefix_attention, "_merged", lambda one, weight, other, sums: old(one, sums, other, sums)
+        shared_prefix_attention, "_merge_by_lse", lambda one, weight, other, sums: old(one, sums, other, sums)
     )
 
 
@@ -228,17 +235,22 @@ def not_merged(patch: Patch) -> None:
 @fault("window")
 def stale_slot(patch: Patch) -> None:
     """One position more is shown than the window has."""
-    before(patch, Recent, "__init__", lambda self, head, keep, slack, *rest: (head, keep + 1, slack, *rest))
+    before(
+        patch,
+        SinkWindowBlocks,
+        "__init__",
+        lambda self, head, keep, slack, *rest: (head, keep + 1, slack, *rest),
+    )
 
 
 @fault("window")
 def early_trim(patch: Patch) -> None:
     """A row is trimmed to its window, and what it may be cut to is gone."""
 
-    def made(_: None, self: Recent, *given: Any) -> None:
-        self._least -= self._sizes[2]
+    def made(_: None, self: SinkWindowBlocks, *given: Any) -> None:
+        self._trimmed_size -= self._init_args[2]
 
-    after(patch, Recent, "__init__", made)
+    after(patch, SinkWindowBlocks, "__init__", made)
 
 
 @fault("sink")
@@ -246,7 +258,7 @@ def no_sinks(patch: Patch) -> None:
     """The first positions are forgotten like all others."""
 
     def made(_: None, self: SinkStore, *given: Any) -> None:
-        self._held = Recent(0, given[0] - 1, *self._made[3:])
+        self._blocks = SinkWindowBlocks(0, given[0] - 1, *self._init_args[3:])
 
     after(patch, SinkStore, "__init__", made)
 
@@ -254,7 +266,7 @@ def no_sinks(patch: Patch) -> None:
 @fault("window")
 def untold(patch: Patch) -> None:
     """What a layer is about to show is not told."""
-    patch.setattr(WindowStore, "reach", lambda *_: None)
+    patch.setattr(WindowStore, "visible_slots", lambda *_: None)
 
 
 @fault("h2o")
@@ -268,17 +280,17 @@ def out_of_order(patch: Patch) -> None:
         keys._block, values._block = keys._block.flip(2), values._block.flip(2)
         return given
 
-    after(patch, HeavyStore, "update", update)
+    after(patch, H2OStore, "update", update)
 
 
 @fault("snapkv")
 def too_much_told(patch: Patch) -> None:
     """It says that it shows all positions."""
 
-    def reach(given: Any, self: SnapStore, layer: int, span: Any) -> Any:
-        return given and Reach(torch.from_numpy(span.on_host(len(self))[1]), span.stop)
+    def reach(given: Any, self: SnapKVStore, layer: int, span: Any) -> Any:
+        return given and VisibleSlots(torch.from_numpy(span.on_host(len(self))[1]), span.stop)
 
-    after(patch, SnapStore, "reach", reach)
+    after(patch, SnapKVStore, "reach", reach)
 
 
 # ------------------------------------------------------------------------ those that round or lie elsewhere
@@ -358,10 +370,10 @@ def test_what_is_found_is_short(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "promise", "said"),
     [
-        (DenseCache, {"traits": Traits(frees=True)}, r"nbytes is \d+ without any row"),
-        (DenseCache, {"keeps": last(3)}, "reach of layer 0 is None, must be told"),
-        (lambda: ListCache(last(3)), {}, "says that rows hold"),
-        (lambda: ListCache(last(3)), {"keeps": last(2)}, "says that rows hold"),
+        (DenseStore, {"traits": CacheTraits(frees_memory=True)}, r"nbytes is \d+ without any row"),
+        (DenseStore, {"keeps": last(3)}, "reach of layer 0 is None, must be told"),
+        (lambda: ReferenceCache(last(3)), {}, "says that rows hold"),
+        (lambda: ReferenceCache(last(3)), {"keeps": last(2)}, "says that rows hold"),
         (lambda: QuantizedStore(Quanto(2), 2), {"error": 0.01}, "are wrong in slots"),
         (lambda: StaticStore(4), {}, "too small for"),
     ],
@@ -372,5 +384,5 @@ def test_a_promise_that_is_not_kept_is_found(make, promise, said):
 
 
 def test_promises_are_taken_as_arguments():
-    check_cache(lambda: ListCache(last(3)), 40, keeps=last(3))
+    check_cache(lambda: ReferenceCache(last(3)), 40, retention=last(3))
     check_cache(lambda: QuantizedStore(Quanto(4), 2), 40, error=0.3)

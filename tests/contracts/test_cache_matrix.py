@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from descant import ConfigError, GenerationConfig, Request
-from descant.kv_cache.quantizers import Coding, Packed
+from descant.kv_cache.quantizers import GroupCodec, QuantizedTensor
 from descant.testing import Outcome, Schedule, check_admission, check_batch, compare, outcomes
 from tests.contracts import methods, speculation, subjects
 from tests.contracts.stores import small
@@ -103,16 +103,16 @@ def dense(tiny: Callable[..., Tiny]) -> Callable[[str, str], list[Outcome]]:
 def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of the quantized cache that hold numbers as they came, so that it has to be exact as well."""
 
-    def encode(self: Coding, content: torch.Tensor) -> Packed:
+    def encode(self: GroupCodec, content: torch.Tensor) -> QuantizedTensor:
         none = content.new_zeros(*content.shape[:2], 0)
-        return Packed(content.clone(), none, none)
+        return QuantizedTensor(content.clone(), none, none)
 
-    def decode(self: Coding, parts: Sequence[Packed], into: torch.Tensor) -> None:
+    def decode(self: GroupCodec, parts: Sequence[QuantizedTensor], into: torch.Tensor) -> None:
         whole = torch.cat([part.codes for part in parts], 1)
         into.copy_(whole.unflatten(1, into.shape[1:3]))
 
-    monkeypatch.setattr(Coding, "encode", encode)
-    monkeypatch.setattr(Coding, "decode", decode)
+    monkeypatch.setattr(GroupCodec, "encode", encode)
+    monkeypatch.setattr(GroupCodec, "decode", decode)
 
 
 def refused(cache: str, model: str, method: str) -> bool:

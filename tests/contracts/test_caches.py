@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.paged import PagedStore
 from descant.testing import check_cache, check_generation
 from tests.contracts.stores import ROUNDED_BY_HQQ, STORES, VARIANTS, small, store
@@ -38,6 +38,6 @@ def test_a_cache_equals_lists(name, examples):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cache", [DenseCache, PagedStore])
+@pytest.mark.parametrize("cache", [DenseStore, PagedStore])
 def test_a_cache_carries_whole_generations(tiny, cache, name):
     check_generation(cache, tiny(name).model, mixed(tiny(name)))

@@ -3,7 +3,7 @@
 import pytest
 
 from descant import GenerationConfig
-from descant.errors import shown
+from descant.errors import format_value
 from descant.testing import check_config_roundtrip
 from tests.contracts.subjects import METHODS
 from tests.support.config_cases import EVERY_VALUE, made
@@ -12,7 +12,7 @@ UNWRITABLE = ("constraints", "prefix_allowed_tokens_fn")
 WRITABLE = [(name, value) for name, value in EVERY_VALUE if name not in UNWRITABLE]
 
 
-@pytest.mark.parametrize(("name", "value"), WRITABLE, ids=shown)
+@pytest.mark.parametrize(("name", "value"), WRITABLE, ids=format_value)
 def test_every_value_of_every_field(name, value):
     check_config_roundtrip(made(name, value))
 

@@ -5,14 +5,14 @@ import torch
 
 from descant import GenerationConfig
 from descant.core.records import Proposal
-from descant.core.sampling_noise import Chance
-from descant.decoding.speculative.draft_model import Assistant
+from descant.core.sampling_noise import SamplingNoise
+from descant.decoding.speculative.draft_model import AssistantDrafter
 from descant.decoding.speculative.early_exit import EarlyExit
 from descant.decoding.speculative.prompt_lookup import PromptLookup
 from descant.decoding.speculative.suffix_lookup import SuffixLookup
-from descant.engine.planner import adapt
+from descant.engine.planner import as_model
 from descant.engine.session import Request
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.dense import DenseStore
 from descant.testing import check_drafter
 from tests.support import tiny_models
 
@@ -62,19 +62,19 @@ def requests_of(subject):
 
 
 def drafters(subject):
-    target = adapt(subject.model)
+    target = as_model(subject.model)
     size = target.facts.vocabulary
-    chance = Chance()
+    chance = SamplingNoise()
 
     def assistant():
-        chance.lines = 2000
-        return Assistant(target, DenseCache(), chance, vocabulary=size)
+        chance.num_rows = 2000
+        return AssistantDrafter(target, DenseStore(), chance, vocabulary=size)
 
     def early_exit():
-        from descant.models.truncated_model import shallow
+        from descant.models.truncated_model import truncate_model
 
-        chance.lines = 2000
-        return EarlyExit(adapt(shallow(subject.model, 1)), chance, vocabulary=size)
+        chance.num_rows = 2000
+        return EarlyExit(as_model(truncate_model(subject.model, 1)), chance, vocabulary=size)
 
     return {
         "lookup": PromptLookup,
@@ -96,13 +96,13 @@ def flat(drafts, size):
 
 
 def test_a_drafter_that_draws_from_the_law_it_gives_is_believed(subject):
-    size = adapt(subject.model).facts.vocabulary
+    size = as_model(subject.model).facts.vocabulary
     even = Told(lambda rows, place: torch.randint(size, (len(rows),)), lambda drafts: flat(drafts, size))
     check_drafter(subject.model, lambda: even, requests_of(subject)[:1], sizes=(1,))
 
 
 def test_a_drafter_that_lies_about_its_law_is_caught(subject):
-    size = adapt(subject.model).facts.vocabulary
+    size = as_model(subject.model).facts.vocabulary
     skewed = Told(
         lambda rows, place: torch.randint(size // 2, (len(rows),)), lambda drafts: flat(drafts, size)
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from descant.testing import ListCache, check_drafts
+from descant.testing import ReferenceCache, check_drafts
 from tests.contracts.subjects import MODELS, of_method
 
 
@@ -13,4 +13,4 @@ def test_drafts_at_once_equal_one_by_one(tiny, name):
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_drafts_on_the_list_cache(tiny, name):
-    check_drafts(tiny(name).model, of_method(tiny(name), "greedy", 3), make_cache=ListCache)
+    check_drafts(tiny(name).model, of_method(tiny(name), "greedy", 3), make_cache=ReferenceCache)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from descant import GenerationConfig, Request, Session
-from descant.core.context import Params, Prompt, table
-from descant.core.records import Context, Observation, Output, Proposal, Selection
+from descant.core.context import PromptInfo, RowParams, columns_from_rows
+from descant.core.records import Context, ForwardOutput, Observation, Proposal, Selection
 from descant.core.rows import Rows
 from descant.decoding.processors import LogitsProcessor
-from descant.decoding.processors.pipeline import STAGES
+from descant.decoding.processors.pipeline import PROCESSOR_SPECS
 from descant.decoding.strategies.sampling import Sampling
-from descant.engine.planner import plan
-from descant.engine.strategy_group import Lane, stateful
+from descant.engine.planner import make_plan
+from descant.engine.strategy_group import StrategyGroup, as_stateful
 from tests.support.markov_model import Chain
 
 VOCABULARY = 13
@@ -73,7 +73,7 @@ def test_a_state_equals_one_worked_out_from_the_hypothesis(name, beams):
     for step in seen:
         rows = step.rows
         for row in range(len(rows)):
-            start, length = int(rows.prompt[row]), int(rows.length[row])
+            start, length = int(rows.prompt_length[row]), int(rows.length[row])
             tokens = rows.tokens[row, :length].tolist()
 
             def law(done, tokens=tokens, start=start):
@@ -105,12 +105,12 @@ def test_scores_equal_those_of_a_session_that_is_made_to_say_the_same(name, beam
     session = Session(model, observe=seen.append)
     session.admit(Request([1, 2, 1], config), Request([3], config))
     list(session.drain())
-    made = plan(GenerationConfig.merge({}, config), model.facts)
+    made = make_plan(GenerationConfig.merge({}, config), model.facts)
     checked = 0
     for step in seen[:: 2 if beams > 1 else 1]:
         rows = step.rows
         for row in range(len(rows)):
-            start, length = int(rows.prompt[row]), int(rows.length[row])
+            start, length = int(rows.prompt_length[row]), int(rows.length[row])
             tokens = rows.tokens[row, :length].tolist()
             expected = replayed(model, made, tokens, start, beams > 1)
             assert torch.equal(expected.isfinite(), step.scores[row, 0].isfinite())
@@ -121,7 +121,7 @@ def test_scores_equal_those_of_a_session_that_is_made_to_say_the_same(name, beam
 
 def replayed(model, made, tokens, start, normalised):
     """The processed scores after `tokens`, of a row that went there alone, one token at a time [V]."""
-    params = table([made.row(_prompt(tokens[:start]), model.facts)])
+    params = columns_from_rows([made.row(_prompt(tokens[:start]), model.facts)])
     states: dict[str, torch.Tensor] = {}
     for length in range(start, len(tokens) + 1):
         scores = model.after(length, tokens[length - 1])[None]
@@ -130,7 +130,7 @@ def replayed(model, made, tokens, start, normalised):
         context = Context(*where, params, states=states)
         for _, stage in sorted(made.chain, key=lambda entry: entry[0]):
             before, scores = scores, stage.processor.process(context, scores)
-            if stateful(stage.processor) and length < len(tokens):
+            if as_stateful(stage.processor) and length < len(tokens):
                 states = states | stage.processor.advance(
                     context, before, scores, torch.tensor([tokens[length]])
                 )
@@ -138,11 +138,11 @@ def replayed(model, made, tokens, start, normalised):
 
 
 def _prompt(tokens):
-    return Prompt(len(tokens), source=lambda: list(tokens))
+    return PromptInfo(len(tokens), source_ids=lambda: list(tokens))
 
 
 def test_every_processor_with_a_state_is_tried():
-    kept = {type(stage.processor).__name__ for stage in STAGES if stateful(stage.processor)}
+    kept = {type(stage.processor).__name__ for stage in PROCESSOR_SPECS if as_stateful(stage.processor)}
     assert kept == {"MirostatLogitsWarper", "AdaptivePLogitsWarper"}
 
 
@@ -161,7 +161,7 @@ class Counting(LogitsProcessor):
 
 
 def lane_of(users=None):
-    return Lane(Sampling(None, None), None, [(Counting(), users)])
+    return StrategyGroup(Sampling(None, None), None, [(Counting(), users)])
 
 
 def rows_of(tokens, said):
@@ -170,7 +170,7 @@ def rows_of(tokens, said):
     zeros = torch.zeros_like(length)
     return Rows(
         torch.tensor([row + [0] * (wide - len(row)) for row in tokens]), length, zeros, zeros, zeros,
-        torch.arange(len(length)), zeros, {"params": Params(table([{"pad": 0}] * len(length))), "said": said},
+        torch.arange(len(length)), zeros, {"params": RowParams(columns_from_rows([{"pad": 0}] * len(length))), "said": said},
     )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def test_drafts_at_once_move_a_state_as_one_by_one(users):
     lane = lane_of(users)
     tried = Proposal(None, drafts, torch.tensor([2, 2, 2]))
     at_once = lane.process(rows, tried, logits)
-    seen = Observation(rows, logits, at_once, Output(at_once))
+    seen = Observation(rows, logits, at_once, ForwardOutput(at_once))
     selected = lane.follow(seen, tried, Selection(tokens, parents, accepted))
     for new, (parent, many) in enumerate(zip(parents.tolist(), accepted.tolist(), strict=True)):
         said = rows.column("said")[parent : parent + 1]
@@ -197,6 +197,8 @@ def test_drafts_at_once_move_a_state_as_one_by_one(users):
             scores = one.process(row, Proposal(), here)
             assert torch.allclose(scores, at_once[parent, place], atol=1e-6)
             token = tokens[new : new + 1] if place == many else drafts[parent, place : place + 1]
-            told = one.follow(Observation(row, here, scores, Output(scores)), Proposal(), Selection(token))
+            told = one.follow(
+                Observation(row, here, scores, ForwardOutput(scores)), Proposal(), Selection(token)
+            )
             said = told.columns["said"]
         assert torch.allclose(selected.columns["said"][new], said[0], atol=1e-5)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from descant.errors import shown
+from descant.errors import format_value
 from tests.contracts.configs import GOOD, NOW, Case, cases
 from tests.contracts.verdict import Violation, run
 
@@ -58,5 +58,5 @@ def test_calls_made_by_chance(tiny, first, record_property):
 
 
 def _told(case: Case) -> str:
-    given = ", ".join(f"{name}={shown(one)}" for name, one in case.fields.items())
+    given = ", ".join(f"{name}={format_value(one)}" for name, one in case.fields.items())
     return f"case {case.number} on {case.model}: {given}" + (f"; inputs: {case.odd}" if case.odd else "")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from descant import GenerationConfig, Request
-from descant.api.inputs import prepared
-from descant.models.traits import facts_of
+from descant.api.inputs import prepare_prompts
+from descant.models.traits import traits_of
 from descant.testing import check_admission, check_batch
 from tools.sweep.kinds import KINDS, representative
 from tools.sweep.subject import Subject
@@ -27,12 +27,12 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def _requests(subject: Subject) -> list[Request]:
     """Each prompt of a subject with another method, and the first again."""
-    facts, made = facts_of(subject.model), []
+    facts, made = traits_of(subject.model), []
     own = GenerationConfig.from_transformers(subject.model.generation_config)
     for number, (name, prompt) in enumerate(zip(METHODS, subject.prompts, strict=False)):
         config = GenerationConfig.merge({**METHODS[name], "max_new_tokens": 5 + number}, None, own)
         with torch.no_grad():
-            ready = prepared(prompt, config, facts, torch.device("cpu"))
+            ready = prepare_prompts(prompt, config, facts, torch.device("cpu"))
         made.append(Request(ready.prompt(0), config, ready.inputs[0]))
     return [*made, made[0]]
 

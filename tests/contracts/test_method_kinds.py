@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from descant import ConfigError, GenerationConfig, Request
-from descant.api.inputs import prepared
-from descant.models.traits import facts_of
+from descant.api.inputs import prepare_prompts
+from descant.models.traits import traits_of
 from descant.testing import check_admission, check_batch, outcomes
 from tools.sweep.kinds import KINDS, representative
 from tools.sweep.subject import Subject
@@ -46,21 +46,21 @@ def _request(subject: Subject, number: int, fields: dict[str, Any]) -> Request:
     config = GenerationConfig.merge({**fields, "max_new_tokens": 4 + number % 3}, None, own)
     prompt = subject.prompts[number % len(subject.prompts)]
     with torch.no_grad():
-        ready = prepared(prompt, config, facts_of(subject.model), torch.device("cpu"))
+        ready = prepare_prompts(prompt, config, traits_of(subject.model), torch.device("cpu"))
     return Request(ready.prompt(0), config, ready.inputs[0])
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_laws_hold_on_every_kind(kind: str) -> None:
     subject = subject_of(representative(kind))
-    facts = facts_of(subject.model)
+    facts = traits_of(subject.model)
     given = [
         _request(subject, number, fields)
         for number, (name, fields) in enumerate(METHODS.items())
-        if not (facts.encoder_decoder and name in DECODER_ONLY)
+        if not (facts.is_encoder_decoder and name in DECODER_ONLY)
     ]
     sequential = _request(subject, 0, SEQUENTIAL)
-    if facts.memory == "own":
+    if facts.cache_type == "own":
         with pytest.raises(ConfigError, match="`low_memory` needs a model that can forget a token"):
             outcomes(subject.model, [sequential])
     else:

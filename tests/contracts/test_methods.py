@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from descant import Failed, Finished, Session
-from descant.testing import check_admission, check_batch, check_seed, compare, failing, outcomes
+from descant.testing import check_admission, check_batch, check_seed, compare, failing_request, outcomes
 from descant.testing.admission_schedule import Schedule
 from tests.contracts.methods import DECODER_ONLY, METHODS, SEEDED, mixed, of_method
 
@@ -53,7 +53,7 @@ def test_all_methods_share_a_session(tiny, name):
         found = outcomes(tiny(name).model, given, Schedule.at_once(list(order)))
         for place, expected in enumerate(alone):
             compare(expected, found[place], f"request {place} among all methods")
-            unmet = [[one.unmet for one in some.hypotheses] for some in (expected, found[place])]
+            unmet = [[one.unmet_constraints for one in some.hypotheses] for some in (expected, found[place])]
             assert unmet[0] == unmet[1], f"request {place} among all methods"
 
 
@@ -75,16 +75,18 @@ def test_nothing_is_remembered_of_what_has_left(tiny, name):
     """Requests that end, that fail and that are cancelled: no strategy and no wrapper keeps any."""
     given = mixed(tiny(name))
     session = Session(tiny(name).model)
-    session.admit(*given, *(failing(one, 2) for one in given))
+    session.admit(*given, *(failing_request(one, 2) for one in given))
     doomed = set(session.admit(*given))
     for _ in range(3):
         doomed -= {one.request for one in session.step() if isinstance(one, Finished | Failed)}
-    assert sum(map(_held, session._roster.strategies.values())) > len(given)
+    assert sum(map(_held, session._running.strategies.values())) > len(given)
     for number in doomed:
         session.cancel(number)
     while len(session):
         session.step()
-    assert {type(one).__name__: _held(one) for one in session._roster.strategies.values() if _held(one)} == {}
+    assert {
+        type(one).__name__: _held(one) for one in session._running.strategies.values() if _held(one)
+    } == {}
     model = session.model
     while hasattr(model, "inner"):
         assert not getattr(model, "_negative", None)

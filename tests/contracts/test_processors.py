@@ -9,7 +9,7 @@ import torch
 import descant
 from descant.decoding import processors
 from descant.decoding.processors import LogitsProcessor
-from descant.decoding.processors.pipeline import STAGES
+from descant.decoding.processors.pipeline import PROCESSOR_SPECS
 from descant.decoding.watermark.schemes import (
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,
@@ -195,7 +195,7 @@ ELSEWHERE = {
     "ClassifierFreeGuidanceLogitsProcessor",  # its answer has half the lines: by hand only
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",  # runs a model: by hand only
     "HammingDiversityLogitsProcessor",  # needs earlier groups: see its unit tests
-    "HealingLogitsProcessor",  # needs a prompt that was cut: tests/unit/decoding/processors/test_healing.py
+    "HealingLogitsProcessor",  # needs a prompt that was cut: tests/unit/decoding/processors/test_token_healing.py
 }
 INSIDE = {"RewoundLogitsProcessor"}  # part of a strategy
 
@@ -209,7 +209,7 @@ def test_every_processor_is_tried():
         and getattr(descant, name) is not LogitsProcessor
     }
     assert set(PARAMS) == public - ELSEWHERE == {type(one).__name__ for one in BY_HAND}
-    assert {type(stage.processor).__name__ for stage in STAGES} <= public | INSIDE
+    assert {type(stage.processor).__name__ for stage in PROCESSOR_SPECS} <= public | INSIDE
 
 
 @pytest.mark.parametrize("name", PARAMS)

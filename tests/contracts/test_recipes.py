@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from descant import ConfigError, InputError, RecipeError
-from descant.parts import ConfigError as PartsConfigError
 from descant.parts import (
-    Doubt,
+    Backtracking,
     LogitsProcessor,
+    ModelWrapper,
     Proposal,
-    Rewinding,
+    Retraction,
     Sampling,
-    Wrapped,
-    marked,
-    pick,
+    index_rows,
+    vocab_mask,
 )
+from descant.parts import ConfigError as PartsConfigError
 from descant.recipes.cookbook import bayes_risk, keep_thinking, roll_back
 from descant.recipes.loading import load_recipe
 from descant.testing import check_recipe
@@ -53,15 +53,15 @@ def test_they_are_found_by_name(name):
 class Second(Sampling):
     """The second best token, if there are two."""
 
-    def _chosen(self, rows, scores):
+    def _choose_tokens(self, rows, scores):
         best = scores.topk(2, -1)
         lone = best.values[:, 1] == -torch.inf
-        return super()._chosen(
+        return super()._choose_tokens(
             rows, scores.scatter(1, best.indices[:, :1], -torch.inf).where(~lone[:, None], scores)
         )
 
 
-class Colder(Wrapped):
+class Colder(ModelWrapper):
     """Sharper logits, for the rows that ask."""
 
     def __init__(self, inner, by=2.0):
@@ -70,8 +70,8 @@ class Colder(Wrapped):
 
     def forward(self, rows, proposal, cache):
         output = self.inner.forward(rows, proposal, cache)
-        mine = self.mine(rows)
-        shaped = pick(output.logits, mine) * self.by
+        mine = self.active_rows(rows)
+        shaped = index_rows(output.logits, mine) * self.by
         return output._replace(logits=output.logits.index_copy(0, mine, shaped), plain=output.logits)
 
 
@@ -148,18 +148,18 @@ def test_it_leaves_torch_alone():
 class Neighbourly(Sampling):
     """Takes the second best token while it has company."""
 
-    def _chosen(self, rows, scores):
+    def _choose_tokens(self, rows, scores):
         if len(set(rows.request.tolist())) > 1:
             scores = scores.scatter(1, scores.argmax(-1, keepdim=True), -torch.inf)
-        return super()._chosen(rows, scores)
+        return super()._choose_tokens(rows, scores)
 
 
 class Ranked(Sampling):
     """Treats whoever came first better."""
 
-    def _chosen(self, rows, scores):
+    def _choose_tokens(self, rows, scores):
         worst = scores.scatter(1, scores.argmax(-1, keepdim=True), -torch.inf)
-        return super()._chosen(rows, torch.where(rows.request[:, None] > 0, worst, scores))
+        return super()._choose_tokens(rows, torch.where(rows.request[:, None] > 0, worst, scores))
 
 
 class Tired(Sampling):
@@ -169,9 +169,9 @@ class Tired(Sampling):
         super().__init__(*given)
         self.steps = 0
 
-    def _chosen(self, rows, scores):
+    def _choose_tokens(self, rows, scores):
         self.steps += 1
-        return super()._chosen(rows, scores if self.steps < 30 else -scores)
+        return super()._choose_tokens(rows, scores if self.steps < 30 else -scores)
 
 
 class Placed(Sampling):
@@ -194,14 +194,14 @@ class Placed(Sampling):
 class Dicing(Sampling):
     """Draws from torch's generator, though its requests have a seed."""
 
-    def _drawn(self, rows, scores):
+    def _sample(self, rows, scores):
         return scores.max(-1).values, torch.multinomial(scores.softmax(-1), 1)[:, 0]
 
 
 class Deaf(Sampling):
     """Samples, and does not read the seed."""
 
-    def _drawn(self, rows, scores):
+    def _sample(self, rows, scores):
         return scores.max(-1)
 
 
@@ -214,11 +214,11 @@ class Boasting(Sampling):
         return chosen._replace(emitted=told._replace(token=told.token.clamp(max=7)))
 
 
-class Untelling(Rewinding):
+class Untelling(Backtracking):
     """Takes back what it has told."""
 
-    def doubt(self, written, cuts):
-        return Doubt(back=3) if len(written) == 6 and cuts < 1 else Doubt()
+    def inspect(self, written, cuts):
+        return Retraction(backtrack=3) if len(written) == 6 and cuts < 1 else Retraction()
 
 
 class Fussy(Sampling):
@@ -262,7 +262,7 @@ class Counting(LogitsProcessor):
 
     def process(self, context, scores):
         self.calls += 1
-        return scores.masked_fill(marked(scores.shape, torch.tensor([[self.calls % 5]])), -torch.inf)
+        return scores.masked_fill(vocab_mask(scores.shape, torch.tensor([[self.calls % 5]])), -torch.inf)
 
 
 class Attributed(LogitsProcessor):
@@ -274,7 +274,7 @@ class Attributed(LogitsProcessor):
         self.last = torch.tensor([[0]])
 
     def process(self, context, scores):
-        return scores.masked_fill(marked(scores.shape, self.last[:1]), -torch.inf)
+        return scores.masked_fill(vocab_mask(scores.shape, self.last[:1]), -torch.inf)
 
     def advance(self, context, before, after, tokens):
         self.last = tokens[:, None].clone()
@@ -355,7 +355,7 @@ class Crowded(Colder):
     """Changes a row by how many ask."""
 
     def forward(self, rows, proposal, cache):
-        self.by = 1.0 + len(self.mine(rows))
+        self.by = 1.0 + len(self.active_rows(rows))
         return super().forward(rows, proposal, cache)
 
 
@@ -364,7 +364,7 @@ class Shortsighted(Colder):
 
     def forward(self, rows, proposal, cache):
         output = self.inner.forward(rows, proposal, cache)
-        mine, logits = self.mine(rows), output.logits.clone()
+        mine, logits = self.active_rows(rows), output.logits.clone()
         logits[mine, 0] = logits[mine, 0].roll(1, -1)
         return output._replace(logits=logits, plain=output.logits)
 

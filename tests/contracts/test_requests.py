@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from descant import GenerationConfig, InputError, RowError
-from descant.testing import check_admission, check_batch, check_seed, compare, failing, outcomes
+from descant.testing import check_admission, check_batch, check_seed, compare, failing_request, outcomes
 from tests.contracts.subjects import METHODS, MODELS, mixed, of_method, requests
 
 SEEDED = [name for name, given in METHODS.items() if "seed" in given]
@@ -37,7 +37,7 @@ def test_methods_share_a_batch(tiny, name):
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_failing_request_takes_nobody_with_it(tiny, name):
     given = of_method(tiny(name), "greedy")
-    given[1] = failing(given[1], 2)
+    given[1] = failing_request(given[1], 2)
     found = outcomes(tiny(name).model, given)
     assert isinstance(found[1].error, RowError)
     assert found[1].error.request == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from descant import Finished, GenerationConfig, Request, RowError, Session
-from descant.testing import Outcome, Schedule, compare, failing, outcomes
+from descant.testing import Outcome, Schedule, compare, failing_request, outcomes
 from tests.contracts.subjects import requests
 from tests.support.ci_slices import first
 
@@ -59,10 +59,10 @@ def test_every_request_is_as_if_alone(mix, part):
     for number in range(PART):
         extra = rng.sample(mix.neighbours, rng.randint(0, len(mix.neighbours)))
         if extra and rng.random() < 0.3:
-            extra[0] = failing(extra[0], rng.randint(0, 4))
+            extra[0] = failing_request(extra[0], rng.randint(0, 4))
         whole = [*mix.requests, *extra]
         doomed = [at for at in range(len(mix.requests), len(whole)) if rng.random() < 0.6]
-        schedule = Schedule.chance(rng, len(whole), doomed, latest=rng.choice((0, 3, 10)))
+        schedule = Schedule.random(rng, len(whole), doomed, latest=rng.choice((0, 3, 10)))
         found = outcomes(mix.model, whole, schedule)
         for place, expected in enumerate(mix.alone):
             compare(expected, found[place], f"request {place}, part {part}, schedule {number}, {schedule}")
@@ -86,7 +86,7 @@ def test_one_forward_a_step_for_all_rows(mix):
             session.admit(waiting.pop())
         before, lanes = session.model.forwards, len(session)
         # Rows without positions of their own share a forward where they stand level.
-        levels = len({int(one) for one in session._rows.cached})
+        levels = len({int(one) for one in session._rows.cached_length})
         session.step()
         used = session.model.forwards - before
         assert used == (1 + (joined and lanes > 1) if shared else levels)
@@ -119,7 +119,7 @@ def test_cancelled_rows_leave_at_once(mix):
     session.cancel(numbers[0])
     assert session.rows == 5
     assert len(session) == 3
-    assert torch.equal(session._cache.lengths, session._rows.cached)
+    assert torch.equal(session._cache.lengths, session._rows.cached_length)
     for number in (numbers[1], numbers[2], numbers[4]):
         session.cancel(number)
     assert (session.rows, len(session), session.step()) == (0, 0, [])

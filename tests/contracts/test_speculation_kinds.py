@@ -9,8 +9,8 @@ import pytest
 
 import descant
 from descant.errors import ConfigError
-from descant.models.custom_generate import outer_of
-from descant.models.traits import facts_of
+from descant.models.custom_generate import as_custom_generate
+from descant.models.traits import traits_of
 from tests.contracts.speculation import ALWAYS, GREEDILY, Tries, close, near
 from tools.sweep.kinds import KINDS, representative
 from tools.sweep.subject import Subject
@@ -44,7 +44,7 @@ NEW = 12
 
 def _inner(model: Any) -> Any:
     """What is decoded with: the text model where that has a generate() of another around it."""
-    return model if outer_of(model) is None else model.language_model
+    return model if as_custom_generate(model) is None else model.language_model
 
 
 def _options(subject: Subject) -> dict[str, Any]:
@@ -67,12 +67,14 @@ def _drafts(model: Any) -> dict[str, dict[str, Any]]:
 
 def _refused(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any]) -> bool:
     """Whether a model that cannot take back what it has read refuses guesses, which it then must."""
-    facts = facts_of(_inner(subject.model))
-    if facts.memory == "own":
+    facts = traits_of(_inner(subject.model))
+    if facts.cache_type == "own":
         with pytest.raises(ConfigError, match=r"needs a model that can forget tokens|remembers more than"):
             descant.generate(subject.model, **given, **drafts, max_new_tokens=3)
         return True
-    if "assistant_early_exit" in drafts and (facts.encoder_decoder or facts.memory == "none" or facts.asks):
+    if "assistant_early_exit" in drafts and (
+        facts.is_encoder_decoder or facts.cache_type == "none" or facts.prepares_own_inputs
+    ):
         with pytest.raises(ConfigError, match="`assistant_early_exit` has no meaning for a model that"):
             descant.generate(subject.model, **given, **drafts, max_new_tokens=3)
         return True
@@ -99,4 +101,4 @@ def test_guesses_change_nothing_on_any_kind(kind: str) -> None:
     if left:
         assert 0 < tries.right < tries.tried, f"{tries.right} of {tries.tried}"
     else:
-        assert facts_of(subject.model).memory == "own"
+        assert traits_of(subject.model).cache_type == "own"

@@ -19,8 +19,8 @@ import descant
 from descant import GenerationConfig
 from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.core.sampling_noise import Chance
-from descant.engine.strategy_group import Lane, _Remembered
+from descant.core.sampling_noise import SamplingNoise
+from descant.engine.strategy_group import StrategyGroup, _PendingState
 from tests.contracts.draws import BOUND, WINDOW, Drawn, drawn, exact, fits
 from tests.contracts.settings import EOS, PROMPT, VOCAB, Setting, network
 
@@ -164,13 +164,13 @@ def test_so_do_those_of_a_call(copies):
 # ------------------------------------------------------------------------ laws that are wrong
 def changed(change: Any) -> Any:
     """What the processors of a table with drafts make of logits, changed by (logits, scores)."""
-    process = Lane.process
+    process = StrategyGroup.process
 
-    def instead(lane: Lane, rows: Rows, proposal: Proposal, logits: Tensor) -> Tensor:
+    def instead(lane: StrategyGroup, rows: Rows, proposal: Proposal, logits: Tensor) -> Tensor:
         scores = process(lane, rows, proposal, logits)
         return scores if proposal.drafts is None else change(logits, scores)
 
-    return patch.object(Lane, "process", instead)
+    return patch.object(StrategyGroup, "process", instead)
 
 
 @pytest.mark.parametrize("name", ["temperature, lookup", "top-k, draft model", "high temperature, weighted"])
@@ -187,14 +187,14 @@ def test_two_per_cent_of_bias_are_found(name):
 
 
 def test_two_per_cent_too_many_guesses_taken_are_found():
-    draw = Chance.draw
+    draw = SamplingNoise.draw
 
     def eager(self, rows, size):
         noise = draw(self, rows, size)
         return noise if size == VOCAB else noise + 0.0198  # the log of 1.02
 
     torch.manual_seed(6)
-    with patch.object(Chance, "draw", eager):
+    with patch.object(SamplingNoise, "draw", eager):
         (found,) = drawn([SETTINGS["temperature, lookup"]], WHOLE // 2)
     assert rejected(found, "temperature, lookup")
 
@@ -225,10 +225,10 @@ def test_processors_at_the_first_place_of_a_run_alone_are_found(name):
 def test_a_state_that_no_draft_brings_forward_is_found():
     def still(self, processor, index, context, before, proposal):
         after = processor.process(context, before)
-        self._remembered.append(_Remembered(processor, index, context, before, after))
+        self._remembered.append(_PendingState(processor, index, context, before, after))
         return after
 
     torch.manual_seed(9)
-    with patch.object(Lane, "_processed", still):
+    with patch.object(StrategyGroup, "_process_stateful", still):
         (found,) = drawn([SETTINGS["mirostat, draft model"]], 2 * SLICE)
     assert rejected(found, "mirostat, draft model")

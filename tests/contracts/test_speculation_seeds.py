@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from descant import Finished, Request, Session
-from descant.core.records import Aid, Proposal
+from descant.core.records import DraftContext, Proposal
 from descant.core.rows import Rows
 from tests.contracts.settings import DRAFTERS, EOS, VOCAB, Script, Setting, network, pair, scripts
 
@@ -47,13 +47,13 @@ class Likely(Script):
     def __init__(self, truth: Mapping[tuple[Any, ...], Sequence[int]]) -> None:
         self.truth, self.rng = truth, np.random.default_rng(0)
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
         width = int(most.max())
         if not width:
             return Proposal()
         drafts = self.rng.integers(0, VOCAB, (len(rows), width))
         for row in range(len(rows)):
-            begin, now = int(rows.prompt[row]), int(rows.length[row])
+            begin, now = int(rows.prompt_length[row]), int(rows.length[row])
             prompt = tuple(rows.tokens[row, :begin].tolist())
             rest = self.truth[prompt, int(rows.slot[row])][now - begin :][:width]
             right = self.rng.random(len(rest)) < 0.7
@@ -75,7 +75,7 @@ def settings(kind: str, drafter: str, tokens: int) -> list[Setting]:
 def told(model: Any, requests: Sequence[Request]) -> tuple[list[Tokens], list[Any]]:
     """The tokens of every sequence of each request, all in one session, and what became of guesses."""
     session, found = Session(model), {}
-    numbers = session.admit(*(replace(one, line=-1) for one in requests))
+    numbers = session.admit(*(replace(one, noise_row=-1) for one in requests))
     before = torch.random.get_rng_state()
     for event in session.drain():
         if isinstance(event, Finished):

@@ -63,11 +63,11 @@ def test_guessing_and_other_requests_share_a_session(name, tiny):
     rng = random.Random(name)
     guesses = [0, 0]
     for turn in range(2):
-        schedule = Schedule.chance(rng, len(pairs)) if turn else Schedule.at_once(range(len(pairs)))
+        schedule = Schedule.random(rng, len(pairs)) if turn else Schedule.at_once(range(len(pairs)))
         found = outcomes(model.model, [guessing for _, guessing in pairs], schedule)
         alike(alone, found, f"schedule {turn}")
         for one in [some for outcome in found for some in outcome.hypotheses if some.speculation]:
-            guesses[0] += sum(one.speculation.tried)
+            guesses[0] += sum(one.speculation.drafted)
             guesses[1] += sum(one.speculation.accepted)
     assert 0 < guesses[1] < guesses[0], guesses
 
@@ -112,7 +112,7 @@ def test_a_row_that_fails_beside_rows_that_go_on(drafter, tiny):
         runs.append(outcomes(model.model, given))
     alike(*runs, drafter)
     assert [isinstance(one.error, RowError) for one in runs[1]] == [False, True, False, True]
-    assert [len(runs[1][at].streamed[0]) for at in (1, 3)] == [4, 6]
+    assert [len(runs[1][at].streamed_tokens[0]) for at in (1, 3)] == [4, 6]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -156,7 +156,7 @@ def test_draft_models_of_several_requests(tiny):
         [Request(text, config, assistant_model=one) for text, one in zip(lines, helpers, strict=True)],
     )
     alike(alone, found, "two draft models")
-    rates = [one.hypotheses[0].speculation.rate for one in found]
+    rates = [one.hypotheses[0].speculation.acceptance_rate for one in found]
     assert rates[0] == rates[1] == 1.0 > rates[2]
 
 
@@ -171,5 +171,5 @@ def test_what_is_shared_is_looked_up_later(tiny):
         session.admit(request(model, text, options, "suffix, shared"))
         ended = [event for event in session.drain() if isinstance(event, Finished)]
         assert [one.tokens.tolist() for one in ended[0].hypotheses] == alone
-        rates.append(ended[0].hypotheses[0].speculation.saved)
+        rates.append(ended[0].hypotheses[0].speculation.saved_forwards)
     assert rates[1] > max(8, rates[0])

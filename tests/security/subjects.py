@@ -17,17 +17,17 @@ from safetensors import SafetensorError
 import descant
 from descant import GenerationConfig
 from descant.api.prefill import _digest
-from descant.decoding.processors.sequences import AllowedSequences, AllowedSequencesLogitsProcessor
+from descant.decoding.processors.allowed_sequences import AllowedSequences, AllowedSequencesLogitsProcessor
 from descant.decoding.watermark.schemes.keys import new_settings, read_settings, write_settings
 from descant.models import loading
 from descant.models.bayesian_detector import (
     BayesianDetectorConfig,
     BayesianDetectorModel,
-    read_detector,
-    write_detector,
+    load_detector,
+    save_detector,
 )
 from descant.recipes import requirements
-from descant.recipes.loading import load_recipe, look
+from descant.recipes.loading import inspect_recipe, load_recipe
 from descant.recipes.lock import Lock, Pin
 from tests.security import mutation
 from tests.security.mutation import Mutation
@@ -115,9 +115,9 @@ def _lock_of(folder: Path) -> Lock:
 
 def _look(folder: Path) -> None:
     """All that can be seen of a recipe that is not run."""
-    found = look(folder, lock=_lock_of(folder))
+    found = inspect_recipe(folder, lock=_lock_of(folder))
     assert found.contents is not None
-    assert (found.kind, found.state, found.contents.digest, found.contents.readme) is not None
+    assert (found.kind, found.trust_state, found.contents.digest, found.contents.readme) is not None
     requirements.check(found.contents.requirements, found.name)
 
 
@@ -209,7 +209,7 @@ def resigned(chance: random.Random, data: bytes) -> bytes:
 
 
 def _detector(folder: Path) -> None:
-    write_detector(BayesianDetectorModel(BayesianDetectorConfig(watermarking_depth=5)), folder)
+    save_detector(BayesianDetectorModel(BayesianDetectorConfig(watermarking_depth=5)), folder)
 
 
 def _model(folder: Path) -> None:
@@ -256,8 +256,8 @@ SUBJECTS = {
     "sequences": Subject(_sequences, "sequences.safetensors", _read_sequences, mutation.SAFETENSORS, 500),
     "cache": Subject(_cache, "cache.safetensors", _load_cache, (*mutation.SAFETENSORS, signed), 250),
     "cache, signed": Subject(_cache, "cache.safetensors", _load_cache, (signed, resigned, resigned), 250),
-    "detector": Subject(_detector, "model.safetensors", read_detector, mutation.SAFETENSORS, 200),
-    "detector's config": Subject(_detector, "config.json", read_detector, mutation.JSON, 150),
+    "detector": Subject(_detector, "model.safetensors", load_detector, mutation.SAFETENSORS, 200),
+    "detector's config": Subject(_detector, "config.json", load_detector, mutation.JSON, 150),
     "model": Subject(_model, "model.safetensors", _load, mutation.SAFETENSORS, 80),
     "model's config": Subject(_model, "config.json", _load, mutation.JSON, 60),
     "model's generation config": Subject(_model, "generation_config.json", _load, mutation.JSON, 20),

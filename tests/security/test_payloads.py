@@ -232,11 +232,11 @@ def _load(folder: Path) -> None:
 
 
 def _tokenizing(folder: Path) -> None:
-    loading.tokenizing(str(folder))
+    loading.load_tokenizer(str(folder))
 
 
 def _outline(folder: Path) -> None:
-    loading.outline(str(folder))
+    loading.load_meta_model(str(folder))
 
 
 @pytest.mark.parametrize("payload", ["pickle 2", "torch", "torch, before zip", "numpy", "zip in safetensors"])

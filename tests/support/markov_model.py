@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Cache, Facts
-from descant.core.records import Output, Proposal
+from descant.core.interfaces import ModelTraits, RowCache
+from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
 
 
@@ -22,17 +22,17 @@ class Chain:
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits.float().view(-1, *logits.shape[-2:])  # [S, V, V]
-        self.facts = Facts(
-            encoder_decoder=False,
-            positions=True,
-            keeps_logits=False,
-            embeddings=False,
-            vocabulary=logits.shape[-1],
-            layers=0,
-            attention="eager",
-            windows={},
-            table=None,
-            context=None,
+        self.facts = ModelTraits(
+            is_encoder_decoder=False,
+            supports_position_ids=True,
+            supports_logits_to_keep=False,
+            supports_inputs_embeds=False,
+            vocab_size=logits.shape[-1],
+            num_layers=0,
+            attn_implementation="eager",
+            sliding_windows={},
+            max_positions=None,
+            context_length=None,
         )
         self.fed: list[int] = []  # rows of every forward
         self.opened: set[int] = set()
@@ -52,12 +52,12 @@ class Chain:
     def close(self, requests: Sequence[int]) -> None:
         self.opened -= set(requests)
 
-    def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
+    def forward(self, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:
         self.fed.append(len(rows))
         last = rows.tokens.gather(1, rows.length[:, None] - 1)
         if proposal.drafts is not None:
             last = torch.cat((last, proposal.drafts), 1)
-        return Output(self.after(rows.length[:, None] + torch.arange(last.shape[1]), last))
+        return ForwardOutput(self.after(rows.length[:, None] + torch.arange(last.shape[1]), last))
 
     def after(self, length: Tensor | int, last: Tensor | int) -> Tensor:
         """The logits after so many tokens of which `last` is the last [..., V]."""

@@ -19,7 +19,7 @@ from descant.errors import (
     RowError,
     UnsupportedModel,
     UntrustedRecipe,
-    shown,
+    format_value,
 )
 
 
@@ -58,11 +58,11 @@ def test_shown_is_short_and_never_fails():
         def __repr__(self):
             raise RuntimeError
 
-    assert shown(Nasty()) == "<Nasty>"
-    assert shown(torch.zeros(2, 3)) == "Tensor [2, 3] torch.float32"
-    assert shown("a\nb" * 1000).endswith("...")
-    assert len(shown("x" * 1000)) == 80
-    assert shown(torch.tensor(3)) == "tensor(3)"
+    assert format_value(Nasty()) == "<Nasty>"
+    assert format_value(torch.zeros(2, 3)) == "Tensor [2, 3] torch.float32"
+    assert format_value("a\nb" * 1000).endswith("...")
+    assert len(format_value("x" * 1000)) == 80
+    assert format_value(torch.tensor(3)) == "tensor(3)"
 
 
 def test_the_name_of_a_recipe_stays_in_one_line():

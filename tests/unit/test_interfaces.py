@@ -9,11 +9,11 @@ import torch
 
 import descant
 from descant import parts
-from descant.core.sampling_noise import Chance
-from descant.decoding.stopping.checker import Stops
+from descant.core.sampling_noise import SamplingNoise
+from descant.decoding.stopping.checker import StopChecker
 from descant.decoding.watermark import WatermarkDetector
-from descant.engine.planner import adapt
-from descant.models.rank_group import Ranks
+from descant.engine.planner import as_model
+from descant.models.rank_group import TorchRankGroup
 from descant.testing import toy
 
 IDS = torch.tensor([[5, 6, 7]])
@@ -29,7 +29,7 @@ def test_an_estimate_holds_its_own_kind(model: Any) -> None:
     told = descant.estimate(model, prompt_length=64, max_new_tokens=16, num_beams=2)
     assert isinstance(told, descant.Estimate)
     assert told.rows == 2
-    assert told.bytes == told.kinds[told.kind]
+    assert told.bytes == told.total_bytes[told.cache_name]
 
 
 def test_a_report_counts_what_runs_and_what_was_found(model: Any) -> None:
@@ -75,13 +75,13 @@ def test_the_documented_detector_answers_with_its_record(model: Any) -> None:
 @pytest.mark.parametrize(
     ("port", "made"),
     [
-        (parts.Model, adapt),
-        (parts.Wrapper, lambda model: parts.Wrapped(adapt(model))),
-        (parts.Strategy, lambda model: parts.Sampling(Chance(), Stops())),
+        (parts.Model, as_model),
+        (parts.Wrapper, lambda model: parts.ModelWrapper(as_model(model))),
+        (parts.Strategy, lambda model: parts.Sampling(SamplingNoise(), StopChecker())),
         (parts.Processor, lambda model: descant.TopKLogitsWarper(3)),
-        (parts.Noise, lambda model: Chance()),
-        (parts.Stop, lambda model: Stops()),
-        (parts.Peers, lambda model: Ranks),
+        (parts.NoiseSource, lambda model: SamplingNoise()),
+        (parts.StopCondition, lambda model: StopChecker()),
+        (parts.RankGroup, lambda model: TorchRankGroup),
     ],
 )
 def test_what_the_loop_runs_has_what_its_port_asks(port: Any, made: Any, model: Any) -> None:

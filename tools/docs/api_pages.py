@@ -139,7 +139,7 @@ def commands() -> str:
     """Every command with its arguments and options; generation parameters have a page of their own."""
     import typer.main
 
-    from descant.cli.application import application
+    from descant.cli.application import build_app
     from descant.config.generation_config import FIELDS
 
     def told(command: Any, path: Sequence[str]) -> Iterator[str]:
@@ -156,7 +156,7 @@ def commands() -> str:
             yield "| every field of [GenerationConfig](../config.md) | as `--its-name` |"
         yield ""
 
-    return "\n".join(told(typer.main.get_command(application()), ("descant",)))
+    return "\n".join(told(typer.main.get_command(build_app()), ("descant",)))
 
 
 def _spelt(parameter: Any) -> str:

@@ -15,13 +15,13 @@ from typing import Any, Final
 import transformers
 
 import descant
-from descant.api.prefill import _KINDS as SAVED
+from descant.api.prefill import _SAVABLE_STORES as SAVED
 from descant.config.generation_config import GenerationConfig
-from descant.engine.cache_factory import KINDS, lacks
-from descant.engine.cache_sizing import Cost, Run, cost, wanted
-from descant.engine.memory_check import written
-from descant.engine.planner import adapt
-from descant.models.kv_shape import Geometry, geometry_of
+from descant.engine.cache_factory import CACHES, missing_requirement
+from descant.engine.cache_sizing import CacheCost, Workload, cache_cost, cache_request
+from descant.engine.memory_check import format_bytes
+from descant.engine.planner import as_model
+from descant.models.kv_shape import KVShape, kv_shape_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "memory.md"
 MODEL = "models/smollm2"
@@ -30,9 +30,12 @@ BEGIN, END = (
     "<!-- As far as tools/docs/cache_tables.py goes. -->\n",
 )
 
-LONG: Final = Run(1, 1, 4096, 4096 + 127)
-BEAMS: Final = Run(1, 8, 1024, 1024 + 127)
-FORKED: Final = (Run(1, 1, 4096, 4097), Run(1, 8, 4096, 4097))  # by which it is seen whether rows share
+LONG: Final = Workload(1, 1, 4096, 4096 + 127)
+BEAMS: Final = Workload(1, 8, 1024, 1024 + 127)
+FORKED: Final = (
+    Workload(1, 1, 4096, 4097),
+    Workload(1, 8, 4096, 4097),
+)  # by which it is seen whether rows share
 WINDOW: Final = 512  # of the layers of a model with windows
 
 CLASSES: Final[dict[str, tuple[type[Any], ...]]] = {
@@ -55,20 +58,20 @@ OTHERWISE: Final = frozenset({"quantized", "sink", "snapkv", "h2o"})
 
 def stand_in(model: Any, *kinds: str) -> Any:
     """A model as the table sees it, whose layers are of these kinds in turn."""
-    own = adapt(model)
+    own = as_model(model)
     layers = tuple(kinds[at % len(kinds)] for at in range(own.facts.layers))
     windows = {kind: WINDOW if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
     facts = replace(own.facts, windows=windows, kinds=layers)
     return SimpleNamespace(facts=facts, device=own.device, model=own.model)
 
 
-def taken(name: str, model: Any, geometry: Geometry, run: Run) -> Cost | None:
+def taken(name: str, model: Any, geometry: KVShape, run: Workload) -> CacheCost | None:
     """What a cache takes for a run; None where the model cannot use it."""
-    want = wanted(model, GenerationConfig(), name, run)
-    return None if lacks(name, want) is not None else cost(name, want, run, geometry)
+    want = cache_request(model, GenerationConfig(), name, run)
+    return None if missing_requirement(name, want) is not None else cache_cost(name, want, run, geometry)
 
 
-def line(name: str, model: Any, geometry: Geometry) -> list[str]:
+def line(name: str, model: Any, geometry: KVShape) -> list[str]:
     """One cache: what it takes and what it can do."""
     kinds = {"sliding_window": ("sliding_attention",), "hybrid": ("sliding_attention", "full_attention")}
     target = stand_in(model, *kinds.get(name, ("full_attention",)))
@@ -76,27 +79,31 @@ def line(name: str, model: Any, geometry: Geometry) -> list[str]:
     long, beams, *forked = (taken(name, target, geometry, run) for run in (LONG, BEAMS, *FORKED))
     sizes, shares = ["a state"] * 3, "no"
     if long is not None and beams is not None:
-        sizes = [written(long.bytes / LONG.positions), written(long.bytes), written(beams.bytes)]
-        one, many = (found.bytes for found in forked if found is not None)
+        sizes = [
+            format_bytes(long.final_bytes / LONG.total_positions),
+            format_bytes(long.final_bytes),
+            format_bytes(beams.final_bytes),
+        ]
+        one, many = (found.final_bytes for found in forked if found is not None)
         shares = "yes" if many < 4 * one else "no"
     back: int | None = 0
     if name != "mamba":
-        want = wanted(target, GenerationConfig(), name, LONG)
-        back = None if name == "quantized" else KINDS[name].build(want).rewind  # no package is needed
+        want = cache_request(target, GenerationConfig(), name, LONG)
+        back = None if name == "quantized" else CACHES[name].build(want).max_rewind  # no package is needed
     takes = "all" if back is None else f"{back} tokens" if back else "nothing"
     exact = "no" if name in OTHERWISE else "yes"
     marks = [takes, shares, "yes" if name in SAVED else "no", exact, "yes" if name == "static" else "no"]
-    return [f'`"{name}"`', classes, *sizes, *marks, KINDS[name].about]
+    return [f'`"{name}"`', classes, *sizes, *marks, CACHES[name].description]
 
 
 def table(model: Any) -> str:
     """All caches."""
-    geometry = geometry_of(model)
+    geometry = kv_shape_of(model)
     head = [
         "name", "class", "a token", "4,096 + 128 tokens", "8 beams, 1,024 + 128", "takes back", "rows share",
         "on disk", "exact", "compiles", "for",
     ]  # fmt: skip
-    lines = [head, ["---"] * len(head), *(line(name, model, geometry) for name in KINDS)]
+    lines = [head, ["---"] * len(head), *(line(name, model, geometry) for name in CACHES)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

@@ -15,29 +15,29 @@ from typing import Any, Final
 
 import descant
 from descant.config.generation_config import GenerationConfig
-from descant.core.interfaces import Facts
-from descant.engine.drafter_factory import Assistance
-from descant.engine.planner import drafted, plan
+from descant.core.interfaces import ModelTraits
+from descant.engine.drafter_factory import DraftInputs
+from descant.engine.planner import drafter_spec, make_plan
 from descant.errors import DescantError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "combinations.md"
 
-DECODER: Final = Facts(
-    encoder_decoder=False,
-    positions=True,
-    keeps_logits=True,
-    embeddings=True,
-    vocabulary=100,
-    layers=4,
-    attention="sdpa",
-    windows={},
-    table=None,
-    context=None,
+DECODER: Final = ModelTraits(
+    is_encoder_decoder=False,
+    supports_position_ids=True,
+    supports_logits_to_keep=True,
+    supports_inputs_embeds=True,
+    vocab_size=100,
+    num_layers=4,
+    attn_implementation="sdpa",
+    sliding_windows={},
+    max_positions=None,
+    context_length=None,
 )
-BOTH: Final = replace(DECODER, encoder_decoder=True)
+BOTH: Final = replace(DECODER, is_encoder_decoder=True)
 # What `descant.decoding.guidance.arithmetic` says of several models together.
-DECODERS: Final = replace(DECODER, embeddings=False, head=False)
-BOTHS: Final = replace(BOTH, embeddings=False, head=False)
+DECODERS: Final = replace(DECODER, supports_inputs_embeds=False, has_lm_head=False)
+BOTHS: Final = replace(BOTH, supports_inputs_embeds=False, has_lm_head=False)
 
 BEAMS: Final = {"num_beams": 4}
 
@@ -107,7 +107,7 @@ def verdict(first: Method, second: Method, encoder: bool) -> str | None:
     facts = (BOTHS if several else BOTH) if encoder else (DECODERS if several else DECODER)
     try:
         config = GenerationConfig.merge({**first.fields, **second.fields, "eos_token_id": 2})
-        plan(config, facts, drafted(config, SimpleNamespace(facts=facts), Assistance()))
+        make_plan(config, facts, drafter_spec(config, SimpleNamespace(facts=facts), DraftInputs()))
     except DescantError as error:
         return str(error).split(", got ")[0]
     return None

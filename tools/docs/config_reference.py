@@ -9,7 +9,7 @@ import difflib
 import sys
 from pathlib import Path
 
-from descant.config.generation_config import FIELDS, GROUPS, LATER
+from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
 
@@ -47,9 +47,9 @@ def render() -> str:
         for name, field in FIELDS.items():
             if field.group != group:
                 continue
-            about = cell(field.about)
-            if name in LATER:
-                about += f" *Later: {LATER[name].reason}.*"
+            about = cell(field.doc)
+            if name in UNSUPPORTED:
+                about += f" *Later: {UNSUPPORTED[name].reason}.*"
             parts.append(f"| {code(name)} | {code(field.type)} | {code(repr(field.default))} | {about} |\n")
     return "".join(parts)
 

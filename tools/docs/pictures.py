@@ -20,8 +20,14 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, Prompt
-from descant.decoding.processors.pipeline import CUSTOM, RULES, SAMPLERS, STAGES, Stage
+from descant.core.context import Context, PromptInfo
+from descant.decoding.processors.pipeline import (
+    CUSTOM,
+    LOGITS_PROCESSORS,
+    LOGITS_WARPERS,
+    PROCESSOR_SPECS,
+    ProcessorSpec,
+)
 
 TOKENS = 20
 
@@ -89,9 +95,9 @@ def shape(name: str) -> Shape:
     config = GenerationConfig(do_sample=True, **{"top_k": 0, **PICTURES[name]})
     ids, scores = torch.zeros(1, 1, dtype=torch.long), example()
     before = scores.softmax(-1)
-    for stage in STAGES:
-        if stage.wanted(config):
-            params = {"min_tokens_to_keep": 1, **stage.processor.columns(config, Prompt(1))}
+    for stage in PROCESSOR_SPECS:
+        if stage.is_enabled(config):
+            params = {"min_tokens_to_keep": 1, **stage.processor.params_from_config(config, PromptInfo(1))}
             scores = stage.processor.process(Context.standalone(ids, params), scores)
     return Shape(before[0].tolist(), scores.softmax(-1)[0].tolist())
 
@@ -180,8 +186,8 @@ def number(probability: float) -> str:
 def order() -> str:
     """The chain as a table: every stage that a field can call for, in the order they run."""
     lines = ["| | field | processor | |", "|---|---|---|---|"]
-    entries: list[tuple[Stage | None, str]] = [(stage, "") for stage in RULES]
-    entries += [(None, "")] + [(stage, "sampling only") for stage in SAMPLERS]
+    entries: list[tuple[ProcessorSpec | None, str]] = [(stage, "") for stage in LOGITS_PROCESSORS]
+    entries += [(None, "")] + [(stage, "sampling only") for stage in LOGITS_WARPERS]
     # One field may call for one of several processors.
     groups = itertools.groupby(entries, key=lambda entry: entry[0] and entry[0].name)
     for place, (name, group) in enumerate(groups, 1):

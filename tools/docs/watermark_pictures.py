@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from descant.decoding.watermark.detection import Detection, Detector
-from descant.decoding.watermark.explain import chance, number
-from descant.decoding.watermark.schemes import Settings, settings_of
-from descant.decoding.watermark.spans import Part, parts, visible
+from descant.decoding.watermark.explain import format_number, format_p_value
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig, as_watermarking_config
+from descant.decoding.watermark.spans import TextSpan, split_spans, to_printable
 
 TEXTS = Path(__file__).with_suffix(".json")
 MODEL = "models/smollm2"
@@ -69,9 +69,9 @@ class Text:
         return cls(vocabulary=stored["vocabulary"], **stored["texts"][name])
 
 
-def settings(name: str) -> Settings:
+def settings(name: str) -> BaseWatermarkingConfig:
     """The watermark whose evidence a picture shows."""
-    return settings_of(KEYS[name])
+    return as_watermarking_config(KEYS[name])
 
 
 def detection(name: str) -> Detection:
@@ -83,13 +83,13 @@ def detection(name: str) -> Detection:
 def svg(name: str, style: str = "") -> str:
     """A picture: the text, a ground and a line below each token, and what they come to."""
     found, text = detection(name), Text.read(name)
-    tokens, lines = drawn(parts(found, text.pieces))
+    tokens, lines = drawn(split_spans(found, text.pieces))
     height = TOP + LINE * lines + 36
-    title, p = f"{found.scheme}: {found.verdict}", chance(found.p_value)
+    title, p = f"{found.scheme}: {found.verdict}", format_p_value(found.p_value)
     p = f"p {p}" if p.startswith("<") else f"p = {p}"
     words = (
-        f"{found.scored} of {found.tokens} tokens scored, mean {number(found.score)} "
-        f"({number(found.expected)} in unmarked text), z = {number(found.z, 1)}, {p}"
+        f"{found.scored} of {found.tokens} tokens scored, mean {format_number(found.score)} "
+        f"({format_number(found.expected)} in unmarked text), z = {format_number(found.z, 1)}, {p}"
     )
     return "\n".join(
         [
@@ -115,12 +115,12 @@ def svg(name: str, style: str = "") -> str:
     )
 
 
-def drawn(shown: Sequence[Part]) -> tuple[list[str], int]:
+def drawn(shown: Sequence[TextSpan]) -> tuple[list[str], int]:
     """The tokens, line by line, and how many lines they are."""
     elements, column, line = [], 0, 0
     room = int((WIDTH - 2 * LEFT) / PITCH)
     for part in shown:
-        for piece in _fitting(visible(part.text).replace("\n", "↵"), room):
+        for piece in _fitting(to_printable(part.text).replace("\n", "↵"), room):
             text = piece.lstrip() if column + len(piece) > room else piece
             if column + len(piece) > room:
                 column, line = 0, line + 1
@@ -130,7 +130,7 @@ def drawn(shown: Sequence[Part]) -> tuple[list[str], int]:
     return elements, line + 1
 
 
-def token(part: Part, text: str, x: float, y: float) -> str:
+def token(part: TextSpan, text: str, x: float, y: float) -> str:
     """One token: its ground, the line below it, which is dotted where it speaks against, and its text."""
     width, level = PITCH * len(text), part.level or 0
     colour = FOR if level > 0 else AGAINST
@@ -144,7 +144,7 @@ def token(part: Part, text: str, x: float, y: float) -> str:
             f'<line x1="{x + 0.5:.1f}" x2="{x + width - 0.5:.1f}" y1="{y + 18:.1f}" y2="{y + 18:.1f}" '
             f'stroke="{colour}" stroke-width="{STROKE[abs(level)]}"{dots}/>'
         )
-    if part.inside:
+    if part.in_passage:
         shapes += [
             f'<line class="edge" x1="{x:.1f}" x2="{x + width:.1f}" y1="{edge:.1f}" y2="{edge:.1f}" '
             f'stroke="{EDGE}" stroke-width="1.5"/>'
@@ -170,12 +170,14 @@ def legend(found: Detection, y: int) -> list[str]:
     out, x = [], float(LEFT)
     mono = f'font-family="{MONOSPACED}" font-size="11"'
     for word, strength, about in entries:
-        sample = Part(text=word, tokens=(), titles=(about,), level=strength, inside=False)
+        sample = TextSpan(text=word, token_indices=(), titles=(about,), level=strength, in_passage=False)
         out.append(f"<g {mono}>{token(sample, word, x, y - 13)}</g>")
         out.append(f'<text x="{x + PITCH * len(word) + 8:.1f}" y="{y}" opacity="0.85">{about}</text>')
         x += PITCH * len(word) + 6.2 * len(about) + 34
     if found.span is not None:
-        sample = Part(text="between", tokens=(), titles=("the passage found",), level=None, inside=True)
+        sample = TextSpan(
+            text="between", token_indices=(), titles=("the passage found",), level=None, in_passage=True
+        )
         out.append(f"<g {mono}>{token(sample, 'between', x, y - 13)}</g>")
         out.append(f'<text x="{x + PITCH * 7 + 8:.1f}" y="{y}" opacity="0.85">the passage found</text>')
     return out
@@ -232,7 +234,7 @@ def texts() -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    return html.escape(" ".join(visible(text).split()))
+    return html.escape(" ".join(to_printable(text).split()))
 
 
 def _fitting(text: str, room: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import descant
-from descant.models.traits import facts_of
+from descant.models.traits import traits_of
 from tools.sweep.catalogue import TEXT
 from tools.sweep.subject import Entry, Subject
 
@@ -74,7 +74,7 @@ def trial(entry: Entry, stage: Stage = lambda _: None) -> dict[str, Any]:
     record |= {"note": subject.note, "reference_beam": reference.error}
     stage("descant")
     try:
-        record["facts"] = _plain(dataclasses.asdict(facts_of(subject.model)))
+        record["facts"] = _plain(dataclasses.asdict(traits_of(subject.model)))
         record["beam"] = _compare(subject, reference)
         record["status"] = "works"
     except _REFUSALS as error:

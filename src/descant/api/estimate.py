@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from descant.api.call import merged
+from descant.api.call import merge_configs
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Prompt
-from descant.engine.cache_factory import Wanted, kind_of, lacks
-from descant.engine.cache_sizing import Cost, costs
-from descant.engine.drafter_factory import Assistance
-from descant.engine.memory_check import run_of, written
-from descant.engine.planner import Plan, adapt, drafted, plan, table_cache
+from descant.core.context import PromptInfo
+from descant.engine.cache_factory import CacheRequest, cache_name, missing_requirement
+from descant.engine.cache_sizing import CacheCost, cache_costs
+from descant.engine.drafter_factory import DraftInputs
+from descant.engine.memory_check import format_bytes, workload_of
+from descant.engine.planner import DecodingPlan, as_model, choose_cache, drafter_spec, make_plan
 from descant.errors import InputError, MissingExtra, UnsupportedModel
 from descant.kv_cache.paged import PagedStore
-from descant.kv_cache.recurrent_state import ObjectCache
-from descant.models.kv_shape import geometry_of
+from descant.kv_cache.recurrent_state import RecurrentStateCache
+from descant.models.kv_shape import kv_shape_of
 
 __all__ = ["Estimate", "estimate"]
 
@@ -32,25 +32,25 @@ class Estimate:
     forget. `elsewhere` is how much of it does not lie with the model.
     """
 
-    kind: str
+    cache_name: str
     rows: int  # that run at the same time
     positions: int  # of each row at the end
-    kinds: Mapping[str, int | None]
-    peak: Mapping[str, int | None]
-    per_token: Mapping[str, float | None]  # at the end, by row and position
-    elsewhere: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    total_bytes: Mapping[str, int | None]
+    peak_bytes: Mapping[str, int | None]
+    bytes_per_token: Mapping[str, float | None]  # at the end, by row and position
+    offloaded_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def bytes(self) -> int | None:
         """What the cache takes at the end of the run."""
-        return self.kinds[self.kind]
+        return self.total_bytes[self.cache_name]
 
     def __str__(self) -> str:
         lines: list[tuple[str, ...]] = [("cache", "at the end", "at the most", "a token")]
-        for name, total in self.kinds.items():
-            known = (total, self.peak[name], self.per_token[name])
-            shown = ("unknown" if one is None else written(one) for one in known)
-            lines.append((f"{name} *" if name == self.kind else name, *shown))
+        for name, total in self.total_bytes.items():
+            known = (total, self.peak_bytes[name], self.bytes_per_token[name])
+            shown = ("unknown" if one is None else format_bytes(one) for one in known)
+            lines.append((f"{name} *" if name == self.cache_name else name, *shown))
         width = max(len(line[0]) for line in lines)
         table = "\n".join(f"{name:<{width}}" + "".join(f"{one:>13}" for one in rest) for name, *rest in lines)
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
@@ -76,43 +76,49 @@ def estimate(
     for name, number in sizes.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise InputError(name, "must be an integer >= 1", number)
-    target = adapt(model)
+    target = as_model(model)
     if hasattr(target, "new_cache") or getattr(target, "model", None) is None:
         raise UnsupportedModel("an estimate is for one model of transformers: ask for each by itself")
-    merge = merged(target.model, config, fields)[0]
-    facts = target.facts
-    known = plan(merge, facts, drafted(merge, target, Assistance()))
-    length = 1 if facts.encoder_decoder else prompt_length
-    limit = known.row(Prompt(length), facts)["limit"]
-    run = run_of([known], [length], [limit])._replace(prompts=batch)
-    run = run._replace(read=prompt_length if facts.encoder_decoder else 0)
-    found = costs(target, merge, run, geometry_of(target.model))
-    kind = _chosen(target, known, limit, length)
+    merge = merge_configs(target.model, config, fields)[0]
+    facts = target.traits
+    known = make_plan(merge, facts, drafter_spec(merge, target, DraftInputs()))
+    length = 1 if facts.is_encoder_decoder else prompt_length
+    limit = known.row_params(PromptInfo(length), facts)["max_length"]
+    run = workload_of([known], [length], [limit])._replace(num_prompts=batch)
+    run = run._replace(encoder_length=prompt_length if facts.is_encoder_decoder else 0)
+    found = cache_costs(target, merge, run, kv_shape_of(target.model))
+    kind = _selected_cache_name(target, known, limit, length)
     return Estimate(
         kind,
-        run.lines * run.tries,
-        run.stop,
-        _table(found, lambda one: one.bytes),
-        _table(found, lambda one: one.peak),
-        _table(found, lambda one: one.bytes / (run.lines * run.stop)),
-        MappingProxyType({name: one.away for name, one in found.items() if one is not None and one.away}),
+        run.num_rows * run.num_candidates,
+        run.final_length,
+        _map_costs(found, lambda one: one.final_bytes),
+        _map_costs(found, lambda one: one.peak_bytes),
+        _map_costs(found, lambda one: one.final_bytes / (run.num_rows * run.final_length)),
+        MappingProxyType(
+            {
+                name: one.offloaded_bytes
+                for name, one in found.items()
+                if one is not None and one.offloaded_bytes
+            }
+        ),
     )
 
 
-def _table(found: Mapping[str, Cost | None], of: Any) -> Mapping[str, Any]:
+def _map_costs(found: Mapping[str, CacheCost | None], of: Any) -> Mapping[str, Any]:
     return MappingProxyType({name: None if one is None else of(one) for name, one in found.items()})
 
 
-def _chosen(target: Any, known: Plan, limit: int, length: int) -> str:
+def _selected_cache_name(target: Any, known: DecodingPlan, limit: int, length: int) -> str:
     """The name of the cache that a table of such a request would have, or an error that says why none."""
-    named = kind_of(known.config)
+    named = cache_name(known.config)
     try:
-        cache = table_cache(target, [known.config], limit, length if known.forks else 0)
+        cache = choose_cache(target, [known.config], limit, length if known.forks else 0)
     except MissingExtra:
         assert named is not None
         return named
-    if named is not None and lacks(named, Wanted(target, known.config, limit)) is None:
+    if named is not None and missing_requirement(named, CacheRequest(target, known.config, limit)) is None:
         return named
-    if isinstance(cache, ObjectCache):
+    if isinstance(cache, RecurrentStateCache):
         return "mamba"
     return "paged" if isinstance(cache, PagedStore) else "dynamic"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.api.call import Asked, Call, listed, placed, recipe_of, rows_of
-from descant.api.inputs import Prepared
+from descant.api.call import Call, CallOptions, as_tuple, bind_inputs, num_rows, pop_recipe
+from descant.api.inputs import RaggedPrompts
 from descant.api.outputs import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -20,26 +20,26 @@ from descant.api.outputs import (
     GenerateOutput,
     transition_scores,
 )
-from descant.api.step_recorder import Layout, Record
-from descant.api.whisper.call import Spoken, transcribe
+from descant.api.step_recorder import OutputLayout, StepRecorder
+from descant.api.whisper.call import TranscribeCall, transcribe
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.core.records import Hypothesis
-from descant.engine.planner import pad_of
+from descant.engine.planner import pad_token_id
 from descant.engine.session import Failed, Finished, Tokens
 from descant.errors import ConfigError, ConstraintError, InputError, NotInThisVersion
-from descant.models.hf_callback import is_prepared, own_criteria, recovered_config, recovered_inputs
-from descant.models.hf_config import completed
-from descant.models.synced_gpus import in_step
-from descant.models.whisper import listener_of
+from descant.models.hf_callback import config_from_hf, inputs_from_hf, is_hf_prepared, user_criteria
+from descant.models.hf_generation_config import fill_defaults
+from descant.models.synced_gpus import synchronize_processes
+from descant.models.whisper import whisper_adapter_of
 from descant.recipes.recipe import Recipe
 from descant.trace.tracer import Tracer
 
 __all__ = ["attach", "compute_transition_scores", "detach", "generate"]
 
-_DECODER = ("decoder_attentions", "cross_attentions", "decoder_hidden_states")
+_DECODER_STATES = ("decoder_attentions", "cross_attentions", "decoder_hidden_states")
 
 
-@in_step
+@synchronize_processes
 def generate(
     model: Any,
     inputs: Any = None,
@@ -65,22 +65,22 @@ def generate(
     `trace=True`, or a `descant.Tracer`, records every step: the result is a record then in any case, and its
     `trace` can be saved, replayed and drawn; with `tokenizer` it knows the texts of tokens.
     """
-    recipe, kwargs = recipe_of(kwargs)
-    tracer = Tracer.of(kwargs.pop("trace", None), kwargs.get("tokenizer"))
+    recipe, kwargs = pop_recipe(kwargs)
+    tracer = Tracer.from_argument(kwargs.pop("trace", None), kwargs.get("tokenizer"))
     if recipe is not None and recipe.kind == "generate":
         if tracer is not None:
             must = "must be None with a recipe that is a function, whose loop is its own"
             raise InputError("trace", must, True, "leave it out")
         own: dict[str, Any] = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
         own |= {"streamer": streamer, **kwargs}
-        said: Tensor | GenerateOutput = _handed_over(recipe, model, inputs, generation_config, own)
+        said: Tensor | GenerateOutput = _call_function_recipe(recipe, model, inputs, generation_config, own)
         return said
     tokenizer = kwargs.pop("tokenizer", None)
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     past = kwargs.pop("past_key_values", None)
-    processors = listed("logits_processor", logits_processor)
-    criteria = listed("stopping_criteria", stopping_criteria)
-    listener = None if is_prepared(generation_config) else listener_of(model)
+    processors = as_tuple("logits_processor", logits_processor)
+    criteria = as_tuple("stopping_criteria", stopping_criteria)
+    listener = None if is_hf_prepared(generation_config) else whisper_adapter_of(model)
     if listener is not None:
         if tracer is not None:
             must = f"is not kept of {type(model).__name__}, which hears window by window"
@@ -95,19 +95,19 @@ def generate(
         if recipe is not None:
             must = f"must be a function for {type(model).__name__}, which hears window by window"
             raise InputError("recipe", must, recipe, "leave it out")
-        spoken = Spoken(
+        spoken = TranscribeCall(
             inputs, generation_config, processors, criteria, tokenizer, streamer is not None, kwargs
         )
 
-        def decode(asked: Asked, given: Mapping[str, Any], shown: bool) -> Any:
-            return _Run(model, asked, streamer if shown else None).run(given)
+        def decode(asked: CallOptions, given: Mapping[str, Any], shown: bool) -> Any:
+            return _GenerateCall(model, asked, streamer if shown else None).run(given)
 
         return transcribe(listener, decode, spoken)
     from descant.models.custom_generate import (
-        outer_of,  # here, not above: it brings transformers' models along
+        as_custom_generate,  # here, not above: it brings transformers' models along
     )
 
-    outer = None if is_prepared(generation_config) else outer_of(model)
+    outer = None if is_hf_prepared(generation_config) else as_custom_generate(model)
     if outer is not None:
         if tracer is not None:
             must = f"is not kept of {type(model).__name__}, which has a loop around the call"
@@ -119,16 +119,16 @@ def generate(
         answer: Tensor | GenerateOutput = outer.run(generate, inputs, generation_config, held)
         return answer
     call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
-    kwargs = placed(model, inputs, kwargs)
-    if is_prepared(generation_config):
-        config = recovered_config(generation_config, kwargs["input_ids"].shape[1])
-        given = recovered_inputs(generation_config, kwargs, bool(model.config.is_encoder_decoder))
+    kwargs = bind_inputs(model, inputs, kwargs)
+    if is_hf_prepared(generation_config):
+        config = config_from_hf(generation_config, kwargs["input_ids"].shape[1])
+        given = inputs_from_hf(generation_config, kwargs, bool(model.config.is_encoder_decoder))
         if tracer is not None:
             config = config.replace(return_dict_in_generate=True)
-        asked = Asked(
+        asked = CallOptions(
             [config],
             processors,
-            own_criteria(criteria),
+            user_criteria(criteria),
             tokenizer,
             **assistant,
             recipe=recipe,
@@ -136,36 +136,38 @@ def generate(
         )
         if past is not None and past.get_seq_length():  # an empty one it has made for itself
             asked = replace(asked, past=past)
-        return _Run(model, asked, streamer).run(given)
+        return _GenerateCall(model, asked, streamer).run(given)
     if tracer is not None:
         call["return_dict_in_generate"] = True
     parts: dict[str, Any] = {"processors": processors, "criteria": criteria, "tokenizer": tokenizer}
     parts |= {**assistant, "past": past, "recipe": recipe, "tracer": tracer}
-    asked = Asked.of(model, generation_config, call, **parts)
-    return _Run(model, asked, streamer).run(kwargs)
+    asked = CallOptions.from_call(model, generation_config, call, **parts)
+    return _GenerateCall(model, asked, streamer).run(kwargs)
 
 
 # What a function in the place of generate() is given even where the call does not say it, as documented.
-_DOCUMENTED = (
+_RECIPE_ARGUMENTS = (
     "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus", "assistant_model",
     "streamer", "negative_prompt_ids", "negative_prompt_attention_mask",
 )  # fmt: skip
 
 
 @torch.no_grad()
-def _handed_over(recipe: Recipe, model: Any, inputs: Any, config: Any, given: Mapping[str, Any]) -> Any:
+def _call_function_recipe(
+    recipe: Recipe, model: Any, inputs: Any, config: Any, given: Mapping[str, Any]
+) -> Any:
     """What a function in the place of generate() makes of the call: all of its arguments are handed on."""
     call = {name: value for name, value in given.items() if name in FIELDS}
-    said = {**dict.fromkeys(_DOCUMENTED), **given, "inputs": inputs}
-    if inputs is not None and "inputs" not in recipe.takes:
-        said |= {"inputs": None, **placed(model, inputs, given)}
-    said["generation_config"] = completed(model, config, call)
+    said = {**dict.fromkeys(_RECIPE_ARGUMENTS), **given, "inputs": inputs}
+    if inputs is not None and "inputs" not in recipe.argument_names:
+        said |= {"inputs": None, **bind_inputs(model, inputs, given)}
+    said["generation_config"] = fill_defaults(model, config, call)
     # What a config has been told already need not be taken once more.
     told = (*call, "generation_config")
-    recipe.refuse(name for name, value in said.items() if value is not None and name not in told)
-    if not recipe.anything:
-        said = {name: value for name, value in said.items() if name in recipe.takes}
-    return recipe.called(model, **said)
+    recipe.check_arguments(name for name, value in said.items() if value is not None and name not in told)
+    if not recipe.accepts_kwargs:
+        said = {name: value for name, value in said.items() if name in recipe.argument_names}
+    return recipe.call(model, **said)
 
 
 def attach(model: Any) -> Any:
@@ -195,17 +197,17 @@ def compute_transition_scores(
     return transition_scores(sequences, scores, beam_indices, normalize_logits)
 
 
-class _Run:
+class _GenerateCall:
     """One call of generate(): admits all prompts, drains, and lays the results out as documented."""
 
-    def __init__(self, model: Any, asked: Asked, streamer: Any) -> None:
+    def __init__(self, model: Any, asked: CallOptions, streamer: Any) -> None:
         if streamer is not None and any(config.num_beams > 1 for config in asked.configs):
             do = "use descant.stream, which shows what all beams agree on"
             raise InputError("streamer", "must be None with beams, whose tokens are not final", streamer, do)
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise InputError("streamer", "must have `put` and `end`", streamer)
         for config in asked.configs:
-            _refuse_unseen(config)
+            _validate_logprobs_returned(config)
         self.config = asked.config
         self.streamer = streamer
         wants = {"scores", "logits", "attentions", "hidden_states"}
@@ -215,36 +217,38 @@ class _Run:
             else set()
         )
         self.states = tuple(sorted(wants & {"attentions", "hidden_states"}))
-        self.record = Record(frozenset(wants)) if wants else None
-        self.call = Call(model, asked, states=self.states, observe=self.record)
+        self.recorder = StepRecorder(frozenset(wants)) if wants else None
+        self.call = Call(model, asked, states=self.states, observe=self.recorder)
         self.session = self.call.session
-        self._refuse_fused_attention()
+        self._validate_attention_backend()
 
     @torch.no_grad()
     def run(self, given: Mapping[str, Any]) -> Tensor | GenerateOutput:
         """The whole call."""
         prompts = self.call.admit(given)
-        done = self._drained(prompts)
-        ends = [done[number] for number in self.call.numbers]
+        done = self._drain(prompts)
+        ends = [done[number] for number in self.call.request_ids]
         found = [end.hypotheses for end in ends]
         sequences = [one for some in found for one in some]
-        cache = self.call.cache([past for end in ends for past in end.pasts], sequences, prompts)
-        return self._laid_out(prompts, found, cache)
+        cache = self.call.result_cache(
+            [past for end in ends for past in end.past_key_values], sequences, prompts
+        )
+        return self._build_output(prompts, found, cache)
 
-    def _drained(self, prompts: Prepared) -> dict[int, Finished]:
-        first = self.call.lines(rows_of)
-        copies = torch.tensor([rows_of(config) for config in self.call.configs])
+    def _drain(self, prompts: RaggedPrompts) -> dict[int, Finished]:
+        first = self.call.first_lines(num_rows)
+        copies = torch.tensor([num_rows(config) for config in self.call.configs])
         shown = None
         if self.streamer is not None:
-            self.streamer.put(prompts.shown.cpu().repeat_interleave(copies, 0))
-            shown = _Abreast(self.streamer.put, first, int(copies.sum()), self._pad)
+            self.streamer.put(prompts.padded_ids.cpu().repeat_interleave(copies, 0))
+            shown = _StreamerFeed(self.streamer.put, first, int(copies.sum()), self._pad_token_id)
         done: dict[int, Finished] = {}
         while len(self.session):
             for event in self.session.step():
                 if isinstance(event, Finished):
                     done[event.request] = event
                     if shown is not None:
-                        shown.rest(event)
+                        shown.finish(event)
                 elif isinstance(event, Failed):
                     raise event.error
                 elif shown is not None:
@@ -254,47 +258,51 @@ class _Run:
         return done
 
     @property
-    def _pad(self) -> int:
-        return pad_of(self.config)
+    def _pad_token_id(self) -> int:
+        return pad_token_id(self.config)
 
-    def _laid_out(
-        self, prompts: Prepared, found: Sequence[list[Hypothesis]], cache: Any
+    def _build_output(
+        self, prompts: RaggedPrompts, found: Sequence[list[Hypothesis]], cache: Any
     ) -> Tensor | GenerateOutput:
         """The prompts as given, each followed by what was found, padded at the right."""
         sequences = [one for some in found for one in some]
         wide = max(len(one.tokens) for one in sequences)
-        new = torch.full((len(sequences), wide), self._pad)
+        new = torch.full((len(sequences), wide), self._pad_token_id)
         for line, one in enumerate(sequences):
             new[line, : len(one.tokens)] = one.tokens
         device = self.session.model.device
         each = torch.tensor([len(some) for some in found], device=device)
-        whole = torch.cat((prompts.shown.repeat_interleave(each, 0), new.to(device)), 1)
+        whole = torch.cat((prompts.padded_ids.repeat_interleave(each, 0), new.to(device)), 1)
         if not self.config.return_dict_in_generate:
-            _refuse_unmet(sequences, [len(some) for some in found])
+            _validate_constraints_met(sequences, [len(some) for some in found])
             return whole
-        record = self._record(whole, prompts, found, wide)
+        record = self._build_record(whole, prompts, found, wide)
         if cache is None:
             return record
         legacy = bool(self.config.return_legacy_cache)
         # Made again, for what it holds has an order.
         return type(record)(**record, past_key_values=cache.to_legacy_cache() if legacy else cache)
 
-    def _record(
-        self, whole: Tensor, prompts: Prepared, found: Sequence[list[Hypothesis]], wide: int
+    def _build_record(
+        self, whole: Tensor, prompts: RaggedPrompts, found: Sequence[list[Hypothesis]], wide: int
     ) -> GenerateOutput:
-        config, both = self.config, self.session.model.facts.encoder_decoder
-        numbers, configs = self.call.numbers, self.call.configs
-        first = self.call.lines(_lines_of)
-        lines = {number: _lines_of(one) for number, one in zip(numbers, configs, strict=True)}
-        layout = Layout(first, lines, self._pad, prompts.width)
+        config, both = self.config, self.session.model.traits.is_encoder_decoder
+        numbers, configs = self.call.request_ids, self.call.configs
+        first = self.call.first_lines(_num_score_lines)
+        lines = {number: _num_score_lines(one) for number, one in zip(numbers, configs, strict=True)}
+        layout = OutputLayout(first, lines, self._pad_token_id, prompts.width)
         values: dict[str, Any] = {"sequences": whole}
-        if self.record is not None:
-            values |= {name: self.record.tensors(name, layout) for name in ("scores", "logits")}
-            names = _DECODER if both else self.states
+        if self.recorder is not None:
+            values |= {name: self.recorder.step_tensors(name, layout) for name in ("scores", "logits")}
+            names = _DECODER_STATES if both else self.states
             wanted = [name for name in names if name.endswith(self.states)]
-            values |= {name: self._fed(name, self.record.states(name, layout)) for name in wanted}
+            values |= {
+                name: self._drop_cached_positions(name, self.recorder.states(name, layout)) for name in wanted
+            }
             if both:
-                values |= {f"encoder_{name}": self.session.model.encoded.get(name) for name in self.states}
+                values |= {
+                    f"encoder_{name}": self.session.model.encoder_output.get(name) for name in self.states
+                }
         sequences = [one for some in found for one in some]
         if any(one.logprobs is not None for one in sequences):
             values["logprobs"] = tuple(one.logprobs for one in sequences)
@@ -306,9 +314,9 @@ class _Run:
             if config.output_scores:
                 scores = [torch.nan if one.score is None else one.score for one in sequences]
                 values["sequences_scores"] = torch.tensor(scores, device=whole.device)
-            if any(one.unmet is not None for one in sequences):
-                values["unmet_constraints"] = tuple(one.unmet or () for one in sequences)
-            values["beam_indices"] = _trails(found, [first[number] for number in numbers], wide).to(
+            if any(one.unmet_constraints is not None for one in sequences):
+                values["unmet_constraints"] = tuple(one.unmet_constraints or () for one in sequences)
+            values["beam_indices"] = _beam_indices(found, [first[number] for number in numbers], wide).to(
                 whole.device
             )
         kinds = {
@@ -319,83 +327,85 @@ class _Run:
         }
         return kinds[beams, both](**values)
 
-    def _fed(self, name: str, states: Any) -> Any:
+    def _drop_cached_positions(self, name: str, states: Any) -> Any:
         """The states of a call, those of the first step without what was in a cache already."""
-        if self.call.loan is None or states is None or self.record is None:
+        if self.call.user_cache is None or states is None or self.recorder is None:
             return states
-        parts = [part for seen in self.record.seen for part in seen.output.states if name in part]
-        size = max(int((part["fed"] - part["tried"]).max()) for part in parts)
+        parts = [part for seen in self.recorder.observations for part in seen.output.states if name in part]
+        size = max(int((part["fed_length"] - part["num_drafts"]).max()) for part in parts)
         dim = 2 if "attentions" in name else 1
         first = tuple(layer.narrow(dim, layer.shape[dim] - size, size) for layer in states[0])
         return (first, *states[1:])
 
-    def _refuse_fused_attention(self) -> None:
-        if "attentions" in self.states and self.session.model.facts.attention != "eager":
-            used = self.session.model.facts.attention
+    def _validate_attention_backend(self) -> None:
+        if "attentions" in self.states and self.session.model.traits.attn_implementation != "eager":
+            used = self.session.model.traits.attn_implementation
             do = 'load the model with attn_implementation="eager"'
             raise InputError(
                 "output_attentions", f"needs attention weights, which {used!r} does not give", True, do
             )
 
 
-class _Abreast:
+class _StreamerFeed:
     """Shows a streamer the tokens of all lines abreast, one of each at a time, as the documented loop does.
 
     Where some lines are ahead of others, what they have said waits for these.
     """
 
     def __init__(self, put: Callable[[Tensor], None], first: Mapping[int, int], lines: int, pad: int) -> None:
-        self._put, self._first, self._pad = put, first, pad
-        self._said: list[list[int]] = [[] for _ in range(lines)]
-        self._over = [False] * lines
-        self._shown = 0
+        self._put, self._first_lines, self._pad_token_id = put, first, pad
+        self._tokens: list[list[int]] = [[] for _ in range(lines)]
+        self._is_finished = [False] * lines
+        self._num_streamed = 0
 
     def put(self, event: Tokens) -> None:
         """Take the tokens of a step, and show what is there of every line that goes on."""
         columns = (event.request.tolist(), event.slot.tolist(), event.token.tolist())
         for place, (request, slot, token) in enumerate(zip(*columns, strict=True)):
-            line = self._first[request] + slot
-            self._said[line].append(token)
-            self._over[line] = place in event.ended
-        self._show()
+            line = self._first_lines[request] + slot
+            self._tokens[line].append(token)
+            self._is_finished[line] = place in event.finished
+        self._flush()
 
-    def rest(self, event: Finished) -> None:
+    def finish(self, event: Finished) -> None:
         """Take what a method has not said of its sequences until they ended, and show what is there."""
         for slot, one in enumerate(event.hypotheses):
-            line = self._first[event.request] + slot
-            self._said[line] += one.tokens[len(self._said[line]) :].tolist()
-            self._over[line] = True
-        self._show()
+            line = self._first_lines[event.request] + slot
+            self._tokens[line] += one.tokens[len(self._tokens[line]) :].tolist()
+            self._is_finished[line] = True
+        self._flush()
 
-    def _show(self) -> None:
-        while self._ready():
-            at = self._shown
-            self._put(torch.tensor([one[at] if at < len(one) else self._pad for one in self._said]))
-            self._shown += 1
+    def _flush(self) -> None:
+        while self._has_full_column():
+            at = self._num_streamed
+            self._put(
+                torch.tensor([one[at] if at < len(one) else self._pad_token_id for one in self._tokens])
+            )
+            self._num_streamed += 1
 
-    def _ready(self) -> bool:
+    def _has_full_column(self) -> bool:
         """Whether every line that goes on, and any at all, has said one more."""
-        lengths = [len(one) for one in self._said]
-        going = [size for size, over in zip(lengths, self._over, strict=True) if not over]
-        return max(lengths) > self._shown and min(going, default=max(lengths)) > self._shown
+        lengths = [len(one) for one in self._tokens]
+        going = [size for size, over in zip(lengths, self._is_finished, strict=True) if not over]
+        return max(lengths) > self._num_streamed and min(going, default=max(lengths)) > self._num_streamed
 
 
-def _refuse_unmet(sequences: Sequence[Hypothesis], counts: Sequence[int]) -> None:
+def _validate_constraints_met(sequences: Sequence[Hypothesis], counts: Sequence[int]) -> None:
     """Raise for sequences that do not meet their constraints, where nothing else would say so."""
     whose = [line for line, count in enumerate(counts) for _ in range(count)]
     for line, one in zip(whose, sequences, strict=True):
-        if one.unmet:
-            places = ", ".join(map(str, one.unmet))
+        if one.unmet_constraints:
+            places = ", ".join(map(str, one.unmet_constraints))
             do = "raise max_new_tokens or num_beams, or set return_dict_in_generate=True to be told which"
             raise ConstraintError(
                 f"the result of prompt {line} must meet all constraints, got {len(one.tokens)} tokens "
                 f"without number {places}: {do}",
                 line,
-                one.unmet,
+                one.unmet_constraints,
             )
 
 
-def _refuse_unseen(config: GenerationConfig) -> None:
+def _validate_logprobs_returned(config: GenerationConfig) -> None:
     """Raise for log-probabilities that nobody would be given."""
     told = config.return_dict_in_generate or config.logprobs is None or config.source("logprobs") == "model"
     if not told:
@@ -404,17 +414,17 @@ def _refuse_unseen(config: GenerationConfig) -> None:
         raise ConfigError("logprobs", must, config.logprobs, do)
 
 
-def _lines_of(config: GenerationConfig) -> int:
+def _num_score_lines(config: GenerationConfig) -> int:
     """How many lines a request has in the scores of a step."""
     return config.num_beams if config.num_beams > 1 else config.num_return_sequences
 
 
-def _trails(found: Sequence[list[Hypothesis]], first: Sequence[int], wide: int) -> Tensor:
+def _beam_indices(found: Sequence[list[Hypothesis]], first: Sequence[int], wide: int) -> Tensor:
     """The line of the scores that each token of each sequence was chosen from, -1 beyond its end [N, T]."""
     trails = []
     for start, some in zip(first, found, strict=True):
         for slot, one in enumerate(some):
             # A prompt without beams, beside others that have them, is on its own line all along.
-            own = [slot] * len(one.tokens) if one.beams is None else one.beams
+            own = [slot] * len(one.tokens) if one.beam_indices is None else one.beam_indices
             trails.append([start + place for place in own] + [-1] * (wide - len(own)))
     return torch.tensor(trails, dtype=torch.int32)

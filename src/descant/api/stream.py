@@ -12,24 +12,24 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from descant.api.call import Asked, Call, listed, placed, recipe_of
-from descant.api.inputs import encoded
+from descant.api.call import Call, CallOptions, as_tuple, bind_inputs, pop_recipe
+from descant.api.inputs import encode_texts
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.core.interfaces import Peers
+from descant.core.interfaces import RankGroup
 from descant.core.records import Hypothesis
 from descant.engine.session import Event, Failed, Finished, Session, Tokens
 from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
-from descant.models.rank_group import together
-from descant.models.whisper import hears
-from descant.tokenization.detokenizer import TextStream
-from descant.tokenization.token_healing import Tail
+from descant.models.rank_group import all_ranks_or_none
+from descant.models.whisper import is_whisper
+from descant.tokenization.detokenizer import IncrementalDetokenizer
+from descant.tokenization.token_healing import HealedSuffix
 from descant.trace.trace import Trace
 from descant.trace.tracer import Tracer
 
 __all__ = ["Stream", "StreamEvent", "stream"]
 
 # Fields of a call's returned record, which a stream does not have.
-_RECORD = (
+_RECORD_FIELDS = (
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ class StreamEvent:
     finish_reason: str | None = None  # "eos", "length", "time", "stop", "error"; None: more may come
     error: DescantError | None = None
     hypothesis: Hypothesis | None = field(default=None, compare=False, repr=False)
-    tried: int = 0  # how many tokens were guessed in this step, with speculation
+    num_drafts: int = 0  # how many tokens were guessed in this step, with speculation
     accepted: int = 0  # how many of `token_ids` are such guesses
 
 
@@ -73,46 +73,48 @@ def stream(
     rest when it is decided. Iterate with `for` or `async for`; `close`, or leaving `with`, cancels what runs.
     With `trace=True`, or a `descant.Tracer`, the stream's `trace` is the record of its steps so far.
     """
-    if hears(model):
+    if is_whisper(model):
         kind = type(model).__name__
         raise UnsupportedModel(
             f"{kind} hears by windows: use descant.generate, with a streamer for short audio"
         )
-    recipe, kwargs = recipe_of(kwargs)
+    recipe, kwargs = pop_recipe(kwargs)
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     past = kwargs.pop("past_key_values", None)
-    tracer = Tracer.of(kwargs.pop("trace", None), tokenizer)
-    with together(model):
+    tracer = Tracer.from_argument(kwargs.pop("trace", None), tokenizer)
+    with all_ranks_or_none(model):
         call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
-        _refuse_record(call, generation_config)
+        _validate_no_record_fields(call, generation_config)
         given = generation_config if isinstance(generation_config, list | tuple) else (generation_config,)
         if all(getattr(one, "logprobs", None) is None for one in given):
             call = {"logprobs": 0, **call}
-        processors = listed("logits_processor", logits_processor)
-        criteria = listed("stopping_criteria", stopping_criteria)
+        processors = as_tuple("logits_processor", logits_processor)
+        criteria = as_tuple("stopping_criteria", stopping_criteria)
         parts: dict[str, Any] = {"processors": processors, "criteria": criteria, "tokenizer": tokenizer}
         parts |= {**assistant, "past": past, "recipe": recipe, "tracer": tracer}
-        asked = Asked.of(model, generation_config, call, **parts)
+        asked = CallOptions.from_call(model, generation_config, call, **parts)
         return Stream(model, asked, inputs, kwargs)
 
 
 class Stream:
     """The events of a call, as an iterator and an async iterator; its requests end when it is closed."""
 
-    def __init__(self, model: Any, asked: Asked, inputs: Any, others: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, asked: CallOptions, inputs: Any, others: Mapping[str, Any]) -> None:
         call = self._call = Call(model, asked)
         self.session: Session = call.session
-        self._ends: dict[int, Finished] = {}
-        self._ready: deque[StreamEvent] = deque()
-        self._over = False
+        self._results: dict[int, Finished] = {}
+        self._event_queue: deque[StreamEvent] = deque()
+        self._finished = False
         # A step that an event loop no longer waits for goes on in its thread; whoever is next waits for it.
         self._lock = threading.Lock()
-        self._peers: Peers | None = getattr(self.session.model, "peers", None)
+        self._rank_group: RankGroup | None = getattr(self.session.model, "rank_group", None)
         with torch.no_grad():
-            prompts = self._prompts = call.admit(_given(model, inputs, asked.tokenizer, others))
-        self._asked = {
-            number: _Asker(line, config, asked.tokenizer, prompts.prompt(line), call.healed[line])
-            for line, (number, config) in enumerate(zip(call.numbers, call.configs, strict=True))
+            prompts = self._prompts = call.admit(_model_inputs(model, inputs, asked.tokenizer, others))
+        self._prompt_streams = {
+            number: _PromptStream(
+                line, config, asked.tokenizer, prompts.prompt(line), call.healed_suffixes[line]
+            )
+            for line, (number, config) in enumerate(zip(call.request_ids, call.configs, strict=True))
         }
 
     @property
@@ -124,29 +126,29 @@ class Stream:
         return self
 
     def __next__(self) -> StreamEvent:
-        while not self._ready:
-            if self._over:
+        while not self._event_queue:
+            if self._finished:
                 raise StopIteration
             self._advance()
-        return self._ready.popleft()
+        return self._event_queue.popleft()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> StreamEvent:
-        while not self._ready:
-            if self._over:
+        while not self._event_queue:
+            if self._finished:
                 raise StopAsyncIteration
             await asyncio.to_thread(self._advance)
-        return self._ready.popleft()
+        return self._event_queue.popleft()
 
     def close(self) -> None:
         """Cancel what still runs and free it; nothing comes thereafter."""
         with self._lock:
-            if self._asked and self._peers is not None:
-                self._peers.leave()
-            self._drop()
-            self._ready.clear()
+            if self._prompt_streams and self._rank_group is not None:
+                self._rank_group.abort()
+            self._cancel_all()
+            self._event_queue.clear()
 
     async def aclose(self) -> None:
         """Close, without holding up the event loop should a step be under way."""
@@ -168,182 +170,190 @@ class Stream:
     def _advance(self) -> None:
         """Take one step, if there is one to take and nobody has found events meanwhile."""
         with self._lock, torch.no_grad():
-            if self._ready or self._over:
+            if self._event_queue or self._finished:
                 return
             try:
-                told = self._told(self.session.step())
-                self._ready.extend(sorted(told, key=lambda one: (one.row, one.sequence)))
+                told = self._stream_events(self.session.step())
+                self._event_queue.extend(sorted(told, key=lambda one: (one.row, one.sequence)))
             except BaseException as error:
-                if self._peers is not None and not isinstance(error, RankError):
-                    self._peers.leave()
-                self._drop()
+                if self._rank_group is not None and not isinstance(error, RankError):
+                    self._rank_group.abort()
+                self._cancel_all()
                 raise
-            self._over = not self._asked
-            if self._over:
-                self._give_back()
+            self._finished = not self._prompt_streams
+            if self._finished:
+                self._return_cache()
 
-    def _give_back(self) -> None:
+    def _return_cache(self) -> None:
         """Have the user's cache hold what all sequences hold, if none has failed."""
-        if all(number in self._ends for number in self._call.numbers):
-            ends = [self._ends[number] for number in self._call.numbers]
+        if all(number in self._results for number in self._call.request_ids):
+            ends = [self._results[number] for number in self._call.request_ids]
             found = [one for end in ends for one in end.hypotheses]
-            self._call.cache([past for end in ends for past in end.pasts], found, self._prompts)
+            self._call.result_cache(
+                [past for end in ends for past in end.past_key_values], found, self._prompts
+            )
 
-    def _drop(self) -> None:
+    def _cancel_all(self) -> None:
         """Cancel all requests that are left."""
-        self._over = True
-        while self._asked:
-            number, _ = self._asked.popitem()
+        self._finished = True
+        while self._prompt_streams:
+            number, _ = self._prompt_streams.popitem()
             self.session.cancel(number)
 
-    def _told(self, events: Sequence[Event]) -> Iterator[StreamEvent]:
+    def _stream_events(self, events: Sequence[Event]) -> Iterator[StreamEvent]:
         """A step's events by prompt and sequence."""
         ends = {one.request: one for one in events if not isinstance(one, Tokens)}
         for one in events:
             if isinstance(one, Tokens):
-                yield from self._chosen(one, ends)
+                yield from self._token_events(one, ends)
         for number, end in ends.items():
-            asker = self._asked.pop(number)
+            asker = self._prompt_streams.pop(number)
             if isinstance(end, Finished):
-                self._ends[number] = end
-            yield from asker.failed(end.error) if isinstance(end, Failed) else asker.finished(end)
-        for number, asker in self._asked.items():
+                self._results[number] = end
+            yield from (
+                asker.failure_events(end.error) if isinstance(end, Failed) else asker.finish_events(end)
+            )
+        for number, asker in self._prompt_streams.items():
             if asker.config.num_beams > 1:
-                yield from asker.agreed(self.session.agreed(number))
+                yield from asker.common_prefix_events(self.session.common_prefix(number))
 
-    def _chosen(self, event: Tokens, ends: Mapping[int, Any]) -> Iterator[StreamEvent]:
+    def _token_events(self, event: Tokens, ends: Mapping[int, Any]) -> Iterator[StreamEvent]:
         """The tokens of requests that go on; those that end are told with their end."""
-        for run in _runs(event):
-            asker = self._asked[run.request]
-            asker.guesses[run.slot] = (run.tried, run.accepted)
+        for run in _group_by_sequence(event):
+            asker = self._prompt_streams[run.request]
+            asker.draft_counts[run.slot] = (run.num_drafts, run.accepted)
             if run.request in ends:
                 continue
-            yield asker.chosen(run) if run.ended is None else asker.ended(run.slot, run.ended)
-            asker.guesses.clear()
+            yield (
+                asker.token_event(run)
+                if run.hypothesis is None
+                else asker.final_event(run.slot, run.hypothesis)
+            )
+            asker.draft_counts.clear()
 
 
 @dataclass
-class _Run:
+class _StepTokens:
     """What one sequence says in a step: a token, or with guesses a run of them."""
 
     request: int
     slot: int
     tokens: list[int]
-    raw: list[float]
-    processed: list[float]
-    ended: Hypothesis | None
-    tried: int
+    raw_logprobs: list[float]
+    processed_logprobs: list[float]
+    hypothesis: Hypothesis | None
+    num_drafts: int
     accepted: int
 
 
-def _runs(event: Tokens) -> Iterator[_Run]:
+def _group_by_sequence(event: Tokens) -> Iterator[_StepTokens]:
     """The tokens of a step by sequence, token by token where nothing was guessed."""
     requests, slots, tokens = (part.tolist() for part in (event.request, event.slot, event.token))
     raw, processed = (
         [[]] * len(tokens) if part is None else [[one] for one in part.tolist()]
         for part in (event.raw, event.processed)
     )
-    guessed = None if event.guessed is None else event.guessed.tolist()
-    tried = None if event.tried is None else event.tried.tolist()
-    run: _Run | None = None
+    guessed = None if event.is_draft is None else event.is_draft.tolist()
+    tried = None if event.num_drafts is None else event.num_drafts.tolist()
+    run: _StepTokens | None = None
     for place, (request, slot, token) in enumerate(zip(requests, slots, tokens, strict=True)):
         if run is not None and guessed is not None and (run.request, run.slot) == (request, slot):
             run.tokens.append(token)
-            run.raw += raw[place]
-            run.processed += processed[place]
+            run.raw_logprobs += raw[place]
+            run.processed_logprobs += processed[place]
         else:
             if run is not None:
                 yield run
             count = 0 if tried is None else tried[place]
-            run = _Run(request, slot, [token], [*raw[place]], [*processed[place]], None, count, 0)
-        run.ended = event.ended.get(place)
+            run = _StepTokens(request, slot, [token], [*raw[place]], [*processed[place]], None, count, 0)
+        run.hypothesis = event.finished.get(place)
         run.accepted += 0 if guessed is None else int(guessed[place])
     if run is not None:
         yield run
 
 
-class _Asker:
+class _PromptStream:
     """One prompt and its sequences as far as they have been told."""
 
     def __init__(
-        self, row: int, config: GenerationConfig, tokenizer: Any, prompt: Tensor, healed: Tail
+        self, row: int, config: GenerationConfig, tokenizer: Any, prompt: Tensor, healed: HealedSuffix
     ) -> None:
         self.row, self.config = row, config
         count = config.num_return_sequences
-        self.told = [0] * count  # how many tokens of each sequence
-        self.over: set[int] = set()  # the sequences that have ended while others go on
-        self.guesses: dict[int, tuple[int, int]] = {}  # tried and accepted in this step, by sequence
+        self.num_emitted = [0] * count  # how many tokens of each sequence
+        self.finished_slots: set[int] = set()  # the sequences that have ended while others go on
+        self.draft_counts: dict[int, tuple[int, int]] = {}  # tried and accepted in this step, by sequence
         ids = [] if tokenizer is None else prompt.tolist()
         stops = config.stop_strings or ()
         # What token healing says again is in the prompt that the reader has.
         skip = len(healed.text.decode(errors="ignore"))
-        self.texts = [
+        self.detokenizers = [
             None
             if tokenizer is None
-            else TextStream(
+            else IncrementalDetokenizer(
                 tokenizer, prompt_ids=ids, stop_strings=stops, skip=skip, skip_special_tokens=True
             )
             for _ in range(count)
         ]
 
-    def chosen(self, run: _Run) -> StreamEvent:
+    def token_event(self, run: _StepTokens) -> StreamEvent:
         """What a sequence has chosen in a step."""
         slot, ids = run.slot, tuple(run.tokens)
-        self.told[slot] += len(ids)
-        known = self.config.logprobs is not None and len(run.raw) == len(ids)
+        self.num_emitted[slot] += len(ids)
+        known = self.config.logprobs is not None and len(run.raw_logprobs) == len(ids)
         return StreamEvent(
             self.row,
             slot,
             ids,
-            self._text(slot, ids),
-            tuple(run.processed) if known else None,
-            tuple(run.raw) if known else None,
-            tried=run.tried,
+            self._decode(slot, ids),
+            tuple(run.processed_logprobs) if known else None,
+            tuple(run.raw_logprobs) if known else None,
+            num_drafts=run.num_drafts,
             accepted=run.accepted,
         )
 
-    def agreed(self, tokens: Tensor) -> Iterator[StreamEvent]:
+    def common_prefix_events(self, tokens: Tensor) -> Iterator[StreamEvent]:
         """What all beams begin with: the same for every sequence."""
-        for slot, told in enumerate(self.told):
+        for slot, told in enumerate(self.num_emitted):
             ids = tuple(tokens[told:].tolist())
             if ids:
-                self.told[slot] += len(ids)
-                yield StreamEvent(self.row, slot, ids, self._text(slot, ids))
+                self.num_emitted[slot] += len(ids)
+                yield StreamEvent(self.row, slot, ids, self._decode(slot, ids))
 
-    def finished(self, event: Finished) -> Iterator[StreamEvent]:
+    def finish_events(self, event: Finished) -> Iterator[StreamEvent]:
         """The rest of every sequence that was not over yet."""
         for slot, one in enumerate(event.hypotheses):
-            if slot not in self.over:
-                yield self.ended(slot, one)
+            if slot not in self.finished_slots:
+                yield self.final_event(slot, one)
 
-    def ended(self, slot: int, one: Hypothesis) -> StreamEvent:
+    def final_event(self, slot: int, one: Hypothesis) -> StreamEvent:
         """The rest of a sequence."""
-        told, laws = self.told[slot], one.logprobs
+        told, laws = self.num_emitted[slot], one.logprobs
         ids = tuple(one.tokens[told:].tolist())
-        self.over.add(slot)
-        tried, accepted = self.guesses.get(slot, (0, 0))
+        self.finished_slots.add(slot)
+        tried, accepted = self.draft_counts.get(slot, (0, 0))
         return StreamEvent(
             self.row,
             slot,
             ids,
-            self._text(slot, ids, last=True),
+            self._decode(slot, ids, last=True),
             None if laws is None else tuple(laws.processed[told:].tolist()),
             None if laws is None else tuple(laws.raw[told:].tolist()),
             one.reason,
             hypothesis=one,
-            tried=tried,
+            num_drafts=tried,
             accepted=accepted,
         )
 
-    def failed(self, error: DescantError) -> Iterator[StreamEvent]:
+    def failure_events(self, error: DescantError) -> Iterator[StreamEvent]:
         """No more of any sequence that was not over yet."""
-        for slot in range(len(self.told)):
-            if slot not in self.over:
-                text = self._text(slot, (), last=True)
+        for slot in range(len(self.num_emitted)):
+            if slot not in self.finished_slots:
+                text = self._decode(slot, (), last=True)
                 yield StreamEvent(self.row, slot, (), text, finish_reason="error", error=error)
 
-    def _text(self, slot: int, ids: Sequence[int], last: bool = False) -> str | None:
-        growing = self.texts[slot]
+    def _decode(self, slot: int, ids: Sequence[int], last: bool = False) -> str | None:
+        growing = self.detokenizers[slot]
         if growing is None:
             return None
         text = growing.put(ids)
@@ -351,23 +361,23 @@ class _Asker:
 
 
 # ------------------------------------------------------------------------ what was given
-def _given(model: Any, inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+def _model_inputs(model: Any, inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
     """The model's inputs, `inputs` among them under their own name."""
     if isinstance(inputs, str):
         inputs = [inputs]
     if not isinstance(inputs, list | tuple) or not inputs:
-        return placed(model, inputs, others)
-    new = encoded("inputs", inputs, tokenizer)
+        return bind_inputs(model, inputs, others)
+    new = encode_texts("inputs", inputs, tokenizer)
     for name in new:
         if others.get(name) is not None:
             raise InputError(name, "must not be given beside `inputs`, which has it", others[name])
     return {**others, **new}
 
 
-def _refuse_record(call: Mapping[str, Any], argument: Any) -> None:
+def _validate_no_record_fields(call: Mapping[str, Any], argument: Any) -> None:
     """Raise for fields of the record that generate() returns and a stream does not."""
     configs = argument if isinstance(argument, list | tuple) else (argument,)
-    for name in _RECORD:
+    for name in _RECORD_FIELDS:
         asked = [call.get(name), *(getattr(config, name, None) for config in configs)]
         if any(asked):
             do = "use `logprobs`, or generate(..., return_dict_in_generate=True)"

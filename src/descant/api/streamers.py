@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from descant.errors import InputError
-from descant.tokenization.detokenizer import TextStream
+from descant.tokenization.detokenizer import IncrementalDetokenizer
 
 __all__ = ["AsyncTextIteratorStreamer", "BaseStreamer", "TextIteratorStreamer", "TextStreamer"]
 
@@ -47,28 +47,28 @@ class TextStreamer(BaseStreamer):
         self.tokenizer = tokenizer
         self.skip_prompt = skip_prompt
         self.decode_kwargs = decode_kwargs
-        self._stream: TextStream | None = None  # None: the prompt comes next
-        self._word = ""  # text that is final but may not be a whole word
+        self._detokenizer: IncrementalDetokenizer | None = None  # None: the prompt comes next
+        self._pending_text = ""  # text that is final but may not be a whole word
 
     def put(self, value: Any) -> None:
         """Take the prompt, or further tokens, and hand on the words they end."""
-        ids = _single(value)
-        if self._stream is None:
-            self._stream = TextStream(self.tokenizer, **self.decode_kwargs)
+        ids = _single_sequence_ids(value)
+        if self._detokenizer is None:
+            self._detokenizer = IncrementalDetokenizer(self.tokenizer, **self.decode_kwargs)
             if self.skip_prompt:
                 # The text is that of the new tokens alone, unless the first of them end a character.
-                after = TextStream(self.tokenizer, prompt_ids=ids, **self.decode_kwargs)
-                self._stream = after if after.mends else self._stream
+                after = IncrementalDetokenizer(self.tokenizer, prompt_ids=ids, **self.decode_kwargs)
+                self._detokenizer = after if after.has_partial_character else self._detokenizer
                 return
-        self._word += self._stream.put(ids)
-        whole = _whole(self._word)
-        text, self._word = self._word[:whole], self._word[whole:]
+        self._pending_text += self._detokenizer.put(ids)
+        whole = _complete_length(self._pending_text)
+        text, self._pending_text = self._pending_text[:whole], self._pending_text[whole:]
         self.on_finalized_text(text)
 
     def end(self) -> None:
         """Hand on what is left; the next `put` is another call's prompt."""
-        text = self._word + ("" if self._stream is None else self._stream.end())
-        self._stream, self._word = None, ""
+        text = self._pending_text + ("" if self._detokenizer is None else self._detokenizer.end())
+        self._detokenizer, self._pending_text = None, ""
         self.on_finalized_text(text, stream_end=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -141,7 +141,7 @@ class AsyncTextIteratorStreamer(TextStreamer):
         return text
 
 
-def _single(value: Any) -> list[int]:
+def _single_sequence_ids(value: Any) -> list[int]:
     """The token ids of one sequence, from [L] or [1, L]."""
     shape = tuple(getattr(value, "shape", (len(value),) if isinstance(value, list | tuple) else ()))
     if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
@@ -152,7 +152,7 @@ def _single(value: Any) -> list[int]:
     return ids
 
 
-def _whole(text: str) -> int:
+def _complete_length(text: str) -> int:
     """How many characters of a text are whole words: all up to a line break, an ideograph or a space."""
     if text and (text[-1] == "\n" or any(low <= ord(text[-1]) <= high for low, high in _IDEOGRAPHS)):
         return len(text)

@@ -8,20 +8,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from descant.api.inputs import Prepared
-from descant.core.interfaces import KeyCache, Span
+from descant.api.inputs import RaggedPrompts
+from descant.core.interfaces import KVCache, KVSpan
 from descant.errors import InputError
-from descant.kv_cache.cached_row import Past, contents, gathered, readable
-from descant.kv_cache.recurrent_state import ObjectCache
-from descant.models.hf_caches.registry import Cache, DynamicCache, OwnCache, PagedCache, accepted
+from descant.kv_cache.cached_row import CachedRow, gather_rows, is_lossless, read_layers
+from descant.kv_cache.recurrent_state import RecurrentStateCache
+from descant.models.hf_caches.exports import (
+    Cache,
+    DynamicCache,
+    PagedCache,
+    RecurrentCache,
+    to_descant_cache,
+)
 
-__all__ = ["Loan", "given_back"]
+__all__ = ["UserCache", "return_cache"]
 
 
-_NAME = "past_key_values"
+_ARGUMENT = "past_key_values"
 
 
-class Loan:
+class UserCache:
     """A user's cache for the time of a call.
 
     Its one row is what every prompt begins with, or its rows are what the prompts begin with, each its own.
@@ -32,94 +38,107 @@ class Loan:
 
     def __init__(self, given: Any) -> None:
         self._given = given
-        self.face: Any = accepted(given)
-        self._foreign = self.face is not given
-        self.frozen = bool(getattr(self.face, "frozen", False)) or isinstance(given, tuple | list)
-        self._store = cast(KeyCache, self.face.store)
+        self.hf_cache: Any = to_descant_cache(given)
+        self._is_transformers = self.hf_cache is not given
+        self.frozen = bool(getattr(self.hf_cache, "read_only", False)) or isinstance(given, tuple | list)
+        self._store = cast(KVCache, self.hf_cache.store)
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether it holds nothing yet."""
         return not len(self._store) or not bool(self._store.lengths.any())
 
-    def table(self) -> KeyCache:
+    def empty_like(self) -> KVCache:
         """An empty cache of its kind."""
         return self._store.select(torch.zeros(0, dtype=torch.long))
 
-    def pasts(self, prompts: Prepared) -> list[Past | None]:
+    def cached_rows(self, prompts: RaggedPrompts) -> list[CachedRow | None]:
         """What each prompt begins with."""
         count, rows = len(prompts), len(self._store)
-        if self._foreign and not self.frozen:
-            self._refuse_unfilled(prompts)
-        if self.empty:
+        if self._is_transformers and not self.frozen:
+            self._validate_fillable(prompts)
+        if self.is_empty:
             return [None] * count
         if rows not in (1, count):
-            raise InputError(_NAME, f"must have one row, or one for each of {count} prompts", f"{rows} rows")
-        known = known_tokens(self.face)
+            raise InputError(
+                _ARGUMENT, f"must have one row, or one for each of {count} prompts", f"{rows} rows"
+            )
+        known = known_tokens(self.hf_cache)
         place = [0] * count if rows == 1 else list(range(count))
         if known is not None:
             for line, row in enumerate(place):
-                _refuse_strange(prompts.prompt(line).cpu(), known[row], line)
+                _validate_prefix(prompts.prompt(line).cpu(), known[row], line)
         store = self._store
         level = bool((store.lengths == store.lengths[0]).all())
-        packed = known is not None or getattr(self.face, "packed", False) or not level
-        if not packed and rows == count and prompts.here is not None:
-            store = _unpadded(store, prompts.here) if readable(store) else self._told(prompts.here)
-        return [Past(store, row) for row in place]
+        packed = known is not None or getattr(self.hf_cache, "packed", False) or not level
+        if not packed and rows == count and prompts.mask is not None:
+            store = (
+                _remove_padding(store, prompts.mask)
+                if is_lossless(store)
+                else self._store_without_padding(prompts.mask)
+            )
+        return [CachedRow(store, row) for row in place]
 
-    def _told(self, here: Tensor) -> KeyCache:
+    def _store_without_padding(self, here: Tensor) -> KVCache:
         """Its rows without their padding at the left, where they cannot be read position by position."""
-        return cast(KeyCache, accepted(self._given, here).store)
+        return cast(KVCache, to_descant_cache(self._given, here).store)
 
-    def _refuse_unfilled(self, prompts: Prepared) -> None:
+    def _validate_fillable(self, prompts: RaggedPrompts) -> None:
         """Raise for a cache that transformers made and that could not be filled in the end."""
         kind, do = type(self._given).__name__, "use one of descant's"
-        if prompts.positions:
-            raise InputError(_NAME, "must be one of descant's where prompts have no tokens", kind, do)
+        if prompts.embed_width:
+            raise InputError(_ARGUMENT, "must be one of descant's where prompts have no tokens", kind, do)
         store = self._store
-        if readable(store) or isinstance(store, ObjectCache):
+        if is_lossless(store) or isinstance(store, RecurrentStateCache):
             return
         if len(prompts) > 1 or not hasattr(store, "read"):
             must = "must be given for one prompt at a time, to be filled again: it forgets what it has read"
-            raise InputError(_NAME, must, kind, do)
+            raise InputError(_ARGUMENT, must, kind, do)
 
-    def fill(self, store: KeyCache, tokens: Sequence[Tensor], columns: Tensor) -> Any:
+    def write_back(self, store: KVCache, tokens: Sequence[Tensor], columns: Tensor) -> Any:
         """Have it hold the rows of a store, of these tokens; `columns` [R, W] is where sequences have them.
 
         The cache as it was given.
         """
-        face, given = self.face, self._given
+        face, given = self.hf_cache, self._given
         face.store = store
-        if not self._foreign:
+        if not self._is_transformers:
             face.tokens = list(tokens)
-        elif isinstance(store, ObjectCache):
-            vars(given).update(vars(store.fetch(torch.arange(len(store)))))
+        elif isinstance(store, RecurrentStateCache):
+            vars(given).update(vars(store.read_state(torch.arange(len(store)))))
         else:
-            pairs = {layer: _laid_out(pair, columns) for layer, pair in contents(store, _rows(store)).items()}
+            pairs = {
+                layer: _scatter_columns(pair, columns)
+                for layer, pair in read_layers(store, _all_rows(store)).items()
+            }
             given.reset()
             for layer, (key, value) in pairs.items():
                 given.update(key, value, layer)
         return given
 
 
-def given_back(loan: Loan | None, pasts: Sequence[Past], tokens: Sequence[Tensor], columns: Tensor) -> Any:
+def return_cache(
+    loan: UserCache | None, pasts: Sequence[CachedRow], tokens: Sequence[Tensor], columns: Tensor
+) -> Any:
     """A cache that holds what sequences hold, `tokens` each: the one that was lent, or a new one.
 
     `columns` [R, W] says where the sequences have these tokens, as they are returned.
     """
-    store = gathered(pasts)
+    store = gather_rows(pasts)
     if loan is not None and not loan.frozen:
-        return loan.fill(store, tokens, columns)
-    face = _face_of(store)
+        return loan.write_back(store, tokens, columns)
+    face = _wrap_store(store)
     face.tokens = list(tokens)
     return face
 
 
-def _face_of(store: Any) -> Any:
+def _wrap_store(store: Any) -> Any:
     """A new cache over a store, of the documented kind where there is one that needs no more."""
-    if isinstance(store, ObjectCache):
-        state = store.fetch(torch.arange(len(store)))
-        return OwnCache(state, store.lengths) if hasattr(state, "layers") else Cache(cast(KeyCache, store))
+    if isinstance(store, RecurrentStateCache):
+        state = store.read_state(torch.arange(len(store)))
+        return (
+            RecurrentCache(state, store.lengths) if hasattr(state, "layers") else Cache(cast(KVCache, store))
+        )
     for kind in (DynamicCache, PagedCache):
         face = kind()
         if type(face.store) is type(store):
@@ -128,11 +147,11 @@ def _face_of(store: Any) -> Any:
     return Cache(store)
 
 
-def _rows(store: KeyCache) -> Tensor:
+def _all_rows(store: KVCache) -> Tensor:
     return torch.arange(len(store))
 
 
-def _laid_out(pair: tuple[Tensor, Tensor], columns: Tensor) -> tuple[Tensor, Tensor]:
+def _scatter_columns(pair: tuple[Tensor, Tensor], columns: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [R, H, S, D] in the columns [R, W] where their tokens are, 0 in the others."""
     device = pair[0].device
     # What a row has forgotten is at its beginning, and whoever forgets has rows without holes.
@@ -156,7 +175,7 @@ def known_tokens(face: Any) -> list[Tensor] | None:
     return tokens
 
 
-def _refuse_strange(prompt: Tensor, held: Tensor, line: int) -> None:
+def _validate_prefix(prompt: Tensor, held: Tensor, line: int) -> None:
     """Raise for a prompt that does not begin with the tokens that its cache holds."""
     size = min(len(prompt), len(held))
     other = (prompt[:size] != held[:size]).nonzero()
@@ -165,15 +184,15 @@ def _refuse_strange(prompt: Tensor, held: Tensor, line: int) -> None:
         must = (
             f"must hold the tokens that prompt {line} begins with: position {at} is {int(prompt[at])} there"
         )
-        raise InputError(_NAME, must, f"token {int(held[at])}", "pass the whole text as `input_ids`")
+        raise InputError(_ARGUMENT, must, f"token {int(held[at])}", "pass the whole text as `input_ids`")
 
 
-def _unpadded(store: KeyCache, here: Tensor) -> KeyCache:
+def _remove_padding(store: KVCache, here: Tensor) -> KVCache:
     """Rows without the padding that a forward of padded prompts left in them: of the first columns."""
     size = int(store.lengths.max())
     if size > here.shape[1]:
         must = f"must not hold more than the {here.shape[1]} columns of a padded batch"
-        raise InputError(_NAME, must, f"{size} positions")
+        raise InputError(_ARGUMENT, must, f"{size} positions")
     mask = here[:, :size].cpu() & (torch.arange(size) < store.lengths[:, None])
     lengths = mask.sum(1)
     if torch.equal(lengths, store.lengths):
@@ -183,8 +202,8 @@ def _unpadded(store: KeyCache, here: Tensor) -> KeyCache:
     fresh = store.select(rows[:0])
     fresh.extend(len(rows))
     wide = order.shape[1]
-    span = Span(None, 0, wide, wide)
-    for layer, pair in contents(store, rows).items():
+    span = KVSpan(None, 0, wide, wide)
+    for layer, pair in read_layers(store, rows).items():
         at = order.to(pair[0].device)[:, None, :, None]
         key, value = (part.gather(2, at.expand(-1, part.shape[1], -1, part.shape[3])) for part in pair)
         fresh.update(layer, key, value, span)

@@ -19,7 +19,7 @@ EXTRA = "cli"
 def main() -> None:
     """The entry point: runs the command line of this process and exits with its code."""
     try:
-        from descant.cli.application import application
+        from descant.cli.application import build_app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("rich", "typer"):
             raise
@@ -32,4 +32,4 @@ def main() -> None:
         ):  # pipes are in the locale's encoding otherwise, which may lack the characters
             reconfigure(encoding="utf-8")
     torch.seed()  # a new process draws the same numbers every time otherwise
-    application()(prog_name="descant")
+    build_app()(prog_name="descant")

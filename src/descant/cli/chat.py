@@ -12,19 +12,19 @@ import typer
 
 from descant.api.stream import stream
 from descant.cli import options, terminal
-from descant.cli.command import FAILURE, Decoder
-from descant.cli.function_recipe import Function
-from descant.cli.prompt import Message, encoded, refuse_without_template, said
-from descant.cli.stream_printer import Shown
+from descant.cli.command import FAILURE, DecodingCommand
+from descant.cli.function_recipe import FunctionRecipe
+from descant.cli.prompt import Message, encode_prompt, require_chat_template, user_messages
+from descant.cli.stream_printer import StreamPrinter
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.config.parameters import unknown
-from descant.engine.planner import adapt
+from descant.config.parameters import unknown_field_error
+from descant.engine.planner import as_model
 from descant.errors import ConfigError, DescantError, InputError
 
-__all__ = ["Chat"]
+__all__ = ["ChatCommand"]
 
 DEFAULT_NEW_TOKENS: Final = 512  # of an answer, when no length is given anywhere
-LENGTHS: Final = frozenset({"max_new_tokens", "max_length"})
+LENGTH_FIELDS: Final = frozenset({"max_new_tokens", "max_length"})
 
 HELP: Final = """\
 /set FIELD=VALUE   change a generation parameter, written as on the command line
@@ -36,7 +36,7 @@ HELP: Final = """\
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(Decoder):
+class ChatCommand(DecodingCommand):
     """Talk to a model: each line is a turn, and /help lists commands.
 
     Answers end after 512 tokens unless a length is given.
@@ -48,16 +48,18 @@ class Chat(Decoder):
 
     def run(self) -> int:
         """Answer until the input ends."""
-        _refuse_useless(self.values)
+        _check_values(self.values)
         model, tokenizer = self.load()
-        refuse_without_template(tokenizer, self.model)
-        talk = Conversation(model, tokenizer, self.argument(), self.parameters, self.system, self.brought())
-        terminal.note("/help lists commands, /exit leaves")
-        for line in _lines():
-            if not talk.take(line):
+        require_chat_template(tokenizer, self.model)
+        talk = Conversation(
+            model, tokenizer, self.file_config(), self.parameters, self.system, self.request_extras()
+        )
+        terminal.print_info("/help lists commands, /exit leaves")
+        for line in _input_lines():
+            if not talk.handle_line(line):
                 break
         # A person has seen the error; a program reads the code.
-        return FAILURE if talk.failed and not _person() else 0
+        return FAILURE if talk.has_failed and not _is_interactive() else 0
 
 
 class Conversation:
@@ -73,40 +75,40 @@ class Conversation:
         brought: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.brought = dict(brought or {})
-        self.argument, self.system = argument, system
-        self.theirs = GenerationConfig.from_transformers(model.generation_config)
+        self.request_extras = dict(brought or {})
+        self.file_config, self.system = argument, system
+        self.model_config = GenerationConfig.from_transformers(model.generation_config)
         self.messages: list[Message] = []
-        self.failed = False
-        given = {*values, *(() if argument is None else argument.given), *self.theirs.given}
-        self.values = {**({} if given & LENGTHS else {"max_new_tokens": DEFAULT_NEW_TOKENS}), **values}
+        self.has_failed = False
+        given = {*values, *(() if argument is None else argument.given), *self.model_config.given}
+        self.values = {**({} if given & LENGTH_FIELDS else {"max_new_tokens": DEFAULT_NEW_TOKENS}), **values}
 
-    def take(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """Answer a line or obey it; whether to go on."""
         line = line.strip()
         if line == "/exit":
             return False
         try:
             if line.startswith("/"):
-                self._obey(line)
+                self._run_command(line)
             elif line:
-                self._answer(line)
+                self._generate_reply(line)
         except DescantError as error:
-            self.failed = True
-            terminal.blame(error)
+            self.has_failed = True
+            terminal.print_error(error)
         return True
 
-    def _obey(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         command, _, rest = line.partition(" ")
         if command == "/set":
             self._set(rest)
         elif command == "/config":
-            merged = GenerationConfig.merge(self.values, self.argument, self.theirs)
-            terminal.note(merged.explain(adapt(self.model)))
+            merged = GenerationConfig.merge(self.values, self.file_config, self.model_config)
+            terminal.print_info(merged.explain(as_model(self.model)))
         elif command == "/reset":
             self.messages = []
         elif command == "/help":
-            terminal.note(HELP.rstrip())
+            terminal.print_info(HELP.rstrip())
         else:
             raise InputError("command", "must be one of /set, /config, /reset, /exit, /help", command)
 
@@ -115,44 +117,44 @@ class Conversation:
         name = name.removeprefix("--").replace("-", "_")
         if not equals:
             raise InputError("/set", "must be FIELD=VALUE", text, "for instance /set temperature=0.7")
-        if name not in options.offered():
-            raise unknown(name, value) if name not in FIELDS else _unsayable(name, value)
-        values = options.overlaid(self.values, {name: options.read(FIELDS[name], [value])})
-        options.refuse_tensors(values)
-        _refuse_useless(values)
-        GenerationConfig.merge(values, self.argument, self.theirs)
+        if name not in options.cli_fields():
+            raise unknown_field_error(name, value) if name not in FIELDS else _not_settable_error(name, value)
+        values = options.override_values(self.values, {name: options.parse_value(FIELDS[name], [value])})
+        options.reject_tensor_fields(values)
+        _check_values(values)
+        GenerationConfig.merge(values, self.file_config, self.model_config)
         self.values = values
 
-    def _answer(self, line: str) -> None:
+    def _generate_reply(self, line: str) -> None:
         """Take a turn; one that fails has not been said."""
-        turns = [*self.messages, *said(line, None if self.messages else self.system)]
-        given = encoded(self.tokenizer, turns) | self.brought
-        shown, parts = Shown(), []
-        function = Function.of(given, self.model, self.tokenizer)
+        turns = [*self.messages, *user_messages(line, None if self.messages else self.system)]
+        given = encode_prompt(self.tokenizer, turns) | self.request_extras
+        shown, parts = StreamPrinter(), []
+        function = FunctionRecipe.from_request(given, self.model, self.tokenizer)
         with contextlib.closing(
-            stream(self.model, None, self.tokenizer, self.argument, **given, **self.values)
+            stream(self.model, None, self.tokenizer, self.file_config, **given, **self.values)
             if function is None
-            else function.events(given, self.argument, self.values)
+            else function.stream_events(given, self.file_config, self.values)
         ) as events:
             try:
                 for event in events:
-                    shown.take(event)
+                    shown.print_event(event)
                     parts.append(event.text or "")
             except KeyboardInterrupt:
-                if not _person():
+                if not _is_interactive():
                     raise
                 # The answer ends here, and what there is of it was said.
             finally:
-                shown.end()
+                shown.end_line()
         self.messages = [*turns, {"role": "assistant", "content": "".join(parts)}]
 
 
-def _person() -> bool:
+def _is_interactive() -> bool:
     """Whether somebody types."""
     return sys.stdin.isatty()
 
 
-def _refuse_useless(values: Mapping[str, Any]) -> None:
+def _check_values(values: Mapping[str, Any]) -> None:
     """Raise for what a conversation has no place for."""
     if values.get("num_return_sequences", 1) not in (None, 1):
         got = values["num_return_sequences"]
@@ -161,9 +163,9 @@ def _refuse_useless(values: Mapping[str, Any]) -> None:
         raise ConfigError("logprobs", "has no use in a conversation", values["logprobs"], "leave it out")
 
 
-def _lines() -> Iterator[str]:
+def _input_lines() -> Iterator[str]:
     """What is typed, with a prompt, or what a pipe brings."""
-    if not _person():
+    if not _is_interactive():
         for line in sys.stdin:  # noqa: UP028 - delegating would close standard input with the iterator
             yield line
         return
@@ -177,5 +179,5 @@ def _lines() -> Iterator[str]:
             return
 
 
-def _unsayable(name: str, value: str) -> ConfigError:
+def _not_settable_error(name: str, value: str) -> ConfigError:
     return ConfigError(name, "cannot be set from a command line", value, "leave it out")

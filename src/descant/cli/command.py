@@ -18,7 +18,7 @@ import typer
 
 from descant.cli import options, terminal
 from descant.config.generation_config import GenerationConfig
-from descant.decoding.watermark.schemes import Settings
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig
 from descant.decoding.watermark.schemes.keys import PublicKeyWarning, read_settings
 from descant.errors import (
     ConfigError,
@@ -34,10 +34,17 @@ from descant.models.loading import DTYPES, load
 from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
 
-__all__ = ["Command", "Configured", "Decoder", "arguments_of", "callback", "keys_of"]
+__all__ = [
+    "Command",
+    "ConfigCommand",
+    "DecodingCommand",
+    "load_watermark_keys",
+    "parse_recipe_arguments",
+    "typer_callback",
+]
 
-USAGE, FAILURE, INTERRUPTED, NO_READER = 2, 1, 130, 141  # exit codes; the last two as shells report signals
-ENVIRONMENT: Final = "env"  # in the place of a key's file
+USAGE, FAILURE, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141  # exit codes; the last two as shells report signals
+ENVIRONMENT_KEYS: Final = "env"  # in the place of a key's file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +61,7 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configured(Command):
+class ConfigCommand(Command):
     """What a command takes that has generation parameters: each as an option, and a config below them."""
 
     config: Annotated[
@@ -65,7 +72,7 @@ class Configured(Command):
     ] = None
     values: Mapping[str, Any] = field(default_factory=dict)
 
-    def argument(self) -> GenerationConfig | None:
+    def file_config(self) -> GenerationConfig | None:
         """The config of `--config`, which the options overrule and which overrules the model's."""
         if self.config is None:
             return None
@@ -75,7 +82,7 @@ class Configured(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoder(Configured):
+class DecodingCommand(ConfigCommand):
     """What a command that decodes takes: a model, and how to load it."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
@@ -120,10 +127,10 @@ class Decoder(Configured):
         """The generation parameters of the options, and the watermark, whose key is no option."""
         if self.watermark is None:
             return self.values
-        return {**self.values, "watermarking_config": _key(self.watermark)}
+        return {**self.values, "watermarking_config": _load_single_key(self.watermark)}
 
     @cached_property
-    def method(self) -> Recipe | None:
+    def loaded_recipe(self) -> Recipe | None:
         """The recipe with its arguments, if there is one."""
         if self.recipe is None:
             for name, value in (
@@ -133,20 +140,20 @@ class Decoder(Configured):
                 if value:
                     raise InputError(name, "has no use without `recipe`", value, "add --recipe")
             return None
-        arguments = arguments_of(self.recipe_argument or ())
+        arguments = parse_recipe_arguments(self.recipe_argument or ())
         return load_recipe(self.recipe, trust_remote_code=self.trust_remote_code)(**arguments)
 
     def load(self) -> tuple[Any, Any]:
         """The model and its tokenizer, once the config and the recipe are known to be right."""
-        options.refuse_tensors(self.parameters)
-        GenerationConfig.merge(self.parameters, self.argument())
-        _ = self.method
+        options.reject_tensor_fields(self.parameters)
+        GenerationConfig.merge(self.parameters, self.file_config())
+        _ = self.loaded_recipe
         with terminal.console().status("loading"):
             return load(self.model, self.dtype, self.device)
 
-    def brought(self) -> dict[str, Any]:
+    def request_extras(self) -> dict[str, Any]:
         """The recipe, and the draft model with its tokenizer, as `stream` and a request take them."""
-        mine: dict[str, Any] = {} if self.method is None else {"recipe": self.method}
+        mine: dict[str, Any] = {} if self.loaded_recipe is None else {"recipe": self.loaded_recipe}
         if self.assistant_model is None:
             return mine
         with terminal.console().status("loading the draft model"):
@@ -154,21 +161,21 @@ class Decoder(Configured):
         return {**mine, "assistant_model": model, "assistant_tokenizer": tokenizer}
 
 
-def callback(kind: type[Command]) -> Callable[..., None]:
+def typer_callback(kind: type[Command]) -> Callable[..., None]:
     """A command as the function that typer wants, its options those of the class and of a config it has."""
     hints = get_type_hints(kind, include_extras=True)
     own = {one.name: one for one in dataclasses.fields(kind) if one.name != "values"}
     keyword = inspect.Parameter.KEYWORD_ONLY
     mine = [
-        inspect.Parameter(name, keyword, annotation=hints[name], default=_default(one))
+        inspect.Parameter(name, keyword, annotation=hints[name], default=_parameter_default(one))
         for name, one in own.items()
     ]
 
-    parameters = list(options.parameters()) if issubclass(kind, Configured) else []
+    parameters = list(options.option_parameters()) if issubclass(kind, ConfigCommand) else []
 
     def command(**given: Any) -> None:
         chosen = {name: given.pop(name) for name in own}
-        raise typer.Exit(_guarded(kind, chosen, given))
+        raise typer.Exit(_run_guarded(kind, chosen, given))
 
     command.__doc__ = inspect.getdoc(kind)
     command.__annotations__ = {}
@@ -176,31 +183,33 @@ def callback(kind: type[Command]) -> Callable[..., None]:
     return command
 
 
-def _default(one: dataclasses.Field[Any]) -> Any:
+def _parameter_default(one: dataclasses.Field[Any]) -> Any:
     """A dataclass field's default as a parameter's."""
     return inspect.Parameter.empty if one.default is dataclasses.MISSING else one.default
 
 
-def _guarded(kind: type[Command], chosen: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+def _run_guarded(kind: type[Command], chosen: Mapping[str, Any], given: Mapping[str, Any]) -> int:
     """Run a command; its exit code, whatever happens."""
     try:
-        values: dict[str, Any] = {"values": options.values_of(given)} if issubclass(kind, Configured) else {}
-        with _warnings():
+        values: dict[str, Any] = (
+            {"values": options.parse_options(given)} if issubclass(kind, ConfigCommand) else {}
+        )
+        with _show_key_warnings():
             return kind(**chosen, **values).run()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        terminal.silence()
-        return NO_READER
+        terminal.mute_stdout()
+        return BROKEN_PIPE
     except Exception as error:
         if chosen["debug"]:
             terminal.console().print(traceback.format_exc(), end="")
-        terminal.blame(_told(error))
+        terminal.print_error(_error_text(error))
         wrong = ConfigError | InputError | RecipeError | TraceError | UnsupportedModel
         return USAGE if isinstance(error, wrong) else FAILURE
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """What is said of an error."""
     if isinstance(error, MissingRequirements):  # a list, in the one line that there is
         first, *missing = str(error).splitlines()
@@ -210,12 +219,12 @@ def _told(error: Exception) -> str:
     return str(error) if isinstance(error, DescantError | OSError) else f"{type(error).__name__}: {error}"
 
 
-def keys_of(path: str | None) -> dict[str, Settings]:
+def load_watermark_keys(path: str | None) -> dict[str, BaseWatermarkingConfig]:
     """The watermarks of a file by name, or those of the environment."""
-    return read_settings(None if path == ENVIRONMENT else path)
+    return read_settings(None if path == ENVIRONMENT_KEYS else path)
 
 
-def arguments_of(given: Sequence[str]) -> dict[str, Any]:
+def parse_recipe_arguments(given: Sequence[str]) -> dict[str, Any]:
     """The arguments of a recipe from NAME=JSON."""
     found: dict[str, Any] = {}
     for one in given:
@@ -233,9 +242,9 @@ def arguments_of(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _key(path: str) -> Settings:
+def _load_single_key(path: str) -> BaseWatermarkingConfig:
     """The one watermark of a file, or of the environment."""
-    found = keys_of(path)
+    found = load_watermark_keys(path)
     if len(found) > 1:
         raise InputError("watermark", "must have one key to mark with", sorted(found), "give a file with one")
     [settings] = found.values()
@@ -243,7 +252,7 @@ def _key(path: str) -> Settings:
 
 
 @contextmanager
-def _warnings() -> Iterator[None]:
+def _show_key_warnings() -> Iterator[None]:
     """Show warnings of public keys as the command shows things, each once; others as Python does."""
     said: set[str] = set()
     with warnings.catch_warnings():
@@ -255,7 +264,7 @@ def _warnings() -> Iterator[None]:
                 before(message, category, *more)
             elif str(message) not in said:
                 said.add(str(message))
-                terminal.warn(message)
+                terminal.print_warning(message)
 
         warnings.showwarning = show  # type: ignore[assignment]
         yield

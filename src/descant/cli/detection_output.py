@@ -12,84 +12,90 @@ from rich.table import Table
 from rich.text import Text
 
 from descant.cli import terminal
-from descant.cli.bayes_output import Posterior
-from descant.cli.samples import Sample
+from descant.cli.bayes_scorer import Posterior
+from descant.cli.samples import TextSample
 from descant.decoding.watermark.detection import Detection
-from descant.decoding.watermark.explain import GENERALLY, chance, facts, meaning, number
+from descant.decoding.watermark.explain import (
+    VERDICT_TEXTS,
+    explain_verdict,
+    format_number,
+    format_p_value,
+    summary_items,
+)
 
-__all__ = ["Answer", "show"]
+__all__ = ["SampleDetection", "print_detections"]
 
-STYLES: Final = {"marked": "green", "not marked": "", "too short to tell": "yellow"}
+VERDICT_STYLES: Final = {"marked": "green", "not marked": "", "too short to tell": "yellow"}
 COLUMNS: Final = ("text", "verdict", "scheme", "key", "scored", "score", "95 % interval", "z", "p")
-RARE: Final = ("passage", "bayes")  # columns that only some questions have
-RIGHT: Final = frozenset({"scored", "score", "z", "p"})
-WIDE, PROSE = 200, 80  # of a table where nobody's terminal limits it, and of sentences
+OPTIONAL_COLUMNS: Final = ("passage", "bayes")  # columns that only some questions have
+RIGHT_ALIGNED: Final = frozenset({"scored", "score", "z", "p"})
+TABLE_WIDTH, PROSE_WIDTH = 200, 80  # of a table where nobody's terminal limits it, and of sentences
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampleDetection:
     """A text and what is said of it."""
 
-    sample: Sample
+    sample: TextSample
     detection: Detection
     posterior: Posterior | None = None
 
-    def facts(self) -> list[tuple[str, str]]:
+    def named_figures(self) -> list[tuple[str, str]]:
         """The figures, each with its name."""
         bayes = [] if self.posterior is None else [("bayes", str(self.posterior))]
-        return [("text", self.sample.name), *facts(self.detection), *bayes]
+        return [("text", self.sample.name), *summary_items(self.detection), *bayes]
 
 
-def show(answers: Sequence[Answer]) -> None:
+def print_detections(answers: Sequence[SampleDetection]) -> None:
     """Write what was found to standard output."""
     console = Console(highlight=False, markup=False)
     plain = not console.is_terminal
     if plain:
-        console = Console(highlight=False, markup=False, width=WIDE)
+        console = Console(highlight=False, markup=False, width=TABLE_WIDTH)
     with console.capture() as made:
-        console.print(_figures(answers[0]) if len(answers) == 1 else _table(answers))
-        for sentence in _sentences(answers):
+        console.print(_figures_table(answers[0]) if len(answers) == 1 else _detections_table(answers))
+        for sentence in _verdict_notes(answers):
             console.print()
-            console.print(textwrap.fill(sentence, min(console.width, PROSE)))
+            console.print(textwrap.fill(sentence, min(console.width, PROSE_WIDTH)))
     # Cells are padded to the width of their columns, the last of a line as well.
     terminal.write("\n".join(line.rstrip() if plain else line for line in made.get().split("\n")))
 
 
-def _sentences(answers: Sequence[Answer]) -> list[str]:
+def _verdict_notes(answers: Sequence[SampleDetection]) -> list[str]:
     """What the verdicts mean."""
     if len(answers) == 1:
-        return [meaning(answers[0].detection)]
+        return [explain_verdict(answers[0].detection)]
     seen = {one.detection.verdict for one in answers}
     alpha, count = answers[0].detection.alpha, len(answers)
     return [
-        *(f"{verdict}: {told}" for verdict, told in GENERALLY.items() if verdict in seen),
+        *(f"{verdict}: {told}" for verdict, told in VERDICT_TEXTS.items() if verdict in seen),
         f"At --alpha {alpha:g}, {count * alpha:.2g} of {count} unmarked texts are called marked on average.",
     ]
 
 
-def _figures(answer: Answer) -> Table:
+def _figures_table(answer: SampleDetection) -> Table:
     grid = Table.grid(padding=(0, 3, 0, 0))
-    for name, value in answer.facts():
-        style = STYLES[answer.detection.verdict] if name == "verdict" else ""
+    for name, value in answer.named_figures():
+        style = VERDICT_STYLES[answer.detection.verdict] if name == "verdict" else ""
         grid.add_row(Text(name, style="dim"), Text(value, style=style))
     return grid
 
 
-def _table(answers: Sequence[Answer]) -> Table:
-    told = [dict(answer.facts()) for answer in answers]
-    rare = [name for name in RARE if any(name in one for one in told)]
+def _detections_table(answers: Sequence[SampleDetection]) -> Table:
+    told = [dict(answer.named_figures()) for answer in answers]
+    rare = [name for name in OPTIONAL_COLUMNS if any(name in one for one in told)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in (*COLUMNS, *rare):
-        table.add_column(column, justify="right" if column in RIGHT else "left", overflow="fold")
+        table.add_column(column, justify="right" if column in RIGHT_ALIGNED else "left", overflow="fold")
     for answer, known in zip(answers, told, strict=True):
         one = answer.detection
         # Shorter than where one text has a line for each.
         short = {
             "scored": f"{one.scored}/{one.tokens}",
-            "score": number(one.score),
-            "p": chance(one.p_value),
+            "score": format_number(one.score),
+            "p": format_p_value(one.p_value),
         }
         cells = [{**known, **short}.get(column, "") for column in (*COLUMNS, *rare)]
-        styles = [STYLES[one.verdict] if column == "verdict" else "" for column in (*COLUMNS, *rare)]
+        styles = [VERDICT_STYLES[one.verdict] if column == "verdict" else "" for column in (*COLUMNS, *rare)]
         table.add_row(*(Text(cell, style=style) for cell, style in zip(cells, styles, strict=True)))
     return table

@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 
 from descant.cli import terminal
-from descant.cli.command import Configured
+from descant.cli.command import ConfigCommand
 from descant.config.generation_config import GenerationConfig
-from descant.engine.planner import adapt
-from descant.models.loading import outline
+from descant.engine.planner import as_model
+from descant.models.loading import load_meta_model
 
-__all__ = ["Explain"]
+__all__ = ["ExplainCommand"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain(Configured):
+class ExplainCommand(ConfigCommand):
     """Say what would run and why: strategy, processors in order, stops, and where every value comes from.
 
     Nothing is generated, and of the model only its configs are read.
@@ -29,13 +29,13 @@ class Explain(Configured):
 
     def run(self) -> int:
         """Print the explanation."""
-        argument = self.argument()
+        argument = self.file_config()
         if self.model is None:
             merged, facts = GenerationConfig.merge(self.values, argument), None
         else:
-            model = outline(self.model)
+            model = load_meta_model(self.model)
             theirs = GenerationConfig.from_transformers(model.generation_config)
             # The adapter and not the model: it has no config of its own to merge a second time.
-            merged, facts = GenerationConfig.merge(self.values, argument, theirs), adapt(model)
+            merged, facts = GenerationConfig.merge(self.values, argument, theirs), as_model(model)
         terminal.write(merged.explain(facts) + "\n")
         return 0

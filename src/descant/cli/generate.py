@@ -12,21 +12,21 @@ from typing import Annotated, Any
 import typer
 
 from descant.api.stream import stream
-from descant.cli.command import Decoder
-from descant.cli.function_recipe import Function
-from descant.cli.jsonl import Job, Lines
-from descant.cli.prompt import encoded, refuse_without_template, said
-from descant.cli.stream_printer import Shown
+from descant.cli.command import DecodingCommand
+from descant.cli.function_recipe import FunctionRecipe
+from descant.cli.jsonl import InputLines, JsonlJob
+from descant.cli.prompt import encode_prompt, require_chat_template, user_messages
+from descant.cli.stream_printer import StreamPrinter
 from descant.errors import ConfigError, InputError
 from descant.trace.tracer import Tracer
 
-__all__ = ["Generate"]
+__all__ = ["GenerateCommand"]
 
-STANDARD = "-"
+STDIO = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(Decoder):
+class GenerateCommand(DecodingCommand):
     """Continue a prompt, and show the text as it grows; or, with --input and --output, many prompts.
 
     Lines of --input are objects with "prompt" or "messages" and any generation parameter for that line; they
@@ -60,87 +60,89 @@ class Generate(Decoder):
 
     def run(self) -> int:
         """Do one or many."""
-        self._refuse()
+        self._check_options()
         if self.input is None and self.output is None:
-            return self._show()
-        model, tokenizer = self._loaded()
-        job = Job(model, tokenizer, self.parameters, self.argument(), self.chat, self.brought())
-        with self._source() as source, self._target() as target:
+            return self._stream_to_terminal()
+        model, tokenizer = self._load_checked()
+        job = JsonlJob(
+            model, tokenizer, self.parameters, self.file_config(), self.chat, self.request_extras()
+        )
+        with self._open_input() as source, self._open_output() as target:
             return job.run(source, target, self.batch_size)
 
-    def _show(self) -> int:
+    def _stream_to_terminal(self) -> int:
         """Stream one prompt to the terminal."""
-        text = self._prompt()
-        model, tokenizer = self._loaded()
-        given = encoded(tokenizer, said(text) if self.chat else text) | self.brought()
-        shown, argument = Shown(), self.argument()
-        function = Function.of(given, model, tokenizer)
+        text = self._read_prompt()
+        model, tokenizer = self._load_checked()
+        given = encode_prompt(tokenizer, user_messages(text) if self.chat else text) | self.request_extras()
+        shown, argument = StreamPrinter(), self.file_config()
+        function = FunctionRecipe.from_request(given, model, tokenizer)
         if function is not None and self.trace is not None:
             must = "has no use with a recipe that is a function, whose loop is its own"
             raise InputError("trace", must, self.trace, "leave it out")
         with (
-            self._traced() as tracer,
+            self._open_tracer() as tracer,
             contextlib.closing(
                 stream(model, None, tokenizer, argument, **given, **self.parameters, trace=tracer)
                 if function is None
-                else function.events(given, argument, self.parameters)
+                else function.stream_events(given, argument, self.parameters)
             ) as events,
         ):
             try:
                 for event in events:
-                    shown.take(event)
+                    shown.print_event(event)
             finally:
-                shown.end()
+                shown.end_line()
         return 0
 
     @contextlib.contextmanager
-    def _traced(self) -> Iterator[Tracer | None]:
+    def _open_tracer(self) -> Iterator[Tracer | None]:
         """Who records the run, if --trace says where to; what there is of it is saved however it ends."""
         if self.trace is None:
             yield None
             return
         # Before anything is decoded, and without touching what the file may hold.
-        _opened(self.trace, "trace", "a").close()
+        _open_file(self.trace, "trace", "a").close()
         tracer = Tracer()
         try:
             yield tracer
         finally:
-            if tracer.begun and tracer.trace.requests:
+            if tracer.has_run and tracer.trace.requests:
                 tracer.trace.save(self.trace)
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load_checked(self) -> tuple[Any, Any]:
         model, tokenizer = self.load()
         if self.chat:
-            refuse_without_template(tokenizer, self.model)
+            require_chat_template(tokenizer, self.model)
         return model, tokenizer
 
-    def _prompt(self) -> str:
-        if self.prompt != STANDARD:
+    def _read_prompt(self) -> str:
+        if self.prompt != STDIO:
             assert self.prompt is not None
             return self.prompt
         # What `echo` adds is not meant for the model.
         return sys.stdin.read().removesuffix("\n")
 
     @contextlib.contextmanager
-    def _source(self) -> Iterator[Lines]:
+    def _open_input(self) -> Iterator[InputLines]:
         if self.input is None:
-            yield Lines.of_prompt(self._prompt())
-        elif self.input == STANDARD:
-            yield Lines(sys.stdin.buffer)
+            yield InputLines.from_prompt(self._read_prompt())
+        elif self.input == STDIO:
+            yield InputLines(sys.stdin.buffer)
         else:
-            with _opened(self.input, "input", "rb") as file:
-                yield Lines.of_file(file)
+            with _open_file(self.input, "input", "rb") as file:
+                yield InputLines.from_file(file)
 
     @contextlib.contextmanager
-    def _target(self) -> Iterator[Any]:
-        if self.output in (None, STANDARD):
+    def _open_output(self) -> Iterator[Any]:
+        if self.output in (None, STDIO):
             yield sys.stdout
         else:
             assert self.output is not None
-            with _opened(self.output, "output", "w") as file:
+            with _open_file(self.output, "output", "w") as file:
                 yield file
 
-    def _refuse(self) -> None:
+    def _check_options(self) -> None:
         """Raise for options that contradict each other."""
         given = [
             name for name, value in (("PROMPT", self.prompt), ("--input", self.input)) if value is not None
@@ -148,7 +150,7 @@ class Generate(Decoder):
         if len(given) != 1:
             got = " and ".join(given) or "neither"
             raise InputError("prompt", "must come from PROMPT or --input", got, "give one of them")
-        if self.input not in (None, STANDARD) and self.output not in (None, STANDARD):
+        if self.input not in (None, STDIO) and self.output not in (None, STDIO):
             with contextlib.suppress(OSError):
                 if Path(str(self.output)).samefile(str(self.input)):
                     raise InputError("output", "must be another file than --input", self.output)
@@ -159,7 +161,7 @@ class Generate(Decoder):
             raise ConfigError("logprobs", "has no use where only text is shown", self.values["logprobs"], do)
 
 
-def _opened(path: str, option: str, mode: str) -> Any:
+def _open_file(path: str, option: str, mode: str) -> Any:
     try:
         return open(path, mode) if "b" in mode else open(path, mode, encoding="utf-8", newline="\n")
     except OSError as error:

@@ -13,37 +13,41 @@ from typing import Any, BinaryIO, TextIO
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from descant.api.inputs import prepared
+from descant.api.inputs import prepare_prompts
 from descant.cli import terminal
-from descant.cli.function_recipe import Function
-from descant.cli.options import overlaid, refuse_tensors
-from descant.cli.prompt import encoded, refuse_without_template, said
+from descant.cli.function_recipe import FunctionRecipe
+from descant.cli.options import override_values, reject_tensor_fields
+from descant.cli.prompt import encode_prompt, require_chat_template, user_messages
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.core.records import Hypothesis, Logprobs
 from descant.engine.session import Failed, Finished, Request, Session
 from descant.errors import DescantError, InputError
-from descant.tokenization.detokenizer import TextStream
+from descant.tokenization.detokenizer import IncrementalDetokenizer
 
-__all__ = ["Job", "Lines"]
+__all__ = ["InputLines", "JsonlJob"]
 
-RESULTS = ("completions", "error")  # keys that are ours in a line of output
-WHOLE = ("recipe", "custom_generate", "trust_remote_code")  # what whoever wrote a line must not choose
+RESULT_KEYS = ("completions", "error")  # keys that are ours in a line of output
+JOB_ONLY_KEYS = (
+    "recipe",
+    "custom_generate",
+    "trust_remote_code",
+)  # what whoever wrote a line must not choose
 
 
 @dataclass(frozen=True)
-class Lines:
+class InputLines:
     """Lines of a file or a pipe, and how many, where that can be known before."""
 
     lines: Iterable[bytes]
     count: int | None = None
 
     @classmethod
-    def of_prompt(cls, prompt: str) -> Lines:
+    def from_prompt(cls, prompt: str) -> InputLines:
         """The one line that a single prompt is."""
         return cls([json.dumps({"prompt": prompt}).encode()], 1)
 
     @classmethod
-    def of_file(cls, file: BinaryIO) -> Lines:
+    def from_file(cls, file: BinaryIO) -> InputLines:
         """The lines of an open file, counted first if it can be read twice."""
         if not stat.S_ISREG(fstat(file.fileno()).st_mode):
             return cls(file)
@@ -53,15 +57,15 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Task:
+class JsonlTask:
     """One line of input: its place, what it holds, and the ids of its prompt once known."""
 
-    place: int
+    index: int
     data: Mapping[str, Any]
     request: Request
 
 
-class Job:
+class JsonlJob:
     """A model, and what holds for all lines; a line's own parameters come before the options."""
 
     def __init__(
@@ -74,17 +78,19 @@ class Job:
         brought: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.brought = dict(brought or {})  # what a request brings along: a recipe, what guesses for it
-        self.function = Function.of(self.brought, model, tokenizer)
-        self.values, self.argument, self.chat = values, argument, chat
-        self.theirs = GenerationConfig.from_transformers(model.generation_config)
+        self.request_extras = dict(
+            brought or {}
+        )  # what a request brings along: a recipe, what guesses for it
+        self.function = FunctionRecipe.from_request(self.request_extras, model, tokenizer)
+        self.values, self.file_config, self.chat = values, argument, chat
+        self.model_config = GenerationConfig.from_transformers(model.generation_config)
         self.session = Session(model)
-        self._running: dict[int, Task] = {}
-        self._done: dict[int, dict[str, Any]] = {}  # records that wait for an earlier one
-        self._written = 0
-        self._failures = 0
+        self._running: dict[int, JsonlTask] = {}
+        self._pending_records: dict[int, dict[str, Any]] = {}  # records that wait for an earlier one
+        self._num_written = 0
+        self._num_failures = 0
 
-    def run(self, source: Lines, target: TextIO, width: int) -> int:
+    def run(self, source: InputLines, target: TextIO, width: int) -> int:
         """Run all lines, `width` at a time; the exit code."""
         console = terminal.console()
         columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -94,9 +100,9 @@ class Job:
             bar = progress.add_task("", total=source.count)
             waiting = enumerate(line for line in source.lines if line.strip())
             while True:
-                self._admit(waiting, width)
+                self._fill_session(waiting, width)
                 self._write(target)
-                progress.update(bar, completed=self._written + len(self._done))
+                progress.update(bar, completed=self._num_written + len(self._pending_records))
                 if not len(self.session):
                     break
                 for event in self.session.step():
@@ -104,103 +110,111 @@ class Job:
                         self._finish(self._running.pop(event.request), event.hypotheses)
                     elif isinstance(event, Failed):
                         task = self._running.pop(event.request)
-                        self._fail(task.place, task.data, event.error)
+                        self._fail(task.index, task.data, event.error)
 
-        if self._failures:
-            terminal.blame(f'{self._failures} of {self._written} lines failed, each says why in its "error"')
-        return 1 if self._failures else 0
+        if self._num_failures:
+            terminal.print_error(
+                f'{self._num_failures} of {self._num_written} lines failed, each says why in its "error"'
+            )
+        return 1 if self._num_failures else 0
 
-    def _admit(self, waiting: Iterator[tuple[int, bytes]], width: int) -> None:
+    def _fill_session(self, waiting: Iterator[tuple[int, bytes]], width: int) -> None:
         """Fill the table up."""
         while len(self.session) < width:
             fresh = []
             for place, line in waiting:
-                task = self._task(place, line)
+                task = self._make_task(place, line)
                 if task is not None:
                     fresh.append(task)
                 if len(self.session) + len(fresh) == width:
                     break
             if not fresh:
                 return
-            self._enter(fresh)
+            self._admit_tasks(fresh)
 
-    def _enter(self, tasks: list[Task]) -> None:
+    def _admit_tasks(self, tasks: list[JsonlTask]) -> None:
         """Admit tasks together; where that fails, each alone, so that only the bad ones fail."""
         try:
             numbers = self.session.admit(*(task.request for task in tasks))
         except DescantError as error:
             if len(tasks) == 1:
-                self._fail(tasks[0].place, tasks[0].data, error)
+                self._fail(tasks[0].index, tasks[0].data, error)
                 return
             for task in tasks:
-                self._enter([task])
+                self._admit_tasks([task])
         else:
             self._running.update(zip(numbers, tasks, strict=True))
 
-    def _task(self, place: int, line: bytes) -> Task | None:
+    def _make_task(self, place: int, line: bytes) -> JsonlTask | None:
         """A line as a task; None where it is wrong, which is then its result."""
         data: Mapping[str, Any] = {}
         try:
-            data = _object(line)
-            for name in WHOLE:
+            data = _parse_line(line)
+            for name in JOB_ONLY_KEYS:
                 if data.get(name) is not None:
                     must = "is for all lines, and must not be in one"
                     raise InputError(name, must, data[name], "give --recipe")
             own = {name: value for name, value in data.items() if name in FIELDS and value is not None}
-            refuse_tensors(own)
-            config = GenerationConfig.merge(overlaid(self.values, own), self.argument, self.theirs)
-            given = encoded(self.tokenizer, self._prompt(data))
+            reject_tensor_fields(own)
+            config = GenerationConfig.merge(
+                override_values(self.values, own), self.file_config, self.model_config
+            )
+            given = encode_prompt(self.tokenizer, self._prompt_of(data))
             if self.function is not None:
-                self._call(place, data, given | self.brought, overlaid(self.values, own))
+                self._run_function(
+                    place, data, given | self.request_extras, override_values(self.values, own)
+                )
                 return None
-            ready = prepared(given, config, self.session.model.facts, self.session.model.device)
+            ready = prepare_prompts(given, config, self.session.model.traits, self.session.model.device)
         except DescantError as error:
             self._fail(place, data, error)
             return None
-        brought = {"tokenizer": self.tokenizer, **self.brought}
-        return Task(place, data, Request(ready.prompt(0), config, ready.inputs[0], merged=True, **brought))
+        brought = {"tokenizer": self.tokenizer, **self.request_extras}
+        return JsonlTask(
+            place, data, Request(ready.prompt(0), config, ready.inputs[0], config_merged=True, **brought)
+        )
 
-    def _call(
+    def _run_function(
         self, place: int, data: Mapping[str, Any], given: Mapping[str, Any], values: Mapping[str, Any]
     ) -> None:
         """Run a line through a function, which takes one at a time and does not say why it ends."""
         assert self.function is not None
         try:
-            found = self.function.answer(given, self.argument, values)
+            found = self.function.generate(given, self.file_config, values)
         except DescantError:
             raise
         except Exception as error:  # somebody else's code, which fails in its own ways
             self._fail(place, data, error)
         else:
             lines = [{"text": text, "tokens": len(ids), "finish_reason": None} for ids, text in found]
-            self._done[place] = {**_kept(data), "completions": lines}
+            self._pending_records[place] = {**_without_results(data), "completions": lines}
 
-    def _prompt(self, data: Mapping[str, Any]) -> Any:
+    def _prompt_of(self, data: Mapping[str, Any]) -> Any:
         """What a line asks to be continued."""
         prompt, messages = data.get("prompt"), data.get("messages")
         if (prompt is None) == (messages is None):
             got = "neither" if prompt is None else "both"
             raise InputError("prompt", 'must be given, or "messages", in each line', got)
         if messages is not None:
-            refuse_without_template(self.tokenizer, self.model.name_or_path)
+            require_chat_template(self.tokenizer, self.model.name_or_path)
             if not isinstance(messages, list) or not messages:
                 raise InputError("messages", "must be a non-empty list of messages", messages)
             return messages
         if not isinstance(prompt, str):
             raise InputError("prompt", "must be text", prompt)
-        return said(prompt) if self.chat else prompt
+        return user_messages(prompt) if self.chat else prompt
 
     # -------------------------------------------------------------------- results
-    def _finish(self, task: Task, found: list[Hypothesis]) -> None:
-        self._done[task.place] = {
-            **_kept(task.data),
+    def _finish(self, task: JsonlTask, found: list[Hypothesis]) -> None:
+        self._pending_records[task.index] = {
+            **_without_results(task.data),
             "completions": [self._completion(task.request, one) for one in found],
         }
 
     def _fail(self, place: int, data: Mapping[str, Any], error: Exception) -> None:
-        self._failures += 1
+        self._num_failures += 1
         told = str(error) if isinstance(error, DescantError) else f"{type(error).__name__}: {error}"
-        self._done[place] = {**_kept(data), "error": told}
+        self._pending_records[place] = {**_without_results(data), "error": told}
 
     def _completion(self, request: Request, one: Hypothesis) -> dict[str, Any]:
         """One returned sequence in JSON's types."""
@@ -235,7 +249,7 @@ class Job:
 
     def _text(self, request: Request, ids: list[int]) -> str:
         """What a sequence adds to its prompt's text, as a stream would have shown it."""
-        stream = TextStream(
+        stream = IncrementalDetokenizer(
             self.tokenizer,
             prompt_ids=torch.as_tensor(request.prompt).tolist(),
             stop_strings=request.generation_config.stop_strings or (),
@@ -245,13 +259,13 @@ class Job:
 
     def _write(self, target: TextIO) -> None:
         """Write the records that are next."""
-        while self._written in self._done:
-            target.write(_line(self._done.pop(self._written)))
-            self._written += 1
+        while self._num_written in self._pending_records:
+            target.write(_format_line(self._pending_records.pop(self._num_written)))
+            self._num_written += 1
         target.flush()
 
 
-def _line(record: Mapping[str, Any]) -> str:
+def _format_line(record: Mapping[str, Any]) -> str:
     """A record as a line; with escapes only where a file could not hold its characters."""
     line = json.dumps(record, ensure_ascii=False)
     try:
@@ -261,7 +275,7 @@ def _line(record: Mapping[str, Any]) -> str:
     return line + "\n"
 
 
-def _object(line: bytes) -> Mapping[str, Any]:
+def _parse_line(line: bytes) -> Mapping[str, Any]:
     shown = line.decode(errors="replace").strip()
     try:
         data = json.loads(line.decode("utf-8-sig"))
@@ -272,6 +286,6 @@ def _object(line: bytes) -> Mapping[str, Any]:
     return data
 
 
-def _kept(data: Mapping[str, Any]) -> dict[str, Any]:
+def _without_results(data: Mapping[str, Any]) -> dict[str, Any]:
     """A line as it came, without the results of an earlier run."""
-    return {name: value for name, value in data.items() if name not in RESULTS}
+    return {name: value for name, value in data.items() if name not in RESULT_KEYS}

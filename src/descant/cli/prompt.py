@@ -9,36 +9,38 @@ import torch
 
 from descant.errors import InputError
 
-__all__ = ["Message", "encoded", "refuse_without_template", "said"]
+__all__ = ["Message", "encode_prompt", "require_chat_template", "user_messages"]
 
 Message = Mapping[str, Any]
 
 
-def said(text: str, system: str | None = None) -> list[Message]:
+def user_messages(text: str, system: str | None = None) -> list[Message]:
     """A conversation that begins with what the user says."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": text}]
 
 
-def encoded(tokenizer: Any, prompt: str | Sequence[Message]) -> dict[str, Any]:
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[Message]) -> dict[str, Any]:
     """A model's inputs [1, L] for text, or for a conversation whose next turn is the model's."""
-    if isinstance(prompt, str) and not _encodable(prompt):
+    if isinstance(prompt, str) and not _is_encodable(prompt):
         raise InputError("prompt", "must hold whole characters", prompt, "leave lone surrogates out")
-    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else _templated(tokenizer, prompt)
+    ids = (
+        tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else _apply_chat_template(tokenizer, prompt)
+    )
     if not ids:
         raise InputError("prompt", "must have at least one token", prompt)
     given = torch.tensor([ids])
     return {"input_ids": given, "attention_mask": torch.ones_like(given)}
 
 
-def refuse_without_template(tokenizer: Any, name: str) -> None:
+def require_chat_template(tokenizer: Any, name: str) -> None:
     """Raise for a tokenizer that does not know how a conversation is written."""
     if not getattr(tokenizer, "chat_template", None):
         do = "use `descant generate` without --chat, or a model tuned for conversations"
         raise InputError("model", "must have a chat template in its tokenizer", name, do)
 
 
-def _encodable(text: str) -> bool:
+def _is_encodable(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -46,7 +48,7 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def _templated(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
+def _apply_chat_template(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise InputError(

@@ -16,40 +16,48 @@ from typing import Annotated, Final
 import typer
 
 from descant.cli import terminal
-from descant.cli.command import FAILURE, Command, arguments_of
-from descant.cli.overview import overview, short
+from descant.cli.command import FAILURE, Command, parse_recipe_arguments
+from descant.cli.recipe_overview import recipe_overview, short_hash
 from descant.errors import InputError, MissingExtra
-from descant.recipes.loading import GROUP, key_of, load_recipe, look, trust_recipe
+from descant.recipes.loading import ENTRY_POINT_GROUP, inspect_recipe, load_recipe, lock_key, trust_recipe
 from descant.recipes.lock import Lock
-from descant.recipes.recipe import KINDS
+from descant.recipes.recipe import RECIPE_KINDS
 from descant.recipes.reference import Reference
-from descant.recipes.template import files_of, new_recipe
+from descant.recipes.scaffold import new_recipe, template_files
 
-__all__ = ["Check", "Forget", "List", "New", "Push", "Show", "Trust"]
+__all__ = [
+    "CheckRecipeCommand",
+    "ForgetRecipeCommand",
+    "ListRecipesCommand",
+    "NewRecipeCommand",
+    "PushRecipeCommand",
+    "ShowRecipeCommand",
+    "TrustRecipeCommand",
+]
 
-NO_TESTS: Final = 5  # what pytest exits with where it found none
+PYTEST_NO_TESTS: Final = 5  # what pytest exits with where it found none
 
-Ref = Annotated[
+ReferenceArgument = Annotated[
     str,
     typer.Argument(
         metavar="REF",
         help="A folder, owner/name or owner/name@revision on the Hub, or an installed one's name.",
     ),
 ]
-Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="A recipe's folder.")]
+FolderArgument = Annotated[str, typer.Argument(metavar="FOLDER", help="A recipe's folder.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(Command):
+class ShowRecipeCommand(Command):
     """Say what would run: a recipe's files and their hash, its requirements and README, and its trust.
 
     None of it is imported or run. What a terminal would obey, or would show out of order, is spelt out.
     """
 
-    reference: Ref
-    code: Annotated[bool, typer.Option("--code", metavar="", help="Show the code that would run, too.")] = (
-        False
-    )
+    reference: ReferenceArgument
+    code: Annotated[
+        bool, typer.Option("--code", metavar="", help="ShowRecipeCommand the code that would run, too.")
+    ] = False
     latest: Annotated[
         bool,
         typer.Option(
@@ -59,52 +67,52 @@ class Show(Command):
 
     def run(self) -> int:
         """Print it."""
-        terminal.write(overview(look(self.reference, latest=self.latest), self.code))
+        terminal.write(recipe_overview(inspect_recipe(self.reference, latest=self.latest), self.code))
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trust(Command):
+class TrustRecipeCommand(Command):
     """Trust a recipe as it is now, also where it has changed since: pin its hash and its commit.
 
     Nothing runs. It still needs --trust-remote-code, or trust_remote_code=True, wherever it is used.
     """
 
-    reference: Ref
+    reference: ReferenceArgument
     digest: Annotated[
         str | None, typer.Option(metavar="HASH", help="Only if this is its hash, as `show` printed it.")
     ] = None
 
     def run(self) -> int:
         """Pin it."""
-        key = key_of(Reference.of(self.reference))
+        key = lock_key(Reference.parse(self.reference))
         before = None if key is None else Lock().pin(key)
         found = trust_recipe(self.reference, digest=self.digest)
         assert found.pin is not None
         commit = f" at commit {found.revision}" if found.revision else ""
         said = f"trusted {found.name}{commit}, {len(found.pin.files)} files, {found.pin.digest}\n"
         if before is not None:
-            said += "".join(f"  {terminal.plain(one)}\n" for one in before.differences(found.pin))
+            said += "".join(f"  {terminal.escape_control(one)}\n" for one in before.differences(found.pin))
         terminal.write(said)
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class List(Command):
+class ListRecipesCommand(Command):
     """List the recipes that are installed or have been trusted."""
 
     def run(self) -> int:
         """Print a line for each."""
         lines = [
             (one.name, "installed", f"{one.dist.name} {one.dist.version}" if one.dist else one.value)
-            for one in sorted(entry_points(group=GROUP), key=lambda one: one.name)
+            for one in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda one: one.name)
         ]
         for key, pin in sorted(Lock().pins().items()):
-            what = f"commit {short(pin.revision)}, " if pin.revision else ""
-            lines.append((key, f"trusted {pin.trusted[:10]}", f"{what}{short(pin.digest, 7)}"))
+            what = f"commit {short_hash(pin.revision)}, " if pin.revision else ""
+            lines.append((key, f"trusted {pin.trusted[:10]}", f"{what}{short_hash(pin.digest, 7)}"))
         if not lines:
-            terminal.note("no recipe is installed, and none has been trusted")
-        shown = [[terminal.plain(part) for part in line] for line in lines]
+            terminal.print_info("no recipe is installed, and none has been trusted")
+        shown = [[terminal.escape_control(part) for part in line] for line in lines]
         wide = [max(len(line[at]) for line in shown) for at in (0, 1)] if shown else []
         for name, state, what in shown:
             terminal.write(f"{name:<{wide[0]}}  {state:<{wide[1]}}  {what}\n")
@@ -112,7 +120,7 @@ class List(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forget(Command):
+class ForgetRecipeCommand(Command):
     """Trust a recipe no longer: the next use with --trust-remote-code pins what is there then."""
 
     reference: Annotated[
@@ -122,40 +130,40 @@ class Forget(Command):
     def run(self) -> int:
         """Drop its pin."""
         lock = Lock()
-        key = self.reference if self.reference in lock.pins() else key_of(Reference.of(self.reference))
-        if key is None or not lock.forget(key):
+        key = self.reference if self.reference in lock.pins() else lock_key(Reference.parse(self.reference))
+        if key is None or not lock.untrust(key):
             do = "see `descant recipe list`"
             raise InputError("REF", "must be a recipe that has been trusted", self.reference, do)
-        terminal.write(f"forgot {terminal.plain(key)}\n")
+        terminal.write(f"forgot {terminal.escape_control(key)}\n")
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class New(Command):
+class NewRecipeCommand(Command):
     """Make a folder with a recipe that works: code, README and tests, as a first step to your own."""
 
     name: Annotated[str, typer.Argument(metavar="NAME", help="The folder's name, and the recipe's.")]
-    kind: Annotated[str, typer.Option(metavar=f"[{'|'.join(KINDS)}]", help="What it is a recipe for.")] = (
-        "strategy"
-    )
+    kind: Annotated[
+        str, typer.Option(metavar=f"[{'|'.join(RECIPE_KINDS)}]", help="What it is a recipe for.")
+    ] = "strategy"
 
     def run(self) -> int:
         """Write it."""
         folder = new_recipe(self.name, self.kind)
-        said = [f"{folder / file}\n" for file in files_of(self.name, self.kind)]
+        said = [f"{folder / file}\n" for file in template_files(self.name, self.kind)]
         terminal.write("".join(said))
-        terminal.note(f"descant recipe check ./{self.name} --trust-remote-code runs its laws and tests")
+        terminal.print_info(f"descant recipe check ./{self.name} --trust-remote-code runs its laws and tests")
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check(Command):
+class CheckRecipeCommand(Command):
     """Run the laws of descant.testing that fit a recipe, then its own tests.
 
     That runs its code, as it is now, and needs --trust-remote-code; nothing is pinned.
     """
 
-    folder: Folder
+    folder: FolderArgument
     trust_remote_code: Annotated[
         bool,
         typer.Option(
@@ -169,39 +177,39 @@ class Check(Command):
 
     def run(self) -> int:
         """Check it."""
-        reference = Reference.of(self.folder)
+        reference = Reference.parse(self.folder)
         if reference.path is None:
             raise InputError("FOLDER", "must be a folder here", self.folder, "download it first")
-        arguments = arguments_of(self.recipe_argument or ())
+        arguments = parse_recipe_arguments(self.recipe_argument or ())
         # With a lock of its own: what is checked is what is here now, which somebody is working on.
         with tempfile.TemporaryDirectory() as place:
             lock = Lock(Path(place) / "recipes.lock")
             recipe = load_recipe(self.folder, trust_remote_code=self.trust_remote_code, lock=lock)(
                 **arguments
             )
-            if look(self.folder).state == "changed":
-                terminal.warn(f"{self.folder} is not what was trusted; checking what is there now")
+            if inspect_recipe(self.folder).trust_state == "changed":
+                terminal.print_warning(f"{self.folder} is not what was trusted; checking what is there now")
             from descant.testing import check_recipe
 
             try:
                 with terminal.console().status("checking"):
                     check_recipe(recipe)
             except AssertionError as error:
-                terminal.blame(f"{self.folder} breaks a law of its kind, {recipe.kind}: {error}")
+                terminal.print_error(f"{self.folder} breaks a law of its kind, {recipe.kind}: {error}")
                 return FAILURE
             terminal.write(f"the laws of its kind, {recipe.kind}, hold\n")
-            return _tested(reference.path)
+            return _run_tests(reference.path)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Push(Command):
+class PushRecipeCommand(Command):
     """Share a recipe: put its folder into a repository on the Hub, which is made if there is none.
 
     Whoever you are logged in as with `hf auth login`, or by HF_TOKEN, must be allowed to write there. What
     could not be loaded is not shared either. Nothing of it runs.
     """
 
-    folder: Folder
+    folder: FolderArgument
     repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="A repository on the Hub.")]
     private: Annotated[
         bool, typer.Option("--private", metavar="", help="Make a new repository for yourself alone.")
@@ -230,11 +238,11 @@ class Push(Command):
         return 0
 
 
-def _tested(folder: Path) -> int:
+def _run_tests(folder: Path) -> int:
     """Run the tests of a folder in a process of their own."""
     tests = folder / "tests"
     if not tests.is_dir():
-        terminal.note("it has no tests of its own")
+        terminal.print_info("it has no tests of its own")
         return 0
     if importlib.util.find_spec("pytest") is None:
         raise MissingExtra("testing", "running a recipe's own tests")
@@ -243,9 +251,9 @@ def _tested(folder: Path) -> int:
     line += ["--rootdir", str(folder), str(tests)]
     alone = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     code = subprocess.run(line, stdin=subprocess.DEVNULL, env=alone, check=False).returncode
-    if code == NO_TESTS:
-        terminal.note("it has no tests of its own")
+    if code == PYTEST_NO_TESTS:
+        terminal.print_info("it has no tests of its own")
         return 0
     if code:
-        terminal.blame(f"its own tests fail: {shlex.join(['pytest', str(tests)])} shows how")
+        terminal.print_error(f"its own tests fail: {shlex.join(['pytest', str(tests)])} shows how")
     return FAILURE if code else 0

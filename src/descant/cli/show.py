@@ -15,36 +15,46 @@ from descant.cli import terminal
 from descant.cli.command import Command
 from descant.errors import InputError, TraceError
 from descant.trace.pictures.selection import PICTURES
-from descant.trace.records import read
+from descant.trace.records import read_records
 from descant.trace.trace import Trace
 
-__all__ = ["File", "Request", "Show", "Step", "Svg", "opened", "paper", "put", "refuse_same"]
+__all__ = [
+    "RequestOption",
+    "ShowTraceCommand",
+    "StepOption",
+    "SvgOption",
+    "TraceFileArgument",
+    "load_trace",
+    "reject_overwrite",
+    "terminal_options",
+    "write_output",
+]
 
-STANDARD = "-"
+STDIO = "-"
 
-File = Annotated[
+TraceFileArgument = Annotated[
     str, typer.Argument(metavar="FILE", help="A trace, as `generate --trace` writes it; - is standard input.")
 ]
-Request = Annotated[
+RequestOption = Annotated[
     int | None, typer.Option("--request", metavar="N", help="Which request of it (default: the first).")
 ]
-Step = Annotated[
+StepOption = Annotated[
     int | None, typer.Option("--step", metavar="N", help="As it was after this step (default: the last).")
 ]
-Svg = Annotated[
+SvgOption = Annotated[
     str | None,
     typer.Option("--svg", metavar="FILE", help="Write the picture as SVG there; - is standard output."),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(Command):
+class ShowTraceCommand(Command):
     """Show what a trace says: the text with the probability of every token, and further pictures.
 
     With a second trace it shows both side by side.
     """
 
-    file: File
+    file: TraceFileArgument
     other: Annotated[
         str | None, typer.Argument(metavar="OTHER", help="Another trace, to be shown beside the first.")
     ] = None
@@ -62,33 +72,33 @@ class Show(Command):
             "--html", metavar="FILE", help="Write all pictures as one page there; - is standard output."
         ),
     ] = None
-    svg: Svg = None
-    request: Request = None
+    svg: SvgOption = None
+    request: RequestOption = None
     sequence: Annotated[
         int | None,
         typer.Option("--sequence", metavar="N", help="Which of its sequences (default: 0, the best)."),
     ] = None
-    step: Step = None
+    step: StepOption = None
 
     def run(self) -> int:
         """Draw it."""
-        self._refuse()
-        trace = opened(self.file)
-        beside = None if self.other is None else opened(self.other)
+        self._check_options()
+        trace = load_trace(self.file)
+        beside = None if self.other is None else load_trace(self.other)
         if self.html is not None:
-            put(trace.html(beside), self.html, "html")
+            write_output(trace.html(beside), self.html, "html")
             return 0
         picture = self.picture or ("text" if beside is None else "beside")
         where: dict[str, Any] = {"request": self.request, "sequence": self.sequence or 0, "step": self.step}
         if self.svg is not None:
-            put(trace.svg(picture, beside=beside, **where), self.svg, "svg")
+            write_output(trace.svg(picture, beside=beside, **where), self.svg, "svg")
         else:
-            terminal.write(trace.text(picture, beside=beside, **paper(), **where) + "\n")
+            terminal.write(trace.text(picture, beside=beside, **terminal_options(), **where) + "\n")
         return 0
 
-    def _refuse(self) -> None:
+    def _check_options(self) -> None:
         """Raise for options that contradict each other."""
-        if self.file == self.other == STANDARD:
+        if self.file == self.other == STDIO:
             raise InputError("OTHER", "must not be standard input, which FILE is", self.other)
         if self.html is not None:
             for name in ("svg", "picture", "request", "sequence", "step"):
@@ -99,13 +109,13 @@ class Show(Command):
             raise InputError("picture", "must be beside where there are two traces", self.picture)
         for name in ("html", "svg"):
             for source in (self.file, self.other):
-                refuse_same(getattr(self, name), source, name)
+                reject_overwrite(getattr(self, name), source, name)
 
 
-def opened(path: str) -> Trace:
+def load_trace(path: str) -> Trace:
     """The trace in a file, or on standard input."""
     try:
-        return Trace(read(sys.stdin)) if path == STANDARD else Trace.load(path)
+        return Trace(read_records(sys.stdin)) if path == STDIO else Trace.load(path)
     except UnicodeDecodeError:
         raise TraceError(f"{path} must be a trace, which is all ASCII") from None
     except TraceError as error:
@@ -113,7 +123,7 @@ def opened(path: str) -> Trace:
         raise TraceError(said if said.startswith(path) else f"{path}: {said}") from None
 
 
-def paper() -> dict[str, Any]:
+def terminal_options() -> dict[str, Any]:
     """How wide standard output is, and whether it takes colours."""
     console = Console(highlight=False, markup=False)
     return {
@@ -122,9 +132,9 @@ def paper() -> dict[str, Any]:
     }
 
 
-def put(text: str, path: str, name: str) -> None:
+def write_output(text: str, path: str, name: str) -> None:
     """A picture in a file, or on standard output."""
-    if path == STANDARD:
+    if path == STDIO:
         terminal.write(text)
         return
     try:
@@ -133,9 +143,9 @@ def put(text: str, path: str, name: str) -> None:
         raise InputError(name, f"must be a file that can be written ({error.strerror})", path) from None
 
 
-def refuse_same(target: str | None, source: str | None, name: str) -> None:
+def reject_overwrite(target: str | None, source: str | None, name: str) -> None:
     """Raise where a picture would be written over the trace that it is of."""
-    if target in (None, STANDARD) or source in (None, STANDARD):
+    if target in (None, STDIO) or source in (None, STDIO):
         return
     with suppress(OSError):
         if Path(str(target)).samefile(str(source)):

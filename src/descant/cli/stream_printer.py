@@ -7,46 +7,46 @@ from typing import Final
 from descant.api.stream import StreamEvent
 from descant.cli import terminal
 
-__all__ = ["Shown"]
+__all__ = ["StreamPrinter"]
 
 SEPARATOR: Final = "---\n"
 
 
-class Shown:
+class StreamPrinter:
     """Sequences on standard output, one after the other: the first as it grows, the others thereafter."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, str] = {}  # not shown yet
-        self._ended: set[int] = set()
+        self._pending_texts: dict[int, str] = {}  # not shown yet
+        self._finished: set[int] = set()
         self._current = 0
-        self._opened = True  # whether the current one has its separator, which the first has none of
-        self._last = "\n"
+        self._has_separator = True  # whether the current one has its separator, which the first has none of
+        self._last_char = "\n"
 
-    def take(self, event: StreamEvent) -> None:
+    def print_event(self, event: StreamEvent) -> None:
         """Show what an event allows to; raise the error that it brings."""
         if event.error is not None:
             raise event.error
-        self._texts[event.sequence] = self._texts.get(event.sequence, "") + (event.text or "")
+        self._pending_texts[event.sequence] = self._pending_texts.get(event.sequence, "") + (event.text or "")
         if event.finish_reason is not None:
-            self._ended.add(event.sequence)
+            self._finished.add(event.sequence)
         while True:
-            text = self._texts.pop(self._current, "")
-            if not self._opened and (text or self._current in self._ended):
-                self.end()
+            text = self._pending_texts.pop(self._current, "")
+            if not self._has_separator and (text or self._current in self._finished):
+                self.end_line()
                 self._write(SEPARATOR)
-                self._opened = True
+                self._has_separator = True
             self._write(text)
-            if self._current not in self._ended:
+            if self._current not in self._finished:
                 return
             self._current += 1
-            self._opened = False
+            self._has_separator = False
 
-    def end(self) -> None:
+    def end_line(self) -> None:
         """End the last line, if it has not ended itself."""
-        if self._last != "\n":
+        if self._last_char != "\n":
             self._write("\n")
 
     def _write(self, text: str) -> None:
         if text:
-            self._last = text[-1]  # first, for an interrupt may come while it is written
+            self._last_char = text[-1]  # first, for an interrupt may come while it is written
             terminal.write(text)

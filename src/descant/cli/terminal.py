@@ -9,7 +9,7 @@ from unicodedata import category
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["blame", "console", "note", "plain", "silence", "warn", "write"]
+__all__ = ["console", "escape_control", "mute_stdout", "print_error", "print_info", "print_warning", "write"]
 
 
 def console() -> Console:
@@ -23,31 +23,31 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def note(message: object) -> None:
+def print_info(message: object) -> None:
     """Something to know that is not the result, dim."""
     console().print(Text(str(message), style="dim"))
 
 
-def plain(text: str) -> str:
+def escape_control(text: str) -> str:
     """Somebody else's text in one line, with what a terminal obeys, hides or turns around spelt out."""
     return "".join(one if one.isprintable() or category(one) == "Zs" else repr(one)[1:-1] for one in text)
 
 
-def blame(message: object) -> None:
+def print_error(message: object) -> None:
     """An error, as one line in red."""
-    console().print(Text(f"error: {_line(message)}", style="red"))
+    console().print(Text(f"error: {_one_line(message)}", style="red"))
 
 
-def warn(message: object) -> None:
+def print_warning(message: object) -> None:
     """Something that may go wrong, as one line in yellow."""
-    console().print(Text(f"warning: {_line(message)}", style="yellow"))
+    console().print(Text(f"warning: {_one_line(message)}", style="yellow"))
 
 
-def _line(message: object) -> str:
-    return plain(" ".join(str(message).split()))
+def _one_line(message: object) -> str:
+    return escape_control(" ".join(str(message).split()))
 
 
-def silence() -> None:
+def mute_stdout() -> None:
     """Let what is still buffered for a reader that has gone away go nowhere."""
     try:
         hole = os.open(os.devnull, os.O_WRONLY)

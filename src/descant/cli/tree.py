@@ -6,26 +6,37 @@ from dataclasses import dataclass
 
 from descant.cli import terminal
 from descant.cli.command import Command
-from descant.cli.show import File, Request, Step, Svg, opened, paper, put, refuse_same
+from descant.cli.show import (
+    RequestOption,
+    StepOption,
+    SvgOption,
+    TraceFileArgument,
+    load_trace,
+    reject_overwrite,
+    terminal_options,
+    write_output,
+)
 
-__all__ = ["Tree"]
+__all__ = ["TreeCommand"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tree(Command):
+class TreeCommand(Command):
     """Show the tree of a trace: all that was tried, with scores; what was dropped, and what was best."""
 
-    file: File
-    svg: Svg = None
-    request: Request = None
-    step: Step = None
+    file: TraceFileArgument
+    svg: SvgOption = None
+    request: RequestOption = None
+    step: StepOption = None
 
     def run(self) -> int:
         """Draw it."""
-        refuse_same(self.svg, self.file, "svg")
-        trace = opened(self.file)
+        reject_overwrite(self.svg, self.file, "svg")
+        trace = load_trace(self.file)
         if self.svg is not None:
-            put(trace.svg("tree", request=self.request, step=self.step), self.svg, "svg")
+            write_output(trace.svg("tree", request=self.request, step=self.step), self.svg, "svg")
         else:
-            terminal.write(trace.text("tree", request=self.request, step=self.step, **paper()) + "\n")
+            terminal.write(
+                trace.text("tree", request=self.request, step=self.step, **terminal_options()) + "\n"
+            )
         return 0

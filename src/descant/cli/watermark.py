@@ -11,24 +11,24 @@ from typing import Annotated, Any, Final
 import typer
 
 from descant.cli import terminal
-from descant.cli.bayes_output import Bayes
-from descant.cli.command import ENVIRONMENT, FAILURE, Command, keys_of
-from descant.cli.detection_output import Answer, show
-from descant.cli.samples import STANDARD, Sample, samples
+from descant.cli.bayes_scorer import BayesianScorer
+from descant.cli.command import ENVIRONMENT_KEYS, FAILURE, Command, load_watermark_keys
+from descant.cli.detection_output import SampleDetection, print_detections
+from descant.cli.samples import STDIO, TextSample, read_samples
 from descant.decoding.watermark.detection import Detection, Detector
-from descant.decoding.watermark.page import page
-from descant.decoding.watermark.schemes import Settings, WatermarkingConfig
+from descant.decoding.watermark.html_report import render_report
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig, WatermarkingConfig
 from descant.decoding.watermark.schemes.keys import SCHEMES, fingerprint, new_settings, write_settings
 from descant.errors import DescantError, InputError
-from descant.models.loading import tokenizing
+from descant.models.loading import load_tokenizer
 
-__all__ = ["Detect", "Key"]
+__all__ = ["DetectCommand", "KeyCommand"]
 
 CHOICES: Final = ", ".join(SCHEMES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Detect(Command):
+class DetectCommand(Command):
     """Say whether texts carry a watermark: marked, not marked, or too short to tell.
 
     A FILE is one text, or with the name .jsonl or --jsonl lines of JSON with "text" or "ids", and perhaps the
@@ -68,7 +68,9 @@ class Detect(Command):
     ] = False
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page, every token coloured by its evidence."),
+        typer.Option(
+            "--html", metavar="FILE", help="Write a render_report, every token coloured by its evidence."
+        ),
     ] = None
     bayes: Annotated[
         str | None,
@@ -83,62 +85,64 @@ class Detect(Command):
 
     def run(self) -> int:
         """Look at all of them."""
-        files = self.files or [STANDARD]
-        self._refuse(files)
-        keys = self._keys()
-        texts = [one for file in files for one in samples(file, self.jsonl)]
+        files = self.files or [STDIO]
+        self._check_files(files)
+        keys = self._load_keys()
+        texts = [one for file in files for one in read_samples(file, self.jsonl)]
         if not texts:
             raise InputError("FILE", "must hold a text", files)
         with terminal.console().status("loading"):
-            tokenizer, vocabulary = tokenizing(self.model)
-        vocabulary = self._vocabulary(keys, tokenizer, vocabulary)
+            tokenizer, vocabulary = load_tokenizer(self.model)
+        vocabulary = self._vocabulary_size(keys, tokenizer, vocabulary)
         detector = Detector(keys, vocabulary, tokenizer, alpha=self.alpha)
-        bayes = None if self.bayes is None else Bayes(self.bayes, keys)
-        answers, failures = self._answers(texts, detector, bayes)
+        bayes = None if self.bayes is None else BayesianScorer(self.bayes, keys)
+        answers, failures = self._detect_all(texts, detector, bayes)
         if not self.json and answers:
-            show(answers)
+            print_detections(answers)
         if self.html is not None and answers:
-            _write(self.html, answers, tokenizer)
+            _write_page(self.html, answers, tokenizer)
         for sample, error in failures:
-            terminal.blame(f"{sample.name}: {error}")
+            terminal.print_error(f"{sample.name}: {error}")
         return FAILURE if failures else 0
 
-    def _answers(
-        self, texts: Sequence[Sample], detector: Detector, bayes: Bayes | None
-    ) -> tuple[list[Answer], list[tuple[Sample, DescantError]]]:
+    def _detect_all(
+        self, texts: Sequence[TextSample], detector: Detector, bayes: BayesianScorer | None
+    ) -> tuple[list[SampleDetection], list[tuple[TextSample, DescantError]]]:
         """What is said of each text, written at once where JSON is asked for; and those that failed."""
         answers, failures = [], []
         for sample in texts:
             try:
                 if sample.error is not None:
                     raise sample.error
-                found = _asked(detector, sample, self.windows)
+                found = _detect_sample(detector, sample, self.windows)
             except DescantError as error:
                 failures.append((sample, error))
-                self._report({**sample.origin, "error": str(error)})
+                self._write_json({**sample.origin, "error": str(error)})
                 continue
-            answer = Answer(sample, found, None if bayes is None else bayes.posterior(found))
+            answer = SampleDetection(sample, found, None if bayes is None else bayes.posterior(found))
             answers.append(answer)
             more = {} if answer.posterior is None else {"bayes": answer.posterior.to_dict()}
-            self._report({**sample.origin, **found.to_dict(), **more})
+            self._write_json({**sample.origin, **found.to_dict(), **more})
         return answers, failures
 
-    def _report(self, record: dict[str, Any]) -> None:
+    def _write_json(self, record: dict[str, Any]) -> None:
         if self.json:
             terminal.write(json.dumps(record) + "\n")
 
-    def _keys(self) -> dict[str, Settings]:
+    def _load_keys(self) -> dict[str, BaseWatermarkingConfig]:
         """All keys by name."""
-        found: dict[str, Settings] = {}
-        for path in self.key or [ENVIRONMENT]:
-            for name, settings in keys_of(path).items():
+        found: dict[str, BaseWatermarkingConfig] = {}
+        for path in self.key or [ENVIRONMENT_KEYS]:
+            for name, settings in load_watermark_keys(path).items():
                 if found.get(name, settings) != settings:
                     do = 'change its "name"'
                     raise InputError("key", "must give each key a name of its own", name, do)
                 found[name] = settings
         return found
 
-    def _vocabulary(self, keys: dict[str, Settings], tokenizer: Any, known: int | None) -> int:
+    def _vocabulary_size(
+        self, keys: dict[str, BaseWatermarkingConfig], tokenizer: Any, known: int | None
+    ) -> int:
         """How many tokens the model scores, which green lists are drawn from."""
         if self.vocabulary is not None:
             return self.vocabulary
@@ -149,18 +153,18 @@ class Detect(Command):
             raise InputError("model", must, self.model, "give --vocabulary")
         return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
 
-    def _refuse(self, files: Sequence[str]) -> None:
+    def _check_files(self, files: Sequence[str]) -> None:
         """Raise for files that are asked for twice."""
-        if files.count(STANDARD) > 1:
+        if files.count(STDIO) > 1:
             raise InputError("FILE", "must be standard input only once", list(files))
         if self.html is not None and self.html.exists():
-            read = [Path(file) for file in files if file != STANDARD and Path(file).exists()]
+            read = [Path(file) for file in files if file != STDIO and Path(file).exists()]
             if any(self.html.samefile(file) for file in read):
                 raise InputError("html", "must be another file than FILE", str(self.html))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key(Command):
+class KeyCommand(Command):
     """Make a new key, for `descant generate --watermark FILE` and `descant watermark detect --key FILE`.
 
     Only its owner can read the file. Keep it: without it nobody can find the marks that are made with it.
@@ -182,7 +186,7 @@ class Key(Command):
         if self.name == "":
             raise InputError("name", "must not be empty", self.name)
         settings = new_settings(self.scheme)
-        if self.out == STANDARD:
+        if self.out == STDIO:
             named = {} if self.name is None else {"name": self.name}
             terminal.write(json.dumps({**named, **settings.to_dict()}, indent=2) + "\n")
             return 0
@@ -192,13 +196,13 @@ class Key(Command):
         return 0
 
 
-def _asked(detector: Detector, sample: Sample, windows: bool) -> Detection:
+def _detect_sample(detector: Detector, sample: TextSample, windows: bool) -> Detection:
     if sample.text is None:
-        return detector.ids(list(sample.ids), prompt=sample.context, windows=windows)
+        return detector.ids(list(sample.ids), prompt=sample.prompt_length, windows=windows)
     return detector.text(sample.text, prompt=sample.prompt, windows=windows)
 
 
-def _write(target: Path, answers: Sequence[Answer], tokenizer: Any) -> None:
+def _write_page(target: Path, answers: Sequence[SampleDetection], tokenizer: Any) -> None:
     """The page of all answers."""
     found = [one.detection for one in answers]
     # Without offsets there is no telling where in the text a token stands, but what it is by itself.
@@ -209,7 +213,7 @@ def _write(target: Path, answers: Sequence[Answer], tokenizer: Any) -> None:
         for one in answers
     ]
     try:
-        target.write_text(page(found, texts, [one.sample.name for one in answers]), encoding="utf-8")
+        target.write_text(render_report(found, texts, [one.sample.name for one in answers]), encoding="utf-8")
     except OSError as error:
         raise InputError(
             "html", f"must be a file that can be written ({error.strerror})", str(target)

@@ -25,28 +25,44 @@ from typing import Any, Final, Self
 
 from descant.config import hub
 from descant.config.fields import Field, FrozenMap, freeze, thaw
-from descant.config.parameters import FIELDS, GROUPS, LATER, Later, Parameters, typed, unknown
-from descant.config.validation import (
-    refuse_clashes,
-    refuse_contradictions,
-    refuse_impossible,
-    refuse_later,
-    set_aside,
+from descant.config.parameters import (
+    FIELDS,
+    GROUPS,
+    UNSUPPORTED,
+    Parameters,
+    UnsupportedField,
+    parse_fields,
+    unknown_field_error,
 )
-from descant.errors import ConfigError, DescantError, InputError, shown
+from descant.config.validation import (
+    drop_unused,
+    validate_compatibility,
+    validate_consistency,
+    validate_merged,
+    validate_supported,
+)
+from descant.errors import ConfigError, DescantError, InputError, format_value
 
-__all__ = ["FIELDS", "GROUPS", "LATER", "Field", "GenerationConfig", "Later", "register_explainer"]
+__all__ = [
+    "FIELDS",
+    "GROUPS",
+    "UNSUPPORTED",
+    "Field",
+    "GenerationConfig",
+    "UnsupportedField",
+    "register_explainer",
+]
 
 FILE_NAME: Final = "generation_config.json"
-_LEGACY_NAME: Final = "config.json"
-_LARGEST: Final = 1 << 20  # bytes of a file; a config.json may carry thousands of labels
+_LEGACY_FILE_NAME: Final = "config.json"
+_MAX_FILE_BYTES: Final = 1 << 20  # bytes of a file; a config.json may carry thousands of labels
 
-_BOOKKEEPING: Final = frozenset({"transformers_version"})
-_SINGLE_TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+_IGNORED_KEYS: Final = frozenset({"transformers_version"})
+_SPECIAL_TOKEN_FIELDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 # What a model's own config.json may still carry of generation (before generation_config.json existed).
-_LEGACY: Final = (
-    *_SINGLE_TOKENS, "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
+_LEGACY_FIELDS: Final = (
+    *_SPECIAL_TOKEN_FIELDS, "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
     "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p",
     "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate",
@@ -70,8 +86,8 @@ class GenerationConfig(Parameters):
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        refuse_later(self._values)
-        refuse_contradictions(self._values)
+        validate_supported(self._values)
+        validate_consistency(self._values)
 
     # -- what was given, and from where
 
@@ -93,17 +109,17 @@ class GenerationConfig(Parameters):
     def source(self, name: str) -> str:
         """Where a field's value comes from: "call", "argument", "model" or "default"."""
         if name not in FIELDS:
-            raise unknown(name, name)
+            raise unknown_field_error(name, name)
         return self._sources.get(name, "argument") if name in self._values else "default"
 
     # -- new configs from old
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed; the changed ones count as given."""
-        new = typed(changes)
-        refuse_later(new)
+        new = parse_fields(changes)
+        validate_supported(new)
         values = {**{name: value for name, value in self._values.items() if name not in changes}, **new}
-        refuse_contradictions(values)
+        validate_consistency(values)
         sources = {name: level for name, level in self._sources.items() if name not in changes}
         return self._make(values, sources, self._extra)
 
@@ -125,15 +141,15 @@ class GenerationConfig(Parameters):
         for level, config in (("model", model), ("argument", argument), ("call", cls(**(call or {})))):
             if config is None:
                 continue
-            _refuse_stranger(config, "generation_config" if level == "argument" else level)
+            _validate_config_type(config, "generation_config" if level == "argument" else level)
             values.update(config._values)
             sources.update(dict.fromkeys(config._values, level))
             extra.update(config._extra)
-        unused = set_aside(values, sources)
-        refuse_later(values, sources)
-        refuse_contradictions(values, sources)
-        refuse_clashes(values, sources)
-        refuse_impossible(values, sources)
+        unused = drop_unused(values, sources)
+        validate_supported(values, sources)
+        validate_consistency(values, sources)
+        validate_compatibility(values, sources)
+        validate_merged(values, sources)
         if argument is not None and model is None and not call:  # a check of one config: it knows its past
             sources = {name: argument.source(name) for name in values}
             unused = {**argument._unused, **unused}
@@ -148,7 +164,7 @@ class GenerationConfig(Parameters):
         unused: FrozenMap | None = None,
     ) -> Self:
         config = cls.__new__(cls)
-        config._fill(values, sources, FrozenMap(extra), unused or FrozenMap())
+        config._set_state(values, sources, FrozenMap(extra), unused or FrozenMap())
         return config
 
     # -- dicts and files
@@ -159,9 +175,9 @@ class GenerationConfig(Parameters):
 
         `overrides` are checked as strictly as code; they replace entries before these are read.
         """
-        changes = typed(overrides)
-        refuse_later(changes)
-        values, extra = _read(_as_mapping(data, "data"), skip=overrides.keys())
+        changes = parse_fields(overrides)
+        validate_supported(changes)
+        values, extra = _parse_entries(_as_mapping(data, "data"), skip=overrides.keys())
         return cls._make({**values, **changes}, {}, extra)
 
     @classmethod
@@ -179,14 +195,14 @@ class GenerationConfig(Parameters):
         Where neither has one under the usual name, what a config.json says of generation. `revision` is a
         branch, a tag or a commit, and `token` lets in where not everybody may read.
         """
-        name = _file_name(config_file_name)
-        if isinstance(path, str) and hub.is_repo(path) and not Path(path).is_dir():
-            name, data = _from_hub(path, name, revision, token)
+        name = _validate_file_name(config_file_name)
+        if isinstance(path, str) and hub.is_repo_id(path) and not Path(path).is_dir():
+            name, data = _load_from_hub(path, name, revision, token)
         elif revision is not None:
             raise InputError("revision", "is for a repository on the Hub, not for a folder", revision)
         else:
-            name, data = _from_folder(Path(path), name)
-        if name == _LEGACY_NAME != config_file_name:
+            name, data = _load_from_folder(Path(path), name)
+        if name == _LEGACY_FILE_NAME != config_file_name:
             return cls.from_model_config(data, **overrides)
         return cls.from_dict(data, **overrides)
 
@@ -199,7 +215,10 @@ class GenerationConfig(Parameters):
         for part in parts:
             if isinstance(part, Mapping) or hasattr(part, "to_dict"):
                 inner = _as_mapping(part, "config")
-                found = {**{name: inner[name] for name in _LEGACY if inner.get(name) is not None}, **found}
+                found = {
+                    **{name: inner[name] for name in _LEGACY_FIELDS if inner.get(name) is not None},
+                    **found,
+                }
         # A version below 5 in the data makes `from_dict` read a default as "not given".
         return cls.from_dict({**found, "transformers_version": "4"}, **overrides)
 
@@ -210,15 +229,17 @@ class GenerationConfig(Parameters):
 
     def to_dict(self) -> dict[str, Any]:
         """Every field in JSON's types, None where not given, and `extra`; `from_dict` inverts it."""
-        return {**thaw(self._extra), **dict.fromkeys(FIELDS), **self._given_plain()}
+        return {**thaw(self._extra), **dict.fromkeys(FIELDS), **self._given_as_json()}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Only the fields that differ from their default."""
-        return {name: value for name, value in self._given_plain().items() if self._differs(name)}
+        return {
+            name: value for name, value in self._given_as_json().items() if self._differs_from_default(name)
+        }
 
     def to_json_string(self) -> str:
         """What a file holds: `extra` and the given values (also where equal to a default), sorted."""
-        data = {**thaw(self._extra), **self._given_plain()}
+        data = {**thaw(self._extra), **self._given_as_json()}
         for name, value in data.items():
             try:
                 json.dumps(value, sort_keys=True)
@@ -255,21 +276,21 @@ class GenerationConfig(Parameters):
         With `push_to_hub` this one file then goes to the Hub too, into `repo_id` (by default the folder's
         last name, of the token's user), which is made, `private` or not, when it is not there.
         """
-        _refuse_unpushed(push_to_hub, repo_id=repo_id, private=private, commit_message=commit_message)
+        _validate_push_arguments(push_to_hub, repo_id=repo_id, private=private, commit_message=commit_message)
         folder = Path(save_directory)
         if folder.exists() and not folder.is_dir():
             raise InputError("save_directory", "must be a folder", str(folder))
-        name = _file_name(config_file_name)
+        name = _validate_file_name(config_file_name)
         folder.mkdir(parents=True, exist_ok=True)
         self.to_json_file(folder / name)
         if push_to_hub:
-            there = hub.create(
-                hub.full_name(repo_id or folder.resolve().name, token), token=token, private=private
+            there = hub.create_repo(
+                hub.full_repo_id(repo_id or folder.resolve().name, token), token=token, private=private
             )
             said = commit_message or f"Upload {name}"
-            hub.upload(there, {name: self.to_json_string().encode()}, token=token, message=said)
+            hub.upload_files(there, {name: self.to_json_string().encode()}, token=token, message=said)
 
-    def _given_plain(self) -> dict[str, Any]:
+    def _given_as_json(self) -> dict[str, Any]:
         plain = {name: thaw(self._values[name]) for name in FIELDS if name in self._values}
         if self.sequence_bias is not None:  # JSON has no tuple keys
             plain["sequence_bias"] = [[list(ids), bias] for ids, bias in sorted(self.sequence_bias.items())]
@@ -277,7 +298,7 @@ class GenerationConfig(Parameters):
             plain["logit_bias"] = {str(token): bias for token, bias in sorted(self.logit_bias.items())}
         return plain
 
-    def _differs(self, name: str) -> bool:
+    def _differs_from_default(self, name: str) -> bool:
         return bool(self._values.get(name, FIELDS[name].default) != FIELDS[name].default)
 
     # -- as a value
@@ -289,7 +310,7 @@ class GenerationConfig(Parameters):
         return _explainer(self, model)
 
     def __repr__(self) -> str:
-        parts = (f"{name}={self._values[name]!r}" for name in FIELDS if self._differs(name))
+        parts = (f"{name}={self._values[name]!r}" for name in FIELDS if self._differs_from_default(name))
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def __eq__(self, other: object) -> bool:
@@ -307,27 +328,27 @@ class GenerationConfig(Parameters):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _revive, (type(self), self._values, self._sources, self._extra, self._unused)
+        return _unpickle, (type(self), self._values, self._sources, self._extra, self._unused)
 
 
-def _revive(kind: type[GenerationConfig], *slots: Any) -> GenerationConfig:
+def _unpickle(kind: type[GenerationConfig], *slots: Any) -> GenerationConfig:
     return kind._make(*slots)
 
 
-def _read(data: Mapping[str, Any], skip: Set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parse_entries(data: Mapping[str, Any], skip: Set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields and the unknown entries of a file's content."""
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     before_5 = str(data.get("transformers_version", "5")).split(".")[0] in ("1", "2", "3", "4")
     for name, value in data.items():
-        if value is None or name in skip or name in _BOOKKEEPING or name.startswith("_"):
+        if value is None or name in skip or name in _IGNORED_KEYS or name.startswith("_"):
             continue
         field = FIELDS.get(name)
         if field is None:
-            extra[name] = _plain_extra(name, value)
+            extra[name] = _freeze_extra(name, value)
             continue
         if (
-            name in _SINGLE_TOKENS and isinstance(value, int) and value == -1
+            name in _SPECIAL_TOKEN_FIELDS and isinstance(value, int) and value == -1
         ):  # an old way to write "there is none"
             continue
         kept = field.parse(value)
@@ -336,7 +357,7 @@ def _read(data: Mapping[str, Any], skip: Set[str]) -> tuple[dict[str, Any], dict
     return values, extra
 
 
-def _plain_extra(name: str, value: Any) -> Any:
+def _freeze_extra(name: str, value: Any) -> Any:
     try:
         kept = freeze(value)
         hash(kept)
@@ -345,78 +366,80 @@ def _plain_extra(name: str, value: Any) -> Any:
     return kept
 
 
-def _from_folder(folder: Path, name: str) -> tuple[str, Mapping[str, Any]]:
+def _load_from_folder(folder: Path, name: str) -> tuple[str, Mapping[str, Any]]:
     """The name and the content of a folder's config, or of what stands in for it."""
     if not folder.is_dir():
         raise InputError("path", "must be a local folder, or owner/name on the Hub", str(folder))
-    chosen = _chosen(name, {one for one in (name, _LEGACY_NAME) if (folder / one).is_file()}, str(folder))
-    return chosen, _parsed(_bounded(folder / chosen), chosen, str(folder))
+    chosen = _select_file(
+        name, {one for one in (name, _LEGACY_FILE_NAME) if (folder / one).is_file()}, str(folder)
+    )
+    return chosen, _parse_json(_read_limited(folder / chosen), chosen, str(folder))
 
 
-def _from_hub(
+def _load_from_hub(
     repo: str, name: str, revision: str | None, token: str | bool | None
 ) -> tuple[str, Mapping[str, Any]]:
     """The same of a repository."""
-    commit = hub.resolve(repo, revision, token=token)
-    chosen = _chosen(name, commit.files.keys(), repo)
-    data = hub.fetch(repo, commit.sha, [chosen], limit=_LARGEST, token=token)[chosen]
-    return chosen, _parsed(data, chosen, repo)
+    commit = hub.resolve_commit(repo, revision, token=token)
+    chosen = _select_file(name, commit.files.keys(), repo)
+    data = hub.fetch_files(repo, commit.sha, [chosen], limit=_MAX_FILE_BYTES, token=token)[chosen]
+    return chosen, _parse_json(data, chosen, repo)
 
 
-def _chosen(name: str, there: Set[str], where: str) -> str:
-    if name not in there and name == FILE_NAME and _LEGACY_NAME in there:
-        return _LEGACY_NAME
+def _select_file(name: str, there: Set[str], where: str) -> str:
+    if name not in there and name == FILE_NAME and _LEGACY_FILE_NAME in there:
+        return _LEGACY_FILE_NAME
     if name not in there:
         raise InputError("config_file_name", f"must name a file in {where!r}", name)
     return name
 
 
-def _bounded(file: Path) -> bytes:
+def _read_limited(file: Path) -> bytes:
     """What a file holds, if it is of a size that somebody might have written."""
     try:
         with file.open("rb") as opened:
-            data = opened.read(_LARGEST + 1)
+            data = opened.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         must = f"must name a file that can be read in {str(file.parent)!r} ({error.strerror})"
         raise InputError("config_file_name", must, file.name) from None
-    if len(data) > _LARGEST:
-        must = f"must name a file of at most {_LARGEST} bytes in {str(file.parent)!r}"
+    if len(data) > _MAX_FILE_BYTES:
+        must = f"must name a file of at most {_MAX_FILE_BYTES} bytes in {str(file.parent)!r}"
         raise InputError("config_file_name", must, file.name)
     return data
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError("a name stands there twice")
     return found
 
 
-def _no_number(text: str) -> Any:
+def _reject_constant(text: str) -> Any:
     raise ValueError(f"{text} is no JSON")
 
 
-def _parsed(data: bytes, name: str, where: str) -> Mapping[str, Any]:
+def _parse_json(data: bytes, name: str, where: str) -> Mapping[str, Any]:
     def refused(what: str) -> InputError:
         return InputError("config_file_name", f"must name {what} in {where!r}", name)
 
     try:
         text = data.decode("utf-8")
-        content = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        content = json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        raise refused(f"a JSON file ({shown(error)})") from None
+        raise refused(f"a JSON file ({format_value(error)})") from None
     if not isinstance(content, dict):
         raise refused("a JSON file that holds an object")
     return content
 
 
-def _refuse_unpushed(push_to_hub: bool, **given: object) -> None:
+def _validate_push_arguments(push_to_hub: bool, **given: object) -> None:
     """Nothing that only a push has a use for, when nothing is pushed."""
     for name, value in given.items():
         if value is not None and not push_to_hub:
             raise InputError(name, "has no use without `push_to_hub`", value, "set push_to_hub=True")
 
 
-def _file_name(name: object) -> str:
+def _validate_file_name(name: object) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
         raise InputError("config_file_name", "must be a file name without a folder", name)
     return name
@@ -436,7 +459,7 @@ def _as_mapping(config: object, argument: str) -> Mapping[str, Any]:
     return data
 
 
-def _refuse_stranger(config: object, argument: str) -> None:
+def _validate_config_type(config: object, argument: str) -> None:
     if not isinstance(config, GenerationConfig):
         do = "convert it with GenerationConfig.from_transformers"
         raise InputError(argument, "must be a descant.GenerationConfig", config, do)

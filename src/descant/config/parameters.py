@@ -13,25 +13,33 @@ from types import MappingProxyType
 from typing import Any, Final, dataclass_transform
 
 from descant.config import fields as kinds
-from descant.config.fields import Field, FrozenMap, Unset, declare
+from descant.config.fields import Field, FrozenMap, NoOffValue, field
 from descant.errors import ConfigError
 
-__all__ = ["FIELDS", "GROUPS", "LATER", "Later", "Parameters", "typed", "unknown"]
+__all__ = [
+    "FIELDS",
+    "GROUPS",
+    "UNSUPPORTED",
+    "Parameters",
+    "UnsupportedField",
+    "parse_fields",
+    "unknown_field_error",
+]
 
-EMPTY: Final = FrozenMap()
+EMPTY_MAP: Final = FrozenMap()
 
 GROUPS: Final = (
     "length", "strategy", "beams", "sampling", "penalties", "tokens", "output", "encoder", "speech",
     "speculation", "watermark", "cache",
 )  # fmt: skip
 
-CACHES: Final = (
+CACHE_IMPLEMENTATIONS: Final = (
     "dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked",
     "offloaded_hybrid", "offloaded_hybrid_chunked", "mamba", "quantized", "sink", "paged", "snapkv", "h2o",
 )  # fmt: skip
 
 
-class Store:
+class ParameterStorage:
     """What a config keeps: the given values, where each came from, and what it does not understand."""
 
     __slots__ = ("__weakref__", "_extra", "_sources", "_unused", "_values")
@@ -41,25 +49,25 @@ class Store:
     _unused: FrozenMap
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(declare,))
-class Frozen(Store):
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+class FrozenParameters(ParameterStorage):
     """The base by which type checkers see the declared fields as keyword-only and read-only."""
 
     __slots__ = ()
 
     def __init__(self, **given: Any) -> None:
-        self._fill(typed(given), {})
+        self._set_state(parse_fields(given), {})
         self.__post_init__()
 
     def __post_init__(self) -> None:
         """What a subclass checks once its values are in place."""
 
-    def _fill(
+    def _set_state(
         self,
         values: dict[str, Any],
         sources: dict[str, str],
-        extra: FrozenMap = EMPTY,
-        unused: FrozenMap = EMPTY,
+        extra: FrozenMap = EMPTY_MAP,
+        unused: FrozenMap = EMPTY_MAP,
     ) -> None:
         object.__setattr__(self, "_values", values)
         object.__setattr__(self, "_sources", sources)
@@ -74,399 +82,399 @@ class Frozen(Store):
 
 
 # fmt: off
-class Parameters(Frozen):
+class Parameters(FrozenParameters):
     """Every generation parameter, its default and its meaning. Sequences read as tuples."""
 
     __slots__ = ()
 
     # -- length
-    max_length: int = declare(
-        default=20, off=Unset, kind=kinds.integer(1), group="length",
-        about="Longest sequence, prompt included; when no length is given at all, 20 new tokens.")
-    max_new_tokens: int | None = declare(
+    max_length: int = field(
+        default=20, off=NoOffValue, kind=kinds.integer(1), group="length",
+        doc="Longest sequence, prompt included; when no length is given at all, 20 new tokens.")
+    max_new_tokens: int | None = field(
         default=None, kind=kinds.integer(1), group="length",
-        about="Most tokens to add to the prompt; beats `max_length` of the same or a lower level.")
-    min_length: int = declare(
+        doc="Most tokens to add to the prompt; beats `max_length` of the same or a lower level.")
+    min_length: int = field(
         default=0, kind=kinds.integer(), group="length",
-        about="Shortest sequence, prompt included: no end token before it.")
-    min_new_tokens: int | None = declare(
+        doc="Shortest sequence, prompt included: no end token before it.")
+    min_new_tokens: int | None = field(
         default=None, kind=kinds.integer(), group="length",
-        about="Fewest tokens to add before an end token; beats `min_length` of the same or a lower level.")
-    max_time: float | None = declare(
+        doc="Fewest tokens to add before an end token; beats `min_length` of the same or a lower level.")
+    max_time: float | None = field(
         default=None, kind=kinds.real(0.0, open_low=True), group="length",
-        about="Seconds after which no further step begins.")
-    stop_strings: str | Sequence[str] | None = declare(
+        doc="Seconds after which no further step begins.")
+    stop_strings: str | Sequence[str] | None = field(
         default=None, kind=kinds.strings(), group="length",
-        about="Text, or several texts, that end a row once it has produced one of them; needs `tokenizer`.")
-    stop_token_ids: Sequence[int] | None = declare(
+        doc="Text, or several texts, that end a row once it has produced one of them; needs `tokenizer`.")
+    stop_token_ids: Sequence[int] | None = field(
         default=None, kind=kinds.tokens(empty=True), group="length",
-        about="Further tokens that end a row, besides `eos_token_id`.")
-    stop_regex: str | None = declare(
+        doc="Further tokens that end a row, besides `eos_token_id`.")
+    stop_regex: str | None = field(
         default=None, kind=kinds.pattern(), group="length",
-        about="Regular expression that ends a row once its new text matches anywhere; needs `tokenizer`.")
+        doc="Regular expression that ends a row once its new text matches anywhere; needs `tokenizer`.")
 
     # -- strategy
-    do_sample: bool = declare(
+    do_sample: bool = field(
         default=False, kind=kinds.flag(), group="strategy",
-        about="Draw the next token at random instead of taking the likeliest.")
-    num_beams: int = declare(
+        doc="Draw the next token at random instead of taking the likeliest.")
+    num_beams: int = field(
         default=1, kind=kinds.integer(1), group="strategy",
-        about="Hypotheses kept side by side; 1 is no beam search.")
-    penalty_alpha: float | None = declare(
+        doc="Hypotheses kept side by side; 1 is no beam search.")
+    penalty_alpha: float | None = field(
         default=None, kind=kinds.real(0.0, 1.0), group="strategy",
-        about="Weight of the repetition term in contrastive search, against the model's confidence.")
-    dola_layers: str | Sequence[int] | None = declare(
+        doc="Weight of the repetition term in contrastive search, against the model's confidence.")
+    dola_layers: str | Sequence[int] | None = field(
         default=None, kind=kinds.layers(), group="strategy",
-        about='Early layers that DoLa contrasts with the last: "low", "high", or indices (0: embeddings).')
-    guidance_scale: float | None = declare(
+        doc='Early layers that DoLa contrasts with the last: "low", "high", or indices (0: embeddings).')
+    guidance_scale: float | None = field(
         default=None, kind=kinds.real(), group="strategy",
-        about="Strength of classifier-free guidance away from the negative prompt; 1 is none.")
-    token_healing: bool = declare(
+        doc="Strength of classifier-free guidance away from the negative prompt; 1 is none.")
+    token_healing: bool = field(
         default=False, kind=kinds.flag(), group="strategy",
-        about="Let the model write the end of the prompt again, in tokens that agree with its text; needs "
+        doc="Let the model write the end of the prompt again, in tokens that agree with its text; needs "
         "`tokenizer`.")
-    banned_phrases: str | Sequence[str] | None = declare(
+    banned_phrases: str | Sequence[str] | None = field(
         default=None, kind=kinds.strings(), group="strategy",
-        about="Text, or several texts, never said: a row that completes one is cut back to where it began, "
+        doc="Text, or several texts, never said: a row that completes one is cut back to where it began, "
         "and goes another way; needs `tokenizer`.")
-    seed: int | None = declare(
+    seed: int | None = field(
         default=None, kind=kinds.integer(), group="strategy",
-        about="Seed of the row's own random stream; unset draws from torch's generator.")
-    prefix_allowed_tokens_fn: Callable[[int, Any], Sequence[int]] | None = declare(
+        doc="Seed of the row's own random stream; unset draws from torch's generator.")
+    prefix_allowed_tokens_fn: Callable[[int, Any], Sequence[int]] | None = field(
         default=None, kind=kinds.function(), group="strategy",
-        about="Function of a prompt's number and a row's ids that says which tokens may come next.")
-    processor_order: Sequence[str] | None = declare(
+        doc="Function of a prompt's number and a row's ids that says which tokens may come next.")
+    processor_order: Sequence[str] | None = field(
         default=None, kind=kinds.names(), group="strategy",
-        about='Fields whose processors run in this order, in the places these have among all; "custom": the '
+        doc='Fields whose processors run in this order, in the places these have among all; "custom": the '
         "caller's own.")
-    thinking_budget: int | None = declare(
+    thinking_budget: int | None = field(
         default=None, kind=kinds.integer(), group="strategy",
-        about="Most tokens of thought, after which `thinking_end` is forced.")
-    thinking_start: Sequence[int] | None = declare(
+        doc="Most tokens of thought, after which `thinking_end` is forced.")
+    thinking_start: Sequence[int] | None = field(
         default=None, kind=kinds.tokens(empty=True), group="strategy",
-        about="Tokens that open a thought; unset: the thought begins with the first new token.")
-    thinking_end: Sequence[int] | None = declare(
+        doc="Tokens that open a thought; unset: the thought begins with the first new token.")
+    thinking_end: Sequence[int] | None = field(
         default=None, kind=kinds.tokens(), group="strategy",
-        about="Tokens that close a thought.")
+        doc="Tokens that close a thought.")
 
     # -- beams
-    early_stopping: bool | str = declare(
-        default=False, kind=kinds.stopping(), group="beams",
-        about='When a beam search ends: True at `num_beams` finished, False when better is unlikely, "never" '
+    early_stopping: bool | str = field(
+        default=False, kind=kinds.early_stopping_mode(), group="beams",
+        doc='When a beam search ends: True at `num_beams` finished, False when better is unlikely, "never" '
         "when better is impossible.")
-    length_penalty: float = declare(
-        default=1.0, off=Unset, kind=kinds.real(-50.0, 50.0), group="beams",
-        about="Power of the length that divides a hypothesis' log-probability; above 0 favours long ones.")
-    num_beam_groups: int = declare(
+    length_penalty: float = field(
+        default=1.0, off=NoOffValue, kind=kinds.real(-50.0, 50.0), group="beams",
+        doc="Power of the length that divides a hypothesis' log-probability; above 0 favours long ones.")
+    num_beam_groups: int = field(
         default=1, kind=kinds.integer(1), group="beams",
-        about="Groups into which the beams are divided so that they differ from each other.")
-    diversity_penalty: float = declare(
+        doc="Groups into which the beams are divided so that they differ from each other.")
+    diversity_penalty: float = field(
         default=0.0, kind=kinds.real(0.0), group="beams",
-        about="Taken from a token's score for each earlier group that chose it at the same step.")
-    constraints: Sequence[Any] | None = declare(
-        default=None, kind=kinds.objects(), group="beams",
-        about="Constraint objects that every result of the beam search must fulfil.")
-    force_words_ids: Sequence[Any] | None = declare(
+        doc="Taken from a token's score for each earlier group that chose it at the same step.")
+    constraints: Sequence[Any] | None = field(
+        default=None, kind=kinds.constraint_objects(), group="beams",
+        doc="Constraint objects that every result of the beam search must fulfil.")
+    force_words_ids: Sequence[Any] | None = field(
         default=None, kind=kinds.words_or_choices(), group="beams",
-        about="Words that must occur, as token ids; a list of lists is a word with alternatives.")
-    ordered_constraints: bool = declare(
+        doc="Words that must occur, as token ids; a list of lists is a word with alternatives.")
+    ordered_constraints: bool = field(
         default=False, kind=kinds.flag(), group="beams",
-        about="Whether the constraints must be met in the order given.")
-    constraint_gap: int = declare(
+        doc="Whether the constraints must be met in the order given.")
+    constraint_gap: int = field(
         default=0, kind=kinds.integer(), group="beams",
-        about="Fewest tokens between the end of one constraint and the beginning of the next.")
-    low_memory: bool | None = declare(
+        doc="Fewest tokens between the end of one constraint and the beginning of the next.")
+    low_memory: bool | None = field(
         default=None, kind=kinds.flag(), group="beams",
-        about="Run beams or candidates one after the other, for less memory.")
+        doc="Run beams or candidates one after the other, for less memory.")
 
     # -- sampling
-    temperature: float = declare(
-        default=1.0, kind=kinds.scale(zero=True), group="sampling",
-        about="Divisor of the logits: below 1 sharper, above 1 flatter.")
-    top_k: int = declare(
+    temperature: float = field(
+        default=1.0, kind=kinds.positive_real(zero=True), group="sampling",
+        doc="Divisor of the logits: below 1 sharper, above 1 flatter.")
+    top_k: int = field(
         default=50, off=0, kind=kinds.integer(), group="sampling",
-        about="Keep this many of the likeliest tokens; 0 keeps all.")
-    top_p: float = declare(
+        doc="Keep this many of the likeliest tokens; 0 keeps all.")
+    top_p: float = field(
         default=1.0, kind=kinds.real(0.0, 1.0), group="sampling",
-        about="Keep the fewest likeliest tokens whose probabilities reach this sum; 1 keeps all.")
-    min_p: float | None = declare(
+        doc="Keep the fewest likeliest tokens whose probabilities reach this sum; 1 keeps all.")
+    min_p: float | None = field(
         default=None, kind=kinds.real(0.0, 1.0), group="sampling",
-        about="Keep tokens at least this fraction as likely as the likeliest.")
-    top_h: float | None = declare(
+        doc="Keep tokens at least this fraction as likely as the likeliest.")
+    top_h: float | None = field(
         default=None, kind=kinds.real(0.0, 1.0, open_low=True), group="sampling",
-        about="Keep the likeliest tokens whose entropy stays within this share of the whole.")
-    top_n_sigma: float | None = declare(
+        doc="Keep the likeliest tokens whose entropy stays within this share of the whole.")
+    top_n_sigma: float | None = field(
         default=None, kind=kinds.real(0.0, open_low=True), group="sampling",
-        about="Keep tokens whose logit is at most this many standard deviations below the best.")
-    p_less: bool = declare(
+        doc="Keep tokens whose logit is at most this many standard deviations below the best.")
+    p_less: bool = field(
         default=False, kind=kinds.flag(), group="sampling",
-        about="Keep tokens at least as likely as two independent draws are to agree.")
-    typical_p: float = declare(
+        doc="Keep tokens at least as likely as two independent draws are to agree.")
+    typical_p: float = field(
         default=1.0, kind=kinds.real(0.0, 1.0, open_low=True), group="sampling",
-        about="Keep the tokens of most typical information content up to this probability; 1 keeps all.")
-    epsilon_cutoff: float = declare(
+        doc="Keep the tokens of most typical information content up to this probability; 1 keeps all.")
+    epsilon_cutoff: float = field(
         default=0.0, kind=kinds.real(0.0, 1.0, open_high=True), group="sampling",
-        about="Drop tokens less likely than this; 0 drops none.")
-    eta_cutoff: float = declare(
+        doc="Drop tokens less likely than this; 0 drops none.")
+    eta_cutoff: float = field(
         default=0.0, kind=kinds.real(0.0, 1.0, open_high=True), group="sampling",
-        about="Drop tokens less likely than a bound that falls with the entropy; 0 drops none.")
-    xtc_probability: float = declare(
+        doc="Drop tokens less likely than a bound that falls with the entropy; 0 drops none.")
+    xtc_probability: float = field(
         default=0.0, kind=kinds.real(0.0, 1.0), group="sampling",
-        about="How often to leave out all but the least likely of the tokens above `xtc_threshold`.")
-    xtc_threshold: float = declare(
-        default=0.1, off=Unset, kind=kinds.real(0.0, 1.0), group="sampling",
-        about="Probability from which on a token counts as a top choice.")
-    dynamic_temperature_range: float = declare(
+        doc="How often to leave out all but the least likely of the tokens above `xtc_threshold`.")
+    xtc_threshold: float = field(
+        default=0.1, off=NoOffValue, kind=kinds.real(0.0, 1.0), group="sampling",
+        doc="Probability from which on a token counts as a top choice.")
+    dynamic_temperature_range: float = field(
         default=0.0, kind=kinds.real(0.0), group="sampling",
-        about="How far the temperature follows the entropy, down and up from `temperature`.")
-    dynamic_temperature_exponent: float = declare(
-        default=1.0, off=Unset, kind=kinds.scale(), group="sampling",
-        about="Power of the relative entropy by which the temperature rises.")
-    mirostat_tau: float | None = declare(
+        doc="How far the temperature follows the entropy, down and up from `temperature`.")
+    dynamic_temperature_exponent: float = field(
+        default=1.0, off=NoOffValue, kind=kinds.positive_real(), group="sampling",
+        doc="Power of the relative entropy by which the temperature rises.")
+    mirostat_tau: float | None = field(
         default=None, kind=kinds.real(0.0, open_low=True), group="sampling",
-        about="Surprise a token, in bits, that mirostat steers towards.")
-    mirostat_eta: float = declare(
-        default=0.1, off=Unset, kind=kinds.real(0.0, 1.0), group="sampling",
-        about="How fast mirostat corrects its bound.")
-    adaptive_p_target: float | None = declare(
+        doc="Surprise a token, in bits, that mirostat steers towards.")
+    mirostat_eta: float = field(
+        default=0.1, off=NoOffValue, kind=kinds.real(0.0, 1.0), group="sampling",
+        doc="How fast mirostat corrects its bound.")
+    adaptive_p_target: float | None = field(
         default=None, kind=kinds.real(0.0, 1.0), group="sampling",
-        about="Probability of the chosen tokens that adaptive-p steers towards.")
-    adaptive_p_decay: float = declare(
-        default=0.9, off=Unset, kind=kinds.real(0.0, 0.99), group="sampling",
-        about="How long adaptive-p remembers what was chosen.")
+        doc="Probability of the chosen tokens that adaptive-p steers towards.")
+    adaptive_p_decay: float = field(
+        default=0.9, off=NoOffValue, kind=kinds.real(0.0, 0.99), group="sampling",
+        doc="How long adaptive-p remembers what was chosen.")
 
     # -- penalties, bans and biases
-    repetition_penalty: float = declare(
-        default=1.0, kind=kinds.scale(), group="penalties",
-        about="Factor against tokens that already occurred; 1 is none, below 1 invites them.")
-    no_repeat_ngram_size: int = declare(
+    repetition_penalty: float = field(
+        default=1.0, kind=kinds.positive_real(), group="penalties",
+        doc="Factor against tokens that already occurred; 1 is none, below 1 invites them.")
+    no_repeat_ngram_size: int = field(
         default=0, kind=kinds.integer(), group="penalties",
-        about="Length of the n-grams that may occur only once; 0 bans none.")
-    no_repeat_ngram_window: int = declare(
+        doc="Length of the n-grams that may occur only once; 0 bans none.")
+    no_repeat_ngram_window: int = field(
         default=0, kind=kinds.integer(), group="penalties",
-        about="How many of the last tokens count for `no_repeat_ngram_size`; 0: all.")
-    presence_penalty: float = declare(
+        doc="How many of the last tokens count for `no_repeat_ngram_size`; 0: all.")
+    presence_penalty: float = field(
         default=0.0, kind=kinds.real(-2.0, 2.0), group="penalties",
-        about="Taken from the logit of every token that was generated before.")
-    frequency_penalty: float = declare(
+        doc="Taken from the logit of every token that was generated before.")
+    frequency_penalty: float = field(
         default=0.0, kind=kinds.real(-2.0, 2.0), group="penalties",
-        about="Taken from the logit of a token each time that it was generated before.")
-    dry_multiplier: float = declare(
+        doc="Taken from the logit of a token each time that it was generated before.")
+    dry_multiplier: float = field(
         default=0.0, kind=kinds.real(0.0), group="penalties",
-        about="Weight of the DRY penalty against going on with a repeat; 0 is none.")
-    dry_base: float = declare(
-        default=1.75, off=Unset, kind=kinds.real(1.0, 100.0), group="penalties",
-        about="Factor by which the DRY penalty grows with each token of the repeat.")
-    dry_allowed_length: int = declare(
-        default=2, off=Unset, kind=kinds.integer(1), group="penalties",
-        about="Longest repeat that DRY lets pass.")
-    dry_range: int = declare(
+        doc="Weight of the DRY penalty against going on with a repeat; 0 is none.")
+    dry_base: float = field(
+        default=1.75, off=NoOffValue, kind=kinds.real(1.0, 100.0), group="penalties",
+        doc="Factor by which the DRY penalty grows with each token of the repeat.")
+    dry_allowed_length: int = field(
+        default=2, off=NoOffValue, kind=kinds.integer(1), group="penalties",
+        doc="Longest repeat that DRY lets pass.")
+    dry_range: int = field(
         default=0, kind=kinds.integer(), group="penalties",
-        about="How many of the last tokens DRY looks at; 0: all.")
-    dry_sequence_breakers: Sequence[int | str] | None = declare(
+        doc="How many of the last tokens DRY looks at; 0: all.")
+    dry_sequence_breakers: Sequence[int | str] | None = field(
         default=None, kind=kinds.tokens_or_texts(), group="penalties",
-        about="Tokens that no repeat runs across: ids, or texts that they contain (needs `tokenizer`).")
-    logit_bias: Mapping[int, float] | None = declare(
+        doc="Tokens that no repeat runs across: ids, or texts that they contain (needs `tokenizer`).")
+    logit_bias: Mapping[int, float] | None = field(
         default=None, kind=kinds.token_biases(), group="penalties",
-        about="What to add to the logits of these tokens.")
-    bad_words_ids: Sequence[Sequence[int]] | None = declare(
+        doc="What to add to the logits of these tokens.")
+    bad_words_ids: Sequence[Sequence[int]] | None = field(
         default=None, kind=kinds.words(), group="penalties",
-        about="Token sequences that must not be produced.")
-    sequence_bias: Mapping[tuple[int, ...], float] | None = declare(
-        default=None, kind=kinds.biases(), group="penalties",
-        about="What to add to the logit of a token that would complete each of these sequences.")
-    exponential_decay_length_penalty: tuple[int, float] | None = declare(
-        default=None, kind=kinds.decay(), group="penalties",
-        about="From this many new tokens on, raise the end token's score by a growing power of the factor.")
-    suppress_tokens: Sequence[int] | None = declare(
+        doc="Token sequences that must not be produced.")
+    sequence_bias: Mapping[tuple[int, ...], float] | None = field(
+        default=None, kind=kinds.sequence_biases(), group="penalties",
+        doc="What to add to the logit of a token that would complete each of these sequences.")
+    exponential_decay_length_penalty: tuple[int, float] | None = field(
+        default=None, kind=kinds.decay_pair(), group="penalties",
+        doc="From this many new tokens on, raise the end token's score by a growing power of the factor.")
+    suppress_tokens: Sequence[int] | None = field(
         default=None, kind=kinds.tokens(empty=True), group="penalties",
-        about="Tokens that are never produced.")
-    begin_suppress_tokens: Sequence[int] | None = declare(
+        doc="Tokens that are never produced.")
+    begin_suppress_tokens: Sequence[int] | None = field(
         default=None, kind=kinds.tokens(empty=True), group="penalties",
-        about="Tokens that are not produced first.")
-    renormalize_logits: bool = declare(
+        doc="Tokens that are not produced first.")
+    renormalize_logits: bool = field(
         default=False, kind=kinds.flag(), group="penalties",
-        about="Apply a log-softmax after all processors.")
-    remove_invalid_values: bool = declare(
+        doc="Apply a log-softmax after all processors.")
+    remove_invalid_values: bool = field(
         default=False, kind=kinds.flag(), group="penalties",
-        about="Replace NaN and infinite logits by finite ones before choosing.")
+        doc="Replace NaN and infinite logits by finite ones before choosing.")
 
     # -- special tokens
-    pad_token_id: int | None = declare(
+    pad_token_id: int | None = field(
         default=None, kind=kinds.token(), group="tokens",
-        about="Token that fills the results up to one length.")
-    bos_token_id: int | None = declare(
+        doc="Token that fills the results up to one length.")
+    bos_token_id: int | None = field(
         default=None, kind=kinds.token(), group="tokens",
-        about="Token that begins a sequence when there is no prompt.")
-    eos_token_id: int | Sequence[int] | None = declare(
+        doc="Token that begins a sequence when there is no prompt.")
+    eos_token_id: int | Sequence[int] | None = field(
         default=None, kind=kinds.token_or_tokens(), group="tokens",
-        about="Token, or tokens, that end a row.")
-    forced_bos_token_id: int | None = declare(
+        doc="Token, or tokens, that end a row.")
+    forced_bos_token_id: int | None = field(
         default=None, kind=kinds.token(), group="tokens",
-        about="Token that must come first, after the start token.")
-    forced_eos_token_id: int | Sequence[int] | None = declare(
+        doc="Token that must come first, after the start token.")
+    forced_eos_token_id: int | Sequence[int] | None = field(
         default=None, kind=kinds.token_or_tokens(), group="tokens",
-        about="Token, or tokens, one of which must come last when the length limit is reached.")
-    forced_decoder_ids: Sequence[Sequence[int | None]] | None = declare(
-        default=None, kind=kinds.forced(), group="tokens",
-        about="Pairs of position and token that are forced before choosing begins.")
+        doc="Token, or tokens, one of which must come last when the length limit is reached.")
+    forced_decoder_ids: Sequence[Sequence[int | None]] | None = field(
+        default=None, kind=kinds.position_token_pairs(), group="tokens",
+        doc="Pairs of position and token that are forced before choosing begins.")
 
     # -- output
-    num_return_sequences: int = declare(
+    num_return_sequences: int = field(
         default=1, kind=kinds.integer(1), group="output",
-        about="Results for each prompt.")
-    return_dict_in_generate: bool = declare(
+        doc="Results for each prompt.")
+    return_dict_in_generate: bool = field(
         default=False, kind=kinds.flag(), group="output",
-        about="Return an output object instead of the token tensor alone.")
-    output_scores: bool = declare(
+        doc="Return an output object instead of the token tensor alone.")
+    output_scores: bool = field(
         default=False, kind=kinds.flag(), group="output",
-        about="Also return each step's scores after the processors.")
-    output_logits: bool | None = declare(
+        doc="Also return each step's scores after the processors.")
+    output_logits: bool | None = field(
         default=None, kind=kinds.flag(), group="output",
-        about="Also return each step's logits as the model gave them.")
-    logprobs: int | None = declare(
+        doc="Also return each step's logits as the model gave them.")
+    logprobs: int | None = field(
         default=None, kind=kinds.integer(), group="output",
-        about="Also return each token's log-probability before and after the processors, and this many of "
+        doc="Also return each token's log-probability before and after the processors, and this many of "
         "the likeliest tokens at its place.")
-    output_attentions: bool = declare(
+    output_attentions: bool = field(
         default=False, kind=kinds.flag(), group="output",
-        about="Also return the attention weights of every layer.")
-    output_hidden_states: bool = declare(
+        doc="Also return the attention weights of every layer.")
+    output_hidden_states: bool = field(
         default=False, kind=kinds.flag(), group="output",
-        about="Also return the hidden states of every layer.")
+        doc="Also return the hidden states of every layer.")
 
     # -- encoder-decoder
-    decoder_start_token_id: int | Sequence[int] | None = declare(
+    decoder_start_token_id: int | Sequence[int] | None = field(
         default=None, kind=kinds.token_or_tokens(), group="encoder",
-        about="First token of the decoder, or one for each row; else the begin token.")
-    encoder_no_repeat_ngram_size: int = declare(
+        doc="First token of the decoder, or one for each row; else the begin token.")
+    encoder_no_repeat_ngram_size: int = field(
         default=0, kind=kinds.integer(), group="encoder",
-        about="Length of the n-grams of the encoder's input that must not occur in the output; 0 bans none.")
-    encoder_repetition_penalty: float = declare(
-        default=1.0, kind=kinds.scale(), group="encoder",
-        about="Factor in favour of tokens of the encoder's input; 1 is none.")
+        doc="Length of the n-grams of the encoder's input that must not occur in the output; 0 bans none.")
+    encoder_repetition_penalty: float = field(
+        default=1.0, kind=kinds.positive_real(), group="encoder",
+        doc="Factor in favour of tokens of the encoder's input; 1 is none.")
 
     # -- speech
-    return_timestamps: bool = declare(
+    return_timestamps: bool = field(
         default=False, kind=kinds.flag(), group="speech",
-        about="Keep to the rules of timestamp tokens, in pairs and ascending.")
-    no_timestamps_token_id: int | None = declare(
+        doc="Keep to the rules of timestamp tokens, in pairs and ascending.")
+    no_timestamps_token_id: int | None = field(
         default=None, kind=kinds.token(), group="speech",
-        about="Token that says there are no timestamps; the timestamps follow it in the vocabulary.")
-    max_initial_timestamp_index: int | None = declare(
+        doc="Token that says there are no timestamps; the timestamps follow it in the vocabulary.")
+    max_initial_timestamp_index: int | None = field(
         default=None, kind=kinds.integer(), group="speech",
-        about="Latest first timestamp, counted from the one for zero.")
+        doc="Latest first timestamp, counted from the one for zero.")
 
     # -- speculation
-    is_assistant: bool = declare(
+    is_assistant: bool = field(
         default=False, kind=kinds.flag(), group="speculation",
-        about="This config belongs to a draft model.")
-    num_assistant_tokens: int = declare(
-        default=20, off=Unset, kind=kinds.integer(1), group="speculation",
-        about="Tokens that a draft model guesses before the model checks them, at most.")
-    num_assistant_tokens_schedule: str = declare(
-        default="adaptive", off=Unset,
+        doc="This config belongs to a draft model.")
+    num_assistant_tokens: int = field(
+        default=20, off=NoOffValue, kind=kinds.integer(1), group="speculation",
+        doc="Tokens that a draft model guesses before the model checks them, at most.")
+    num_assistant_tokens_schedule: str = field(
+        default="adaptive", off=NoOffValue,
         kind=kinds.choice("constant", "heuristic", "heuristic_transient", "adaptive"), group="speculation",
-        about="How many tokens are guessed: always as many; more after a run that was right and fewer after "
+        doc="How many tokens are guessed: always as many; more after a run that was right and fewer after "
         "another; or up to as many as pay, by what was right and what forwards take.")
-    assistant_confidence_threshold: float = declare(
-        default=0.4, off=Unset, kind=kinds.real(0.0, 1.0), group="speculation",
-        about="The draft model stops guessing when it is less sure than this.")
-    prompt_lookup_num_tokens: int | None = declare(
+    assistant_confidence_threshold: float = field(
+        default=0.4, off=NoOffValue, kind=kinds.real(0.0, 1.0), group="speculation",
+        doc="The draft model stops guessing when it is less sure than this.")
+    prompt_lookup_num_tokens: int | None = field(
         default=None, kind=kinds.integer(1), group="speculation",
-        about="Guess up to this many tokens by copying what followed the same n-gram before.")
-    max_matching_ngram_size: int | None = declare(
+        doc="Guess up to this many tokens by copying what followed the same n-gram before.")
+    max_matching_ngram_size: int | None = field(
         default=None, kind=kinds.integer(1), group="speculation",
-        about="Longest n-gram that prompt lookup matches; 2 if unset.")
-    suffix_lookup_num_tokens: int | None = declare(
+        doc="Longest n-gram that prompt lookup matches; 2 if unset.")
+    suffix_lookup_num_tokens: int | None = field(
         default=None, kind=kinds.integer(1), group="speculation",
-        about="Guess up to this many tokens by what followed the longest repeated end of the text.")
-    suffix_lookup_shared: bool = declare(
+        doc="Guess up to this many tokens by what followed the longest repeated end of the text.")
+    suffix_lookup_shared: bool = field(
         default=False, kind=kinds.flag(), group="speculation",
-        about="Look into what the session has written for earlier requests, too.")
-    assistant_early_exit: int | None = declare(
+        doc="Look into what the session has written for earlier requests, too.")
+    assistant_early_exit: int | None = field(
         default=None, kind=kinds.integer(1), group="speculation",
-        about="Guess with the model's own first layers, up to this one.")
-    assistant_lookbehind: int = declare(
-        default=10, off=Unset, kind=kinds.integer(1), group="speculation",
-        about="Draft tokens encoded again to align two different tokenizers.")
-    target_lookbehind: int = declare(
-        default=10, off=Unset, kind=kinds.integer(1), group="speculation",
-        about="Target tokens encoded again to align two different tokenizers.")
+        doc="Guess with the model's own first layers, up to this one.")
+    assistant_lookbehind: int = field(
+        default=10, off=NoOffValue, kind=kinds.integer(1), group="speculation",
+        doc="Draft tokens encoded again to align two different tokenizers.")
+    target_lookbehind: int = field(
+        default=10, off=NoOffValue, kind=kinds.integer(1), group="speculation",
+        doc="Target tokens encoded again to align two different tokenizers.")
 
     # -- watermark
-    watermarking_config: Mapping[str, Any] | None = declare(
-        default=None, kind=kinds.settings(kinds.Discreet), group="watermark",
-        about="Settings of the watermark that the choice of tokens carries: green list, SynthID or Gumbel.")
+    watermarking_config: Mapping[str, Any] | None = field(
+        default=None, kind=kinds.settings(kinds.RedactedMap), group="watermark",
+        doc="Settings of the watermark that the choice of tokens carries: green list, SynthID or Gumbel.")
 
     # -- cache and speed
-    use_cache: bool = declare(
-        default=True, off=Unset, kind=kinds.flag(), group="cache",
-        about="Keep keys and values between steps instead of computing them again.")
-    cache_implementation: str | None = declare(
-        default=None, kind=kinds.choice(*CACHES), group="cache",
-        about="Name of the cache to use; unset picks the one that suits the model.")
-    cache_config: Mapping[str, Any] | None = declare(
+    use_cache: bool = field(
+        default=True, off=NoOffValue, kind=kinds.flag(), group="cache",
+        doc="Keep keys and values between steps instead of computing them again.")
+    cache_implementation: str | None = field(
+        default=None, kind=kinds.choice(*CACHE_IMPLEMENTATIONS), group="cache",
+        doc="Name of the cache to use; unset picks the one that suits the model.")
+    cache_config: Mapping[str, Any] | None = field(
         default=None, kind=kinds.settings(), group="cache",
-        about="Settings of that cache.")
-    return_legacy_cache: bool | None = declare(
+        doc="Settings of that cache.")
+    return_legacy_cache: bool | None = field(
         default=None, kind=kinds.flag(), group="cache",
-        about="Return the cache as nested tuples.")
-    prefill_chunk_size: int | None = declare(
+        doc="Return the cache as nested tuples.")
+    prefill_chunk_size: int | None = field(
         default=None, kind=kinds.integer(1), group="cache",
-        about="Feed the prompt in pieces of this many tokens.")
-    compile_config: Mapping[str, Any] | None = declare(
+        doc="Feed the prompt in pieces of this many tokens.")
+    compile_config: Mapping[str, Any] | None = field(
         default=None, kind=kinds.settings(), group="cache",
-        about="Settings for compiling the model's forward.")
-    disable_compile: bool = declare(
+        doc="Settings for compiling the model's forward.")
+    disable_compile: bool = field(
         default=False, kind=kinds.flag(), group="cache",
-        about="Never compile the forward.")
-    generation_kwargs: Mapping[str, Any] = declare(
+        doc="Never compile the forward.")
+    generation_kwargs: Mapping[str, Any] = field(
         default=FrozenMap(), kind=kinds.settings(), group="cache",
-        about="Further arguments for the model's forward.")
+        doc="Further arguments for the model's forward.")
 
 
 # fmt: on
 @dataclass(frozen=True, slots=True)
-class Later:
+class UnsupportedField:
     """Why a field is not in this version, and which of its values ask for nothing."""
 
     reason: str
-    neutral: tuple[Any, ...] = (None,)
+    no_op_values: tuple[Any, ...] = (None,)
 
 
 # fmt: off
-LATER: Final[Mapping[str, Later]] = MappingProxyType({
-    "forced_decoder_ids": Later("forced decoder tokens", (None, ())),
-    "generation_kwargs": Later("arguments passed through to the model", (FrozenMap(),)),
+UNSUPPORTED: Final[Mapping[str, UnsupportedField]] = MappingProxyType({
+    "forced_decoder_ids": UnsupportedField("forced decoder tokens", (None, ())),
+    "generation_kwargs": UnsupportedField("arguments passed through to the model", (FrozenMap(),)),
 })
 # fmt: on
 
 
-def _collect() -> dict[str, Field]:
+def _collect_fields() -> dict[str, Field]:
     found = {name: field for name, field in vars(Parameters).items() if isinstance(field, Field)}
-    for name in LATER:
-        found[name].later = True
+    for name in UNSUPPORTED:
+        found[name].unsupported = True
     return found
 
 
-FIELDS: Final[Mapping[str, Field]] = MappingProxyType(_collect())
+FIELDS: Final[Mapping[str, Field]] = MappingProxyType(_collect_fields())
 
 
-def typed(given: Mapping[str, Any]) -> dict[str, Any]:
+def parse_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """The kept values of what was written in code, where None switches a field off."""
     values = {}
     for name, value in given.items():
         if name not in FIELDS:
-            raise unknown(name, value)
+            raise unknown_field_error(name, value)
         field = FIELDS[name]
         kept = field.off if value is None else field.parse(value)
-        if kept is not Unset:
+        if kept is not NoOffValue:
             values[name] = kept
     return values
 
 
-def unknown(name: str, value: Any) -> ConfigError:
+def unknown_field_error(name: str, value: Any) -> ConfigError:
     """The error for a name that is no parameter, with the one that was probably meant."""
     close = difflib.get_close_matches(name, FIELDS, n=1)
     do = f"did you mean `{close[0]}`?" if close else "leave it out"

@@ -9,28 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from descant.config.fields import Unset
-from descant.config.parameters import FIELDS, LATER
+from descant.config.fields import NoOffValue
+from descant.config.parameters import FIELDS, UNSUPPORTED
 from descant.errors import ConfigError, NotInThisVersion
 
 __all__ = [
-    "CLASHES",
-    "refuse_clashes",
-    "refuse_contradictions",
-    "refuse_impossible",
-    "refuse_later",
-    "set_aside",
+    "INCOMPATIBLE",
+    "drop_unused",
+    "validate_compatibility",
+    "validate_consistency",
+    "validate_merged",
+    "validate_supported",
 ]
 
 Values = dict[str, Any]
 Sources = Mapping[str, str]
 
 DEFAULT_NEW_TOKENS: Final = 20  # when no length is given at any level
-LENGTHS: Final = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
-RANK: Final = {"call": 0, "argument": 1, "model": 2}
+LENGTH_PAIRS: Final = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
+SOURCE_PRIORITY: Final = {"call": 0, "argument": 1, "model": 2}
 
 # Knobs that only one mode reads: (the knobs, the field that chooses the mode, its value without, the fix).
-MODES: Final = (
+DEPENDS_ON: Final = (
     (
         (
             "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -80,7 +80,7 @@ MODES: Final = (
 )  # fmt: skip
 
 # What has no meaning together: (a field, another, why). Where only one comes with the model, it gives way.
-CLASHES: Final = (
+INCOMPATIBLE: Final = (
     ("penalty_alpha", "do_sample", "contrastive search ranks its candidates, nothing is drawn"),
     ("penalty_alpha", "num_beams", "contrastive search keeps candidates of one text, not several texts"),
     ("num_beam_groups", "do_sample", "groups differ by what they have chosen, not by chance"),
@@ -112,21 +112,21 @@ CLASHES: Final = (
 
 # Values that ask for nothing, besides a field's default and its off value. Temperature 0 is how other
 # interfaces say greedy, which is what it gets.
-HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
+NO_OP_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "temperature": (0.0,), "min_p": (0.0,), "output_logits": (False,), "penalty_alpha": (0.0,),
     "guidance_scale": (1.0,), "low_memory": (False,),
 }  # fmt: skip
 
 
-def _effective(values: Values, name: str) -> Any:
+def _effective_value(values: Values, name: str) -> Any:
     return values.get(name, FIELDS[name].default)
 
 
-def _origin(name: str, sources: Sources) -> str:
+def _source_note(name: str, sources: Sources) -> str:
     return " (from the model's generation config)" if sources.get(name) == "model" else ""
 
 
-def set_aside(values: Values, sources: dict[str, str]) -> Values:
+def drop_unused(values: Values, sources: dict[str, str]) -> Values:
     """Take out what loses or has no use; return it. Raise for a useless knob that the caller gave."""
     aside: Values = {}
 
@@ -134,33 +134,37 @@ def set_aside(values: Values, sources: dict[str, str]) -> Values:
         aside[name] = values.pop(name)
         sources.pop(name)
 
-    for new, total in LENGTHS:
+    for new, total in LENGTH_PAIRS:
         if values.get(new) is not None and total in values:
-            drop(total if RANK[sources[new]] <= RANK[sources[total]] else new)
-    for first, second, _ in CLASHES:
-        if not (_asks(values, first) and _asks(values, second)):
+            drop(total if SOURCE_PRIORITY[sources[new]] <= SOURCE_PRIORITY[sources[total]] else new)
+    for first, second, _ in INCOMPATIBLE:
+        if not (_is_active(values, first) and _is_active(values, second)):
             continue
         loser = next((name for name in (first, second) if sources.get(name) == "model"), None)
         if loser is not None and {sources.get(first), sources.get(second)} != {"model"}:
             drop(loser)
-    for knobs, chooser, value, fix in MODES:
-        if _effective(values, chooser) != value:
+    for knobs, chooser, value, fix in DEPENDS_ON:
+        if _effective_value(values, chooser) != value:
             continue
         for knob in knobs:
-            if knob not in values or _asks_nothing(knob, values[knob]):
+            if knob not in values or _is_no_op(knob, values[knob]):
                 continue
-            if knob == "top_k" and _asks(values, "penalty_alpha"):  # contrastive search reads it too
+            if knob == "top_k" and _is_active(values, "penalty_alpha"):  # contrastive search reads it too
                 continue
             if sources[knob] != "model":
                 raise ConfigError(knob, f"has no use while `{chooser}` is {value}", values[knob], fix)
             drop(knob)
     for name in ("ordered_constraints", "constraint_gap"):
-        if _asks(values, name) and not (_asks(values, "constraints") or _asks(values, "force_words_ids")):
+        if _is_active(values, name) and not (
+            _is_active(values, "constraints") or _is_active(values, "force_words_ids")
+        ):
             if sources[name] != "model":
                 do = "set constraints or force_words_ids, or leave it out"
                 raise ConfigError(name, "has no use without constraints", values[name], do)
             drop(name)
-    if "low_memory" in values and not (_asks(values, "num_beams") or _asks(values, "penalty_alpha")):
+    if "low_memory" in values and not (
+        _is_active(values, "num_beams") or _is_active(values, "penalty_alpha")
+    ):
         if values["low_memory"] and sources["low_memory"] != "model":
             do = "leave it out"
             raise ConfigError("low_memory", "has no use without beams or contrastive search", True, do)
@@ -168,37 +172,37 @@ def set_aside(values: Values, sources: dict[str, str]) -> Values:
     return aside
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
+def _is_no_op(name: str, value: Any) -> bool:
     field = FIELDS[name]
-    return value in (field.default, field.off) or value in HARMLESS.get(name, ())
+    return value in (field.default, field.off) or value in NO_OP_VALUES.get(name, ())
 
 
-def _asks(values: Values, name: str) -> bool:
-    return name in values and not _asks_nothing(name, values[name])
+def _is_active(values: Values, name: str) -> bool:
+    return name in values and not _is_no_op(name, values[name])
 
 
-def refuse_clashes(values: Values, sources: Sources) -> None:
+def validate_compatibility(values: Values, sources: Sources) -> None:
     """Raise for methods that have no meaning together."""
-    for first, second, why in CLASHES:
-        if _asks(values, first) and _asks(values, second):
-            must = f"has no meaning with `{second}`{_origin(first, sources)}, since {why}"
+    for first, second, why in INCOMPATIBLE:
+        if _is_active(values, first) and _is_active(values, second):
+            must = f"has no meaning with `{second}`{_source_note(first, sources)}, since {why}"
             raise ConfigError((first, second), must, values[first], "choose one of them")
 
 
-def refuse_later(values: Values, sources: Sources | None = None) -> None:
+def validate_supported(values: Values, sources: Sources | None = None) -> None:
     """Raise for a value that asks for a method this version does not have."""
-    for name, later in LATER.items():
-        if name not in values or values[name] in later.neutral:
+    for name, later in UNSUPPORTED.items():
+        if name not in values or values[name] in later.no_op_values:
             continue
         do = "leave it unset"
         if sources:
             off = FIELDS[name].off
-            do = f"pass {name}={FIELDS[name].default if off is Unset else off!r} to go without"
-        must = f"is not in this version of Descant ({later.reason}){_origin(name, sources or {})}"
+            do = f"pass {name}={FIELDS[name].default if off is NoOffValue else off!r} to go without"
+        must = f"is not in this version of Descant ({later.reason}){_source_note(name, sources or {})}"
         raise NotInThisVersion(name, must, values[name], do)
 
 
-def refuse_contradictions(values: Values, sources: Sources | None = None) -> None:
+def validate_consistency(values: Values, sources: Sources | None = None) -> None:
     """Raise for given values that cannot hold together, whatever the other levels say."""
     whence = sources or {}
     pairs = [("min_new_tokens", "max_new_tokens")]
@@ -209,50 +213,52 @@ def refuse_contradictions(values: Values, sources: Sources | None = None) -> Non
             continue
         least, most = values.get(low), values.get(high)
         if least is not None and most is not None and least > most:
-            must = f"must be <= `{high}` ({most}){_origin(low, whence)}"
+            must = f"must be <= `{high}` ({most}){_source_note(low, whence)}"
             raise ConfigError((low, high), must, least, f"lower `{low}` or raise `{high}`")
     beams = values.get("num_beams", 1)
     wanted = values.get("num_return_sequences", 1)
     if beams > 1 and wanted > beams:
-        must = f"must be <= `num_beams` ({beams}){_origin('num_return_sequences', whence)}"
+        must = f"must be <= `num_beams` ({beams}){_source_note('num_return_sequences', whence)}"
         do = f"lower it or set num_beams={wanted}"
         raise ConfigError(("num_return_sequences", "num_beams"), must, wanted, do)
     groups = values.get("num_beam_groups", 1)
     if "num_beams" in values and beams % groups:
-        must = f"must divide `num_beams` ({beams}){_origin('num_beam_groups', whence)}"
+        must = f"must divide `num_beams` ({beams}){_source_note('num_beam_groups', whence)}"
         raise ConfigError(("num_beam_groups", "num_beams"), must, groups, "choose a divisor of `num_beams`")
 
 
-def refuse_impossible(values: Values, sources: Sources) -> None:
+def validate_merged(values: Values, sources: Sources) -> None:
     """Raise for what the defaults, too, make impossible: the last check of a merged config."""
-    wanted, beams = _effective(values, "num_return_sequences"), _effective(values, "num_beams")
-    sampled = _effective(values, "do_sample")
+    wanted, beams = _effective_value(values, "num_return_sequences"), _effective_value(values, "num_beams")
+    sampled = _effective_value(values, "do_sample")
     if wanted > 1 and beams == 1 and not sampled:
-        method = "contrastive" if _asks(values, "penalty_alpha") else "greedy"
-        must = f"must be 1 in {method} search{_origin('num_return_sequences', sources)}"
+        method = "contrastive" if _is_active(values, "penalty_alpha") else "greedy"
+        must = f"must be 1 in {method} search{_source_note('num_return_sequences', sources)}"
         do = f"set do_sample=True, num_beams={wanted}, or num_return_sequences=1"
         raise ConfigError("num_return_sequences", must, wanted, do)
-    if _effective(values, "num_beam_groups") > 1 and not _effective(values, "diversity_penalty"):
+    if _effective_value(values, "num_beam_groups") > 1 and not _effective_value(values, "diversity_penalty"):
         must = f"must be > 0 while `num_beam_groups` is {values['num_beam_groups']}, or all groups are alike"
-        got = _effective(values, "diversity_penalty")
+        got = _effective_value(values, "diversity_penalty")
         raise ConfigError(("diversity_penalty", "num_beam_groups"), must, got, "set it, or leave groups out")
-    if _asks(values, "penalty_alpha") and _effective(values, "top_k") < 2:
-        must = f"needs `top_k` > 1, the number of candidates{_origin('penalty_alpha', sources)}"
+    if _is_active(values, "penalty_alpha") and _effective_value(values, "top_k") < 2:
+        must = f"needs `top_k` > 1, the number of candidates{_source_note('penalty_alpha', sources)}"
         do = "set top_k=4, or leave penalty_alpha out"
         raise ConfigError(("penalty_alpha", "top_k"), must, values["penalty_alpha"], do)
-    if sampled and _effective(values, "temperature") == 0.0:
-        must = f"must be > 0 while `do_sample` is True{_origin('temperature', sources)}"
+    if sampled and _effective_value(values, "temperature") == 0.0:
+        must = f"must be > 0 while `do_sample` is True{_source_note('temperature', sources)}"
         raise ConfigError("temperature", must, 0.0, "set do_sample=False for greedy search")
     if values.get("thinking_budget") is not None and values.get("thinking_end") is None:
-        must = f"needs `thinking_end`, the tokens that close a thought{_origin('thinking_budget', sources)}"
+        must = (
+            f"needs `thinking_end`, the tokens that close a thought{_source_note('thinking_budget', sources)}"
+        )
         do = "set thinking_end, for instance to tokenizer.encode('</think>', add_special_tokens=False)"
         raise ConfigError(("thinking_budget", "thinking_end"), must, values["thinking_budget"], do)
     end, start = values.get("thinking_end") or (), values.get("thinking_start") or ()
     if start and any(end[at : at + len(start)] == start for at in range(len(end))):
         must = f"must not contain `thinking_start` {list(start)}, or its end would begin the next thought"
         raise ConfigError(("thinking_end", "thinking_start"), must, list(end))
-    if _effective(values, "return_timestamps") and values.get("no_timestamps_token_id") is None:
-        must = f"needs `no_timestamps_token_id`{_origin('return_timestamps', sources)}"
+    if _effective_value(values, "return_timestamps") and values.get("no_timestamps_token_id") is None:
+        must = f"needs `no_timestamps_token_id`{_source_note('return_timestamps', sources)}"
         do = "set it, or use a speech model whose generation config has it"
         raise ConfigError(("return_timestamps", "no_timestamps_token_id"), must, True, do)
     least = values.get("min_new_tokens")
@@ -261,5 +267,5 @@ def refuse_impossible(values: Values, sources: Sources) -> None:
         and least > DEFAULT_NEW_TOKENS
         and not values.keys() & {"max_new_tokens", "max_length"}
     ):
-        must = f"must be <= {DEFAULT_NEW_TOKENS}, the default length{_origin('min_new_tokens', sources)}"
+        must = f"must be <= {DEFAULT_NEW_TOKENS}, the default length{_source_note('min_new_tokens', sources)}"
         raise ConfigError("min_new_tokens", must, least, f"set max_new_tokens >= {least} too")

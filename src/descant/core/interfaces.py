@@ -11,72 +11,74 @@ import torch
 from torch import Tensor
 
 from descant.core.context import Context
-from descant.core.records import Aid, Hypothesis, Observation, Output, Proposal, Selection
+from descant.core.records import DraftContext, ForwardOutput, Hypothesis, Observation, Proposal, Selection
 from descant.core.rows import Rows
 
 Array = np.ndarray[Any, np.dtype[Any]]  # on the host
 
 __all__ = [
     "Array",
-    "Cache",
     "Drafter",
-    "Facts",
-    "Follower",
-    "KeyCache",
+    "KVCache",
+    "KVSpan",
     "Model",
-    "Noise",
-    "Peers",
+    "ModelTraits",
+    "NoiseSource",
     "Processor",
-    "Reach",
-    "Span",
+    "RankGroup",
+    "RowCache",
     "StateCache",
-    "Stop",
+    "StepObserver",
+    "StopCondition",
     "Strategy",
+    "VisibleSlots",
     "Wrapper",
 ]
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelTraits:
     """The traits of a model that decide how it is fed."""
 
-    encoder_decoder: bool
-    positions: bool  # takes `position_ids`, so rows of different length can share a forward
-    keeps_logits: bool  # takes `logits_to_keep`
-    embeddings: bool  # takes `inputs_embeds`
-    vocabulary: int  # how many logits it gives
-    layers: int  # of the decoder
-    attention: str  # "sdpa", "eager", ...
-    windows: dict[str, int | None]  # kind of layer -> how far back it sees; None: everything
-    table: int | None  # how many positions a learned table holds; None: no such limit
-    context: int | None  # the length it was made for
-    size: int | None = None  # of its embeddings
-    memory: str = "keys"  # what it remembers: "keys" and values, a state of its "own", or "none"
-    kinds: tuple[str, ...] = ()  # the kind of each layer, where they are of several
-    past: str = "past_key_values"  # under which name it takes that
-    asks: bool = False  # says by itself what it is fed, so that it has to be asked
-    level: bool = False  # only rows of equal length can share a forward
-    alone: bool = False  # rows cannot share a forward at all
-    places: bool = False  # counts positions in a way of its own
-    spelt: bool = False  # has to be told positions that it would count otherwise
-    tied: bool = False  # its output embeddings are its input embeddings
-    head: bool = True  # hidden states can be given to its output embeddings
-    main: str = "input_ids"  # the input that a prompt is, or for an encoder, that it reads
-    accepts: frozenset[str] = frozenset()  # names of all its inputs
-    marks: Mapping[str, int] = field(default_factory=dict)  # kind of medium -> the token that stands for it
+    is_encoder_decoder: bool
+    supports_position_ids: bool  # takes `position_ids`, so rows of different length can share a forward
+    supports_logits_to_keep: bool  # takes `logits_to_keep`
+    supports_inputs_embeds: bool  # takes `inputs_embeds`
+    vocab_size: int  # how many logits it gives
+    num_layers: int  # of the decoder
+    attn_implementation: str  # "sdpa", "eager", ...
+    sliding_windows: dict[str, int | None]  # kind of layer -> how far back it sees; None: everything
+    max_positions: int | None  # how many positions a learned table holds; None: no such limit
+    context_length: int | None  # the length it was made for
+    embedding_size: int | None = None  # of its embeddings
+    cache_type: str = "kv"  # what it remembers: "kv" and values, a state of its "recurrent", or "none"
+    layer_types: tuple[str, ...] = ()  # the kind of each layer, where they are of several
+    cache_argument: str = "past_key_values"  # under which name it takes that
+    prepares_own_inputs: bool = False  # says by itself what it is fed, so that it has to be asked
+    needs_equal_lengths: bool = False  # only rows of equal length can share a forward
+    needs_batch_size_one: bool = False  # rows cannot share a forward at all
+    has_own_position_ids: bool = False  # counts positions in a way of its own
+    needs_position_ids: bool = False  # has to be told positions that it would count otherwise
+    has_tied_embeddings: bool = False  # its output embeddings are its input embeddings
+    has_lm_head: bool = True  # hidden states can be given to its output embeddings
+    main_input_name: str = "input_ids"  # the input that a prompt is, or for an encoder, that it reads
+    input_names: frozenset[str] = frozenset()  # names of all its inputs
+    placeholder_tokens: Mapping[str, int] = field(
+        default_factory=dict
+    )  # kind of medium -> the token that stands for it
 
     @property
-    def masks(self) -> bool:
+    def supports_custom_mask(self) -> bool:
         """Whether it can be shown a mask of our own, so that ragged rows can share a forward."""
         return (
-            self.positions
-            and not self.level
-            and self.attention in ("sdpa", "eager")
-            and "chunked_attention" not in self.windows
+            self.supports_position_ids
+            and not self.needs_equal_lengths
+            and self.attn_implementation in ("sdpa", "eager")
+            and "chunked_attention" not in self.sliding_windows
         )
 
 
-class Span(NamedTuple):
+class KVSpan(NamedTuple):
     """Where one forward writes: which rows, from which slot on, and how far it reads.
 
     A row's position is its slot. Rows that start level have an `int` for a start and need no scatter.
@@ -85,41 +87,43 @@ class Span(NamedTuple):
     rows: Tensor | None  # [N] on the device; None: every row, in order
     start: int | Tensor  # first slot written; [N] on the device where rows are ragged
     width: int  # how many slots are written
-    stop: int  # how many slots are read
-    places: Tensor | None = None  # [N] the rows on the host, where they are not all in order
-    starts: Tensor | None = None  # [N] the starts on the host, where they differ
-    sure: Tensor | None = None  # [N] (host) how many of the written slots are no guesses; None: not told
+    read_length: int  # how many slots are read
+    host_rows: Tensor | None = None  # [N] the rows on the host, where they are not all in order
+    host_starts: Tensor | None = None  # [N] the starts on the host, where they differ
+    num_committed: Tensor | None = (
+        None  # [N] (host) how many of the written slots are no guesses; None: not told
+    )
 
     def on_host(self, rows: int) -> tuple[Array, Array]:
         """The rows, of so many in all, and where each starts [N], without waiting for a device if told."""
         where: Array = np.arange(rows)
         if self.rows is not None:
-            where = (self.rows.cpu() if self.places is None else self.places).numpy()
+            where = (self.rows.cpu() if self.host_rows is None else self.host_rows).numpy()
         if isinstance(self.start, int):
             return where, np.full(len(where), self.start)
-        return where, (self.start.cpu() if self.starts is None else self.starts).numpy()
+        return where, (self.start.cpu() if self.host_starts is None else self.host_starts).numpy()
 
     @property
-    def fresh(self) -> bool:
+    def is_first_write(self) -> bool:
         """Whether nothing lies before what is written, so that the new keys are all there is to read."""
         return isinstance(self.start, int) and self.start == 0
 
 
-class Reach(NamedTuple):
+class VisibleSlots(NamedTuple):
     """What a layer of a cache shows of its rows in a forward: the slots they hold, then those written.
 
     Query `j` of row `i` sees the slots below `held[i] + j + 1`; what lies behind is stale.
     """
 
-    held: Tensor  # [N] (host) how many slots each fed row has before the write
-    size: int  # how many slots are shown
+    past_lengths: Tensor  # [N] (host) how many slots each fed row has before the write
+    num_slots: int  # how many slots are shown
 
 
-class Cache(Protocol):
+class RowCache(Protocol):
     """What remembers what rows have read; how it is read and written is between it and the model."""
 
     @property
-    def rewind(self) -> int | None:
+    def max_rewind(self) -> int | None:
         """How far below the longest length that it ever had commit may cut a row; None: any length.
 
         What was written and not yet committed can always be cut.
@@ -142,7 +146,7 @@ class Cache(Protocol):
         ...
 
 
-class KeyCache(Cache, Protocol):
+class KVCache(RowCache, Protocol):
     """A cache of keys and values, slot by slot."""
 
     @property
@@ -155,11 +159,11 @@ class KeyCache(Cache, Protocol):
         """What it takes in memory."""
         ...
 
-    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; the keys and values [N, H, S, D] that its rows hold then."""
         ...
 
-    def reach(self, layer: int, span: Span) -> Reach | None:
+    def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:
         """What `update` is about to show of that layer; None: slot `p` is position `p`, up to `span.stop`."""
         ...
 
@@ -184,18 +188,18 @@ class KeyCache(Cache, Protocol):
         ...
 
 
-class StateCache(Cache, Protocol):
+class StateCache(RowCache, Protocol):
     """A cache of whatever a model keeps by itself."""
 
-    def together(self) -> list[Tensor]:
+    def row_batches(self) -> list[Tensor]:
         """The rows that have a state, in as few parts as can share a forward (host)."""
         ...
 
-    def fetch(self, rows: Tensor) -> Any:
+    def read_state(self, rows: Tensor) -> Any:
         """The state of those rows (host), a line each, in that order; it may be written to."""
         ...
 
-    def keep(self, rows: Tensor, state: Any) -> None:
+    def write_state(self, rows: Tensor, state: Any) -> None:
         """Hold the state of those rows (host) after a forward."""
         ...
 
@@ -203,26 +207,26 @@ class StateCache(Cache, Protocol):
 class Model(Protocol):
     """What predicts: a network with its inputs per request, or a wrapper that changes its distribution."""
 
-    facts: Facts
+    traits: ModelTraits
 
     @property
     def device(self) -> torch.device:
         """Where it takes its inputs."""
         ...
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Take what new requests give besides decoder tokens, one entry each: encoder inputs, embeddings."""
         ...
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         """Forget those requests."""
         ...
 
-    def show(self, states: Sequence[str]) -> None:
+    def set_output_states(self, states: Sequence[str]) -> None:
         """Bring these states along from the next forward on: "hidden_states", "attentions"."""
         ...
 
-    def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
+    def forward(self, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:
         """Feed each row's pending tokens and drafts."""
         ...
 
@@ -231,9 +235,9 @@ class Wrapper(Model, Protocol):
     """A model over another that changes the distribution of the rows that ask for it, and of no others."""
 
     inner: Model
-    mark: str  # the parameter of the rows that ask for it, where a recipe made it
+    row_flag: str  # the parameter of the rows that ask for it, where a recipe made it
 
-    def around(self, cache: Cache) -> Cache:
+    def wrap_cache(self, cache: RowCache) -> RowCache:
         """The cache that it needs, given the one of the model inside."""
         ...
 
@@ -241,14 +245,14 @@ class Wrapper(Model, Protocol):
 class Strategy(Protocol):
     """What chooses: which rows go on, with which tokens."""
 
-    normalised: bool  # processors see log-probabilities, not logits
+    needs_log_probs: bool  # processors see log-probabilities, not logits
     columns: Mapping[str, Any]  # the state it keeps per row: what a new row starts with, [1, ...] or a Column
 
-    def propose(self, rows: Rows, aid: Aid) -> Proposal:
+    def propose(self, rows: Rows, aid: DraftContext) -> Proposal:
         """What to feed."""
         ...
 
-    def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:
+    def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:
         """What to keep; `output.logits` are processed."""
         ...
 
@@ -260,7 +264,7 @@ class Strategy(Protocol):
         """Forget a request that was cancelled or failed."""
         ...
 
-    def standing(self, request: int) -> list[Hypothesis]:
+    def finished_so_far(self, request: int) -> list[Hypothesis]:
         """The sequences of a running request that have ended and may be returned."""
         ...
 
@@ -268,13 +272,13 @@ class Strategy(Protocol):
 class Drafter(Protocol):
     """What guesses ahead. It may own rows and a cache; a wrong guess costs time and nothing else."""
 
-    cheap: bool  # whether a guess costs next to nothing: no network is asked
+    is_model_free: bool  # whether a guess costs next to nothing: no network is asked
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Take what new requests give besides decoder tokens, one entry each."""
         ...
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         """Forget requests that have ended."""
         ...
 
@@ -285,7 +289,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
         """Tokens that may follow each row, at most so many [R] (host)."""
         ...
 
@@ -298,7 +302,7 @@ class Processor(Protocol):
         ...
 
 
-class Stateful(Processor, Protocol):
+class StatefulProcessor(Processor, Protocol):
     """A processor whose answer depends on more of a row's past than its tokens."""
 
     @property
@@ -311,15 +315,15 @@ class Stateful(Processor, Protocol):
         ...
 
 
-class Follower(Protocol):
+class StepObserver(Protocol):
     """What keeps a record of the rows' choices in columns of its own."""
 
-    def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
+    def observe(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
         """The selection with its columns brought up to the choice."""
         ...
 
 
-class Noise(Protocol):
+class NoiseSource(Protocol):
     """What chance draws from: exponential variables, one for every candidate of every row."""
 
     def draw(self, rows: Rows, size: int) -> Tensor:
@@ -327,37 +331,39 @@ class Noise(Protocol):
         ...
 
 
-class Peers(Protocol):
+class RankGroup(Protocol):
     """Other processes that decode the same table, each with a part of the model: all must choose alike."""
 
-    def word(self, mine: Tensor) -> Tensor:
+    def broadcast(self, mine: Tensor) -> Tensor:
         """What the first of them holds: integers, of the same shape in all."""
         ...
 
-    def any(self, mine: bool) -> bool:
+    def any_rank(self, mine: bool) -> bool:
         """Whether it is so in any of them."""
         ...
 
-    def same(self, name: str, mine: object, digest: int) -> None:
+    def check_equal(self, name: str, mine: object, digest: int) -> None:
         """Raise in all of them where what `name` names differs, as told by its digest."""
         ...
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise if any of them has failed."""
         ...
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """Tell the others that this one goes no further."""
         ...
 
 
-class Stop(Protocol):
+class StopCondition(Protocol):
     """What ends a row."""
 
-    def ended(self, rows: Rows, parents: Tensor | None, tokens: Tensor) -> Sequence[tuple[str, Array]]:
+    def finish_reasons(
+        self, rows: Rows, parents: Tensor | None, tokens: Tensor
+    ) -> Sequence[tuple[str, Array]]:
         """Reasons that end somebody, and which candidates [N]: `tokens[i]` after row `parents[i]` (host)."""
         ...
 
-    def first(self, rows: Rows, run: Tensor, count: Array) -> tuple[Array, list[str | None]]:
+    def first_stop(self, rows: Rows, run: Tensor, count: Array) -> tuple[Array, list[str | None]]:
         """How many of each row's next tokens `run[i, :count[i]]` (host) stand until one ends it, and why."""
         ...

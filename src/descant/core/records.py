@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from descant.core.context import Context, Params, params_of
+from descant.core.context import Context, RowParams, row_params
 from descant.core.rows import Column, Rows
 
 if TYPE_CHECKING:
-    from descant.core.interfaces import Cache, Processor
+    from descant.core.interfaces import Processor, RowCache
 
 __all__ = [
-    "Aid",
     "Context",
+    "DraftContext",
+    "ForwardOutput",
     "Hypothesis",
     "Logprobs",
     "Observation",
-    "Output",
-    "Params",
+    "ProcessorTrace",
     "Proposal",
+    "RecordedLines",
+    "RowParams",
     "Selection",
     "Speculation",
     "Tokens",
-    "Told",
-    "Watched",
-    "params_of",
+    "row_params",
 ]
 
 
@@ -43,33 +43,35 @@ class Proposal(NamedTuple):
 
     parents: Tensor | None = None  # [R] (host); None: every row as it is
     drafts: Tensor | None = None  # [R, K]; None: nothing is tried
-    n: Tensor | None = None  # [R] (host); None: all of them
-    probs: Tensor | None = None  # [R, K, V] the drafter's own law; None: certain
+    num_drafts: Tensor | None = None  # [R] (host); None: all of them
+    draft_probs: Tensor | None = None  # [R, K, V] the drafter's own law; None: certain
 
     @property
     def width(self) -> int:
         """How many tokens are tried at the most."""
         return 0 if self.drafts is None else self.drafts.shape[1]
 
-    def tried(self, index: Tensor | None = None) -> Tensor | int:
+    def draft_counts(self, index: Tensor | None = None) -> Tensor | int:
         """How many tokens each row tries [R] (host), of the rows `index`; 0 when none does."""
         if self.drafts is None:
             return 0
-        n = torch.full((len(self.drafts),), self.width) if self.n is None else self.n
+        n = torch.full((len(self.drafts),), self.width) if self.num_drafts is None else self.num_drafts
         return n if index is None else n[index]
 
 
-class Aid(NamedTuple):
+class DraftContext(NamedTuple):
     """What a step offers to whoever guesses ahead."""
 
     # The scores [R, V] that the lane's processors make of logits [R, V] that follow its rows, which may
     # have further tokens by then.
     process: Callable[[Rows, Tensor], Tensor]
-    cache: Cache  # the table's
-    place: Tensor | None = None  # [R] (host) where the lane's rows lie in the table; None: they are the table
+    cache: RowCache  # the table's
+    row_index: Tensor | None = (
+        None  # [R] (host) where the lane's rows lie in the table; None: they are the table
+    )
 
 
-class Output(NamedTuple):
+class ForwardOutput(NamedTuple):
     """What the model says: `logits[:, j]` predicts what follows draft `j - 1`, slot 0 what follows the row.
 
     `states` holds whatever else was asked for (hidden states, attentions), one entry a forward, with
@@ -78,10 +80,14 @@ class Output(NamedTuple):
 
     logits: Tensor  # [R, K + 1, V], float32
     states: Sequence[Mapping[str, Any]] = ()
-    plain: Tensor | None = None  # [R, K + 1, V] what the network itself says, where `logits` are not that
-    place: Tensor | None = None  # [R] (host) which fed row of the table each is; None: the first the first
+    base_logits: Tensor | None = (
+        None  # [R, K + 1, V] what the network itself says, where `logits` are not that
+    )
+    row_index: Tensor | None = (
+        None  # [R] (host) which fed row of the table each is; None: the first the first
+    )
     # The processed scores [N, V] of some rows [N] with further columns, for a strategy that asks by itself.
-    process: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None
+    process_rows: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None
 
 
 class Tokens(NamedTuple):
@@ -93,29 +99,29 @@ class Tokens(NamedTuple):
     row: Tensor | None = None  # [N] the fed row that each follows; None: the first the first, and so on
     raw: Tensor | None = None  # [N] log-probabilities before the processors, where a row asks for them
     processed: Tensor | None = None  # [N] and after them
-    ended: Mapping[int, Hypothesis] = MappingProxyType({})  # by place: the sequences that these tokens end
-    held: bool = False  # chosen in an earlier step: each is its row's last token already
-    place: Tensor | None = None  # [N] which new token of its row each is; None: the one after its row
-    tried: Tensor | None = None  # [N] how many guesses its row tried in this step
-    guessed: Tensor | None = None  # [N] whether it was guessed
+    finished: Mapping[int, Hypothesis] = MappingProxyType({})  # by place: the sequences that these tokens end
+    already_appended: bool = False  # chosen in an earlier step: each is its row's last token already
+    new_index: Tensor | None = None  # [N] which new token of its row each is; None: the one after its row
+    num_drafts: Tensor | None = None  # [N] how many guesses its row tried in this step
+    is_draft: Tensor | None = None  # [N] whether it was guessed
 
 
 class Speculation(NamedTuple):
     """What became of a sequence's guesses: how many were tried and stood at each place of a run."""
 
-    tried: tuple[int, ...]
+    drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     forwards: int  # steps of the model, the prompt's among them
 
     @property
-    def saved(self) -> int:
+    def saved_forwards(self) -> int:
         """How many forwards it would have taken more without them."""
         return sum(self.accepted)
 
     @property
-    def rate(self) -> float:
+    def acceptance_rate(self) -> float:
         """The share of the guesses that stood; 0 where there was none."""
-        return self.saved / max(sum(self.tried), 1)
+        return self.saved_forwards / max(sum(self.drafted), 1)
 
 
 @dataclass(frozen=True)
@@ -139,20 +145,24 @@ class Hypothesis:
     tokens: Tensor  # [T] (host)
     reason: str  # "eos", "length", "time", "stop"
     score: float | None = None
-    beams: tuple[int, ...] | None = None  # which slot of its request each token was chosen from
+    beam_indices: tuple[int, ...] | None = None  # which slot of its request each token was chosen from
     logprobs: Logprobs | None = None  # where its request asks for them
-    unmet: tuple[int, ...] | None = None  # places of the constraints it does not meet; None: it had none
-    met: int | None = None  # steps of its constraints that it has met; None: it had none
+    unmet_constraints: tuple[int, ...] | None = (
+        None  # places of the constraints it does not meet; None: it had none
+    )
+    constraint_steps: int | None = None  # steps of its constraints that it has met; None: it had none
     speculation: Speculation | None = None  # of its guesses; None: nothing guessed
 
 
-class Told(NamedTuple):
+class RecordedLines(NamedTuple):
     """Which lines of a step count for the record, where not every fed row is one of them."""
 
     rows: Tensor  # [N] (host) the fed row that each is of
     slot: Tensor  # [N] (host) which of its request's lines it is
     scores: Tensor | None = None  # [N, V] processed; None: as the lane processed them
-    at: Tensor | None = None  # [N] (host) after which of the row's drafts; None: after the row itself
+    draft_index: Tensor | None = (
+        None  # [N] (host) after which of the row's drafts; None: after the row itself
+    )
 
 
 class Selection(NamedTuple):
@@ -168,24 +178,26 @@ class Selection(NamedTuple):
     accepted: Tensor | None = None  # [R'] (host); None: no draft
     slot: Tensor | None = None  # [R'] (host); None: the parent's
     columns: Mapping[str, Tensor | Column] = MappingProxyType({})
-    emits: bool | Tensor = True  # or [R'] of 1, 0 and -1 (host)
+    emit_mode: bool | Tensor = True  # or [R'] of 1, 0 and -1 (host)
     emitted: Tokens | None = None
     finished: Sequence[int] = ()  # requests that have ended
     failed: Sequence[int] = ()  # requests with a row that has no token to choose
-    hopeless: Sequence[int] = ()  # those of them that the model itself left none
-    host: Tensor | None = None  # [R'] `tokens` on the host
-    retired: Sequence[tuple[int, Hypothesis]] = ()  # sequences that ended, each with the fed row it continued
-    told: Told | None = None  # None: every fed row is a line of the record
+    nonfinite: Sequence[int] = ()  # those of them that the model itself left none
+    host_tokens: Tensor | None = None  # [R'] `tokens` on the host
+    finished_sequences: Sequence[
+        tuple[int, Hypothesis]
+    ] = ()  # sequences that ended, each with the fed row it continued
+    recorded_lines: RecordedLines | None = None  # None: every fed row is a line of the record
 
 
-class Watched(NamedTuple):
+class ProcessorTrace(NamedTuple):
     """What one processor was given and made of it, for who traces."""
 
     processor: Processor
-    place: Tensor | None  # [N] (host) which lines of the lane, row by row, K + 1 each; None: all
+    line_index: Tensor | None  # [N] (host) which lines of the lane, row by row, K + 1 each; None: all
     before: Tensor  # [N, V]
     after: Tensor
-    turn: int = 0  # which call of a strategy that asks by itself; 0: of the lane
+    call_index: int = 0  # which call of a strategy that asks by itself; 0: of the lane
 
 
 class Observation(NamedTuple):
@@ -194,6 +206,6 @@ class Observation(NamedTuple):
     rows: Rows
     logits: Tensor  # [R, K + 1, V] raw
     scores: Tensor  # [R, K + 1, V] processed
-    output: Output
-    told: Told | None = None
-    watched: Sequence[Watched] = ()  # for followers alone, and only where somebody traces
+    output: ForwardOutput
+    recorded_lines: RecordedLines | None = None
+    processor_traces: Sequence[ProcessorTrace] = ()  # for followers alone, and only where somebody traces

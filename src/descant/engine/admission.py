@@ -9,93 +9,93 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.interfaces import Facts, Model
-from descant.engine.drafter_factory import Assistance
-from descant.engine.planner import Plan, drafted, plan
+from descant.core.interfaces import Model, ModelTraits
+from descant.engine.drafter_factory import DraftInputs
+from descant.engine.planner import DecodingPlan, drafter_spec, make_plan
 from descant.engine.request import (
     Request,
-    beside,
-    healed,
-    prompt_of,
-    refuse_uncallable,
-    refuse_unguided,
-    shortened,
+    drop_last_tokens,
+    healed_suffix,
+    negative_prompt_excess,
+    prompt_info,
+    validate_callables,
+    validate_negative_prompt,
 )
 from descant.errors import InputError
 from descant.recipes.recipe import Recipe
 
-__all__ = ["Admission", "Asked"]
+__all__ = ["Admission", "ResolvedRequest"]
 
 
-class Asked(NamedTuple):
+class ResolvedRequest(NamedTuple):
     """What a request comes to before it is admitted."""
 
     request: Request
-    plan: Plan
-    row: dict[str, Any]  # its row's parameters
+    plan: DecodingPlan
+    row_params: dict[str, Any]  # its row's parameters
     prompt: Tensor  # [L] what is read of its tokens
     offset: int  # positions before these that have no token
     inputs: Mapping[str, Any]
 
     @property
-    def slots(self) -> int:
+    def max_slots(self) -> int:
         """How many positions a row of it may come to, or one that is read beside it."""
-        return int(self.row["limit"]) + max(self.offset, beside(self.request))
+        return int(self.row_params["max_length"]) + max(self.offset, negative_prompt_excess(self.request))
 
 
 class Admission:
     """The way into a table of one model: `given` as the user has it, `model` as the loop runs it."""
 
     def __init__(self, given: Any, model: Model) -> None:
-        self._given, self._model = given, model
+        self._user_model, self._model = given, model
 
-    def planned(self, request: Request, facts: Facts) -> Plan:
+    def make_plan(self, request: Request, facts: ModelTraits) -> DecodingPlan:
         """What a request's config comes to."""
         config = request.generation_config
-        if not request.merged:
-            config = GenerationConfig.merge({}, config, _own_config(self._given))
-        recipe = _part(request)
-        given = Assistance(
+        if not request.config_merged:
+            config = GenerationConfig.merge({}, config, _model_generation_config(self._user_model))
+        recipe = _engine_recipe(request)
+        given = DraftInputs(
             request.assistant_model,
             request.tokenizer,
             request.assistant_tokenizer,
             recipe if recipe is not None and recipe.kind == "drafter" else None,
         )
-        return plan(config, facts, drafted(config, self._model, given), recipe)
+        return make_plan(config, facts, drafter_spec(config, self._model, given), recipe)
 
-    def asked(self, requests: Sequence[Request], facts: Facts) -> list[Asked]:
+    def resolve(self, requests: Sequence[Request], facts: ModelTraits) -> list[ResolvedRequest]:
         """What requests come to; those alike share a plan."""
-        plans: dict[tuple[int, ...], Plan] = {}
+        plans: dict[tuple[int, ...], DecodingPlan] = {}
         asked = []
         for request in requests:
-            known = plans.get(_sort(request))
+            known = plans.get(_plan_key(request))
             if known is None:
-                known = plans[_sort(request)] = self.planned(request, facts)
-            asked.append(_one(request, known, facts))
+                known = plans[_plan_key(request)] = self.make_plan(request, facts)
+            asked.append(_resolve_one(request, known, facts))
         return asked
 
 
-def _one(request: Request, known: Plan, facts: Facts) -> Asked:
+def _resolve_one(request: Request, known: DecodingPlan, facts: ModelTraits) -> ResolvedRequest:
     """What one request comes to by its plan."""
-    ids = _ids(request, facts.vocabulary)
-    tail = healed(request, known.config, ids)
-    embeds = request.inputs.get("inputs_embeds") if not facts.encoder_decoder else None
+    ids = _checked_ids(request, facts.vocab_size)
+    tail = healed_suffix(request, known.config, ids)
+    embeds = request.inputs.get("inputs_embeds") if not facts.is_encoder_decoder else None
     offset = 0 if embeds is None else len(embeds) - len(ids)
     if not len(ids) + offset:
         raise InputError("prompt", "must have at least one token", request.prompt)
-    if known.again and not len(ids):
+    if known.refeeds_last and not len(ids):
         must = "must come with `input_ids` of at least the last token, which is fed again"
         raise InputError("inputs_embeds", must, embeds)
-    row = known.row(prompt_of(request, ids, offset, tail), facts)
+    row = known.row_params(prompt_info(request, ids, offset, tail), facts)
     count = 0 if tail is None else len(tail)
-    cut = bool(count) and not facts.encoder_decoder
-    inputs = shortened(request.inputs, count) if cut else request.inputs
-    refuse_uncallable(request)
-    refuse_unguided(request, known.wraps, facts, row["limit"] - len(ids))
-    return Asked(request, known, row, ids[: len(ids) - count], offset, inputs)
+    cut = bool(count) and not facts.is_encoder_decoder
+    inputs = drop_last_tokens(request.inputs, count) if cut else request.inputs
+    validate_callables(request)
+    validate_negative_prompt(request, known.wrappers, facts, row["max_length"] - len(ids))
+    return ResolvedRequest(request, known, row, ids[: len(ids) - count], offset, inputs)
 
 
-def _ids(request: Request, vocabulary: int) -> Tensor:
+def _checked_ids(request: Request, vocabulary: int) -> Tensor:
     """A request's prompt, checked [L]."""
     try:
         ids = torch.as_tensor(request.prompt)
@@ -105,29 +105,29 @@ def _ids(request: Request, vocabulary: int) -> Tensor:
         return ids.long().reshape(-1)
     if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InputError("prompt", "must be one sequence of token ids", request.prompt)
-    if not request.merged and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
+    if not request.config_merged and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
         raise InputError("prompt", f"must hold ids from 0 to {vocabulary - 1}", request.prompt)
     return ids.long()
 
 
-def _sort(request: Request) -> tuple[int, ...]:
+def _plan_key(request: Request) -> tuple[int, ...]:
     """What tells requests apart that come to the same plan."""
     told = (request.generation_config, request.assistant_model, request.assistant_tokenizer, request.recipe)
     return tuple(map(id, told))
 
 
-def _part(request: Request) -> Recipe | None:
+def _engine_recipe(request: Request) -> Recipe | None:
     """A request's recipe, which must be a part of the loop."""
     if request.recipe is None:
         return None
-    recipe = Recipe.of(request.recipe)
+    recipe = Recipe.from_object(request.recipe)
     if recipe.kind == "generate":
         must = "must be a part of the loop here, a function has a loop of its own"
         raise InputError("recipe", must, recipe, "use descant.generate")
     return recipe
 
 
-def _own_config(model: Any) -> GenerationConfig | None:
+def _model_generation_config(model: Any) -> GenerationConfig | None:
     """The model's own generation config."""
     theirs = getattr(getattr(model, "model", model), "generation_config", None)
     theirs = getattr(model, "generation_config", theirs)

@@ -9,110 +9,124 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.interfaces import Span
-from descant.engine.cache_factory import KINDS, Wanted, kind_of, lacks, quantization
-from descant.kv_cache.dense import DenseCache
-from descant.kv_cache.quantizers import BACKENDS, Coding, Quantizer
+from descant.core.interfaces import KVSpan
+from descant.engine.cache_factory import (
+    CACHES,
+    CacheRequest,
+    cache_name,
+    missing_requirement,
+    quantized_cache_config,
+)
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.quantizers import BACKENDS, GroupCodec, Quantizer
 from descant.kv_cache.sink import SinkStore
-from descant.kv_cache.slot_blocks import Slots
-from descant.models.kv_shape import Geometry, Shape
+from descant.kv_cache.slot_blocks import SlotBlocks
+from descant.models.kv_shape import KVShape, LayerKVShape
 
-__all__ = ["Cost", "Run", "cost", "costs", "wanted"]
+__all__ = ["CacheCost", "Workload", "cache_cost", "cache_costs", "cache_request"]
 
 # Tokens are written in strides, so many or a little more: every cache is as large after a stride as after its
 # tokens one by one, but for where it last grew. Up to some length no stride may pass for a prompt of its own.
-_STRIDES: Final = 256
-_SHORT: Final = 48
-_LONG: Final = 2**16
+_NUM_STRIDES: Final = 256
+_MAX_STRIDE: Final = 48
+_LONG_RUN: Final = 2**16
 # With more positions than this nobody rehearses: the bytes are counted.
-_IMMENSE: Final = 2**26
+_MAX_SIMULATED_POSITIONS: Final = 2**26
 
 
-class Run(NamedTuple):
+class Workload(NamedTuple):
     """The rows of a run: prompts that fork once they are read, and grow to the end."""
 
-    prompts: int
-    rows: int  # of each prompt
-    prompt: int  # positions
-    stop: int  # positions of a row at the end
-    tries: int = 1  # candidates of each row, tried in rows of their own and dropped again
-    twins: bool = False  # every row has one after another prompt
-    read: int = 0  # positions that an encoder gives for each prompt
+    num_prompts: int
+    rows_per_prompt: int  # of each prompt
+    prompt_length: int  # positions
+    final_length: int  # positions of a row at the end
+    num_candidates: int = 1  # candidates of each row, tried in rows of their own and dropped again
+    has_cfg_rows: bool = False  # every row has one after another prompt
+    encoder_length: int = 0  # positions that an encoder gives for each prompt
 
     @property
-    def lines(self) -> int:
+    def num_rows(self) -> int:
         """How many rows there are in all."""
-        return self.prompts * self.rows * (1 + self.twins)
+        return self.num_prompts * self.rows_per_prompt * (1 + self.has_cfg_rows)
 
     @property
-    def positions(self) -> int:
+    def total_positions(self) -> int:
         """How many positions its rows have in all, at the end."""
-        return self.lines * self.stop
+        return self.num_rows * self.final_length
 
 
-class Cost(NamedTuple):
+class CacheCost(NamedTuple):
     """What a cache takes."""
 
-    bytes: int  # at the end of the run
-    peak: int  # at the most, between two forwards
-    away: int = 0  # of the first, where the model is not
+    final_bytes: int  # at the end of the run
+    peak_bytes: int  # at the most, between two forwards
+    offloaded_bytes: int = 0  # of the first, where the model is not
 
 
-def costs(model: Any, config: GenerationConfig, run: Run, geometry: Geometry) -> dict[str, Cost | None]:
+def cache_costs(
+    model: Any, config: GenerationConfig, run: Workload, geometry: KVShape
+) -> dict[str, CacheCost | None]:
     """What every cache that a model can use would take; None where that cannot be known."""
-    found: dict[str, Cost | None] = {}
-    for name in KINDS:
-        want = wanted(model, config, name, run)
-        if lacks(name, want) is None:
-            found[name] = cost(name, want, run, geometry)
+    found: dict[str, CacheCost | None] = {}
+    for name in CACHES:
+        want = cache_request(model, config, name, run)
+        if missing_requirement(name, want) is None:
+            found[name] = cache_cost(name, want, run, geometry)
     return found
 
 
-def wanted(model: Any, config: GenerationConfig, name: str, run: Run) -> Wanted:
+def cache_request(model: Any, config: GenerationConfig, name: str, run: Workload) -> CacheRequest:
     """What a cache of that name is made for, by the config's settings where they are for that one."""
-    if kind_of(config) != name:
+    if cache_name(config) != name:
         config = config.replace(cache_implementation=name, cache_config=None, compile_config=None)
-    return Wanted(model, config, run.stop + 1)
+    return CacheRequest(model, config, run.final_length + 1)
 
 
-def cost(name: str, want: Wanted, run: Run, geometry: Geometry) -> Cost | None:
+def cache_cost(name: str, want: CacheRequest, run: Workload, geometry: KVShape) -> CacheCost | None:
     """What a cache of that name takes for a run; None where that cannot be known."""
-    facts = want.facts
-    cross = run.prompts * run.read * geometry.cross
-    if facts.memory == "own":
-        windows = [window for window in facts.windows.values() if window is not None]
-        if geometry.state is None or (geometry.grows and windows and run.stop > min(windows)):
+    facts = want.traits
+    cross = run.num_prompts * run.encoder_length * geometry.cross_bytes
+    if facts.cache_type == "recurrent":
+        windows = [window for window in facts.sliding_windows.values() if window is not None]
+        if geometry.state_bytes is None or (
+            geometry.state_bytes_per_token and windows and run.final_length > min(windows)
+        ):
             return None
-        total = cross + run.lines * run.tries * (geometry.state + run.stop * geometry.grows)
-        return Cost(total, total)
-    if run.positions * run.tries > _IMMENSE:
-        return _counted(name, run, geometry)
+        total = cross + run.num_rows * run.num_candidates * (
+            geometry.state_bytes + run.final_length * geometry.state_bytes_per_token
+        )
+        return CacheCost(total, total)
+    if run.total_positions * run.num_candidates > _MAX_SIMULATED_POSITIONS:
+        return _count_bytes(name, run, geometry)
     end = most = largest = 0
-    for (layer, shape), count in _alike(geometry, facts.kinds).items():
-        small, high = _REHEARSED.get(name, _rehearsed)(KINDS[name].build, want, _Layer(layer, shape), run)
-        end, most = end + count * shape.heads * small, most + count * shape.heads * high
-        largest = max(largest, shape.heads * small)
-    if name in _AWAY and torch.device(_rests(want)) != want.model.device:
+    for (layer, shape), count in _layer_groups(geometry, facts.layer_types).items():
+        small, high = _SIMULATORS.get(name, _simulate_cache)(
+            CACHES[name].build, want, _LayerShape(layer, shape), run
+        )
+        end, most = end + count * shape.num_heads * small, most + count * shape.num_heads * high
+        largest = max(largest, shape.num_heads * small)
+    if name in _OFFLOADED_CACHES and torch.device(_offload_device(want)) != want.model.device:
         # The model's device has the layer at hand and the next.
-        return Cost(end + cross, min(2 * largest, end) + cross, end)
-    return Cost(end + cross, most + cross)
+        return CacheCost(end + cross, min(2 * largest, end) + cross, end)
+    return CacheCost(end + cross, most + cross)
 
 
-def _counted(name: str, run: Run, geometry: Geometry) -> Cost | None:
+def _count_bytes(name: str, run: Workload, geometry: KVShape) -> CacheCost | None:
     """What keys and values take without any slack, where a cache keeps all of them as they are."""
-    if KINDS[name].forgets or name == "quantized":
+    if CACHES[name].drops_tokens or name == "quantized":
         return None
-    positions = run.positions * run.tries
+    positions = run.total_positions * run.num_candidates
     if name == "paged":
-        positions -= (run.lines - run.prompts * (1 + run.twins)) * run.prompt
-    total = positions * geometry.token + run.prompts * run.read * geometry.cross
-    return Cost(total, total)
+        positions -= (run.num_rows - run.num_prompts * (1 + run.has_cfg_rows)) * run.prompt_length
+    total = positions * geometry.bytes_per_token + run.num_prompts * run.encoder_length * geometry.cross_bytes
+    return CacheCost(total, total)
 
 
-def _alike(geometry: Geometry, kinds: tuple[str, ...]) -> Mapping[tuple[int, Shape], int]:
+def _layer_groups(geometry: KVShape, kinds: tuple[str, ...]) -> Mapping[tuple[int, LayerKVShape], int]:
     """How many layers are like each other: the first of them, and what it keeps of a token."""
-    first: dict[tuple[Shape, str], int] = {}
-    count: dict[tuple[int, Shape], int] = {}
+    first: dict[tuple[LayerKVShape, str], int] = {}
+    count: dict[tuple[int, LayerKVShape], int] = {}
     for layer, shape in geometry.layers.items():
         like = first.setdefault((shape, kinds[layer] if layer < len(kinds) else ""), layer)
         count[like, shape] = count.get((like, shape), 0) + 1
@@ -120,132 +134,149 @@ def _alike(geometry: Geometry, kinds: tuple[str, ...]) -> Mapping[tuple[int, Sha
 
 
 # ------------------------------------------------------------------------ one head of one layer
-class _Layer(NamedTuple):
+class _LayerShape(NamedTuple):
     """A layer, and what it keeps of a token."""
 
-    number: int
-    shape: Shape
+    layer: int
+    shape: LayerKVShape
 
     @property
-    def slot(self) -> int:
+    def slot_bytes(self) -> int:
         """Bytes of a key and a value of one head."""
-        return self.shape.nbytes // self.shape.heads
+        return self.shape.nbytes // self.shape.num_heads
 
 
-Build = Callable[[Wanted], Any]
+CacheBuilder = Callable[[CacheRequest], Any]
 
 
-def _strides(run: Run) -> Iterator[tuple[int, int]]:
+def _growth_strides(run: Workload) -> Iterator[tuple[int, int]]:
     """From where to where rows grow after the prompt, stride by stride."""
-    left = run.stop - run.prompt
-    stride = max(1, -(-left // _STRIDES))
-    stride = stride if left > _LONG else min(stride, _SHORT)
-    for start in range(run.prompt, run.stop, stride):
-        yield start, min(start + stride, run.stop)
+    left = run.final_length - run.prompt_length
+    stride = max(1, -(-left // _NUM_STRIDES))
+    stride = stride if left > _LONG_RUN else min(stride, _MAX_STRIDE)
+    for start in range(run.prompt_length, run.final_length, stride):
+        yield start, min(start + stride, run.final_length)
 
 
-def _rehearsed(build: Build, want: Wanted, layer: _Layer, run: Run) -> tuple[int, int]:
+def _simulate_cache(
+    build: CacheBuilder, want: CacheRequest, layer: _LayerShape, run: Workload
+) -> tuple[int, int]:
     """The bytes of one head at the end of a run, and at the most: the cache goes through all of it."""
-    return _played(build(want), layer, run)
+    return _simulate(build(want), layer, run)
 
 
-def _played(store: Any, layer: _Layer, run: Run) -> tuple[int, int]:
+def _simulate(store: Any, layer: _LayerShape, run: Workload) -> tuple[int, int]:
     most = 0
 
     def write(start: int, stop: int) -> None:
         nonlocal most
         part = torch.zeros(len(store), 1, stop - start, 1, dtype=torch.uint8)
-        span = Span(None, start, stop - start, stop)
-        store.reach(layer.number, span)
-        store.update(layer.number, part, part, span)
+        span = KVSpan(None, start, stop - start, stop)
+        store.visible_slots(layer.layer, span)
+        store.update(layer.layer, part, part, span)
         most = max(most, store.nbytes)
 
     def commit(parents: Tensor | None, length: int) -> None:
         store.commit(parents, torch.full((len(store) if parents is None else len(parents),), length))
 
-    prompts = run.prompts * (1 + run.twins)
+    prompts = run.num_prompts * (1 + run.has_cfg_rows)
     store.extend(prompts)
-    write(0, run.prompt)
-    commit(torch.arange(prompts).repeat_interleave(run.rows), run.prompt)
-    for start, stop in _strides(run):
-        if run.tries > 1:
-            commit(torch.arange(run.lines).repeat_interleave(run.tries), start)
+    write(0, run.prompt_length)
+    commit(torch.arange(prompts).repeat_interleave(run.rows_per_prompt), run.prompt_length)
+    for start, stop in _growth_strides(run):
+        if run.num_candidates > 1:
+            commit(torch.arange(run.num_rows).repeat_interleave(run.num_candidates), start)
         write(start, stop)
-        commit(torch.arange(0, len(store), run.tries) if run.tries > 1 else None, stop)
-    return store.nbytes // 2 * layer.slot, most // 2 * layer.slot
+        commit(torch.arange(0, len(store), run.num_candidates) if run.num_candidates > 1 else None, stop)
+    return store.nbytes // 2 * layer.slot_bytes, most // 2 * layer.slot_bytes
 
 
-def _sunk(build: Build, want: Wanted, layer: _Layer, run: Run) -> tuple[int, int]:
+def _simulate_sink(
+    build: CacheBuilder, want: CacheRequest, layer: _LayerShape, run: Workload
+) -> tuple[int, int]:
     """Sinks, which take as much whether they are turned or not."""
-    length, sinks, _, *rest = build(want)._made
-    return _played(SinkStore(length, sinks, None, *rest), layer, run)
+    length, sinks, _, *rest = build(want)._init_args
+    return _simulate(SinkStore(length, sinks, None, *rest), layer, run)
 
 
-def _evicted(build: Build, want: Wanted, layer: _Layer, run: Run) -> tuple[int, int]:
+def _simulate_evicting(
+    build: CacheBuilder, want: CacheRequest, layer: _LayerShape, run: Workload
+) -> tuple[int, int]:
     """What is kept by votes: how much that is does not depend on them."""
     store = build(want)
-    slots = Slots(store._remembers)
+    slots = SlotBlocks(store._accumulates_scores)
     byte = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
-    prompts = run.prompts * (1 + run.twins)
+    prompts = run.num_prompts * (1 + run.has_cfg_rows)
 
     def kept(held: int, grown: int, reading: bool) -> int:
-        found: Tensor = store._kept(torch.tensor([held]), torch.tensor([grown]), torch.tensor([reading]))
+        found: Tensor = store._num_to_keep(
+            torch.tensor([held]), torch.tensor([grown]), torch.tensor([reading])
+        )
         return int(found)
 
-    held = kept(run.prompt, run.prompt, True)
-    slots.room(0, (byte, byte), run.lines, held)
-    for start, stop in _strides(run):
-        slots.room(0, (byte, byte), run.lines * run.tries, held + 1)
+    held = kept(run.prompt_length, run.prompt_length, True)
+    slots.ensure_capacity(0, (byte, byte), run.num_rows, held)
+    for start, stop in _growth_strides(run):
+        slots.ensure_capacity(0, (byte, byte), run.num_rows * run.num_candidates, held + 1)
         held = kept(held + stop - start, 1, False)
-        slots.room(0, (byte, byte), run.lines * run.tries, held)
-        slots.fit(run.lines, held)
-    votes = torch.float32.itemsize if store._remembers else 0
-    end = slots.nbytes // (2 + votes) * (layer.slot + votes)
+        slots.ensure_capacity(0, (byte, byte), run.num_rows * run.num_candidates, held)
+        slots.shrink_to_fit(run.num_rows, held)
+    votes = torch.float32.itemsize if store._accumulates_scores else 0
+    end = slots.nbytes // (2 + votes) * (layer.slot_bytes + votes)
     # A prompt lies beside the slots until it is known what stays of it, and so do its queries.
-    return end, max(end, prompts * run.prompt * (layer.slot + layer.slot // 2))
+    return end, max(end, prompts * run.prompt_length * (layer.slot_bytes + layer.slot_bytes // 2))
 
 
-def _quantized(_: Build, want: Wanted, layer: _Layer, run: Run) -> tuple[int, int]:
+def _simulate_quantized(
+    _: CacheBuilder, want: CacheRequest, layer: _LayerShape, run: Workload
+) -> tuple[int, int]:
     """Chunks of codes, those of prompts shared, and the latest positions of every row as they came."""
-    config = quantization(want)
+    config = quantized_cache_config(want)
     # No package is needed to know how large codes are.
-    blank = type("Blank", (BACKENDS[config.backend.lower()],), {"_package": lambda _: None, "groups": _blank})
+    blank = type(
+        "Blank",
+        (BACKENDS[config.backend.lower()],),
+        {"_package": lambda _: None, "quantize_groups": _empty_groups},
+    )
     made = blank(config.nbits, config.axis_key, config.axis_value, config.q_group_size, config.compute_dtype)
-    prompts, every = run.prompts * (1 + run.twins), max(config.residual_length, 1)
-    full, rest = divmod(run.stop - run.prompt, every)
-    chunks = prompts * _chunk(made, layer.shape, run.prompt)
+    prompts, every = run.num_prompts * (1 + run.has_cfg_rows), max(config.residual_length, 1)
+    full, rest = divmod(run.final_length - run.prompt_length, every)
+    chunks = prompts * _chunk_bytes(made, layer.shape, run.prompt_length)
     if full:
-        chunks += run.lines * full * _chunk(made, layer.shape, every)
-    latest = DenseCache()
-    latest.extend(run.lines * run.tries)
+        chunks += run.num_rows * full * _chunk_bytes(made, layer.shape, every)
+    latest = DenseStore()
+    latest.extend(run.num_rows * run.num_candidates)
     for stop in range(1, (every if full else rest) + 1):
         part = torch.zeros(len(latest), 1, 1, 1, dtype=torch.uint8)
-        latest.update(0, part, part, Span(None, stop - 1, 1, stop))
-    end = chunks + latest.nbytes // 2 * layer.slot
-    return end, max(end, prompts * run.prompt * layer.slot)
+        latest.update(0, part, part, KVSpan(None, stop - 1, 1, stop))
+    end = chunks + latest.nbytes // 2 * layer.slot_bytes
+    return end, max(end, prompts * run.prompt_length * layer.slot_bytes)
 
 
-def _chunk(made: Quantizer, shape: Shape, length: int) -> int:
+def _chunk_bytes(made: Quantizer, shape: LayerKVShape, length: int) -> int:
     """The bytes of so many positions as codes."""
     total = 0
-    for size, across in ((shape.keys, made.keys.across), (shape.values, made.values.across)):
+    for size, across in (
+        (shape.key_dim, made.key_codec.over_positions),
+        (shape.value_dim, made.value_codec.over_positions),
+    ):
         content = torch.empty(1, length, size, dtype=shape.dtype, device="meta")
-        total += Coding(made, across).encode(content).nbytes
+        total += GroupCodec(made, across).encode(content).nbytes
     return total
 
 
-def _blank(_: Any, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_groups(_: Any, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of numbers [G, g], all of them nothing."""
     scale = content[:, :1]
     return content.to(torch.uint8), scale, scale
 
 
-def _rests(want: Wanted) -> Any:
+def _offload_device(want: CacheRequest) -> Any:
     """Where blocks rest that are not kept with the model."""
     return dict(want.config.cache_config or {}).get("offload_device", "cpu")
 
 
-_REHEARSED: Final[Mapping[str, Callable[[Build, Wanted, _Layer, Run], tuple[int, int]]]] = {
-    "sink": _sunk, "snapkv": _evicted, "h2o": _evicted, "quantized": _quantized,
+_SIMULATORS: Final[Mapping[str, Callable[[CacheBuilder, CacheRequest, _LayerShape, Workload], tuple[int, int]]]] = {
+    "sink": _simulate_sink, "snapkv": _simulate_evicting, "h2o": _simulate_evicting, "quantized": _simulate_quantized,
 }  # fmt: skip
-_AWAY: Final = frozenset({"offloaded", "offloaded_static"})
+_OFFLOADED_CACHES: Final = frozenset({"offloaded", "offloaded_static"})

@@ -8,15 +8,15 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from descant.core.context import params_of
+from descant.core.context import row_params
 from descant.core.records import Logprobs, Observation, Proposal, Selection
-from descant.core.rows import Rows, join, pick
+from descant.core.rows import Rows, concat_padded, index_rows
 
-__all__ = ["Ledger", "Pages"]
+__all__ = ["LogprobsColumn", "LogprobsRecorder"]
 
 
 @dataclass(frozen=True)
-class Pages:
+class LogprobsColumn:
     """The column: for each new token of each row its log-probabilities and the likeliest alternatives.
 
     What lies beyond a row's new tokens is rubbish. All of it stays on the device until a sequence ends.
@@ -27,29 +27,29 @@ class Pages:
     top: Tensor  # [R, C, n] the likeliest tokens before them
     top_raw: Tensor  # [R, C, n]
     top_processed: Tensor  # [R, C, n]
-    constant: ClassVar[bool] = False
+    is_per_request: ClassVar[bool] = False
 
     @classmethod
-    def empty(cls, rows: int, count: int, device: torch.device) -> Pages:
+    def empty(cls, rows: int, count: int, device: torch.device) -> LogprobsColumn:
         """Of rows without new tokens, with `count` alternatives."""
         line = torch.zeros(rows, 16, device=device)
         block = torch.zeros(rows, 16, count, device=device)
         return cls(line, line.clone(), block.long(), block.clone(), block.clone())
 
-    def parts(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The five tables."""
         return self.raw, self.processed, self.top, self.top_raw, self.top_processed
 
     def take(self, parents: Tensor) -> Self:
         """The pages of the new rows."""
-        return type(self)(*(pick(part, parents) for part in self.parts()))
+        return type(self)(*(index_rows(part, parents) for part in self.tensors()))
 
     def cat(self, other: Self) -> Self:
         """These rows' pages with another table's below."""
-        both = zip(self.parts(), other.parts(), strict=True)
-        return type(self)(*(join(mine, theirs) for mine, theirs in both))
+        both = zip(self.tensors(), other.tensors(), strict=True)
+        return type(self)(*(concat_padded(mine, theirs) for mine, theirs in both))
 
-    def written(self, at: Tensor, entries: tuple[Tensor, ...]) -> Pages:
+    def write(self, at: Tensor, entries: tuple[Tensor, ...]) -> LogprobsColumn:
         """These pages, which nobody else holds, with entries [R, T, ...] from the places `at` (host) on."""
         wide = entries[0].shape[1]
         need = int(at.max()) + wide if len(at) else 0
@@ -57,7 +57,7 @@ class Pages:
             wide, device=self.raw.device
         )
         new = []
-        for part, entry in zip(self.parts(), entries, strict=True):
+        for part, entry in zip(self.tensors(), entries, strict=True):
             if need > part.shape[1]:
                 more = part.new_zeros(
                     len(part), max(need, 2 * part.shape[1]) - part.shape[1], *part.shape[2:]
@@ -65,40 +65,46 @@ class Pages:
                 part = torch.cat((part, more), 1)
             part[torch.arange(len(part), device=place.device)[:, None], place] = entry
             new.append(part)
-        return Pages(*new)
+        return LogprobsColumn(*new)
 
 
-class Ledger:
+class LogprobsRecorder:
     """Writes the pages of rows whose request asks for `logprobs`, and hands them to what ended."""
 
-    name = "ledger"
+    column_name = "token_logprobs"
 
-    def follow(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
+    def observe(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
         """The selection with every new token entered."""
         rows = seen.rows
-        pages = rows.columns[self.name]
-        assert isinstance(pages, Pages)
+        pages = rows.columns[self.column_name]
+        assert isinstance(pages, LogprobsColumn)
         laws = (seen.logits.log_softmax(-1), seen.scores.log_softmax(-1))  # [R, K + 1, V]
         count, depth = len(selection.tokens), pages.top.shape[2]
         parents = torch.arange(count) if selection.parents is None else selection.parents
-        place = (rows.length - rows.prompt)[parents]
-        new = _run(proposal, selection, parents)
-        entries = _entries(*laws, parents, new, depth)
-        columns = {**selection.columns, self.name: pages.take(parents).written(place, entries)}
-        for row, ended in selection.retired:
+        place = (rows.length - rows.prompt_length)[parents]
+        new = _new_tokens(proposal, selection, parents)
+        entries = _logprob_entries(*laws, parents, new, depth)
+        columns = {**selection.columns, self.column_name: pages.take(parents).write(place, entries)}
+        for row, ended in selection.finished_sequences:
             # Its last tokens are not in the row yet, unless they were tentative there.
-            more = len(ended.tokens) - int(rows.length[row] - rows.prompt[row])
+            more = len(ended.tokens) - int(rows.length[row] - rows.prompt_length[row])
             last = ended.tokens[len(ended.tokens) - more :].to(new.device)
-            entry = _entries(*laws, torch.tensor([row]), last[None], depth)
-            ended.logprobs = _page(rows, pages, row, entry)
+            entry = _logprob_entries(*laws, torch.tensor([row]), last[None], depth)
+            ended.logprobs = _sequence_logprobs(rows, pages, row, entry)
         emitted = selection.emitted
         if emitted is not None:
             whence = torch.arange(len(emitted.token)) if emitted.row is None else emitted.row
             tokens = emitted.token.to(new.device)
-            now = (rows.length - rows.prompt)[whence]
-            at = now - 1 if emitted.held else now if emitted.place is None else emitted.place
+            now = (rows.length - rows.prompt_length)[whence]
+            at = (
+                now - 1
+                if emitted.already_appended
+                else now
+                if emitted.new_index is None
+                else emitted.new_index
+            )
             found = [
-                _spoken(law, page, whence, (at, now), tokens)
+                _emitted_logprobs(law, page, whence, (at, now), tokens)
                 for law, page in zip(laws, (pages.raw, pages.processed), strict=True)
             ]
             both = torch.stack(found).cpu()
@@ -106,27 +112,31 @@ class Ledger:
         return selection._replace(columns=columns, emitted=emitted)
 
 
-def _run(proposal: Proposal, selection: Selection, parents: Tensor) -> Tensor:
+def _new_tokens(proposal: Proposal, selection: Selection, parents: Tensor) -> Tensor:
     """The new tokens of each new row [R', K + 1]: its drafts up to those accepted, and its token."""
     tokens = selection.tokens[:, None]
     accepted = selection.accepted
     if proposal.drafts is None or accepted is None or int(accepted.max() if len(accepted) else 0) <= 0:
         return tokens
     wide = int(accepted.max())
-    run = torch.cat((pick(proposal.drafts[:, :wide], parents), tokens), 1)
+    run = torch.cat((index_rows(proposal.drafts[:, :wide], parents), tokens), 1)
     return run.scatter(1, accepted.clamp(min=0).to(run.device)[:, None], tokens)
 
 
-def _entries(raw: Tensor, processed: Tensor, rows: Tensor, run: Tensor, count: int) -> tuple[Tensor, ...]:
+def _logprob_entries(
+    raw: Tensor, processed: Tensor, rows: Tensor, run: Tensor, count: int
+) -> tuple[Tensor, ...]:
     """What is entered for tokens [N, T], one after the other, after the fed rows `rows` [N]."""
     wide = run.shape[1]
-    mine, shaped = (pick(law[:, :wide], rows) for law in (raw, processed))
+    mine, shaped = (index_rows(law[:, :wide], rows) for law in (raw, processed))
     top_raw, top = mine.topk(min(count, mine.shape[-1]))
     own = [law.gather(2, run[..., None])[..., 0] for law in (mine, shaped)]
     return own[0], own[1], top, top_raw, shaped.gather(2, top)
 
 
-def _spoken(law: Tensor, page: Tensor, rows: Tensor, places: tuple[Tensor, Tensor], tokens: Tensor) -> Tensor:
+def _emitted_logprobs(
+    law: Tensor, page: Tensor, rows: Tensor, places: tuple[Tensor, Tensor], tokens: Tensor
+) -> Tensor:
     """The log-probability of each token [N] of its row [N]: one now chosen, or one written down."""
     at, now = places
     device = law.device
@@ -138,14 +148,17 @@ def _spoken(law: Tensor, page: Tensor, rows: Tensor, places: tuple[Tensor, Tenso
     return torch.where((at >= now).to(device), new, old)
 
 
-def _page(rows: Rows, pages: Pages, row: int, last: tuple[Tensor, ...]) -> Logprobs | None:
+def _sequence_logprobs(
+    rows: Rows, pages: LogprobsColumn, row: int, last: tuple[Tensor, ...]
+) -> Logprobs | None:
     """A row's entries and the last ones [1, T, ...], on the host; None where its request asks for none."""
-    size = int(rows.length[row] - rows.prompt[row])
-    wanted = int(params_of(rows)["logprobs"][row])
+    size = int(rows.length[row] - rows.prompt_length[row])
+    wanted = int(row_params(rows)["logprobs"][row])
     if wanted < 0:
         return None
     whole = [
-        torch.cat((part[row, :size], entry[0])).cpu() for part, entry in zip(pages.parts(), last, strict=True)
+        torch.cat((part[row, :size], entry[0])).cpu()
+        for part, entry in zip(pages.tensors(), last, strict=True)
     ]
     raw, processed, top, top_raw, top_processed = whole
     return Logprobs(raw, processed, top[:, :wanted], top_raw[:, :wanted], top_processed[:, :wanted])

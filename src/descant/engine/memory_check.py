@@ -9,159 +9,174 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from descant.core.context import params_of
-from descant.core.interfaces import Cache
+from descant.core.context import row_params
+from descant.core.interfaces import RowCache
 from descant.core.rows import Rows
-from descant.engine.cache_factory import KINDS
-from descant.engine.cache_sizing import Run, cost, costs, wanted
-from descant.engine.planner import Plan
+from descant.engine.cache_factory import CACHES
+from descant.engine.cache_sizing import Workload, cache_cost, cache_costs, cache_request
+from descant.engine.planner import DecodingPlan
 from descant.errors import NotEnoughMemory
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.paged import PagedStore
-from descant.models.kv_shape import Geometry, declared, geometry_of
+from descant.models.kv_shape import KVShape, kv_shape_of, max_token_bytes
 
-__all__ = ["free", "refuse_unfitting", "run_of", "written"]
+__all__ = ["check_kv_fits", "format_bytes", "free_bytes", "workload_of"]
 
 # Below this nobody looks: a run that may take no more is let go.
-_LITTLE: Final = 2**30
+_MIN_CHECKED_BYTES: Final = 2**30
 
 # Caches in which every row takes as much as the longest.
-_LEVEL: Final = frozenset({"dynamic", "static", "offloaded", "offloaded_static", "hybrid"})
+_PADDED_CACHES: Final = frozenset({"dynamic", "static", "offloaded", "offloaded_static", "hybrid"})
 # Caches that have all they will ever take from the start.
-_WHOLE: Final = frozenset({"static", "offloaded_static"})
+_PREALLOCATED_CACHES: Final = frozenset({"static", "offloaded_static"})
 # In this order others are proposed: first those that change nothing.
-_PROPOSED: Final = ("paged", "sliding_window", "offloaded", "quantized", "h2o", "snapkv", "sink")
+_SUGGESTED_CACHES: Final = ("paged", "sliding_window", "offloaded", "quantized", "h2o", "snapkv", "sink")
 
 _MEMINFO = Path("/proc/meminfo")
-_GROUP = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")
+_CGROUP_FILE = Path("/proc/self/cgroup")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 # A request: its plan, the tokens of its prompt, the most that a row may have, positions without a token.
-New = tuple[Plan, int, int, int]
+NewRequest = tuple[DecodingPlan, int, int, int]
 
-_bound: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()  # a rough bound of a token's bytes
+_token_bytes_bound: WeakKeyDictionary[Any, int | None] = (
+    WeakKeyDictionary()
+)  # a rough bound of a token's bytes
 
 
-def run_of(plans: Sequence[Plan], lengths: Sequence[int], limits: Sequence[int], level: bool = True) -> Run:
+def workload_of(
+    plans: Sequence[DecodingPlan], lengths: Sequence[int], limits: Sequence[int], level: bool = True
+) -> Workload:
     """The rows of requests of one shape, of prompts and limits of these lengths.
 
     Where all rows take as much as the longest its lengths count, else their means.
     """
     known, count = plans[0], len(plans)
-    rows = known.config.num_beams if known.config.num_beams > 1 else known.values["copies"]
-    tries = known.values["top_k"] if known.key[0] == "contrastive" else 1
+    rows = known.config.num_beams if known.config.num_beams > 1 else known.base_params["num_sequences"]
+    tries = known.base_params["top_k"] if known.strategy_key[0] == "contrastive" else 1
     both = (max(lengths), max(limits)) if level else (sum(lengths) // count, sum(limits) // count)
     # The last token of a row is never fed.
-    return Run(count, rows, both[0], max(both[1] - 1, both[0]), tries, "guidance" in known.wraps)
+    return Workload(count, rows, both[0], max(both[1] - 1, both[0]), tries, "guidance" in known.wrappers)
 
 
-def refuse_unfitting(
-    model: Any, cache: Cache, named: str | None, new: Sequence[New], running: Rows | None
+def check_kv_fits(
+    model: Any, cache: RowCache, named: str | None, new: Sequence[NewRequest], running: Rows | None
 ) -> None:
     """Raise for new requests whose keys and values will not fit beside those of the rows that run.
 
     A rough bound is looked at first, so that nothing is measured for a run that cannot take much.
     """
     inner = getattr(model, "model", None)
-    kind = named or _NAMES.get(type(cache))
-    if inner is None or kind is None or hasattr(model, "new_cache") or model.facts.memory != "keys":
+    kind = named or _CACHE_NAMES.get(type(cache))
+    if inner is None or kind is None or hasattr(model, "new_cache") or model.traits.cache_type != "kv":
         return
-    token = _token(model, inner)
+    token = _bytes_per_token(model, inner)
     # What a model was not made for is often asked for, and seldom meant: rows end before.
-    most = model.facts.context
-    if most is not None and kind not in _WHOLE:
+    most = model.traits.context_length
+    if most is not None and kind not in _PREALLOCATED_CACHES:
         new = [
             (known, length, max(min(limit, most - offset), length + 1), offset)
             for known, length, limit, offset in new
         ]
     left = 0
-    if running is not None and len(running) and kind not in _WHOLE and not KINDS[kind].forgets:
-        ends = params_of(running)["limit"] + running.offset
+    if (
+        running is not None
+        and len(running)
+        and kind not in _PREALLOCATED_CACHES
+        and not CACHES[kind].drops_tokens
+    ):
+        ends = row_params(running)["max_length"] + running.offset
         ends = ends if most is None else ends.clamp(max=most)
-        left = int((ends - running.cached).clamp(min=0).double().sum())
-    total = sum(_rows(known) * (limit + offset) for known, _, limit, offset in new)
-    if token is None or (total + left) * token < _LITTLE:
+        left = int((ends - running.cached_length).clamp(min=0).double().sum())
+    total = sum(_num_rows(known) * (limit + offset) for known, _, limit, offset in new)
+    if token is None or (total + left) * token < _MIN_CHECKED_BYTES:
         return
-    geometry = geometry_of(inner)
-    runs = _runs(new, kind in _LEVEL)
-    found = [cost(kind, wanted(model, known.config, kind, run), run, geometry) for known, run in runs]
+    geometry = kv_shape_of(inner)
+    runs = _workloads(new, kind in _PADDED_CACHES)
+    found = [
+        cache_cost(kind, cache_request(model, known.config, kind, run), run, geometry) for known, run in runs
+    ]
     needs = [one for one in found if one is not None]
-    need = sum(one.peak for one in needs) + left * geometry.token
-    away = sum(one.away for one in needs)
-    short = _lacks(need, model.device) or _lacks(away, torch.device("cpu"))
-    peers = getattr(model, "peers", None)
+    need = sum(one.peak_bytes for one in needs) + left * geometry.bytes_per_token
+    away = sum(one.offloaded_bytes for one in needs)
+    short = _exceeds_free(need, model.device) or _exceeds_free(away, torch.device("cpu"))
+    peers = getattr(model, "rank_group", None)
     if short if peers is None else peers.any(short):
-        raise _shortage(model, kind, (need, away), runs, geometry)
+        raise _out_of_memory_error(model, kind, (need, away), runs, geometry)
 
 
-def _rows(known: Plan) -> int:
-    run = run_of([known], [1], [1])
-    return run.rows * run.tries * (1 + run.twins)
+def _num_rows(known: DecodingPlan) -> int:
+    run = workload_of([known], [1], [1])
+    return run.rows_per_prompt * run.num_candidates * (1 + run.has_cfg_rows)
 
 
-def _token(model: Any, inner: Any) -> int | None:
+def _bytes_per_token(model: Any, inner: Any) -> int | None:
     """A rough bound of the bytes of a token."""
-    if inner not in _bound:
-        _bound[inner] = declared(inner, model.facts.layers, model.facts.size)
-    return _bound[inner]
+    if inner not in _token_bytes_bound:
+        _token_bytes_bound[inner] = max_token_bytes(
+            inner, model.traits.num_layers, model.traits.embedding_size
+        )
+    return _token_bytes_bound[inner]
 
 
-def _runs(new: Sequence[New], level: bool) -> list[tuple[Plan, Run]]:
+def _workloads(new: Sequence[NewRequest], level: bool) -> list[tuple[DecodingPlan, Workload]]:
     """Requests of one shape as one run."""
-    alike: dict[tuple[Any, ...], list[New]] = {}
+    alike: dict[tuple[Any, ...], list[NewRequest]] = {}
     for one in new:
-        shape = run_of([one[0]], [1], [1])
-        alike.setdefault((shape.rows, shape.tries, shape.twins), []).append(one)
+        shape = workload_of([one[0]], [1], [1])
+        alike.setdefault((shape.rows_per_prompt, shape.num_candidates, shape.has_cfg_rows), []).append(one)
     found = []
     for some in alike.values():
         lengths = [length + offset for _, length, _, offset in some]
         limits = [limit + offset for _, _, limit, offset in some]
-        run = run_of([one[0] for one in some], lengths, limits, level)
+        run = workload_of([one[0] for one in some], lengths, limits, level)
         if level:  # every row of the table has as many slots as the longest of all
-            run = run._replace(stop=max(run.stop, *(limit + offset - 1 for _, _, limit, offset in new)))
+            run = run._replace(
+                final_length=max(run.final_length, *(limit + offset - 1 for _, _, limit, offset in new))
+            )
         found.append((some[0][0], run))
     return found
 
 
-def _lacks(need: int, device: torch.device) -> bool:
-    there = free(device) if need else None
+def _exceeds_free(need: int, device: torch.device) -> bool:
+    there = free_bytes(device) if need else None
     return there is not None and need > there
 
 
-def _shortage(
+def _out_of_memory_error(
     model: Any,
     kind: str,
     needed: tuple[int, int],
-    runs: Sequence[tuple[Plan, Run]],
-    geometry: Geometry,
+    runs: Sequence[tuple[DecodingPlan, Workload]],
+    geometry: KVShape,
 ) -> NotEnoughMemory:
     """The error that says what is needed, what there is, and what would fit."""
     need, away = needed
     device = model.device
-    if away and _lacks(away, torch.device("cpu")):
+    if away and _exceeds_free(away, torch.device("cpu")):
         need, device = away, torch.device("cpu")
-    there = free(device) or 0
+    there = free_bytes(device) or 0
     totals: dict[str, int] = {}
     for known, run in runs:
-        for name, one in costs(model, known.config, run, geometry).items():
+        for name, one in cache_costs(model, known.config, run, geometry).items():
             if one is not None:
-                totals[name] = totals.get(name, 0) + one.peak
-    fitting = [name for name in _PROPOSED if name != kind and totals.get(name, there + 1) <= there]
-    rows = sum(run.lines * run.tries for _, run in runs)
-    stop = max(run.stop for _, run in runs)
+                totals[name] = totals.get(name, 0) + one.peak_bytes
+    fitting = [name for name in _SUGGESTED_CACHES if name != kind and totals.get(name, there + 1) <= there]
+    rows = sum(run.num_rows * run.num_candidates for _, run in runs)
+    stop = max(run.final_length for _, run in runs)
     message = (
-        f"the {kind} cache of {rows} rows of up to {stop} positions needs {written(need)}, and "
-        f"{device} has {written(there)} left: "
+        f"the {kind} cache of {rows} rows of up to {stop} positions needs {format_bytes(need)}, and "
+        f"{device} has {format_bytes(there)} left: "
     )
     if fitting:
-        shown = " or ".join(f'"{name}" ({written(totals[name])})' for name in fitting[:3])
+        shown = " or ".join(f'"{name}" ({format_bytes(totals[name])})' for name in fitting[:3])
         message += f"cache_implementation={shown} would fit, or "
     limit = "max_new_tokens" if runs[0][0].config.max_new_tokens is not None else "max_length"
     message += f"lower `{limit}`, the number of rows or the length of prompts"
     return NotEnoughMemory(message, need, there, tuple(fitting))
 
 
-def written(size: float) -> str:
+def format_bytes(size: float) -> str:
     """A number of bytes as people write it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -171,7 +186,7 @@ def written(size: float) -> str:
 
 
 # ------------------------------------------------------------------------ what there is
-def free(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
     """How many bytes a device can still give; None: it does not say."""
     if device.type == "cuda":
         # What torch holds in reserve it gives again.
@@ -184,35 +199,35 @@ def free(device: torch.device) -> int | None:
     except OSError:
         return None
     kept = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([*kept, *_limits()], default=None)
+    return min([*kept, *_cgroup_free_bytes()], default=None)
 
 
-def _limits() -> list[int]:
+def _cgroup_free_bytes() -> list[int]:
     """What each of the process's control groups leaves it."""
     try:
-        lines = _GROUP.read_text(encoding="ascii").splitlines()
+        lines = _CGROUP_FILE.read_text(encoding="ascii").splitlines()
     except OSError:
         return []
     left = []
     for line in lines:
         _, kinds, path = line.split(":", 2)
         if kinds == "":
-            names, root = ("memory.max", "memory.current", "inactive_file"), _GROUPS
+            names, root = ("memory.max", "memory.current", "inactive_file"), _CGROUP_ROOT
         elif "memory" in kinds.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            root = _GROUPS / "memory"
+            root = _CGROUP_ROOT / "memory"
         else:
             continue
         place = root / path.lstrip("/")
         # A container may see itself as the root, whatever its path says.
         for group in {root, *(one for one in (place, *place.parents) if root in one.parents)}:
-            limit, used = (_number(group / name) for name in names[:2])
+            limit, used = (_read_int(group / name) for name in names[:2])
             if limit is not None and used is not None:
-                left.append(max(limit - used + _reclaimed(group, names[2]), 0))
+                left.append(max(limit - used + _reclaimable_bytes(group, names[2]), 0))
     return left
 
 
-def _number(path: Path) -> int | None:
+def _read_int(path: Path) -> int | None:
     """The number in a file; None where there is none, or it says that there is no limit."""
     try:
         text = path.read_text(encoding="ascii").strip()
@@ -221,7 +236,7 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _reclaimed(group: Path, name: str) -> int:
+def _reclaimable_bytes(group: Path, name: str) -> int:
     """What a control group counts as used and gives back when it is asked: files that were read."""
     try:
         lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
@@ -230,4 +245,4 @@ def _reclaimed(group: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
-_NAMES: Final[dict[type[Any], str]] = {DenseCache: "dynamic", PagedStore: "paged"}
+_CACHE_NAMES: Final[dict[type[Any], str]] = {DenseStore: "dynamic", PagedStore: "paged"}

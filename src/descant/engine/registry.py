@@ -6,34 +6,34 @@ from collections.abc import Hashable
 from itertools import count
 from typing import Generic, TypeVar
 
-__all__ = ["Shelf"]
+__all__ = ["RefCountedRegistry"]
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 
-class Shelf(Generic[Thing]):
+class RefCountedRegistry(Generic[Item]):
     """Things by number; what has the same key has the same number."""
 
     def __init__(self) -> None:
-        self.items: dict[int, Thing] = {}
-        self._numbers: dict[Hashable, int] = {}
+        self.items: dict[int, Item] = {}
+        self._ids: dict[Hashable, int] = {}
         self._keys: dict[int, Hashable] = {}
-        self._users: dict[int, int] = {}
-        self._next = count()
+        self._refcounts: dict[int, int] = {}
+        self._next_id = count()
 
-    def put(self, key: Hashable, thing: Thing) -> int:
+    def acquire(self, key: Hashable, thing: Item) -> int:
         """The number of a thing, which has one user more."""
-        number = self._numbers.get(key)
+        number = self._ids.get(key)
         if number is None:
-            number = next(self._next)
-            self.items[number], self._numbers[key], self._keys[number] = thing, number, key
-        self._users[number] = self._users.get(number, 0) + 1
+            number = next(self._next_id)
+            self.items[number], self._ids[key], self._keys[number] = thing, number, key
+        self._refcounts[number] = self._refcounts.get(number, 0) + 1
         return number
 
-    def drop(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Say that a user has gone; the last one takes the thing along. -1 stands for nothing."""
         if number < 0:
             return
-        self._users[number] -= 1
-        if not self._users[number]:
-            del self.items[number], self._users[number], self._numbers[self._keys.pop(number)]
+        self._refcounts[number] -= 1
+        if not self._refcounts[number]:
+            del self.items[number], self._refcounts[number], self._ids[self._keys.pop(number)]

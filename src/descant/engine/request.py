@@ -10,26 +10,26 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Prompt
-from descant.core.interfaces import Facts
-from descant.decoding.stopping.checker import Criterion, Pattern
+from descant.core.context import PromptInfo
+from descant.core.interfaces import ModelTraits
+from descant.decoding.stopping.checker import Criterion, RegexStop
 from descant.errors import InputError
-from descant.models.multimodal import is_mark
-from descant.tokenization.banned_phrases import Phrases
-from descant.tokenization.stop_strings import StopTable
-from descant.tokenization.token_bytes import Vocabulary
-from descant.tokenization.token_healing import Tail
+from descant.models.multimodal import is_per_token
+from descant.tokenization.banned_phrases import PhraseMatcher
+from descant.tokenization.stop_strings import StopStringMatcher
+from descant.tokenization.token_bytes import TokenBytes
+from descant.tokenization.token_healing import HealedSuffix
 
 __all__ = [
     "Request",
-    "Texts",
-    "beside",
-    "healed",
-    "prompt_of",
-    "refuse_uncallable",
-    "refuse_unguided",
-    "shortened",
-    "texts_of",
+    "TextMatchers",
+    "build_text_matchers",
+    "drop_last_tokens",
+    "healed_suffix",
+    "negative_prompt_excess",
+    "prompt_info",
+    "validate_callables",
+    "validate_negative_prompt",
 ]
 
 
@@ -52,26 +52,26 @@ class Request:
     tokenizer: Any = None  # for what is text: `stop_strings`, `stop_regex`, `dry_sequence_breakers`, healing
     assistant_model: Any = None  # a draft model, which guesses ahead
     assistant_tokenizer: Any = None  # and its tokenizer, where that is another than `tokenizer`
-    past: Any = None  # a `Past`, or a cache of one row
-    keep: bool = False  # whether `Finished.pasts` is to hold what its sequences have read
+    past_key_values: Any = None  # a `Past`, or a cache of one row
+    return_past_key_values: bool = False  # whether `Finished.pasts` is to hold what its sequences have read
     recipe: Any = None  # a `Recipe` that is a part of the loop, or a class of one of its ports
-    salt: bytes = b""  # for a prefix cache: only requests with the same one share what they have read
-    batch: int = 0  # which prompt of its call it is, for `prefix_allowed_tokens_fn`
-    width: int = 0  # of the padded prompts it came with; a user's processor is shown ids of that width
-    line: int = -1  # which line of torch's noise is its own; -1: it draws from a stream of its own
-    merged: bool = False  # the config has taken in the model's own already
+    cache_salt: bytes = b""  # for a prefix cache: only requests with the same one share what they have read
+    prompt_index: int = 0  # which prompt of its call it is, for `prefix_allowed_tokens_fn`
+    padded_width: int = 0  # of the padded prompts it came with; a user's processor is shown ids of that width
+    noise_row: int = -1  # which line of torch's noise is its own; -1: it draws from a stream of its own
+    config_merged: bool = False  # the config has taken in the model's own already
 
 
-class Texts(NamedTuple):
+class TextMatchers(NamedTuple):
     """What a request gives as text, in terms of tokens."""
 
-    table: StopTable | None
-    pattern: Pattern | None
-    breakers: list[int] | None
-    phrases: Phrases | None = None
+    stop_strings: StopStringMatcher | None
+    stop_regex: RegexStop | None
+    sequence_breakers: list[int] | None
+    banned_phrases: PhraseMatcher | None = None
 
 
-def texts_of(request: Request, config: GenerationConfig) -> Texts:
+def build_text_matchers(request: Request, config: GenerationConfig) -> TextMatchers:
     """A request's texts by its tokenizer, or an InputError that asks for one."""
     breakers = config.dry_sequence_breakers if config.dry_multiplier else None
     spoken = [part for part in breakers or () if isinstance(part, str)]
@@ -83,50 +83,52 @@ def texts_of(request: Request, config: GenerationConfig) -> Texts:
     }
     asking = next((name for name, value in needs.items() if value), None)
     if asking is None:
-        return Texts(None, None, None)
+        return TextMatchers(None, None, None)
     if request.tokenizer is None:
         raise InputError("tokenizer", f"must be given with `{asking}`", None, "pass the model's tokenizer")
-    strings = _strings(config.stop_strings)
-    vocabulary = Vocabulary.of(request.tokenizer)
+    strings = _as_strings(config.stop_strings)
+    vocabulary = TokenBytes.from_tokenizer(request.tokenizer)
     found = None
     if spoken:
         parts = [part.encode() for part in spoken]
         found = [int(part) for part in breakers or () if not isinstance(part, str)]
         found += [at for at, text in enumerate(vocabulary.bytes) if any(part in text for part in parts)]
-    return Texts(
-        StopTable.of(request.tokenizer, strings) if strings else None,
-        Pattern(re.compile(config.stop_regex), vocabulary) if config.stop_regex else None,
+    return TextMatchers(
+        StopStringMatcher.from_tokenizer(request.tokenizer, strings) if strings else None,
+        RegexStop(re.compile(config.stop_regex), vocabulary) if config.stop_regex else None,
         found,
-        Phrases.of(request.tokenizer, _strings(config.banned_phrases)) if config.banned_phrases else None,
+        PhraseMatcher.from_tokenizer(request.tokenizer, _as_strings(config.banned_phrases))
+        if config.banned_phrases
+        else None,
     )
 
 
-def _strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def _as_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
     """Texts of a config, one or several."""
     return (given,) if isinstance(given, str) else tuple(given or ())
 
 
-def healed(request: Request, config: GenerationConfig, ids: Tensor) -> Tail | None:
+def healed_suffix(request: Request, config: GenerationConfig, ids: Tensor) -> HealedSuffix | None:
     """What token healing takes off the end of a request's prompt; None where it is not asked for."""
     if not config.token_healing:
         return None
     if request.tokenizer is None:
         do = "pass the model's tokenizer"
         raise InputError("tokenizer", "must be given with `token_healing`", None, do)
-    return Tail.of(request.tokenizer, ids.tolist())
+    return HealedSuffix.from_prompt(request.tokenizer, ids.tolist())
 
 
-def shortened(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
+def drop_last_tokens(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
     """What a model that has no encoder is given beside its prompt, without its last `count` tokens."""
     return {
         name: one[: len(one) - count]
-        if name == "inputs_embeds" or is_mark(name, getattr(one, "ndim", 0))
+        if name == "inputs_embeds" or is_per_token(name, getattr(one, "ndim", 0))
         else one
         for name, one in inputs.items()
     }
 
 
-def prompt_of(request: Request, ids: Tensor, offset: int, tail: Tail | None = None) -> Prompt:
+def prompt_info(request: Request, ids: Tensor, offset: int, tail: HealedSuffix | None = None) -> PromptInfo:
     """What the parameters of a request's row may depend on."""
 
     def source() -> list[int]:
@@ -137,16 +139,16 @@ def prompt_of(request: Request, ids: Tensor, offset: int, tail: Tail | None = No
         kept = given if mask is None else given[mask.bool()]
         return [int(token) for token in kept.tolist()]
 
-    return Prompt(len(ids), offset, request.width, request.batch, source, tail)
+    return PromptInfo(len(ids), offset, request.padded_width, request.prompt_index, source, tail)
 
 
-def beside(request: Request) -> int:
+def negative_prompt_excess(request: Request) -> int:
     """How many positions longer than its prompt the longest text is that is read beside it."""
     negative = request.inputs.get("negative_prompt_ids")
     return 0 if negative is None else max(0, len(negative) - len(request.prompt))
 
 
-def refuse_unguided(request: Request, wraps: Sequence[str], facts: Facts, new: int) -> None:
+def validate_negative_prompt(request: Request, wraps: Sequence[str], facts: ModelTraits, new: int) -> None:
     """Raise for a negative prompt that nobody reads, or that leaves no room for `new` tokens after it."""
     given = request.inputs.get("negative_prompt_ids")
     if given is None:
@@ -158,17 +160,17 @@ def refuse_unguided(request: Request, wraps: Sequence[str], facts: Facts, new: i
         do = "set guidance_scale, or leave it out"
         raise InputError("negative_prompt_ids", "has no use without `guidance_scale`", given, do)
     ids = [int(token) for token in given]
-    if not ids or min(ids) < 0 or max(ids) >= facts.vocabulary:
-        raise InputError("negative_prompt_ids", f"must hold ids from 0 to {facts.vocabulary - 1}", given)
+    if not ids or min(ids) < 0 or max(ids) >= facts.vocab_size:
+        raise InputError("negative_prompt_ids", f"must hold ids from 0 to {facts.vocab_size - 1}", given)
     # The last token is never fed.
-    if facts.table is not None and len(ids) + new - 1 > facts.table:
-        must = f"must leave room for {new} new tokens, the model has {facts.table} positions"
+    if facts.max_positions is not None and len(ids) + new - 1 > facts.max_positions:
+        must = f"must leave room for {new} new tokens, the model has {facts.max_positions} positions"
         raise InputError(
             "negative_prompt_ids", must, f"{len(ids)} tokens", "shorten it or lower max_new_tokens"
         )
 
 
-def refuse_uncallable(request: Request) -> None:
+def validate_callables(request: Request) -> None:
     """Raise for processors and criteria that cannot be called."""
     for name in ("logits_processor", "stopping_criteria"):
         for one in getattr(request, name):

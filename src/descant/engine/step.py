@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from descant.core.records import Hypothesis, Observation, Proposal, Selection
-from descant.core.rows import Rows, pick, settle, taken
-from descant.engine.strategy_group import Lane, joined, narrow, proposed
+from descant.core.rows import Rows, index_rows, stable_row_order, take_rows
+from descant.engine.strategy_group import StrategyGroup, merge_proposals, merge_selections, slice_group
 
 if TYPE_CHECKING:
-    from descant.core.interfaces import Cache, Model
+    from descant.core.interfaces import Model, RowCache
 
-__all__ = ["step"]
+__all__ = ["run_step"]
 
 
-def step(
+def run_step(
     model: Model,
-    cache: Cache,
+    cache: RowCache,
     rows: Rows,
-    lanes: Callable[[Rows], Sequence[Lane]],
+    lanes: Callable[[Rows], Sequence[StrategyGroup]],
     observe: Callable[[Observation], None] | None = None,
     retire: Callable[[Rows, Sequence[tuple[int, Hypothesis]], Tensor], None] | None = None,
 ) -> tuple[Rows, list[Selection]]:
@@ -32,68 +32,68 @@ def step(
     these rows, and how much of every fed row goes on [R] (host).
     """
     present = lanes(rows)
-    proposal = proposed(rows, present, cache)
+    proposal = merge_proposals(rows, present, cache)
     if proposal.parents is not None:
         rows = rows.take(proposal.parents)
-        cache.commit(proposal.parents, rows.cached)
+        cache.commit(proposal.parents, rows.cached_length)
         present = lanes(rows)
 
     output = model.forward(rows, proposal, cache)
 
     chosen: list[tuple[Tensor | None, Selection]] = []
     for lane in present:
-        mine, tried, heard = narrow(rows, proposal, output, lane.index)
+        mine, tried, heard = slice_group(rows, proposal, output, lane.index)
         scores = lane.process(mine, tried, heard.logits)
-        asked = partial(lane.some, mine, scores)
-        selected = lane.strategy.select(mine, tried, heard._replace(logits=scores, process=asked))
-        raw = heard.logits if heard.plain is None else heard.plain
-        seen = Observation(mine, raw, scores, heard, selected.told)
+        asked = partial(lane.process_subset, mine, scores)
+        selected = lane.strategy.select(mine, tried, heard._replace(logits=scores, process_rows=asked))
+        raw = heard.logits if heard.base_logits is None else heard.base_logits
+        seen = Observation(mine, raw, scores, heard, selected.recorded_lines)
         if observe is not None:
             observe(seen)
-        if lane.watch is not None:
-            seen = seen._replace(watched=tuple(lane.watch))
-            lane.watch.clear()
-        chosen.append((lane.index, lane.follow(seen, tried, selected)))
+        if lane.traces is not None:
+            seen = seen._replace(processor_traces=tuple(lane.traces))
+            lane.traces.clear()
+        chosen.append((lane.index, lane.observe(seen, tried, selected)))
 
-    selection = _settled(joined(rows, chosen), len(rows))
-    kept = _extended(rows, proposal, selection)
+    selection = _minimise_moves(merge_selections(rows, chosen), len(rows))
+    kept = _append_tokens(rows, proposal, selection)
     if retire is not None:
         ended = [
             (row if index is None else int(index[row]), sequence)
             for index, one in chosen
-            for row, sequence in one.retired
+            for row, sequence in one.finished_sequences
         ]
         if ended:
-            retire(rows, ended, _going(rows, selection.parents, kept))
-    cache.commit(selection.parents, kept.cached)
+            retire(rows, ended, _kept_lengths(rows, selection.parents, kept))
+    cache.commit(selection.parents, kept.cached_length)
     return kept, [one for _, one in chosen]
 
 
-def _going(rows: Rows, parents: Tensor | None, kept: Rows) -> Tensor:
+def _kept_lengths(rows: Rows, parents: Tensor | None, kept: Rows) -> Tensor:
     """How many positions of each fed row the rows that continue it keep [R]; what it had, where none does."""
     if parents is None:
-        return kept.cached
-    return rows.cached.scatter(0, parents, kept.cached)
+        return kept.cached_length
+    return rows.cached_length.scatter(0, parents, kept.cached_length)
 
 
-def _settled(selection: Selection, rows: int) -> Selection:
+def _minimise_moves(selection: Selection, rows: int) -> Selection:
     """The same selection with as few rows moved as can be."""
     if selection.parents is None:
         return selection
-    order = settle(selection.parents, rows)
+    order = stable_row_order(selection.parents, rows)
     if order is None:
         return selection
     return Selection(
-        pick(selection.tokens, order),
+        index_rows(selection.tokens, order),
         selection.parents[order],
         None if selection.accepted is None else selection.accepted[order],
         None if selection.slot is None else selection.slot[order],
-        {name: taken(value, order) for name, value in selection.columns.items()},
-        selection.emits if isinstance(selection.emits, bool) else selection.emits[order],
+        {name: take_rows(value, order) for name, value in selection.columns.items()},
+        selection.emit_mode if isinstance(selection.emit_mode, bool) else selection.emit_mode[order],
     )
 
 
-def _extended(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
+def _append_tokens(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
     """The kept rows with their accepted drafts and next token decided; all but that token is cached."""
     parents = selection.parents
     kept = rows if parents is None else rows.take(parents)
@@ -105,13 +105,15 @@ def _extended(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
     if selection.accepted is not None:
         length = kept.length + selection.accepted
         if proposal.drafts is not None:
-            kept = kept.append(proposal.drafts if parents is None else pick(proposal.drafts, parents), length)
+            kept = kept.append(
+                proposal.drafts if parents is None else index_rows(proposal.drafts, parents), length
+            )
         else:
-            kept = kept.changed(length=length)
-    if selection.emits is True:
+            kept = kept.replace(length=length)
+    if selection.emit_mode is True:
         return kept.advance(selection.tokens, **fields)
-    if selection.emits is False:
-        return kept.changed(cached=kept.position, **fields)
-    cached = kept.position + selection.emits.clamp(max=0)
-    length = kept.length + selection.emits.clamp(min=0)
-    return kept.append(selection.tokens[:, None], length, cached=cached, **fields)
+    if selection.emit_mode is False:
+        return kept.replace(cached_length=kept.position, **fields)
+    cached = kept.position + selection.emit_mode.clamp(max=0)
+    length = kept.length + selection.emit_mode.clamp(min=0)
+    return kept.append(selection.tokens[:, None], length, cached_length=cached, **fields)

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["Attention", "Lazy", "attended"]
+__all__ = ["AttentionCall", "KVProxy", "sdpa"]
 
 _ALL = slice(None)
 
 
-class Attention(NamedTuple):
+class AttentionCall(NamedTuple):
     """What scaled_dot_product_attention is asked for beside keys and values."""
 
     query: Tensor  # [N, Hq, T, D]
     mask: Tensor | None = None  # [N or 1, Hq or 1, T, S], of bits or to be added
     dropout: float = 0.0
-    causal: bool = False
+    is_causal: bool = False
     scale: float | None = None
-    grouped: bool = False  # several query heads share a head of keys
+    enable_gqa: bool = False  # several query heads share a head of keys
 
 
-class Lazy:
+class KVProxy:
     """The keys or values [N, H, S, D] of some rows as a cache holds them.
 
     torch's attention asks the cache itself (`attend`), which can then do better than lay everything out, or
@@ -37,22 +37,22 @@ class Lazy:
     def __init__(self, shape: Sequence[int], like: Tensor) -> None:
         self.shape = torch.Size(shape)
         self.dtype, self.device = like.dtype, like.device
-        self.repeats = 1  # how often every head is repeated, beside the next one
+        self.head_repeats = 1  # how often every head is repeated, beside the next one
         self._dense: Tensor | None = None
 
-    def laid_out(self) -> Tensor:
+    def build_tensor(self) -> Tensor:
         """All of it as a tensor [N, H, S, D], without repeats."""
         raise NotImplementedError
 
-    def attend(self, values: Lazy, asked: Attention) -> Tensor:
+    def attend(self, values: KVProxy, asked: AttentionCall) -> Tensor:
         """What the query sees in these keys and those values [N, Hq, T, D]."""
-        return attended(self.dense(), values.dense(), asked)
+        return sdpa(self.materialize(), values.materialize(), asked)
 
-    def dense(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """All of it as a tensor [N, H, S, D]."""
         if self._dense is None:
-            plain = self.laid_out()
-            self._dense = plain if self.repeats == 1 else plain.repeat_interleave(self.repeats, 1)
+            plain = self.build_tensor()
+            self._dense = plain if self.head_repeats == 1 else plain.repeat_interleave(self.head_repeats, 1)
         return self._dense
 
     @property
@@ -75,13 +75,13 @@ class Lazy:
         # How heads of keys are repeated for the query heads that share them, which need not be done.
         if isinstance(index, tuple) and len(index) == 5 and index[2] is None:
             rest = (*index[:2], *index[3:])
-            return _Unfolded(self) if all(part == _ALL for part in rest) else self.dense()[index]
-        return self.dense()[index]
+            return _RepeatedKVProxy(self) if all(part == _ALL for part in rest) else self.materialize()[index]
+        return self.materialize()[index]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_dense":
             raise AttributeError(name)
-        return getattr(self.dense(), name)
+        return getattr(self.materialize(), name)
 
     @classmethod
     def __torch_function__(
@@ -89,69 +89,75 @@ class Lazy:
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            query, keys, values, asked = _bound(*args, **kwargs)
-            if isinstance(keys, Lazy) and isinstance(values, Lazy) and isinstance(query, Tensor):
-                grouped = asked.grouped or keys.repeats > 1
-                return keys.plain().attend(values.plain(), asked._replace(grouped=grouped))
-        return func(*tree_map(_tensor, tuple(args)), **tree_map(_tensor, dict(kwargs)))
+            query, keys, values, asked = _bind_sdpa_args(*args, **kwargs)
+            if isinstance(keys, KVProxy) and isinstance(values, KVProxy) and isinstance(query, Tensor):
+                grouped = asked.enable_gqa or keys.head_repeats > 1
+                return keys.without_repeats().attend(
+                    values.without_repeats(), asked._replace(enable_gqa=grouped)
+                )
+        return func(*tree_map(_as_tensor, tuple(args)), **tree_map(_as_tensor, dict(kwargs)))
 
-    def plain(self) -> Lazy:
+    def without_repeats(self) -> KVProxy:
         """The same without repeats."""
-        return self if self.repeats == 1 else self.repeated(1)
+        return self if self.head_repeats == 1 else self.with_repeats(1)
 
-    def repeated(self, count: int) -> Lazy:
+    def with_repeats(self, count: int) -> KVProxy:
         """The same with every head so many times."""
         other = copy.copy(self)
-        heads = self.shape[1] // self.repeats
+        heads = self.shape[1] // self.head_repeats
         other.shape = torch.Size((self.shape[0], heads * count, *self.shape[2:]))
-        other.repeats, other._dense = count, None
+        other.head_repeats, other._dense = count, None
         return other
 
 
-def _operator(name: str) -> Any:
-    def operate(self: Lazy, *others: Any) -> Any:
-        return getattr(self.dense(), name)(*(_tensor(one) for one in others))
+def _make_operator(name: str) -> Any:
+    def operate(self: KVProxy, *others: Any) -> Any:
+        return getattr(self.materialize(), name)(*(_as_tensor(one) for one in others))
 
     return operate
 
 
 # Python looks these up on the class, past `__getattr__`.
 for _name in ("add", "sub", "mul", "truediv", "matmul"):
-    setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
-    setattr(Lazy, f"__r{_name}__", _operator(f"__r{_name}__"))
+    setattr(KVProxy, f"__{_name}__", _make_operator(f"__{_name}__"))
+    setattr(KVProxy, f"__r{_name}__", _make_operator(f"__r{_name}__"))
 for _name in ("neg", "pow", "abs", "iter"):
-    setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(KVProxy, f"__{_name}__", _make_operator(f"__{_name}__"))
 
 
-class _Unfolded:
+class _RepeatedKVProxy:
     """Lazy keys with a dimension for repeats put in [N, H, 1, S, D], or already widened."""
 
-    def __init__(self, lazy: Lazy, count: int = 1) -> None:
-        self._lazy, self._count = lazy, count
+    def __init__(self, lazy: KVProxy, count: int = 1) -> None:
+        self._proxy, self._head_repeats = lazy, count
 
     def expand(self, *sizes: int) -> Any:
-        rows, heads, length, size = self._lazy.shape
-        if len(sizes) == 5 and self._count == 1 and sizes[:2] + sizes[3:] == (rows, heads, length, size):
-            return _Unfolded(self._lazy, sizes[2])
-        return self._tensor().expand(*sizes)
+        rows, heads, length, size = self._proxy.shape
+        if (
+            len(sizes) == 5
+            and self._head_repeats == 1
+            and sizes[:2] + sizes[3:] == (rows, heads, length, size)
+        ):
+            return _RepeatedKVProxy(self._proxy, sizes[2])
+        return self._materialize().expand(*sizes)
 
     def reshape(self, *sizes: int) -> Any:
-        rows, heads, length, size = self._lazy.shape
-        if sizes == (rows, heads * self._count, length, size) and self._lazy.repeats == 1:
-            return self._lazy.repeated(self._count)
-        return self._tensor().reshape(*sizes)
+        rows, heads, length, size = self._proxy.shape
+        if sizes == (rows, heads * self._head_repeats, length, size) and self._proxy.head_repeats == 1:
+            return self._proxy.with_repeats(self._head_repeats)
+        return self._materialize().reshape(*sizes)
 
-    def _tensor(self) -> Tensor:
-        rows, heads, length, size = self._lazy.shape
-        return self._lazy.dense()[:, :, None].expand(rows, heads, self._count, length, size)
+    def _materialize(self) -> Tensor:
+        rows, heads, length, size = self._proxy.shape
+        return self._proxy.materialize()[:, :, None].expand(rows, heads, self._head_repeats, length, size)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._tensor(), name)
+        return getattr(self._materialize(), name)
 
 
-def attended(keys: Tensor, values: Tensor, asked: Attention) -> Tensor:
+def sdpa(keys: Tensor, values: Tensor, asked: AttentionCall) -> Tensor:
     """torch's own attention."""
     return torch.nn.functional.scaled_dot_product_attention(
         asked.query,
@@ -159,13 +165,13 @@ def attended(keys: Tensor, values: Tensor, asked: Attention) -> Tensor:
         values,
         attn_mask=asked.mask,
         dropout_p=asked.dropout,
-        is_causal=asked.causal,
+        is_causal=asked.is_causal,
         scale=asked.scale,
-        enable_gqa=asked.grouped,
+        enable_gqa=asked.enable_gqa,
     )
 
 
-def _bound(  # noqa: PLR0913 - torch's own arguments
+def _bind_sdpa_args(  # noqa: PLR0913 - torch's own arguments
     query: Any,
     key: Any,
     value: Any,
@@ -174,10 +180,10 @@ def _bound(  # noqa: PLR0913 - torch's own arguments
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> tuple[Any, Any, Any, Attention]:
+) -> tuple[Any, Any, Any, AttentionCall]:
     """The arguments of scaled_dot_product_attention, however they were given."""
-    return query, key, value, Attention(query, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return query, key, value, AttentionCall(query, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _tensor(thing: Any) -> Any:
-    return thing.dense() if isinstance(thing, Lazy) else thing
+def _as_tensor(thing: Any) -> Any:
+    return thing.materialize() if isinstance(thing, KVProxy) else thing

@@ -5,45 +5,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Cache
-from descant.core.rows import settle
+from descant.core.interfaces import RowCache
+from descant.core.rows import stable_row_order
 
-__all__ = ["Twins"]
+__all__ = ["PairedRowCache"]
 
 
-class Twins:
+class PairedRowCache:
     """Rows and twins side by side in one cache, so that one forward can read both.
 
     Row `i` lies in row `place[i]` of the cache inside, its twin in `twin[i]`; a twin is always `shift[i]`
     positions longer than its row (or shorter), once both hold anything.
     """
 
-    def __init__(self, inner: Cache) -> None:
+    def __init__(self, inner: RowCache) -> None:
         self.inner = inner
         count = len(inner)
-        self.place = torch.arange(count)  # [R] (host)
-        self.twin = torch.full((count,), -1)  # [R] -1 where a row has none
-        self.shift = torch.zeros(count, dtype=torch.long)  # [R]
-        self._count = count  # rows inside
+        self.row_index = torch.arange(count)  # [R] (host)
+        self.uncond_row = torch.full((count,), -1)  # [R] -1 where a row has none
+        self.uncond_offset = torch.zeros(count, dtype=torch.long)  # [R]
+        self._num_inner_rows = count  # rows inside
 
     @property
-    def rewind(self) -> int | None:
+    def max_rewind(self) -> int | None:
         """How far rows may be cut."""
-        return self.inner.rewind
+        return self.inner.max_rewind
 
     def __len__(self) -> int:
-        return len(self.place)
+        return len(self.row_index)
 
     @property
-    def whose(self) -> Tensor:
+    def outer_row(self) -> Tensor:
         """The row that each row inside is [N]; -1 where it is a twin."""
-        whose = torch.full((self._count,), -1)
-        whose[self.place] = torch.arange(len(self.place))
+        whose = torch.full((self._num_inner_rows,), -1)
+        whose[self.row_index] = torch.arange(len(self.row_index))
         return whose
 
-    def order(self, mine: Tensor) -> Tensor | None:
+    def inner_order(self, mine: Tensor) -> Tensor | None:
         """Which of `[rows; twins of mine]` lies in each row inside [N]; None: they lie like that."""
-        lies = torch.cat((self.place, self.twin[mine]))
+        lies = torch.cat((self.row_index, self.uncond_row[mine]))
         if torch.equal(lies, torch.arange(len(lies))):
             return None
         order = torch.empty_like(lies)
@@ -53,36 +53,40 @@ class Twins:
     def extend(self, rows: int) -> None:
         """Append empty rows, without twins."""
         self.inner.extend(rows)
-        self.place = torch.cat((self.place, self._count + torch.arange(rows)))
-        self.twin = torch.cat((self.twin, torch.full((rows,), -1)))
-        self.shift = torch.cat((self.shift, torch.zeros(rows, dtype=torch.long)))
-        self._count += rows
+        self.row_index = torch.cat((self.row_index, self._num_inner_rows + torch.arange(rows)))
+        self.uncond_row = torch.cat((self.uncond_row, torch.full((rows,), -1)))
+        self.uncond_offset = torch.cat((self.uncond_offset, torch.zeros(rows, dtype=torch.long)))
+        self._num_inner_rows += rows
 
-    def seat(self, rows: Tensor, shifts: Tensor) -> None:
+    def add_uncond_rows(self, rows: Tensor, shifts: Tensor) -> None:
         """Give rows that hold nothing yet twins that hold nothing yet."""
         self.inner.extend(len(rows))
-        self.twin[rows] = self._count + torch.arange(len(rows))
-        self.shift[rows] = shifts
-        self._count += len(rows)
+        self.uncond_row[rows] = self._num_inner_rows + torch.arange(len(rows))
+        self.uncond_offset[rows] = shifts
+        self._num_inner_rows += len(rows)
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`, and so is its twin."""
         if parents is not None:
-            self.place, self.twin, self.shift = self.place[parents], self.twin[parents], self.shift[parents]
-        has = (self.twin >= 0).nonzero().squeeze(1)
-        whence = torch.cat((self.place, self.twin[has]))
-        held = torch.cat((lengths, torch.where(lengths[has] > 0, lengths[has] + self.shift[has], 0)))
+            self.row_index, self.uncond_row, self.uncond_offset = (
+                self.row_index[parents],
+                self.uncond_row[parents],
+                self.uncond_offset[parents],
+            )
+        has = (self.uncond_row >= 0).nonzero().squeeze(1)
+        whence = torch.cat((self.row_index, self.uncond_row[has]))
+        held = torch.cat((lengths, torch.where(lengths[has] > 0, lengths[has] + self.uncond_offset[has], 0)))
         if parents is None:
             inside = torch.empty_like(held)
             inside[whence] = held
             self.inner.commit(None, inside)
             return
-        order = settle(whence, self._count)
+        order = stable_row_order(whence, self._num_inner_rows)
         order = torch.arange(len(whence)) if order is None else order
         self.inner.commit(whence[order], held[order])
         lies = torch.empty_like(order)
         lies[order] = torch.arange(len(order))
-        self.place = lies[: len(parents)]
-        self.twin = torch.full((len(parents),), -1)
-        self.twin[has] = lies[len(parents) :]
-        self._count = len(order)
+        self.row_index = lies[: len(parents)]
+        self.uncond_row = torch.full((len(parents),), -1)
+        self.uncond_row[has] = lies[len(parents) :]
+        self._num_inner_rows = len(order)

@@ -7,36 +7,43 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from descant.kv_cache.attention_proxy import Attention
-from descant.kv_cache.attention_scores import Where, part_of, weights_of
+from descant.kv_cache.attention_proxy import AttentionCall
+from descant.kv_cache.attention_scores import WriteRegion, attention_weights, select_queries
 
-__all__ = ["Limit", "Round", "rounds"]
+__all__ = ["EvictionBudget", "EvictionState", "simulate_draft_eviction"]
 
 
-class Limit(NamedTuple):
+class EvictionBudget(NamedTuple):
     """How much a row may hold."""
 
     budget: int  # slots
-    spared: int  # how many of the newest are never dropped
+    num_protected: int  # how many of the newest are never dropped
 
-    def left(self, score: Tensor, seen: Tensor, top: Tensor, keep: Tensor) -> Tensor:
+    def surviving_slots(self, score: Tensor, seen: Tensor, top: Tensor, keep: Tensor) -> Tensor:
         """Which of the slots that are seen [N, H, S] stay, `keep` of them, the newest being below `top`."""
         slots = torch.arange(score.shape[2], device=score.device)
-        weight = score.masked_fill(slots >= top - self.spared, torch.inf).masked_fill(~seen, -torch.inf)
+        weight = score.masked_fill(slots >= top - self.num_protected, torch.inf).masked_fill(
+            ~seen, -torch.inf
+        )
         order = weight.sort(stable=True, dim=-1, descending=True).indices
         return torch.zeros_like(seen).scatter(2, order, (slots < keep).expand_as(seen))
 
 
-class Round(NamedTuple):
+class EvictionState(NamedTuple):
     """Where rows stand when so many guesses are accepted."""
 
     score: Tensor  # [N, H, S] what each slot has been looked at
-    seen: Tensor  # [N, H, S] whether it is still there
+    alive: Tensor  # [N, H, S] whether it is still there
 
 
-def rounds(
-    pair: tuple[Tensor, Tensor], asked: Attention, out: Tensor, score: Tensor, where: Where, limit: Limit
-) -> tuple[Tensor, list[Round]]:
+def simulate_draft_eviction(
+    pair: tuple[Tensor, Tensor],
+    asked: AttentionCall,
+    out: Tensor,
+    score: Tensor,
+    where: WriteRegion,
+    limit: EvictionBudget,
+) -> tuple[Tensor, list[EvictionState]]:
     """What queries find where slots are dropped before every guess [N, Hq, T, E], and how rows stand then.
 
     `out` is what they find where none are, `score` [N, H, S] that of slots after all queries that are no
@@ -44,22 +51,22 @@ def rounds(
     """
     keys, values = pair
     device, width = keys.device, where.span.width
-    assert where.sure is not None
+    assert where.num_committed is not None
     slots = torch.arange(keys.shape[2], device=device)
-    top = (where.held + where.sure).to(device)[:, None, None]
+    top = (where.past_lengths + where.num_committed).to(device)[:, None, None]
     keep = top.clamp(max=limit.budget)
-    seen = limit.left(score, (slots < top).expand(keys.shape[:3]), top, keep)
-    trail = [Round(score, seen)]
-    for guess in range(width - int(where.sure.min())):
-        place = where.sure + guess
+    seen = limit.surviving_slots(score, (slots < top).expand(keys.shape[:3]), top, keep)
+    trail = [EvictionState(score, seen)]
+    for guess in range(width - int(where.num_committed.min())):
+        place = where.num_committed + guess
         at = place.clamp(max=width - 1)[:, None].to(device)
         seen = seen | (slots == top)
-        weights = weights_of(part_of(asked, None, at), keys, at, seen)  # [N, H, G, 1, S]
+        weights = attention_weights(select_queries(asked, None, at), keys, at, seen)  # [N, H, G, 1, S]
         found = (weights.to(values.dtype) @ values[:, :, None]).view(len(out), -1, 1, values.shape[3])
         index = at[:, None, :, None].expand_as(found)
         there = (place < width).to(device)[:, None, None, None]
         out = out.scatter(2, index, torch.where(there, found, out.gather(2, index)))
         score, top, keep = score + weights.sum((2, 3)), top + 1, (keep + 1).clamp(max=limit.budget)
-        seen = limit.left(score, seen, top, keep)
-        trail.append(Round(score, seen))
+        seen = limit.surviving_slots(score, seen, top, keep)
+        trail.append(EvictionState(score, seen))
     return out, trail

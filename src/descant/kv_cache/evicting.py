@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from descant.errors import ConfigError
-from descant.kv_cache.attention_proxy import Attention, attended
-from descant.kv_cache.attention_scores import Ballot, Where, Write, votes
-from descant.kv_cache.draft_eviction import Limit, rounds
-from descant.kv_cache.evicting_base import Forgetting
+from descant.kv_cache.attention_proxy import AttentionCall, sdpa
+from descant.kv_cache.attention_scores import PendingWrite, ScoringQueries, WriteRegion, score_slots
+from descant.kv_cache.draft_eviction import EvictionBudget, simulate_draft_eviction
+from descant.kv_cache.evicting_base import EvictingStore
 
-__all__ = ["HeavyStore", "SnapStore"]
+__all__ = ["H2OStore", "SnapKVStore"]
 
 
-class SnapStore(Forgetting):
+class SnapKVStore(EvictingStore):
     """SnapKV: the end of a prompt says what of it is needed (Li et al. 2024, arXiv 2404.14469).
 
     At the commit that ends a prompt, the attention of its last `window` queries is summed, smoothed over
@@ -30,40 +30,42 @@ class SnapStore(Forgetting):
     """
 
     def __init__(self, budget: int, window: int = 32, kernel: int = 7) -> None:
-        _check("budget", budget, 1)
-        _check("window", window, 1, budget, "`budget`")
-        _check("kernel", kernel, 1)
+        _check_int("budget", budget, 1)
+        _check_int("window", window, 1, budget, "`budget`")
+        _check_int("kernel", kernel, 1)
         if kernel % 2 == 0:
             raise ConfigError("kernel", "must be odd", kernel)
         super().__init__(budget, window)
         self.window, self.kernel = window, kernel
-        self._voters = window
+        self._num_scoring_queries = window
 
-    def _listens(self, where: Where) -> bool:
+    def _needs_queries(self, where: WriteRegion) -> bool:
         """While a prompt is read."""
-        return where.span.fresh or bool(self._columns["reading"][where.rows].any())
+        return where.span.is_first_write or bool(self._row_state["reading"][where.rows].any())
 
-    def _heard(self, layer: int, write: Write, pair: tuple[Tensor, Tensor], asked: Attention) -> Tensor:  # noqa: ARG002
+    def _on_attention(
+        self, layer: int, write: PendingWrite, pair: tuple[Tensor, Tensor], asked: AttentionCall
+    ) -> Tensor:  # noqa: ARG002
         """What queries find; those that may be among the last are held."""
-        sure = write.where.sure
-        write.hold(asked, 0 if sure is None else max(0, int(sure.min()) - self.window))
-        return attended(*pair, asked)
+        sure = write.region.num_committed
+        write.record_queries(asked, 0 if sure is None else max(0, int(sure.min()) - self.window))
+        return sdpa(*pair, asked)
 
-    def _kept(self, held: Tensor, given: Tensor, reading: Tensor) -> Tensor:
+    def _num_to_keep(self, held: Tensor, given: Tensor, reading: Tensor) -> Tensor:
         """All, but of a prompt the budget."""
         return torch.where(reading & (given > 1), held.clamp(max=self.budget), held)
 
-    def _weighed(self, score: Tensor, held: Tensor) -> Tensor:
+    def _eviction_scores(self, score: Tensor, held: Tensor) -> Tensor:
         """The mean of neighbouring slots, so that what stays is no heap of single tokens."""
         late = torch.arange(score.shape[2]) >= held[:, None, None] - self.window
         score = score.masked_fill(late.to(score.device), 0.0)
         return torch.nn.functional.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
 
-    def _empty(self) -> Self:
+    def _make_empty(self) -> Self:
         return type(self)(self.budget, self.window, self.kernel)
 
 
-class HeavyStore(Forgetting):
+class H2OStore(EvictingStore):
     """H2O: what has been looked at most stays, and what is recent (Zhang et al. 2023, arXiv 2306.14048).
 
     At every commit the attention of its queries is added to what each slot had before. Where a row then holds
@@ -72,54 +74,61 @@ class HeavyStore(Forgetting):
     each sees what the one before it, were it accepted, would have left.
     """
 
-    _remembers = True
+    _accumulates_scores = True
 
     def __init__(self, budget: int, recent: int | None = None) -> None:
-        _check("budget", budget, 1)
+        _check_int("budget", budget, 1)
         recent = max(1, budget // 2) if recent is None else recent
-        _check("recent", recent, 1, budget, "`budget`")
+        _check_int("recent", recent, 1, budget, "`budget`")
         super().__init__(budget, recent)
         self.recent = recent
 
-    def _heard(self, layer: int, write: Write, pair: tuple[Tensor, Tensor], asked: Attention) -> Tensor:
+    def _on_attention(
+        self, layer: int, write: PendingWrite, pair: tuple[Tensor, Tensor], asked: AttentionCall
+    ) -> Tensor:
         """What queries find; those that are no guesses vote at once, the others are held."""
-        where, out, again = write.where, attended(*pair, asked), write.heard
-        if where.sure is None:
-            write.hold(asked, 0)
+        where, out, again = write.region, sdpa(*pair, asked), write.is_attended
+        if where.num_committed is None:
+            write.record_queries(asked, 0)
             return out
         everyone = torch.arange(len(where.rows))
-        firm = Ballot(0, everyone, where.rows, None, torch.zeros_like(everyone), where.sure)
-        found = votes(Write(where, asked=[asked], heard=True), firm, pair[0])
-        write.sums = found if write.sums is None else write.sums + found
-        write.hold(asked, int(where.sure.min()))
+        firm = ScoringQueries(0, everyone, where.rows, None, torch.zeros_like(everyone), where.num_committed)
+        found = score_slots(PendingWrite(where, attention_calls=[asked], is_attended=True), firm, pair[0])
+        write.committed_scores = found if write.committed_scores is None else write.committed_scores + found
+        write.record_queries(asked, int(where.num_committed.min()))
         if again:  # layers that share their keys: a second vote would come too late for the first
-            write.trail = []
-        elif self._guessed(where):
+            write.draft_states = []
+        elif self._needs_draft_eviction(where):
             block, size = self._slots.blocks[layer], pair[0].shape[2]
             old = block.score[where.rows.to(block.score.device), :, :size]
-            stays = torch.arange(size) < where.held[:, None, None]
-            score = torch.where(stays.to(old.device), old, 0.0) + write.sums
-            limit = Limit(self.budget, self.recent)
-            out, write.trail = rounds(pair, asked, out, score, where, limit)
+            stays = torch.arange(size) < where.past_lengths[:, None, None]
+            score = torch.where(stays.to(old.device), old, 0.0) + write.committed_scores
+            limit = EvictionBudget(self.budget, self.recent)
+            out, write.draft_states = simulate_draft_eviction(pair, asked, out, score, where, limit)
         return out
 
-    def _guessed(self, where: Where) -> bool:
+    def _needs_draft_eviction(self, where: WriteRegion) -> bool:
         """Whether guesses are tried for which slots have to go."""
-        assert where.sure is not None
+        assert where.num_committed is not None
         now = torch.equal(where.start, self.lengths[where.rows])
-        now = now and torch.equal(where.held, self.held[where.rows])
-        full = bool((where.held + where.span.width > self.budget).any())
-        return not where.span.fresh and now and full and where.span.width > int(where.sure.min())
+        now = now and torch.equal(where.past_lengths, self.slot_counts[where.rows])
+        full = bool((where.past_lengths + where.span.width > self.budget).any())
+        return (
+            not where.span.is_first_write
+            and now
+            and full
+            and where.span.width > int(where.num_committed.min())
+        )
 
-    def _kept(self, held: Tensor, given: Tensor, reading: Tensor) -> Tensor:  # noqa: ARG002 - the rule
+    def _num_to_keep(self, held: Tensor, given: Tensor, reading: Tensor) -> Tensor:  # noqa: ARG002 - the rule
         """The budget."""
         return held.clamp(max=self.budget)
 
-    def _empty(self) -> Self:
+    def _make_empty(self) -> Self:
         return type(self)(self.budget, self.recent)
 
 
-def _check(name: str, value: object, least: int, most: int | None = None, whose: str = "") -> None:
+def _check_int(name: str, value: object, least: int, most: int | None = None, whose: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(name, f"must be an integer >= {least}", value)
     if most is not None and value > most:

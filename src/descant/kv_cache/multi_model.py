@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Cache
+from descant.core.interfaces import RowCache
 
-__all__ = ["SeveralCaches"]
+__all__ = ["MultiModelCache"]
 
 
-class SeveralCaches:
+class MultiModelCache:
     """A cache for each of several models, all of which follow the rows."""
 
-    rewind: int | None
+    max_rewind: int | None
 
-    def __init__(self, parts: Sequence[Cache]) -> None:
+    def __init__(self, parts: Sequence[RowCache]) -> None:
         self.parts = tuple(parts)
-        limits = [part.rewind for part in self.parts if part.rewind is not None]
-        self.rewind = min(limits, default=None)
+        limits = [part.max_rewind for part in self.parts if part.max_rewind is not None]
+        self.max_rewind = min(limits, default=None)
         self._lengths = torch.zeros(0, dtype=torch.long)
 
     def __len__(self) -> int:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Span
-from descant.kv_cache.dense import DenseCache
+from descant.core.interfaces import KVSpan
+from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.static import StaticStore
 
 __all__ = ["OffloadedStaticStore", "OffloadedStore"]
@@ -16,17 +16,17 @@ __all__ = ["OffloadedStaticStore", "OffloadedStore"]
 Device = torch.device | str
 
 
-class _Aboard(NamedTuple):
+class _PrefetchedLayer(NamedTuple):
     """What the rows of a span hold in one layer, on the model's device [N, H, S, D]."""
 
     layer: int
-    span: Span
+    span: KVSpan
     keys: Tensor
     values: Tensor
-    arrived: Any = None  # the event after which they may be read; None: at once
+    ready_event: Any = None  # the event after which they may be read; None: at once
 
 
-class OffloadedStore(DenseCache):
+class OffloadedStore(DenseStore):
     """A dense cache whose blocks rest on `device`; the model's device has two layers at the most.
 
     A layer's turn brings what its rows hold, and sends for the next layer meanwhile (on CUDA on a stream of
@@ -36,140 +36,149 @@ class OffloadedStore(DenseCache):
 
     def __init__(self, device: Device = "cpu") -> None:
         super().__init__()
-        self._settle(device)
+        self._init_offload(device)
 
-    def _settle(self, device: Device) -> None:
-        self._rest = torch.device(device)
-        self._ahead: _Aboard | None = None
-        self._home: tuple[Span, Span] | None = None  # the span at hand, and as it is where the blocks rest
+    def _init_offload(self, device: Device) -> None:
+        self._offload_device = torch.device(device)
+        self._prefetched_layer: _PrefetchedLayer | None = None
+        self._offload_span: tuple[KVSpan, KVSpan] | None = (
+            None  # the span at hand, and as it is where the blocks rest
+        )
         self._streams: dict[torch.device, Any] = {}
-        self._wanted: dict[int, torch.device] = {}  # by layer, where the model computes it
+        self._compute_devices: dict[int, torch.device] = {}  # by layer, where the model computes it
 
     @property
     def nbytes(self) -> int:
         """What the blocks take in memory, and the layer that was sent for."""
-        return super().nbytes + self.aboard
+        return super().nbytes + self.prefetched_bytes
 
     @property
-    def aboard(self) -> int:
+    def prefetched_bytes(self) -> int:
         """What the layer that was sent for takes on the model's device."""
-        return 0 if self._ahead is None else self._ahead.keys.nbytes + self._ahead.values.nbytes
+        return (
+            0
+            if self._prefetched_layer is None
+            else self._prefetched_layer.keys.nbytes + self._prefetched_layer.values.nbytes
+        )
 
-    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; what its rows hold then [N, H, S, D], on the device of the keys."""
         here = key.device
-        if here == self._rest:
+        if here == self._offload_device:
             return super().update(layer, key, value, span)
-        self._wanted[layer] = here
-        home = self._at_rest(span)
-        if span.fresh:  # what is written is all there is
-            super().update(layer, key.to(self._rest), value.to(self._rest), home)
+        self._compute_devices[layer] = here
+        home = self._to_offload_span(span)
+        if span.is_first_write:  # what is written is all there is
+            super().update(layer, key.to(self._offload_device), value.to(self._offload_device), home)
             return key, value
-        if not self._fits(span):
-            seen = super().update(layer, key.to(self._rest), value.to(self._rest), home)
+        if not self._has_capacity(span):
+            seen = super().update(layer, key.to(self._offload_device), value.to(self._offload_device), home)
             return seen[0].to(here), seen[1].to(here)
         for store, new in ((self._keys, key), (self._values, value)):
-            self._room(store, layer, new, span.stop)
-        aboard = self._taken(layer, span, here)
+            self._ensure_capacity(store, layer, new, span.read_length)
+        aboard = self._take_layer(layer, span, here)
         self.prefetch(layer + 1, span)
         self._write(aboard.keys, aboard.values, key, value, span)
-        stowed = key.to(self._rest), value.to(self._rest)
+        stowed = key.to(self._offload_device), value.to(self._offload_device)
         self._write(self._keys[layer], self._values[layer], *stowed, home)
-        return aboard.keys[:, :, : span.stop], aboard.values[:, :, : span.stop]
+        return aboard.keys[:, :, : span.read_length], aboard.values[:, :, : span.read_length]
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`."""
-        self.evict()
+        self.drop_prefetched()
         super().commit(parents, lengths)
 
-    def evict(self) -> None:
+    def drop_prefetched(self) -> None:
         """Let go of the layer that was sent for."""
-        self._ahead = None
+        self._prefetched_layer = None
 
     def to(self, device: Device) -> None:
         """Let everything rest elsewhere."""
-        self._rest, self._ahead, self._home = torch.device(device), None, None
+        self._offload_device, self._prefetched_layer, self._offload_span = torch.device(device), None, None
         super().to(device)
 
-    def _fits(self, span: Span) -> bool:  # noqa: ARG002 - for those that do not grow
+    def _has_capacity(self, span: KVSpan) -> bool:  # noqa: ARG002 - for those that do not grow
         """Whether there is a slot for everything that is written."""
         return True
 
     # -------------------------------------------------------------------- to and fro
-    def _at_rest(self, span: Span) -> Span:
+    def _to_offload_span(self, span: KVSpan) -> KVSpan:
         """The span where the blocks rest, one for all layers."""
-        if self._home is None or self._home[0] is not span:
-            places, starts = (torch.from_numpy(one) for one in span.on_host(self._rows))
-            rows = None if span.rows is None else places.to(self._rest)
-            start = span.start if isinstance(span.start, int) else starts.to(self._rest)
-            self._home = span, Span(rows, start, span.width, span.stop, span.places, span.starts)
-        return self._home[1]
+        if self._offload_span is None or self._offload_span[0] is not span:
+            places, starts = (torch.from_numpy(one) for one in span.on_host(self._num_rows))
+            rows = None if span.rows is None else places.to(self._offload_device)
+            start = span.start if isinstance(span.start, int) else starts.to(self._offload_device)
+            self._offload_span = (
+                span,
+                KVSpan(rows, start, span.width, span.read_length, span.host_rows, span.host_starts),
+            )
+        return self._offload_span[1]
 
-    def _taken(self, layer: int, span: Span, here: torch.device) -> _Aboard:
+    def _take_layer(self, layer: int, span: KVSpan, here: torch.device) -> _PrefetchedLayer:
         """The layer aboard, which was sent for or has to be fetched now; it is no longer held here."""
-        ahead, self._ahead = self._ahead, None
+        ahead, self._prefetched_layer = self._prefetched_layer, None
         known = ahead is not None and ahead.layer == layer and ahead.span is span
         if ahead is None or not known or ahead.keys.device != here:
-            return self._fetched(layer, span, here)
-        if ahead.arrived is not None:
+            return self._fetch_layer(layer, span, here)
+        if ahead.ready_event is not None:
             stream = torch.cuda.current_stream(here)
-            stream.wait_event(ahead.arrived)
+            stream.wait_event(ahead.ready_event)
             for block in (ahead.keys, ahead.values):
                 block.record_stream(stream)
         return ahead
 
-    def prefetch(self, layer: int, span: Span) -> None:
+    def prefetch(self, layer: int, span: KVSpan) -> None:
         """Begin to fetch a layer for that span, if it was ever written from elsewhere."""
-        here = self._wanted.get(layer)
+        here = self._compute_devices.get(layer)
         if here is None or layer not in self._keys:
             return
         if here.type != "cuda":
-            self._ahead = self._fetched(layer, span, here)
+            self._prefetched_layer = self._fetch_layer(layer, span, here)
             return
         stream = self._streams.get(here)
         if stream is None:
             stream = self._streams[here] = torch.cuda.Stream(here)
         with torch.cuda.stream(stream):
-            found = self._fetched(layer, span, here)
-            self._ahead = found._replace(arrived=stream.record_event())
+            found = self._fetch_layer(layer, span, here)
+            self._prefetched_layer = found._replace(ready_event=stream.record_event())
 
-    def _fetched(self, layer: int, span: Span, here: torch.device) -> _Aboard:
+    def _fetch_layer(self, layer: int, span: KVSpan, here: torch.device) -> _PrefetchedLayer:
         """The blocks of a span's rows, with room for what it writes, on the model's device."""
-        rows = self._at_rest(span).rows
+        rows = self._to_offload_span(span).rows
         found = []
         for store in (self._keys, self._values):
-            block = self._room(store, layer, store[layer], span.stop)
+            block = self._ensure_capacity(store, layer, store[layer], span.read_length)
             if here.type == "cuda" and block.device.type == "cpu" and not block.is_pinned():
                 block = store[layer] = block.pin_memory()
             # Whole lines, for only what is in one piece can be copied while something else goes on.
-            lines = block[: self._rows] if rows is None else block[rows]
+            lines = block[: self._num_rows] if rows is None else block[rows]
             found.append(lines.to(here, non_blocking=True))
-        return _Aboard(layer, span, *found)
+        return _PrefetchedLayer(layer, span, *found)
 
-    def _write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor, span: Span) -> None:
+    def _write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor, span: KVSpan) -> None:
         """Write at a span into blocks: of its own rows, or of all rows where they rest."""
-        aboard = keys.device != self._rest
+        aboard = keys.device != self._offload_device
         if isinstance(span.start, int) and (aboard or span.rows is None):
             slots = slice(span.start, span.start + span.width)
             keys[: len(key), :, slots], values[: len(key), :, slots] = key, value
             return
-        rows, at = self._places(span, keys.device)
+        rows, at = self._write_index(span, keys.device)
         if aboard:
             rows = torch.arange(len(key), device=keys.device)
         keys[rows[:, None], :, at] = key.transpose(1, 2)
         values[rows[:, None], :, at] = value.transpose(1, 2)
 
     # -------------------------------------------------------------------- blocks
-    def _empty(self) -> Self:
-        return type(self)(self._rest)
+    def _make_empty(self) -> Self:
+        return type(self)(self._offload_device)
 
-    def _kept(self, block: Tensor) -> Tensor:
-        return super()._kept(block.to(self._rest))
+    def _prepare_block(self, block: Tensor) -> Tensor:
+        return super()._prepare_block(block.to(self._offload_device))
 
-    def _room(self, store: dict[int, Tensor], layer: int, like: Tensor, slots: int) -> Tensor:
-        if like.device != self._rest:
-            like = like.new_empty((0, like.shape[1], 0, like.shape[3]), device=self._rest)
-        return super()._room(store, layer, like, slots)
+    def _ensure_capacity(self, store: dict[int, Tensor], layer: int, like: Tensor, slots: int) -> Tensor:
+        if like.device != self._offload_device:
+            like = like.new_empty((0, like.shape[1], 0, like.shape[3]), device=self._offload_device)
+        return super()._ensure_capacity(store, layer, like, slots)
 
 
 class OffloadedStaticStore(OffloadedStore, StaticStore):
@@ -177,10 +186,10 @@ class OffloadedStaticStore(OffloadedStore, StaticStore):
 
     def __init__(self, capacity: int, rows: int | None = None, device: Device = "cpu") -> None:
         StaticStore.__init__(self, capacity, rows)
-        self._settle(device)
+        self._init_offload(device)
 
-    def _fits(self, span: Span) -> bool:
-        return span.stop <= self.capacity
+    def _has_capacity(self, span: KVSpan) -> bool:
+        return span.read_length <= self.capacity
 
-    def _empty(self) -> Self:
-        return type(self)(self.capacity, self._most, self._rest)
+    def _make_empty(self) -> Self:
+        return type(self)(self.capacity, self._max_rows, self._offload_device)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KeyCache
+from descant.core.interfaces import KVCache
 from descant.errors import InputError
-from descant.kv_cache.cached_row import Past, contents
+from descant.kv_cache.cached_row import CachedRow, read_layers
 
 __all__ = ["PrefixCache", "PrefixReport"]
 
@@ -32,7 +32,7 @@ class PrefixReport:
     evicted: int  # blocks
 
 
-class _Block(NamedTuple):
+class _PrefixBlock(NamedTuple):
     """The keys and values [H, block, D] of one block of tokens, by layer."""
 
     layers: Mapping[int, tuple[Tensor, Tensor]]
@@ -42,12 +42,12 @@ class _Block(NamedTuple):
         return sum(part.nbytes for pair in self.layers.values() for part in pair)
 
 
-class _Chain:
+class _BlockChain:
     """Blocks that follow each other, read like a cache of one row."""
 
-    rewind: int | None = None
+    max_rewind: int | None = None
 
-    def __init__(self, blocks: Sequence[_Block], block: int) -> None:
+    def __init__(self, blocks: Sequence[_PrefixBlock], block: int) -> None:
         self._blocks = blocks
         self.lengths = torch.tensor([len(blocks) * block])
 
@@ -80,11 +80,13 @@ class PrefixCache:
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise InputError(name, "must be an integer >= 1", number)
         self.max_bytes, self.block = max_bytes, block
-        self._salt = _bytes("salt", salt)
-        self._blocks: OrderedDict[bytes, _Block] = OrderedDict()  # the least recently used first
-        self._chains: weakref.WeakValueDictionary[bytes, _Chain] = weakref.WeakValueDictionary()
+        self._salt = _check_bytes("salt", salt)
+        self._blocks: OrderedDict[bytes, _PrefixBlock] = OrderedDict()  # the least recently used first
+        self._chains: weakref.WeakValueDictionary[bytes, _BlockChain] = weakref.WeakValueDictionary()
         self._model: weakref.ref[Any] | None = None
-        self._bytes = self._hits = self._misses = self._read = self._found = self._evicted = 0
+        self._total_bytes = self._hits = self._misses = self._tokens_read = self._tokens_found = (
+            self._num_evicted
+        ) = 0
 
     def __len__(self) -> int:
         """How many blocks it holds."""
@@ -93,21 +95,27 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """What its blocks take in memory."""
-        return self._bytes
+        return self._total_bytes
 
     def report(self) -> PrefixReport:
         """What it has done so far."""
         return PrefixReport(
-            self._hits, self._misses, self._read, self._found, self._bytes, len(self), self._evicted
+            self._hits,
+            self._misses,
+            self._tokens_read,
+            self._tokens_found,
+            self._total_bytes,
+            len(self),
+            self._num_evicted,
         )
 
     def clear(self) -> None:
         """Forget everything, and whose it is."""
         self._blocks.clear()
         self._chains.clear()
-        self._bytes, self._model = 0, None
+        self._total_bytes, self._model = 0, None
 
-    def bind(self, model: object) -> None:
+    def bind_model(self, model: object) -> None:
         """Belong to a model, or raise where it belongs to another."""
         mine = None if self._model is None else self._model()
         if mine is None:
@@ -118,46 +126,46 @@ class PrefixCache:
             do = "give each model a cache of its own, or clear() it"
             raise InputError("prefix_cache", "must not hold what another model read", type(mine).__name__, do)
 
-    def find(self, tokens: Tensor, salt: bytes = b"") -> Past | None:
+    def lookup(self, tokens: Tensor, salt: bytes = b"") -> CachedRow | None:
         """The longest known beginning of a prompt [L] (host), short of the last token, which is fed."""
         known: list[bytes] = []
         for digest in self._digests(tokens[: len(tokens) - 1], salt):
             if digest not in self._blocks:
                 break
             known.append(digest)
-        self._read += len(tokens)
-        self._found += len(known) * self.block
+        self._tokens_read += len(tokens)
+        self._tokens_found += len(known) * self.block
         self._hits, self._misses = self._hits + bool(known), self._misses + (not known)
         if not known:
             return None
         self._touch(known)
         chain = self._chains.get(known[-1])
         if chain is None:
-            chain = _Chain([self._blocks[one] for one in known], self.block)
+            chain = _BlockChain([self._blocks[one] for one in known], self.block)
             self._chains[known[-1]] = chain
-        return Past(cast(KeyCache, chain))
+        return CachedRow(cast(KVCache, chain))
 
-    def give(self, tokens: Tensor, past: Past, salt: bytes = b"") -> None:
+    def insert(self, tokens: Tensor, past: CachedRow, salt: bytes = b"") -> None:
         """Take the full blocks of a text [L] (host), of which `past` holds the keys and values."""
         digests = list(self._digests(tokens[: past.length], salt))
         if not digests:
             return
         new = [place for place, digest in enumerate(digests) if digest not in self._blocks]
         if new:
-            layers = contents(past.store, torch.tensor([past.row]))
+            layers = read_layers(past.store, torch.tensor([past.row]))
             for place in new:
                 here = slice(place * self.block, (place + 1) * self.block)
                 pairs = {
                     layer: (key[0, :, here].clone(), value[0, :, here].clone())
                     for layer, (key, value) in layers.items()
                 }
-                self._blocks[digests[place]] = _Block(pairs)
-                self._bytes += self._blocks[digests[place]].nbytes
+                self._blocks[digests[place]] = _PrefixBlock(pairs)
+                self._total_bytes += self._blocks[digests[place]].nbytes
         self._touch(digests)
-        while self._bytes > self.max_bytes:
+        while self._total_bytes > self.max_bytes:
             _, gone = self._blocks.popitem(last=False)
-            self._bytes -= gone.nbytes
-            self._evicted += 1
+            self._total_bytes -= gone.nbytes
+            self._num_evicted += 1
 
     def _touch(self, digests: Sequence[bytes]) -> None:
         """Count blocks as used, the first of a text last: it must not go before what follows it."""
@@ -166,7 +174,7 @@ class PrefixCache:
 
     def _digests(self, tokens: Tensor, salt: bytes) -> Iterator[bytes]:
         """The name of each full block: a hash of it, of all before it, and of the salts."""
-        salt = _bytes("salt", salt)
+        salt = _check_bytes("salt", salt)
         sizes = b"".join(len(part).to_bytes(8, "little") for part in (self._salt, salt))
         link = hashlib.sha256(b"descant prefix" + sizes + self._salt + salt).digest()
         ids = tokens.cpu().numpy().astype("<i8")
@@ -175,7 +183,7 @@ class PrefixCache:
             yield link
 
 
-def _bytes(name: str, value: object) -> bytes:
+def _check_bytes(name: str, value: object) -> bytes:
     if not isinstance(value, bytes):
         raise InputError(name, "must be bytes", value)
     return value

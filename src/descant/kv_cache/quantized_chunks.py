@@ -8,84 +8,87 @@ from typing import NamedTuple, Self
 
 import torch
 
-from descant.kv_cache.quantizers import Packed
+from descant.kv_cache.quantizers import QuantizedTensor
 
-__all__ = ["Chunk", "Piece", "Plan", "cut"]
+__all__ = ["ChunkReadPlan", "ChunkRef", "QuantizedChunk", "truncate_chunks"]
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class QuantizedChunk:
     """Some positions of a row in every layer, as codes; never changed, so that rows can share it."""
 
     length: int
-    layers: Mapping[int, tuple[Packed, Packed]]  # keys and values
+    layers: Mapping[int, tuple[QuantizedTensor, QuantizedTensor]]  # keys and values
 
     @property
     def nbytes(self) -> int:
         """What it takes in memory."""
         return sum(part.nbytes for pair in self.layers.values() for part in pair)
 
-    def moved(self, device: torch.device | str) -> Chunk:
+    def to(self, device: torch.device | str) -> QuantizedChunk:
         """The same on a device."""
         layers = {
-            layer: (Packed(*(one.to(device) for one in keys)), Packed(*(one.to(device) for one in values)))
+            layer: (
+                QuantizedTensor(*(one.to(device) for one in keys)),
+                QuantizedTensor(*(one.to(device) for one in values)),
+            )
             for layer, (keys, values) in self.layers.items()
         }
-        return Chunk(self.length, layers)
+        return QuantizedChunk(self.length, layers)
 
 
-class Piece(NamedTuple):
+class ChunkRef(NamedTuple):
     """A chunk in a row, and how many of its positions count there."""
 
-    chunk: Chunk
-    used: int
+    chunk: QuantizedChunk
+    used_length: int
 
 
-class Move(NamedTuple):
+class ChunkCopy(NamedTuple):
     """Positions that come from one place of what was decoded and go to one place of some lines."""
 
-    lines: slice
-    into: slice
-    out_of: slice
+    rows: slice
+    target: slice
+    source: slice
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ChunkReadPlan:
     """How lines of pieces are read: each chunk is decoded once, whoever shares it."""
 
-    bases: Sequence[int]  # how many positions each line has
-    chunks: Sequence[Chunk]  # what is decoded, in that order
-    moves: Sequence[Move] | None  # what goes where then; None: one after the other they are the lines
+    base_lengths: Sequence[int]  # how many positions each line has
+    chunks: Sequence[QuantizedChunk]  # what is decoded, in that order
+    copies: Sequence[ChunkCopy] | None  # what goes where then; None: one after the other they are the lines
 
     @classmethod
-    def of(cls, lines: Sequence[Sequence[Piece]]) -> Self:
+    def from_rows(cls, lines: Sequence[Sequence[ChunkRef]]) -> Self:
         """That of lines."""
-        return cls([sum(piece.used for piece in pieces) for pieces in lines], *_moves(lines))
+        return cls([sum(piece.used_length for piece in pieces) for pieces in lines], *_plan_copies(lines))
 
     @property
-    def level(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether lines have equally many positions."""
-        return min(self.bases) == max(self.bases)
+        return min(self.base_lengths) == max(self.base_lengths)
 
     @property
-    def total(self) -> int:
+    def total_length(self) -> int:
         """How many positions are decoded."""
         return sum(chunk.length for chunk in self.chunks)
 
 
-def cut(pieces: Sequence[Piece], length: int) -> tuple[Piece, ...]:
+def truncate_chunks(pieces: Sequence[ChunkRef], length: int) -> tuple[ChunkRef, ...]:
     """The pieces of no more than so many positions."""
     kept = []
     for chunk, used in pieces:
         if length > 0:
-            kept.append(Piece(chunk, min(used, length)))
+            kept.append(ChunkRef(chunk, min(used, length)))
         length -= used
     return tuple(kept)
 
 
-def _moves(lines: Sequence[Sequence[Piece]]) -> tuple[list[Chunk], list[Move] | None]:
+def _plan_copies(lines: Sequence[Sequence[ChunkRef]]) -> tuple[list[QuantizedChunk], list[ChunkCopy] | None]:
     """Which chunks lines are made of, each once, and what goes where when they are decoded in that order."""
-    places: dict[Chunk, int] = {}
+    places: dict[QuantizedChunk, int] = {}
     total = 0
     runs: list[tuple[int, int, int, int]] = []  # line, from, to, length
     for line, pieces in enumerate(lines):
@@ -107,14 +110,14 @@ def _moves(lines: Sequence[Sequence[Piece]]) -> tuple[list[Chunk], list[Move] | 
     for line, *run in runs:
         shared.setdefault((run[0], run[1], run[2]), []).append(line)
     moves = [
-        Move(some, slice(into, into + length), slice(out_of, out_of + length))
+        ChunkCopy(some, slice(into, into + length), slice(out_of, out_of + length))
         for (out_of, into, length), which in shared.items()
-        for some in _stretches(which)
+        for some in _contiguous_slices(which)
     ]
     return list(places), moves
 
 
-def _stretches(numbers: Sequence[int]) -> Iterator[slice]:
+def _contiguous_slices(numbers: Sequence[int]) -> Iterator[slice]:
     """Ascending numbers as slices."""
     begin = 0
     for end in range(1, len(numbers) + 1):

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from descant.errors import ConfigError, MissingExtra
 
-__all__ = ["BACKENDS", "HQQ", "Coding", "Packed", "Quantizer", "Quanto", "quantizer_of"]
+__all__ = ["BACKENDS", "HQQ", "GroupCodec", "QuantizedTensor", "Quantizer", "Quanto", "build_quantizer"]
 
 
-class Packed(NamedTuple):
+class QuantizedTensor(NamedTuple):
     """Keys or values of some positions of a row: `code * scale + offset`, group by group."""
 
     codes: Tensor  # [H, C, B] uint8: the codes of a position, several in a byte
@@ -51,15 +51,19 @@ class Quantizer(ABC):
 
     extra: ClassVar[str]  # what installs its package, and its name as a backend
     module: ClassVar[str]
-    sizes: ClassVar[tuple[int, ...]]  # how many bits it can make
-    axes: ClassVar[Mapping[int, bool]]  # its name of an axis -> whether groups run over positions
+    supported_nbits: ClassVar[tuple[int, ...]]  # how many bits it can make
+    axis_over_positions: ClassVar[
+        Mapping[int, bool]
+    ]  # its name of an axis -> whether groups run over positions
 
     def __post_init__(self) -> None:
-        if self.nbits not in self.sizes:
-            raise ConfigError("nbits", f"must be one of {list(self.sizes)} with {self.extra}", self.nbits)
+        if self.nbits not in self.supported_nbits:
+            raise ConfigError(
+                "nbits", f"must be one of {list(self.supported_nbits)} with {self.extra}", self.nbits
+            )
         for name in ("axis_key", "axis_value"):
-            if getattr(self, name) not in self.axes:
-                must = f"must be one of {list(self.axes)} with {self.extra}"
+            if getattr(self, name) not in self.axis_over_positions:
+                must = f"must be one of {list(self.axis_over_positions)} with {self.extra}"
                 raise ConfigError(name, must, getattr(self, name))
         if self.q_group_size < 1:
             raise ConfigError("q_group_size", "must be >= 1", self.q_group_size)
@@ -68,17 +72,17 @@ class Quantizer(ABC):
         self._package()
 
     @property
-    def keys(self) -> Coding:
+    def key_codec(self) -> GroupCodec:
         """How keys are coded."""
-        return Coding(self, self.axes[self.axis_key])
+        return GroupCodec(self, self.axis_over_positions[self.axis_key])
 
     @property
-    def values(self) -> Coding:
+    def value_codec(self) -> GroupCodec:
         """How values are coded."""
-        return Coding(self, self.axes[self.axis_value])
+        return GroupCodec(self, self.axis_over_positions[self.axis_value])
 
     @abstractmethod
-    def groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def quantize_groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of numbers [G, g], float32."""
 
     def _package(self) -> Any:
@@ -97,10 +101,10 @@ class Quanto(Quantizer):
 
     extra = "quanto"
     module = "optimum.quanto"
-    sizes = (2, 4)
-    axes: ClassVar[Mapping[int, bool]] = {0: False, -1: True}
+    supported_nbits = (2, 4)
+    axis_over_positions: ClassVar[Mapping[int, bool]] = {0: False, -1: True}
 
-    def groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def quantize_groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of numbers [G, g], float32."""
         package, (count, size) = self._package(), content.shape
         if count == 1:  # taken for a tensor without groups
@@ -117,10 +121,10 @@ class HQQ(Quantizer):
 
     extra = "hqq"
     module = "hqq.core.quantize"
-    sizes = (1, 2, 3, 4, 8)
-    axes: ClassVar[Mapping[int, bool]] = {0: True, 1: False}
+    supported_nbits = (1, 2, 3, 4, 8)
+    axis_over_positions: ClassVar[Mapping[int, bool]] = {0: True, 1: False}
 
-    def groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def quantize_groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of numbers [G, g], float32."""
         codes, found = self._package().Quantizer.quantize(
             content,
@@ -136,7 +140,7 @@ class HQQ(Quantizer):
 BACKENDS: Mapping[str, type[Quantizer]] = {"quanto": Quanto, "hqq": HQQ}
 
 
-def quantizer_of(config: Any) -> Quantizer:
+def build_quantizer(config: Any) -> Quantizer:
     """The quantizer that a `QuantizedCacheConfig` describes."""
     kind = BACKENDS.get(str(config.backend).lower())
     if kind is None:
@@ -144,7 +148,7 @@ def quantizer_of(config: Any) -> Quantizer:
     return kind(config.nbits, config.axis_key, config.axis_value, config.q_group_size, config.compute_dtype)
 
 
-class Coding(NamedTuple):
+class GroupCodec(NamedTuple):
     """How keys, or values, are cut into groups: over a position's channels, or over a channel's positions.
 
     A group has at most `q_group_size` numbers, all of one row and one head; where that does not go up evenly,
@@ -152,38 +156,38 @@ class Coding(NamedTuple):
     """
 
     quantizer: Quantizer
-    across: bool  # groups run over positions
+    over_positions: bool  # groups run over positions
 
-    def encode(self, content: Tensor) -> Packed:
+    def encode(self, content: Tensor) -> QuantizedTensor:
         """What stands for [H, C, D] from now on."""
         plain = content.detach().float()
         heads, length, size = plain.shape
-        count, width = self._groups(length if self.across else size)
-        plain = _stretched(plain.transpose(1, 2) if self.across else plain, count * width)
-        codes, scale, offset = self.quantizer.groups(plain.reshape(-1, width).contiguous())
+        count, width = self._group_shape(length if self.over_positions else size)
+        plain = _pad_last(plain.transpose(1, 2) if self.over_positions else plain, count * width)
+        codes, scale, offset = self.quantizer.quantize_groups(plain.reshape(-1, width).contiguous())
         codes = codes.view(heads, -1, count * width)
         kept = self.quantizer.compute_dtype or content.dtype
         shape = (heads, -1, count)
         scale, offset = (one.to(kept).view(shape) for one in (scale, offset))
-        if self.across:
+        if self.over_positions:
             codes = codes[..., :length].transpose(1, 2)
             scale, offset = scale.transpose(1, 2), offset.transpose(1, 2)
-        return Packed(_pack(codes, self.quantizer.nbits), scale.contiguous(), offset.contiguous())
+        return QuantizedTensor(_pack(codes, self.quantizer.nbits), scale.contiguous(), offset.contiguous())
 
-    def decode(self, parts: Sequence[Packed], into: Tensor) -> None:
+    def decode(self, parts: Sequence[QuantizedTensor], into: Tensor) -> None:
         """Write what the parts stand for, one after the other, to `into` [H, N, S, D], line by line."""
         dtype = into.dtype
-        codes = _unpack(_joined([part.codes for part in parts]), self.quantizer.nbits)
-        scale = _joined([part.scale for part in parts]).to(dtype)
-        offset = _joined([part.offset for part in parts]).to(dtype)
-        if self.across:
-            for target, begin, groups in self._runs(parts, into):
+        codes = _unpack(_concat([part.codes for part in parts]), self.quantizer.nbits)
+        scale = _concat([part.scale for part in parts]).to(dtype)
+        offset = _concat([part.offset for part in parts]).to(dtype)
+        if self.over_positions:
+            for target, begin, groups in self._decode_runs(parts, into):
                 shape = target.shape[1:3]
                 source = codes[:, begin : begin + shape.numel(), : into.shape[-1]].unflatten(1, shape)
                 torch.mul(source, scale[:, groups, None], out=target)
                 target.add_(offset[:, groups, None])
             return
-        count, width = self._groups(into.shape[-1])
+        count, width = self._group_shape(into.shape[-1])
         lines = into.shape[1:3]
         source = codes[..., : count * width].unflatten(1, lines).unflatten(-1, (count, width))
         scale, offset = scale.unflatten(1, lines)[..., None], offset.unflatten(1, lines)[..., None]
@@ -194,18 +198,20 @@ class Coding(NamedTuple):
         else:
             into.copy_((source * scale + offset).flatten(-2)[..., : into.shape[-1]])
 
-    def _groups(self, size: int) -> tuple[int, int]:
+    def _group_shape(self, size: int) -> tuple[int, int]:
         """How many groups so many numbers make, and the size of all but the last."""
         count = -(-size // self.quantizer.q_group_size)
         return count, -(-size // count)
 
-    def _runs(self, parts: Sequence[Packed], into: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
+    def _decode_runs(
+        self, parts: Sequence[QuantizedTensor], into: Tensor
+    ) -> Iterator[tuple[Tensor, int, slice]]:
         """Places [H, G, g, D] to write at once, where their codes begin, and which groups they are."""
         runs: list[list[int]] = []  # where it begins, its length, its first group, the size of a group
         begin, group, size = 0, 0, into.shape[2]
         for part in parts:
             length = part.codes.shape[1]
-            width = self._groups(length)[1]
+            width = self._group_shape(length)[1]
             if runs and begin % size and runs[-1][3] == width and runs[-1][1] % width == 0:
                 runs[-1][1] += length
             else:
@@ -221,28 +227,28 @@ class Coding(NamedTuple):
                 target = room[:, None, whole * width :]
                 yield target, begin + whole * width, slice(group + whole, group + whole + 1)
 
-    def split(self, whole: Packed, lengths: Sequence[int]) -> list[Packed]:
+    def split(self, whole: QuantizedTensor, lengths: Sequence[int]) -> list[QuantizedTensor]:
         """The parts that `joined` made one, by how many positions each has."""
-        groups = [self._groups(one)[0] if self.across else one for one in lengths]
+        groups = [self._group_shape(one)[0] if self.over_positions else one for one in lengths]
         pieces = zip(
             whole.codes.split(list(lengths), 1),
             whole.scale.split(groups, 1),
             whole.offset.split(groups, 1),
             strict=True,
         )
-        return [Packed(*(one.clone() for one in piece)) for piece in pieces]
+        return [QuantizedTensor(*(one.clone() for one in piece)) for piece in pieces]
 
     @staticmethod
-    def joined(parts: Sequence[Packed]) -> Packed:
+    def concat(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
         """Several parts as one, in memory of its own."""
-        return Packed(*(torch.cat(one, 1) for one in zip(*parts, strict=True)))
+        return QuantizedTensor(*(torch.cat(one, 1) for one in zip(*parts, strict=True)))
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
-def _stretched(content: Tensor, size: int) -> Tensor:
+def _pad_last(content: Tensor, size: int) -> Tensor:
     """The last dimension made that long with its last number, which no group's bounds notice."""
     more = size - content.shape[-1]
     return torch.cat((content, content[..., -1:].expand(*content.shape[:-1], more)), -1) if more else content

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from descant.core.interfaces import Array
 
-__all__ = ["Scratch"]
+__all__ = ["ScratchBuffer"]
 
 
-class Scratch:
+class ScratchBuffer:
     """Memory on the host that is lent for a tensor and lent again as soon as nobody holds that.
 
     Pages that are new to a process cost more than to fill them, and large tensors come on new pages. On other
@@ -25,13 +25,13 @@ class Scratch:
 
     def __init__(self) -> None:
         self._free: list[Array] = []
-        self._lent: dict[int, tuple[weakref.ref[Array], Array]] = {}
-        self._numbers = count()
+        self._in_use: dict[int, tuple[weakref.ref[Array], Array]] = {}
+        self._next_id = count()
 
     @property
     def nbytes(self) -> int:
         """What is lent or could be."""
-        return sum(one.nbytes for one in self._free) + sum(one.nbytes for _, one in self._lent.values())
+        return sum(one.nbytes for one in self._free) + sum(one.nbytes for _, one in self._in_use.values())
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """A tensor of that shape, with anything in it, of the dtype and on the device of another."""
@@ -44,15 +44,15 @@ class Scratch:
             array = np.empty(size, dtype=np.uint8)
         else:
             self._free = [one for one in self._free if one is not array]
-        view, number = array[:size], next(self._numbers)
+        view, number = array[:size], next(self._next_id)
         # The tensor's storage is what holds the view, so that it ends with the last tensor upon it.
-        self._lent[number] = weakref.ref(view, lambda _: self._back(number)), array
+        self._in_use[number] = weakref.ref(view, lambda _: self._release(number)), array
         return torch.from_numpy(view).view(like.dtype).view(*shape)
 
     def clear(self) -> None:
         """Keep nothing; what is lent goes when it is done with."""
-        self._free, self._lent = [], {}
+        self._free, self._in_use = [], {}
 
-    def _back(self, number: int) -> None:
-        if number in self._lent:
-            self._free.append(self._lent.pop(number)[1])
+    def _release(self, number: int) -> None:
+        if number in self._in_use:
+            self._free.append(self._in_use.pop(number)[1])

@@ -9,101 +9,110 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Reach, Span
+from descant.core.interfaces import KVSpan, VisibleSlots
 from descant.errors import InputError
-from descant.kv_cache.attention_proxy import Attention, Lazy
-from descant.kv_cache.sink_window import Plan, Recent
+from descant.kv_cache.attention_proxy import AttentionCall, KVProxy
+from descant.kv_cache.sink_window import SinkWindowBlocks, SinkWindowPlan
 
-__all__ = ["Rotation", "SinkStore"]
+__all__ = ["RotateFn", "SinkStore"]
 
 # Keys or queries [N, H, S, D] moved on by so many positions [N], each row by its own number.
-Rotation = Callable[[Tensor, Tensor], Tensor]
+RotateFn = Callable[[Tensor, Tensor], Tensor]
 
 
-class _Sight:
+class _SinkAttention:
     """How the queries of a forward see sinks and window, on a device."""
 
-    def __init__(self, plan: Plan, device: torch.device, length: int, sinks: int) -> None:
-        self.plan, self._length, self.sinks = plan, length, sinks
+    def __init__(self, plan: SinkWindowPlan, device: torch.device, length: int, sinks: int) -> None:
+        self.plan, self._window_length, self.num_sinks = plan, length, sinks
         # For the first query of each row how many positions lie forgotten [N]; below 0 where there is room.
-        self._shift = torch.from_numpy(plan.start - (length - 1)).to(device, non_blocking=True)
-        self._held = torch.from_numpy(plan.held).to(device, non_blocking=True)
+        self._sink_shift = torch.from_numpy(plan.start - (length - 1)).to(device, non_blocking=True)
+        self._past_lengths = torch.from_numpy(plan.past_lengths).to(device, non_blocking=True)
         self._mask: Tensor | None = None
 
-    def turned(self, sinks: Tensor, rotation: Rotation) -> Tensor:
+    def shift_sinks(self, sinks: Tensor, rotation: RotateFn) -> Tensor:
         """Sinks as the first query of each row sees them."""
-        return rotation(sinks, self._shift.clamp(min=0))
+        return rotation(sinks, self._sink_shift.clamp(min=0))
 
-    def scores(self, query: Tensor, keys: Tensor, rotation: Rotation | None) -> Tensor:
+    def scores(self, query: Tensor, keys: Tensor, rotation: RotateFn | None) -> Tensor:
         """The product of queries [N, Hq, T, D] and keys as each sees them [N, Hq, T, S]; -inf: not seen."""
-        scores = _product(query, keys)
+        scores = _grouped_matmul(query, keys)
         if rotation is not None:
             rows, heads, width, size = query.shape
-            shift = (self._shift[:, None] + torch.arange(width, device=query.device)).clamp(min=0)
+            shift = (self._sink_shift[:, None] + torch.arange(width, device=query.device)).clamp(min=0)
             # A query that is moved back sees what it would see of keys that are moved on.
             lines = query.transpose(1, 2).reshape(rows * width, heads, 1, size)
             lines = rotation(lines, -shift.flatten()).view(rows, width, heads, size)
-            scores[..., : self.sinks] = _product(lines.transpose(1, 2), keys[:, :, : self.sinks])
-        return scores.masked_fill(~self._seen(keys.shape[2]), -torch.inf)
+            scores[..., : self.num_sinks] = _grouped_matmul(
+                lines.transpose(1, 2), keys[:, :, : self.num_sinks]
+            )
+        return scores.masked_fill(~self._visible_mask(keys.shape[2]), -torch.inf)
 
-    def _seen(self, size: int) -> Tensor:
+    def _visible_mask(self, size: int) -> Tensor:
         """Which slots each query sees [N, 1, T, S]."""
         if self._mask is None:
-            device = self._held.device
+            device = self._past_lengths.device
             slots = torch.arange(size, device=device)
-            own = self._held[:, None, None] + torch.arange(self.plan.span.width, device=device)[:, None]
-            near = (slots > own - (self._length - self.sinks)) | (slots < self.sinks)
+            own = (
+                self._past_lengths[:, None, None] + torch.arange(self.plan.span.width, device=device)[:, None]
+            )
+            near = (slots > own - (self._window_length - self.num_sinks)) | (slots < self.num_sinks)
             self._mask = (near & (slots <= own))[:, None]
         return self._mask
 
 
-class _Windows(Lazy):
+class _SinkWindowKeys(KVProxy):
     """Keys of which each query sees a window of its own, and the sinks at a distance of its own.
 
     Laid out, they are as the first query of each row sees them, and later queries see further than they
     should: only of models whose attention is neither torch's nor a product with the keys transposed.
     """
 
-    def __init__(self, keys: Tensor, sight: _Sight, rotation: Rotation | None) -> None:
+    def __init__(self, keys: Tensor, sight: _SinkAttention, rotation: RotateFn | None) -> None:
         super().__init__(keys.shape, keys)
-        self._keys, self._sight, self._rotation = keys, sight, rotation
+        self._keys, self._sink_attention, self._rotation = keys, sight, rotation
 
-    def laid_out(self) -> Tensor:
+    def build_tensor(self) -> Tensor:
         """All of it as a tensor [N, H, S, D]."""
         if self._rotation is None:
             return self._keys
-        sinks, rest = self._keys[:, :, : self._sight.sinks], self._keys[:, :, self._sight.sinks :]
-        return torch.cat((self._sight.turned(sinks, self._rotation), rest), 2)
+        sinks, rest = (
+            self._keys[:, :, : self._sink_attention.num_sinks],
+            self._keys[:, :, self._sink_attention.num_sinks :],
+        )
+        return torch.cat((self._sink_attention.shift_sinks(sinks, self._rotation), rest), 2)
 
-    def attend(self, values: Lazy, asked: Attention) -> Tensor:
+    def attend(self, values: KVProxy, asked: AttentionCall) -> Tensor:
         """What the query sees in these keys and those values [N, Hq, T, D]."""
         query, mask = asked.query, asked.mask
         scores = self.scores(query) * (1 / sqrt(query.shape[-1]) if asked.scale is None else asked.scale)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-        return _product(torch.dropout(weights, asked.dropout, asked.dropout > 0), values.dense().mT)
+        return _grouped_matmul(
+            torch.dropout(weights, asked.dropout, asked.dropout > 0), values.materialize().mT
+        )
 
     def scores(self, query: Tensor) -> Tensor:
         """The product of the query [N, Hq, T, D] with each key [N, Hq, T, S]; -inf where it is not seen."""
-        return self._sight.scores(query, self._keys, self._rotation)
+        return self._sink_attention.scores(query, self._keys, self._rotation)
 
     def transpose(self, first: int, second: int) -> Any:
         """Keys as attention written out multiplies by them."""
         sides = {first % 4, second % 4}
-        return _Across(self) if sides == {2, 3} else self.dense().transpose(first, second)
+        return _TransposedKeys(self) if sides == {2, 3} else self.materialize().transpose(first, second)
 
 
-class _Across:
+class _TransposedKeys:
     """Keys [N, H, D, S] that a query is multiplied by."""
 
-    def __init__(self, keys: _Windows) -> None:
+    def __init__(self, keys: _SinkWindowKeys) -> None:
         self._keys = keys
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._keys.dense().mT, name)
+        return getattr(self._keys.materialize().mT, name)
 
     @classmethod
     def __torch_function__(
@@ -113,23 +122,23 @@ class _Across:
             query, keys = args
             if isinstance(keys, cls) and isinstance(query, Tensor):
                 return keys._keys.scores(query)
-        laid = [one._keys.dense().mT if isinstance(one, cls) else one for one in args]
+        laid = [one._keys.materialize().mT if isinstance(one, cls) else one for one in args]
         return func(*laid, **(kwargs or {}))
 
 
-class _Values(Lazy):
+class _MaterializedValues(KVProxy):
     """Values that are laid out already."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__(values.shape, values)
         self._values = values
 
-    def laid_out(self) -> Tensor:
+    def build_tensor(self) -> Tensor:
         """All of it as a tensor [N, H, S, D]."""
         return self._values
 
 
-def _product(query: Tensor, keys: Tensor) -> Tensor:
+def _grouped_matmul(query: Tensor, keys: Tensor) -> Tensor:
     """The products of [N, Hq, T, D] and [N, H, S, D], several heads of the first to one of the second."""
     rows, heads, width, size = query.shape
     few = keys.shape[1]
@@ -158,7 +167,7 @@ class SinkStore:
         self,
         length: int,
         sinks: int,
-        rotation: Rotation | Sequence[Rotation | None] | None,
+        rotation: RotateFn | Sequence[RotateFn | None] | None,
         slack: int = 64,
         room: int = 64,
     ) -> None:
@@ -169,93 +178,97 @@ class SinkStore:
         for name, value, least in (("slack", slack, 0), ("room", room, 1)):
             if value < least:
                 raise InputError(name, f"must be >= {least}", value)
-        self._made = length, sinks, rotation, slack, room
-        self._length, self._sinks, self._rotation = length, sinks, rotation
-        self._held = Recent(sinks, length - 1 - sinks, slack, room)
-        self.rewind: int | None = slack
-        self._sights: dict[torch.device, _Sight] = {}
+        self._init_args = length, sinks, rotation, slack, room
+        self._window_length, self._num_sinks, self._rotation = length, sinks, rotation
+        self._blocks = SinkWindowBlocks(sinks, length - 1 - sinks, slack, room)
+        self.max_rewind: int | None = slack
+        self._attention_by_device: dict[torch.device, _SinkAttention] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._blocks)
 
     @property
     def lengths(self) -> Tensor:
         """How many positions each row has [R] (host), those that it forgot included."""
-        return self._held.lengths
+        return self._blocks.lengths
 
     @property
     def nbytes(self) -> int:
         """What it takes in memory."""
-        return self._held.nbytes
+        return self._blocks.nbytes
 
     def extend(self, rows: int) -> None:
         """Append empty rows."""
-        self._held.extend(rows)
+        self._blocks.extend(rows)
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`, and what it needs no more is forgotten."""
-        self._held.commit(parents, lengths)
+        self._blocks.commit(parents, lengths)
 
-    def reach(self, layer: int, span: Span) -> Reach:
+    def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots:
         """What `update` is about to show."""
-        return self._held.reach(layer, span)
+        return self._blocks.visible_slots(layer, span)
 
-    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Any, Any]:
+    def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Any, Any]:
         """Write [N, H, T, D] at the span; the sinks, what comes before the span, and that [N, H, S, D]."""
-        plan, rotation = self._held.plan(span), self._rotation_of(layer)
-        if span.fresh or int((plan.start + span.width).max(initial=0)) <= self._length:
-            return self._held.update(layer, key, value, span)
+        plan, rotation = self._blocks.plan(span), self._layer_rotation(layer)
+        if span.is_first_write or int((plan.start + span.width).max(initial=0)) <= self._window_length:
+            return self._blocks.update(layer, key, value, span)
         one = span.width <= 1 and rotation is not None
-        keys, values = self._held.update(layer, key, value, span, own=one)
-        sight = self._sight(plan, key.device)
+        keys, values = self._blocks.update(layer, key, value, span, writable_sinks=one)
+        sight = self._sink_attention(plan, key.device)
         if span.width > 1:
-            return _Windows(keys, sight, rotation), _Values(values)
+            return _SinkWindowKeys(keys, sight, rotation), _MaterializedValues(values)
         if rotation is not None:
-            keys[:, :, : self._sinks] = sight.turned(keys[:, :, : self._sinks], rotation)
+            keys[:, :, : self._num_sinks] = sight.shift_sinks(keys[:, :, : self._num_sinks], rotation)
         return keys, values
 
-    def _rotation_of(self, layer: int) -> Rotation | None:
-        rotation = self._rotation if self._sinks else None
+    def _layer_rotation(self, layer: int) -> RotateFn | None:
+        rotation = self._rotation if self._num_sinks else None
         return rotation[layer] if isinstance(rotation, Sequence) else rotation
 
-    def _sight(self, plan: Plan, device: torch.device) -> _Sight:
+    def _sink_attention(self, plan: SinkWindowPlan, device: torch.device) -> _SinkAttention:
         """How the fed queries see what is shown: found once a device and forward."""
-        known = self._sights.get(device)
+        known = self._attention_by_device.get(device)
         if known is None or known.plan is not plan:
-            known = self._sights[device] = _Sight(plan, device, self._length, self._sinks)
+            known = self._attention_by_device[device] = _SinkAttention(
+                plan, device, self._window_length, self._num_sinks
+            )
         return known
 
     # -------------------------------------------------------------------- whole rows
     def select(self, rows: Tensor) -> Self:
         """A copy of these rows [N] (host), as last committed."""
-        other = type(self)(*self._made)
-        other._held = self._held.select(rows)
+        other = type(self)(*self._init_args)
+        other._blocks = self._blocks.select(rows)
         return other
 
     @property
     def layers(self) -> Sequence[int]:
         """The layers that were written."""
-        return self._held.layers
+        return self._blocks.layers
 
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What these rows [N] (host) hold of a layer as last committed, as written, sinks first, packed."""
-        return self._held.read(layer, rows)
+        return self._blocks.read(layer, rows)
 
     def join(self, other: Self) -> None:
         """Take the rows of another one below its own."""
-        if other._made[:2] != self._made[:2]:
-            raise InputError("other", f"must have the length and sinks {self._made[:2]}", other._made[:2])
-        self._held.join(other._held)
+        if other._init_args[:2] != self._init_args[:2]:
+            raise InputError(
+                "other", f"must have the length and sinks {self._init_args[:2]}", other._init_args[:2]
+            )
+        self._blocks.join(other._blocks)
 
     def to(self, device: torch.device | str) -> None:
         """Move everything it holds."""
-        self._held.to(device)
-        self._sights = {}
+        self._blocks.to(device)
+        self._attention_by_device = {}
 
     def state(self) -> dict[str, Tensor]:
         """All that it holds, as last committed: lengths, gaps, and keys and values by layer."""
-        return self._held.state()
+        return self._blocks.state()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take what `state` gave, into a cache that is made alike and holds nothing."""
-        self._held.load(state)
+        self._blocks.load(state)

@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 
 from descant.config.compile_config import CompileConfig
-from descant.core.interfaces import Reach, Span
+from descant.core.interfaces import KVSpan, VisibleSlots
 from descant.errors import InputError
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.dense import DenseStore
 
-__all__ = ["StaticStore", "bucket", "widened"]
+__all__ = ["StaticStore", "round_up_capacity", "round_up_rows"]
 
 # What is compiled for some size is good for every smaller one: sizes come in steps of this many slots.
-_STEP = 256
+_CAPACITY_STEP = 256
 
 Blocks = dict[int, Tensor]  # by layer, [R, H, S, D]
 
 
-def bucket(rows: int) -> int:
+def round_up_rows(rows: int) -> int:
     """So many rows or more: a power of two."""
     return 1 << max(rows - 1, 0).bit_length()
 
 
-def widened(capacity: int) -> int:
+def round_up_capacity(capacity: int) -> int:
     """So many slots or more: a multiple of 256."""
-    return -(-capacity // _STEP) * _STEP
+    return -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
 
 
-class StaticStore(DenseCache):
+class StaticStore(DenseStore):
     """Keys and values as [rows, heads, capacity, dim] a layer, allocated with the first write and kept.
 
     Position `p` of a row is its slot `p`. A forward is shown the slots that its rows reach, as by the dense
@@ -41,49 +41,51 @@ class StaticStore(DenseCache):
     time when blocks change their address. Commits move rows in place.
     """
 
-    def __init__(self, capacity: int, rows: int | None = None, compile: CompileConfig | None = None) -> None:  # noqa: A002 - what the user calls it
+    def __init__(
+        self, capacity: int, rows: int | None = None, compile_config: CompileConfig | None = None
+    ) -> None:
         if capacity < 1:
             raise InputError("capacity", "must be >= 1", capacity)
         if rows is not None and rows < 1:
             raise InputError("rows", "must be >= 1 or None", rows)
         super().__init__()
-        self.capacity = capacity if compile is None else widened(capacity)
-        self.compile = compile
-        self._most = rows
-        self._lent: dict[int, tuple[Blocks, Blocks]] = {}
+        self.capacity = capacity if compile_config is None else round_up_capacity(capacity)
+        self.compile_config = compile_config
+        self._max_rows = rows
+        self._layer_views: dict[int, tuple[Blocks, Blocks]] = {}
 
     def extend(self, rows: int) -> None:
         """Append empty rows."""
-        self._allow(self._rows + rows)
+        self._check_rows(self._num_rows + rows)
         super().extend(rows)
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`, moved where it stands."""
-        self._check(lengths)
+        self._check_lengths(lengths)
         if parents is not None:
-            self._allow(len(parents))
-            self._grow(len(parents))
+            self._check_rows(len(parents))
+            self._grow_blocks(len(parents))
         super().commit(parents, lengths)
 
-    def reach(self, layer: int, span: Span) -> Reach | None:  # type: ignore[override]  # noqa: ARG002 - alike in all
+    def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:  # type: ignore[override]  # noqa: ARG002 - alike in all
         """None as far as there are slots; all of them where what fills shorter rows up would lie behind."""
-        if span.stop <= self.capacity:
+        if span.read_length <= self.capacity:
             return None
-        return Reach(torch.from_numpy(span.on_host(self._rows)[1]), self.capacity)
+        return VisibleSlots(torch.from_numpy(span.on_host(self._num_rows)[1]), self.capacity)
 
-    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; what its rows hold then [N, H, S, D], stale slots included."""
-        if span.stop <= self.capacity:
+        if span.read_length <= self.capacity:
             return super().update(layer, key, value, span)
         if isinstance(span.start, int):
-            raise self._full(span.stop)
+            raise self._capacity_error(span.read_length)
         # Only the longest rows and the widest ones together reach so far: what lies behind is filling.
-        places, starts = (torch.from_numpy(one) for one in span.on_host(self._rows))
+        places, starts = (torch.from_numpy(one) for one in span.on_host(self._num_rows))
         at = starts[:, None] + torch.arange(span.width)
         line, step = (at < self.capacity).nonzero(as_tuple=True)
         found = []
         for store, new in ((self._keys, key), (self._values, value)):
-            block = self._room(store, layer, new, self.capacity)
+            block = self._ensure_capacity(store, layer, new, self.capacity)
             home = block.device
             into, slot = places[line].to(home), at[line, step].to(home)
             block[into, :, slot] = new[line.to(home), :, step.to(home)]
@@ -92,20 +94,20 @@ class StaticStore(DenseCache):
 
     def join(self, other: Self) -> None:
         """Take the rows of another one below its own."""
-        self._check(other.lengths)
+        self._check_lengths(other.lengths)
         super().join(other)
 
     def to(self, device: torch.device | str) -> None:
         """Move all blocks."""
         super().to(device)
-        self._lent = {}
+        self._layer_views = {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take what `state` gave, into an empty cache."""
-        self._check(state["lengths"])
+        self._check_lengths(state["lengths"])
         super().load(state)
 
-    def lend(self, rows: int) -> tuple[Blocks, Blocks] | None:
+    def layer_views(self, rows: int) -> tuple[Blocks, Blocks] | None:
         """The first `rows` lines of the keys and values of every layer, to write and read in place.
 
         Lines behind the last row hold nothing, so that a step for a round number of rows may write there.
@@ -113,65 +115,65 @@ class StaticStore(DenseCache):
         """
         if not self._keys:
             return None
-        self._grow(rows)
-        lent = self._lent.get(rows)
+        self._grow_blocks(rows)
+        lent = self._layer_views.get(rows)
         if lent is None:
             keys, values = (
                 {layer: store[layer][:rows] for layer in sorted(store)}
                 for store in (self._keys, self._values)
             )
-            lent = self._lent[rows] = keys, values
+            lent = self._layer_views[rows] = keys, values
         return lent
 
     # -------------------------------------------------------------------- blocks
-    def _empty(self) -> Self:
-        return type(self)(self.capacity, self._most, self.compile)
+    def _make_empty(self) -> Self:
+        return type(self)(self.capacity, self._max_rows, self.compile_config)
 
-    def _kept(self, block: Tensor) -> Tensor:
+    def _prepare_block(self, block: Tensor) -> Tensor:
         """A block as this cache holds it, with room for what will follow."""
         if block.shape[2] > self.capacity:
-            raise self._full(block.shape[2])
-        whole = self._new(block, len(block))
+            raise self._capacity_error(block.shape[2])
+        whole = self._allocate(block, len(block))
         whole[: len(block), :, : block.shape[2]] = block
         return whole
 
-    def _room(self, store: Blocks, layer: int, like: Tensor, slots: int) -> Tensor:
+    def _ensure_capacity(self, store: Blocks, layer: int, like: Tensor, slots: int) -> Tensor:
         if slots > self.capacity:
-            raise self._full(slots)
+            raise self._capacity_error(slots)
         if layer not in store:
-            store[layer] = self._new(like, self._rows)
-            self._lent = {}
-        self._grow(self._rows)
+            store[layer] = self._allocate(like, self._num_rows)
+            self._layer_views = {}
+        self._grow_blocks(self._num_rows)
         return store[layer]
 
-    def _new(self, like: Tensor, rows: int) -> Tensor:
+    def _allocate(self, like: Tensor, rows: int) -> Tensor:
         """An empty block."""
-        tall = bucket(max(rows, self._most or 1))
+        tall = round_up_rows(max(rows, self._max_rows or 1))
         # What a step is compiled for must not depend on whether the caller is in inference mode.
         with torch.inference_mode(False):
             return torch.zeros(
                 tall, like.shape[1], self.capacity, like.shape[3], dtype=like.dtype, device=like.device
             )
 
-    def _grow(self, rows: int) -> None:
+    def _grow_blocks(self, rows: int) -> None:
         """Make room for so many rows where there is less."""
         for store in (self._keys, self._values):
             for layer, block in store.items():
                 if len(block) < rows:
-                    grown = self._new(block, rows)
+                    grown = self._allocate(block, rows)
                     grown[: len(block)] = block
                     store[layer] = grown
-                    self._lent = {}
+                    self._layer_views = {}
 
     # -------------------------------------------------------------------- limits
-    def _allow(self, rows: int) -> None:
-        if self._most is not None and rows > self._most:
-            raise InputError("rows", f"must be >= the {rows} rows in use", self._most)
+    def _check_rows(self, rows: int) -> None:
+        if self._max_rows is not None and rows > self._max_rows:
+            raise InputError("rows", f"must be >= the {rows} rows in use", self._max_rows)
 
-    def _check(self, lengths: Tensor) -> None:
+    def _check_lengths(self, lengths: Tensor) -> None:
         longest = int(lengths.max()) if len(lengths) else 0
         if longest > self.capacity:
-            raise self._full(longest)
+            raise self._capacity_error(longest)
 
-    def _full(self, positions: int) -> InputError:
+    def _capacity_error(self, positions: int) -> InputError:
         return InputError("capacity", f"must be >= the {positions} positions of a row", self.capacity)

@@ -14,19 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.utils.generic import ModelOutput
 
 from descant.errors import InputError
-from descant.models.loading import quiet
-from descant.models.weights import Weights, first_line
+from descant.models.loading import silence_transformers
+from descant.models.weight_files import WeightFiles, first_line
 
 __all__ = [
     "BayesianDetectorConfig",
     "BayesianDetectorModel",
     "BayesianWatermarkDetectorModelOutput",
-    "read_detector",
-    "write_detector",
+    "load_detector",
+    "save_detector",
 ]
 
-_START: Final = -2.5  # of `beta`: at first few rounds are taken to have had two different tokens
-_EDGE: Final = 1e-5  # how near to 0 and 1 a prior or a posterior in a loss may come
+_INITIAL_BETA: Final = -2.5  # of `beta`: at first few rounds are taken to have had two different tokens
+_PROBABILITY_EPS: Final = 1e-5  # how near to 0 and 1 a prior or a posterior in a loss may come
 
 
 class BayesianDetectorConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class BayesianDetectorConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         self.watermarking_config: dict[str, Any] | None = None
         self.key_fingerprint: str | None = None
         self.threshold: float | None = None
-        self.figures: dict[str, Any] | None = None
+        self.validation_metrics: dict[str, Any] | None = None
         super().__init__(**kwargs)
 
     def set_detector_information(self, model_name: str | None, watermarking_config: Any) -> None:
@@ -62,12 +62,12 @@ class BayesianWatermarkDetectorModelOutput(ModelOutput):
     posterior_probabilities: Tensor | None = None
 
 
-class _Rounds(nn.Module):
+class _WatermarkedLikelihood(nn.Module):
     """How likely two different tokens met in each round of the tournament, by the g-values before it."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.beta = nn.Parameter(torch.full((1, 1, depth), _START))
+        self.beta = nn.Parameter(torch.full((1, 1, depth), _INITIAL_BETA))
         self.delta = nn.Parameter(torch.zeros(1, 1, depth, depth))  # of round (row) on earlier round (column)
 
     def forward(self, g_values: Tensor) -> Tensor:
@@ -95,15 +95,15 @@ class BayesianDetectorModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         if not 0.0 < rate < 1.0:
             raise InputError("base_rate", "must be between 0 and 1, neither of them", rate)
         self.watermarking_depth, self.base_rate = depth, rate
-        self.likelihood_model_watermarked = _Rounds(depth)
+        self.likelihood_model_watermarked = _WatermarkedLikelihood(depth)
         self.prior = nn.Parameter(torch.tensor([float(rate)]))
         self.post_init()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # Without chance: a logistic regression has no symmetry to break, and nobody's generator is asked.
-        if isinstance(module, _Rounds):
-            initialization.constant_(module.beta, _START)
+        if isinstance(module, _WatermarkedLikelihood):
+            initialization.constant_(module.beta, _INITIAL_BETA)
             initialization.zeros_(module.delta)
         elif module is self:
             initialization.constant_(self.prior, float(self.base_rate))
@@ -123,7 +123,9 @@ class BayesianDetectorModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         posterior = torch.sigmoid(self.log_odds(g_values, mask))
         loss = None
         if labels is not None:
-            entropy = F.binary_cross_entropy(posterior.clamp(_EDGE, 1 - _EDGE), labels.to(posterior.dtype))
+            entropy = F.binary_cross_entropy(
+                posterior.clamp(_PROBABILITY_EPS, 1 - _PROBABILITY_EPS), labels.to(posterior.dtype)
+            )
             loss = entropy + loss_batch_weight * self.likelihood_model_watermarked.delta.square().sum()
         if return_dict:
             return BayesianWatermarkDetectorModelOutput(loss=loss, posterior_probabilities=posterior)
@@ -139,18 +141,18 @@ class BayesianDetectorModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         values = g_values.to(torch.promote_types(self.prior.dtype, torch.float32))
         # Against 1/2 in unmarked text: 3/4 or 1/4 where the tokens differ, 1/2 where they do not.
         odds = torch.log1p((values - 0.5) * self.likelihood_model_watermarked(values))  # [B, L, D]
-        prior = torch.logit(self.prior.to(values.dtype), eps=_EDGE)
+        prior = torch.logit(self.prior.to(values.dtype), eps=_PROBABILITY_EPS)
         return prior + (odds.sum(-1) * mask.to(values.dtype)).sum(-1)
 
 
-def read_detector(folder: str | os.PathLike[str]) -> BayesianDetectorModel:
+def load_detector(folder: str | os.PathLike[str]) -> BayesianDetectorModel:
     """The trained detector in a folder, with all that it has learnt."""
     must = "must be the folder of a trained Bayesian detector"
     name = os.fspath(folder)
     try:
-        with quiet():
-            weights = Weights.of(name)
-            with weights.fitted():
+        with silence_transformers():
+            weights = WeightFiles.locate(name)
+            with weights.limit_model_size():
                 found: Any = BayesianDetectorModel.from_pretrained(
                     folder, output_loading_info=True, use_safetensors=True
                 )
@@ -166,7 +168,7 @@ def read_detector(folder: str | os.PathLike[str]) -> BayesianDetectorModel:
     return detector
 
 
-def write_detector(detector: BayesianDetectorModel, folder: str | os.PathLike[str]) -> None:
+def save_detector(detector: BayesianDetectorModel, folder: str | os.PathLike[str]) -> None:
     """Save a detector in a folder."""
-    with quiet():
+    with silence_transformers():
         detector.save_pretrained(folder)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from descant.core.rows import pick
+from descant.core.rows import index_rows
 
-__all__ = ["Memory"]
+__all__ = ["CrossAttentionCache"]
 
 
-def _padded(block: Tensor, size: int, dim: int) -> Tensor:
+def _pad_dim(block: Tensor, size: int, dim: int) -> Tensor:
     """A block with zeros behind along `dim` up to `size`."""
     short = size - block.shape[dim]
     if short <= 0:
@@ -22,15 +22,15 @@ def _padded(block: Tensor, size: int, dim: int) -> Tensor:
     return torch.cat((block, block.new_zeros(shape)), dim)
 
 
-def _below(first: Tensor, second: Tensor) -> Tensor:
+def _concat_padded(first: Tensor, second: Tensor) -> Tensor:
     """Two blocks one below the other, the shorter lines padded [B, S, ...]."""
     if first.ndim == 1:
         return torch.cat((first, second))
     size = max(first.shape[1], second.shape[1])
-    return torch.cat((_padded(first, size, 1), _padded(second, size, 1)))
+    return torch.cat((_pad_dim(first, size, 1), _pad_dim(second, size, 1)))
 
 
-class Memory:
+class CrossAttentionCache:
     """Encoder outputs, their masks, and each layer's keys and values, one line a request.
 
     Rows of a request read the same line: as a view where all rows are of one request, or each of its
@@ -38,16 +38,18 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._line: dict[int, int] = {}
-        self._sorted: tuple[Tensor, Tensor] | None = None  # requests in order, and their lines
+        self._entries: dict[int, int] = {}
+        self._sorted_entries: tuple[Tensor, Tensor] | None = None  # requests in order, and their lines
         self._mask: Tensor | None = None  # [M, T] of what the encoder read
-        self._beside: dict[str, Tensor] = {}  # [M, ...] what else the encoder said, by name
-        self._states: Tensor | None = None  # [M, S, D], only while a request waits for its first forward
+        self._other_outputs: dict[str, Tensor] = {}  # [M, ...] what else the encoder said, by name
+        self._encoder_states: Tensor | None = (
+            None  # [M, S, D], only while a request waits for its first forward
+        )
         self._keys: dict[int, Tensor] = {}  # [M, H, S, D] a layer
         self._values: dict[int, Tensor] = {}
 
     @property
-    def depth(self) -> int:
+    def num_layers(self) -> int:
         """How many layers have been written."""
         return len(self._keys)
 
@@ -56,48 +58,52 @@ class Memory:
         """What keys and values take in memory."""
         return sum(block.nbytes for store in (self._keys, self._values) for block in store.values())
 
-    def open(
+    def add_requests(
         self, requests: Sequence[int], states: Tensor, mask: Tensor, beside: Mapping[str, Tensor]
     ) -> None:
         """Take new requests' encoder outputs [B, S, D], mask [B, T], and what else there is a line each."""
         first = 0
-        if self._mask is None or not self._line:
-            self._line, self._mask, self._states = {}, mask, states
-            self._beside = dict(beside)
+        if self._mask is None or not self._entries:
+            self._entries, self._mask, self._encoder_states = {}, mask, states
+            self._other_outputs = dict(beside)
             self._keys, self._values = {}, {}
         else:
-            assert self._states is not None
+            assert self._encoder_states is not None
             first = len(self._mask)  # lines of requests that have left may still be among them
-            self._mask = _below(self._mask, mask)
-            self._states = _below(self._states, states)
-            self._beside = {name: _below(self._beside[name], value) for name, value in beside.items()}
-        self._sorted = None
-        self._line.update({request: first + at for at, request in enumerate(requests)})
+            self._mask = _concat_padded(self._mask, mask)
+            self._encoder_states = _concat_padded(self._encoder_states, states)
+            self._other_outputs = {
+                name: _concat_padded(self._other_outputs[name], value) for name, value in beside.items()
+            }
+        self._sorted_entries = None
+        self._entries.update({request: first + at for at, request in enumerate(requests)})
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         """Forget requests; their lines go when fewer than half are in use."""
         for request in requests:
-            self._line.pop(request, None)
-        self._sorted = None
-        if self._mask is None or 2 * len(self._line) > len(self._mask):
+            self._entries.pop(request, None)
+        self._sorted_entries = None
+        if self._mask is None or 2 * len(self._entries) > len(self._mask):
             return
-        keep = torch.tensor(list(self._line.values()), dtype=torch.long)
-        self._line = {request: at for at, request in enumerate(self._line)}
-        self._mask = pick(self._mask, keep)
-        self._states = None if self._states is None else pick(self._states, keep)
-        self._beside = {name: pick(value, keep) for name, value in self._beside.items()}
+        keep = torch.tensor(list(self._entries.values()), dtype=torch.long)
+        self._entries = {request: at for at, request in enumerate(self._entries)}
+        self._mask = index_rows(self._mask, keep)
+        self._encoder_states = (
+            None if self._encoder_states is None else index_rows(self._encoder_states, keep)
+        )
+        self._other_outputs = {name: index_rows(value, keep) for name, value in self._other_outputs.items()}
         for store in (self._keys, self._values):
             for layer, block in store.items():
-                store[layer] = pick(block, keep)  # each layer's on its own device
+                store[layer] = index_rows(block, keep)  # each layer's on its own device
 
-    def lines(self, requests: Tensor) -> Tensor | None:
+    def entry_index(self, requests: Tensor) -> Tensor | None:
         """The line of each row's request, for `requests` [R] (host); None where row `i` reads line `i`."""
         assert self._mask is not None
-        if self._sorted is None:  # asked every step, and changes when a request comes or goes
-            known = torch.tensor(sorted(self._line), dtype=torch.long)
-            held = torch.tensor([self._line[one] for one in known.tolist()], dtype=torch.long)
-            self._sorted = known, held
-        known, held = self._sorted
+        if self._sorted_entries is None:  # asked every step, and changes when a request comes or goes
+            known = torch.tensor(sorted(self._entries), dtype=torch.long)
+            held = torch.tensor([self._entries[one] for one in known.tolist()], dtype=torch.long)
+            self._sorted_entries = known, held
+        known, held = self._sorted_entries
         lines = held[torch.searchsorted(known, requests)]
         if len(lines) == len(self._mask) and torch.equal(lines, torch.arange(len(lines))):
             return None
@@ -106,29 +112,29 @@ class Memory:
     def mask(self, lines: Tensor | None) -> Tensor:
         """The encoder mask of each row [R, S]."""
         assert self._mask is not None
-        return self._read(self._mask, lines)
+        return self._gather_rows(self._mask, lines)
 
-    def states(self, lines: Tensor | None) -> Tensor:
+    def encoder_states(self, lines: Tensor | None) -> Tensor:
         """The encoder output of each row [R, S, D]."""
-        assert self._states is not None
-        return self._read(self._states, lines)
+        assert self._encoder_states is not None
+        return self._gather_rows(self._encoder_states, lines)
 
-    def beside(self, lines: Tensor | None) -> dict[str, Tensor]:
+    def other_outputs(self, lines: Tensor | None) -> dict[str, Tensor]:
         """What else the encoder said, for each row [R, ...]."""
-        return {name: self._read(value, lines) for name, value in self._beside.items()}
+        return {name: self._gather_rows(value, lines) for name, value in self._other_outputs.items()}
 
     def keys(self, layer: int, lines: Tensor | None) -> Tensor:
         """One layer's keys for each row [R, H, S, D]."""
-        return self._read(self._keys[layer], lines)
+        return self._gather_rows(self._keys[layer], lines)
 
     def values(self, layer: int, lines: Tensor | None) -> Tensor:
         """One layer's values for each row [R, H, S, D]."""
-        return self._read(self._values[layer], lines)
+        return self._gather_rows(self._values[layer], lines)
 
     def write(self, layer: int, key: Tensor, value: Tensor, lines: Tensor | None) -> None:
         """Keep one layer's keys and values of requests at their first forward [B, H, S, D]."""
-        assert self._states is not None
-        count, size = self._states.shape[:2]
+        assert self._encoder_states is not None
+        count, size = self._encoder_states.shape[:2]
         for store, block in ((self._keys, key), (self._values, value)):
             if lines is None:
                 store[layer] = block
@@ -140,7 +146,7 @@ class Memory:
             grown[lines.to(block.device), :, : block.shape[2]] = block
             store[layer] = grown
 
-    def _read(self, block: Tensor, lines: Tensor | None) -> Tensor:
+    def _gather_rows(self, block: Tensor, lines: Tensor | None) -> Tensor:
         if lines is None:
             return block
         if bool((lines == lines[0]).all()):

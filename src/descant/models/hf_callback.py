@@ -9,26 +9,26 @@ from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
 
-__all__ = ["is_prepared", "own_criteria", "recovered_config", "recovered_inputs"]
+__all__ = ["config_from_hf", "inputs_from_hf", "is_hf_prepared", "user_criteria"]
 
-_FIELDS = (
+_COPIED_FIELDS = (
     "num_beams", "num_return_sequences", "do_sample", "early_stopping", "length_penalty", "max_time", "seed",
     "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "return_dict_in_generate",
     "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 
 
-def is_prepared(config: Any) -> bool:
+def is_hf_prepared(config: Any) -> bool:
     """Whether transformers' own generate() has resolved this config, that is, whether it is calling us."""
     return hasattr(config, "_eos_token_tensor")
 
 
-def recovered_config(theirs: Any, width: int) -> GenerationConfig:
+def config_from_hf(theirs: Any, width: int) -> GenerationConfig:
     """The config of such a call: its lengths resolved, for prompts of `width` tokens.
 
     Their list of processors comes along and holds the samplers too, so ours are switched off.
     """
-    values = {name: getattr(theirs, name, None) for name in _FIELDS}
+    values = {name: getattr(theirs, name, None) for name in _COPIED_FIELDS}
     values = {name: value for name, value in values.items() if value is not None}
     if values.get("num_beams", 1) == 1:
         values = {
@@ -39,11 +39,11 @@ def recovered_config(theirs: Any, width: int) -> GenerationConfig:
     return GenerationConfig.merge({**values, "max_new_tokens": int(theirs.max_length) - width})
 
 
-def recovered_inputs(theirs: Any, given: Mapping[str, Any], encoder_decoder: bool) -> dict[str, Any]:
+def inputs_from_hf(theirs: Any, given: Mapping[str, Any], encoder_decoder: bool) -> dict[str, Any]:
     """The inputs of such a call, every prompt once again and not repeated for its beams."""
     lines = len(given["input_ids"])
     repeats = max(theirs.num_beams or 1, theirs.num_return_sequences or 1)
-    fresh = {name: _once(value, repeats, lines) for name, value in given.items()}
+    fresh = {name: _undo_expand(value, repeats, lines) for name, value in given.items()}
     if encoder_decoder:
         fresh["decoder_input_ids"] = fresh.pop("input_ids")
         ready, mask = fresh.get("encoder_outputs"), fresh.get("attention_mask")
@@ -52,13 +52,13 @@ def recovered_inputs(theirs: Any, given: Mapping[str, Any], encoder_decoder: boo
     return fresh
 
 
-def own_criteria(criteria: Sequence[Any]) -> list[Any]:
+def user_criteria(criteria: Sequence[Any]) -> list[Any]:
     """The user's criteria among theirs: length, end token and time are the config's already."""
     known = ("MaxLengthCriteria", "EosTokenCriteria", "MaxTimeCriteria")
     return [one for one in criteria if type(one).__name__ not in known]
 
 
-def _once(value: Any, repeats: int, lines: int) -> Any:
+def _undo_expand(value: Any, repeats: int, lines: int) -> Any:
     """A batch of which every line was repeated, each line once."""
     if isinstance(value, Tensor) and value.ndim and len(value) == lines:
         return value[::repeats]

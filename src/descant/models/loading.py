@@ -16,14 +16,16 @@ import transformers
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from descant.errors import DescantError, InputError, UnsupportedModel, shown
-from descant.models.weights import Weights, first_line
+from descant.errors import DescantError, InputError, UnsupportedModel, format_value
+from descant.models.weight_files import WeightFiles, first_line
 
-__all__ = ["DTYPES", "load", "outline", "quiet", "tokenizing"]
+__all__ = ["DTYPES", "load", "load_meta_model", "load_tokenizer", "silence_transformers"]
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
-_LONGEST: Final = 4 * 2**20  # bytes of a config
-_MOST: Final = 2**16  # values in it, each of which transformers copies and checks many times over
+_MAX_CONFIG_BYTES: Final = 4 * 2**20  # bytes of a config
+_MAX_CONFIG_VALUES: Final = (
+    2**16
+)  # values in it, each of which transformers copies and checks many times over
 
 
 def load(name: str, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any]:
@@ -31,14 +33,14 @@ def load(name: str, dtype: str | None = None, device: str | None = None) -> tupl
 
     `dtype` is one of `DTYPES`; None is "auto", what the weights are stored in.
     """
-    wanted, where = _dtype(dtype), _device(device)
-    with quiet():
-        config = _config(name)
-        with _told(name):
-            weights = Weights.of(name, getattr(config, "transformers_weights", None))
-            tokenizer = _tokenizer(name)
-            with weights.fitted():
-                model, told = _auto(config).from_pretrained(
+    wanted, where = _parse_dtype(dtype), _parse_device(device)
+    with silence_transformers():
+        config = _load_config(name)
+        with _translate_errors(name):
+            weights = WeightFiles.locate(name, getattr(config, "transformers_weights", None))
+            tokenizer = _auto_tokenizer(name)
+            with weights.limit_model_size():
+                model, told = _auto_class(config).from_pretrained(
                     name,
                     config=config,
                     dtype=wanted,
@@ -53,23 +55,23 @@ def load(name: str, dtype: str | None = None, device: str | None = None) -> tupl
         return model.eval().to(where), tokenizer
 
 
-def outline(name: str) -> Any:
+def load_meta_model(name: str) -> Any:
     """A model without its weights: enough to say what would run on it."""
-    with quiet():
-        config = _config(name)
-        with _told(name), torch.device("meta"):
-            model = _auto(config).from_config(config, trust_remote_code=False)
+    with silence_transformers():
+        config = _load_config(name)
+        with _translate_errors(name), torch.device("meta"):
+            model = _auto_class(config).from_config(config, trust_remote_code=False)
         # A model need not have one, and then its config speaks.
-        with _told(name), contextlib.suppress(OSError):
+        with _translate_errors(name), contextlib.suppress(OSError):
             model.generation_config = transformers.GenerationConfig.from_pretrained(name)
         return model
 
 
-def tokenizing(name: str) -> tuple[Any, int | None]:
+def load_tokenizer(name: str) -> tuple[Any, int | None]:
     """A model's tokenizer, and how many tokens the model scores; None where no config says so."""
-    with quiet():
-        with _told(name):
-            tokenizer = _tokenizer(name)
+    with silence_transformers():
+        with _translate_errors(name):
+            tokenizer = _auto_tokenizer(name)
         try:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
             size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
@@ -78,56 +80,56 @@ def tokenizing(name: str) -> tuple[Any, int | None]:
         return tokenizer, size if isinstance(size, int) else None
 
 
-def _config(name: str) -> Any:
-    with _told(name):
-        _refuse_large(name, "config.json", "generation_config.json")
+def _load_config(name: str) -> Any:
+    with _translate_errors(name):
+        _check_config_size(name, "config.json", "generation_config.json")
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        _refuse_kernels(name, config)
+        _check_no_hub_kernels(name, config)
         return config
 
 
-def _tokenizer(name: str) -> Any:
-    _refuse_large(name, "tokenizer_config.json")
+def _auto_tokenizer(name: str) -> Any:
+    _check_config_size(name, "tokenizer_config.json")
     return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
-def _refuse_large(name: str, *files: str) -> None:
+def _check_config_size(name: str, *files: str) -> None:
     """Refuse configs that nobody wrote by hand or needs: to read them takes seconds."""
     for file in files:
         with contextlib.suppress(OSError):  # whether it is missing, and matters, is found out elsewhere
             path = Path(str(cached_file(name, file)))
-            if path.stat().st_size > _LONGEST:
-                raise InputError("model", f"must have a {file} of at most {_LONGEST} bytes", name)
-            if path.read_bytes().count(b",") > _MOST:
-                raise InputError("model", f"must have a {file} of at most {_MOST} values", name)
+            if path.stat().st_size > _MAX_CONFIG_BYTES:
+                raise InputError("model", f"must have a {file} of at most {_MAX_CONFIG_BYTES} bytes", name)
+            if path.read_bytes().count(b",") > _MAX_CONFIG_VALUES:
+                raise InputError("model", f"must have a {file} of at most {_MAX_CONFIG_VALUES} values", name)
 
 
-def _refuse_kernels(name: str, config: Any) -> None:
+def _check_no_hub_kernels(name: str, config: Any) -> None:
     """Refuse a config that asks for code from the Hub as its attention, or as its experts."""
     for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
         for kind in ("_attn_implementation", "_experts_implementation"):
             asked = getattr(part, kind, None)
             if isinstance(asked, str) and "/" in asked:
                 raise UnsupportedModel(
-                    f"{name} asks for code from the Hub ({shown(asked)}), which does not run here: "
+                    f"{name} asks for code from the Hub ({format_value(asked)}), which does not run here: "
                     f"take `{kind[1:]}` out of its config.json"
                 )
 
 
-def _auto(config: Any) -> Any:
+def _auto_class(config: Any) -> Any:
     """The Auto class that makes a text generator of this kind."""
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModelForCausalLM
 
 
-def _dtype(name: str | None) -> Any:
+def _parse_dtype(name: str | None) -> Any:
     if name not in (None, *DTYPES):
         raise InputError("dtype", f"must be one of {', '.join(DTYPES)}", name)
     return "auto" if name in (None, "auto") else getattr(torch, str(name))
 
 
-def _device(name: str | None) -> torch.device:
+def _parse_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or "cpu")
         torch.empty(0, device=device)
@@ -138,7 +140,7 @@ def _device(name: str | None) -> torch.device:
 
 
 @contextlib.contextmanager
-def _told(name: str) -> Iterator[None]:
+def _translate_errors(name: str) -> Iterator[None]:
     """Say in one line why a model cannot be loaded."""
     try:
         yield
@@ -157,7 +159,7 @@ def _told(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Keep transformers' progress bars and hints off the terminal while something is loaded or saved."""
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from descant.errors import InputError
 
-__all__ = ["dealt", "is_mark"]
+__all__ = ["is_per_token", "split_by_prompt"]
 
 # Inputs that have one entry for each token of a prompt, beside those that say which type it is of; and how
 # many dimensions they have for one prompt, where the same name means something else with more.
-_MARKS = {
+_PER_TOKEN_DIMS = {
     "bbox": 2,
     "cross_attention_mask": 3,
     "image_attention_mask": 2,
@@ -24,7 +24,7 @@ _MARKS = {
 }
 
 # What the name of an input says about the medium that it belongs to.
-_WORDS = {
+_MEDIA_KEYWORDS = {
     "video": ("video",),
     "audio": ("audio", "input_features", "feature", "input_values", "speech", "padding_mask"),
     "image": (
@@ -42,15 +42,15 @@ _WORDS = {
 
 
 # Inputs that point at the features of all media of a batch, one after the other, and the media they are of.
-_POINTERS = {"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"}
+_FEATURE_INDEX_INPUTS = {"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"}
 
 
-def is_mark(name: str, dimensions: int) -> bool:
+def is_per_token(name: str, dimensions: int) -> bool:
     """Whether an input of so many dimensions, for one prompt, has one entry for each of its tokens."""
-    return _MARKS.get(name) == dimensions or name.endswith("token_type_ids")
+    return _PER_TOKEN_DIMS.get(name) == dimensions or name.endswith("token_type_ids")
 
 
-def dealt(
+def split_by_prompt(
     given: Mapping[str, Any], ids: Tensor | None, here: Tensor | None, marks: Mapping[str, int], count: int
 ) -> list[dict[str, Any]]:
     """What of the inputs belongs to each of `count` prompts.
@@ -59,24 +59,24 @@ def dealt(
     dimension: one entry a prompt, or as many as the prompt has places for, which `marks` tells by kind.
     """
     lines: list[dict[str, Any]] = [{} for _ in range(count)]
-    deal = _Deal(given, ids, marks, count)
+    deal = _MediaSplitter(given, ids, marks, count)
     for name, value in given.items():
-        if isinstance(value, Tensor) and ids is not None and is_mark(name, value.ndim - 1):
-            for line, part in enumerate(_marked(name, value, ids, here)):
+        if isinstance(value, Tensor) and ids is not None and is_per_token(name, value.ndim - 1):
+            for line, part in enumerate(_split_per_token(name, value, ids, here)):
                 lines[line][name] = part
         elif count == 1 or not isinstance(value, Tensor | list | tuple):
             for one in lines:
                 one[name] = value
         else:
-            for line, part in enumerate(deal.parts(name, value)):
+            for line, part in enumerate(deal.split(name, value)):
                 lines[line][name] = part
-    for name, media in _POINTERS.items():
+    for name, media in _FEATURE_INDEX_INPUTS.items():
         if name in given and media in given:
-            _pointed(lines, name, media)
-    return [_unpadded(_present(line)) for line in lines]
+            _rebase_indices(lines, name, media)
+    return [_trim_audio_padding(_drop_empty(line)) for line in lines]
 
 
-def _pointed(lines: Sequence[dict[str, Any]], name: str, media: str) -> None:
+def _rebase_indices(lines: Sequence[dict[str, Any]], name: str, media: str) -> None:
     """Let the pointers of each prompt count from its own first feature; what is negative points nowhere."""
     before = 0
     for line in lines:
@@ -84,7 +84,7 @@ def _pointed(lines: Sequence[dict[str, Any]], name: str, media: str) -> None:
         before += line[media].shape[:2].numel()
 
 
-def _unpadded(line: dict[str, Any]) -> dict[str, Any]:
+def _trim_audio_padding(line: dict[str, Any]) -> dict[str, Any]:
     """A sound without the silence that only fills it up to its neighbours in the batch."""
     sound, mask = line.get("input_values"), line.get("padding_mask")
     if sound is None or mask is None or sound.shape[-1] != mask.shape[-1]:
@@ -93,12 +93,12 @@ def _unpadded(line: dict[str, Any]) -> dict[str, Any]:
     return {**line, "input_values": sound[..., :long], "padding_mask": mask[..., :long]}
 
 
-def _present(line: dict[str, Any]) -> dict[str, Any]:
+def _drop_empty(line: dict[str, Any]) -> dict[str, Any]:
     """What there is of a prompt's media: a batch may hold pictures of its neighbours only."""
     return {name: value for name, value in line.items() if not isinstance(value, Tensor) or value.numel()}
 
 
-def _marked(name: str, value: Tensor, ids: Tensor, here: Tensor | None) -> list[Tensor]:
+def _split_per_token(name: str, value: Tensor, ids: Tensor, here: Tensor | None) -> list[Tensor]:
     """Marks of each prompt's tokens, those of the padding left out."""
     if value.shape[:2] != ids.shape:
         raise InputError(name, f"must have an entry for each token {list(ids.shape)}", value)
@@ -106,17 +106,17 @@ def _marked(name: str, value: Tensor, ids: Tensor, here: Tensor | None) -> list[
     return [line[kept] for line, kept in zip(value, keep, strict=True)]
 
 
-def _kind(name: str) -> str:
-    for kind, words in _WORDS.items():
+def _media_type(name: str) -> str:
+    for kind, words in _MEDIA_KEYWORDS.items():
         if any(word in name for word in words):
             return kind
     return ""
 
 
-def _grids(given: Mapping[str, Any]) -> dict[str, Tensor]:
+def _patch_grids(given: Mapping[str, Any]) -> dict[str, Tensor]:
     """For each kind of medium, the table that says how many patches each one has [M, 2 or 3]."""
     return {
-        _kind(name): value
+        _media_type(name): value
         for name, value in given.items()
         if ("_grid_" in name or name in ("target_sizes", "spatial_shapes"))
         and isinstance(value, Tensor)
@@ -124,50 +124,52 @@ def _grids(given: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-class _Deal:
+class _MediaSplitter:
     """How the media of one batch are dealt out to its prompts."""
 
     def __init__(
         self, given: Mapping[str, Any], ids: Tensor | None, marks: Mapping[str, int], count: int
     ) -> None:
-        self._ids, self._marks, self._count = ids, marks, count
-        self._grids = _grids(given)
+        self._ids, self._placeholder_tokens, self._num_prompts = ids, marks, count
+        self._patch_grids = _patch_grids(given)
 
-    def parts(self, name: str, value: Any) -> list[Any]:
+    def split(self, name: str, value: Any) -> list[Any]:
         """What of an input belongs to each prompt."""
-        kind = _kind(name)
-        token, grid = self._marks.get(kind), self._grids.get(kind)
+        kind = _media_type(name)
+        token, grid = self._placeholder_tokens.get(kind), self._patch_grids.get(kind)
         size = len(value)
         if self._ids is None or token is None:
-            if size != self._count:
-                raise InputError(name, f"must have an entry for each of {self._count} prompts", value)
-            return _split(name, value, [1] * size)
+            if size != self._num_prompts:
+                raise InputError(name, f"must have an entry for each of {self._num_prompts} prompts", value)
+            return _split_entries(name, value, [1] * size)
         number = size if grid is None else len(grid)
         patches = [1] * size if grid is None else grid.prod(1).tolist()
-        each = self._media(name, value, number, patches, self._ids == token)
+        each = self._media_per_prompt(name, value, number, patches, self._ids == token)
         if size == number:
-            return _split(name, value, each)
+            return _split_entries(name, value, each)
         ends, firsts = [0, *accumulate(patches)], [0, *accumulate(each)]
-        shares = [ends[firsts[line + 1]] - ends[firsts[line]] for line in range(self._count)]
+        shares = [ends[firsts[line + 1]] - ends[firsts[line]] for line in range(self._num_prompts)]
         if size == 1 and value.shape[-1] % sum(patches) == 0:  # all in one line, one behind the other
             wide = value.shape[-1] // sum(patches)
             return list(value.split([share * wide for share in shares], -1))
-        return _split(name, value, shares)
+        return _split_entries(name, value, shares)
 
-    def _media(self, name: str, value: Any, number: int, patches: Sequence[int], there: Tensor) -> list[int]:
+    def _media_per_prompt(
+        self, name: str, value: Any, number: int, patches: Sequence[int], there: Tensor
+    ) -> list[int]:
         """How many of `number` media each prompt has places for."""
         places = there.sum(1).tolist()
-        if number == self._count and all(places):
+        if number == self._num_prompts and all(places):
             return [1] * number
         runs = ((there[:, 1:] & ~there[:, :-1]).sum(1) + there[:, 0]).tolist()
         if sum(runs) == number:
             return [int(run) for run in runs]
         if sum(place > 0 for place in places) == number:
             return [int(place > 0) for place in places]
-        return _filled(name, value, places, patches)
+        return _count_by_patches(name, value, places, patches)
 
 
-def _filled(name: str, value: Any, places: Sequence[int], patches: Sequence[int]) -> list[int]:
+def _count_by_patches(name: str, value: Any, places: Sequence[int], patches: Sequence[int]) -> list[int]:
     """How many media each prompt holds: their patches fill its places, all at the same rate."""
     total = sum(places)
     each, at = [], 0
@@ -183,7 +185,7 @@ def _filled(name: str, value: Any, places: Sequence[int], patches: Sequence[int]
     return each
 
 
-def _split(name: str, value: Any, shares: Sequence[int]) -> list[Any]:
+def _split_entries(name: str, value: Any, shares: Sequence[int]) -> list[Any]:
     """The entries of an input, so many for each prompt."""
     ends = list(accumulate(shares))
     if ends[-1] != len(value):

@@ -13,98 +13,105 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from descant.core.interfaces import Span
+from descant.core.interfaces import KVSpan
 from descant.models.devices import input_device
-from descant.models.forward_view import SelfView
-from descant.models.traits import facts_of
+from descant.models.forward_view import SelfAttentionView
+from descant.models.traits import traits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Turn", "rotation_from", "rotation_of"]
+__all__ = ["RopeShift", "rope_from_config", "rope_of_model"]
 
-_known: WeakKeyDictionary[PreTrainedModel, Sequence[Turn | None] | None] = WeakKeyDictionary()
+_rope_by_model: WeakKeyDictionary[PreTrainedModel, Sequence[RopeShift | None] | None] = WeakKeyDictionary()
 
 # How far a key that is turned by the right rule may be off, by its own length: rounded, it is by thousandths,
 # and by a wrong rule by tenths.
-_NEAR = 0.05
+_TOLERANCE = 0.05
 
 # Their frequencies hang on the length of what is read, so that a key has no one turn.
-_STRETCHING = ("dynamic", "longrope")
+_DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
 
 # Kinds of model that weigh their keys after they have turned them, of which no config tells.
-_AFTER = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
+_POST_ROPE_NORM_MODELS = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class RopeShift:
     """A rotation of keys or queries (Su et al. 2021): pairs of numbers turn, each at a speed of its own."""
 
-    speeds: Tensor  # [P] radians a position
-    paired: bool = False  # a pair are neighbours; else they lie half of what turns apart
-    last: bool = False  # what turns are the last numbers of a head, else the first
+    inv_freq: Tensor  # [P] radians a position
+    interleaved: bool = False  # a pair are neighbours; else they lie half of what turns apart
+    rotates_last_dims: bool = False  # what turns are the last numbers of a head, else the first
 
     def __call__(self, keys: Tensor, shift: Tensor) -> Tensor:
         """Keys [N, H, S, D] moved on by so many positions [N]."""
-        size = 2 * len(self.speeds)
-        first = keys.shape[-1] - size if self.last else 0
+        size = 2 * len(self.inv_freq)
+        first = keys.shape[-1] - size if self.rotates_last_dims else 0
         part = keys[..., first : first + size]
         # In double: a far position times a speed needs more digits than a single number has.
         exact = torch.float32 if keys.device.type == "mps" else torch.float64
-        angle = shift.to(exact)[:, None, None, None] * self.speeds.to(keys.device, exact)
+        angle = shift.to(exact)[:, None, None, None] * self.inv_freq.to(keys.device, exact)
         cos, sin = angle.cos().float(), angle.sin().float()
-        one, two = (part[..., 0::2], part[..., 1::2]) if self.paired else part.chunk(2, -1)
+        one, two = (part[..., 0::2], part[..., 1::2]) if self.interleaved else part.chunk(2, -1)
         one, two = one * cos - two * sin, two * cos + one * sin
-        turned = torch.stack((one, two), -1).flatten(-2) if self.paired else torch.cat((one, two), -1)
+        turned = torch.stack((one, two), -1).flatten(-2) if self.interleaved else torch.cat((one, two), -1)
         if size == keys.shape[-1]:
             return turned.to(keys.dtype)
         return torch.cat((keys[..., :first], turned.to(keys.dtype), keys[..., first + size :]), -1)
 
 
 # -------------------------------------------------------------------- of a model
-def rotation_of(model: PreTrainedModel) -> Turn | Sequence[Turn | None] | None:
+def rope_of_model(model: PreTrainedModel) -> RopeShift | Sequence[RopeShift | None] | None:
     """The rotation of a model's keys; for each layer where they differ, None for one that has none.
 
     None where a model's positions are not rotary, or not only, or stretch with the length. It is found by
     trial, once a model: two tokens are read at two positions, each by itself, and whatever turns the keys of
     the one into those of the other, in every layer, is it.
     """
-    if model not in _known:
-        _known[model] = _tried(model)
-    return _one(_known[model])
+    if model not in _rope_by_model:
+        _rope_by_model[model] = _detect_rope(model)
+    return _collapse_layers(_rope_by_model[model])
 
 
-def _tried(model: PreTrainedModel) -> Sequence[Turn | None] | None:
-    facts = facts_of(model)
+def _detect_rope(model: PreTrainedModel) -> Sequence[RopeShift | None] | None:
+    facts = traits_of(model)
     text = model.config.get_text_config(decoder=True)
-    if facts.memory != "keys" or facts.asks or not facts.positions or _stretches(text):
+    if (
+        facts.cache_type != "kv"
+        or facts.prepares_own_inputs
+        or not facts.supports_position_ids
+        or _has_dynamic_rope(text)
+    ):
         return None
     turns = [
-        Turn(speeds * way, paired, last)
-        for speeds, way, paired, last in product(_speeds(model, text), (1, -1), (False, True), (False, True))
+        RopeShift(speeds * way, paired, last)
+        for speeds, way, paired, last in product(
+            _candidate_inv_freqs(model, text), (1, -1), (False, True), (False, True)
+        )
     ]
     if not turns:
         return None
-    shift = min(97, (facts.table or facts.context or 128) - 1)
-    heard = _heard(model, shift)
-    found: list[Turn | None] = []
+    shift = min(97, (facts.max_positions or facts.context_length or 128) - 1)
+    heard = _record_keys(model, shift)
+    found: list[RopeShift | None] = []
     for layer in sorted(heard):
         here, there = heard[layer]
-        fits = [turn for turn in turns if _fits(turn, here, there, shift)]
-        if not fits and _off(here, there) > _NEAR:
+        fits = [turn for turn in turns if _is_match(turn, here, there, shift)]
+        if not fits and _relative_error(here, there) > _TOLERANCE:
             return None
         found.append(fits[0] if fits else None)
     return found if any(turn is not None for turn in found) else None
 
 
-def _speeds(model: PreTrainedModel, text: Any) -> list[Tensor]:
+def _candidate_inv_freqs(model: PreTrainedModel, text: Any) -> list[Tensor]:
     """All that may be the speeds of its pairs."""
     found: list[Tensor] = []
     for name, table in model.named_buffers():
         if name.endswith("inv_freq") and "original" not in name and table.ndim == 1:
             found.append(table.detach().float().cpu())
     if isinstance(size := getattr(text, "rotary_dim", None), int):
-        found.append(_default(size, 10000.0))
+        found.append(_default_inv_freq(size, 10000.0))
     distinct: list[Tensor] = []
     for one in found:
         if not any(torch.equal(one, other) for other in distinct):
@@ -112,45 +119,45 @@ def _speeds(model: PreTrainedModel, text: Any) -> list[Tensor]:
     return distinct
 
 
-class _Ear:
+class _KeyRecorder:
     """In the place of a cache: listens to the keys of every layer and remembers nothing before them."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
 
-    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         self.keys[layer] = key.detach().float().cpu()
         return key, value
 
-    def reach(self, layer: int, span: Span) -> None:
+    def visible_slots(self, layer: int, span: KVSpan) -> None:
         pass
 
 
 @torch.no_grad()
-def _heard(model: PreTrainedModel, shift: int) -> dict[int, tuple[Tensor, Tensor]]:
+def _record_keys(model: PreTrainedModel, shift: int) -> dict[int, tuple[Tensor, Tensor]]:
     """By layer the keys of two tokens [2, H, 1, D] at the first position, and so many positions on."""
-    device, size = input_device(model), facts_of(model).vocabulary
+    device, size = input_device(model), traits_of(model).vocab_size
     tokens = torch.tensor([[size // 2], [size // 3]] * 2, device=device)
     places = torch.tensor([[0], [0], [shift], [shift]], device=device)
-    ear: Any = _Ear()
-    view = SelfView(ear, Span(None, 0, 1, 1))
+    ear: Any = _KeyRecorder()
+    view = SelfAttentionView(ear, KVSpan(None, 0, 1, 1))
     model(input_ids=tokens, position_ids=places, past_key_values=view, use_cache=True)
     return {layer: (keys[:2], keys[2:]) for layer, keys in ear.keys.items()}
 
 
-def _fits(turn: Turn, here: Tensor, there: Tensor, shift: int) -> bool:
-    if 2 * len(turn.speeds) > here.shape[-1]:
+def _is_match(turn: RopeShift, here: Tensor, there: Tensor, shift: int) -> bool:
+    if 2 * len(turn.inv_freq) > here.shape[-1]:
         return False
-    return _off(turn(here, torch.full((len(here),), shift)), there) <= _NEAR
+    return _relative_error(turn(here, torch.full((len(here),), shift)), there) <= _TOLERANCE
 
 
-def _off(one: Tensor, two: Tensor) -> float:
+def _relative_error(one: Tensor, two: Tensor) -> float:
     """How far keys are from others, by their length."""
     return float((one - two).norm() / two.norm().clamp(min=1e-9))
 
 
 # -------------------------------------------------------------------- of a config
-def rotation_from(config: Any) -> Turn | Sequence[Turn | None] | None:
+def rope_from_config(config: Any) -> RopeShift | Sequence[RopeShift | None] | None:
     """The same as far as a config tells, for want of a model; None also where it does not tell.
 
     That is where layers are of several kinds, or attention is latent: then a model's own code says which of
@@ -158,33 +165,33 @@ def rotation_from(config: Any) -> Turn | Sequence[Turn | None] | None:
     """
     text = config.get_text_config(decoder=True)
     several = len(set(getattr(text, "layer_types", None) or ())) > 1
-    if several or hasattr(text, "qk_rope_head_dim") or _stretches(text):
+    if several or hasattr(text, "qk_rope_head_dim") or _has_dynamic_rope(text):
         return None
-    first = None if text.model_type in _AFTER else _first(config, text)
-    speeds = None if first is None else _spoken(text)
+    first = None if text.model_type in _POST_ROPE_NORM_MODELS else _probe_rotate_half(config, text)
+    speeds = None if first is None else _config_inv_freq(text)
     if first is None or speeds is None:
         return None
-    turn = Turn(speeds if first < 0 else -speeds, abs(first) == 2)
-    plain = _unturned(text)
-    return _one([None if layer in plain else turn for layer in range(text.num_hidden_layers)])
+    turn = RopeShift(speeds if first < 0 else -speeds, abs(first) == 2)
+    plain = _no_rope_layers(text)
+    return _collapse_layers([None if layer in plain else turn for layer in range(text.num_hidden_layers)])
 
 
-def _ropes(text: Any) -> list[dict[str, Any]]:
+def _rope_settings(text: Any) -> list[dict[str, Any]]:
     """The settings of its rotations: one, or one for each kind of layer."""
     ropes = getattr(text, "rope_parameters", None) or {}
     nested = [one for one in ropes.values() if isinstance(one, dict)]
     return nested or ([dict(ropes)] if ropes else [])
 
 
-def _stretches(text: Any) -> bool:
-    return any(one.get("rope_type") in _STRETCHING for one in _ropes(text))
+def _has_dynamic_rope(text: Any) -> bool:
+    return any(one.get("rope_type") in _DYNAMIC_ROPE_TYPES for one in _rope_settings(text))
 
 
-def _spoken(text: Any) -> Tensor | None:
+def _config_inv_freq(text: Any) -> Tensor | None:
     """The speeds that a config tells of."""
-    ropes = _ropes(text)
+    ropes = _rope_settings(text)
     if isinstance(size := getattr(text, "rotary_dim", None), int) and not ropes:
-        return _default(size, 10000.0)
+        return _default_inv_freq(size, 10000.0)
     if len(ropes) != 1 or "rope_theta" not in ropes[0]:
         return None
     rope, kind = ropes[0], ropes[0].get("rope_type", "default")
@@ -194,14 +201,14 @@ def _spoken(text: Any) -> Tensor | None:
         )
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     share = rope.get("partial_rotary_factor", getattr(text, "partial_rotary_factor", None))
-    return _default(int(head * (1.0 if share is None else share)), float(rope["rope_theta"]))
+    return _default_inv_freq(int(head * (1.0 if share is None else share)), float(rope["rope_theta"]))
 
 
-def _default(size: int, base: float) -> Tensor:
+def _default_inv_freq(size: int, base: float) -> Tensor:
     return 1.0 / base ** (torch.arange(0, size, 2).float() / size)
 
 
-def _first(config: Any, text: Any) -> float | None:
+def _probe_rotate_half(config: Any, text: Any) -> float | None:
     """What the model's own code turns the first of the numbers 1 to 4 to: that with which it makes a pair."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # by now there is a model, and all this is loaded
 
@@ -215,13 +222,15 @@ def _first(config: Any, text: Any) -> float | None:
     return None
 
 
-def _unturned(text: Any) -> frozenset[int]:
+def _no_rope_layers(text: Any) -> frozenset[int]:
     """The layers that a config leaves without rotation."""
     turned = getattr(text, "no_rope_layers", None)
     return frozenset(at for at, one in enumerate(turned or ()) if not one)
 
 
-def _one(turns: Sequence[Turn | None] | None) -> Turn | Sequence[Turn | None] | None:
+def _collapse_layers(
+    turns: Sequence[RopeShift | None] | None,
+) -> RopeShift | Sequence[RopeShift | None] | None:
     """What all layers have, or each one's."""
     if turns and all(turn is turns[0] for turn in turns):
         return turns[0]

@@ -17,50 +17,50 @@ import torch.distributed as dist
 
 from descant.errors import InputError, UnsupportedModel
 from descant.models.devices import input_device
-from descant.models.rank_group import together
+from descant.models.rank_group import all_ranks_or_none
 
-__all__ = ["Pace", "in_step", "present_pace"]
+__all__ = ["ForwardBarrier", "current_barrier", "synchronize_processes"]
 
-Given = ParamSpec("Given")
-Answer = TypeVar("Answer")
+CallParams = ParamSpec("CallParams")
+CallResult = TypeVar("CallResult")
 
 
-class Pace:
+class ForwardBarrier:
     """Counts forwards together: nobody begins one while another process does something else."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device  # where collectives work
 
-    def forward(self) -> None:
+    def announce_forward(self) -> None:
         """Say that this process is about to feed its model."""
-        self._anybody(True)
+        self._any_active(True)
 
-    def finish(self, model: Any) -> None:
+    def drain(self, model: Any) -> None:
         """Feed the model next to nothing until no process has anything to feed."""
-        while self._anybody(False):
-            _idle(model)
+        while self._any_active(False):
+            _dummy_forward(model)
 
-    def _anybody(self, mine: bool) -> bool:
+    def _any_active(self, mine: bool) -> bool:
         going = torch.tensor([int(mine)], device=self._device)
         dist.all_reduce(going, dist.ReduceOp.MAX)
         return bool(going)
 
 
-_pace: ContextVar[Pace | None] = ContextVar("pace", default=None)
+_current_barrier: ContextVar[ForwardBarrier | None] = ContextVar("pace", default=None)
 
 
-def present_pace() -> Pace | None:
+def current_barrier() -> ForwardBarrier | None:
     """The pace of the call under way, if it has one."""
-    return _pace.get()
+    return _current_barrier.get()
 
 
 @contextmanager
-def paced(model: Any, asked: bool | None) -> Iterator[None]:
+def forward_barrier(model: Any, asked: bool | None) -> Iterator[None]:
     """A block whose forwards are in step with all other processes, if asked for or None and needed."""
     if asked and not (dist.is_available() and dist.is_initialized()):
         do = "leave it out, or start with torchrun and torch.distributed.init_process_group"
         raise InputError("synced_gpus", "needs torch.distributed to be initialised", asked, do)
-    if _pace.get() is not None or not (_needed(model) if asked is None else asked):
+    if _current_barrier.get() is not None or not (_needs_barrier(model) if asked is None else asked):
         yield
         return
     if model.config.is_encoder_decoder:
@@ -68,29 +68,29 @@ def paced(model: Any, asked: bool | None) -> Iterator[None]:
             f"{type(model).__name__} has an encoder, whose weights are not gathered when it runs alone: "
             "FSDP and ZeRO-3 are for decoder-only models"
         )
-    pace = Pace(torch.device("cpu") if "gloo" in dist.get_backend() else input_device(model))
-    mark = _pace.set(pace)
+    pace = ForwardBarrier(torch.device("cpu") if "gloo" in dist.get_backend() else input_device(model))
+    mark = _current_barrier.set(pace)
     try:
         yield
     finally:  # also where this process fails: the others could not go on without it
-        _pace.reset(mark)
+        _current_barrier.reset(mark)
         with torch.no_grad():
-            pace.finish(model)
+            pace.drain(model)
 
 
-def in_step(call: Callable[Given, Answer]) -> Callable[Given, Answer]:
+def synchronize_processes(call: Callable[CallParams, CallResult]) -> Callable[CallParams, CallResult]:
     """A call on a model, its first argument, in step with all processes that share the model."""
 
     @wraps(call)
-    def run(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
+    def run(*args: CallParams.args, **kwargs: CallParams.kwargs) -> CallResult:
         model, asked = args[0] if args else kwargs.get("model"), kwargs.pop("synced_gpus", None)
-        with paced(model, cast("bool | None", asked)), together(model):
+        with forward_barrier(model, cast("bool | None", asked)), all_ranks_or_none(model):
             return call(*args, **kwargs)
 
     return run
 
 
-def _needed(model: Any) -> bool:
+def _needs_barrier(model: Any) -> bool:
     """Whether the weights of a model are gathered from all processes for every forward."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return False
@@ -101,6 +101,6 @@ def _needed(model: Any) -> bool:
     return whole and bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))  # type: ignore[no-untyped-call]
 
 
-def _idle(model: Any) -> None:
+def _dummy_forward(model: Any) -> None:
     """One forward of one token, of which nothing is kept."""
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=input_device(model)), use_cache=False)

@@ -10,15 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 __all__ = ["toy"]
 
 # So sharp are its choices that rounding decides none of them, and so blunt that a draw may take several.
-_SPREAD: Final = 3.0
-_GAIN: Final = 2.0
+_OUTPUT_SCALE: Final = 3.0
+_WEIGHT_SCALE: Final = 2.0
 BOS, EOS, PAD = 1, 2, 0
 
 
-def toy(vocabulary: int = 61, seed: int = 0) -> Any:
+def toy(vocab_size: int = 61, seed: int = 0) -> Any:
     """The toy of that seed; torch's own generator stays as it was. Greedy, it soon says things again."""
     config = LlamaConfig(
-        vocab_size=vocabulary,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -39,7 +39,7 @@ def toy(vocabulary: int = 61, seed: int = 0) -> Any:
             if parameter.ndim == 1:  # a norm
                 parameter.copy_(1 + 0.1 * noise)
             else:
-                sharp = 1.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else _GAIN
-                scale = _SPREAD if parameter is output else sharp
+                sharp = 1.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else _WEIGHT_SCALE
+                scale = _OUTPUT_SCALE if parameter is output else sharp
                 parameter.copy_(scale * noise / parameter.shape[1] ** 0.5)
     return model.eval()

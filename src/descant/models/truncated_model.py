@@ -10,42 +10,42 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from descant.errors import UnsupportedModel
-from descant.models.traits import facts_of
+from descant.models.traits import traits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["shallow"]
+__all__ = ["truncate_model"]
 
 # Under which names modules count their layers beside their config.
-_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_LAYER_COUNT_ATTRS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 
-def shallow(model: PreTrainedModel, layers: int) -> PreTrainedModel:
+def truncate_model(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     """A stand-in that runs the first `layers` decoder layers of a model, then its final norm and its head.
 
     Modules on the way to the layers are copied without what is in them; all weights are the model's own.
     Neither the model nor its config is touched.
     """
-    depth = facts_of(model).layers
-    paths = _stacks(model, depth)
+    depth = traits_of(model).num_layers
+    paths = _layer_list_paths(model, depth)
     if not paths:
         kind = type(model).__name__
         raise UnsupportedModel(
             f"{kind} has no list of its {depth} layers, so that none can be left out: leave out early exit"
         )
     configs: dict[int, Any] = {}  # what deepcopy has copied, so that parts of a config stay parts of it
-    standing = _view(model, depth, layers, configs)
+    standing = _copy_with_layers(model, depth, layers, configs)
     views: dict[str, Any] = {"": standing}
     for path in paths:
         way = path.split(".")
         for at in range(1, len(way)):
             here, above = ".".join(way[:at]), views[".".join(way[: at - 1])]
             if here not in views:
-                views[here] = _view(above._modules[way[at - 1]], depth, layers, configs)
+                views[here] = _copy_with_layers(above._modules[way[at - 1]], depth, layers, configs)
                 above._modules[way[at - 1]] = views[here]
         holder = views[".".join(way[:-1])]
-        stack: Any = _bare(holder._modules[way[-1]])
+        stack: Any = _shallow_copy(holder._modules[way[-1]])
         stack._modules = dict(list(stack._modules.items())[:layers])
         holder._modules[way[-1]] = stack
     for view in views.values():
@@ -57,7 +57,7 @@ def shallow(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     return whole
 
 
-def _stacks(model: PreTrainedModel, depth: int) -> list[str]:
+def _layer_list_paths(model: PreTrainedModel, depth: int) -> list[str]:
     """The paths of the lists that hold something for each layer of the decoder, the outermost ones."""
     whole: Any = model
     decoder = whole.get_decoder() if hasattr(model, "get_decoder") else None
@@ -71,7 +71,7 @@ def _stacks(model: PreTrainedModel, depth: int) -> list[str]:
     return [f"{start}.{path}" if start else path for path in found]
 
 
-def _bare(module: nn.Module) -> Any:
+def _shallow_copy(module: nn.Module) -> Any:
     """A module with the same weights and parts, whose attributes and parts are its own to change."""
     view: Any = object.__new__(type(module))
     vars(view).update(vars(module))
@@ -86,10 +86,10 @@ def _bare(module: nn.Module) -> Any:
     return view
 
 
-def _view(module: nn.Module, depth: int, layers: int, configs: dict[int, Any]) -> Any:
+def _copy_with_layers(module: nn.Module, depth: int, layers: int, configs: dict[int, Any]) -> Any:
     """The same, which counts fewer layers."""
-    view = _bare(module)
-    for name in _COUNTS:
+    view = _shallow_copy(module)
+    for name in _LAYER_COUNT_ATTRS:
         if vars(view).get(name) == depth:
             vars(view)[name] = layers
     config = vars(view).get("config")

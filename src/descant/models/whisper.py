@@ -14,10 +14,10 @@ from torch import Tensor
 
 from descant.models.devices import input_device
 
-__all__ = ["Listener", "hears", "languages", "listener_of"]
+__all__ = ["WhisperAdapter", "is_whisper", "language_codes", "whisper_adapter_of"]
 
 
-def languages() -> Mapping[str, str]:
+def language_codes() -> Mapping[str, str]:
     """The codes of languages by their names: "english" -> "en"."""
     # Here, not above: slow to load, and seldom asked for.
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
@@ -26,16 +26,16 @@ def languages() -> Mapping[str, str]:
 
 
 @dataclass(frozen=True)
-class Listener:
+class WhisperAdapter:
     """A model whose encoder takes windows of one length only, so that longer audio is heard in several."""
 
     model: Any
-    bins: int  # of a frame
-    frames: int  # of a window
-    stride: int  # frames for each position of the encoder
-    positions: int  # of the decoder, prompt included
-    vocabulary: int
-    smoothing: int  # width of the filter over attention weights, for the times of tokens
+    num_mel_bins: int  # of a frame
+    window_frames: int  # of a window
+    encoder_stride: int  # frames for each position of the encoder
+    max_target_positions: int  # of the decoder, prompt included
+    vocab_size: int
+    median_filter_width: int  # width of the filter over attention weights, for the times of tokens
 
     @property
     def device(self) -> torch.device:
@@ -43,12 +43,12 @@ class Listener:
         return input_device(self.model)
 
     @property
-    def attention(self) -> str:
+    def attn_implementation(self) -> str:
         """How it computes attention: "sdpa", "eager", ..."""
         return str(getattr(self.model.config, "_attn_implementation", None) or "eager")
 
     @property
-    def forced(self) -> list[list[int | None]] | None:
+    def forced_decoder_ids(self) -> list[list[int | None]] | None:
         """The pairs of position and token that older checkpoints begin with."""
         for config in (self.model.generation_config, self.model.config):
             pairs: list[list[int | None]] | None = getattr(config, "forced_decoder_ids", None)
@@ -64,32 +64,32 @@ class Listener:
         return states
 
 
-def hears(model: Any) -> bool:
+def is_whisper(model: Any) -> bool:
     """Whether a model declares that it hears by windows: its own generate() counts frames."""
     kind: Any = type(model)
-    return _counts_frames(kind)
+    return _has_segment_frames(kind)
 
 
-def listener_of(model: Any) -> Listener | None:
+def whisper_adapter_of(model: Any) -> WhisperAdapter | None:
     """The model as a listener, if it is one."""
-    if not hears(model):
+    if not is_whisper(model):
         return None
     config, encoder = model.config, model.get_encoder()
     stride = math.prod(
         module.stride[0] for module in encoder.modules() if isinstance(module, torch.nn.Conv1d)
     )
-    return Listener(
+    return WhisperAdapter(
         model,
-        bins=int(config.num_mel_bins),
-        frames=stride * int(config.max_source_positions),
-        stride=stride,
-        positions=int(config.max_target_positions),
-        vocabulary=int(config.vocab_size),
-        smoothing=int(getattr(config, "median_filter_width", 7)),
+        num_mel_bins=int(config.num_mel_bins),
+        window_frames=stride * int(config.max_source_positions),
+        encoder_stride=stride,
+        max_target_positions=int(config.max_target_positions),
+        vocab_size=int(config.vocab_size),
+        median_filter_width=int(getattr(config, "median_filter_width", 7)),
     )
 
 
 @cache
-def _counts_frames(kind: Any) -> bool:
+def _has_segment_frames(kind: Any) -> bool:
     own = getattr(kind, "generate", None)
     return own is not None and "num_segment_frames" in inspect.signature(own).parameters

@@ -8,16 +8,16 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from descant.errors import RecipeError, shown
-from descant.recipes import names
+from descant.errors import RecipeError, format_value
+from descant.recipes import file_rules
 
 __all__ = ["read_folder"]
 
 # Absent on some systems, where `read_folder` refuses.
-_PLAIN: Final[int] = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-_FOLDER: Final[int] = _PLAIN | getattr(os, "O_DIRECTORY", 0)
+_OPEN_FLAGS: Final[int] = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_FOLDER_FLAGS: Final[int] = _OPEN_FLAGS | getattr(os, "O_DIRECTORY", 0)
 # A pipe must not make us wait, nor a terminal become ours.
-_FILE: Final[int] = _PLAIN | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+_FILE_FLAGS: Final[int] = _OPEN_FLAGS | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _CHUNK: Final = 1 << 16
 
 
@@ -26,87 +26,89 @@ def read_folder(path: Path, recipe: str) -> dict[str, bytes]:
 
     Every file is opened relative to its opened folder and never through a link, and looked at only once it is
     open: nothing can be put in its place between the look and the read. Only so much is read as the file said
-    that it holds. The names that `names.belongs` leaves to a model are not even looked at.
+    that it holds. The names that `file_rules.belongs` leaves to a model are not even looked at.
     """
     if os.open not in os.supports_dir_fd or os.scandir not in os.supports_fd:
         raise RecipeError(recipe, "this system cannot read a folder without following links: use another")
     try:
-        root = os.open(path, _FOLDER)
+        root = os.open(path, _FOLDER_FLAGS)
     except (OSError, ValueError) as error:
-        raise RecipeError(recipe, _unopened(path, error)) from None
+        raise RecipeError(recipe, _open_error(path, error)) from None
     try:
-        return _Reader(recipe).read(root)
+        return _FolderReader(recipe).read(root)
     except OSError as error:  # of what vanished, or may not be read
         raise RecipeError(recipe, f"cannot be read: {error.strerror}") from None
     finally:
         os.close(root)
 
 
-class _Reader:
+class _FolderReader:
     """One reading of a folder: what was read, and how much it came to."""
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
         self.files: dict[str, bytes] = {}
-        self.total = self.entries = 0
+        self.num_bytes = self.num_entries = 0
 
     def read(self, root: int) -> dict[str, bytes]:
         """Everything of the recipe below an opened folder."""
-        entries = self._entries(root)
-        code = names.layout(entries, self.recipe)
+        entries = self._list_entries(root)
+        code = file_rules.code_prefix(entries, self.recipe)
         for entry in entries:
-            if not code or names.belongs(entry):
-                self._take(root, entry, entry)
+            if not code or file_rules.is_recipe_file(entry):
+                self._read_entry(root, entry, entry)
         return self.files
 
-    def _entries(self, folder: int) -> list[str]:
+    def _list_entries(self, folder: int) -> list[str]:
         found = []
         with os.scandir(folder) as entries:
             for entry in entries:
-                self.entries += 1
-                if self.entries > names.LIMITS["entries"]:
-                    most = names.LIMITS["entries"]
+                self.num_entries += 1
+                if self.num_entries > file_rules.LIMITS["entries"]:
+                    most = file_rules.LIMITS["entries"]
                     raise RecipeError(self.recipe, f"has more than {most} entries: clear its folder")
-                if not names.skipped(entry.name):
+                if not file_rules.is_skipped(entry.name):
                     found.append(entry.name)
         return sorted(found)
 
-    def _take(self, folder: int, entry: str, path: str) -> None:
+    def _read_entry(self, folder: int, entry: str, path: str) -> None:
         """Read one entry of an opened folder, and what is below it."""
         mode = os.stat(entry, dir_fd=folder, follow_symlinks=False).st_mode
-        self._plain(mode, path)  # a look before opening, which can itself do something to a device
+        self._check_file_type(mode, path)  # a look before opening, which can itself do something to a device
         try:
-            opened = os.open(entry, _FOLDER if stat.S_ISDIR(mode) else _FILE, dir_fd=folder)
+            opened = os.open(entry, _FOLDER_FLAGS if stat.S_ISDIR(mode) else _FILE_FLAGS, dir_fd=folder)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
                 raise
-            changed = f"{shown(path)} became another thing while it was read: try again"
+            changed = f"{format_value(path)} became another thing while it was read: try again"
             raise RecipeError(self.recipe, changed) from None
         try:
             held = os.fstat(opened)
-            self._plain(held.st_mode, path)
+            self._check_file_type(held.st_mode, path)
             if stat.S_ISDIR(held.st_mode):
-                self._enter(opened, path)
+                self._read_subfolder(opened, path)
             else:
-                self._keep(opened, held, path)
+                self._read_file(opened, held, path)
         finally:
             os.close(opened)
 
-    def _enter(self, opened: int, path: str) -> None:
-        if path.count("/") >= names.LIMITS["depth"]:
-            most = names.LIMITS["depth"]
-            raise RecipeError(self.recipe, f"its folder {shown(path)} is more than {most} deep: make it flat")
-        for inner in self._entries(opened):
-            self._take(opened, inner, f"{path}/{inner}")
+    def _read_subfolder(self, opened: int, path: str) -> None:
+        if path.count("/") >= file_rules.LIMITS["depth"]:
+            most = file_rules.LIMITS["depth"]
+            raise RecipeError(
+                self.recipe, f"its folder {format_value(path)} is more than {most} deep: make it flat"
+            )
+        for inner in self._list_entries(opened):
+            self._read_entry(opened, inner, f"{path}/{inner}")
 
-    def _keep(self, opened: int, held: os.stat_result, path: str) -> None:
-        names.measured(path, held.st_size, self.recipe)
-        self.total += held.st_size
-        if self.total > names.LIMITS["total"]:
-            most = names.LIMITS["total"]
+    def _read_file(self, opened: int, held: os.stat_result, path: str) -> None:
+        file_rules.check_size(path, held.st_size, self.recipe)
+        self.num_bytes += held.st_size
+        if self.num_bytes > file_rules.LIMITS["total"]:
+            most = file_rules.LIMITS["total"]
             raise RecipeError(self.recipe, f"has more than {most} bytes: keep to these")
-        if len(self.files) >= names.LIMITS["files"]:
-            raise RecipeError(self.recipe, f"has more than {names.LIMITS['files']} files: keep to these")
+        if len(self.files) >= file_rules.LIMITS["files"]:
+            raise RecipeError(self.recipe, f"has more than {file_rules.LIMITS['files']} files: keep to these")
         data = bytearray()
         while len(data) <= held.st_size:  # one byte more than it said shows that it grew
             chunk = os.read(opened, min(_CHUNK, held.st_size + 1 - len(data)))
@@ -114,22 +116,24 @@ class _Reader:
                 break
             data += chunk
         if len(data) != held.st_size or os.fstat(opened).st_mtime_ns != held.st_mtime_ns:
-            raise RecipeError(self.recipe, f"its file {shown(path)} changed while it was read: try again")
+            raise RecipeError(
+                self.recipe, f"its file {format_value(path)} changed while it was read: try again"
+            )
         self.files[path] = bytes(data)
 
-    def _plain(self, mode: int, path: str) -> None:
+    def _check_file_type(self, mode: int, path: str) -> None:
         if stat.S_ISLNK(mode):
-            raise RecipeError(self.recipe, f"{shown(path)} is a link: put the file itself there")
+            raise RecipeError(self.recipe, f"{format_value(path)} is a link: put the file itself there")
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise RecipeError(self.recipe, f"{shown(path)} is neither a file nor a folder: remove it")
+            raise RecipeError(self.recipe, f"{format_value(path)} is neither a file nor a folder: remove it")
 
 
-def _unopened(path: Path, error: Exception) -> str:
+def _open_error(path: Path, error: Exception) -> str:
     """Why a folder could not be opened, in words."""
     if path.is_symlink():
         return "its folder is a link: give the folder itself"
     if isinstance(error, FileNotFoundError):
         return "there is no such folder"
     if isinstance(error, NotADirectoryError):
-        return f"must be a folder with a `{names.MAIN}`, got a file"
-    return f"its folder cannot be opened: {getattr(error, 'strerror', None) or shown(str(error))}"
+        return f"must be a folder with a `{file_rules.MAIN_FILE}`, got a file"
+    return f"its folder cannot be opened: {getattr(error, 'strerror', None) or format_value(str(error))}"

@@ -12,60 +12,60 @@ from importlib.util import module_from_spec, spec_from_loader
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from descant.errors import RecipeError, shown
+from descant.errors import RecipeError, format_value
 
 if TYPE_CHECKING:
-    from descant.recipes.recipe_files import Contents
+    from descant.recipes.recipe_files import RecipeFiles
 
-__all__ = ["imported"]
+__all__ = ["import_recipe"]
 
-PREFIX: Final = "_descant_recipe_"
+PACKAGE_PREFIX: Final = "_descant_recipe_"
 _MAIN: Final = "generate"
 
-_guard: Final = threading.Lock()
+_locks_guard: Final = threading.Lock()
 _locks: Final[dict[str, threading.RLock]] = {}
 
 
-def imported(contents: Contents, name: str) -> Mapping[str, Any]:
+def import_recipe(contents: RecipeFiles, name: str) -> Mapping[str, Any]:
     """The names that a recipe's `generate.py` defines; the same content is imported once per process.
 
     Its modules are a private package in `sys.modules`, and see each other by relative imports only.
     """
-    package = PREFIX + contents.digest.rpartition(":")[2]
-    with _guard:
+    package = PACKAGE_PREFIX + contents.digest.rpartition(":")[2]
+    with _locks_guard:
         # One for each: a recipe may load another while it is imported.
         lock = _locks.setdefault(package, threading.RLock())
     with lock:
         main = f"{package}.{_MAIN}"
         if main in sys.modules:
             return vars(sys.modules[main])
-        return _imported(package, main, _Source(package, contents.modules, name), name)
+        return _import_package(package, main, _MemoryImporter(package, contents.modules, name), name)
 
 
-def _imported(package: str, main: str, source: _Source, name: str) -> Mapping[str, Any]:
+def _import_package(package: str, main: str, source: _MemoryImporter, name: str) -> Mapping[str, Any]:
     """Make the package and import its main module; all or nothing."""
-    sys.path_importer_cache[source.entry] = source
-    sys.modules[package] = _package(package, source)
+    sys.path_importer_cache[source.path_entry] = source
+    sys.modules[package] = _make_package(package, source)
     try:
         return vars(importlib.import_module(main))
     except BaseException as error:
         for one in [one for one in sys.modules if one == package or one.startswith(f"{package}.")]:
             sys.modules.pop(one, None)
-        sys.path_importer_cache.pop(source.entry, None)
+        sys.path_importer_cache.pop(source.path_entry, None)
         if isinstance(error, KeyboardInterrupt):
             raise
         # `sys.exit()` too: a recipe does not end the program.
-        told = shown(error, 280).replace(package, "")
+        told = format_value(error, 280).replace(package, "")
         raise RecipeError(name, f"its import failed: {told}") from error
 
 
-def _package(package: str, source: _Source) -> ModuleType:
+def _make_package(package: str, source: _MemoryImporter) -> ModuleType:
     spec = ModuleSpec(package, None, is_package=True)
-    spec.submodule_search_locations = [source.entry]
+    spec.submodule_search_locations = [source.path_entry]
     return module_from_spec(spec)
 
 
-class _Source(PathEntryFinder, ExecutionLoader):
+class _MemoryImporter(PathEntryFinder, ExecutionLoader):
     """Finds and loads the modules of one recipe in memory.
 
     The import system asks it because it stands in its cache of finders under an entry that only the private
@@ -74,11 +74,11 @@ class _Source(PathEntryFinder, ExecutionLoader):
     """
 
     def __init__(self, package: str, modules: Mapping[str, bytes], name: str) -> None:
-        self.entry = f"{__file__}/{package}"
+        self.path_entry = f"{__file__}/{package}"
         self._modules = {f"{package}.{stem}": data for stem, data in modules.items() if stem != "__init__"}
         # What tracebacks show. No path: what lies there now may be something else than what runs.
         plain = "".join(one if one.isprintable() else "?" for one in name)
-        self._place = f"recipe:{plain}"
+        self._origin = f"recipe:{plain}"
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
         """Where a module of the recipe comes from."""
@@ -92,7 +92,7 @@ class _Source(PathEntryFinder, ExecutionLoader):
 
     def get_filename(self, fullname: str) -> str:
         """The name of a module in tracebacks."""
-        return f"{self._place}/{fullname.rpartition('.')[2]}.py"
+        return f"{self._origin}/{fullname.rpartition('.')[2]}.py"
 
     def get_source(self, fullname: str) -> str:
         """The text of a module."""

@@ -15,33 +15,33 @@ from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.errors import ConfigError, InputError, RecipeError
 
 if TYPE_CHECKING:
-    from descant.recipes.recipe_files import Contents
+    from descant.recipes.recipe_files import RecipeFiles
 
-__all__ = ["KINDS", "Recipe"]
+__all__ = ["RECIPE_KINDS", "Recipe"]
 
 # What a recipe may be, and what its callable is given by position.
-KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+RECIPE_KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "generate": ("model",),
-    "strategy": ("noise", "stop", "peers"),
+    "strategy": ("noise", "stop", "rank_group"),
     "drafter": (),
     "processor": (),
     "wrapper": ("inner",),
 }
 # By which methods a class is told to be one.
-_METHODS: Final = {
+_KIND_METHODS: Final = {
     "strategy": ("propose", "select", "finish"),
     "drafter": ("draft",),
-    "wrapper": ("forward", "around"),
+    "wrapper": ("forward", "wrap_cache"),
     "processor": ("process",),
 }
 # What the loop asks of what it makes.
-_PORTS: Final = {
-    "strategy": ("normalised", "columns", "propose", "select", "finish", "drop", "standing"),
-    "drafter": ("cheap", "open", "close", "commit", "draft"),
-    "wrapper": ("facts", "around", "forward"),
+_REQUIRED_MEMBERS: Final = {
+    "strategy": ("needs_log_probs", "columns", "propose", "select", "finish", "drop", "finished_so_far"),
+    "drafter": ("is_model_free", "add_requests", "remove_requests", "commit", "draft"),
+    "wrapper": ("traits", "wrap_cache", "forward"),
 }
-_RECORDED: Final = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-_MOST_ROWS: Final = 2**16
+_STEP_OUTPUT_FIELDS: Final = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_MAX_ROWS: Final = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,18 +56,18 @@ class Recipe:
     make: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     source: str = "given"  # "folder", "hub", "package" or "given"
-    contents: Contents | None = None  # the files it was loaded from
+    contents: RecipeFiles | None = None  # the files it was loaded from
     revision: str | None = None  # the commit, of one from the Hub
 
     def __post_init__(self) -> None:
-        taken = sorted(self.takes & FIELDS.keys()) if self.kind != "generate" else []
+        taken = sorted(self.argument_names & FIELDS.keys()) if self.kind != "generate" else []
         if taken:
             do = "give it another name, or read the row's own from `params_of(rows)`"
             raise RecipeError(self.name, f"its argument `{taken[0]}` is a generation parameter already: {do}")
 
     def __call__(self, **arguments: Any) -> Recipe:
         """The recipe with these arguments."""
-        self.refuse(arguments)
+        self.check_arguments(arguments)
         return replace(self, arguments=MappingProxyType({**self.arguments, **arguments}))
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class Recipe:
         return f"Recipe({self.name!r}, {self.kind}{given})"
 
     @classmethod
-    def of(cls, given: Any) -> Recipe:
+    def from_object(cls, given: Any) -> Recipe:
         """A recipe from a class of one of the ports, a function like `generate`, or a module of a package."""
         if isinstance(given, Recipe):
             return given
@@ -85,7 +85,7 @@ class Recipe:
         if not callable(given):
             do = "pass a folder, owner/name, the name of an installed one, a function or a class"
             raise InputError("recipe", "must be a recipe", given, do)
-        for kind, methods in _METHODS.items():
+        for kind, methods in _KIND_METHODS.items():
             if all(hasattr(given, method) for method in methods):
                 return cls(name, kind, given)
         return cls(name, "generate", given)
@@ -93,21 +93,23 @@ class Recipe:
     @classmethod
     def from_namespace(cls, name: str, names: Mapping[str, Any], **more: Any) -> Recipe:
         """The recipe that a module defines under the one of `KINDS` that it has."""
-        found = [kind for kind in KINDS if kind in names]
+        found = [kind for kind in RECIPE_KINDS if kind in names]
         if len(found) != 1:
             has = " and ".join(found) or "none"
-            raise RecipeError(name, f"must define one of {', '.join(KINDS)}, got {has}")
+            raise RecipeError(name, f"must define one of {', '.join(RECIPE_KINDS)}, got {has}")
         make = names[found[0]]
         if not callable(make):
             raise RecipeError(name, f"its `{found[0]}` must be a function or a class, got {make!r}")
         return cls(name, found[0], make, **more)
 
     @cached_property
-    def takes(self) -> frozenset[str]:
+    def argument_names(self) -> frozenset[str]:
         """The names of its own arguments."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return frozenset(
-            name for name, one in self._parameters.items() if one.kind in named and name not in self._given
+            name
+            for name, one in self._parameters.items()
+            if one.kind in named and name not in self._positional_names
         )
 
     @cached_property
@@ -121,14 +123,16 @@ class Recipe:
         return ("recipe", self.name, id(self.make), told)
 
     @property
-    def mark(self) -> str:
+    def row_flag(self) -> str:
         """The parameter of rows that ask for its wrapper, and the name of that among wrappers."""
         return repr(self.key)
 
-    def called(self, *given: Any, **more: Any) -> Any:
+    def call(self, *given: Any, **more: Any) -> Any:
         """What its callable returns, of what it is given by position, its arguments and further ones."""
         said = {**self.arguments, **more}
-        required = [name for name in self._parameters if name in self.takes and self._needs(name)]
+        required = [
+            name for name in self._parameters if name in self.argument_names and self._is_required(name)
+        ]
         missing = [name for name in required if name not in said]
         if missing:
             raise RecipeError(self.name, f"needs an argument `{missing[0]}`: pass it beside `recipe`")
@@ -136,27 +140,27 @@ class Recipe:
 
     def build(self, *given: Any) -> Any:
         """What it makes, of what the loop gives it and its own arguments."""
-        made = self.called(*given)
-        lacks = [name for name in _PORTS[self.kind] if not hasattr(made, name)]
+        made = self.call(*given)
+        lacks = [name for name in _REQUIRED_MEMBERS[self.kind] if not hasattr(made, name)]
         if lacks:
             raise RecipeError(self.name, f"its {self.kind} must have `{lacks[0]}`, got {type(made).__name__}")
         return made
 
-    def values(self, config: GenerationConfig) -> dict[str, Any]:
+    def row_params(self, config: GenerationConfig) -> dict[str, Any]:
         """The parameters that it gives to its rows, or sets otherwise than the config does."""
         if self.kind == "wrapper":
-            return {self.mark: 1}
+            return {self.row_flag: 1}
         params = getattr(self.make, "params", None)
         if self.kind != "strategy" or params is None:
             return {}
         values = dict(params(config, **self.arguments))
-        copies, wanted = values.get("copies"), config.num_return_sequences
+        copies, wanted = values.get("num_sequences"), config.num_return_sequences
         if copies is None or copies == wanted:
             return values
-        if not isinstance(copies, int) or isinstance(copies, bool) or not wanted <= copies <= _MOST_ROWS:
+        if not isinstance(copies, int) or isinstance(copies, bool) or not wanted <= copies <= _MAX_ROWS:
             must = f"must give a request at least the {wanted} rows of `num_return_sequences`"
             raise RecipeError(self.name, f"its `params` {must}, got `copies` {copies!r}")
-        for name in _RECORDED if config.return_dict_in_generate else ():
+        for name in _STEP_OUTPUT_FIELDS if config.return_dict_in_generate else ():
             if getattr(config, name):
                 must = f"has no meaning with {self.name}, whose rows are not what it returns"
                 raise ConfigError((name, "recipe"), must, True, "leave it out")
@@ -165,14 +169,14 @@ class Recipe:
     @cached_property
     def processor(self) -> Any:
         """Its processor, which keeps nothing and so serves everybody."""
-        made = self.called()
+        made = self.call()
         if not hasattr(made, "process") and not callable(made):
             raise RecipeError(self.name, f"its processor must have `process`, got {type(made).__name__}")
         return made
 
-    def split(self, given: Mapping[str, Any]) -> tuple[Recipe, dict[str, Any]]:
+    def split_arguments(self, given: Mapping[str, Any]) -> tuple[Recipe, dict[str, Any]]:
         """The recipe with those of these keyword arguments that are its own, and the others."""
-        mine = {name: value for name, value in given.items() if name in self.takes}
+        mine = {name: value for name, value in given.items() if name in self.argument_names}
         rest = {name: value for name, value in given.items() if name not in mine}
         return (self(**mine) if mine else self), rest
 
@@ -194,13 +198,13 @@ class Recipe:
             raise RecipeError(self.name, f"its `{name}` must hold an object")
         return GenerationConfig.from_dict(data)
 
-    def _needs(self, name: str) -> bool:
+    def _is_required(self, name: str) -> bool:
         return self._parameters[name].default is inspect.Parameter.empty
 
     @property
-    def _given(self) -> tuple[str, ...]:
+    def _positional_names(self) -> tuple[str, ...]:
         """The names of what the loop gives it: whatever comes first."""
-        return tuple(self._parameters)[: len(KINDS[self.kind])]
+        return tuple(self._parameters)[: len(RECIPE_KINDS[self.kind])]
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -210,13 +214,13 @@ class Recipe:
             raise RecipeError(self.name, f"its `{self.kind}` must have a signature") from None
 
     @cached_property
-    def anything(self) -> bool:
+    def accepts_kwargs(self) -> bool:
         """Whether it takes arguments of any name."""
         return any(one.kind == inspect.Parameter.VAR_KEYWORD for one in self._parameters.values())
 
-    def refuse(self, arguments: Iterable[str]) -> None:
+    def check_arguments(self, arguments: Iterable[str]) -> None:
         """Raise for arguments that it has no place for."""
-        odd = [name for name in arguments if name not in self.takes]
-        if odd and not self.anything:
-            has = ", ".join(sorted(self.takes)) or "none"
+        odd = [name for name in arguments if name not in self.argument_names]
+        if odd and not self.accepts_kwargs:
+            has = ", ".join(sorted(self.argument_names)) or "none"
             raise RecipeError(self.name, f"takes no argument `{odd[0]}`: its own are {has}")

@@ -10,20 +10,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from descant.errors import RecipeError, shown
-from descant.recipes import names, requirements, source
+from descant.errors import RecipeError, format_value
+from descant.recipes import file_rules, requirements, source_checks
 from descant.recipes.folder import read_folder
-from descant.recipes.recipe import KINDS
+from descant.recipes.recipe import RECIPE_KINDS
 
-__all__ = ["LARGEST", "Contents", "wanted"]
+__all__ = ["MAX_FILE_BYTES", "RecipeFiles", "select_files"]
 
-LARGEST: Final = names.LIMITS["file"]  # bytes of a file
-wanted = names.wanted
-_BEGIN: Final = b"descant recipe 1\0"  # so that a later way to hash is never taken for this one
+MAX_FILE_BYTES: Final = file_rules.LIMITS["file"]  # bytes of a file
+select_files = file_rules.select_files
+_HASH_PREFIX: Final = b"descant recipe 1\0"  # so that a later way to hash is never taken for this one
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
+class RecipeFiles:
     """The files of a recipe, read once and found sound; nothing of them has run.
 
     The code folder is the root, or transformers' `custom_generate/`. In the first case every file of the
@@ -37,14 +37,14 @@ class Contents:
     files: Mapping[str, bytes] = field(repr=False)  # by relative POSIX path, in order
 
     @classmethod
-    def of_folder(cls, path: str | Path, name: str | None = None) -> Contents:
+    def from_folder(cls, path: str | Path, name: str | None = None) -> RecipeFiles:
         """What a folder holds; RecipeError if it is no recipe, or has what none may have."""
-        return cls.of_files(read_folder(Path(path), name or str(path)), name or str(path))
+        return cls.from_files(read_folder(Path(path), name or str(path)), name or str(path))
 
     @classmethod
-    def of_files(cls, files: Mapping[str, bytes], name: str) -> Contents:
+    def from_files(cls, files: Mapping[str, bytes], name: str) -> RecipeFiles:
         """The same of files that came from elsewhere; those that are not the recipe's are left out."""
-        mine = wanted({path: len(data) for path, data in files.items()}, name)
+        mine = select_files({path: len(data) for path, data in files.items()}, name)
         contents = cls(name, MappingProxyType({path: bytes(files[path]) for path in mine}))
         contents._check()
         return contents
@@ -52,7 +52,7 @@ class Contents:
     @cached_property
     def digest(self) -> str:
         """A hash of all names and bytes."""
-        whole = hashlib.sha256(_BEGIN)
+        whole = hashlib.sha256(_HASH_PREFIX)
         for path, data in self.files.items():
             for part in (path.encode(), data):
                 whole.update(len(part).to_bytes(8, "big"))
@@ -65,40 +65,44 @@ class Contents:
         return {path: f"sha256:{hashlib.sha256(data).hexdigest()}" for path, data in self.files.items()}
 
     @cached_property
-    def code(self) -> str:
+    def code_prefix(self) -> str:
         """The prefix of the code folder's files: "" or "custom_generate/"."""
-        return names.layout({path.split("/")[0] for path in self.files}, self.name)
+        return file_rules.code_prefix({path.split("/")[0] for path in self.files}, self.name)
 
     @cached_property
     def modules(self) -> Mapping[str, bytes]:
         """The sources of the code folder's modules, by the module's name."""
-        found = ((names.module(path, self.code), data) for path, data in self.files.items())
+        found = ((file_rules.module_name(path, self.code_prefix), data) for path, data in self.files.items())
         return {name: data for name, data in found if name is not None}
 
     @cached_property
     def requirements(self) -> list[str]:
         """The lines of its requirements.txt, in the code folder or else at the root, without comments."""
-        path = self._beside("requirements.txt", self.code, "")
-        return requirements.lines(source.text_of(self.files[path], path, self.name)) if path else []
+        path = self._first_existing("requirements.txt", self.code_prefix, "")
+        return (
+            requirements.requirement_lines(source_checks.decode_text(self.files[path], path, self.name))
+            if path
+            else []
+        )
 
     @cached_property
     def readme(self) -> str | None:
         """Its README.md, at the root or else in the code folder."""
-        path = self._beside("README.md", "", self.code)
-        return source.text_of(self.files[path], path, self.name) if path else None
+        path = self._first_existing("README.md", "", self.code_prefix)
+        return source_checks.decode_text(self.files[path], path, self.name) if path else None
 
     @cached_property
     def configs(self) -> tuple[str, ...]:
         """The names of the generation configs at the root."""
         return tuple(path for path in self.files if "/" not in path and path.endswith(".json"))
 
-    def kinds(self) -> tuple[str, ...]:
+    def defined_kinds(self) -> tuple[str, ...]:
         """Which of a method's names `generate.py` defines, as far as its text says."""
-        path = self.code + names.MAIN
-        found = source.bound(self.files[path], path, self.name)
-        return tuple(kind for kind in KINDS if kind in found)
+        path = self.code_prefix + file_rules.MAIN_FILE
+        found = source_checks.top_level_names(self.files[path], path, self.name)
+        return tuple(kind for kind in RECIPE_KINDS if kind in found)
 
-    def _beside(self, name: str, *prefixes: str) -> str | None:
+    def _first_existing(self, name: str, *prefixes: str) -> str | None:
         return next((prefix + name for prefix in prefixes if prefix + name in self.files), None)
 
     def _check(self) -> None:
@@ -107,20 +111,21 @@ class Contents:
             self._check_file(path, data)
         if self.modules.get("__init__", b"").strip():
             raise RecipeError(self.name, "its `__init__.py` must be empty: write its code in `generate.py`")
-        kinds = self.kinds()
+        kinds = self.defined_kinds()
         if len(kinds) != 1:
-            what = f"its `{names.MAIN}` must define one of {', '.join(KINDS)}"
+            what = f"its `{file_rules.MAIN_FILE}` must define one of {', '.join(RECIPE_KINDS)}"
             raise RecipeError(self.name, f"{what}, got {' and '.join(kinds) or 'none'}")
-        requirements.parsed(self.requirements, self.name)
+        requirements.parse_requirements(self.requirements, self.name)
         _ = self.readme
 
     def _check_file(self, path: str, data: bytes) -> None:
-        if source.opaque(data):
+        if source_checks.is_binary(data):
             raise RecipeError(
-                self.name, f"its file {shown(path)} is compiled, pickled or packed: keep to source and text"
+                self.name,
+                f"its file {format_value(path)} is compiled, pickled or packed: keep to source and text",
             )
         kind = path.casefold().rpartition(".")[2]
         if kind == "py":
-            source.checked_python(data, path, self.name)
+            source_checks.check_python(data, path, self.name)
         elif kind == "json":
-            source.checked_json(data, path, self.name, config=path in self.configs)
+            source_checks.check_json(data, path, self.name, config=path in self.configs)

@@ -12,36 +12,38 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier
 from packaging.version import InvalidVersion, Version
 
-from descant.errors import MissingRequirements, RecipeError, shown
+from descant.errors import MissingRequirements, RecipeError, format_value
 
-__all__ = ["check", "installed", "lines", "parsed", "unmet"]
+__all__ = ["check", "installed_version", "parse_requirements", "requirement_lines", "unmet_requirements"]
 
 _COMMENT: Final = re.compile(r"(^|\s)#.*")
-_LINES: Final = 100
-_LENGTH: Final = 300
-_PACKED: Final = (".whl", ".zip", ".egg", ".gz", ".tgz", ".bz2", ".xz", ".tar")
+_MAX_LINES: Final = 100
+_MAX_LINE_CHARS: Final = 300
+_ARCHIVE_SUFFIXES: Final = (".whl", ".zip", ".egg", ".gz", ".tgz", ".bz2", ".xz", ".tar")
 
 
-def lines(text: str) -> list[str]:
+def requirement_lines(text: str) -> list[str]:
     """The lines of a requirements.txt that say something, without their comments."""
     return [line for line in (_COMMENT.sub("", one).strip() for one in text.splitlines()) if line]
 
 
-def parsed(given: Iterable[str], recipe: str) -> list[Requirement]:
+def parse_requirements(given: Iterable[str], recipe: str) -> list[Requirement]:
     """The requirements of these lines; RecipeError for a line that is more than a package and its versions.
 
     Options, addresses and paths would say where to get a package from, which is not a recipe's to say.
     """
     found = []
     for at, line in enumerate(given):
-        what = f"its requirement {shown(line)}"
-        if at == _LINES or len(line) > _LENGTH:
-            raise RecipeError(recipe, f"must have at most {_LINES} requirements of {_LENGTH} characters")
+        what = f"its requirement {format_value(line)}"
+        if at == _MAX_LINES or len(line) > _MAX_LINE_CHARS:
+            raise RecipeError(
+                recipe, f"must have at most {_MAX_LINES} requirements of {_MAX_LINE_CHARS} characters"
+            )
         try:
             one = Requirement(line)
         except (InvalidRequirement, InvalidVersion, RecursionError):
             one = None
-        plain = one is not None and one.url is None and not one.name.casefold().endswith(_PACKED)
+        plain = one is not None and one.url is None and not one.name.casefold().endswith(_ARCHIVE_SUFFIXES)
         if one is None or not plain or not line.isprintable():
             do = "keep to names with versions, as in `torch>=2.4`"
             raise RecipeError(recipe, f"{what} is an option, an address, a path or none at all: {do}")
@@ -51,27 +53,30 @@ def parsed(given: Iterable[str], recipe: str) -> list[Requirement]:
 
 def check(given: Iterable[str], recipe: str) -> None:
     """Refuse a recipe whose requirements are not all met, with a list of those that are not."""
-    missing = [f"{one} (installed: {installed(one.name)})" for one in unmet(parsed(given, recipe), recipe)]
+    missing = [
+        f"{one} (installed: {installed_version(one.name)})"
+        for one in unmet_requirements(parse_requirements(given, recipe), recipe)
+    ]
     if missing:
         raise MissingRequirements(recipe, missing)
 
 
-def unmet(given: Iterable[Requirement], recipe: str) -> Iterator[Requirement]:
+def unmet_requirements(given: Iterable[Requirement], recipe: str) -> Iterator[Requirement]:
     """Those of these requirements that apply here and are not met, and those that their extras bring."""
     left = list(given)[::-1]
     seen: set[str] = set()
     while left:
         one = left.pop()
-        if str(one) in seen or not _applies(one, recipe):
+        if str(one) in seen or not _is_applicable(one, recipe):
             continue
         seen.add(str(one))
-        if not _met(one):
+        if not _is_met(one):
             yield one
         else:
-            left += reversed(_brought(one))
+            left += reversed(_extra_requirements(one))
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """The version of an installed package."""
     try:
         return metadata.version(name)
@@ -79,8 +84,8 @@ def installed(name: str) -> str | None:
         return None
 
 
-def _met(one: Requirement) -> bool:
-    here = installed(one.name)
+def _is_met(one: Requirement) -> bool:
+    here = installed_version(one.name)
     if here is None:
         return False
     try:
@@ -90,14 +95,16 @@ def _met(one: Requirement) -> bool:
         return not one.specifier
 
 
-def _applies(one: Requirement, recipe: str) -> bool:
+def _is_applicable(one: Requirement, recipe: str) -> bool:
     try:
         return one.marker is None or one.marker.evaluate({"extra": ""})
     except (UndefinedComparison, UndefinedEnvironmentName, InvalidSpecifier, InvalidVersion, RecursionError):
-        raise RecipeError(recipe, f"the marker of its requirement {shown(str(one))} means nothing") from None
+        raise RecipeError(
+            recipe, f"the marker of its requirement {format_value(str(one))} means nothing"
+        ) from None
 
 
-def _brought(one: Requirement) -> list[Requirement]:
+def _extra_requirements(one: Requirement) -> list[Requirement]:
     """What the extras of a requirement need in turn."""
     found = []
     for line in (metadata.requires(one.name) or []) if one.extras else []:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from descant.config import hub
 from descant.errors import RecipeError
-from descant.recipes.recipe_files import Contents, wanted
+from descant.recipes.recipe_files import RecipeFiles, select_files
 
 __all__ = ["push_recipe"]
 
@@ -26,14 +26,14 @@ def push_recipe(
     Files in it that would belong to the recipe and are not in the folder are an error, and are deleted with
     `prune`; what is no part of a recipe, as a model's weights beside `custom_generate/`, is left alone.
     """
-    contents = Contents.of_folder(folder, str(folder))
-    whole = hub.full_name(repo, token)
-    there = hub.create(whole, token=token, private=private)
+    contents = RecipeFiles.from_folder(folder, str(folder))
+    whole = hub.full_repo_id(repo, token)
+    there = hub.create_repo(whole, token=token, private=private)
     sizes = {path: len(data) for path, data in contents.files.items()}
-    stale = sorted(set(wanted({**there.files, **sizes}, whole)) - set(sizes))
+    stale = sorted(set(select_files({**there.files, **sizes}, whole)) - set(sizes))
     if stale and not prune:
         some = ", ".join(stale[:5]) + (" and others" if len(stale) > 5 else "")
         do = "delete them there, or push with prune=True (--prune)"
         raise RecipeError(str(folder), f"`{whole}` holds files that the folder does not have: {some}; {do}")
     said = message or f"Upload the recipe {Path(folder).resolve().name}"
-    return hub.upload(there, contents.files, gone=stale, token=token, message=said)
+    return hub.upload_files(there, contents.files, deleted=stale, token=token, message=said)

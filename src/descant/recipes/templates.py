@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["STARTS", "Start"]
+__all__ = ["RECIPE_TEMPLATES", "RecipeTemplate"]
 
 
 @dataclass(frozen=True)
-class Start:
+class RecipeTemplate:
     """What one kind of recipe begins with."""
 
     code: str
     test: str
-    about: str
+    description: str
     arguments: Mapping[str, str]  # name and default -> what it is
-    use: str  # in a call
+    example_arguments: str  # in a call
 
 
 _STRATEGY: Final = '''\
@@ -303,15 +303,15 @@ def test_more_tries_are_never_less_likely(recipe):
     assert some <= many + 1e-5
 """
 
-STARTS: Final[Mapping[str, Start]] = {
-    "strategy": Start(
+RECIPE_TEMPLATES: Final[Mapping[str, RecipeTemplate]] = {
+    "strategy": RecipeTemplate(
         _STRATEGY,
         _STRATEGY_TEST,
         "Sampling on a budget: a text may surprise so much, and goes on greedily when that is spent.",
         {"budget=20.0": "how much a text may surprise, in nats"},
         "do_sample=True, seed=1, budget=10.0",
     ),
-    "processor": Start(
+    "processor": RecipeTemplate(
         _PROCESSOR,
         _PROCESSOR_TEST,
         "A temperature that falls as the text grows: bold beginnings, careful ends.",
@@ -322,21 +322,21 @@ STARTS: Final[Mapping[str, Start]] = {
         },
         "do_sample=True, seed=1, first=2.0",
     ),
-    "drafter": Start(
+    "drafter": RecipeTemplate(
         _DRAFTER,
         _DRAFTER_TEST,
         "The same text sooner: after each token it guesses what followed that token the last time.",
         {"ahead=4": "how many tokens are guessed at the most"},
         "ahead=6",
     ),
-    "wrapper": Start(
+    "wrapper": RecipeTemplate(
         _WRAPPER,
         _WRAPPER_TEST,
         "A model that likes the words of its prompt: its law is mixed with their frequencies.",
         {"share=0.1": "how much of the law is the prompt's, from 0.001 to 0.999"},
         "share=0.2",
     ),
-    "generate": Start(
+    "generate": RecipeTemplate(
         _GENERATE,
         _GENERATE_TEST,
         "Several samples of each prompt, of which the one is returned whose tokens are likeliest.",

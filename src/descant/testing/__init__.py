@@ -17,8 +17,8 @@ install descant[testing]`.
 """
 
 from descant.models.tiny_llama import toy
-from descant.testing.admission_schedule import Schedule, failing
-from descant.testing.cache import ListCache, Traits, check_cache, check_generation
+from descant.testing.admission_schedule import Schedule, failing_request
+from descant.testing.cache import CacheTraits, ReferenceCache, check_cache, check_generation
 from descant.testing.config import check_config_roundtrip
 from descant.testing.drafter import check_drafter
 from descant.testing.drafts import check_drafts
@@ -28,10 +28,10 @@ from descant.testing.recipe import check_recipe
 from descant.testing.requests import check_admission, check_batch, check_seed
 
 __all__ = [
-    "ListCache",
+    "CacheTraits",
     "Outcome",
+    "ReferenceCache",
     "Schedule",
-    "Traits",
     "check_admission",
     "check_batch",
     "check_cache",
@@ -43,7 +43,7 @@ __all__ = [
     "check_recipe",
     "check_seed",
     "compare",
-    "failing",
+    "failing_request",
     "outcomes",
     "toy",
 ]

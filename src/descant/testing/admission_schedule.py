@@ -12,7 +12,7 @@ from torch import Tensor
 
 from descant.engine.session import Request
 
-__all__ = ["Schedule", "failing"]
+__all__ = ["Schedule", "failing_request"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Schedule:
     """
 
     admissions: Mapping[int, Sequence[int]]
-    cancels: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    together: bool = True
+    cancellations: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    admit_together: bool = True
 
     @classmethod
     def at_once(cls, order: Sequence[int]) -> Schedule:
@@ -32,7 +32,7 @@ class Schedule:
         return cls({0: list(order)})
 
     @classmethod
-    def chance(
+    def random(
         cls, rng: random.Random, requests: int, cancelled: Sequence[int] = (), latest: int = 8
     ) -> Schedule:
         """A random one for so many requests, of which `cancelled` are, some steps after they came."""
@@ -48,23 +48,23 @@ class Schedule:
         return cls(admissions, cancels, rng.random() < 0.5)
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The last step before which something is admitted or cancelled."""
-        return max((*self.admissions, *self.cancels), default=0)
+        return max((*self.admissions, *self.cancellations), default=0)
 
 
-class _Refusal:
+class _BlockAllProcessor:
     """A processor of the documented face that leaves no token to choose after `steps` calls."""
 
     def __init__(self, steps: int) -> None:
-        self._left = steps
+        self._steps_left = steps
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
-        self._left -= 1
-        return scores if self._left >= 0 else torch.full_like(scores, -torch.inf)
+        self._steps_left -= 1
+        return scores if self._steps_left >= 0 else torch.full_like(scores, -torch.inf)
 
 
-def failing(request: Request, steps: int) -> Request:
+def failing_request(request: Request, steps: int) -> Request:
     """The same request, made to fail in the step after so many steps: every score is -inf there."""
-    processors: tuple[Any, ...] = (*request.logits_processor, _Refusal(steps))
+    processors: tuple[Any, ...] = (*request.logits_processor, _BlockAllProcessor(steps))
     return replace(request, logits_processor=processors)

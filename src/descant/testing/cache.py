@@ -7,25 +7,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from descant.core.interfaces import KeyCache
+from descant.core.interfaces import KVCache
 from descant.engine.session import Request
 from descant.errors import MissingExtra
 from descant.testing.admission_schedule import Schedule
-from descant.testing.cache_fuzzer import Trial
-from descant.testing.cache_pair import Traits
-from descant.testing.operations import traces
+from descant.testing.cache_fuzzer import CacheFuzzer
+from descant.testing.cache_pair import CacheTraits
+from descant.testing.operations import operation_lists
 from descant.testing.outcome import TOLERANCE, compare, outcomes
-from descant.testing.reference_cache import Keeps, ListCache
+from descant.testing.reference_cache import ReferenceCache, Retention
 
-__all__ = ["ListCache", "Traits", "check_cache", "check_generation"]
+__all__ = ["CacheTraits", "ReferenceCache", "check_cache", "check_generation"]
 
 
 def check_cache(
-    make_cache: Callable[[], KeyCache],
+    make_cache: Callable[[], KVCache],
     examples: int = 200,
-    keeps: Keeps | str | None = None,
+    retention: Retention | str | None = None,
     error: float | None = None,
-    traits: Traits = Traits(),  # noqa: B008 - frozen
+    traits: CacheTraits = CacheTraits(),  # noqa: B008 - frozen
 ) -> None:
     """Any sequence of operations leaves every row's keys and values equal to ListCache's.
 
@@ -45,7 +45,7 @@ def check_cache(
         raise MissingExtra("testing", "check_cache") from None
     traits = replace(
         traits,
-        keeps=traits.keeps if keeps is None else keeps,
+        retention=traits.retention if retention is None else retention,
         error=traits.error if error is None else error,
     )
 
@@ -57,15 +57,15 @@ def check_cache(
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(traces(strategies))
+    @given(operation_lists(strategies))
     def holds(trace: Any) -> None:
-        Trial(make_cache, traits).run(trace)
+        CacheFuzzer(make_cache, traits).run(trace)
 
     holds()
 
 
 def check_generation(
-    make_cache: Callable[[], KeyCache],
+    make_cache: Callable[[], KVCache],
     model: Any,
     requests: Sequence[Request],
     schedules: int = 3,
@@ -75,10 +75,10 @@ def check_generation(
     rng = random.Random(len(requests))
     count = len(requests)
     plans = [Schedule.at_once(range(count))]
-    plans += [Schedule.chance(rng, count + 1, cancelled=[count]) for _ in range(schedules)]
+    plans += [Schedule.random(rng, count + 1, cancelled=[count]) for _ in range(schedules)]
     for number, schedule in enumerate(plans):
         whole = [*requests, requests[number % count]]
-        expected = outcomes(model, whole, schedule, ListCache())
+        expected = outcomes(model, whole, schedule, ReferenceCache())
         found = outcomes(model, whole, schedule, make_cache())
         for place in range(count):
             where = f"request {place} in schedule {number}, against a ListCache"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import Drafter
-from descant.core.records import Aid, Proposal
+from descant.core.records import DraftContext, Proposal
 from descant.core.rows import Rows
 from descant.engine.session import Request, Session
 from descant.errors import InputError
@@ -21,7 +21,7 @@ from descant.testing.outcome import TOLERANCE, Outcome, compare, outcomes
 
 __all__ = ["check_drafter"]
 
-_GUESSES: Final = 2000  # drawn to look at a drafter's law
+_NUM_SAMPLES: Final = 2000  # drawn to look at a drafter's law
 _SIGMAS: Final = 5.0  # how far a sum of squares may be off by chance
 
 
@@ -47,41 +47,41 @@ def check_drafter(
     rng = random.Random(len(requests))
     for size in sizes:
         for schedule in ("constant", "heuristic", "adaptive"):
-            for when in (Schedule.at_once(range(len(requests))), Schedule.chance(rng, len(requests))):
-                found = outcomes(model, _assisted(requests, make(), size, schedule), when)
+            for when in (Schedule.at_once(range(len(requests))), Schedule.random(rng, len(requests))):
+                found = outcomes(model, _with_drafter(requests, make(), size, schedule), when)
                 for place, expected in enumerate(alone):
                     where = f"request {place} with up to {size} guesses, {schedule}, {when}"
-                    compare(_seen(expected, found[place], where), found[place], where, tolerance)
-    _check_truth(model, make, requests[0])
+                    compare(_restrict_logits(expected, found[place], where), found[place], where, tolerance)
+    _check_draft_probs(model, make, requests[0])
 
 
-class _Listener:
+class _RecordingDrafter:
     """A drafter that keeps the first guesses of another."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter, self.cheap = drafter, drafter.cheap
-        self.heard: Proposal | None = None
+        self._drafter, self.is_model_free = drafter, drafter.is_model_free
+        self.first_proposal: Proposal | None = None
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Hand on."""
-        self._drafter.open(requests, inputs)
+        self._drafter.add_requests(requests, inputs)
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         """Hand on."""
-        self._drafter.close(requests)
+        self._drafter.remove_requests(requests)
 
     def commit(self, parents: Tensor, lengths: Tensor) -> None:
         """Hand on."""
         self._drafter.commit(parents, lengths)
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
         """What the other guesses."""
         guessed = self._drafter.draft(rows, most, aid)
-        self.heard = guessed if self.heard is None else self.heard
+        self.first_proposal = guessed if self.first_proposal is None else self.first_proposal
         return guessed
 
 
-def _assisted(
+def _with_drafter(
     requests: Sequence[Request], drafter: Drafter, size: int, schedule: str = "constant"
 ) -> list[Request]:
     """The same requests, for which a drafter guesses."""
@@ -93,7 +93,7 @@ def _assisted(
     ]
 
 
-def _seen(alone: Outcome, found: Outcome, where: str) -> Outcome:
+def _restrict_logits(alone: Outcome, found: Outcome, where: str) -> Outcome:
     """What is to be seen of a request for which tokens are guessed: not every place on its way."""
     odd = [prefix for prefix in found.logits if prefix not in alone.logits]
     if odd:
@@ -101,24 +101,29 @@ def _seen(alone: Outcome, found: Outcome, where: str) -> Outcome:
     return replace(alone, logits={prefix: alone.logits[prefix] for prefix in found.logits})
 
 
-def _check_truth(model: Any, make: Callable[[], Drafter], request: Request) -> None:
+def _check_draft_probs(model: Any, make: Callable[[], Drafter], request: Request) -> None:
     """A drafter's guesses are drawn from the law that it gives."""
     config = request.generation_config.replace(do_sample=True, seed=None, logprobs=None)
-    listener = _Listener(make())
-    copies = _assisted([replace(request, generation_config=config)] * _GUESSES, listener, 1)
+    listener = _RecordingDrafter(make())
+    copies = _with_drafter([replace(request, generation_config=config)] * _NUM_SAMPLES, listener, 1)
     state = torch.get_rng_state()
     try:
         torch.manual_seed(0)
         session = Session(model)
-        session.admit(*(replace(one, line=at) for at, one in enumerate(copies)), lines=_GUESSES)
+        session.admit(*(replace(one, noise_row=at) for at, one in enumerate(copies)), noise_rows=_NUM_SAMPLES)
         session.step()
     finally:
         torch.set_rng_state(state)
-    heard = listener.heard
-    if heard is None or heard.drafts is None or heard.probs is None:
+    heard = listener.first_proposal
+    if heard is None or heard.drafts is None or heard.draft_probs is None:
         return
-    tried = (torch.as_tensor(heard.tried()).expand(_GUESSES) > 0).nonzero().squeeze(1).to(heard.drafts.device)
-    law = heard.probs[tried, 0].double()
+    tried = (
+        (torch.as_tensor(heard.draft_counts()).expand(_NUM_SAMPLES) > 0)
+        .nonzero()
+        .squeeze(1)
+        .to(heard.drafts.device)
+    )
+    law = heard.draft_probs[tried, 0].double()
     if bool(((law.sum(1) - 1).abs() > 1e-3).any()) or bool((law < 0).any()):
         raise AssertionError("a drafter's law must sum to 1 and have nothing below 0")
     expected = law.sum(0)

@@ -10,39 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Cache
+from descant.core.interfaces import RowCache
 from descant.core.records import Proposal
-from descant.core.rows import Rows, pick
-from descant.engine.planner import adapt
+from descant.core.rows import Rows, index_rows
+from descant.engine.planner import as_model
 from descant.engine.session import Request
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.dense import DenseStore
 from descant.testing.outcome import TOLERANCE
 
 __all__ = ["check_drafts"]
 
 
 @dataclass(frozen=True)
-class _Guess:
+class _RandomDrafts:
     """Drafts for every row, ragged."""
 
     drafts: Tensor  # [R, K]
-    n: Tensor  # [R] (host)
+    num_drafts: Tensor  # [R] (host)
 
     @property
     def proposal(self) -> Proposal:
         """The same as the loop would say it."""
-        return Proposal(None, self.drafts, self.n) if self.drafts.shape[1] else Proposal()
+        return Proposal(None, self.drafts, self.num_drafts) if self.drafts.shape[1] else Proposal()
 
 
 @dataclass
-class _Desk:
+class _SequentialReference:
     """A model with a few open requests, and the sequences it has been asked about."""
 
     model: Any
     prompts: Sequence[Sequence[int]]
-    make_cache: Callable[[], Cache]
+    make_cache: Callable[[], RowCache]
 
-    def rows(self) -> Rows:
+    def prompt_rows(self) -> Rows:
         """The prompts as a fresh table."""
         length = torch.tensor([len(prompt) for prompt in self.prompts])
         tokens = torch.zeros(len(length), int(length.max()), dtype=torch.long)
@@ -53,15 +53,15 @@ class _Desk:
             tokens.to(self.model.device), length, zeros, zeros.clone(), length.clone(), numbers, zeros.clone()
         )
 
-    def one_by_one(self, line: int, sequence: Sequence[int]) -> dict[int, Tensor]:
+    def sequential_logits(self, line: int, sequence: Sequence[int]) -> dict[int, Tensor]:
         """The logits after each prefix of a request's sequence from its prompt on, by the prefix's length."""
-        rows, cache = self.rows().take(torch.tensor([line])), self.make_cache()
+        rows, cache = self.prompt_rows().take(torch.tensor([line])), self.make_cache()
         cache.extend(1)
         found = {}
         for token in [*sequence[int(rows.length[0]) :], None]:
             found[int(rows.length[0])] = self.model.forward(rows, Proposal(), cache).logits[0, 0]
-            rows = replace(rows, cached=rows.position)
-            cache.commit(None, rows.cached)
+            rows = replace(rows, cached_length=rows.position)
+            cache.commit(None, rows.cached_length)
             if token is not None:
                 rows = rows.append(rows.tokens.new_tensor([[token]]), rows.length + 1)
         return found
@@ -70,7 +70,7 @@ class _Desk:
 def check_drafts(
     model: Any,
     requests: Sequence[Request],
-    make_cache: Callable[[], Cache] = DenseCache,
+    make_cache: Callable[[], RowCache] = DenseStore,
     rounds: int = 4,
     tolerance: float = TOLERANCE,
 ) -> None:
@@ -79,37 +79,41 @@ def check_drafts(
     Feeds the Model port random drafts, 0 to 4 a row, keeps some of each, forks and drops rows, and goes
     on; every line of logits must equal that of feeding the same tokens one at a time to an empty cache.
     """
-    model = adapt(model)
+    model = as_model(model)
     rng = random.Random(len(requests))
-    desk = _Desk(model, [torch.as_tensor(request.prompt).tolist() for request in requests], make_cache)
+    desk = _SequentialReference(
+        model, [torch.as_tensor(request.prompt).tolist() for request in requests], make_cache
+    )
     numbers = list(range(len(requests)))
-    model.open(numbers, _listed([request.inputs for request in requests]))
+    model.add_requests(numbers, _collate_inputs([request.inputs for request in requests]))
     try:
-        rows, cache = desk.rows(), make_cache()
+        rows, cache = desk.prompt_rows(), make_cache()
         cache.extend(len(rows))
         for _ in range(rounds):
-            guess = _guessed(rows, rng, model.facts.vocabulary)
+            guess = _random_drafts(rows, rng, model.traits.vocab_size)
             logits = model.forward(rows, guess.proposal, cache).logits
-            _compare(desk, rows, guess, logits, tolerance)
-            rows = _kept(rows, guess, cache, rng, model.facts.vocabulary)
+            _compare_logits(desk, rows, guess, logits, tolerance)
+            rows = _commit_some(rows, guess, cache, rng, model.traits.vocab_size)
     finally:
-        model.close(numbers)
+        model.remove_requests(numbers)
 
 
-def _guessed(rows: Rows, rng: random.Random, vocabulary: int) -> _Guess:
+def _random_drafts(rows: Rows, rng: random.Random, vocabulary: int) -> _RandomDrafts:
     """Random drafts, a random number for each row."""
     n = torch.tensor([rng.randint(0, 4) for _ in range(len(rows))])
     wide = int(n.max())
     drafts = torch.tensor([rng.randrange(vocabulary) for _ in range(len(rows) * wide)], dtype=torch.long)
-    return _Guess(drafts.view(len(rows), wide).to(rows.tokens.device), n)
+    return _RandomDrafts(drafts.view(len(rows), wide).to(rows.tokens.device), n)
 
 
-def _compare(desk: _Desk, rows: Rows, guess: _Guess, logits: Tensor, tolerance: float) -> None:
+def _compare_logits(
+    desk: _SequentialReference, rows: Rows, guess: _RandomDrafts, logits: Tensor, tolerance: float
+) -> None:
     for row in range(len(rows)):
-        tried = guess.drafts[row, : int(guess.n[row])].tolist()
+        tried = guess.drafts[row, : int(guess.num_drafts[row])].tolist()
         length = int(rows.length[row])
         sequence = rows.tokens[row, :length].tolist() + tried
-        expected = desk.one_by_one(int(rows.request[row]), sequence)
+        expected = desk.sequential_logits(int(rows.request[row]), sequence)
         for slot in range(len(tried) + 1):
             far = (logits[row, slot] - expected[length + slot]).abs().max()
             if not far <= tolerance:
@@ -119,23 +123,25 @@ def _compare(desk: _Desk, rows: Rows, guess: _Guess, logits: Tensor, tolerance: 
                 )
 
 
-def _kept(rows: Rows, guess: _Guess, cache: Cache, rng: random.Random, vocabulary: int) -> Rows:
+def _commit_some(
+    rows: Rows, guess: _RandomDrafts, cache: RowCache, rng: random.Random, vocabulary: int
+) -> Rows:
     """Rows that keep some of their drafts and take one more token; one is forked, maybe one dropped."""
     whence = [*range(len(rows)), rng.randrange(len(rows))]
     if len(rows) > 3:
         whence.remove(rng.randrange(len(rows)))
     rng.shuffle(whence)
     parents = torch.tensor(whence)
-    accepted = torch.tensor([rng.randint(0, int(guess.n[row])) for row in whence])
+    accepted = torch.tensor([rng.randint(0, int(guess.num_drafts[row])) for row in whence])
     rows = rows.take(parents)
     cached = rows.position + accepted
-    rows = rows.append(pick(guess.drafts, parents), rows.length + accepted)
+    rows = rows.append(index_rows(guess.drafts, parents), rows.length + accepted)
     more = rows.tokens.new_tensor([[rng.randrange(vocabulary)] for _ in whence])
-    rows = replace(rows.append(more, rows.length + 1), cached=cached)
+    rows = replace(rows.append(more, rows.length + 1), cached_length=cached)
     cache.commit(parents, cached)
     return rows
 
 
-def _listed(inputs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _collate_inputs(inputs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for one in inputs for name in one)
     return {name: [one.get(name) for one in inputs] for name in names}

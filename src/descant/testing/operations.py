@@ -10,126 +10,128 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 __all__ = [
-    "Commit",
-    "Extend",
-    "Fresh",
-    "Join",
-    "Move",
+    "CommitOp",
+    "ExtendOp",
+    "JoinOp",
+    "MoveOp",
+    "NewCacheOp",
     "Operation",
-    "Save",
-    "Select",
-    "Turn",
-    "Write",
-    "traces",
+    "SaveOp",
+    "SelectOp",
+    "SwitchCacheOp",
+    "WriteOp",
+    "operation_lists",
 ]
 
-ALL = 99  # as a cut: everything
+CUT_ALL = 99  # as a cut: everything
 
 
-class Extend(NamedTuple):
+class ExtendOp(NamedTuple):
     """Empty rows are appended."""
 
     rows: int = 1
 
 
-class Write(NamedTuple):
+class WriteOp(NamedTuple):
     """One forward; several between two commits are drafts, or feed the rows in parts."""
 
     width: int = 1
-    idle: tuple[bool, ...] = (False,)  # rows that are not fed
-    ahead: tuple[int, ...] = (0,)  # how far behind its length a row begins, of what is written there
-    shallow: bool = False  # only the first layer is run
-    guesses: int | None = None  # how many of the last are told to be guesses: the rest will be committed
+    skipped_rows: tuple[bool, ...] = (False,)  # rows that are not fed
+    start_offsets: tuple[int, ...] = (0,)  # how far behind its length a row begins, of what is written there
+    first_layer_only: bool = False  # only the first layer is run
+    num_drafts: int | None = None  # how many of the last are told to be guesses: the rest will be committed
 
 
-class Commit(NamedTuple):
+class CommitOp(NamedTuple):
     """Rows move, fork and leave, and are cut."""
 
     parents: tuple[int, ...] | None = None
     cuts: tuple[int, ...] = (0,)  # how much of what is written each gives back
 
 
-class Select(NamedTuple):
+class SelectOp(NamedTuple):
     """Some rows go on in a cache of their own too."""
 
     rows: tuple[int, ...] = (0,)
 
 
-class Join(NamedTuple):
+class JoinOp(NamedTuple):
     """The rows of another cache come in."""
 
 
-class Fresh(NamedTuple):
+class NewCacheOp(NamedTuple):
     """Another cache, with empty rows."""
 
     rows: int = 1
 
 
-class Turn(NamedTuple):
+class SwitchCacheOp(NamedTuple):
     """The next cache is looked at."""
 
 
-class Save(NamedTuple):
+class SaveOp(NamedTuple):
     """What the cache holds is written down, and read by another."""
 
 
-class Move(NamedTuple):
+class MoveOp(NamedTuple):
     """The cache is moved to the device where it is."""
 
 
-Operation = Extend | Write | Commit | Select | Join | Fresh | Turn | Save | Move
+Operation = ExtendOp | WriteOp | CommitOp | SelectOp | JoinOp | NewCacheOp | SwitchCacheOp | SaveOp | MoveOp
 
 
 # How an operation is drawn: a few bytes each, of which all zeros are nothing. Drawn field by field, as
 # hypothesis would have it, most of the time would be spent on drawing.
-_BYTES = 10
-_KINDS = (
+_BYTES_PER_OP = 10
+_OP_CHOICES = (
     "nothing", *["write"] * 9, *["commit"] * 6, "extend", "extend", "select", "fresh", "join", "turn", "turn",
     "save", "move",
 )  # fmt: skip
-_CUTS = (0, 0, 0, 1, 1, 2, 3, 5, ALL)
+_CUT_CHOICES = (0, 0, 0, 1, 1, 2, 3, 5, CUT_ALL)
 
 
-def traces(strategies: Any, widest: int = 7, least: int = 10, most: int = 24) -> Any:
+def operation_lists(strategies: Any, widest: int = 7, least: int = 10, most: int = 24) -> Any:
     """A hypothesis strategy of traces: forwards at most so wide, so many operations."""
-    drawn = strategies.binary(min_size=_BYTES, max_size=_BYTES)
+    drawn = strategies.binary(min_size=_BYTES_PER_OP, max_size=_BYTES_PER_OP)
     whole = strategies.lists(drawn, min_size=least, max_size=most)
     return whole.map(
-        lambda records: [made for one in records if (made := _operation(one, widest)) is not None]
+        lambda records: [made for one in records if (made := _decode_operation(one, widest)) is not None]
     )
 
 
-def _operation(drawn: bytes, widest: int) -> Operation | None:
+def _decode_operation(drawn: bytes, widest: int) -> Operation | None:
     """What some bytes say; small ones say something simple."""
     one, two, three, four = drawn[1:5]
-    match _KINDS[drawn[0] % len(_KINDS)]:
+    match _OP_CHOICES[drawn[0] % len(_OP_CHOICES)]:
         case "write":
             idle = tuple(bool(two >> at & 1) for at in range(4)) if two > 128 else (False,)
             ahead = tuple(three >> 2 * at & 3 for at in range(3)) if three > 160 else (0,)
             guesses = four % 4 if 140 < four <= 200 else None
-            return Write(1 + one % widest, idle, ahead, four > 200, guesses)
+            return WriteOp(1 + one % widest, idle, ahead, four > 200, guesses)
         case "commit":
             parents = tuple(at % 6 for at in drawn[2 : 2 + one % 7]) if one > 128 else None
-            cuts = tuple(_CUTS[at % len(_CUTS)] for at in drawn[8:10]) if drawn[8] > 150 else (0,)
-            return Commit(parents, cuts)
+            cuts = (
+                tuple(_CUT_CHOICES[at % len(_CUT_CHOICES)] for at in drawn[8:10]) if drawn[8] > 150 else (0,)
+            )
+            return CommitOp(parents, cuts)
         case "extend":
-            return Extend(1 + one % 3)
+            return ExtendOp(1 + one % 3)
         case "select":
-            return Select(tuple(at % 6 for at in drawn[2 : 2 + one % 5]))
+            return SelectOp(tuple(at % 6 for at in drawn[2 : 2 + one % 5]))
         case "fresh":
-            return Fresh(1 + one % 3)
+            return NewCacheOp(1 + one % 3)
         case "join":
-            return Join()
+            return JoinOp()
         case "turn":
-            return Turn()
+            return SwitchCacheOp()
         case "save":
-            return Save()
+            return SaveOp()
         case "move":
-            return Move()
+            return MoveOp()
         case _:
             return None
 
 
-def around(values: Sequence[Any], count: int) -> list[Any]:
+def cycle_values(values: Sequence[Any], count: int) -> list[Any]:
     """So many of the values, from the first again after the last."""
     return [values[at % len(values)] for at in range(count)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Cache
+from descant.core.interfaces import RowCache
 from descant.core.records import Hypothesis, Observation
 from descant.engine.session import Failed, Finished, Request, Session, Tokens
 from descant.errors import DescantError
@@ -27,7 +27,7 @@ class Outcome:
     hypotheses: list[Hypothesis] = field(default_factory=list)
     error: DescantError | None = None
     cancelled: bool = False
-    streamed: dict[int, list[int]] = field(default_factory=dict)  # slot -> its tokens as they came
+    streamed_tokens: dict[int, list[int]] = field(default_factory=dict)  # slot -> its tokens as they came
     logits: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # tokens so far -> [V]
 
     @property
@@ -41,87 +41,95 @@ class Outcome:
         return [one.reason for one in self.hypotheses]
 
 
-class _Run:
+class _ScheduledRun:
     """One session driven by a schedule."""
 
-    def __init__(self, model: Any, requests: Sequence[Request], cache: Cache | None) -> None:
+    def __init__(self, model: Any, requests: Sequence[Request], cache: RowCache | None) -> None:
         self._requests = requests
-        self._session = Session(model, observe=self._see, cache=cache)
-        self._found = [Outcome() for _ in requests]
-        self._place: dict[int, int] = {}  # request number -> place in the list
-        self._number: dict[int, int] = {}
+        self._session = Session(model, observe=self._record_logits, cache=cache)
+        self._outcomes = [Outcome() for _ in requests]
+        self._index_by_request: dict[int, int] = {}  # request number -> place in the list
+        self._request_by_index: dict[int, int] = {}
 
-    def _see(self, seen: Observation) -> None:
+    def _record_logits(self, seen: Observation) -> None:
         rows = seen.rows
         for row in range(len(rows)):
-            found = self._found[self._place[int(rows.request[row])]]
+            found = self._outcomes[self._index_by_request[int(rows.request[row])]]
             prefix = rows.tokens[row, : int(rows.length[row])].tolist()
             found.logits[tuple(prefix)] = seen.logits[row, 0].cpu().clone()
 
-    def drive(self, schedule: Schedule) -> list[Outcome]:
+    def run(self, schedule: Schedule) -> list[Outcome]:
         """What became of every request."""
         step = 0
-        while step <= schedule.last or len(self._session):
-            self._admit(schedule.admissions.get(step, ()), schedule.together)
-            for place in schedule.cancels.get(step, ()):
+        while step <= schedule.last_step or len(self._session):
+            self._admit(schedule.admissions.get(step, ()), schedule.admit_together)
+            for place in schedule.cancellations.get(step, ()):
                 self._cancel(place)
             for event in self._session.step():
-                self._take(event)
+                self._handle_event(event)
             step += 1
         if self._session.rows:
             raise AssertionError(f"{self._session.rows} rows are left after every request has ended")
-        return self._found
+        return self._outcomes
 
     def _admit(self, places: Sequence[int], together: bool) -> None:
         for group in [places] if together else [[place] for place in places]:
             numbers = self._session.admit(*(self._requests[place] for place in group))
             for number, place in zip(numbers, group, strict=True):
-                self._place[number], self._number[place] = place, number
+                self._index_by_request[number], self._request_by_index[place] = place, number
 
     def _cancel(self, place: int) -> None:
-        found = self._found[place]
+        found = self._outcomes[place]
         if found.hypotheses or found.error is not None:
             return  # it has ended before
         found.cancelled = True
-        self._session.cancel(self._number[place])
+        self._session.cancel(self._request_by_index[place])
 
-    def _take(self, event: object) -> None:
+    def _handle_event(self, event: object) -> None:
         if isinstance(event, Tokens):
             for request, slot, token in torch.stack((event.request, event.slot, event.token), 1).tolist():
-                self._found[self._place[request]].streamed.setdefault(slot, []).append(token)
+                self._outcomes[self._index_by_request[request]].streamed_tokens.setdefault(slot, []).append(
+                    token
+                )
         elif isinstance(event, Finished):
-            self._found[self._place[event.request]].hypotheses = event.hypotheses
+            self._outcomes[self._index_by_request[event.request]].hypotheses = event.hypotheses
         elif isinstance(event, Failed):
-            self._found[self._place[event.request]].error = event.error
+            self._outcomes[self._index_by_request[event.request]].error = event.error
 
 
 def outcomes(
-    model: Any, requests: Sequence[Request], schedule: Schedule | None = None, cache: Cache | None = None
+    model: Any, requests: Sequence[Request], schedule: Schedule | None = None, cache: RowCache | None = None
 ) -> list[Outcome]:
     """Run the requests in one session, all at once or by a schedule; what became of each."""
-    return _Run(model, requests, cache).drive(schedule or Schedule.at_once(range(len(requests))))
+    return _ScheduledRun(model, requests, cache).run(schedule or Schedule.at_once(range(len(requests))))
 
 
 def compare(alone: Outcome, other: Outcome, where: str, tolerance: float = TOLERANCE) -> None:
     """Raise AssertionError unless two outcomes have the same tokens, the same ends, and near scores."""
     if type(alone.error) is not type(other.error):
-        raise AssertionError(f"{where}: ended with {_ending(other)}, not {_ending(alone)}")
+        raise AssertionError(f"{where}: ended with {_describe_end(other)}, not {_describe_end(alone)}")
     if alone.tokens != other.tokens:
         raise AssertionError(f"{where}: other tokens\n  alone {alone.tokens}\n  there {other.tokens}")
     if alone.reasons != other.reasons:
         raise AssertionError(f"{where}: ended by {other.reasons}, alone by {alone.reasons}")
-    if alone.streamed != other.streamed:
-        raise AssertionError(f"{where}: streamed\n  alone {alone.streamed}\n  there {other.streamed}")
+    if alone.streamed_tokens != other.streamed_tokens:
+        raise AssertionError(
+            f"{where}: streamed\n  alone {alone.streamed_tokens}\n  there {other.streamed_tokens}"
+        )
     for rank, (one, two) in enumerate(zip(alone.hypotheses, other.hypotheses, strict=True)):
         first, second = (0.0 if score is None else score for score in (one.score, two.score))
         # Scores may be -inf alike, where only an impossible token was left.
         near = first == second or abs(first - second) <= tolerance
         if (one.score is None) is not (two.score is None) or not near:
             raise AssertionError(f"{where}: sequence {rank} scores {two.score}, alone {one.score}")
-        if one.unmet != two.unmet:
-            raise AssertionError(f"{where}: sequence {rank} does not meet {two.unmet}, alone {one.unmet}")
-        if one.beams != two.beams:
-            raise AssertionError(f"{where}: sequence {rank} came by beams {two.beams}, alone {one.beams}")
+        if one.unmet_constraints != two.unmet_constraints:
+            raise AssertionError(
+                f"{where}: sequence {rank} does not meet {two.unmet_constraints}, alone {one.unmet_constraints}"
+            )
+        if one.beam_indices != two.beam_indices:
+            raise AssertionError(
+                f"{where}: sequence {rank} came by beams {two.beam_indices}, alone {one.beam_indices}"
+            )
     _compare_logits(alone.logits, other.logits, where, tolerance)
 
 
@@ -143,5 +151,5 @@ def _compare_logits(
             )
 
 
-def _ending(outcome: Outcome) -> str:
+def _describe_end(outcome: Outcome) -> str:
     return "sequences" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"

@@ -13,9 +13,9 @@ from torch import Tensor
 from descant.api.generate import generate
 from descant.api.stream import stream
 from descant.config.generation_config import GenerationConfig
-from descant.core.records import Aid, Proposal
+from descant.core.records import DraftContext, Proposal
 from descant.core.rows import Rows
-from descant.engine.planner import adapt, plan
+from descant.engine.planner import as_model, make_plan
 from descant.engine.session import Request
 from descant.errors import ConfigError, InputError
 from descant.models.tiny_llama import toy
@@ -28,20 +28,20 @@ from descant.testing.requests import check_admission, check_batch, check_seed
 
 __all__ = ["check_recipe"]
 
-_LENGTHS: Final = (3, 7, 1, 5, 4, 6, 2)  # of the prompts
-_NEW: Final = 20  # tokens, about
-_SCHEDULES: Final = 3
-_LARGE: Final = 1000  # a vocabulary of so many tokens takes long to be drawn by chance
+_PROMPT_LENGTHS: Final = (3, 7, 1, 5, 4, 6, 2)  # of the prompts
+_NUM_NEW_TOKENS: Final = 20  # tokens, about
+_NUM_SCHEDULES: Final = 3
+_LARGE_VOCABULARY: Final = 1000  # a vocabulary of so many tokens takes long to be drawn by chance
 # What is asked of a recipe, where it does not refuse it; names are for messages.
-_ASKED: Final[Mapping[str, Mapping[str, Any]]] = {
+_REQUEST_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "seed": 3, "top_k": 12},
     "two sampled": {"do_sample": True, "seed": 5, "num_return_sequences": 2, "temperature": 1.2},
     "penalised": {"repetition_penalty": 1.2, "logprobs": 2},
 }
-_BEAMS: Final = {"num_beams": 3, "num_return_sequences": 2}
+_BEAM_CONFIG: Final = {"num_beams": 3, "num_return_sequences": 2}
 # Whoever else is in the table, none of whom asks for the recipe.
-_NEIGHBOURS: Final[Sequence[Mapping[str, Any]]] = ({}, {"do_sample": True, "seed": 9}, _BEAMS)
+_NEIGHBOUR_CONFIGS: Final[Sequence[Mapping[str, Any]]] = ({}, {"do_sample": True, "seed": 9}, _BEAM_CONFIG)
 
 
 def check_recipe(
@@ -62,89 +62,102 @@ def check_recipe(
     """
     loaded = load_recipe(recipe, trust_remote_code=trust_remote_code)
     loaded = loaded(**arguments) if arguments else loaded
-    subject = _Subject(loaded, toy() if model is None else model, tolerance)
+    subject = _RecipeChecker(loaded, toy() if model is None else model, tolerance)
     {
-        "strategy": subject.strategy,
-        "processor": subject.processor,
-        "wrapper": subject.wrapper,
-        "drafter": subject.drafter,
-        "generate": subject.function,
+        "strategy": subject.check_strategy,
+        "processor": subject.check_processor_recipe,
+        "wrapper": subject.check_wrapper,
+        "drafter": subject.check_drafter_recipe,
+        "generate": subject.check_function,
     }[loaded.kind]()
 
 
-class _Subject:
+class _RecipeChecker:
     """A recipe on a model, and how each kind is tried."""
 
     def __init__(self, recipe: Recipe, model: Any, tolerance: float) -> None:
         self.recipe, self.model, self.tolerance = recipe, model, tolerance
-        self.facts = adapt(model).facts
-        if self.facts.encoder_decoder:
+        self.traits = as_model(model).traits
+        if self.traits.is_encoder_decoder:
             must = "must have no encoder: the laws are tried on prompts alone"
             raise InputError("model", must, type(model).__name__, "leave it out, for a toy")
         own = getattr(model, "generation_config", None)
         ends = getattr(own, "eos_token_id", None)
-        self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        generator = torch.Generator().manual_seed(len(_LENGTHS))
-        plain = torch.tensor([one for one in range(self.facts.vocabulary) if one not in (0, *self.ends)])
+        self.stop_token_ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        generator = torch.Generator().manual_seed(len(_PROMPT_LENGTHS))
+        plain = torch.tensor(
+            [one for one in range(self.traits.vocab_size) if one not in (0, *self.stop_token_ids)]
+        )
         self.prompts = [
-            plain[torch.randint(len(plain), (length,), generator=generator)].tolist() for length in _LENGTHS
+            plain[torch.randint(len(plain), (length,), generator=generator)].tolist()
+            for length in _PROMPT_LENGTHS
         ]
 
     # -------------------------------------------------------------------- the kinds
-    def strategy(self) -> None:
+    def check_strategy(self) -> None:
         """Requests of it, and of others beside them."""
-        mine = self._requests(_ASKED)
-        self._streams(mine)
-        self._sessions(mine)
+        mine = self._requests(_REQUEST_CONFIGS)
+        self._check_streams(mine)
+        self._check_sessions(mine)
 
-    def processor(self) -> None:
+    def check_processor_recipe(self) -> None:
         """By itself, line by line, then in the loop, under guesses too."""
-        values = [plan(self._config(0, given), self.facts).values for given in _ASKED.values()]
-        size = self.facts.vocabulary
-        check_processor(self.recipe.processor, values, size, examples=20 if size < _LARGE else 2)
-        self._anywhere()
+        values = [
+            make_plan(self._config(0, given), self.traits).base_params for given in _REQUEST_CONFIGS.values()
+        ]
+        size = self.traits.vocab_size
+        check_processor(self.recipe.processor, values, size, examples=20 if size < _LARGE_VOCABULARY else 2)
+        self._check_in_loop()
 
-    def wrapper(self) -> None:
+    def check_wrapper(self) -> None:
         """In the loop, under guesses too."""
-        self._anywhere()
+        self._check_in_loop()
 
-    def drafter(self) -> None:
+    def check_drafter_recipe(self) -> None:
         """Whatever it guesses, requests say what they would say."""
-        plain = [replace(one, recipe=None) for one in self._requests(_ASKED)]
+        plain = [replace(one, recipe=None) for one in self._requests(_REQUEST_CONFIGS)]
         single = [one for one in plain if one.generation_config.num_return_sequences == 1]
         check_drafter(self.model, self.recipe.build, single, sizes=(1, 4), tolerance=self.tolerance)
         for place, one in enumerate(plain):
             [alone], [found] = (
                 outcomes(self.model, [given]) for given in (one, replace(one, recipe=self.recipe))
             )
-            _same_tokens(alone, found, f"request {place} with {self.recipe.name}")
+            _check_same_tokens(alone, found, f"request {place} with {self.recipe.name}")
 
-    def function(self) -> None:
+    def check_function(self) -> None:
         """In the place of generate()."""
-        ids = torch.tensor([prompt * 2 for prompt in self._long()])
-        call = partial(generate, self.model, recipe=self.recipe, max_new_tokens=_NEW // 2)
-        before = _fingerprint(self.model)
-        one, two, three = (_drawn(call, ids, seed) for seed in (0, 0, 1))
-        after = _fingerprint(self.model)
+        ids = torch.tensor([prompt * 2 for prompt in self._equal_length_prompts()])
+        call = partial(generate, self.model, recipe=self.recipe, max_new_tokens=_NUM_NEW_TOKENS // 2)
+        before = _model_fingerprint(self.model)
+        one, two, three = (_call_seeded(call, ids, seed) for seed in (0, 0, 1))
+        after = _model_fingerprint(self.model)
         odd = [name for name in before if before[name] != after.get(name)]
         odd += sorted(after.keys() - before.keys())
-        self._hold(not odd, f"changed the model: its {odd[:1]} is not what it was")
-        self._hold(_equal(one.result, two.result), "called twice under the same seed, returned two results")
-        if not _equal(one.result, three.result):
+        self._require(not odd, f"changed the model: its {odd[:1]} is not what it was")
+        self._require(
+            _has_same_result(one.result, two.result), "called twice under the same seed, returned two results"
+        )
+        if not _has_same_result(one.result, three.result):
             return  # it draws, and what it draws is its own affair
-        self._hold(
-            not (one.moved or three.moved),
+        self._require(
+            not (one.used_rng or three.used_rng),
             "moved torch's generator, though nothing that it returned was drawn from it",
         )
-        self._rows(one.result, [_drawn(call, ids[row : row + 1], 0).result for row in range(len(ids))])
+        self._check_row_independence(
+            one.result, [_call_seeded(call, ids[row : row + 1], 0).result for row in range(len(ids))]
+        )
 
     # -------------------------------------------------------------------- what is asked
-    def _long(self) -> list[list[int]]:
+    def _equal_length_prompts(self) -> list[list[int]]:
         """Some prompts of one length."""
         return [prompt[:4] for prompt in self.prompts if len(prompt) >= 4]
 
     def _config(self, place: int, given: Mapping[str, Any]) -> GenerationConfig:
-        own = {"max_new_tokens": _NEW + place % 3, "eos_token_id": self.ends or None, "pad_token_id": 0}
+        own = {
+            "max_new_tokens": _NUM_NEW_TOKENS + place % 3,
+            "eos_token_id": self.stop_token_ids or None,
+            "pad_token_id": 0,
+        }
         return GenerationConfig(**{**own, **given})
 
     def _requests(self, asked: Mapping[str, Mapping[str, Any]]) -> list[Request]:
@@ -162,31 +175,31 @@ class _Subject:
             raise AssertionError(f"{self.recipe.name} refuses every request: {why[0]}") from why[0]
         return found
 
-    def _beside(self) -> list[Request]:
+    def _other_requests(self) -> list[Request]:
         """Requests that do not ask for the recipe."""
         lines = list(reversed(list(enumerate(self.prompts))))
         return [
             Request(prompt, self._config(place, given))
-            for (place, prompt), given in zip(lines, _NEIGHBOURS, strict=False)
+            for (place, prompt), given in zip(lines, _NEIGHBOUR_CONFIGS, strict=False)
         ]
 
     # -------------------------------------------------------------------- how it is tried
-    def _anywhere(self) -> None:
+    def _check_in_loop(self) -> None:
         """What composes with every strategy and with guesses."""
-        mine = self._requests({**_ASKED, "beams": _BEAMS})
-        self._streams(mine)
-        self._guessed(mine)
-        self._sessions(mine)
+        mine = self._requests({**_REQUEST_CONFIGS, "beams": _BEAM_CONFIG})
+        self._check_streams(mine)
+        self._check_with_drafts(mine)
+        self._check_sessions(mine)
 
-    def _sessions(self, mine: Sequence[Request]) -> None:
+    def _check_sessions(self, mine: Sequence[Request]) -> None:
         """All have what they have alone, in any order and whenever they come."""
-        whole = [*mine, *self._beside()]
+        whole = [*mine, *self._other_requests()]
         check_batch(self.model, whole, self.tolerance)
-        check_admission(self.model, whole, _SCHEDULES, tolerance=self.tolerance)
+        check_admission(self.model, whole, _NUM_SCHEDULES, tolerance=self.tolerance)
         if any(one.generation_config.do_sample for one in mine):
-            check_seed(self.model, mine, _SCHEDULES, self.tolerance)
+            check_seed(self.model, mine, _NUM_SCHEDULES, self.tolerance)
 
-    def _guessed(self, mine: Sequence[Request]) -> None:
+    def _check_with_drafts(self, mine: Sequence[Request]) -> None:
         """Tokens that are tried all at once come to what they come to one by one."""
         for place, one in enumerate(mine):
             config = one.generation_config
@@ -196,11 +209,11 @@ class _Subject:
             if alone.error is not None:
                 continue
             [found] = outcomes(
-                self.model, [replace(one, assistant_model=_Parrot(one.prompt, alone.tokens[0]))]
+                self.model, [replace(one, assistant_model=_KnownTextDrafter(one.prompt, alone.tokens[0]))]
             )
-            _same_tokens(alone, found, f"request {place} with tokens tried ahead")
+            _check_same_tokens(alone, found, f"request {place} with tokens tried ahead")
 
-    def _streams(self, mine: Sequence[Request]) -> None:
+    def _check_streams(self, mine: Sequence[Request]) -> None:
         """A stream tells what generate() returns."""
         for place, one in enumerate(mine):
             config = one.generation_config.replace(logprobs=None)
@@ -215,48 +228,48 @@ class _Subject:
                     pair = f"streamed {tokens}\n  returned {whole}"
                     raise AssertionError(f"request {place}, sequence {sequence}: other tokens\n  {pair}")
 
-    def _rows(self, whole: Any, single: Sequence[Any]) -> None:
+    def _check_row_independence(self, whole: Any, single: Sequence[Any]) -> None:
         """Each row of a batch is what it is by itself, but for padding."""
-        ids, alone = _ids(whole), [_ids(one) for one in single]
+        ids, alone = _sequences_of(whole), [_sequences_of(one) for one in single]
         if ids is None or any(one is None for one in alone):
             return  # what it returns has no rows
-        self._hold(len(ids) == len(alone), f"returned {len(ids)} rows for {len(alone)} prompts")
+        self._require(len(ids) == len(alone), f"returned {len(ids)} rows for {len(alone)} prompts")
         for place, (row, one) in enumerate(zip(ids, alone, strict=True)):
             assert one is not None
-            self._hold(len(one) == 1, f"returned {len(one)} rows for one prompt")
+            self._require(len(one) == 1, f"returned {len(one)} rows for one prompt")
             size = min(len(row), one.shape[1])
             rest = set(torch.cat((row[size:], one[0, size:])).tolist())
-            alike = torch.equal(row[:size], one[0, :size]) and rest <= {0, *self.ends}
-            self._hold(alike, f"in a batch row {place} is\n  {row.tolist()}, alone\n  {one[0].tolist()}")
+            alike = torch.equal(row[:size], one[0, :size]) and rest <= {0, *self.stop_token_ids}
+            self._require(alike, f"in a batch row {place} is\n  {row.tolist()}, alone\n  {one[0].tolist()}")
 
-    def _hold(self, holds: bool, otherwise: str) -> None:
+    def _require(self, holds: bool, otherwise: str) -> None:
         if not holds:
             raise AssertionError(f"{self.recipe.name} {otherwise}")
 
 
-class _Parrot:
+class _KnownTextDrafter:
     """A drafter that knows how a text goes on, and gets every third token wrong."""
 
-    cheap = True
+    is_model_free = True
 
     def __init__(self, prompt: Any, tokens: Sequence[int]) -> None:
-        self._start, self._tokens = len(prompt), list(tokens)
+        self._prompt_length, self._tokens = len(prompt), list(tokens)
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """It knows enough."""
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         """It keeps nothing."""
 
     def commit(self, parents: Tensor, lengths: Tensor) -> None:
         """It has no rows."""
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:  # noqa: ARG002
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:  # noqa: ARG002
         """What comes next, for a table of one request."""
         width, vocabulary = int(most.max()), max(self._tokens) + 1
         lines, n = [], []
         for row in range(len(rows)):
-            at = int(rows.length[row]) - self._start
+            at = int(rows.length[row]) - self._prompt_length
             known = [
                 one if (at + step) % 3 else (one + 1) % vocabulary
                 for step, one in enumerate(self._tokens[at : at + int(most[row])])
@@ -270,36 +283,36 @@ class _Parrot:
         return Proposal(None, drafts, torch.tensor(n))
 
 
-class _Drawn:
+class _SeededResult:
     """What a call returned under a seed, and whether it drew from torch's generator."""
 
     def __init__(self, result: Any, moved: bool) -> None:
-        self.result, self.moved = result, moved
+        self.result, self.used_rng = result, moved
 
 
-def _drawn(call: Callable[..., Any], ids: Tensor, seed: int) -> _Drawn:
+def _call_seeded(call: Callable[..., Any], ids: Tensor, seed: int) -> _SeededResult:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
         result = call(input_ids=ids.clone())
-        return _Drawn(result, not torch.equal(before, torch.get_rng_state()))
+        return _SeededResult(result, not torch.equal(before, torch.get_rng_state()))
 
 
-def _ids(result: Any) -> Tensor | None:
+def _sequences_of(result: Any) -> Tensor | None:
     """The sequences of what a function returned [R, L], if it has any."""
     found = getattr(result, "sequences", result)
     return found if isinstance(found, Tensor) and found.ndim == 2 else None
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _has_same_result(one: Any, other: Any) -> bool:
     """Whether two results are the same, as far as they can be looked into."""
-    first, second = _ids(one), _ids(other)
+    first, second = _sequences_of(one), _sequences_of(other)
     if first is not None and second is not None:
         return torch.equal(first, second)
     return repr(one) == repr(other)
 
 
-def _fingerprint(model: Any) -> dict[str, Any]:
+def _model_fingerprint(model: Any) -> dict[str, Any]:
     """What must be as it was after a call: weights, configs, modes, hooks and attributes of a model."""
     found: dict[str, Any] = {
         f"weight `{name}`": (one.dtype, one.shape, float(one.double().sum()), float(one.double().abs().sum()))
@@ -314,6 +327,6 @@ def _fingerprint(model: Any) -> dict[str, Any]:
     return found
 
 
-def _same_tokens(alone: Outcome, found: Outcome, where: str) -> None:
+def _check_same_tokens(alone: Outcome, found: Outcome, where: str) -> None:
     """The same tokens and ends, by whatever way."""
     compare(replace(alone, logits={}), replace(found, logits={}), where, float("inf"))

@@ -8,27 +8,29 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Reach, Span
+from descant.core.interfaces import KVSpan, VisibleSlots
 
-__all__ = ["Keeps", "ListCache", "Policy"]
+__all__ = ["ReferenceCache", "Retention", "RetentionPolicy"]
 
-Entry = tuple[Tensor, Tensor]  # key and value of one position, [H, D] each
+KVEntry = tuple[Tensor, Tensor]  # key and value of one position, [H, D] each
 # Of the positions that a row has, those that a layer still shows, in the order of their slots.
-Policy = Callable[[Sequence[int]], Sequence[int]]
-Keeps = Policy | Sequence[Policy | None]  # of every layer, or one by one; None: all positions
+RetentionPolicy = Callable[[Sequence[int]], Sequence[int]]
+Retention = (
+    RetentionPolicy | Sequence[RetentionPolicy | None]
+)  # of every layer, or one by one; None: all positions
 
 
-class ListCache:
+class ReferenceCache:
     """The cache that is obviously right, and slow.
 
     With `keeps` it shows what a cache that forgets would show: it forgets nothing, and looks away.
     """
 
-    rewind: int | None = None
+    max_rewind: int | None = None
 
-    def __init__(self, keeps: Keeps | None = None) -> None:
-        self._keeps = keeps
-        self._rows: list[dict[int, list[Entry]]] = []
+    def __init__(self, retention: Retention | None = None) -> None:
+        self._retention = retention
+        self._rows: list[dict[int, list[KVEntry]]] = []
         self._lengths: list[int] = []
 
     def __len__(self) -> int:
@@ -42,19 +44,19 @@ class ListCache:
     @property
     def nbytes(self) -> int:
         """What the positions take in memory, those that several rows have counted once."""
-        return _bytes(entry for row in self._rows for held in row.values() for entry in held)
+        return _total_nbytes(entry for row in self._rows for held in row.values() for entry in held)
 
     @property
-    def needed(self) -> int:
+    def visible_nbytes(self) -> int:
         """What the positions take in memory that will be shown again."""
-        return _bytes(
+        return _total_nbytes(
             held[at]
             for row, length in zip(self._rows, self._lengths, strict=True)
             for layer, held in row.items()
-            for at in self.shown(layer, length)
+            for at in self.visible_positions(layer, length)
         )
 
-    def shown(self, layer: int, length: int) -> Sequence[int]:
+    def visible_positions(self, layer: int, length: int) -> Sequence[int]:
         """The positions that the layer shows of a row with so many."""
         policy = self._policy(layer)
         return range(length) if policy is None else policy(range(length))
@@ -64,25 +66,25 @@ class ListCache:
         self._rows += [{} for _ in range(rows)]
         self._lengths += [0] * rows
 
-    def reach(self, layer: int, span: Span) -> Reach | None:
+    def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:
         """How many positions the layer shows of each row before the write; None: all of them."""
         if self._policy(layer) is None:
             return None
-        held = torch.tensor([len(self.shown(layer, start)) for _, start in self._fed(span)])
-        return Reach(held, int(held.max()) + span.width)
+        held = torch.tensor([len(self.visible_positions(layer, start)) for _, start in self._span_rows(span)])
+        return VisibleSlots(held, int(held.max()) + span.width)
 
-    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; what its rows show then [N, H, S, D], else zeros."""
         key, value = key.clone(), value.clone()
-        shown: list[list[Entry]] = []
-        for line, (place, start) in enumerate(self._fed(span)):
+        shown: list[list[KVEntry]] = []
+        for line, (place, start) in enumerate(self._span_rows(span)):
             held = self._rows[place].setdefault(layer, [])
             if start > len(held):
                 raise AssertionError(f"row {place} holds {len(held)} positions, {start} is written: a gap")
             held[start:] = zip(key[line].unbind(1), value[line].unbind(1), strict=True)
-            shown.append([held[at] for at in self.shown(layer, start)] + held[start:])
-        reach = self.reach(layer, span)
-        size = span.stop if reach is None else reach.size
+            shown.append([held[at] for at in self.visible_positions(layer, start)] + held[start:])
+        reach = self.visible_slots(layer, span)
+        size = span.read_length if reach is None else reach.num_slots
         keys = key.new_zeros(len(shown), key.shape[1], size, key.shape[3])
         values = value.new_zeros(len(shown), value.shape[1], size, value.shape[3])
         for line, entries in enumerate(shown):
@@ -101,7 +103,7 @@ class ListCache:
 
     def select(self, rows: Tensor) -> Self:
         """Another cache with these rows (host), as last committed."""
-        made = type(self)(self._keeps)
+        made = type(self)(self._retention)
         made._rows, made._lengths = list(self._rows), list(self._lengths)
         made.commit(rows, self.lengths[rows])
         return made
@@ -136,18 +138,22 @@ class ListCache:
                 both = (state[f"{number}.{rest[0]}.{what}"].clone().unbind(1) for what in ("keys", "values"))
                 self._rows[int(number)][int(rest[0])] = list(zip(*both, strict=True))
 
-    def _policy(self, layer: int) -> Policy | None:
+    def _policy(self, layer: int) -> RetentionPolicy | None:
         """What the layer shows; None: everything."""
-        return self._keeps if self._keeps is None or callable(self._keeps) else self._keeps[layer]
+        return (
+            self._retention
+            if self._retention is None or callable(self._retention)
+            else self._retention[layer]
+        )
 
-    def _fed(self, span: Span) -> list[tuple[int, int]]:
+    def _span_rows(self, span: KVSpan) -> list[tuple[int, int]]:
         """The rows of a span, each with its start."""
         rows = list(range(len(self._rows))) if span.rows is None else span.rows.tolist()
         starts = [span.start] * len(rows) if isinstance(span.start, int) else span.start.tolist()
         return list(zip(rows, starts, strict=True))
 
 
-def _bytes(entries: object) -> int:
+def _total_nbytes(entries: object) -> int:
     """What distinct positions take in memory."""
     found = {id(entry): entry for entry in entries}  # type: ignore[attr-defined]
     return sum(key.nbytes + value.nbytes for key, value in found.values())

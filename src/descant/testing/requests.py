@@ -11,7 +11,7 @@ import torch
 
 from descant.engine.session import Request
 from descant.errors import InputError, RowError
-from descant.testing.admission_schedule import Schedule, failing
+from descant.testing.admission_schedule import Schedule, failing_request
 from descant.testing.outcome import TOLERANCE, Outcome, compare, outcomes
 
 __all__ = ["check_admission", "check_batch", "check_seed"]
@@ -23,7 +23,7 @@ def check_batch(model: Any, requests: Sequence[Request], tolerance: float = TOLE
     Tokens, ends and streams must be equal, scores and logits within the tolerance. Requests that sample
     need a seed.
     """
-    alone = _alone(model, requests)
+    alone = _run_alone(model, requests)
     count = len(requests)
     orders = {
         "as given": list(range(count)),
@@ -45,16 +45,20 @@ def check_admission(
     Every schedule admits the requests at random steps among neighbours made from them: one that ends
     after few tokens, one that fails, one that is cancelled.
     """
-    alone = _alone(model, requests)
+    alone = _run_alone(model, requests)
     rng = random.Random(seed)
     for number in range(schedules):
         short, broken, doomed = (rng.choice(requests) for _ in range(3))
         few = short.generation_config.replace(
             max_new_tokens=rng.randint(1, 3), min_new_tokens=None, min_length=0
         )
-        neighbours = [replace(short, generation_config=few), failing(broken, rng.randint(0, 3)), doomed]
+        neighbours = [
+            replace(short, generation_config=few),
+            failing_request(broken, rng.randint(0, 3)),
+            doomed,
+        ]
         whole = [*requests, *neighbours]
-        schedule = Schedule.chance(rng, len(whole), cancelled=[len(whole) - 1])
+        schedule = Schedule.random(rng, len(whole), cancelled=[len(whole) - 1])
         found = outcomes(model, whole, schedule)
         for place, expected in enumerate(alone):
             compare(expected, found[place], f"request {place} in schedule {number}, {schedule}", tolerance)
@@ -77,10 +81,10 @@ def check_seed(
     state = torch.get_rng_state()
     try:
         torch.manual_seed(1)
-        alone = _alone(model, requests)
+        alone = _run_alone(model, requests)
         torch.manual_seed(2)
         before = torch.get_rng_state()
-        for place, (one, two) in enumerate(zip(alone, _alone(model, requests), strict=True)):
+        for place, (one, two) in enumerate(zip(alone, _run_alone(model, requests), strict=True)):
             compare(one, two, f"request {place} under another seed of torch", tolerance)
         if not torch.equal(before, torch.get_rng_state()):
             raise AssertionError("seeded requests drew from torch's generator, which is not theirs")
@@ -88,13 +92,13 @@ def check_seed(
         torch.set_rng_state(state)
     rng = random.Random(len(requests))
     for number in range(schedules):
-        schedule = Schedule.chance(rng, len(requests))
+        schedule = Schedule.random(rng, len(requests))
         for place, found in enumerate(outcomes(model, requests, schedule)):
             compare(alone[place], found, f"request {place} in schedule {number}, {schedule}", tolerance)
-    _check_luck(model, sampled)
+    _check_seed_matters(model, sampled)
 
 
-def _check_luck(model: Any, sampled: Sequence[Request]) -> None:
+def _check_seed_matters(model: Any, sampled: Sequence[Request]) -> None:
     """The same request under eight seeds does not always say the same."""
     for request in sampled:
         config = request.generation_config
@@ -110,7 +114,7 @@ def _check_failed(outcome: Outcome, where: str) -> None:
         raise AssertionError(f"{where} ended with {outcome.error!r}, not with a RowError")
 
 
-def _alone(model: Any, requests: Sequence[Request]) -> list[Outcome]:
+def _run_alone(model: Any, requests: Sequence[Request]) -> list[Outcome]:
     """Every request in a session of its own."""
     for place, request in enumerate(requests):
         config = request.generation_config

@@ -18,48 +18,48 @@ import numpy as np
 
 from descant.errors import InputError
 
-__all__ = ["Vocabulary"]
+__all__ = ["TokenBytes"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Step = Mapping[str, Any]  # one decoder, as a tokenizer file describes it
+DecoderStep = Mapping[str, Any]  # one decoder, as a tokenizer file describes it
 
-_SPACE = "▁"  # how sentencepiece writes a space
-_FEW = 1000  # tokens that are read one by one
-_FOREIGN = 256  # stands for a character that no byte is written as
+_METASPACE = "▁"  # how sentencepiece writes a space
+_MIN_FAST_VOCAB = 1000  # tokens that are read one by one
+_NO_BYTE = 256  # stands for a character that no byte is written as
 
 
-def _printable() -> Array:
+def _gpt2_byte_table() -> Array:
     """Which byte each character of GPT-2's alphabet is: printable ones themselves, the rest from 256 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    table = np.full(256 + len(hidden) + 1, _FOREIGN, np.uint16)
+    table = np.full(256 + len(hidden) + 1, _NO_BYTE, np.uint16)
     table[shown] = shown
     table[256 : 256 + len(hidden)] = hidden
     return table
 
 
-_ALPHABET = _printable()  # the last entry stands for every character beyond
+_BYTE_OF_CHAR = _gpt2_byte_table()  # the last entry stands for every character beyond
 
 
-class Vocabulary:
+class TokenBytes:
     """The bytes of every token by id; an id without a token, and one beyond the last, stands for no bytes."""
 
     def __init__(self, data: bytes, offsets: Array, special: Iterable[int] = ()) -> None:
-        self.special = frozenset(special)  # tokens whose bytes are a name, not text
+        self.special_ids = frozenset(special)  # tokens whose bytes are a name, not text
         self.data = np.frombuffer(data, np.uint8)  # of all tokens, one after the other
         self.offsets = offsets  # [size + 1] where each begins
         self.size = len(offsets) - 1
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Vocabulary:
+    def from_tokenizer(cls, tokenizer: Any) -> TokenBytes:
         """The vocabulary of a tokenizer, made once for each and anew when tokens were added."""
-        key, count = id(tokenizer), _count(tokenizer)
-        known = _known.get(key)
+        key, count = id(tokenizer), _vocab_size(tokenizer)
+        known = _by_tokenizer.get(key)
         if known is not None and known[0]() is tokenizer and known[1] == count:
             return known[2]
-        made = cls(*_read(tokenizer))
+        made = cls(*_read_token_bytes(tokenizer))
         with contextlib.suppress(TypeError):  # an object that nobody can watch is read anew each time
-            _known[key] = weakref.ref(tokenizer, lambda _: _known.pop(key, None)), count, made
+            _by_tokenizer[key] = weakref.ref(tokenizer, lambda _: _by_tokenizer.pop(key, None)), count, made
         return made
 
     def text(self, ids: Iterable[int], skip: int = 0) -> str:
@@ -68,14 +68,14 @@ class Vocabulary:
         return whole[skip:].decode(errors="ignore")
 
     @cached_property
-    def plain(self) -> Vocabulary:
+    def without_special(self) -> TokenBytes:
         """The same, its special tokens standing for no bytes."""
         length = np.diff(self.offsets)
-        special = [at for at in self.special if at < self.size]
+        special = [at for at in self.special_ids if at < self.size]
         kept = np.ones(self.size, bool)
         kept[special] = False
         data = self.data[np.repeat(kept, length)].tobytes()
-        return Vocabulary(data, np.append(np.int64(0), np.cumsum(np.where(kept, length, 0))))
+        return TokenBytes(data, np.append(np.int64(0), np.cumsum(np.where(kept, length, 0))))
 
     @cached_property
     def bytes(self) -> list[bytes]:
@@ -84,53 +84,53 @@ class Vocabulary:
         return [data[start:end] for start, end in itertools.pairwise(ends)]
 
 
-_known: dict[int, tuple[weakref.ref[Any], int, Vocabulary]] = {}
+_by_tokenizer: dict[int, tuple[weakref.ref[Any], int, TokenBytes]] = {}
 
 
-class _Joined:
+class _JoinedTokens:
     """The tokens in the order of their ids, joined by a character that none of them has."""
 
     def __init__(self, text: str, separator: str) -> None:
         self.text, self.separator = text, separator
-        self.points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        self.between = self.points == ord(separator)
-        self.count = int(np.count_nonzero(self.between)) + 1
+        self.code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        self.is_separator = self.code_points == ord(separator)
+        self.count = int(np.count_nonzero(self.is_separator)) + 1
 
     @classmethod
-    def of(cls, tokens: Sequence[str]) -> _Joined:
+    def from_tokens(cls, tokens: Sequence[str]) -> _JoinedTokens:
         """Of a list of them, and not an empty one."""
         letters = "".join(tokens)
         separator = next(mark for mark in map(chr, range(0x10FFFF, 0, -1)) if mark not in letters)
         return cls(separator.join(tokens), separator)
 
-    def flat(
+    def to_bytes(
         self, swaps: Sequence[tuple[str, str]], bytewise: bool, patches: dict[int, bytes]
     ) -> tuple[bytes, Array]:
         """The bytes of all tokens and where each begins; `patches` are the bytes of those known already."""
-        ends = np.append(np.flatnonzero(self.between), len(self.points))  # [count] in characters
+        ends = np.append(np.flatnonzero(self.is_separator), len(self.code_points))  # [count] in characters
         if bytewise:
-            found = _ALPHABET[np.minimum(self.points, len(_ALPHABET) - 1)]
-            foreign = np.flatnonzero((found == _FOREIGN) & ~self.between)
+            found = _BYTE_OF_CHAR[np.minimum(self.code_points, len(_BYTE_OF_CHAR) - 1)]
+            foreign = np.flatnonzero((found == _NO_BYTE) & ~self.is_separator)
             for at in np.unique(np.searchsorted(ends, foreign)).tolist():
                 # A token with a character of no byte is text already.
                 start = ends[at - 1] + 1 if at else 0
                 patches.setdefault(at, self.text[start : ends[at]].encode("utf-8", "surrogateescape"))
-            data = found[~self.between].astype(np.uint8).tobytes()
+            data = found[~self.is_separator].astype(np.uint8).tobytes()
             ends -= np.arange(self.count)
         else:
-            points = self.points.copy()
+            points = self.code_points.copy()
             for old, new in swaps:
                 points[points == ord(old)] = ord(new)
             width = (points >= 0x80).view(np.uint8) + (points >= 0x800) + (points >= 0x10000) + np.uint8(1)
             width[(points >= 0xDC80) & (points <= 0xDCFF)] = 1  # a byte that is no text
-            width[self.between] = 0
+            width[self.is_separator] = 0
             ends = np.append(np.int64(0), np.cumsum(width, dtype=np.int64))[ends]
-            text = _swapped(self.text.replace(self.separator, ""), swaps)
+            text = _apply_replacements(self.text.replace(self.separator, ""), swaps)
             data = text.encode("utf-8", "surrogateescape")
-        return _patched(data, np.append(np.int64(0), ends), patches)
+        return _apply_patches(data, np.append(np.int64(0), ends), patches)
 
 
-def _patched(data: bytes, offsets: Array, patches: Mapping[int, bytes]) -> tuple[bytes, Array]:
+def _apply_patches(data: bytes, offsets: Array, patches: Mapping[int, bytes]) -> tuple[bytes, Array]:
     """The same with other bytes for some tokens, also beyond the last."""
     missing = max(patches, default=-1) + 2 - len(offsets)
     offsets = np.append(offsets, np.full(max(missing, 0), offsets[-1]))
@@ -143,37 +143,41 @@ def _patched(data: bytes, offsets: Array, patches: Mapping[int, bytes]) -> tuple
     return b"".join([*pieces, data[done:]]), np.append(np.int64(0), np.cumsum(length))
 
 
-def _count(tokenizer: Any) -> int:
+def _vocab_size(tokenizer: Any) -> int:
     for name in ("__len__", "get_vocab_size"):
         if hasattr(tokenizer, name):
             return int(getattr(tokenizer, name)())
     return -1
 
 
-def _read(tokenizer: Any) -> tuple[bytes, Array, list[int]]:
+def _read_token_bytes(tokenizer: Any) -> tuple[bytes, Array, list[int]]:
     """The bytes of all tokens, where each begins, and which are special."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    steps, added = _decoder(tokenizer, backend), _added(tokenizer, backend)
+    steps, added = _decoder_steps(tokenizer, backend), _added_tokens(tokenizer, backend)
     kinds = {step["type"] for step in steps or ()}
     bytewise = "ByteLevel" in kinds
-    swaps = [] if steps is None or bytewise else _swaps(steps)
-    joined = _spaced(backend) if bytewise or swaps else None
+    swaps = [] if steps is None or bytewise else _leading_replacements(steps)
+    joined = _join_fast_tokens(backend) if bytewise or swaps else None
     fast = joined is not None
-    patches = _byte_tokens(backend) if fast and "ByteFallback" in kinds else {}
+    patches = _byte_fallback_tokens(backend) if fast and "ByteFallback" in kinds else {}
     if joined is None:
-        tokens = _listed(tokenizer, added)
+        tokens = _tokens_by_id(tokenizer, added)
         if not bytewise:
-            tokens = _asked(tokenizer, tokens) if steps is None else _decoded(tokens, steps, backend)
-        joined, swaps = _Joined.of(tokens), []
+            tokens = (
+                _decode_with_tokenizer(tokenizer, tokens)
+                if steps is None
+                else _decode_tokens(tokens, steps, backend)
+            )
+        joined, swaps = _JoinedTokens.from_tokens(tokens), []
     for at, (content, special) in added.items():
-        if special or (bytewise and _outside(backend, at)):
+        if special or (bytewise and _is_missing_in_model(backend, at)):
             patches[at] = content.encode()
         elif fast and at >= joined.count:
-            patches[at] = _swapped(content, swaps).encode()
-    return *joined.flat(swaps, bytewise, patches), [at for at, (_, special) in added.items() if special]
+            patches[at] = _apply_replacements(content, swaps).encode()
+    return *joined.to_bytes(swaps, bytewise, patches), [at for at, (_, special) in added.items() if special]
 
 
-def _spaced(backend: Any) -> _Joined | None:
+def _join_fast_tokens(backend: Any) -> _JoinedTokens | None:
     """The tokens of a fast tokenizer as it joins them, by spaces; None where they cannot be told apart so.
 
     Half the time of get_vocab(), which would be most of what a vocabulary costs.
@@ -183,24 +187,24 @@ def _spaced(backend: Any) -> _Joined | None:
     count = backend.get_vocab_size(with_added_tokens=False)
     plain = type(backend)(backend.model)  # the same model, with no decoder
     # Were an id below `count` free, another would be above.
-    if count < _FEW or plain.decode(list(range(count, 2 * count))):
+    if count < _MIN_FAST_VOCAB or plain.decode(list(range(count, 2 * count))):
         return None
-    joined = _Joined(plain.decode(list(range(count))), " ")
+    joined = _JoinedTokens(plain.decode(list(range(count))), " ")
     return joined if joined.count == count else None
 
 
-def _byte_tokens(backend: Any) -> dict[int, bytes]:
+def _byte_fallback_tokens(backend: Any) -> dict[int, bytes]:
     """The tokens such as <0x0A> that stand for one byte."""
     ids = {byte: backend.model.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
     return {at: bytes([byte]) for byte, at in ids.items() if at is not None}
 
 
-def _outside(backend: Any, at: int) -> bool:
+def _is_missing_in_model(backend: Any, at: int) -> bool:
     """Whether the model itself has no such token."""
     return not hasattr(backend, "model") or backend.model.id_to_token(at) is None
 
 
-def _listed(tokenizer: Any, added: Mapping[int, tuple[str, bool]]) -> list[str]:
+def _tokens_by_id(tokenizer: Any, added: Mapping[int, tuple[str, bool]]) -> list[str]:
     """Every token by id as it is stored, "" where there is none."""
     if not hasattr(tokenizer, "get_vocab"):
         do = "pass a tokenizer of transformers or tokenizers"
@@ -214,7 +218,7 @@ def _listed(tokenizer: Any, added: Mapping[int, tuple[str, bool]]) -> list[str]:
     return tokens
 
 
-def _added(tokenizer: Any, backend: Any) -> dict[int, tuple[str, bool]]:
+def _added_tokens(tokenizer: Any, backend: Any) -> dict[int, tuple[str, bool]]:
     """The tokens added to the model's own: their text, and whether they are special."""
     if hasattr(backend, "get_added_tokens_decoder"):
         added = backend.get_added_tokens_decoder()
@@ -223,20 +227,20 @@ def _added(tokenizer: Any, backend: Any) -> dict[int, tuple[str, bool]]:
     return {int(at): (str(token.content), bool(token.special)) for at, token in added.items()}
 
 
-def _decoder(tokenizer: Any, backend: Any) -> list[Step] | None:
+def _decoder_steps(tokenizer: Any, backend: Any) -> list[DecoderStep] | None:
     """What turns tokens into text, step by step; None where only the tokenizer itself can tell."""
     if hasattr(backend, "decoder") and hasattr(backend, "pre_tokenizer"):
-        stated = _stated(backend.decoder)
+        stated = _serialized_state(backend.decoder)
         if backend.decoder is None:
             # A tokenizer that splits bytes or spaces in a known way means them so when it decodes, too.
-            before = _flat(_stated(backend.pre_tokenizer) or {}, "pretokenizers")
+            before = _flatten_steps(_serialized_state(backend.pre_tokenizer) or {}, "pretokenizers")
             stated = next(
                 (s for s in before if s["type"] in ("ByteLevel", "Metaspace")), {"type": "Separate"}
             )
-        steps = [] if stated is None else _flat(stated, "decoders")
-        return steps if steps and all(_understood(step) for step in steps) else None
+        steps = [] if stated is None else _flatten_steps(stated, "decoders")
+        return steps if steps and all(_is_supported_step(step) for step in steps) else None
     if hasattr(tokenizer, "sp_model"):
-        return [{"type": "Metaspace", "replacement": _SPACE}, {"type": "ByteFallback"}]
+        return [{"type": "Metaspace", "replacement": _METASPACE}, {"type": "ByteFallback"}]
     if hasattr(tokenizer, "byte_decoder"):
         return [{"type": "ByteLevel"}]
     if hasattr(tokenizer, "wordpiece_tokenizer"):
@@ -244,7 +248,7 @@ def _decoder(tokenizer: Any, backend: Any) -> list[Step] | None:
     return None
 
 
-def _stated(part: Any) -> Step | None:
+def _serialized_state(part: Any) -> DecoderStep | None:
     """A part of a tokenizer as its file describes it; None for one written in Python."""
     try:
         return dict(json.loads(part.__getstate__()))
@@ -252,14 +256,14 @@ def _stated(part: Any) -> Step | None:
         return None
 
 
-def _flat(step: Step, name: str) -> list[Step]:
+def _flatten_steps(step: DecoderStep, name: str) -> list[DecoderStep]:
     """A sequence of steps, sequences inside it opened."""
     if step.get("type") != "Sequence":
         return [step] if step else []
-    return [one for part in step[name] for one in _flat(part, name)]
+    return [one for part in step[name] for one in _flatten_steps(part, name)]
 
 
-def _understood(step: Step) -> bool:
+def _is_supported_step(step: DecoderStep) -> bool:
     if step["type"] == "Replace":
         return "String" in step["pattern"]
     return step["type"] in {"BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace"} | {
@@ -267,7 +271,7 @@ def _understood(step: Step) -> bool:
     }  # fmt: skip
 
 
-def _swap(step: Step) -> tuple[str, str] | None:
+def _step_replacement(step: DecoderStep) -> tuple[str, str] | None:
     """The text that a step replaces, and by what."""
     match step:
         case {"type": "Metaspace", "replacement": mark}:
@@ -279,28 +283,28 @@ def _swap(step: Step) -> tuple[str, str] | None:
     return None
 
 
-def _swapped(text: str, swaps: Iterable[tuple[str, str]]) -> str:
+def _apply_replacements(text: str, swaps: Iterable[tuple[str, str]]) -> str:
     for pair in swaps:
         text = text.replace(*pair)
     return text
 
 
-def _swaps(steps: Sequence[Step]) -> list[tuple[str, str]]:
+def _leading_replacements(steps: Sequence[DecoderStep]) -> list[tuple[str, str]]:
     """The first steps, where they only put one character for another and can wait for the joined text."""
     first = []
-    for pair in map(_swap, steps):
+    for pair in map(_step_replacement, steps):
         if pair is None:
             break
         first.append(pair)
     simple = all(len(old) == len(new) == 1 and old > "\x7f" for old, new in first)
     later = [step["type"] for step in steps[len(first) :]]
-    return first if simple and later in ([], *_AFTER_SWAPS) else []
+    return first if simple and later in ([], *_AFTER_REPLACEMENTS) else []
 
 
-_AFTER_SWAPS = ["Fuse"], ["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"]
+_AFTER_REPLACEMENTS = ["Fuse"], ["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"]
 
 
-def _decoded(tokens: list[str], steps: Sequence[Step], backend: Any) -> list[str]:
+def _decode_tokens(tokens: list[str], steps: Sequence[DecoderStep], backend: Any) -> list[str]:
     """The tokens as text in mid-sentence; a byte that is no text is a surrogate."""
     fused = False
     for step in steps:
@@ -308,20 +312,20 @@ def _decoded(tokens: list[str], steps: Sequence[Step], backend: Any) -> list[str
             case "Fuse":
                 fused = True
             case "Strip" if not fused:  # afterwards, only the ends of the whole text
-                tokens = [_stripped(token, step) for token in tokens]
+                tokens = [_strip_token(token, step) for token in tokens]
             case "ByteFallback":
-                tokens = _with_bytes(tokens)
+                tokens = _decode_byte_tokens(tokens)
             case "Separate":
                 tokens = [f" {token}" if token else "" for token in tokens]
             case "WordPiece":
-                tokens = _with_spaces(tokens, step, backend)
-        pair = _swap(step)
+                tokens = _decode_wordpiece(tokens, step, backend)
+        pair = _step_replacement(step)
         if pair is not None:
-            tokens = [_swapped(token, [pair]) for token in tokens]
+            tokens = [_apply_replacements(token, [pair]) for token in tokens]
     return tokens
 
 
-def _with_bytes(tokens: list[str]) -> list[str]:
+def _decode_byte_tokens(tokens: list[str]) -> list[str]:
     """Tokens such as <0x0A> as the bytes they are."""
     sizes = np.fromiter(map(len, tokens), np.int64, len(tokens))
     for at in np.flatnonzero(sizes == 6).tolist():
@@ -334,7 +338,7 @@ def _with_bytes(tokens: list[str]) -> list[str]:
     return tokens
 
 
-def _stripped(token: str, step: Step) -> str:
+def _strip_token(token: str, step: DecoderStep) -> str:
     content: str = step["content"]
     for _ in range(step["start"]):
         token = token.removeprefix(content)
@@ -343,7 +347,7 @@ def _stripped(token: str, step: Step) -> str:
     return token
 
 
-def _with_spaces(tokens: list[str], step: Step, backend: Any) -> list[str]:
+def _decode_wordpiece(tokens: list[str], step: DecoderStep, backend: Any) -> list[str]:
     """Tokens of WordPiece: one with the prefix continues a word, another begins one."""
     prefix = step["prefix"]
     found = [t.removeprefix(prefix) if t.startswith(prefix) else f" {t}" if t else "" for t in tokens]
@@ -355,7 +359,7 @@ def _with_spaces(tokens: list[str], step: Step, backend: Any) -> list[str]:
     return found
 
 
-def _asked(tokenizer: Any, tokens: list[str]) -> list[str]:
+def _decode_with_tokenizer(tokenizer: Any, tokens: list[str]) -> list[str]:
     """What the tokenizer itself writes for each token after some text; the way for unknown kinds."""
     if not hasattr(tokenizer, "convert_tokens_to_string"):
         do = "pass a tokenizer of transformers or tokenizers"

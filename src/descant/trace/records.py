@@ -20,32 +20,32 @@ from typing import Any, ClassVar, Final, NamedTuple
 from descant.errors import TraceError
 
 __all__ = [
-    "FORMAT",
-    "VERSION",
-    "Asked",
-    "Candidate",
-    "Cut",
-    "Header",
-    "Look",
-    "Moved",
-    "Record",
-    "Result",
-    "Row",
-    "Run",
-    "Said",
-    "Stage",
-    "Step",
-    "Texts",
-    "line_of",
-    "read",
-    "rounded",
+    "TRACE_FORMAT",
+    "TRACE_VERSION",
+    "CandidateRecord",
+    "ChoiceRecord",
+    "ProcessorRecord",
+    "RequestRecord",
+    "ResultRecord",
+    "ReturnedSequence",
+    "RowRecord",
+    "RunRecord",
+    "StepRecord",
+    "TokenShift",
+    "TokenTexts",
+    "TraceHeader",
+    "TraceRecord",
+    "TruncationRecord",
+    "read_records",
+    "round_finite",
+    "to_json_line",
 ]
 
-FORMAT: Final = "descant-trace"
-VERSION: Final = 1
+TRACE_FORMAT: Final = "descant-trace"
+TRACE_VERSION: Final = 1
 
 
-class Candidate(NamedTuple):
+class CandidateRecord(NamedTuple):
     """A token that could have been taken, with its log-probability before and after the processors."""
 
     token: int
@@ -53,7 +53,7 @@ class Candidate(NamedTuple):
     processed: float
 
 
-class Moved(NamedTuple):
+class TokenShift(NamedTuple):
     """A token before and after one processor, as log-probabilities."""
 
     token: int
@@ -62,28 +62,32 @@ class Moved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stage:
+class ProcessorRecord:
     """What one processor, or a wrapper around the model, made of what it was given."""
 
     name: str  # of its class
     kept: int  # tokens that are possible after it
     cut: int = 0  # tokens that it made impossible
     mass: float = 0.0  # the probability, before it, of those
-    moved: tuple[Moved, ...] = ()  # the likeliest before it, the most moved, some it cut; likeliest first
+    moved: tuple[
+        TokenShift, ...
+    ] = ()  # the likeliest before it, the most moved, some it cut; likeliest first
 
 
 @dataclass(frozen=True)
-class Look:
+class ChoiceRecord:
     """The choice at one place: what the model said there, and what was left of it."""
 
     entropy: float  # of what the model said, in nats
     left: float  # of what was left to choose from
-    top: tuple[Candidate, ...] = ()  # likeliest after the processors first; all that were taken are there
-    stages: tuple[Stage, ...] = ()  # that changed anything, in order
+    top: tuple[
+        CandidateRecord, ...
+    ] = ()  # likeliest after the processors first; all that were taken are there
+    stages: tuple[ProcessorRecord, ...] = ()  # that changed anything, in order
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """Tokens that a row took in one step: accepted guesses, and then its own choice.
 
     The first is a child of the node that the row stood on, or of the one `back` above it; each other is a
@@ -100,19 +104,19 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowRecord:
     """One row of the table as a step fed it. Without a run it was dropped."""
 
     request: int
     at: int  # the node it stood on
     slot: int = 0
-    looks: tuple[Look, ...] = ()  # after the row itself, and after each guess that stood
+    looks: tuple[ChoiceRecord, ...] = ()  # after the row itself, and after each guess that stood
     drafts: tuple[int, ...] = ()  # what was guessed
-    runs: tuple[Run, ...] = ()  # more than one where it forked
+    runs: tuple[RunRecord, ...] = ()  # more than one where it forked
 
 
 @dataclass(frozen=True)
-class Said:
+class ReturnedSequence:
     """A sequence as it was returned."""
 
     tokens: tuple[int, ...]
@@ -123,7 +127,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Header:
+class TraceHeader:
     """The first record: what was decoded, and how much of it is kept."""
 
     kind: ClassVar[str] = "header"
@@ -132,12 +136,12 @@ class Header:
     vocabulary: int
     top: int  # candidates kept at each look
     limit: int  # bytes that it may have
-    format: str = FORMAT
-    version: int = VERSION
+    format: str = TRACE_FORMAT
+    version: int = TRACE_VERSION
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestRecord:
     """A request as it was admitted."""
 
     kind: ClassVar[str] = "request"
@@ -155,7 +159,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TokenTexts:
     """What tokens stand for, before they are first met."""
 
     kind: ClassVar[str] = "texts"
@@ -164,28 +168,28 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One step of the loop."""
 
     kind: ClassVar[str] = "step"
     step: int
     seconds: float  # it took
-    rows: tuple[Row, ...] = ()
+    rows: tuple[RowRecord, ...] = ()
     cache: int | None = None  # bytes that it held then; None: it does not say
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultRecord:
     """A request has ended: its sequences, best first, or the error that ended it."""
 
     kind: ClassVar[str] = "result"
     request: int
-    sequences: tuple[Said, ...] = ()
+    sequences: tuple[ReturnedSequence, ...] = ()
     error: str | None = None
 
 
 @dataclass(frozen=True)
-class Cut:
+class TruncationRecord:
     """From this step on the limit left no room for what is named.
 
     "details" are all candidates but the tokens taken, and what processors did; "steps" are whole steps;
@@ -197,27 +201,32 @@ class Cut:
     what: str
 
 
-Record = Header | Asked | Texts | Step | Result | Cut
-_KINDS: Final[Mapping[str, type[Any]]] = {one.kind: one for one in (Header, Asked, Texts, Step, Result, Cut)}
+TraceRecord = TraceHeader | RequestRecord | TokenTexts | StepRecord | ResultRecord | TruncationRecord
+_RECORD_TYPES: Final[Mapping[str, type[Any]]] = {
+    one.kind: one
+    for one in (TraceHeader, RequestRecord, TokenTexts, StepRecord, ResultRecord, TruncationRecord)
+}
 
 
 # ------------------------------------------------------------------------ to a line and back
-def line_of(record: Record) -> str:
+def to_json_line(record: TraceRecord) -> str:
     """A record as a line of JSON, in ASCII."""
-    return json.dumps({"kind": record.kind, **_fields(record)}, separators=(",", ":"), allow_nan=False)
+    return json.dumps(
+        {"kind": record.kind, **_nondefault_fields(record)}, separators=(",", ":"), allow_nan=False
+    )
 
 
-def read(lines: Iterable[str]) -> Iterator[Record]:
+def read_records(lines: Iterable[str]) -> Iterator[TraceRecord]:
     """The records of a trace's lines; an error names the line that is none."""
     number = 0
     for number, line in enumerate(lines, 1):
         try:
-            given = json.loads(line, parse_constant=_not_a_number, parse_float=_finite)
-            record: Record = _record(given)
+            given = json.loads(line, parse_constant=_reject_constant, parse_float=_parse_finite)
+            record: TraceRecord = _parse_record(given)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
             raise TraceError(f"line {number} must be a record, got {' '.join(said.split())[:200]}") from None
-        if (number == 1) != isinstance(record, Header):
+        if (number == 1) != isinstance(record, TraceHeader):
             raise TraceError(
                 f"a trace must begin with its header and have one, got {record.kind!r} in line {number}"
             )
@@ -226,44 +235,44 @@ def read(lines: Iterable[str]) -> Iterator[Record]:
         raise TraceError("a trace must begin with its header, got an empty file")
 
 
-def rounded(value: float | None) -> float | None:
+def round_finite(value: float | None) -> float | None:
     """A number as it is written; None for one that is not finite."""
     return None if value is None or not math.isfinite(value) else round(value, 4)
 
 
-def _fields(record: Any) -> dict[str, Any]:
+def _nondefault_fields(record: Any) -> dict[str, Any]:
     """What of a record is not its default."""
     return {
-        one.name: _written(value)
+        one.name: _to_json(value)
         for one in dataclasses.fields(record)
-        if (value := getattr(record, one.name)) != _default(one) or one.name in ("format", "version")
+        if (value := getattr(record, one.name)) != _field_default(one) or one.name in ("format", "version")
     }
 
 
-def _default(one: dataclasses.Field[Any]) -> Any:
+def _field_default(one: dataclasses.Field[Any]) -> Any:
     """What a field is where nothing is said of it; a value that none has, where something must be."""
     return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
 
 
-def _written(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """A value as JSON has it."""
     if isinstance(value, float):
-        return rounded(value)
-    if isinstance(value, Candidate) and value.raw == value.processed:
-        return [value.token, rounded(value.raw)]
+        return round_finite(value)
+    if isinstance(value, CandidateRecord) and value.raw == value.processed:
+        return [value.token, round_finite(value.raw)]
     if isinstance(value, list | tuple):
-        return [_written(one) for one in value]
+        return [_to_json(one) for one in value]
     if isinstance(value, Mapping):
         return {str(name): one for name, one in value.items()}  # JSON already, and not to be rounded
-    return _fields(value) if dataclasses.is_dataclass(value) else value
+    return _nondefault_fields(value) if dataclasses.is_dataclass(value) else value
 
 
-def _not_a_number(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"the number {name}")
 
 
-def _finite(text: str) -> float:
-    return float(text) if math.isfinite(float(text)) else _not_a_number(text[:40])
+def _parse_finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _reject_constant(text[:40])
 
 
 def _int(value: Any) -> int:
@@ -285,7 +294,7 @@ def _float(value: Any) -> float:
     return float(value)
 
 
-def _log(value: Any) -> float:
+def _log_prob(value: Any) -> float:
     """A logarithm, of zero where there is none."""
     return -math.inf if value is None else _float(value)
 
@@ -296,21 +305,21 @@ def _str(value: Any) -> str:
     return value
 
 
-def _config(value: Any) -> dict[str, Any]:
+def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{str(value)[:40]!r} for an object")
     return value
 
 
-def _texts(value: Any) -> dict[int, str]:
-    return {_count(int(token)): _str(text) for token, text in _config(value).items()}
+def _token_texts(value: Any) -> dict[int, str]:
+    return {_count(int(token)): _str(text) for token, text in _object(value).items()}
 
 
-def _or_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else parse(value)
 
 
-def _many(parse: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+def _list_of(parse: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     def each(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list):
             raise ValueError(f"{str(value)[:40]!r} for a list")
@@ -319,24 +328,24 @@ def _many(parse: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     return each
 
 
-def _candidate(value: Any) -> Candidate:
+def _candidate(value: Any) -> CandidateRecord:
     if not isinstance(value, list) or len(value) not in (2, 3):
         raise ValueError(f"{str(value)[:40]!r} for a candidate")
-    return Candidate(_count(value[0]), _log(value[1]), _log(value[-1]))
+    return CandidateRecord(_count(value[0]), _log_prob(value[1]), _log_prob(value[-1]))
 
 
-def _moved(value: Any) -> Moved:
+def _token_shift(value: Any) -> TokenShift:
     if not isinstance(value, list) or len(value) != 3:
         raise ValueError(f"{str(value)[:40]!r} for a moved token")
-    return Moved(_count(value[0]), _log(value[1]), _log(value[2]))
+    return TokenShift(_count(value[0]), _log_prob(value[1]), _log_prob(value[2]))
 
 
-def _made(kind: type[Any]) -> Callable[[Any], Any]:
+def _object_parser(kind: type[Any]) -> Callable[[Any], Any]:
     """What reads an object of that kind, every field by its own rule and no others."""
-    rules = _RULES[kind]
+    rules = _FIELD_PARSERS[kind]
 
     def parse(value: Any) -> Any:
-        given = _config(value)
+        given = _object(value)
         for name in given:
             if name not in rules:
                 raise ValueError(f"an unknown field {name[:40]!r}")
@@ -349,56 +358,71 @@ def _made(kind: type[Any]) -> Callable[[Any], Any]:
 
 
 def _version(value: Any) -> int:
-    if _int(value) != VERSION:
-        raise ValueError(f"version {value}, and this descant reads version {VERSION}")
-    return VERSION
+    if _int(value) != TRACE_VERSION:
+        raise ValueError(f"version {value}, and this descant reads version {TRACE_VERSION}")
+    return TRACE_VERSION
 
 
 def _format(value: Any) -> str:
-    if value != FORMAT:
-        raise ValueError(f"{str(value)[:40]!r} for the format {FORMAT!r}")
-    return FORMAT
+    if value != TRACE_FORMAT:
+        raise ValueError(f"{str(value)[:40]!r} for the format {TRACE_FORMAT!r}")
+    return TRACE_FORMAT
 
 
-_RULES: dict[type[Any], dict[str, Callable[[Any], Any]]] = {}
-_RULES[Stage] = {"name": _str, "kept": _count, "cut": _count, "mass": _float, "moved": _many(_moved)}
-_RULES[Look] = {
-    "entropy": _float, "left": _float, "top": _many(_candidate), "stages": _many(_made(Stage)),
+_FIELD_PARSERS: dict[type[Any], dict[str, Callable[[Any], Any]]] = {}
+_FIELD_PARSERS[ProcessorRecord] = {
+    "name": _str,
+    "kept": _count,
+    "cut": _count,
+    "mass": _float,
+    "moved": _list_of(_token_shift),
+}
+_FIELD_PARSERS[ChoiceRecord] = {
+    "entropy": _float, "left": _float, "top": _list_of(_candidate), "stages": _list_of(_object_parser(ProcessorRecord)),
 }  # fmt: skip
-_RULES[Run] = {
-    "tokens": _many(_count), "nodes": _many(_count), "slot": _count, "back": _count,
-    "score": _or_none(_float), "met": _or_none(_count), "reason": _or_none(_str),
+_FIELD_PARSERS[RunRecord] = {
+    "tokens": _list_of(_count), "nodes": _list_of(_count), "slot": _count, "back": _count,
+    "score": _optional(_float), "met": _optional(_count), "reason": _optional(_str),
 }  # fmt: skip
-_RULES[Row] = {
-    "request": _count, "at": _count, "slot": _count, "looks": _many(_made(Look)),
-    "drafts": _many(_count), "runs": _many(_made(Run)),
+_FIELD_PARSERS[RowRecord] = {
+    "request": _count, "at": _count, "slot": _count, "looks": _list_of(_object_parser(ChoiceRecord)),
+    "drafts": _list_of(_count), "runs": _list_of(_object_parser(RunRecord)),
 }  # fmt: skip
-_RULES[Said] = {
-    "tokens": _many(_count), "reason": _str, "leaf": _count, "score": _or_none(_float),
-    "unmet": _or_none(_many(_count)),
+_FIELD_PARSERS[ReturnedSequence] = {
+    "tokens": _list_of(_count), "reason": _str, "leaf": _count, "score": _optional(_float),
+    "unmet": _optional(_list_of(_count)),
 }  # fmt: skip
-_RULES[Header] = {
+_FIELD_PARSERS[TraceHeader] = {
     "descant": _str, "model": _str, "vocabulary": _count, "top": _count, "limit": _count,
     "format": _format, "version": _version,
 }  # fmt: skip
-_RULES[Asked] = {
-    "request": _count, "root": _count, "prompt": _many(_count), "method": _str, "config": _config,
-    "stages": _many(_str), "beams": _count, "groups": _count, "sequences": _count,
-    "drafter": _or_none(_str), "demands": _or_none(_count),
+_FIELD_PARSERS[RequestRecord] = {
+    "request": _count, "root": _count, "prompt": _list_of(_count), "method": _str, "config": _object,
+    "stages": _list_of(_str), "beams": _count, "groups": _count, "sequences": _count,
+    "drafter": _optional(_str), "demands": _optional(_count),
 }  # fmt: skip
-_RULES[Texts] = {"texts": _texts, "special": _many(_count)}
-_RULES[Step] = {"step": _count, "seconds": _float, "rows": _many(_made(Row)), "cache": _or_none(_count)}
-_RULES[Result] = {"request": _count, "sequences": _many(_made(Said)), "error": _or_none(_str)}
-_RULES[Cut] = {"step": _count, "what": _str}
-_READERS: Final = {name: _made(kind) for name, kind in _KINDS.items()}
+_FIELD_PARSERS[TokenTexts] = {"texts": _token_texts, "special": _list_of(_count)}
+_FIELD_PARSERS[StepRecord] = {
+    "step": _count,
+    "seconds": _float,
+    "rows": _list_of(_object_parser(RowRecord)),
+    "cache": _optional(_count),
+}
+_FIELD_PARSERS[ResultRecord] = {
+    "request": _count,
+    "sequences": _list_of(_object_parser(ReturnedSequence)),
+    "error": _optional(_str),
+}
+_FIELD_PARSERS[TruncationRecord] = {"step": _count, "what": _str}
+_RECORD_PARSERS: Final = {name: _object_parser(kind) for name, kind in _RECORD_TYPES.items()}
 
 
-def _record(given: Any) -> Any:
+def _parse_record(given: Any) -> Any:
     """A line's object as a record."""
-    named = dict(_config(given))
+    named = dict(_object(given))
     kind = named.pop("kind", None)
-    if kind not in _READERS:
+    if kind not in _RECORD_PARSERS:
         raise ValueError(f"{str(kind)[:40]!r} for a kind of record")
-    if kind == Header.kind and not {"format", "version"} <= named.keys():
+    if kind == TraceHeader.kind and not {"format", "version"} <= named.keys():
         raise ValueError("a header without format and version")
-    return _READERS[kind](named)
+    return _RECORD_PARSERS[kind](named)

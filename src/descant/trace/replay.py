@@ -6,13 +6,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from descant.errors import TraceError
-from descant.trace.records import Asked, Record, Result, Row, Run, Said, Step
+from descant.trace.records import (
+    RequestRecord,
+    ResultRecord,
+    ReturnedSequence,
+    RowRecord,
+    RunRecord,
+    StepRecord,
+    TraceRecord,
+)
 
-__all__ = ["Moment", "Standing", "replayed"]
+__all__ = ["RowState", "StepState", "replay_steps"]
 
 
 @dataclass(frozen=True)
-class Standing:
+class RowState:
     """A row after a step: one that goes on, or one that the step has ended."""
 
     request: int
@@ -25,63 +33,65 @@ class Standing:
 
 
 @dataclass
-class Moment:
+class StepState:
     """What stood after a step, what it ended, and what was returned before the next one."""
 
-    step: Step
-    rows: tuple[Standing, ...]  # that go on
-    ended: tuple[Standing, ...]
-    returned: dict[int, tuple[Said, ...]] = field(default_factory=dict)  # by request; () for one that failed
+    step: StepRecord
+    rows: tuple[RowState, ...]  # that go on
+    finished_rows: tuple[RowState, ...]
+    returned_sequences: dict[int, tuple[ReturnedSequence, ...]] = field(
+        default_factory=dict
+    )  # by request; () for one that failed
 
 
-def replayed(records: Iterable[Record]) -> Iterator[Moment]:
+def replay_steps(records: Iterable[TraceRecord]) -> Iterator[StepState]:
     """The moments of a trace, one a step."""
-    table = _Table()
-    moment: Moment | None = None
+    table = _ReplayTable()
+    moment: StepState | None = None
     for record in records:
-        if isinstance(record, Asked):
+        if isinstance(record, RequestRecord):
             table.admit(record)
-        elif isinstance(record, Result):
+        elif isinstance(record, ResultRecord):
             table.rows.pop(record.request, None)
             if moment is not None:
-                moment.returned[record.request] = record.sequences
-        elif isinstance(record, Step):
+                moment.returned_sequences[record.request] = record.sequences
+        elif isinstance(record, StepRecord):
             if moment is not None:
                 yield moment
-            moment = table.stepped(record)
+            moment = table.apply_step(record)
     if moment is not None:
         yield moment
 
 
-class _Table:
+class _ReplayTable:
     """The rows that run: on which nodes they stand, and what they have written there."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[int, tuple[int, ...]]] = {}  # request -> node -> new tokens
-        self._above: dict[int, int] = {}  # node -> its parent
+        self._parents: dict[int, int] = {}  # node -> its parent
 
-    def admit(self, asked: Asked) -> None:
+    def admit(self, asked: RequestRecord) -> None:
         """A row on the root of a new request."""
         self.rows[asked.request] = {asked.root: ()}
 
-    def stepped(self, step: Step) -> Moment:
+    def apply_step(self, step: StepRecord) -> StepState:
         """What a step makes of the rows."""
-        now: list[Standing] = []
+        now: list[RowState] = []
         for row in step.rows:
             before = self.rows.get(row.request, {}).get(row.at)
             if before is None:
                 must = "a trace must have rows stand where the step before left them"
                 raise TraceError(f"{must}, got node {row.at} of request {row.request} in step {step.step}")
-            now += [self._stood(row, run, before) for run in row.runs]
+            now += [self._row_after_run(row, run, before) for run in row.runs]
         for row in step.rows:
             self.rows[row.request] = {}
         for one in now:
             if one.reason is None:
                 self.rows[one.request][one.node] = one.tokens
         going = tuple(one for one in now if one.reason is None)
-        return Moment(step, going, tuple(one for one in now if one.reason is not None))
+        return StepState(step, going, tuple(one for one in now if one.reason is not None))
 
-    def _stood(self, row: Row, run: Run, before: tuple[int, ...]) -> Standing:
+    def _row_after_run(self, row: RowRecord, run: RunRecord, before: tuple[int, ...]) -> RowState:
         """A row after its run."""
         if run.back > len(before) or len(run.nodes) != len(run.tokens):
             raise TraceError(
@@ -89,9 +99,9 @@ class _Table:
             )
         node = row.at
         for _ in range(run.back):
-            node = self._above[node]
+            node = self._parents[node]
         for new in run.nodes:
-            self._above[new] = node
+            self._parents[new] = node
             node = new
         tokens = before[: len(before) - run.back] + run.tokens
-        return Standing(row.request, run.slot, tokens, node, run.score, run.met, run.reason)
+        return RowState(row.request, run.slot, tokens, node, run.score, run.met, run.reason)

@@ -9,25 +9,35 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from descant.errors import InputError, TraceError
-from descant.trace.pictures.page import page
-from descant.trace.pictures.selection import Where
-from descant.trace.pictures.svg import svg
-from descant.trace.pictures.terminal import Paper, terminal
-from descant.trace.records import Asked, Cut, Header, Record, Result, Step, Texts, line_of, read
-from descant.trace.replay import Moment, replayed
+from descant.trace.pictures.page import render_page
+from descant.trace.pictures.selection import TraceSelection
+from descant.trace.pictures.svg import render_svg
+from descant.trace.pictures.terminal import TerminalCanvas, render_terminal
+from descant.trace.records import (
+    RequestRecord,
+    ResultRecord,
+    StepRecord,
+    TokenTexts,
+    TraceHeader,
+    TraceRecord,
+    TruncationRecord,
+    read_records,
+    to_json_line,
+)
+from descant.trace.replay import StepState, replay_steps
 from descant.trace.tree import Tree
 
-__all__ = ["MOST", "Trace"]
+__all__ = ["MAX_TRACE_BYTES", "Trace"]
 
-MOST: Final = 256_000_000  # bytes of a file that is read
+MAX_TRACE_BYTES: Final = 256_000_000  # bytes of a file that is read
 
 
 class Trace:
     """The records of a run in their order, the header first, and what they come to."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    def __init__(self, records: Iterable[TraceRecord]) -> None:
         self.records = tuple(records)
-        if not self.records or not isinstance(self.records[0], Header):
+        if not self.records or not isinstance(self.records[0], TraceHeader):
             raise TraceError("a trace must begin with its header")
 
     @classmethod
@@ -35,89 +45,94 @@ class Trace:
         """The trace in a file; a TraceError says what is wrong with one that cannot be read."""
         try:
             with Path(path).open("rb") as file:
-                data = file.read(MOST + 1)
+                data = file.read(MAX_TRACE_BYTES + 1)
         except OSError as error:
             raise TraceError(f"{path} must be a file that can be read, got {error.strerror}") from None
-        if len(data) > MOST:
-            raise TraceError(f"{path} must have at most {MOST} bytes, got more")
+        if len(data) > MAX_TRACE_BYTES:
+            raise TraceError(f"{path} must have at most {MAX_TRACE_BYTES} bytes, got more")
         try:
             text = data.decode("ascii")
         except UnicodeDecodeError:
             raise TraceError(f"{path} must be a trace, which is all ASCII") from None
-        return cls(read(text.splitlines()))
+        return cls(read_records(text.splitlines()))
 
     def save(self, path: str | Path) -> Path:
         """Write it to a file, one record a line."""
-        Path(path).write_text("".join(line_of(one) + "\n" for one in self.records), encoding="ascii")
+        Path(path).write_text("".join(to_json_line(one) + "\n" for one in self.records), encoding="ascii")
         return Path(path)
 
     # -------------------------------------------------------------------- what it holds
     @property
-    def header(self) -> Header:
+    def header(self) -> TraceHeader:
         """What was decoded, and how much of it is kept."""
         first = self.records[0]
-        assert isinstance(first, Header)
+        assert isinstance(first, TraceHeader)
         return first
 
     @cached_property
-    def requests(self) -> Mapping[int, Asked]:
+    def requests(self) -> Mapping[int, RequestRecord]:
         """What was asked for, by request, in the order of admission."""
-        return {one.request: one for one in self.records if isinstance(one, Asked)}
+        return {one.request: one for one in self.records if isinstance(one, RequestRecord)}
 
     @cached_property
-    def steps(self) -> Sequence[Step]:
+    def steps(self) -> Sequence[StepRecord]:
         """The steps in order."""
-        return tuple(one for one in self.records if isinstance(one, Step))
+        return tuple(one for one in self.records if isinstance(one, StepRecord))
 
-    def steps_of(self, request: int) -> list[Step]:
+    def steps_of(self, request: int) -> list[StepRecord]:
         """The steps in which a request had rows."""
         return [one for one in self.steps if any(row.request == request for row in one.rows)]
 
     @cached_property
-    def results(self) -> Mapping[int, Result]:
+    def results(self) -> Mapping[int, ResultRecord]:
         """How requests ended, by request; one that did not is not there."""
-        return {one.request: one for one in self.records if isinstance(one, Result)}
+        return {one.request: one for one in self.records if isinstance(one, ResultRecord)}
 
     @cached_property
-    def cuts(self) -> Sequence[Cut]:
+    def truncations(self) -> Sequence[TruncationRecord]:
         """What the limit left no room for."""
-        return tuple(one for one in self.records if isinstance(one, Cut))
+        return tuple(one for one in self.records if isinstance(one, TruncationRecord))
 
     @cached_property
     def texts(self) -> Mapping[int, str]:
         """What each token stands for, bytes that are no UTF-8 as lone surrogates; {} without a tokenizer."""
         return {
-            token: text for one in self.records if isinstance(one, Texts) for token, text in one.texts.items()
+            token: text
+            for one in self.records
+            if isinstance(one, TokenTexts)
+            for token, text in one.texts.items()
         }
 
     @cached_property
-    def special(self) -> frozenset[int]:
+    def special_tokens(self) -> frozenset[int]:
         """The tokens whose texts are names."""
-        return frozenset(token for one in self.records if isinstance(one, Texts) for token in one.special)
+        return frozenset(
+            token for one in self.records if isinstance(one, TokenTexts) for token in one.special
+        )
 
     @cached_property
     def tree(self) -> Tree:
         """Every token that any row ever took, and what became of it."""
         return Tree(self.records)
 
-    def replay(self) -> Iterator[Moment]:
+    def replay(self) -> Iterator[StepState]:
         """Go through it again, without the model: after every step the rows as they stood.
 
         Each moment has the rows that go on, those that the step ended, and what requests then returned.
         """
-        return replayed(self.records)
+        return replay_steps(self.records)
 
     # -------------------------------------------------------------------- pictures
     def html(self, beside: Trace | None = None, title: str | None = None) -> str:
         """All pictures as one page that needs nothing else, of this run or of two side by side."""
-        return page(self, beside, title)
+        return render_page(self, beside, title)
 
     def svg(self, picture: str = "tree", *, beside: Trace | None = None, **where: Any) -> str:
         """One picture as SVG: "tree", "text", "processors", "speculation" or "beside".
 
         `request`, `sequence` and `step` say of what: the first, the best and the last unless told.
         """
-        return svg(self, picture, _where(where).within(self), beside)
+        return render_svg(self, picture, _parse_selection(where).resolve(self), beside)
 
     def text(
         self,
@@ -129,7 +144,9 @@ class Trace:
         **where: Any,
     ) -> str:
         """The same as lines of text, to be printed; with `colour` for a terminal that has colours."""
-        lines = terminal(self, picture, _where(where).within(self), beside, Paper(width, colour))
+        lines = render_terminal(
+            self, picture, _parse_selection(where).resolve(self), beside, TerminalCanvas(width, colour)
+        )
         return lines.removesuffix("\n")
 
     def _repr_html_(self) -> str:
@@ -141,11 +158,11 @@ class Trace:
         )
 
 
-def _where(given: Mapping[str, Any]) -> Where:
+def _parse_selection(given: Mapping[str, Any]) -> TraceSelection:
     """Of what a picture is to be, by the names that there are."""
     for name, value in given.items():
         if name not in ("request", "sequence", "step"):
             raise InputError(name, "must be one of `request`, `sequence` and `step`", value, "leave it out")
         if type(value) is not int and not (value is None and name != "sequence"):
             raise InputError(name, "must be an int", value)
-    return Where(**given)
+    return TraceSelection(**given)

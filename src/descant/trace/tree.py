@@ -7,9 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from descant.errors import TraceError
-from descant.trace.records import Asked, Look, Record, Result, Row, Run, Step
+from descant.trace.records import (
+    ChoiceRecord,
+    RequestRecord,
+    ResultRecord,
+    RowRecord,
+    RunRecord,
+    StepRecord,
+    TraceRecord,
+)
 
-__all__ = ["Node", "Tree", "guessed"]
+__all__ = ["Node", "Tree", "num_accepted_drafts"]
 
 
 @dataclass
@@ -21,8 +29,8 @@ class Node:
     parent: int | None  # None: a root
     token: int | None = None  # None: a root
     depth: int = 0  # new tokens up to here
-    born: int = -1  # the step that took it; -1: a root
-    left: int | None = (
+    step: int = -1  # the step that took it; -1: a root
+    dropped_step: int | None = (
         None  # the step in which the last row that stood on it, or below it, was gone; None: none is
     )
     slot: int = 0
@@ -31,42 +39,46 @@ class Node:
     processed: float | None = None  # and after them
     score: float | None = None
     met: int | None = None
-    guessed: bool = False
+    is_draft: bool = False
     reason: str | None = None  # why the row that took it ended
     rank: int | None = None  # the place among the returned sequences whose last token it is
-    look: Look | None = field(default=None, repr=False)  # the choice that it came from; None: not kept
+    choice: ChoiceRecord | None = field(
+        default=None, repr=False
+    )  # the choice that it came from; None: not kept
     children: list[int] = field(default_factory=list)
-    best: bool = False  # on the path of the best sequence
-    returned: bool = False  # on the path of any returned sequence
+    on_best_path: bool = False  # on the path of the best sequence
+    on_returned_path: bool = False  # on the path of any returned sequence
 
     @property
     def state(self) -> str:
         """What became of it: "best", "returned", "ended" (not returned), "dropped" or "alive"."""
-        if self.best or self.returned:
-            return "best" if self.best else "returned"
+        if self.on_best_path or self.on_returned_path:
+            return "best" if self.on_best_path else "returned"
         if self.reason is not None:
             return "ended"
-        return "alive" if self.left is None else "dropped"
+        return "alive" if self.dropped_step is None else "dropped"
 
 
 class Tree:
     """All nodes of a trace by number, and the roots of its requests."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    def __init__(self, records: Iterable[TraceRecord]) -> None:
         self.nodes: dict[int, Node] = {}
         self.roots: dict[int, int] = {}  # request -> node
-        self._asked: dict[int, Asked] = {}
-        self._standing: dict[int, list[int]] = {}  # request -> the nodes that its rows stand on now
-        self._held: dict[int, int] = {}  # node -> rows that stand on it and children that are held themselves
+        self._requests: dict[int, RequestRecord] = {}
+        self._active_nodes: dict[int, list[int]] = {}  # request -> the nodes that its rows stand on now
+        self._ref_counts: dict[
+            int, int
+        ] = {}  # node -> rows that stand on it and children that are held themselves
         for record in records:
-            if isinstance(record, Asked):
-                self._enter(record)
-            elif isinstance(record, Step):
-                self._grow(record)
-            elif isinstance(record, Result):
-                self._end(record)
+            if isinstance(record, RequestRecord):
+                self._add_request(record)
+            elif isinstance(record, StepRecord):
+                self._add_step(record)
+            elif isinstance(record, ResultRecord):
+                self._add_result(record)
 
-    def path(self, number: int) -> list[Node]:
+    def path_to(self, number: int) -> list[Node]:
         """The nodes from the first new token to that one; the root is no token."""
         found: list[Node] = []
         node = self.node(number)
@@ -75,7 +87,7 @@ class Tree:
             node = self.node(node.parent)
         return found[::-1]
 
-    def of(self, request: int) -> list[Node]:
+    def request_nodes(self, request: int) -> list[Node]:
         """The nodes of a request in the order of their numbers, its root first."""
         return [node for node in self.nodes.values() if node.request == request]
 
@@ -86,31 +98,31 @@ class Tree:
         return self.nodes[number]
 
     # -------------------------------------------------------------------- growth
-    def _enter(self, asked: Asked) -> None:
-        self._add(Node(asked.root, asked.request, None))
+    def _add_request(self, asked: RequestRecord) -> None:
+        self._add_node(Node(asked.root, asked.request, None))
         self.roots[asked.request] = asked.root
-        self._asked[asked.request] = asked
-        self._standing[asked.request] = [asked.root]
-        self._held[asked.root] += 1
+        self._requests[asked.request] = asked
+        self._active_nodes[asked.request] = [asked.root]
+        self._ref_counts[asked.root] += 1
 
-    def _grow(self, step: Step) -> None:
+    def _add_step(self, step: StepRecord) -> None:
         stands: dict[int, list[int]] = {}
         for row in step.rows:
-            if row.request not in self._standing:
+            if row.request not in self._active_nodes:
                 raise TraceError(f"a trace must have request {row.request} run when a row is of it")
             here = stands.setdefault(row.request, [])
             for run in row.runs:
-                last = self._run(step.step, row, run)
+                last = self._add_run(step.step, row, run)
                 if run.reason is None:
                     here.append(last)
         for request, now in stands.items():
             for number in now:
-                self._held[number] += 1
-            for number in self._standing[request]:
+                self._ref_counts[number] += 1
+            for number in self._active_nodes[request]:
                 self._release(number, step.step)
-            self._standing[request] = now
+            self._active_nodes[request] = now
 
-    def _run(self, step: int, row: Row, run: Run) -> int:
+    def _add_run(self, step: int, row: RowRecord, run: RunRecord) -> int:
         """The nodes of a run; the last one's number."""
         if len(run.tokens) != len(run.nodes):
             raise TraceError(
@@ -121,8 +133,8 @@ class Tree:
             if at.parent is None:
                 raise TraceError(f"a run must not take back more than was written, got {run.back}")
             at = self.node(at.parent)
-        asked = self._asked[row.request]
-        stood = guessed(row, run, asked)
+        asked = self._requests[row.request]
+        stood = num_accepted_drafts(row, run, asked)
         for place, (token, number) in enumerate(zip(run.tokens, run.nodes, strict=True)):
             look = row.looks[place] if place < len(row.looks) else None
             found = next((one for one in look.top if one.token == token), None) if look is not None else None
@@ -137,18 +149,18 @@ class Tree:
                 group=run.slot * asked.groups // max(asked.beams, 1),
                 raw=None if found is None else found.raw,
                 processed=None if found is None else found.processed,
-                guessed=place < stood,
-                look=look,
+                is_draft=place < stood,
+                choice=look,
             )
-            self._add(node)
+            self._add_node(node)
             at.children.append(number)
-            self._held[at.number] += 1
+            self._ref_counts[at.number] += 1
             at = node
         at.score, at.met = run.score, run.met
         if run.reason is not None:
             at.reason = run.reason
-            if not self._held[at.number]:
-                self._held[at.number] = 1
+            if not self._ref_counts[at.number]:
+                self._ref_counts[at.number] = 1
                 self._release(at.number, step)
         return at.number
 
@@ -156,28 +168,28 @@ class Tree:
         """A row stands on it no longer: mark what no row stands on or below any more."""
         at: int | None = number
         while at is not None:
-            self._held[at] -= 1
-            if self._held[at]:
+            self._ref_counts[at] -= 1
+            if self._ref_counts[at]:
                 return
-            self.nodes[at].left = step
+            self.nodes[at].dropped_step = step
             at = self.nodes[at].parent
 
-    def _end(self, result: Result) -> None:
+    def _add_result(self, result: ResultRecord) -> None:
         for rank, said in enumerate(result.sequences):
             last = self.node(said.leaf)
             last.rank = rank if last.rank is None else last.rank
-            for node in self.path(said.leaf):
-                node.best, node.returned = node.best or rank == 0, True
-        self._standing.pop(result.request, None)
+            for node in self.path_to(said.leaf):
+                node.on_best_path, node.on_returned_path = node.on_best_path or rank == 0, True
+        self._active_nodes.pop(result.request, None)
 
-    def _add(self, node: Node) -> None:
+    def _add_node(self, node: Node) -> None:
         if node.number in self.nodes:
             raise TraceError(f"a trace must make each node once, got {node.number} again")
         self.nodes[node.number] = node
-        self._held[node.number] = 0
+        self._ref_counts[node.number] = 0
 
 
-def guessed(row: Row, run: Run, asked: Asked) -> int:
+def num_accepted_drafts(row: RowRecord, run: RunRecord, asked: RequestRecord) -> int:
     """How many tokens of a run were guessed: the last one too, where a guess that stood ended the row."""
     if asked.drafter is None:
         return max(len(run.tokens) - 1, 0)

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from descant.trace.records import (
-    Asked,
-    Candidate,
-    Header,
-    Look,
-    Moved,
-    Record,
-    Result,
-    Row,
-    Run,
-    Said,
-    Stage,
-    Step,
-    Texts,
+    CandidateRecord,
+    ChoiceRecord,
+    ProcessorRecord,
+    RequestRecord,
+    ResultRecord,
+    ReturnedSequence,
+    RowRecord,
+    RunRecord,
+    StepRecord,
+    TokenShift,
+    TokenTexts,
+    TraceHeader,
+    TraceRecord,
 )
 from descant.trace.trace import Trace
 
@@ -36,7 +36,9 @@ def of_texts(texts: Sequence[str]) -> Trace:
 def again(trace: Trace, times: int) -> Trace:
     """A trace of one row whose steps come so many times, each time below what was there before."""
     steps, nodes = len(trace.steps), len(trace.tree.nodes) - 1
-    records: list[Record] = [one for one in trace.records if not isinstance(one, Result | Step)]
+    records: list[TraceRecord] = [
+        one for one in trace.records if not isinstance(one, ResultRecord | StepRecord)
+    ]
     for time in range(times):
         for step in trace.steps:
             [row] = step.rows
@@ -51,40 +53,45 @@ def again(trace: Trace, times: int) -> Trace:
             records.append(replace(step, step=step.step + time * steps, rows=(row,)))
     [said] = trace.results[0].sequences
     said = replace(said, tokens=said.tokens * times, leaf=said.leaf + (times - 1) * nodes)
-    return Trace([*records, Result(0, (said,))])
+    return Trace([*records, ResultRecord(0, (said,))])
 
 
-def _records(texts: list[str]) -> Iterator[Record]:
+def _records(texts: list[str]) -> Iterator[TraceRecord]:
     tokens = [FIRST + place for place in range(len(texts))]
-    yield Header("0", " | ".join(texts), FIRST + len(texts), top=8, limit=4_000_000)
-    yield Texts(dict(zip(tokens, texts, strict=True)), special=(tokens[0],))
+    yield TraceHeader("0", " | ".join(texts), FIRST + len(texts), top=8, limit=4_000_000)
+    yield TokenTexts(dict(zip(tokens, texts, strict=True)), special=(tokens[0],))
     yield _asked(0, 0, tokens, texts[0], {"prompt": texts[0]})
     yield from _written(tokens, texts)
-    yield Result(0, (Said(tuple(tokens), "length", len(tokens), -1.0),))
+    yield ResultRecord(0, (ReturnedSequence(tuple(tokens), "length", len(tokens), -1.0),))
     for place, text in enumerate(texts, 1):
         root = len(tokens) + place
         yield _asked(place, root, [tokens[place - 1]], text, {text: text, "many": [text, {text: [text]}]})
-        yield Result(place, error=text)
+        yield ResultRecord(place, error=text)
 
 
-def _asked(request: int, root: int, prompt: Sequence[int], text: str, config: dict[str, object]) -> Asked:
-    return Asked(request, root, tuple(prompt), text, config, (text, "Other"), drafter=text, demands=3)
+def _asked(
+    request: int, root: int, prompt: Sequence[int], text: str, config: dict[str, object]
+) -> RequestRecord:
+    return RequestRecord(request, root, tuple(prompt), text, config, (text, "Other"), drafter=text, demands=3)
 
 
-def _written(tokens: Sequence[int], texts: Sequence[str]) -> Iterator[Record]:
+def _written(tokens: Sequence[int], texts: Sequence[str]) -> Iterator[TraceRecord]:
     """A step a token: the next two are guessed, and all of them could have been chosen."""
     for place, token in enumerate(tokens):
         around = [tokens[(place + by) % len(tokens)] for by in range(min(4, len(tokens)))]
-        top = tuple(Candidate(one, -1.0 - by, -0.5 - by) for by, one in enumerate(around))
-        moved = tuple(Moved(one, -1.0 - by, -0.5 - by) for by, one in enumerate(around))
-        look = Look(1.5, 1.0, top, (Stage(texts[place], 4, 2, 0.25, moved),))
-        run = Run(
+        top = tuple(CandidateRecord(one, -1.0 - by, -0.5 - by) for by, one in enumerate(around))
+        moved = tuple(TokenShift(one, -1.0 - by, -0.5 - by) for by, one in enumerate(around))
+        look = ChoiceRecord(1.5, 1.0, top, (ProcessorRecord(texts[place], 4, 2, 0.25, moved),))
+        run = RunRecord(
             (token,),
             (place + 1,),
             score=-1.0,
             met=1,
             reason=texts[place] if place + 1 == len(tokens) else None,
         )
-        yield Step(
-            place, 0.01, (Row(0, place, looks=(look,), drafts=tuple(around[1:3]), runs=(run,)),), cache=1000
+        yield StepRecord(
+            place,
+            0.01,
+            (RowRecord(0, place, looks=(look,), drafts=tuple(around[1:3]), runs=(run,)),),
+            cache=1000,
         )

@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from descant.tokenization.display import plain, shown
+from descant.tokenization.display import escape_invisible, join_pieces
 from descant.trace.pictures.selection import PICTURES
-from descant.trace.token_text import phrase
+from descant.trace.token_text import text_pieces
 from descant.trace.trace import Trace
 from tests.e2e.browser import hostile, sample_pages
 from tests.e2e.browser.chromium import Sheet
@@ -90,7 +90,7 @@ def same(found: str, expected: str) -> bool:
 
 
 def shows(found: str, text: str, spaces: bool = False) -> bool:
-    return same(found, plain(shown(text, spaces)))
+    return same(found, join_pieces(escape_invisible(text, spaces)))
 
 
 def walked(sheet: Open, folder: Path, texts: list[str]) -> tuple[Trace, dict[str, Any]]:
@@ -137,7 +137,7 @@ def test_the_page_shows_it_as_text(family: str, sheet: Open, tmp_path: Path, tam
             assert shows(one, text) or shows(one, text, spaces=True) or shows(" " + one, text)
     whole, *others = found["pages"]
     [prompt] = whole["prompt"]
-    assert same(prompt, plain(phrase(trace, tokens)))
+    assert same(prompt, join_pieces(text_pieces(trace, tokens)))
     for text, page in zip(texts, others, strict=True):
         [method], [error], [name, _], [value, _] = (
             page[one] for one in ("method", "error", "names", "values")
@@ -189,7 +189,7 @@ def test_side_by_side_shows_it_as_text(sheet: Open, tmp_path: Path) -> None:
             assert shows(one, text) or shows(" " + one, text), (one, text)
     told = "\0".join(seen["cells"]).replace("\n", "")
     # Some are cut, and of what both have alike nothing is said.
-    assert sum(plain(shown(text))[:50] in told for text in everything) > 100
+    assert sum(join_pieces(escape_invisible(text))[:50] in told for text in everything) > 100
 
 
 # ------------------------------------------------------------------------ in a notebook

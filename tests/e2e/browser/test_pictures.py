@@ -10,9 +10,9 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from descant import Trace
-from descant.tokenization.display import plain
-from descant.trace.records import Row
-from descant.trace.token_text import word
+from descant.tokenization.display import join_pieces
+from descant.trace.records import RowRecord
+from descant.trace.token_text import token_pieces
 from descant.trace.tree import Node
 from tests.e2e.browser import reading
 from tests.e2e.browser.chromium import Sheet
@@ -39,7 +39,7 @@ def scrub(page: Page, place: int) -> None:
     )
 
 
-def rows(trace: Trace, request: int) -> list[list[Row]]:
+def rows(trace: Trace, request: int) -> list[list[RowRecord]]:
     """The rows of each step of a request."""
     found = [[row for row in step.rows if row.request == request] for step in trace.steps]
     return [one for one in found if one]
@@ -67,7 +67,7 @@ def test_nothing_is_asked_for_with_a_network_either(runs: Runs, sheet: Open) -> 
 def check_tree(page: Page, trace: Trace, request: int, place: int) -> None:
     """The tree on the page is the trace's as it stood after a step."""
     steps = [step for step in trace.steps if any(row.request == request for row in step.rows)]
-    nodes = {one.number: one for one in trace.tree.of(request) if one.born <= steps[place].step}
+    nodes = {one.number: one for one in trace.tree.request_nodes(request) if one.step <= steps[place].step}
     found = {int(number): one for number, one in page.evaluate(reading.TREE).items()}
     assert found.keys() == nodes.keys()
     for number, node in nodes.items():
@@ -78,7 +78,7 @@ def check_tree(page: Page, trace: Trace, request: int, place: int) -> None:
             assert node.processed is not None
             assert one["processed"] == pytest.approx(node.processed, abs=1e-4)
             assert float(one["step"].replace("−", "-")) == pytest.approx(node.processed, abs=0.0051)
-            assert one["text"] == plain(word(trace, node.token, spaces=True))
+            assert one["text"] == join_pieces(token_pieces(trace, node.token, mark_spaces=True))
     if place + 1 < len(steps):
         assert {number for number, one in found.items() if one["standing"]} == {
             row.at for row in rows(trace, request)[place + 1]
@@ -120,7 +120,7 @@ def test_the_text_is_what_was_said(name: str, runs: Runs, sheet: Open) -> None:
     for place, said in enumerate(trace.results[0].sequences):
         if place:
             page.locator("#sequence").select_option(str(place))
-        nodes = trace.tree.path(said.leaf)
+        nodes = trace.tree.path_to(said.leaf)
         spans = page.locator("#view-text .flow .tok")
         expect(spans).to_have_count(len(nodes))
         found = spans.evaluate_all("all => all.map(one => ({text: one.textContent, ...one.dataset}))")
@@ -131,7 +131,7 @@ def test_the_text_is_what_was_said(name: str, runs: Runs, sheet: Open) -> None:
             assert (int(one["node"]), int(one["token"])) == (node.number, node.token)
             assert float(one["raw"]) == pytest.approx(node.raw, abs=1e-4)
             assert float(one["processed"]) == pytest.approx(node.processed, abs=1e-4)
-            assert one["text"].replace("\n", "") == plain(word(trace, node.token))
+            assert one["text"].replace("\n", "") == join_pieces(token_pieces(trace, node.token))
     assert [page.locator(".prompt").text_content()] != [""]
 
 
@@ -265,13 +265,13 @@ def test_tabs_by_keyboard(runs: Runs, sheet: Open) -> None:
 
 def check_tip(page: Page, node: Node) -> None:
     """The tooltip shows the alternatives of a token with their numbers, and which was taken."""
-    assert node.look is not None
+    assert node.choice is not None
     expect(page.locator("#tip")).to_be_visible()
     found = page.locator("#tip tr[data-token]").evaluate_all(
         """all => all.map(one => [+one.dataset.token, one.classList.contains("taken"),
             [...one.querySelectorAll("td")].map(cell => cell.textContent)])"""
     )
-    kept = {one.token: one for one in node.look.top}
+    kept = {one.token: one for one in node.choice.top}
     assert {token for token, _, _ in found} == kept.keys()
     assert [token for token, marked, _ in found if marked] == [node.token]
     for token, _, cells in found:
@@ -290,7 +290,7 @@ def test_a_token_shows_what_else_it_could_have_been(name: str, way: str, runs: R
     trace = runs.trace(name)
     page = sheet(runs.page(name), has_touch=way == "tap").page
     show(page, "text")
-    nodes = trace.tree.path(trace.results[0].sequences[0].leaf)
+    nodes = trace.tree.path_to(trace.results[0].sequences[0].leaf)
     for place in (0, 3, len(nodes) - 1):
         token = page.locator("#view-text .flow .tok").nth(place)
         getattr(token if way == "focus" else token.locator(".word"), way)()
@@ -313,7 +313,7 @@ def test_tokens_by_keyboard(runs: Runs, sheet: Open) -> None:
     page = sheet(runs.page("sampling")).page
     show(page, "text")
     tokens = page.locator("#view-text .flow .tok")
-    nodes = trace.tree.path(trace.results[0].sequences[0].leaf)
+    nodes = trace.tree.path_to(trace.results[0].sequences[0].leaf)
     tokens.first.focus()
     for key, place in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", -1), ("Home", 0)):
         page.keyboard.press(key)
@@ -325,7 +325,7 @@ def test_the_tree_by_keyboard(runs: Runs, sheet: Open) -> None:
     trace = runs.trace("beams")
     page = sheet(runs.page("beams")).page
     page.get_by_role("tree").focus()
-    best = trace.tree.path(trace.results[0].sequences[0].leaf)
+    best = trace.tree.path_to(trace.results[0].sequences[0].leaf)
     page.keyboard.press("Home")
     for node in best:
         page.keyboard.press("ArrowRight")

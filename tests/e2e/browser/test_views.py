@@ -11,19 +11,19 @@ from playwright.sync_api import Page, expect
 
 from descant.trace.pictures import text_stats
 from descant.trace.records import (
-    Asked,
-    Candidate,
-    Header,
-    Look,
-    Moved,
-    Record,
-    Result,
-    Row,
-    Run,
-    Said,
-    Stage,
-    Step,
-    Texts,
+    CandidateRecord,
+    ChoiceRecord,
+    ProcessorRecord,
+    RequestRecord,
+    ResultRecord,
+    ReturnedSequence,
+    RowRecord,
+    RunRecord,
+    StepRecord,
+    TokenShift,
+    TokenTexts,
+    TraceHeader,
+    TraceRecord,
 )
 from descant.trace.trace import Trace
 from tests.e2e.browser.chromium import Sheet
@@ -33,35 +33,37 @@ WORDS = (" one", " two", " three", " four", " five", "\n", "    ")
 PROMPT = (0, 1)
 
 
-def look(token: int, raw: float, left: float | None = None) -> Look:
+def look(token: int, raw: float, left: float | None = None) -> ChoiceRecord:
     """A choice that gave a token one probability, and its processor another; None: it had no processor."""
     other = (token + 1) % len(WORDS)
     if left is None:
-        top = (Candidate(token, math.log(raw), math.log(raw)), Candidate(other, -4.0, -4.0))
-        return Look(1.0 + raw, 1.0 + raw, top)
-    top = (Candidate(token, math.log(raw), math.log(left)), Candidate(other, -4.0, -math.inf))
-    moved = (Moved(token, math.log(raw), math.log(left)), Moved(other, -4.0, -math.inf))
-    return Look(1.0 + raw, left, top, (Stage("Cutter", 1, 6, 0.25, moved),))
+        top = (CandidateRecord(token, math.log(raw), math.log(raw)), CandidateRecord(other, -4.0, -4.0))
+        return ChoiceRecord(1.0 + raw, 1.0 + raw, top)
+    top = (CandidateRecord(token, math.log(raw), math.log(left)), CandidateRecord(other, -4.0, -math.inf))
+    moved = (TokenShift(token, math.log(raw), math.log(left)), TokenShift(other, -4.0, -math.inf))
+    return ChoiceRecord(1.0 + raw, left, top, (ProcessorRecord("Cutter", 1, 6, 0.25, moved),))
 
 
-def trace(steps: Sequence[Row], said: Sequence[int], leaf: int, **asked: object) -> Trace:
+def trace(steps: Sequence[RowRecord], said: Sequence[int], leaf: int, **asked: object) -> Trace:
     """One request of those rows, one a step."""
-    return Trace(records(steps, Said(tuple(said), "length", leaf), asked))
+    return Trace(records(steps, ReturnedSequence(tuple(said), "length", leaf), asked))
 
 
-def records(steps: Sequence[Row], said: Said, asked: dict[str, object]) -> Iterator[Record]:
-    yield Header("0", "Handmade", len(WORDS), 8, 4_000_000)
-    yield Texts(dict(enumerate(WORDS)))
-    yield Asked(0, 0, PROMPT, "by hand", **asked)  # type: ignore[arg-type]
+def records(
+    steps: Sequence[RowRecord], said: ReturnedSequence, asked: dict[str, object]
+) -> Iterator[TraceRecord]:
+    yield TraceHeader("0", "Handmade", len(WORDS), 8, 4_000_000)
+    yield TokenTexts(dict(enumerate(WORDS)))
+    yield RequestRecord(0, 0, PROMPT, "by hand", **asked)  # type: ignore[arg-type]
     for place, row in enumerate(steps):
-        yield Step(place, 0.01, (row,))
-    yield Result(0, (said,))
+        yield StepRecord(place, 0.01, (row,))
+    yield ResultRecord(0, (said,))
 
 
-def written(tokens: Sequence[int], looks: Sequence[Look | None]) -> Trace:
+def written(tokens: Sequence[int], looks: Sequence[ChoiceRecord | None]) -> Trace:
     """A token a step."""
     rows = [
-        Row(0, place, looks=() if seen is None else (seen,), runs=(Run((token,), (place + 1,)),))
+        RowRecord(0, place, looks=() if seen is None else (seen,), runs=(RunRecord((token,), (place + 1,)),))
         for place, (token, seen) in enumerate(zip(tokens, looks, strict=True))
     ]
     return trace(rows, tokens, len(tokens), stages=("Cutter", "Idler"))
@@ -99,15 +101,17 @@ CHANCES = (0.95, 0.91, 0.89, 0.51, 0.49, 0.1, 0.01)
 def test_figures_and_shades_are_those_of_the_other_pictures(shown: Callable[..., Page]) -> None:
     told = written([2] * len(CHANCES), [look(2, chance) for chance in CHANCES])
     page = shown(told, "text")
-    nodes = told.tree.path(len(CHANCES))
-    perplexity, entropy = text_stats.perplexity(nodes), text_stats.entropy(nodes)
+    nodes = told.tree.path_to(len(CHANCES))
+    perplexity, entropy = text_stats.perplexity(nodes), text_stats.mean_entropy(nodes)
     assert perplexity is not None
     assert entropy is not None
     assert (figure(page, "tokens"), figure(page, "perplexity")) == ("7", f"{perplexity:.2f}")
     assert figure(page, "entropy") == f"{entropy:.2f}"
     assert page.locator("#view-text [data-figure=left]").count() == 0  # nothing was changed
     assert (
-        shades(page) == [str(text_stats.shade(node)) for node in nodes] == ["0", "0", "1", "1", "2", "3", "4"]
+        shades(page)
+        == [str(text_stats.shade_level(node)) for node in nodes]
+        == ["0", "0", "1", "1", "2", "3", "4"]
     )
     expect(page.get_by_role("radiogroup", name="Shade by")).to_be_hidden()
 
@@ -137,9 +141,9 @@ def test_lines_end_after_the_last_of_several_newlines(shown: Callable[..., Page]
 
 def test_what_was_taken_back_is_struck(shown: Callable[..., Page]) -> None:
     rows = [
-        Row(0, 0, looks=(look(2, 0.5),), runs=(Run((2,), (1,)),)),
-        Row(0, 1, looks=(look(3, 0.5),), runs=(Run((3,), (2,)),)),
-        Row(0, 2, looks=(look(4, 0.5),), runs=(Run((4,), (3,), back=1),)),
+        RowRecord(0, 0, looks=(look(2, 0.5),), runs=(RunRecord((2,), (1,)),)),
+        RowRecord(0, 1, looks=(look(3, 0.5),), runs=(RunRecord((3,), (2,)),)),
+        RowRecord(0, 2, looks=(look(4, 0.5),), runs=(RunRecord((4,), (3,), back=1),)),
     ]
     page = shown(trace(rows, (2, 4), 3), "text")
     assert page.locator("#view-text .flow del").text_content() == "four"
@@ -174,7 +178,10 @@ def test_without_a_change_the_models_own_is_shown(shown: Callable[..., Page]) ->
 
 
 def test_a_step_that_chose_nothing_shows_the_one_before(shown: Callable[..., Page]) -> None:
-    rows = [Row(0, 0, looks=(look(2, 0.5),), runs=(Run((2,), (1,)),)), Row(0, 1, runs=(Run((), ()),))]
+    rows = [
+        RowRecord(0, 0, looks=(look(2, 0.5),), runs=(RunRecord((2,), (1,)),)),
+        RowRecord(0, 1, runs=(RunRecord((), ()),)),
+    ]
     page = shown(trace(rows, (2,), 1), "processors")
     expect(page.locator("#view-processors")).to_contain_text("This step chose nothing. Above is step 1.")
     assert page.locator("#view-processors .bar").count() == 2
@@ -184,8 +191,8 @@ def test_a_step_that_chose_nothing_shows_the_one_before(shown: Callable[..., Pag
 def test_guesses_that_were_never_judged_are_counted(shown: Callable[..., Page]) -> None:
     looks = (look(2, 0.5), look(3, 0.5))
     rows = [
-        Row(0, 0, looks=looks, drafts=(2, 4, 4, 4), runs=(Run((2, 3), (1, 2)),)),
-        Row(0, 2, looks=(look(4, 0.5),), runs=(Run((4,), (3,)),)),
+        RowRecord(0, 0, looks=looks, drafts=(2, 4, 4, 4), runs=(RunRecord((2, 3), (1, 2)),)),
+        RowRecord(0, 2, looks=(look(4, 0.5),), runs=(RunRecord((4,), (3,)),)),
     ]
     page = shown(trace(rows, (2, 3, 4), 3, drafter="Somebody"), "speculation")
     names = ("forwards", "tokens", "per-forward", "rate")
@@ -197,7 +204,11 @@ def test_guesses_that_were_never_judged_are_counted(shown: Callable[..., Page]) 
 
 
 def test_a_guess_that_ended_the_text_stood(shown: Callable[..., Page]) -> None:
-    rows = [Row(0, 0, looks=(look(2, 0.5), look(3, 0.5)), drafts=(2, 3, 4), runs=(Run((2, 3), (1, 2)),))]
+    rows = [
+        RowRecord(
+            0, 0, looks=(look(2, 0.5), look(3, 0.5)), drafts=(2, 3, 4), runs=(RunRecord((2, 3), (1, 2)),)
+        )
+    ]
     page = shown(trace(rows, (2, 3), 2, drafter="Somebody"), "speculation")
     assert figure(page, "rate") == "66.7 %"
     assert page.locator(".flow .stood").all_text_contents() == [" three", " four"]

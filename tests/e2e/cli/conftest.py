@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from descant.cli import command
-from descant.cli.application import application
+from descant.cli.application import build_app
 from descant.models import loading
 from tests.support import pretrained
 
@@ -48,7 +48,7 @@ def descant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*arguments: object, **options: Any) -> Any:
-        result = CliRunner().invoke(application(), [str(one) for one in arguments], **options)
+        result = CliRunner().invoke(build_app(), [str(one) for one in arguments], **options)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result

@@ -134,7 +134,7 @@ def test_an_interrupt_ends_the_answer_of_a_person_and_the_run_of_a_program(desca
     assert result.stdout.endswith("\n")
     histories.clear()
     typed = iter(["Who?", "So?"])
-    monkeypatch.setattr(chat, "_person", lambda: True)
+    monkeypatch.setattr(chat, "_is_interactive", lambda: True)
     monkeypatch.setattr("builtins.input", lambda _: next(typed, None) or (_ for _ in ()).throw(EOFError))
     result = descant("chat", talker, *OPTIONS)
     assert (result.exit_code, len(histories)) == (0, 2)

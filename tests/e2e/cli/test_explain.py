@@ -9,8 +9,8 @@ import pytest
 
 import descant as package
 from descant import GenerationConfig
-from descant.engine.planner import adapt
-from descant.models.loading import outline
+from descant.engine.planner import as_model
+from descant.models.loading import load_meta_model
 
 
 def test_version(descant):
@@ -29,10 +29,10 @@ def test_help_and_no_arguments(descant):
 
 def test_it_is_what_the_config_says(descant, stories):
     result = descant("explain", stories, "--num-beams", 4, "--max-new-tokens", 7)
-    model = outline(stories)
+    model = load_meta_model(stories)
     theirs = GenerationConfig.from_transformers(model.generation_config)
     merged = GenerationConfig.merge({"num_beams": 4, "max_new_tokens": 7}, None, theirs)
-    assert (result.exit_code, result.stdout) == (0, merged.explain(adapt(model)) + "\n")
+    assert (result.exit_code, result.stdout) == (0, merged.explain(as_model(model)) + "\n")
     assert "beam search, 4 beams" in result.stdout
     assert "7 new tokens" in result.stdout
 

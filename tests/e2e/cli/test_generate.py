@@ -198,7 +198,7 @@ def test_what_was_interrupted_is_recorded_as_far_as_it_came(descant, stories, tm
         raise KeyboardInterrupt
 
     file = tmp_path / "run.jsonl"
-    monkeypatch.setattr(generate.Shown, "take", interrupted)
+    monkeypatch.setattr(generate.StreamPrinter, "print_event", interrupted)
     assert descant("generate", stories, PROMPT, "--trace", file).exit_code != 0
     trace = package.Trace.load(file)
     assert len(trace.steps) == 1

@@ -9,7 +9,7 @@ import pytest
 import descant as package
 from descant import GenerationConfig
 from descant.config.generation_config import FIELDS
-from descant.tokenization.detokenizer import TextStream
+from descant.tokenization.detokenizer import IncrementalDetokenizer
 
 ROWS = [
     {"prompt": "Once upon a time", "id": 17, "tags": ["é", None]},
@@ -42,7 +42,7 @@ def expected(model, tokenizer, row, **options):
     out = package.generate(model, ids, tokenizer=tokenizer, **{**options, **own})
     texts = []
     for line in out:
-        stream = TextStream(
+        stream = IncrementalDetokenizer(
             tokenizer,
             prompt_ids=ids[0].tolist(),
             stop_strings=own.get("stop_strings", ()),

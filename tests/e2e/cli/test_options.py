@@ -13,19 +13,19 @@ from typer.testing import CliRunner
 
 from descant import ConfigError, GenerationConfig
 from descant.cli import options
-from descant.cli.application import COMMANDS, application
-from descant.cli.command import Configured, callback
-from descant.config.generation_config import FIELDS, GROUPS, LATER
+from descant.cli.application import GENERATION_COMMANDS, build_app
+from descant.cli.command import ConfigCommand, typer_callback
+from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED
 from tests.support.config_cases import CASES
 
 # What no command line can say: a function and objects; nor should: a key, for others would see it.
 UNSAYABLE = {"prefix_allowed_tokens_fn", "constraints", "watermarking_config"}
-OFFERED = FIELDS.keys() - LATER.keys() - UNSAYABLE
+OFFERED = FIELDS.keys() - UNSUPPORTED.keys() - UNSAYABLE
 VALUES = [(name, value) for name in FIELDS if name in OFFERED for value in CASES[name][0]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe(Configured):
+class Probe(ConfigCommand):
     """A command that keeps what it was given."""
 
     seen = []  # type: ignore[var-annotated] # noqa: RUF012
@@ -37,7 +37,7 @@ class Probe(Configured):
 
 def probe() -> Any:
     app = typer.Typer()
-    app.command()(callback(Probe))
+    app.command()(typer_callback(Probe))
     return get_command(app)
 
 
@@ -80,10 +80,10 @@ def written(name: str, value: Any) -> list[str]:
     return [flag, ",".join(texts).lower() if isinstance(value, bool) else ",".join(texts)]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", GENERATION_COMMANDS)
 def test_every_command_offers_every_field(name: str) -> None:
-    found = {one.name: one for one in get_command(application()).commands[name].params}
-    own = COMMANDS[name].__dataclass_fields__.keys() - {"values"}
+    found = {one.name: one for one in get_command(build_app()).commands[name].params}
+    own = GENERATION_COMMANDS[name].__dataclass_fields__.keys() - {"values"}
     assert found.keys() - own - {"help"} == OFFERED
     assert not own & FIELDS.keys()
     for field in OFFERED:
@@ -94,10 +94,10 @@ def test_every_command_offers_every_field(name: str) -> None:
 
 def test_the_help_says_what_the_table_says() -> None:
     result = CliRunner().invoke(
-        application(), ["explain", "--help"], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
+        build_app(), ["explain", "--help"], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
     )
     text = " ".join(result.output.replace("│", " ").split())
-    assert [name for name in OFFERED if " ".join(FIELDS[name].about.split()) not in text] == []
+    assert [name for name in OFFERED if " ".join(FIELDS[name].doc.split()) not in text] == []
     shown = {field.group for name, field in FIELDS.items() if name in OFFERED}
     assert [group for group in GROUPS if (f" {group.capitalize()} ─" in text) != (group in shown)] == []
 
@@ -182,7 +182,7 @@ def test_how_it_is_written(line: tuple[str, ...], expected: dict[str, Any]) -> N
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(line: tuple[str, ...], message: str) -> None:
-    result = CliRunner().invoke(application(), ["explain", *line])
+    result = CliRunner().invoke(build_app(), ["explain", *line])
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
@@ -193,4 +193,4 @@ def test_what_is_wrong_is_said_in_one_line(line: tuple[str, ...], message: str) 
 
 def test_what_cannot_be_read_is_left_to_the_config() -> None:
     with pytest.raises(ConfigError, match="`top_k` must be an int >= 0, got 'x'"):
-        GenerationConfig(**options.values_of({"top_k": "x"}))
+        GenerationConfig(**options.parse_options({"top_k": "x"}))

@@ -14,9 +14,9 @@ import pytest
 import descant as package
 from descant import testing
 from descant.cli import recipe as commands
-from descant.recipes.loading import look
+from descant.recipes.loading import inspect_recipe
 from descant.recipes.lock import Lock
-from descant.recipes.recipe import KINDS
+from descant.recipes.recipe import RECIPE_KINDS
 from tests.support.pretrained import ROOT
 
 PROMPT = "Once upon a time"
@@ -95,9 +95,10 @@ def entry(text, name):
 
 # ------------------------------------------------------------------------ new and check
 # Two processes that load everything and run the laws: CI checks one kind like this, and the others' laws and
-# tests in tests/unit/recipes/test_template.py.
+# tests in tests/unit/recipes/test_scaffold.py.
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "strategy" else pytest.param(kind, marks=pytest.mark.battery) for kind in KINDS]
+    "kind",
+    [kind if kind == "strategy" else pytest.param(kind, marks=pytest.mark.battery) for kind in RECIPE_KINDS],
 )
 def test_a_new_folder_passes_its_check_as_written(descant, here, own_lock, capfd, kind):
     result = descant("recipe", "new", "mine", "--kind", kind)
@@ -116,7 +117,7 @@ def test_a_new_folder_passes_its_check_as_written(descant, here, own_lock, capfd
 
 def test_new_is_a_strategy_unless_told(descant):
     assert descant("recipe", "new", "mine").exit_code == 0
-    assert look("./mine").kind == "strategy"
+    assert inspect_recipe("./mine").kind == "strategy"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +259,7 @@ def test_show_imports_nothing(descant, canary, own_lock):
     assert entry(text, "from") == [f"the folder {os.path.realpath('bird')}"]
     assert entry(text, "kind") == ["generate"]
     assert entry(text, "state")[0].startswith("never trusted: it runs only with trust_remote_code=True")
-    assert entry(text, "hash") == [look("./bird").contents.digest]
+    assert entry(text, "hash") == [inspect_recipe("./bird").contents.digest]
     [met, missing] = entry(text, "requirements")
     assert met.startswith("packaging>=1 (installed: 2")
     assert missing == "nowhere-to-be-found>=2 (installed: None, which does not do)"
@@ -278,7 +279,7 @@ def test_show_keeps_code_for_who_asks(descant, canary):
 def test_show_says_what_has_changed(descant, canary):
     bird(canary, **{"gone.txt": "x"})
     descant("recipe", "trust", "bird")
-    pin = look("./bird").pin
+    pin = inspect_recipe("./bird").pin
     assert entry(descant("recipe", "show", "bird").stdout, "state") == [
         f"trusted on {pin.trusted}, and pinned: it runs with trust_remote_code=True"
     ]
@@ -333,7 +334,7 @@ SPELT = r"a\x1b[2J\x9b31m\r\x08\x07\x00\u202e\u2066\u200b\ufeff\u2028\x7fz"
 def test_show_spells_out_what_a_terminal_obeys(descant, canary, monkeypatch):
     """Also where it could only be there by a gap in the checks before."""
     bird(canary)
-    real = look("./bird")
+    real = inspect_recipe("./bird")
 
     def looked(given, latest):
         contents = real.contents
@@ -343,7 +344,7 @@ def test_show_spells_out_what_a_terminal_obeys(descant, canary, monkeypatch):
         vars(changed).update(
             requirements=[], modules={"generate": b"", ODD: b""}, kinds=lambda: ("generate",)
         )
-        pin = replace(real.now, files={ODD: real.now.digest}, digest="sha256:" + "0" * 64)
+        pin = replace(real.current_pin, files={ODD: real.current_pin.digest}, digest="sha256:" + "0" * 64)
         return replace(real, reference=replace(real.reference, name=ODD), contents=changed, pin=pin)
 
     monkeypatch.setattr(commands, "look", looked)
@@ -375,7 +376,7 @@ def test_what_is_refused_is_refused_without_escapes(descant, canary):
 # ------------------------------------------------------------------------ trust, list, forget
 def test_trust_pins_and_forget_unpins(descant, canary, own_lock):
     bird(canary)
-    digest = look("./bird").contents.digest
+    digest = inspect_recipe("./bird").contents.digest
     key = f"folder:{os.path.realpath('bird')}"
     result = descant("recipe", "trust", "bird")
     assert (result.exit_code, result.stdout) == (0, f"trusted bird, 5 files, {digest}\n")
@@ -384,7 +385,7 @@ def test_trust_pins_and_forget_unpins(descant, canary, own_lock):
     Path("bird/other.py").write_text("more = 1\n")
     result = descant("recipe", "trust", "bird")
     assert result.stdout.endswith("\n  other.py has changed\n")
-    assert Lock().pin(key).digest == look("./bird").contents.digest != digest
+    assert Lock().pin(key).digest == inspect_recipe("./bird").contents.digest != digest
     result = descant("recipe", "forget", "bird")
     assert (result.exit_code, result.stdout) == (0, f"forgot {key}\n")
     assert Lock().pins() == {}
@@ -395,11 +396,14 @@ def test_trust_pins_and_forget_unpins(descant, canary, own_lock):
 
 def test_trust_only_what_was_read(descant, canary):
     bird(canary)
-    digest = look("./bird").contents.digest
+    digest = inspect_recipe("./bird").contents.digest
     Path("bird/other.py").write_text("more = 1\n")
     untouched(descant("recipe", "trust", "bird", "--digest", digest), f"not {digest}")
     assert Lock().pins() == {}
-    assert descant("recipe", "trust", "bird", "--digest", look("./bird").contents.digest).exit_code == 0
+    assert (
+        descant("recipe", "trust", "bird", "--digest", inspect_recipe("./bird").contents.digest).exit_code
+        == 0
+    )
 
 
 def test_installed_ones_need_no_trust(descant):
@@ -527,7 +531,7 @@ def test_a_missing_requirement_is_said_before_anything_runs(descant, stories, ca
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECIPE_KINDS)
 def test_generate_runs_every_kind(descant, loaded, stories, kind):
     descant("recipe", "new", "mine", "--kind", kind)
     options = {

@@ -12,8 +12,8 @@ from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
 from descant.decoding.watermark.schemes.keys import fingerprint, new_settings, write_settings
 from descant.decoding.watermark.schemes.synthid import Tournament
 from descant.decoding.watermark.synthid import SynthIDTextWatermarkDetector
-from descant.decoding.watermark.training import figures
-from descant.models.bayesian_detector import BayesianDetectorModel, read_detector
+from descant.decoding.watermark.training import compute_metrics
+from descant.models.bayesian_detector import BayesianDetectorModel, load_detector
 
 SETTINGS = SynthIDTextWatermarkingConfig(ngram_len=3, keys=(70001, 80021, 90007, 60013, 50021, 40009))
 STARTS = ("Once upon a time", "One day", "Lily and Tim", "The dog", "In the park", "Mom said")
@@ -36,10 +36,10 @@ def ids(count, marked, seed, length=40, settings=SETTINGS):
     """Texts of random tokens; of marked ones each is that of three with most coins."""
     tournament, chance = Tournament(settings), torch.Generator().manual_seed(seed)
     made = torch.randint(100, 20000, (count, length), generator=chance)
-    for place in range(tournament.width, length) if marked else ():
-        context = tournament.contexts(made[:, place - tournament.width : place])
+    for place in range(tournament.context_size, length) if marked else ():
+        context = tournament.context_hashes(made[:, place - tournament.context_size : place])
         offered = torch.randint(100, 20000, (count, 3), generator=chance)
-        best = tournament.values(context, offered).sum(2).argmax(1)
+        best = tournament.g_values(context, offered).sum(2).argmax(1)
         made[:, place] = offered[torch.arange(count), best]
     return made.tolist()
 
@@ -84,7 +84,7 @@ def test_from_prompts(descant, stories, key, tmp_path):
     assert [line.split()[0] for line in table[2:]] == ["25", "whole", "threshold", "detector"]
     assert "figures are rough" in result.stderr
 
-    config = read_detector(tmp_path / "out").config
+    config = load_detector(tmp_path / "out").config
     assert config.figures["overall"]["auc"] > 0.7, "what was generated as marked is not"
     whole = config.figures["lengths"]["whole"]
     assert whole["marked"] == whole["unmarked"] == round(0.3 * 2 * len(PROMPTS))
@@ -99,7 +99,7 @@ def test_a_seed_says_all(descant, stories, key, tmp_path):
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         result = descant("watermark", "train", stories, "--out", tmp_path / name, *common, "--seed", seed)
         assert result.exit_code == 0, result.stderr
-        found.append(read_detector(tmp_path / name))
+        found.append(load_detector(tmp_path / name))
         torch.rand(7)
     first, same, other = ([value.tolist() for value in model.state_dict().values()] for model in found)
     assert first == same
@@ -118,12 +118,12 @@ def test_from_files_it_learns_and_the_key_stays_out(descant, stories, key, files
 
     def posteriors(texts):
         line = torch.tensor(texts)
-        contexts = tournament.contexts(line[:, :-1])
-        coins = tournament.values(contexts, line[:, tournament.width :])
+        contexts = tournament.context_hashes(line[:, :-1])
+        coins = tournament.g_values(contexts, line[:, tournament.context_size :])
         with torch.no_grad():
             return model(coins, torch.ones(contexts.shape))[0]
 
-    fresh = figures(posteriors(ids(200, True, 5)), posteriors(ids(200, False, 6)))
+    fresh = compute_metrics(posteriors(ids(200, True, 5)), posteriors(ids(200, False, 6)))
     assert fresh.auc > 0.99
     assert float((posteriors(ids(400, False, 7)) > model.config.threshold).float().mean()) < 0.08
 
@@ -161,7 +161,7 @@ def test_texts_as_generate_writes_them_and_as_lines_of_text(descant, stories, lo
     common = ("--key", key, "--epochs", 1, "--tokens", 30)
     result = descant("watermark", "train", stories, *common, "--out", tmp_path / "out", *options(given))
     assert result.exit_code == 0, result.stderr
-    whole = read_detector(tmp_path / "out").config.figures["lengths"]["whole"]
+    whole = load_detector(tmp_path / "out").config.figures["lengths"]["whole"]
     assert whole["marked"] == whole["unmarked"] == round(0.3 * 12)
     assert min(counts) > 30, "else --tokens is not shown to cut"
     assert [line for line in result.stdout.splitlines() if line.startswith(("50", "100"))] == []
@@ -171,7 +171,7 @@ def test_the_key_of_the_environment(descant, stories, files, tmp_path, monkeypat
     monkeypatch.setenv("DESCANT_WATERMARK_KEY", SETTINGS.to_json_string())
     given = ("--out", tmp_path, "--epochs", 1, *options(files))
     assert descant("watermark", "train", stories, *given).exit_code == 0
-    assert read_detector(tmp_path).config.key_fingerprint == fingerprint(SETTINGS)
+    assert load_detector(tmp_path).config.key_fingerprint == fingerprint(SETTINGS)
 
 
 def test_detect_asks_it(descant, stories, key, files, tmp_path):

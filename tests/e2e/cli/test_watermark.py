@@ -11,12 +11,17 @@ import torch
 
 import descant as package
 from descant.decoding.watermark.detection import Detector
-from descant.decoding.watermark.explain import GENERALLY, meaning
-from descant.decoding.watermark.schemes import settings_of
-from descant.decoding.watermark.schemes.keys import FILE_VARIABLE, VARIABLE, fingerprint, read_settings
-from descant.decoding.watermark.schemes.synthid import repeated, tournament
-from descant.models.bayesian_detector import BayesianDetectorConfig, BayesianDetectorModel, write_detector
-from descant.models.loading import load, tokenizing
+from descant.decoding.watermark.explain import VERDICT_TEXTS, explain_verdict
+from descant.decoding.watermark.schemes import as_watermarking_config
+from descant.decoding.watermark.schemes.keys import (
+    KEY_FILE_VARIABLE,
+    KEY_VARIABLE,
+    fingerprint,
+    read_settings,
+)
+from descant.decoding.watermark.schemes.synthid import get_tournament, repetition_mask
+from descant.models.bayesian_detector import BayesianDetectorConfig, BayesianDetectorModel, save_detector
+from descant.models.loading import load, load_tokenizer
 
 PROMPT = "Once upon a time"
 SECRET = 8123456789012
@@ -35,7 +40,7 @@ PLAIN = (
 
 @pytest.fixture(autouse=True)
 def _no_key_lies_about(monkeypatch):
-    for name in (VARIABLE, FILE_VARIABLE):
+    for name in (KEY_VARIABLE, KEY_FILE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -67,9 +72,9 @@ def marked(stories):
 @pytest.fixture
 def detector(stories):
     """The library's Detector with these keys."""
-    tokenizer, vocabulary = tokenizing(stories)
+    tokenizer, vocabulary = load_tokenizer(stories)
     return lambda *names, **more: Detector(
-        {name: settings_of(KEYS[name]) for name in names}, vocabulary, tokenizer, **more
+        {name: as_watermarking_config(KEYS[name]) for name in names}, vocabulary, tokenizer, **more
     )
 
 
@@ -97,7 +102,7 @@ def test_a_marked_text_is_found(descant, stories, tmp_path, key, marked, detecto
     words = " ".join(shown.stdout.split())
     for told in (f"text {file}", "verdict marked", f"key {name}", f"{expected.scored} of {expected.tokens}"):
         assert told in words
-    assert meaning(expected) in words
+    assert explain_verdict(expected) in words
     assert not any(str(SECRET)[:9] in text for text in (result.stdout, shown.stdout))
 
 
@@ -119,16 +124,16 @@ def test_another_key_finds_nothing(descant, stories, tmp_path, key, marked, name
 def test_standard_input_with_a_key_of_the_environment(descant, stories, key, marked, detector):
     text = marked["green"][1]
     asked = ("watermark", "detect", "--model", stories, "--json")
-    [found] = read(descant(*asked, input=text + "\n", env={FILE_VARIABLE: str(key("green"))}).stdout)
+    [found] = read(descant(*asked, input=text + "\n", env={KEY_FILE_VARIABLE: str(key("green"))}).stdout)
     assert found == {"file": "-", **detector("green").text(text).to_dict()}
     told = json.dumps({"name": "green", **KEYS["green"]})
     for more in (("-",), ("-", "--key", "env")):
-        assert read(descant(*asked, *more, input=text, env={VARIABLE: told}).stdout) == [found]
+        assert read(descant(*asked, *more, input=text, env={KEY_VARIABLE: told}).stdout) == [found]
 
 
 def test_lines_have_texts_ids_prompts_and_completions(descant, stories, tmp_path, key, marked, detector):
     ids, text = marked["green"]
-    tokenizer, _ = tokenizing(stories)
+    tokenizer, _ = load_tokenizer(stories)
     before = tokenizer(PROMPT)["input_ids"]
     rows = [
         {"text": text, "id": "a"},
@@ -172,7 +177,7 @@ def test_lines_have_texts_ids_prompts_and_completions(descant, stories, tmp_path
     words = " ".join(table.split())
     verdicts = {found.verdict for _, found in expected}
     assert all(
-        (f"{verdict}: {told}" in words) == (verdict in verdicts) for verdict, told in GENERALLY.items()
+        (f"{verdict}: {told}" in words) == (verdict in verdicts) for verdict, told in VERDICT_TEXTS.items()
     )
     assert "At --alpha 0.01, 0.08 of 8 unmarked texts are called marked on average." in words
 
@@ -282,7 +287,7 @@ def test_a_short_text_cannot_be_told(descant, stories, key):
 
 
 def test_a_tokenizer_alone_needs_the_vocabulary_for_green_lists(descant, stories, tmp_path, key, marked):
-    tokenizer, _ = tokenizing(stories)
+    tokenizer, _ = load_tokenizer(stories)
     tokenizer.save_pretrained(tmp_path / "alone")
     options = ("watermark", "detect", "--model", tmp_path / "alone", "--json")
     result = descant(*options, "--key", key("green"), input=marked["green"][1])
@@ -345,7 +350,7 @@ def test_other_warnings_are_left_to_python(descant, stories, key, monkeypatch):
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: seen.append(str(message)))
     monkeypatch.setattr(
         "descant.cli.watermark.tokenizing",
-        lambda name: (warnings.warn("odd", stacklevel=1), tokenizing(name))[1],
+        lambda name: (warnings.warn("odd", stacklevel=1), load_tokenizer(name))[1],
     )
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -358,11 +363,11 @@ def test_other_warnings_are_left_to_python(descant, stories, key, monkeypatch):
 def trained(tmp_path):
     """A folder with a detector of the SynthID key that knows a little."""
     config = BayesianDetectorConfig(30)
-    config.key_fingerprint, config.threshold = fingerprint(settings_of(KEYS["synthid"])), 0.75
+    config.key_fingerprint, config.threshold = fingerprint(as_watermarking_config(KEYS["synthid"])), 0.75
     model = BayesianDetectorModel(config)
     with torch.no_grad():
         model.likelihood_model_watermarked.beta.copy_(torch.linspace(0, -4, 30)[None, None])
-    write_detector(model, tmp_path / "bayes")
+    save_detector(model, tmp_path / "bayes")
     return tmp_path / "bayes", model
 
 
@@ -374,10 +379,10 @@ def test_a_bayesian_detector_is_asked_too(descant, stories, tmp_path, key, marke
     result = descant(*asked, "--key", key("synthid", "green"), "--json", input=lines(rows))
     assert result.exit_code == 0, result.stderr
     found = [one["bayes"] for one in read(result.stdout)]
-    coins = tournament(settings_of(KEYS["synthid"]))
+    coins = get_tournament(as_watermarking_config(KEYS["synthid"]))
     line = torch.tensor([ids])
-    contexts = coins.contexts(line[:, :-1])
-    expected = model(coins.values(contexts, line[:, 4:]), ~repeated(contexts, 1024))[0]
+    contexts = coins.context_hashes(line[:, :-1])
+    expected = model(coins.g_values(contexts, line[:, 4:]), ~repetition_mask(contexts, 1024))[0]
     assert found[0]["posterior"] == pytest.approx(float(expected.detach()), abs=1e-6)
     assert found[0] == {**found[0], "threshold": 0.75, "marked": True}
     assert (found[1]["marked"], found[2]) == (False, found[0])
@@ -417,7 +422,7 @@ def test_a_key_is_made(descant, tmp_path, monkeypatch, scheme, called):
 def test_a_key_may_go_into_a_pipe(descant, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = descant("watermark", "key", "--scheme", "gumbel", "--out", "-", "--name", "ours")
-    assert list(read_settings(environment={VARIABLE: result.stdout})) == ["ours"]
+    assert list(read_settings(environment={KEY_VARIABLE: result.stdout})) == ["ours"]
     assert not list(tmp_path.iterdir())
 
 
@@ -453,7 +458,7 @@ def test_generate_marks_with_a_key_that_is_no_option(descant, loaded, stories, k
         assert (result.exit_code, result.stderr) == (0, "")
         assert result.stdout == expected[name].removesuffix("\n") + "\n"
     told = json.dumps(KEYS["synthid"])
-    result = descant("generate", stories, PROMPT, *options, "--watermark", "env", env={VARIABLE: told})
+    result = descant("generate", stories, PROMPT, *options, "--watermark", "env", env={KEY_VARIABLE: told})
     assert result.stdout == expected["synthid"].removesuffix("\n") + "\n"
     rows = lines([{"prompt": PROMPT}, {"prompt": PROMPT, "watermarking_config": KEYS["gumbel"]}])
     result = descant("generate", stories, "--input", "-", *options, "--watermark", key("green"), input=rows)

@@ -19,7 +19,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import descant
-from descant.models.rank_group import together
+from descant.models.rank_group import all_ranks_or_none
 
 RANK = int(os.environ.get("RANK", "0"))
 PROMPTS = [[11, 12], [21, 22, 23, 24], [31, 32, 33]]
@@ -103,7 +103,7 @@ def nested(model: Any, failing: Failing) -> Answer:
     """A call inside a block that no rank leaves alone, as calls inside calls are."""
 
     def run() -> Any:
-        with together(model):
+        with all_ranks_or_none(model):
             given = {**padded(PROMPTS), "max_new_tokens": 8, "eos_token_id": None}
             return descant.generate(model, **given, logits_processor=[failing]).tolist()
 

@@ -17,7 +17,7 @@ import torch
 
 import descant
 from descant.errors import RankError
-from descant.models.rank_group import ranks_of, together
+from descant.models.rank_group import all_ranks_or_none, rank_group_of
 from tests.e2e.devices import rank_script
 from tests.support.tiny_models import Tiny
 
@@ -201,8 +201,8 @@ def test_a_rank_with_prompts_of_its_own_fails_alone(answers: Answers, llama: Tin
 
 # ------------------------------------------------------------------------ in one process
 def test_a_whole_model_has_no_ranks(llama: Tiny) -> None:
-    assert ranks_of(llama.model) is None
-    with pytest.raises(OSError, match="as it is"), together(llama.model):
+    assert rank_group_of(llama.model) is None
+    with pytest.raises(OSError, match="as it is"), all_ranks_or_none(llama.model):
         raise OSError("as it is")
 
 

@@ -15,7 +15,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor
 
 import descant
-from descant.models.devices import input_device, spread
+from descant.models.devices import input_device, is_multi_device
 from descant.models.transformers_model import TransformersModel
 from tests.e2e.devices.fake_devices import FIRST, SECOND, Pretended, placed, pretended
 from tests.support.tiny_models import Tiny, pad, prompts
@@ -211,10 +211,10 @@ def test_a_model_that_answers_elsewhere_is_heard(tiny: Models) -> None:
 def test_where_a_model_takes_its_inputs(tiny: Models) -> None:
     one = tiny("llama")
     assert input_device(one.model) == torch.device("cpu")
-    assert not spread(one.model)
+    assert not is_multi_device(one.model)
     with pretended():
         model = dealt_out(one)
-        assert (input_device(model), spread(model)) == (FIRST, True)
+        assert (input_device(model), is_multi_device(model)) == (FIRST, True)
         assert TransformersModel(model).device == FIRST
 
 

@@ -59,12 +59,12 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_commands_are_all_there_with_their_options() -> None:
-    from descant.cli.application import COMMANDS, GROUPS
+    from descant.cli.application import COMMAND_GROUPS, GENERATION_COMMANDS
 
     page = api_pages.commands()
     heads = re.findall(r"^## descant (.+)$", page, re.MULTILINE)
-    grouped = {f"{group} {name}" for group, (_, some) in GROUPS.items() for name in some}
-    assert {*COMMANDS, *grouped, "tree", "show"} == set(heads)
+    grouped = {f"{group} {name}" for group, (_, some) in COMMAND_GROUPS.items() for name in some}
+    assert {*GENERATION_COMMANDS, *grouped, "tree", "show"} == set(heads)
     assert len(heads) == len(set(heads))
     assert page.count("every field of [GenerationConfig]") >= 1
 

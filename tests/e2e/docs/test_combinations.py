@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import descant
-from descant.config.validation import CLASHES
+from descant.config.validation import INCOMPATIBLE
 from tools.docs import combinations
 
 
@@ -26,7 +26,7 @@ def test_every_method_is_a_line_of_the_first_table() -> None:
 
 
 FIELDS = {name for method in combinations.METHODS for name in method.fields}
-REASONS = [reason for field, other, reason in CLASHES if {field, other} <= FIELDS]
+REASONS = [reason for field, other, reason in INCOMPATIBLE if {field, other} <= FIELDS]
 
 
 @pytest.mark.parametrize("reason", REASONS)

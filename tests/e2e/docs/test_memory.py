@@ -8,8 +8,8 @@ import transformers
 
 import descant
 from descant.config.generation_config import GenerationConfig
-from descant.engine.cache_factory import KINDS
-from descant.engine.cache_sizing import wanted
+from descant.engine.cache_factory import CACHES
+from descant.engine.cache_sizing import cache_request
 from tools.docs import cache_tables
 
 
@@ -25,7 +25,7 @@ def test_the_page_is_current(model: Any) -> None:
 
 def test_every_cache_is_a_line_and_every_class_is_public() -> None:
     lines = cache_tables.PAGE.read_text(encoding="utf-8").splitlines()
-    assert [name for name in KINDS if sum(line.startswith(f'| `"{name}"` | `') for line in lines) != 1] == []
+    assert [name for name in CACHES if sum(line.startswith(f'| `"{name}"` | `') for line in lines) != 1] == []
     for classes in cache_tables.CLASSES.values():
         for one in classes:
             assert getattr(descant, one.__name__) is one
@@ -50,7 +50,7 @@ def test_what_is_said_to_be_taken_is_taken(model: Any) -> None:
 def test_what_is_said_to_be_taken_back_is_what_the_cache_says(model: Any) -> None:
     target = cache_tables.stand_in(model, "full_attention")
     for name in ("dynamic", "sink", "h2o"):
-        want = wanted(target, GenerationConfig(), name, cache_tables.LONG)
-        back = KINDS[name].build(want).rewind
-        told = cache_tables.line(name, model, cache_tables.geometry_of(model))[5]
+        want = cache_request(target, GenerationConfig(), name, cache_tables.LONG)
+        back = CACHES[name].build(want).max_rewind
+        told = cache_tables.line(name, model, cache_tables.kv_shape_of(model))[5]
         assert told == ("all" if back is None else f"{back} tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from descant.models.hf_caches.registry import (
+from descant.models.hf_caches.exports import (
     DynamicCache,
     EncoderDecoderCache,
     HQQQuantizedCache,

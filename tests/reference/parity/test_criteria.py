@@ -9,7 +9,7 @@ import transformers
 
 from descant import InputError
 from descant.decoding.stopping import criteria
-from descant.tokenization.token_bytes import Vocabulary
+from descant.tokenization.token_bytes import TokenBytes
 from tests.reference.oracle.client import OracleError
 from tests.support import pretrained, wordpiece
 
@@ -108,7 +108,7 @@ class Near:
 
     def __init__(self, tokenizer, strings, draw):
         self.tokenizer, self.strings, self.draw = tokenizer, strings, draw
-        known = Vocabulary.of(tokenizer).bytes
+        known = TokenBytes.from_tokenizer(tokenizer).bytes
         special = set(tokenizer.all_special_ids)
         self.plain = [at for at, one in enumerate(known) if whole(one) and at not in special]
         self.exact, self.begin, self.end = {}, {}, {}
@@ -184,7 +184,7 @@ def test_stop_strings(name, oracle, loaded):
     for case, theirs in zip(cases, asked(oracle, cases), strict=True):
         ours = criteria.StopStringCriteria(tokenizer, case["arguments"]["stop_strings"])
         verdicts = [ours(ids, None) for ids in case["calls"]]
-        known = Vocabulary.of(tokenizer).bytes
+        known = TokenBytes.from_tokenizer(tokenizer).bytes
         for ids, mine, other in zip(case["calls"], verdicts, theirs, strict=True):
             for row, a, b in zip(ids.tolist(), mine.tolist(), other.tolist(), strict=True):
                 assert a == b, (case["arguments"], a, b, [known[at] for at in row])

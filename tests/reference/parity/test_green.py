@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from descant.decoding.processors.green_list import WatermarkLogitsProcessor
-from descant.decoding.watermark.green import GreenScheme, WatermarkDetector
+from descant.decoding.watermark.green_list import GreenListScheme, WatermarkDetector
 from descant.decoding.watermark.schemes import WatermarkingConfig
 from descant.decoding.watermark.schemes.green_list import GreenList
 from descant.decoding.watermark.statistics import binomial_tail
@@ -48,7 +48,7 @@ def test_the_same_lists(size, oracle):
         settings = WatermarkingConfig(
             given.arguments["greenlist_ratio"], hashing_key=given.arguments["hashing_key"]
         )
-        mine = GreenList(settings, size).mask(given.input_ids[:, 0].tolist())
+        mine = GreenList(settings, size).green_mask(given.input_ids[:, 0].tolist())
         assert torch.equal(mine, theirs > 0), given.arguments
 
 
@@ -178,12 +178,14 @@ def test_the_p_value_is_exact(oracle):
     greens = GreenList(WatermarkingConfig(hashing_key=104_729), TEXT["vocab_size"])
     row, rng = [5], random.Random(8)
     while len(row) < 300:
-        green = greens.mask(row[-1:])[0]
+        green = greens.green_mask(row[-1:])[0]
         row.append(rng.choice(green.nonzero()[:, 0].tolist() if rng.random() < 0.18 else range(2, 200)))
     mine, theirs = both(oracle, detected("lefthash"), torch.tensor([row]))
     count, hits = int(mine["num_tokens_scored"][0]), int(mine["num_green_tokens"][0])
     assert mine["z_score"][0] == theirs["z_score"][0] > 4
-    assert mine["p_value"][0] == pytest.approx(binomial_tail(count, hits, greens.size / greens.vocabulary))
+    assert mine["p_value"][0] == pytest.approx(
+        binomial_tail(count, hits, greens.num_green / greens.vocab_size)
+    )
     assert theirs["p_value"][0] < 0.6 * mine["p_value"][0]
 
 
@@ -210,8 +212,8 @@ def test_after_token_zero_no_key_is_asked(oracle):
     ]
     theirs = process(oracle, cases)
     assert all(torch.equal(one, theirs[0]) for one in theirs)
-    scheme = GreenScheme(WatermarkingConfig(hashing_key=KEYS[1]), 97)
-    assert scheme.evidence(np.array([5, 0, 6, 7])).scored.tolist() == [False, True, False, True]
+    scheme = GreenListScheme(WatermarkingConfig(hashing_key=KEYS[1]), 97)
+    assert scheme.score_tokens(np.array([5, 0, 6, 7])).mask.tolist() == [False, True, False, True]
 
 
 def test_selfhash_on_few_tokens(oracle):

@@ -11,11 +11,11 @@ import torch
 import transformers
 
 import descant
-from descant.api.call import merged
+from descant.api.call import merge_configs
 from descant.engine import memory_check
-from descant.engine.cache_factory import KINDS
+from descant.engine.cache_factory import CACHES
 from descant.models import kv_shape
-from descant.models.kv_shape import geometry_of
+from descant.models.kv_shape import kv_shape_of
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -59,10 +59,10 @@ def llama() -> Any:
 
 def measured(model: Any, prompt: int, batch: int, **fields: Any) -> int:
     """What the cache of a session takes in its last step."""
-    config = merged(model, None, {**fields, "eos_token_id": None})[0]
+    config = merge_configs(model, None, {**fields, "eos_token_id": None})[0]
     session = descant.Session(model)
     ids = torch.randint(3, 90, (batch, prompt), generator=torch.Generator().manual_seed(1))
-    session.admit(*(descant.Request(line.tolist(), config, merged=True) for line in ids))
+    session.admit(*(descant.Request(line.tolist(), config, config_merged=True) for line in ids))
     last = 0
     while len(session):
         last = session.report().cache_bytes or last
@@ -79,19 +79,19 @@ def fields_of(kind: str, **more: Any) -> dict[str, Any]:
 def test_the_estimate_is_what_the_cache_takes(name: str) -> None:
     model = made(name)
     told = descant.estimate(model, prompt_length=70, batch=2, max_new_tokens=34)
-    assert told.kind == "dynamic"
+    assert told.cache_name == "dynamic"
     assert measured(model, 70, 2, max_new_tokens=34) == pytest.approx(told.bytes, rel=0.05)
-    assert {"dynamic", "paged", "static", "quantized"} <= told.kinds.keys()
+    assert {"dynamic", "paged", "static", "quantized"} <= told.total_bytes.keys()
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"mamba", "sliding_window"}))
+@pytest.mark.parametrize("kind", sorted(CACHES.keys() - {"mamba", "sliding_window"}))
 @pytest.mark.parametrize("many", [{}, {"do_sample": True, "num_return_sequences": 3}])
 def test_every_kind_is_estimated_as_it_is(kind: str, many: dict[str, Any], llama: Any) -> None:
     if kind == "quantized":
         pytest.importorskip("optimum.quanto")
     fields = fields_of(kind, **many)
     told = descant.estimate(llama, prompt_length=70, batch=2, **fields)
-    assert told.kind == kind
+    assert told.cache_name == kind
     assert measured(llama, 70, 2, **fields) == pytest.approx(told.bytes, rel=0.05)
 
 
@@ -101,19 +101,19 @@ def test_windows_are_counted(name: str, kind: str) -> None:
     model = made(name)
     told = descant.estimate(model, prompt_length=300, **fields_of(kind))
     assert measured(model, 300, 1, **fields_of(kind)) == pytest.approx(told.bytes, rel=0.05)
-    assert told.kinds[kind] < told.kinds["dynamic"]
+    assert told.total_bytes[kind] < told.total_bytes["dynamic"]
 
 
 def test_beams_share_a_prompt_only_where_they_do(llama: Any) -> None:
     told = descant.estimate(llama, prompt_length=256, max_new_tokens=32, num_beams=4)
-    assert (told.kind, told.rows, told.positions) == ("paged", 4, 256 + 31)
+    assert (told.cache_name, told.rows, told.positions) == ("paged", 4, 256 + 31)
     # How much beams share after the prompt nobody knows before: nothing at the least.
     real = measured(llama, 256, 1, max_new_tokens=32, num_beams=4)
     assert 0.5 * told.bytes <= real <= told.bytes
-    assert told.kinds["dynamic"] > 2 * told.kinds["paged"]
+    assert told.total_bytes["dynamic"] > 2 * told.total_bytes["paged"]
     assert measured(
         llama, 256, 1, max_new_tokens=32, num_beams=4, cache_implementation="dynamic"
-    ) == pytest.approx(told.kinds["dynamic"], rel=0.05)
+    ) == pytest.approx(told.total_bytes["dynamic"], rel=0.05)
 
 
 def test_candidates_of_contrastive_search_are_rows(llama: Any) -> None:
@@ -143,7 +143,7 @@ def test_an_encoder_is_read_once_a_prompt() -> None:
     )
     cross = 3 * 50 * 2 * 2 * 2 * 8 * 4  # prompts, positions, layers, keys and values, heads, numbers, bytes
     assert few.bytes - cross == pytest.approx((many.bytes - cross) / 4)
-    assert geometry_of(model).cross == cross // 150
+    assert kv_shape_of(model).cross_bytes == cross // 150
 
 
 def test_a_state_of_a_models_own_is_weighed() -> None:
@@ -151,17 +151,17 @@ def test_a_state_of_a_models_own_is_weighed() -> None:
         transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2)
     )
     told = descant.estimate(model, prompt_length=1000, batch=2, max_new_tokens=20)
-    assert told.kind == "mamba"
+    assert told.cache_name == "mamba"
     # Two layers of 32 channels: a window of 4 for the convolution and a state of 16, for each of two rows.
     assert told.bytes == 2 * 2 * 32 * (4 + 16) * 4
-    assert set(told.kinds) == {"mamba", "hybrid", "dynamic"}
+    assert set(told.total_bytes) == {"mamba", "hybrid", "dynamic"}
 
 
 def test_what_nobody_can_know_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1)
     )
-    monkeypatch.setattr(kv_shape, "_fed", _fails)
+    monkeypatch.setattr(kv_shape, "_feed_row", _fails)
     told = descant.estimate(model, prompt_length=10)
     assert told.bytes is None
     assert "unknown" in str(told)
@@ -173,10 +173,10 @@ def _fails(*_: Any) -> Any:
 
 def test_it_can_be_read(llama: Any) -> None:
     told = descant.estimate(llama, prompt_length=100, max_new_tokens=29)
-    assert told.per_token["static"] == told.kinds["static"] / 128
+    assert told.bytes_per_token["static"] == told.total_bytes["static"] / 128
     lines = str(told).splitlines()
     assert lines[0] == "1 row of 128 positions"
-    assert [line.split()[0] for line in lines[2:]] == list(told.kinds)
+    assert [line.split()[0] for line in lines[2:]] == list(told.total_bytes)
     assert [line.split()[0] for line in lines if " * " in line] == ["dynamic"]
 
 
@@ -189,7 +189,7 @@ def test_sizes_are_checked(wrong: dict[str, Any], llama: Any) -> None:
 def test_a_model_that_is_trained_draws_nothing() -> None:
     model = made("gpt2").train()  # its dropout would move the generator
     before = torch.get_rng_state()
-    geometry_of(model)
+    kv_shape_of(model)
     assert torch.equal(before, torch.get_rng_state())
     assert model.training
 
@@ -198,8 +198,8 @@ def test_a_model_that_is_trained_draws_nothing() -> None:
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with 64 KiB left, and a look at every run."""
-    monkeypatch.setattr(memory_check, "_LITTLE", 0)
-    monkeypatch.setattr(memory_check, "free", lambda device: 64 * 1024)
+    monkeypatch.setattr(memory_check, "_MIN_CHECKED_BYTES", 0)
+    monkeypatch.setattr(memory_check, "free_bytes", lambda device: 64 * 1024)
 
 
 @pytest.mark.usefixtures("tight")
@@ -218,14 +218,14 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated(llama: Any) -> 
         assert (
             descant.estimate(
                 llama, prompt_length=100, batch=4, max_new_tokens=40, cache_implementation=name
-            ).peak[name]
+            ).peak_bytes[name]
             <= 64 * 1024
         )
 
 
 @pytest.mark.usefixtures("tight")
 def test_what_is_proposed_runs(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_check, "free", lambda device: 128 * 1024)
+    monkeypatch.setattr(memory_check, "free_bytes", lambda device: 128 * 1024)
     ids = torch.randint(3, 90, (1, 100))
     fields = {"max_new_tokens": 20, "num_beams": 6}
     with pytest.raises(descant.NotEnoughMemory, match='cache_implementation="paged"') as caught:
@@ -260,20 +260,22 @@ def test_a_refused_request_does_not_choose_the_cache(llama: Any) -> None:
 
 
 def test_a_small_run_is_not_looked_at(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_check, "free", lambda device: 0)
+    monkeypatch.setattr(memory_check, "free_bytes", lambda device: 0)
     ids = torch.randint(3, 90, (1, 10))
     assert descant.generate(llama, ids, max_new_tokens=2).shape == (1, 12)
 
 
 def test_the_look_costs_microseconds(llama: Any) -> None:
     session = descant.Session(llama)
-    config = merged(llama, None, {"max_new_tokens": 20})[0]
-    known = session._admission.planned(descant.Request([5], config, merged=True), session.model.facts)
+    config = merge_configs(llama, None, {"max_new_tokens": 20})[0]
+    known = session._admission.make_plan(
+        descant.Request([5], config, config_merged=True), session.model.facts
+    )
     asked = [(known, 10, 30, 0)]
     best = float("inf")
     for _ in range(200):
         begin = time.perf_counter()
-        memory_check.refuse_unfitting(session.model, session._cache, None, asked, None)
+        memory_check.check_kv_fits(session.model, session._cache, None, asked, None)
         best = min(best, time.perf_counter() - begin)
     assert best < 100e-6
 
@@ -286,23 +288,23 @@ def test_what_the_machine_and_its_groups_leave_is_free(
     inner = tmp_path / "groups" / "a" / "b"
     inner.mkdir(parents=True)
     monkeypatch.setattr(memory_check, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory_check, "_GROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(memory_check, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory_check, "_CGROUP_FILE", tmp_path / "cgroup")
+    monkeypatch.setattr(memory_check, "_CGROUP_ROOT", tmp_path / "groups")
     cpu = torch.device("cpu")
-    assert memory_check.free(cpu) == 800 * 1024
+    assert memory_check.free_bytes(cpu) == 800 * 1024
     (inner / "memory.max").write_text("max\n")
     (inner / "memory.current").write_text("1000\n")
-    assert memory_check.free(cpu) == 800 * 1024
+    assert memory_check.free_bytes(cpu) == 800 * 1024
     (inner.parent / "memory.max").write_text("500000\n")
     (inner.parent / "memory.current").write_text("300000\n")
     (inner.parent / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert memory_check.free(cpu) == 250000
+    assert memory_check.free_bytes(cpu) == 250000
     (tmp_path / "cgroup").write_text("4:memory:/c\n")
     old = tmp_path / "groups" / "memory"
     old.mkdir()
     (old / "memory.limit_in_bytes").write_text("400000\n")
     (old / "memory.usage_in_bytes").write_text("390000\n")
-    assert memory_check.free(cpu) == 10000
+    assert memory_check.free_bytes(cpu) == 10000
     (tmp_path / "meminfo").unlink()
-    assert memory_check.free(cpu) is None
-    assert memory_check.free(torch.device("meta")) is None
+    assert memory_check.free_bytes(cpu) is None
+    assert memory_check.free_bytes(torch.device("meta")) is None

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 import descant
 from descant import ConfigError, Finished, GenerationConfig, InputError, Request, Session, UnsupportedModel
 from descant.api.prefill import _digest
-from descant.kv_cache.cached_row import Past, contents
-from descant.models.hf_caches import registry
-from descant.models.hf_caches.registry import DynamicCache, PagedCache
+from descant.kv_cache.cached_row import CachedRow, read_layers
+from descant.models.hf_caches import exports
+from descant.models.hf_caches.exports import DynamicCache, PagedCache
 from tests.support import tiny_models as tinies
 
 BATTERY = pytest.mark.battery
@@ -183,8 +183,8 @@ def test_a_cache_holds_every_returned_sequence_in_order(kind, method, llama):
     assert cache.lengths.tolist() == [len(one) for one in expected]
     for line, tokens in enumerate(expected):
         cold = descant.prefill(llama.model, torch.tensor(tokens), cache="dynamic")
-        mine = contents(cache.store, torch.tensor([line]))
-        for layer, pair in contents(cold.store, torch.tensor([0])).items():
+        mine = read_layers(cache.store, torch.tensor([line]))
+        for layer, pair in read_layers(cold.store, torch.tensor([0])).items():
             for got, want in zip(mine[layer], pair, strict=True):
                 torch.testing.assert_close(got[:, :, : len(tokens)], want[:, :, : len(tokens)])
 
@@ -341,14 +341,14 @@ def test_a_cache_of_transformers_keeps_the_columns_of_a_padded_batch(name, tiny)
 def documented(config):
     """Caches by their documented names, with room for all that these tests read."""
     return {
-        "offloaded": registry.OffloadedCache,
-        "static": lambda: registry.StaticCache(config, batch_size=8, max_cache_len=120),
-        "offloaded, static": lambda: registry.OffloadedStaticCache(config, 8, 120, device="cpu"),
-        "sliding": lambda: registry.SlidingWindowCache(config, batch_size=8, max_cache_len=120),
-        "hybrid": lambda: registry.HybridCache(config, batch_size=8, max_cache_len=120),
-        "sink": lambda: registry.SinkCache(window_length=100, num_sink_tokens=4),
-        "snapkv": lambda: registry.SnapKVCache(budget=100, window=8),
-        "h2o": lambda: registry.H2OCache(budget=100),
+        "offloaded": exports.OffloadedCache,
+        "static": lambda: exports.StaticCache(config, batch_size=8, max_cache_len=120),
+        "offloaded, static": lambda: exports.OffloadedStaticCache(config, 8, 120, device="cpu"),
+        "sliding": lambda: exports.SlidingWindowCache(config, batch_size=8, max_cache_len=120),
+        "hybrid": lambda: exports.HybridCache(config, batch_size=8, max_cache_len=120),
+        "sink": lambda: exports.SinkCache(window_length=100, num_sink_tokens=4),
+        "snapkv": lambda: exports.SnapKVCache(budget=100, window=8),
+        "h2o": lambda: exports.H2OCache(budget=100),
     }
 
 
@@ -466,8 +466,8 @@ def test_prefill_takes_ids_masks_and_text(llama):
         descant.prefill(llama.model, [5, 6, 7], chunk=2),
     ):
         assert [tokens.tolist() for tokens in cache.tokens] == [[5, 6, 7]]
-        for layer, pair in contents(one.store, torch.tensor([0])).items():
-            for got, want in zip(contents(cache.store, torch.tensor([0]))[layer], pair, strict=True):
+        for layer, pair in read_layers(one.store, torch.tensor([0])).items():
+            for got, want in zip(read_layers(cache.store, torch.tensor([0]))[layer], pair, strict=True):
                 torch.testing.assert_close(got[:, :, :3], want[:, :, :3])
     two = descant.prefill(llama.model, ["5 6 7", "8"], tokenizer=Words(), cache=DynamicCache())
     assert two.lengths.tolist() == [3, 1]
@@ -507,11 +507,11 @@ def test_a_cache_written_and_read_is_the_same(kind, llama, tmp_path):
     cache.save(path)
     assert [one.name for one in tmp_path.iterdir()] == ["prompt.safetensors"]
     back = descant.load_cache(path, llama.model)
-    assert (back.frozen, type(back.store)) == (True, type(cache.store))
+    assert (back.read_only, type(back.store)) == (True, type(cache.store))
     assert [one.tolist() for one in back.tokens] == [one.tolist() for one in cache.tokens]
     rows = torch.arange(2)
-    for layer, pair in contents(cache.store, rows).items():
-        for got, want in zip(contents(back.store, rows)[layer], pair, strict=True):
+    for layer, pair in read_layers(cache.store, rows).items():
+        for got, want in zip(read_layers(back.store, rows)[layer], pair, strict=True):
             for row, size in enumerate((21, 5)):
                 assert torch.equal(got[row, :, :size], want[row, :, :size])
     call = {"attention_mask": mask, **NEW}
@@ -620,11 +620,13 @@ def test_a_request_with_a_past_is_admitted_mid_flight(kind, llama):
     cache = descant.prefill(llama.model, beginning, cache=kind)
     config = GenerationConfig(**NEW)
     session = Session(llama.model)
-    numbers = session.admit(Request(whole[0], config), Request(whole[1], config, past=cache))
+    numbers = session.admit(Request(whole[0], config), Request(whole[1], config, past_key_values=cache))
     ends = ended(session.step())
-    numbers += session.admit(Request(whole[2], config, past=Past(cache.store)), Request([5, 6, 7], config))
+    numbers += session.admit(
+        Request(whole[2], config, past_key_values=CachedRow(cache.store)), Request([5, 6, 7], config)
+    )
     ends |= ended(session.step())
-    numbers += session.admit(Request(whole[3], config, past=cache.store))
+    numbers += session.admit(Request(whole[3], config, past_key_values=cache.store))
     ends |= ended(session.drain())
     for number, text in zip(numbers, [*whole[:3], [5, 6, 7], whole[3]], strict=True):
         cold = descant.generate(llama.model, torch.tensor([text]), **NEW)[0, len(text) :]
@@ -635,7 +637,7 @@ def test_what_a_request_keeps_is_the_past_of_the_next(llama):
     session = Session(llama.model)
     prompt = tinies.prompts(llama.arch, [9], 0)[0]
     config = GenerationConfig(num_return_sequences=3, do_sample=True, seed=1, **NEW)
-    number = session.admit(Request(prompt, config, keep=True))[0]
+    number = session.admit(Request(prompt, config, return_past_key_values=True))[0]
     session.admit(Request(prompt, config))
     ends = ended(session.drain())
     assert [end.pasts == () for end in ends.values()] == [False, True]
@@ -643,7 +645,7 @@ def test_what_a_request_keeps_is_the_past_of_the_next(llama):
     for one, past in zip(mine.hypotheses, mine.pasts, strict=True):
         text = [*prompt, *one.tokens.tolist(), 7, 8]
         assert past.length == 9 + len(one.tokens) - 1
-        next_one = session.admit(Request(text, GenerationConfig(**NEW), past=past))[0]
+        next_one = session.admit(Request(text, GenerationConfig(**NEW), past_key_values=past))[0]
         cold = descant.generate(llama.model, torch.tensor([text]), **NEW)[0, len(text) :]
         assert ended(session.drain())[next_one].hypotheses[0].tokens.tolist() == cold.tolist()
 
@@ -651,14 +653,14 @@ def test_what_a_request_keeps_is_the_past_of_the_next(llama):
 def test_what_a_beam_search_throws_out_takes_no_room(llama):
     session = Session(llama.model)
     config = GenerationConfig(num_beams=4, max_new_tokens=30)
-    session.admit(Request(tinies.prompts(llama.arch, [9], 0)[0], config, keep=True))
-    archive, most = session._recall._archive, 0
+    session.admit(Request(tinies.prompts(llama.arch, [9], 0)[0], config, return_past_key_values=True))
+    archive, most = session._prefix_reuse._finished_kv, 0
     ends = []
     while len(session):
         ends += [event for event in session.step() if isinstance(event, Finished)]
         most = max(most, len(archive))
     assert 0 < most <= 4 + 4  # a pool, and what has just ended
-    assert len(ends[0].pasts) == 1
+    assert len(ends[0].past_key_values) == 1
     ends.clear()
     assert len(archive) == 0
 
@@ -666,7 +668,7 @@ def test_what_a_beam_search_throws_out_takes_no_room(llama):
 def test_a_past_must_be_one(llama):
     for wrong in (3, [1, 2], descant.prefill(llama.model, torch.tensor([[5, 6], [7, 8]]))):
         with pytest.raises(InputError, match="`past`"):
-            Session(llama.model).admit(Request([5, 6, 7], GenerationConfig(**NEW), past=wrong))
+            Session(llama.model).admit(Request([5, 6, 7], GenerationConfig(**NEW), past_key_values=wrong))
 
 
 # ------------------------------------------------------------------------ without a cache, and in parts

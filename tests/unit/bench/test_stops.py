@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from bench import stops
-from descant.tokenization.stop_strings import StopTable
+from descant.tokenization.stop_strings import StopStringMatcher
 from tests.support import wordpiece
 
 
@@ -39,9 +39,9 @@ def test_it_prints_a_line_for_each_choice_of_strings(small: Any, capsys: pytest.
 
 
 def test_a_copy_of_a_tokenizer_is_cold(small: Any) -> None:
-    table = StopTable.of(small, "stop")
-    assert StopTable.of(small, "stop") is table
-    assert StopTable.of(copy.copy(small), "stop") is not table
+    table = StopStringMatcher.from_tokenizer(small, "stop")
+    assert StopStringMatcher.from_tokenizer(small, "stop") is table
+    assert StopStringMatcher.from_tokenizer(copy.copy(small), "stop") is not table
 
 
 def test_times_are_medians_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from descant.config.fields import FrozenMap
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.errors import ConfigError, shown
+from descant.errors import ConfigError, format_value
 from tests.support.config_cases import CASES, EVERY_MISTAKE, EVERY_VALUE, made
 
 
@@ -16,7 +16,7 @@ def test_the_cases_cover_every_field():
     assert all(good and bad for good, bad in CASES.values())
 
 
-@pytest.mark.parametrize(("name", "value"), EVERY_VALUE, ids=shown)
+@pytest.mark.parametrize(("name", "value"), EVERY_VALUE, ids=format_value)
 def test_a_good_value_is_kept_in_one_plain_hashable_form(name, value):
     config = made(name, value)
     kept = getattr(config, name)
@@ -29,14 +29,14 @@ def test_a_good_value_is_kept_in_one_plain_hashable_form(name, value):
         assert kept == pytest.approx(float(value))
 
 
-@pytest.mark.parametrize(("name", "value"), EVERY_MISTAKE, ids=shown)
+@pytest.mark.parametrize(("name", "value"), EVERY_MISTAKE, ids=format_value)
 def test_a_bad_value_is_refused_by_name(name, value):
     for make in (made, lambda name, value: GenerationConfig(**{name: value})):
         with pytest.raises(ConfigError) as error:
             make(name, value)
         assert error.value.field == name
         assert str(error.value).startswith(f"`{name}` must be ")
-        assert f"got {shown(value)}" in str(error.value)
+        assert f"got {format_value(value)}" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant.config import generation_config as config_module
-from descant.config.generation_config import FIELDS, GROUPS, LATER, GenerationConfig, register_explainer
+from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED, GenerationConfig, register_explainer
 from descant.errors import ConfigError, DescantError, HubError, InputError, NotInThisVersion
 from tests.support.config_cases import CASES, EVERY_VALUE, made
 
@@ -77,24 +77,28 @@ def test_the_table_is_fit_for_a_document():
         assert field.name == name
         assert field.group in GROUPS
         assert field.type
-        assert field.about.endswith(".")
-        assert "\n" not in field.about
-        assert field.later == (name in LATER)
+        assert field.doc.endswith(".")
+        assert "\n" not in field.doc
+        assert field.unsupported == (name in UNSUPPORTED)
     assert {field.group for field in FIELDS.values()} == set(GROUPS)
-    assert len({field.about for field in FIELDS.values()}) == len(FIELDS)
+    assert len({field.doc for field in FIELDS.values()}) == len(FIELDS)
 
 
 def test_what_is_not_built_yet_is_known_and_may_only_shrink():
-    assert set(LATER) == NOT_YET
+    assert set(UNSUPPORTED) == NOT_YET
 
 
 @pytest.mark.parametrize("name", sorted(NOT_YET))
 def test_a_method_that_is_not_built_is_refused_in_code_and_its_neutral_value_is_not(name):
-    for neutral in LATER[name].neutral:
+    for neutral in UNSUPPORTED[name].no_op_values:
         assert getattr(GenerationConfig(**{name: neutral}), name) == (
             FIELDS[name].default if neutral is None else neutral
         )
-    asked = [value for value in CASES[name][0] if getattr(made(name, value), name) not in LATER[name].neutral]
+    asked = [
+        value
+        for value in CASES[name][0]
+        if getattr(made(name, value), name) not in UNSUPPORTED[name].no_op_values
+    ]
     assert asked
     for value in asked:
         with pytest.raises(
@@ -429,5 +433,5 @@ def test_any_merge_gives_the_nearest_value_or_an_error_that_names_a_given_field(
             source = "default"
         wanted = FIELDS[name].default if source == "default" else getattr(levels[source], name)
         assert (merged.source(name), getattr(merged, name)) == (source, wanted)
-        assert name not in LATER or wanted in LATER[name].neutral
+        assert name not in UNSUPPORTED or wanted in UNSUPPORTED[name].no_op_values
     assert GenerationConfig.merge({}, merged) == merged

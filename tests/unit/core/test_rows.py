@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from descant.core.rows import Column, Rows, join, pick
+from descant.core.rows import Column, Rows, concat_padded, index_rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def test_take_reorders_forks_and_drops_every_column():
     assert told(rows) == [[21], [1, 2], [21]]
     assert rows.columns["names"].held == ("c", "a", "c")
     assert rows.column("score").flatten().tolist() == [3.0, 1.0, 3.0]
-    for name in Rows.HOST:
+    for name in Rows.HOST_FIELDS:
         assert len(getattr(rows, name)) == 3
     assert rows.request.tolist() == [2, 0, 2]
 
@@ -132,9 +132,9 @@ def test_positions_count_what_has_no_token():
 
 
 def test_join_and_pick():
-    assert join(torch.tensor([1]), torch.tensor([2, 3])).tolist() == [1, 2, 3]
-    assert join(torch.tensor([[1, 2]]), torch.tensor([[3]]), 9).tolist() == [[1, 2], [3, 9]]
-    assert pick(torch.tensor([[1], [2]]), torch.tensor([1, 1])).tolist() == [[2], [2]]
+    assert concat_padded(torch.tensor([1]), torch.tensor([2, 3])).tolist() == [1, 2, 3]
+    assert concat_padded(torch.tensor([[1, 2]]), torch.tensor([[3]]), 9).tolist() == [[1, 2], [3, 9]]
+    assert index_rows(torch.tensor([[1], [2]]), torch.tensor([1, 1])).tolist() == [[2], [2]]
 
 
 def test_a_column_of_python_state_is_no_tensor():

@@ -6,9 +6,9 @@ import pytest
 import torch
 from scipy import stats
 
-from descant.core.context import Params
+from descant.core.context import RowParams
 from descant.core.rows import Rows
-from descant.core.sampling_noise import Chance, keyed_exponential
+from descant.core.sampling_noise import SamplingNoise, keyed_exponential
 
 CPU = torch.device("cpu")
 
@@ -87,12 +87,14 @@ def rows(seeds, lines=None, slots=None, lengths=None):
     values = {"seed": torch.tensor(seeds), "line": torch.tensor(lines or list(range(count)))}
     slot = torch.tensor(slots) if slots else zeros
     tokens = torch.zeros(count, 4, dtype=torch.long)
-    return Rows(tokens, length, zeros, zeros, length, torch.arange(count), slot, {"params": Params(values)})
+    return Rows(
+        tokens, length, zeros, zeros, length, torch.arange(count), slot, {"params": RowParams(values)}
+    )
 
 
 def test_without_seeds_the_race_is_torchs_own_multinomial():
-    chance = Chance()
-    chance.lines = 5
+    chance = SamplingNoise()
+    chance.num_rows = 5
     law = torch.rand(5, 300).softmax(-1)
     for count in (1, 4):
         torch.manual_seed(count)
@@ -103,8 +105,8 @@ def test_without_seeds_the_race_is_torchs_own_multinomial():
 
 
 def test_a_row_keeps_its_line_of_torchs_stream_when_others_leave():
-    chance = Chance()
-    chance.lines = 6
+    chance = SamplingNoise()
+    chance.num_rows = 6
     torch.manual_seed(0)
     whole = chance.draw(rows([-1] * 6), 20)
     torch.manual_seed(0)
@@ -113,8 +115,8 @@ def test_a_row_keeps_its_line_of_torchs_stream_when_others_leave():
 
 
 def test_seeded_rows_beside_unseeded_ones_draw_from_their_own():
-    chance = Chance()
-    chance.lines = 3
+    chance = SamplingNoise()
+    chance.num_rows = 3
     torch.manual_seed(0)
     mixed = chance.draw(rows([8, -1, 9], lengths=[3, 4, 5]), 20)
     torch.manual_seed(0)
@@ -125,7 +127,7 @@ def test_seeded_rows_beside_unseeded_ones_draw_from_their_own():
 
 def test_seeded_rows_leave_torchs_stream_alone():
     state = torch.get_rng_state()
-    Chance().draw(rows([1, 2]), 20)
+    SamplingNoise().draw(rows([1, 2]), 20)
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -20,7 +20,7 @@ from descant import (
     Session,
     Tokens,
 )
-from descant.testing import failing, outcomes
+from descant.testing import failing_request, outcomes
 from tests.support.markov_model import Chain
 
 
@@ -116,7 +116,7 @@ def test_a_failure_is_told_with_the_request_and_the_fields(model):
 
 @pytest.mark.parametrize("method", [{}, {"num_beams": 2}, {"do_sample": True, "seed": 1}])
 def test_a_failing_processor_fails_its_request_alone(model, method):
-    found = outcomes(model, [Request([1], config()), failing(Request([1], config(**method)), 2)])
+    found = outcomes(model, [Request([1], config()), failing_request(Request([1], config(**method)), 2)])
     assert isinstance(found[1].error, RowError)
     assert found[0].tokens == outcomes(model, [Request([1], config())])[0].tokens
 
@@ -183,12 +183,12 @@ def test_nothing_is_kept_of_requests_that_left(model, method):
         session.step()
         session.step()
         leave(number)
-    session.admit(failing(Request([1], asked), 1))
+    session.admit(failing_request(Request([1], asked), 1))
     list(session.drain())
-    held = [vars(strategy) for strategy in session._roster.order]
+    held = [vars(strategy) for strategy in session._running.strategy_order]
     assert not any(len(one.get("_requests", ())) or len(one.get("_done", ())) for one in held)
-    assert not any(shelf.items for shelf in session._roster.shelves.values())
-    assert not session._roster.wrapped
+    assert not any(shelf.items for shelf in session._running.registries.values())
+    assert not session._running.adapted_processors
 
 
 # ------------------------------------------------------------------- users' own functions
@@ -240,7 +240,7 @@ def test_a_users_function_sees_only_the_rows_of_those_who_gave_it(model):
     # It may read the width, so each row is shown as wide as it would be alone.
     assert seen == [[[1], [5]], [[5, 6, 8]]]
     seen.clear()
-    outcomes(model, [replace(one, width=3) for one in given])  # prompts of one padded call
+    outcomes(model, [replace(one, padded_width=3) for one in given])  # prompts of one padded call
     assert seen == [[[9, 9, 1], [5, 6, 8], [10, 10, 5]]]
 
 
@@ -284,7 +284,7 @@ def test_places_of_users_functions_are_used_again(model):
     for _ in range(120):
         session.admit(Request([1], config(max_new_tokens=1), logits_processor=[lambda ids, scores: scores]))
         assert any(isinstance(event, Finished) for event in session.step())
-    assert not session._roster.chains.items
+    assert not session._running.processor_chains.items
 
 
 def test_any_number_of_users_functions_may_run_at_once(model):

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descant import GenerationConfig
-from descant.core.context import Params, table
+from descant.core.context import RowParams, columns_from_rows
 from descant.core.records import Proposal, Selection
-from descant.core.rows import Rows, settle
-from descant.engine.planner import adapt
-from descant.engine.step import step
-from descant.engine.strategy_group import Lane
-from descant.kv_cache.dense import DenseCache
-from descant.testing import ListCache, outcomes
+from descant.core.rows import Rows, stable_row_order
+from descant.engine.planner import as_model
+from descant.engine.step import run_step
+from descant.engine.strategy_group import StrategyGroup
+from descant.kv_cache.dense import DenseStore
+from descant.testing import ReferenceCache, outcomes
 from tests.contracts.subjects import requests
 from tests.support.markov_model import Chain
 
@@ -34,7 +34,7 @@ def families(draw):
 @given(families())
 def test_settling_only_permutes_and_keeps_first_children_in_place(family):
     rows, parents = family
-    order = settle(torch.tensor(parents, dtype=torch.long), rows)
+    order = stable_row_order(torch.tensor(parents, dtype=torch.long), rows)
     if order is None:
         assert parents == list(range(rows))
         return
@@ -51,16 +51,16 @@ def test_settling_only_permutes_and_keeps_first_children_in_place(family):
 @given(families())
 def test_settling_moves_no_more_rows_than_it_must(family):
     rows, parents = family
-    order = settle(torch.tensor(parents, dtype=torch.long), rows)
+    order = stable_row_order(torch.tensor(parents, dtype=torch.long), rows)
     placed = parents if order is None else [parents[at] for at in order.tolist()]
     moved = sum(place != parent for place, parent in enumerate(placed))
     assert moved == len(parents) - len({parent for parent in parents if parent < len(parents)})
 
 
 def test_settled_rows_need_no_order():
-    assert settle(torch.arange(5), 5) is None
-    assert settle(torch.tensor([1, 0]), 2).tolist() == [1, 0]
-    assert settle(torch.tensor([3, 0, 0]), 4).tolist() == [1, 0, 2]
+    assert stable_row_order(torch.arange(5), 5) is None
+    assert stable_row_order(torch.tensor([1, 0]), 2).tolist() == [1, 0]
+    assert stable_row_order(torch.tensor([3, 0, 0]), 4).tolist() == [1, 0, 2]
 
 
 # ------------------------------------------------------------------- a table by hand
@@ -70,8 +70,8 @@ def table_of(prompts, columns=None, **params):
     for line, prompt in enumerate(prompts):
         tokens[line, : len(prompt)] = torch.tensor(prompt)
     zeros, numbers = torch.zeros_like(length), torch.arange(len(prompts))
-    values = table([{"pad": 0, **params} for _ in prompts])
-    columns = {"params": Params(values), **(columns or {})}
+    values = columns_from_rows([{"pad": 0, **params} for _ in prompts])
+    columns = {"params": RowParams(values), **(columns or {})}
     return Rows(tokens, length, zeros, zeros.clone(), length.clone(), numbers, zeros.clone(), columns)
 
 
@@ -111,21 +111,21 @@ class Guessing:
         return Selection(best.gather(1, accepted[:, None])[:, 0], accepted=accepted)
 
 
-@pytest.mark.parametrize("make_cache", [DenseCache, ListCache])
+@pytest.mark.parametrize("make_cache", [DenseStore, ReferenceCache])
 @pytest.mark.parametrize("name", ["llama", "mistral", "opt", "t5"])
 def test_drafts_by_chance_leave_greedy_search_as_it_was(tiny, name, make_cache):
     one = tiny(name)
     asked = requests(one, [GenerationConfig(max_new_tokens=24, eos_token_id=None)] * 3, (5, 1, 8), seed=4)
     truth = [found.tokens[0] for found in outcomes(one.model, asked)]
-    model, cache = adapt(one.model), make_cache()
+    model, cache = as_model(one.model), make_cache()
     inputs = {"input_ids": [each.inputs["input_ids"] for each in asked]} if one.encoder_decoder else {}
     model.open([0, 1, 2], inputs)
     rows = table_of([list(each.prompt) for each in asked])
     cache.extend(3)
     strategy = Guessing(truth, one.vocab, seed=5)
-    lane = Lane(strategy, None, [])
+    lane = StrategyGroup(strategy, None, [])
     while int((rows.length - rows.prompt).min()) < 20:
-        rows, _ = step(model, cache, rows, lambda _: [lane])
+        rows, _ = run_step(model, cache, rows, lambda _: [lane])
     for line, expected, each in zip(told(rows), truth, asked, strict=True):
         new = line[len(each.prompt) :]
         assert new[:24] == expected[: len(new)]
@@ -162,14 +162,14 @@ def test_lanes_share_the_forward_and_keep_their_columns():
     model = Chain.chance(9, 0)
     rows = table_of([[1], [2, 3], [4], [5]], {"count": torch.zeros(4)})
     one, two = Steady(6, "count"), Steady(7)
-    lanes = [Lane(one, torch.tensor([0, 2]), []), Lane(two, torch.tensor([1, 3]), [])]
-    cache = ListCache()
+    lanes = [StrategyGroup(one, torch.tensor([0, 2]), []), StrategyGroup(two, torch.tensor([1, 3]), [])]
+    cache = ReferenceCache()
     cache.extend(4)
-    rows, selections = step(model, cache, rows, lambda _: lanes)
+    rows, selections = run_step(model, cache, rows, lambda _: lanes)
     assert model.fed == [4]
     assert told(rows) == [[1, 6], [2, 3, 7], [4, 6], [5, 7]]
     assert rows.column("count").tolist() == [1, 0, 1, 0]
-    assert rows.cached.tolist() == [1, 2, 1, 1]
+    assert rows.cached_length.tolist() == [1, 2, 1, 1]
     assert len(selections) == 2
     assert torch.equal(one.seen[0][1][:, 0], model.after(torch.tensor([1, 1]), torch.tensor([1, 4])))
     assert torch.equal(two.seen[0][1][:, 0], model.after(torch.tensor([2, 1]), torch.tensor([3, 5])))
@@ -178,10 +178,13 @@ def test_lanes_share_the_forward_and_keep_their_columns():
 def test_a_lane_that_forks_leaves_the_other_in_place():
     model = Chain.chance(9, 0)
     rows = table_of([[1], [2, 3], [4]])
-    lanes = [Lane(Steady(6, forks=3), torch.tensor([1]), []), Lane(Steady(7), torch.tensor([0, 2]), [])]
-    cache = ListCache()
+    lanes = [
+        StrategyGroup(Steady(6, forks=3), torch.tensor([1]), []),
+        StrategyGroup(Steady(7), torch.tensor([0, 2]), []),
+    ]
+    cache = ReferenceCache()
     cache.extend(3)
-    rows, _ = step(model, cache, rows, lambda _: lanes)
+    rows, _ = run_step(model, cache, rows, lambda _: lanes)
     assert told(rows)[:3] == [[1, 7], [2, 3, 6], [4, 7]]
     assert sorted(told(rows)[3:]) == [[2, 3, 6], [2, 3, 6]]
     assert rows.request.tolist() == [0, 1, 2, 1, 1]
@@ -205,13 +208,13 @@ def test_processors_reach_the_rows_that_use_them_and_their_drafts():
     logits = torch.randn(3, 3, 5)
     proposal = Proposal(None, torch.tensor([[1, 2], [3, 4], [0, 1]]), torch.tensor([2, 1, 0]))
     strategy = SimpleNamespace(normalised=False)
-    lane = Lane(strategy, None, [(Counting(), None), (Doubling(), torch.tensor([0, 2]))])
+    lane = StrategyGroup(strategy, None, [(Counting(), None), (Doubling(), torch.tensor([0, 2]))])
     scores = lane.process(rows, proposal, logits)
     length = torch.tensor([[1, 2, 3], [2, 3, 4], [1, 2, 3]])[..., None]
     expected = logits + length
     expected[[0, 2]] *= 2
     assert torch.allclose(scores, expected)
-    normalised = Lane(SimpleNamespace(normalised=True), None, []).process(rows, proposal, logits)
+    normalised = StrategyGroup(SimpleNamespace(normalised=True), None, []).process(rows, proposal, logits)
     assert torch.allclose(normalised.exp().sum(-1), torch.ones(3, 3))
 
 
@@ -226,18 +229,18 @@ class Silent:
 
     def select(self, rows, proposal, output):
         fresh = bool((rows.cached == 0).all())
-        return Selection(torch.full((len(rows),), 3), emits=not fresh)
+        return Selection(torch.full((len(rows),), 3), emit_mode=not fresh)
 
 
 def test_a_step_may_choose_nothing_yet():
-    model, cache = Chain.chance(5, 0), ListCache()
+    model, cache = Chain.chance(5, 0), ReferenceCache()
     rows = table_of([[1], [2, 4]])
     cache.extend(2)
-    lane = Lane(Silent(), None, [])
-    rows, _ = step(model, cache, rows, lambda _: [lane])
+    lane = StrategyGroup(Silent(), None, [])
+    rows, _ = run_step(model, cache, rows, lambda _: [lane])
     assert told(rows) == [[1], [2, 4]]
     assert rows.pending.tolist() == [0, 0]
-    rows, _ = step(model, cache, rows, lambda _: [lane])
+    rows, _ = run_step(model, cache, rows, lambda _: [lane])
     assert told(rows) == [[1, 3], [2, 4, 3]]
 
 
@@ -257,23 +260,23 @@ class Forking:
 
 
 def test_a_proposal_may_fork_rows_and_a_selection_drop_them():
-    model, cache = Chain.chance(5, 0), ListCache()
+    model, cache = Chain.chance(5, 0), ReferenceCache()
     rows = table_of([[1], [3, 3]])
     cache.extend(2)
-    lane = Lane(Forking(), None, [])
-    rows, _ = step(model, cache, rows, lambda _: [lane])
+    lane = StrategyGroup(Forking(), None, [])
+    rows, _ = run_step(model, cache, rows, lambda _: [lane])
     assert model.fed == [4]
     assert dict(zip(rows.request.tolist(), told(rows), strict=True)) == {0: [1, 2, 4], 1: [3, 3, 2, 4]}
-    assert sorted(rows.cached.tolist()) == [2, 3]
+    assert sorted(rows.cached_length.tolist()) == [2, 3]
     assert len(cache) == 2
 
 
 def test_what_a_step_sees_can_be_observed():
-    model, cache = Chain.chance(5, 0), ListCache()
+    model, cache = Chain.chance(5, 0), ReferenceCache()
     rows = table_of([[1], [3, 3]])
     cache.extend(2)
     seen = []
-    lane = Lane(Steady(2), None, [(Doubling(), None)])
-    step(model, cache, rows, lambda _: [lane], seen.append)
+    lane = StrategyGroup(Steady(2), None, [(Doubling(), None)])
+    run_step(model, cache, rows, lambda _: [lane], seen.append)
     assert torch.equal(seen[0].logits[:, 0], model.after(torch.tensor([1, 2]), torch.tensor([1, 3])))
     assert torch.equal(seen[0].scores, seen[0].logits * 2)

@@ -35,4 +35,4 @@ class Known:
         if not wide:
             return Proposal()
         drafts = torch.tensor([one + [0] * (wide - len(one)) for one in guesses])
-        return Proposal(drafts=drafts, n=torch.tensor([len(one) for one in guesses]))
+        return Proposal(drafts=drafts, num_drafts=torch.tensor([len(one) for one in guesses]))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from descant.core.interfaces import Span
+from descant.core.interfaces import KVSpan
 
 HEADS, SIZE = 2, 4
 
@@ -105,7 +105,9 @@ class Drill:
         level, whole = len(set(starts)) == 1, len(rows) == len(self.lengths)
         start = starts[0] if level else torch.tensor(starts)
         told = None if sure is None else torch.tensor(sure)
-        span = Span(None if whole else torch.tensor(rows), start, width, max(starts) + width, sure=told)
+        span = KVSpan(
+            None if whole else torch.tensor(rows), start, width, max(starts) + width, num_committed=told
+        )
         for layer in range(self.layers):
             reach = self.store.reach(layer, span)
             key, value = torch.randn(2, len(rows), HEADS, width, SIZE, generator=self.fresh())
@@ -115,7 +117,7 @@ class Drill:
             keys, values = (torch.as_tensor(self.tensor(one)) for one in self.update(layer, key, value, span))
             for line, (row, first) in enumerate(zip(rows, starts, strict=True)):
                 self.lists.write(layer, row, first, torch.stack((key[line], value[line])).flatten(0, 1))
-                seen = self.rule(layer, first) if not span.fresh else []
+                seen = self.rule(layer, first) if not span.is_first_write else []
                 held = self.lists.rows[row][layer]
                 place = [at for at, _ in seen] + list(range(first, first + width))
                 expected = torch.stack([held[at] for at in place], 1)

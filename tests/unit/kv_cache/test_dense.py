@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from descant import GenerationConfig, Request, Session
-from descant.core.interfaces import Span
-from descant.kv_cache.dense import DenseCache
+from descant.core.interfaces import KVSpan
+from descant.kv_cache.dense import DenseStore
 from tests.support.tiny_models import prompts
 
 HEADS, SIZE = 2, 3
@@ -20,11 +20,11 @@ def fed(cache, width, rows=None, start=0, stop=None):
     where = None if rows is None else torch.tensor(rows)
     last = start if isinstance(start, int) else int(torch.tensor(start).max())
     begin = start if isinstance(start, int) else torch.tensor(start)
-    return block, cache.update(0, block, -block, Span(where, begin, width, stop or last + width))
+    return block, cache.update(0, block, -block, KVSpan(where, begin, width, stop or last + width))
 
 
 def test_keys_and_values_come_back():
-    cache = DenseCache()
+    cache = DenseStore()
     cache.extend(2)
     first, (keys, values) = fed(cache, 3)
     cache.commit(None, torch.tensor([3, 3]))
@@ -35,7 +35,7 @@ def test_keys_and_values_come_back():
 
 
 def test_a_long_text_outgrows_the_first_block():
-    cache = DenseCache()
+    cache = DenseStore()
     cache.extend(1)
     parts = []
     for start in range(0, 300, 10):
@@ -46,43 +46,43 @@ def test_a_long_text_outgrows_the_first_block():
 
 
 def test_a_fork_copies_the_new_row_and_not_the_old_one():
-    cache = DenseCache()
+    cache = DenseStore()
     cache.extend(1)
     fed(cache, 5)
     cache.commit(torch.tensor([0, 0, 0]), torch.tensor([5, 5, 5]))
-    assert cache.moved == 10
+    assert cache.copied_slots == 10
 
 
 def test_moves_among_kin_copy_only_what_came_after_they_parted():
-    cache = DenseCache()
+    cache = DenseStore()
     cache.extend(1)
     fed(cache, 100)
     cache.commit(torch.tensor([0, 0]), torch.tensor([100, 100]))
-    before = cache.moved
+    before = cache.copied_slots
     fed(cache, 1, start=100)
     cache.commit(torch.tensor([1, 0]), torch.tensor([101, 101]))
-    assert cache.moved - before == 2
+    assert cache.copied_slots - before == 2
 
 
 def test_strangers_share_nothing():
-    cache = DenseCache()
+    cache = DenseStore()
     cache.extend(2)
     fed(cache, 100)
     cache.commit(torch.tensor([1, 0]), torch.tensor([100, 100]))
-    assert cache.moved == 200
+    assert cache.copied_slots == 200
 
 
 def test_rows_that_keep_their_place_move_nothing():
-    cache = DenseCache()
+    cache = DenseStore()
     cache.extend(4)
     fed(cache, 9)
     cache.commit(None, torch.tensor([9, 7, 5, 0]))
     cache.commit(torch.tensor([0, 1, 2]), torch.tensor([9, 7, 5]))
-    assert (cache.moved, len(cache)) == (0, 3)
+    assert (cache.copied_slots, len(cache)) == (0, 3)
 
 
 def test_a_row_that_was_never_fed_can_move():
-    cache = DenseCache()
+    cache = DenseStore()
     cache.extend(3)
     fed(cache, 4)
     cache.commit(None, torch.tensor([4, 4, 4]))
@@ -101,7 +101,7 @@ def test_beams_never_move_their_prompt(tiny, beams, method):
     one = tiny("llama")
     moved = {}
     for length in (16, 160):
-        session = Session(one.model, cache=DenseCache())
+        session = Session(one.model, cache=DenseStore())
         config = GenerationConfig(num_beams=beams, max_new_tokens=20, eos_token_id=None, **method)
         session.admit(Request(prompts(one.arch, [length], 3)[0], config))
         session.step()

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from descant import GenerationConfig, Request
-from descant.core.interfaces import Span
+from descant.core.interfaces import KVSpan
 from descant.errors import ConfigError, InputError, UnsupportedModel
-from descant.kv_cache.dense import DenseCache
-from descant.kv_cache.evicting import HeavyStore, SnapStore
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.evicting import H2OStore, SnapKVStore
 from descant.testing import Schedule, compare, outcomes
 from tests.support.tiny_models import prompts
 
@@ -245,13 +245,13 @@ class Trial:
         sure = [self.int(max(0, count - 4), count) for count in real]
         whole, level = len(rows) == len(self.lists.rows), len(set(starts)) == 1
         start = starts[0] if level else torch.tensor(starts)
-        span = Span(None if whole else torch.tensor(rows), start, width, max(starts) + width)
+        span = KVSpan(None if whole else torch.tensor(rows), start, width, max(starts) + width)
         if told:
-            span = span._replace(sure=torch.tensor(sure))
+            span = span._replace(num_committed=torch.tensor(sure))
         for line, row in enumerate(rows):
             mine = self.lists.rows[row]
             mine.given = max(mine.given, sure[line] if told else width)
-            mine.firm = sure[line] if told and not span.fresh else None
+            mine.firm = sure[line] if told and not span.is_first_write else None
             mine.sure = starts[line] + sure[line] if told else mine.length
         for layer in layers:
             queries, heads, size, wide = HEADS[layer]
@@ -261,11 +261,11 @@ class Trial:
             )
             reach = self.store.reach(layer, span)
             held = torch.tensor(starts) if reach is None else reach.held
-            shown = span.stop if reach is None else reach.size
+            shown = span.read_length if reach is None else reach.size
             keys, values = self.store.update(layer, key, value, span)
             assert keys.shape[2] == values.shape[2] == shown
             mask = torch.arange(shown) <= held[:, None, None, None] + torch.arange(width)[:, None]
-            plain = bool((held == shown - width).all()) and (width == 1 or span.fresh)
+            plain = bool((held == shown - width).all()) and (width == 1 or span.is_first_write)
             options = {"is_causal": width > 1} if plain else {"attn_mask": mask}
             found = scaled_dot_product_attention(query, keys, values, enable_gqa=True, **options)
             for line, row in enumerate(rows):
@@ -332,10 +332,10 @@ class Trial:
 @pytest.mark.parametrize(
     ("store", "lists"),
     [
-        (lambda: SnapStore(6, 2, 3), (6, 2, 3)),
-        (lambda: SnapStore(5, 5, 1), (5, 5, 1)),
-        (lambda: HeavyStore(6, 2), (6, 2, None)),
-        (lambda: HeavyStore(3, 3), (3, 3, None)),
+        (lambda: SnapKVStore(6, 2, 3), (6, 2, 3)),
+        (lambda: SnapKVStore(5, 5, 1), (5, 5, 1)),
+        (lambda: H2OStore(6, 2), (6, 2, None)),
+        (lambda: H2OStore(3, 3), (3, 3, None)),
     ],
     ids=["snap", "snap that keeps its window alone", "heavy", "heavy that keeps the recent alone"],
 )
@@ -442,8 +442,8 @@ def heavy_rule(votes: list[float]) -> list[int]:
 
 
 KINDS = {
-    "snap": (lambda: SnapStore(BUDGET, WINDOW, KERNEL), lambda m: Recomputing(m, snap_rule, True, WINDOW)),
-    "heavy": (lambda: HeavyStore(BUDGET, RECENT), lambda m: Recomputing(m, heavy_rule, False)),
+    "snap": (lambda: SnapKVStore(BUDGET, WINDOW, KERNEL), lambda m: Recomputing(m, snap_rule, True, WINDOW)),
+    "heavy": (lambda: H2OStore(BUDGET, RECENT), lambda m: Recomputing(m, heavy_rule, False)),
 }
 LENGTHS = [40, 9, 23]
 
@@ -503,7 +503,7 @@ def test_the_rule_matters(tiny, kind):
     one = tiny("llama", attn_implementation="sdpa")
     text = prompts(one.arch, LENGTHS[:1], 7)[0]
     config = GenerationConfig(max_new_tokens=4, eos_token_id=None)
-    found = outcomes(one.model, [Request(text, config)], cache=DenseCache())[0]
+    found = outcomes(one.model, [Request(text, config)], cache=DenseStore())[0]
     with pytest.raises(AssertionError, match="not close"):
         equals_recomputed(kind[1](one.model), text, found)
 
@@ -532,13 +532,13 @@ def asked(one: Any, names: list[str], lengths: list[int], seed: int, tokens: int
     ]
 
 
-@pytest.mark.parametrize("make", [lambda: SnapStore(200), lambda: HeavyStore(200, 20)], ids=["snap", "heavy"])
+@pytest.mark.parametrize("make", [lambda: SnapKVStore(200), lambda: H2OStore(200, 20)], ids=["snap", "heavy"])
 def test_who_forgets_nothing_is_dense(tiny, make):
     """All methods in one table, each come at its own time: tokens and logits are those of a dense cache."""
     one = tiny("llama", attn_implementation="sdpa")
     requests = asked(one, list(METHODS), [8, 30, 12, 50, 9, 21, 33, 40, 16, 27], 3)
-    times = Schedule({0: [0, 1, 7, 3], 2: [2, 4, 9], 3: [5, 6, 8]}, {5: [0]}, together=True)
-    expected = outcomes(one.model, requests, times, cache=DenseCache())
+    times = Schedule({0: [0, 1, 7, 3], 2: [2, 4, 9], 3: [5, 6, 8]}, {5: [0]}, admit_together=True)
+    expected = outcomes(one.model, requests, times, cache=DenseStore())
     found = outcomes(one.model, requests, times, cache=make())
     for name, one_way, other in zip(METHODS, expected, found, strict=True):
         compare(one_way, other, name)
@@ -548,7 +548,7 @@ def test_a_batch_of_many_is_many_of_one(tiny, kind):
     """Whoever else is there, a row forgets the same."""
     one = tiny("llama", attn_implementation="sdpa")
     requests = asked(one, list(METHODS), [18, 30, 22, 50, 29, 21, 33, 40, 26, 37], 4)
-    times = Schedule({0: [3, 1, 7, 0], 2: [2, 4, 9], 3: [5, 6, 8]}, {}, together=True)
+    times = Schedule({0: [3, 1, 7, 0], 2: [2, 4, 9], 3: [5, 6, 8]}, {}, admit_together=True)
     found = outcomes(one.model, requests, times, cache=kind[0]())
     for request, name, together in zip(requests, METHODS, found, strict=True):
         alone = outcomes(one.model, [request], cache=kind[0]())[0]
@@ -563,12 +563,12 @@ def test_a_batch_of_many_is_many_of_one(tiny, kind):
 def test_a_prompt_in_pieces(tiny, size, held):
     """After each piece a row is cut down to its budget; what is written then stays."""
     one = tiny("llama", attn_implementation="sdpa")
-    store = SnapStore(BUDGET, WINDOW, KERNEL)
+    store = SnapKVStore(BUDGET, WINDOW, KERNEL)
     config = GenerationConfig(max_new_tokens=4, eos_token_id=None, prefill_chunk_size=size)
     text = prompts(one.arch, [63], 3)[0]
     seen: list[int] = []
     commit = store.commit
-    store.commit = lambda *given: (commit(*given), seen.extend(store.held.tolist()))
+    store.commit = lambda *given: (commit(*given), seen.extend(store.slot_counts.tolist()))
     outcomes(one.model, [Request(text, config)], cache=store)
     assert seen == [*held, 15, 16, *seen[len(held) + 2 :]]
 
@@ -591,10 +591,10 @@ def test_guesses_change_nothing(tiny, kind, method):
 def fed(store: Any, width: int, start: int = 0, rows: list[int] | None = None) -> None:
     """A forward over all rows or some, at level."""
     count = len(store) if rows is None else len(rows)
-    span = Span(None if rows is None else torch.tensor(rows), start, width, start + width)
+    span = KVSpan(None if rows is None else torch.tensor(rows), start, width, start + width)
     reach = store.reach(0, span)
     held = torch.full((count,), start) if reach is None else reach.held
-    size = span.stop if reach is None else reach.size
+    size = span.read_length if reach is None else reach.size
     key, value, query = (torch.randn(count, heads, width, 8) for heads in (2, 2, 4))
     keys, values = store.update(0, key, value, span)
     mask = torch.arange(size) <= held[:, None, None, None] + torch.arange(width)[:, None]
@@ -602,25 +602,25 @@ def fed(store: Any, width: int, start: int = 0, rows: list[int] | None = None) -
 
 
 def test_a_row_holds_its_budget_and_not_more():
-    heavy, snap, dense = HeavyStore(16, 8), SnapStore(16, 8, 3), DenseCache()
+    heavy, snap, dense = H2OStore(16, 8), SnapKVStore(16, 8, 3), DenseStore()
     for store in (heavy, snap):
         store.extend(2)
         fed(store, 500)
         store.commit(None, torch.tensor([500, 450]))
-        assert store.held.tolist() == [16, 16]
+        assert store.slot_counts.tolist() == [16, 16]
         for length in range(450, 460):
             fed(store, 1, length, [1])
             store.commit(None, torch.tensor([500, length + 1]))
-    assert heavy.held.tolist() == [16, 16]
-    assert snap.held.tolist() == [16, 26]
+    assert heavy.slot_counts.tolist() == [16, 16]
+    assert snap.slot_counts.tolist() == [16, 26]
     dense.extend(2)
     block = torch.randn(2, 2, 500, 8)
-    dense.update(0, block, block, Span(None, 0, 500, 500))
+    dense.update(0, block, block, KVSpan(None, 0, 500, 500))
     assert snap.nbytes < heavy.nbytes < dense.nbytes / 5
 
 
 def test_a_prompt_that_comes_later_does_not_widen_the_rows_that_are_there():
-    store = HeavyStore(16)
+    store = H2OStore(16)
     store.extend(30)
     fed(store, 20)
     store.commit(None, torch.full((30,), 20))
@@ -634,7 +634,7 @@ def test_a_prompt_that_comes_later_does_not_widen_the_rows_that_are_there():
 
 
 def test_memory_of_rows_that_left_is_given_back():
-    store = SnapStore(16, 8, 3)
+    store = SnapKVStore(16, 8, 3)
     store.extend(40)
     fed(store, 100)
     store.commit(None, torch.full((40,), 100))
@@ -645,7 +645,7 @@ def test_memory_of_rows_that_left_is_given_back():
 
 def test_a_fork_may_be_cut_between_what_two_forwards_wrote():
     """Each child has the votes of the queries that it still has."""
-    store = HeavyStore(10, 4)
+    store = H2OStore(10, 4)
     store.extend(1)
     fed(store, 2)
     fed(store, 1, 2)
@@ -654,7 +654,7 @@ def test_a_fork_may_be_cut_between_what_two_forwards_wrote():
     assert votes.tolist() == [pytest.approx([6.0, 6.0]), pytest.approx([4.0, 4.0])]
 
 
-@pytest.mark.parametrize(("store", "spared"), [(HeavyStore(10, 4), 4), (SnapStore(10, 3, 3), 3)])
+@pytest.mark.parametrize(("store", "spared"), [(H2OStore(10, 4), 4), (SnapKVStore(10, 3, 3), 3)])
 def test_a_row_can_be_cut_by_what_is_never_forgotten(store, spared):
     store.extend(1)
     fed(store, 30)
@@ -669,16 +669,16 @@ def test_a_row_can_be_cut_by_what_is_never_forgotten(store, spared):
 
 
 def test_a_row_that_has_forgotten_nothing_can_be_cut_anywhere():
-    store = HeavyStore(10, 4)
+    store = H2OStore(10, 4)
     store.extend(1)
     fed(store, 9)
     store.commit(None, torch.tensor([9]))
     store.commit(None, torch.tensor([1]))
-    assert store.held.tolist() == [1]
+    assert store.slot_counts.tolist() == [1]
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: HeavyStore(10, 4), lambda: SnapStore(10, 3, 3)], ids=["heavy", "snap"]
+    "make", [lambda: H2OStore(10, 4), lambda: SnapKVStore(10, 3, 3)], ids=["heavy", "snap"]
 )
 def test_what_is_read_from_its_beginning_replaces_what_there_was(make):
     """Some models read everything again when a text has grown."""
@@ -697,16 +697,16 @@ def test_what_is_read_from_its_beginning_replaces_what_there_was(make):
 
 
 def test_a_model_that_looks_at_its_keys_in_another_way_is_refused():
-    store = HeavyStore(4)
+    store = H2OStore(4)
     store.extend(1)
-    keys, values = store.update(0, *torch.randn(2, 1, 2, 9, 8), Span(None, 0, 9, 9))
+    keys, values = store.update(0, *torch.randn(2, 1, 2, 9, 8), KVSpan(None, 0, 9, 9))
     assert (keys @ values.transpose(2, 3)).shape == (1, 2, 9, 9)
     with pytest.raises(UnsupportedModel, match="attn_implementation='sdpa'"):
         store.commit(None, torch.tensor([9]))
 
 
 def test_moved_to_another_device_it_goes_on():
-    store = HeavyStore(4, 2)
+    store = H2OStore(4, 2)
     store.extend(1)
     fed(store, 9)
     store.commit(None, torch.tensor([9]))
@@ -718,13 +718,13 @@ def test_moved_to_another_device_it_goes_on():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SnapStore(0), "`budget` must be an integer >= 1, got 0"),
-        (lambda: SnapStore(16), "`window` must be at most `budget`, 16, got 32"),
-        (lambda: SnapStore(64, kernel=4), "`kernel` must be odd, got 4"),
-        (lambda: SnapStore(64, window=True), "`window` must be an integer >= 1, got True"),
-        (lambda: HeavyStore(1.5), "`budget` must be an integer >= 1, got 1.5"),
-        (lambda: HeavyStore(8, 9), "`recent` must be at most `budget`, 8, got 9"),
-        (lambda: HeavyStore(8, 0), "`recent` must be an integer >= 1, got 0"),
+        (lambda: SnapKVStore(0), "`budget` must be an integer >= 1, got 0"),
+        (lambda: SnapKVStore(16), "`window` must be at most `budget`, 16, got 32"),
+        (lambda: SnapKVStore(64, kernel=4), "`kernel` must be odd, got 4"),
+        (lambda: SnapKVStore(64, window=True), "`window` must be an integer >= 1, got True"),
+        (lambda: H2OStore(1.5), "`budget` must be an integer >= 1, got 1.5"),
+        (lambda: H2OStore(8, 9), "`recent` must be at most `budget`, 8, got 9"),
+        (lambda: H2OStore(8, 0), "`recent` must be an integer >= 1, got 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make, message):

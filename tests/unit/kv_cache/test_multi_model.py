@@ -9,26 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Span
-from descant.kv_cache.dense import DenseCache
-from descant.kv_cache.multi_model import SeveralCaches
-from descant.kv_cache.recurrent_state import ObjectCache
-from descant.testing import ListCache, check_cache
+from descant.core.interfaces import KVSpan
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.multi_model import MultiModelCache
+from descant.kv_cache.recurrent_state import RecurrentStateCache
+from descant.testing import ReferenceCache, check_cache
 
 
-class Pair(SeveralCaches):
+class Pair(MultiModelCache):
     """Two caches of keys that are written alike, read as the one at `place`."""
 
-    def __init__(self, place: int, parts: Sequence[DenseCache] = ()) -> None:
-        super().__init__(parts or [DenseCache(), DenseCache()])
+    def __init__(self, place: int, parts: Sequence[DenseStore] = ()) -> None:
+        super().__init__(parts or [DenseStore(), DenseStore()])
         self._place = place
         self._lengths = self.parts[place].lengths
 
-    def update(self, layer: int, key: Tensor, value: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
         read: list[Any] = [part.update(layer, key, value, span) for part in self.parts]
         return read[self._place]
 
-    def reach(self, layer: int, span: Span) -> None:
+    def reach(self, layer: int, span: KVSpan) -> None:
         return None
 
     @property
@@ -64,23 +64,23 @@ def test_every_part_follows_the_rows(place):
 @pytest.mark.parametrize(
     ("parts", "rewind"),
     [
-        ([DenseCache(), DenseCache()], None),
-        ([DenseCache(), ObjectCache()], 0),
-        ([ObjectCache(), DenseCache()], 0),
+        ([DenseStore(), DenseStore()], None),
+        ([DenseStore(), RecurrentStateCache()], 0),
+        ([RecurrentStateCache(), DenseStore()], 0),
     ],
 )
 def test_rows_go_back_as_far_as_the_part_that_goes_back_least(parts, rewind):
-    assert SeveralCaches(parts).rewind == rewind
+    assert MultiModelCache(parts).max_rewind == rewind
 
 
 def test_a_limit_above_zero_is_kept():
-    far, near = ListCache(), ListCache()
-    far.rewind, near.rewind = 9, 4
-    assert SeveralCaches([DenseCache(), far, near]).rewind == 4
+    far, near = ReferenceCache(), ReferenceCache()
+    far.max_rewind, near.max_rewind = 9, 4
+    assert MultiModelCache([DenseStore(), far, near]).max_rewind == 4
 
 
 def test_lengths_are_those_of_the_parts():
-    cache = SeveralCaches([DenseCache(), ObjectCache()])
+    cache = MultiModelCache([DenseStore(), RecurrentStateCache()])
     cache.extend(2)
     assert (len(cache), cache.lengths.tolist()) == (2, [0, 0])
     cache.commit(torch.tensor([1, 0, 1]), torch.tensor([4, 5, 4]))

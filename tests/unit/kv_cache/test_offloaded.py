@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from descant import GenerationConfig, Request, Session
-from descant.core.interfaces import Span
+from descant.core.interfaces import KVSpan
 from descant.errors import InputError
 from descant.kv_cache.offloaded import OffloadedStaticStore, OffloadedStore
-from descant.testing import ListCache, Traits, check_cache
+from descant.testing import CacheTraits, ReferenceCache, check_cache
 from descant.testing.outcome import compare, outcomes
 from tests.contracts.subjects import of_method
 from tests.e2e.devices.fake_devices import FIRST, SECOND, placed, pretended
@@ -41,7 +41,7 @@ def fed(cache, width, start=0, rows=None, device=FIRST):
     begin = start if isinstance(start, int) else torch.tensor(start).to(device)
     starts = None if isinstance(start, int) else torch.tensor(start)
     stop = int(torch.as_tensor(start).max()) + width
-    span = Span(where, begin, width, stop, None if rows is None else torch.tensor(rows), starts)
+    span = KVSpan(where, begin, width, stop, None if rows is None else torch.tensor(rows), starts)
     seen = []
     for layer in range(LAYERS):
         block = torch.randn(count, HEADS, width, SIZE).to(device)
@@ -67,7 +67,7 @@ def test_a_cache_that_rests_elsewhere_equals_lists(cache):
     if cache == "dense":
         check_cache(lambda: Far(FIRST), 12)
     else:
-        check_cache(lambda: FarStatic(20, device=FIRST), 12, traits=Traits(capacity=20))
+        check_cache(lambda: FarStatic(20, device=FIRST), 12, traits=CacheTraits(capacity=20))
 
 
 @pytest.mark.parametrize("kind", ["dense", "static"])
@@ -89,13 +89,13 @@ def test_the_next_layer_is_sent_for_while_one_is_used(monkeypatch):
     fed(cache, 4)
     cache.commit(None, torch.tensor([4, 4]))
     fetched = []
-    plain = OffloadedStore._fetched
+    plain = OffloadedStore._fetch_layer
     monkeypatch.setattr(
         OffloadedStore,
-        "_fetched",
+        "_fetch_layer",
         lambda self, layer, *more: fetched.append(layer) or plain(self, layer, *more),
     )
-    span = Span(None, 4, 1, 5)
+    span = KVSpan(None, 4, 1, 5)
     ahead = []
     for layer in range(LAYERS):
         block = torch.ones(2, HEADS, 1, SIZE).to(FIRST)
@@ -109,7 +109,7 @@ def test_the_model_has_two_layers_at_the_most():
     cache = made(OffloadedStore())
     fed(cache, 100)
     cache.commit(None, torch.tensor([100, 100]))
-    span = Span(None, 100, 1, 101)
+    span = KVSpan(None, 100, 1, 101)
     block = torch.ones(2, HEADS, 1, SIZE).to(FIRST)
     whole = cache.nbytes
     cache.update(0, block, block, span)
@@ -121,29 +121,29 @@ def test_the_model_has_two_layers_at_the_most():
 
 def test_a_layer_that_was_sent_for_and_changed_since_is_not_used():
     """A forward over the first layers alone, then another one."""
-    cache, lists = made(OffloadedStore()), made(ListCache())
+    cache, lists = made(OffloadedStore()), made(ReferenceCache())
     blocks = [torch.randn(2, HEADS, 3, SIZE) for _ in range(LAYERS)]
     for layer, block in enumerate(blocks):
-        cache.update(layer, block.to(FIRST), block.to(FIRST), Span(None, 0, 3, 3))
-        lists.update(layer, block, block, Span(None, 0, 3, 3))
+        cache.update(layer, block.to(FIRST), block.to(FIRST), KVSpan(None, 0, 3, 3))
+        lists.update(layer, block, block, KVSpan(None, 0, 3, 3))
     for one in (cache, lists):
         one.commit(None, torch.tensor([3, 3]))
     draft = torch.randn(2, HEADS, 1, SIZE)
-    cache.update(0, draft.to(FIRST), draft.to(FIRST), Span(None, 3, 1, 4))
-    lists.update(0, draft, draft, Span(None, 3, 1, 4))
+    cache.update(0, draft.to(FIRST), draft.to(FIRST), KVSpan(None, 3, 1, 4))
+    lists.update(0, draft, draft, KVSpan(None, 3, 1, 4))
     for one in (cache, lists):
         one.commit(torch.tensor([1, 0]), torch.tensor([3, 3]))
     for layer in range(LAYERS):
-        new, span = torch.randn(2, HEADS, 2, SIZE), Span(None, 3, 2, 5)
+        new, span = torch.randn(2, HEADS, 2, SIZE), KVSpan(None, 3, 2, 5)
         keys, _ = cache.update(layer, new.to(FIRST), new.to(FIRST), span)
         must, _ = lists.update(layer, new, new, span)
         assert torch.equal(keys.cpu(), must)
 
 
 def test_layers_of_one_model_may_compute_on_different_devices():
-    cache, lists = made(OffloadedStore()), made(ListCache())
+    cache, lists = made(OffloadedStore()), made(ReferenceCache())
     for start, width in ((0, 3), (3, 1), (4, 2)):
-        span = Span(None, start, width, start + width)
+        span = KVSpan(None, start, width, start + width)
         for layer, device in enumerate((FIRST, SECOND, FIRST)):
             new = torch.randn(2, HEADS, width, SIZE)
             keys, values = cache.update(layer, new.to(device), -new.to(device), span)
@@ -185,7 +185,7 @@ def test_it_can_rest_elsewhere():
 def test_a_model_on_a_device_with_its_cache_on_the_host(tiny, method):
     one = tiny("llama")
     requests = of_method(one, method, count=2)
-    expected = outcomes(one.model, requests, cache=ListCache())
+    expected = outcomes(one.model, requests, cache=ReferenceCache())
     model = placed(copy.deepcopy(one.model), lambda _: FIRST)
     for cache in (OffloadedStore(), OffloadedStaticStore(32)):
         found = outcomes(model, requests, cache=cache)

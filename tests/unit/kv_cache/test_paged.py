@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from descant import GenerationConfig, Request, Session
-from descant.core.interfaces import Span
+from descant.core.interfaces import KVSpan
 from descant.kv_cache import shared_prefix_attention
-from descant.kv_cache.attention_proxy import Lazy
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.attention_proxy import KVProxy
+from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.paged import PagedStore
 from descant.testing import compare, outcomes
 from tests.support.tiny_models import prompts
@@ -22,7 +22,7 @@ HEADS, SIZE = 2, 4
 def fed(store, width, start=0, layer=0):
     """Write `width` new positions of every row; what was written and what comes back."""
     key = torch.randn(len(store), HEADS, width, SIZE)
-    return key, store.update(layer, key, -key, Span(None, start, width, start + width))
+    return key, store.update(layer, key, -key, KVSpan(None, start, width, start + width))
 
 
 def filled(rows=1, length=100, block=16):
@@ -62,7 +62,7 @@ def test_a_prompt_gives_its_memory_back_when_the_last_row_leaves():
     store = filled(rows=2, length=3200)
     store.extend(1)
     key = torch.randn(1, HEADS, 3, SIZE)
-    store.update(0, key, key, Span(torch.tensor([2]), 0, 3, 3))
+    store.update(0, key, key, KVSpan(torch.tensor([2]), 0, 3, 3))
     store.commit(torch.tensor([2]), torch.tensor([3]))
     assert store.nbytes < 3200 * HEADS * SIZE * 4
     store.check()
@@ -100,17 +100,17 @@ def attention(query, keys, values, **more):
 @pytest.mark.parametrize("masked", [None, "bits", "added"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_attention_on_shared_rows_is_that_on_rows_laid_out(monkeypatch, worth, masked, width):
-    monkeypatch.setattr(shared_prefix_attention, "_WORTH", worth)
+    monkeypatch.setattr(shared_prefix_attention, "_MIN_SHARED_SLOTS", worth)
     store = filled(rows=5, length=70, block=4)
     fed(store, 2, start=70)  # parts the rows
     # Two of the five go on together, and a stranger of the same length joins.
     store.commit(torch.tensor([0, 1, 1, 3, 4]), torch.full((5,), 72))
     store.extend(1)
     key = torch.randn(1, HEADS, 72, SIZE)
-    store.update(0, key, -key, Span(torch.tensor([5]), 0, 72, 72))
+    store.update(0, key, -key, KVSpan(torch.tensor([5]), 0, 72, 72))
     store.commit(None, torch.full((6,), 72))
     _, (keys, values) = fed(store, width, start=72)
-    assert isinstance(keys, Lazy)
+    assert isinstance(keys, KVProxy)
     query = torch.randn(6, 2 * HEADS, width, SIZE)
     mask = None
     if masked is not None:
@@ -120,7 +120,7 @@ def test_attention_on_shared_rows_is_that_on_rows_laid_out(monkeypatch, worth, m
     if masked == "added":
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     found = attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-    expected = attention(query, keys.dense(), values.dense(), attn_mask=mask, enable_gqa=True)
+    expected = attention(query, keys.materialize(), values.dense(), attn_mask=mask, enable_gqa=True)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert bool(keys.plan.runs) == (worth == 4 or worth <= 70)
 
@@ -128,9 +128,9 @@ def test_attention_on_shared_rows_is_that_on_rows_laid_out(monkeypatch, worth, m
 def test_without_the_fused_kernel_attention_is_the_same(monkeypatch):
     query, keys, values = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
     mask = torch.rand(2, 1, 4, 9) > 0.4
-    one, sums = shared_prefix_attention._weighed(query, keys, values, mask, None)
+    one, sums = shared_prefix_attention._attention_with_lse(query, keys, values, mask, None)
     wide = torch.cat((values, values), -1)  # values of another size, which the kernel does not take
-    two, others = shared_prefix_attention._weighed(query, keys, wide, mask, None)
+    two, others = shared_prefix_attention._attention_with_lse(query, keys, wide, mask, None)
     torch.testing.assert_close(two[..., :8], one, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(others, sums, atol=1e-5, rtol=1e-5)
 
@@ -142,7 +142,7 @@ def test_heads_that_are_repeated_are_not_laid_out():
         one[:, :, None, :, :].expand(3, HEADS, 2, 101, SIZE).reshape(3, 2 * HEADS, 101, SIZE)
         for one in (keys, values)
     ]
-    assert all(isinstance(one, Lazy) for one in wide)
+    assert all(isinstance(one, KVProxy) for one in wide)
     query = torch.randn(3, 2 * HEADS, 1, SIZE)
     expected = attention(query, *(one.dense().repeat_interleave(2, 1) for one in (keys, values)))
     torch.testing.assert_close(attention(query, *wide), expected, atol=1e-5, rtol=1e-5)
@@ -174,7 +174,7 @@ METHODS = {
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "opt"])
 def test_every_method_says_the_same_as_on_the_dense_cache(tiny, monkeypatch, name):
-    monkeypatch.setattr(shared_prefix_attention, "_WORTH", 4)
+    monkeypatch.setattr(shared_prefix_attention, "_MIN_SHARED_SLOTS", 4)
     model = tiny(name)
     texts = prompts(model.arch, [9, 23, 40], seed=3)
     requests = [
@@ -183,19 +183,19 @@ def test_every_method_says_the_same_as_on_the_dense_cache(tiny, monkeypatch, nam
         for text in texts
     ]
     shared = []
-    attend = shared_prefix_attention.Shared.attend
+    attend = shared_prefix_attention.SharedPrefixKV.attend
     monkeypatch.setattr(
-        shared_prefix_attention.Shared,
+        shared_prefix_attention.SharedPrefixKV,
         "attend",
         lambda self, *more: (shared.append(self.plan.runs), attend(self, *more))[1],
     )
     store = PagedStore(4)
-    expected, found = (outcomes(model.model, requests, None, cache) for cache in (DenseCache(), store))
+    expected, found = (outcomes(model.model, requests, None, cache) for cache in (DenseStore(), store))
     for one, other, request in zip(expected, found, requests, strict=True):
         compare(one, other, str(request.generation_config), 1e-4)
     assert any(shared)  # otherwise nothing was tried
-    store.check()
-    assert store.blocks_used == 0
+    store.check_ref_counts()
+    assert store.num_used_blocks == 0
 
 
 def test_long_prompts_of_many_rows_are_paged_and_short_ones_are_not(tiny):
@@ -209,6 +209,6 @@ def test_long_prompts_of_many_rows_are_paged_and_short_ones_are_not(tiny):
     assert cache(80, num_beams=3) is PagedStore
     assert cache(80, num_return_sequences=2, do_sample=True) is PagedStore
     assert cache(80, penalty_alpha=0.6, top_k=3) is PagedStore
-    assert cache(80) is DenseCache
-    assert cache(20, num_beams=3) is DenseCache
+    assert cache(80) is DenseStore
+    assert cache(20, num_beams=3) is DenseStore
     assert cache(20, cache_implementation="paged") is PagedStore

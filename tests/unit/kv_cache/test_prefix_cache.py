@@ -7,9 +7,9 @@ import torch
 
 import descant
 from descant import Finished, GenerationConfig, InputError, PrefixCache, Request, Session
-from descant.core.interfaces import Span
-from descant.kv_cache.cached_row import Past
-from descant.kv_cache.dense import DenseCache
+from descant.core.interfaces import KVSpan
+from descant.kv_cache.cached_row import CachedRow
+from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.paged import PagedStore
 from tests.support import tiny_models as tinies
 
@@ -41,7 +41,7 @@ def prompts(model, shared=40, count=4):
 
 
 # ------------------------------------------------------------------------ in a session
-@pytest.mark.parametrize("store", [DenseCache, PagedStore])
+@pytest.mark.parametrize("store", [DenseStore, PagedStore])
 @pytest.mark.parametrize(
     "method",
     [
@@ -67,7 +67,7 @@ def test_requests_share_what_their_prompts_begin_with(method, store, llama):
         assert (report.hits, report.misses) == (3, 1)
         assert report.tokens_found == 3 * 40
         assert report.tokens_read == sum(40 + 3 + line for line in range(4))
-    assert report.bytes == session._recall._prefixes.nbytes > 0
+    assert report.bytes == session._prefix_reuse._prefix_cache.nbytes > 0
 
 
 def test_answers_are_prefixes_too(llama):
@@ -105,12 +105,12 @@ def test_another_salt_shares_nothing(llama):
     prompt = prompts(llama)[0]
     expected, whole = cold(llama.model, prompt, config)
     for salt, hits in ((b"a", 0), (b"b", 0), (b"", 0), (b"a", 1), (b"b", 2), (b"c", 2)):
-        found, fed = run(session, Request(prompt, config, salt=salt))
+        found, fed = run(session, Request(prompt, config, cache_salt=salt))
         assert found == [expected]
         assert prefixes.report().hits == hits
         assert (fed == whole) == (salt == b"c" or not hits)
     with pytest.raises(InputError, match="salt"):
-        session.admit(Request(prompt, config, salt="text"))
+        session.admit(Request(prompt, config, cache_salt="text"))
 
 
 def test_it_is_off_by_default(llama):
@@ -173,13 +173,13 @@ def _family(model, seed):
 # ------------------------------------------------------------------------ by itself
 def past(length, first=0, store=None):
     """A row whose key at position `p` is `first + p`, of two layers."""
-    store = DenseCache() if store is None else store
+    store = DenseStore() if store is None else store
     store.extend(1)
     key = (first + torch.arange(length).float())[None, None, :, None].expand(1, 2, length, 3)
     for layer in range(2):
-        store.update(layer, key + 100 * layer, -key, Span(None, 0, length, length))
+        store.update(layer, key + 100 * layer, -key, KVSpan(None, 0, length, length))
     store.commit(None, torch.tensor([length]))
-    return Past(store)
+    return CachedRow(store)
 
 
 def ids(*tokens):
@@ -192,7 +192,7 @@ BLOCK = 2 * 2 * 2 * 2 * 3 * 4  # bytes: layers, keys and values, tokens, heads, 
 def test_the_longest_known_beginning_is_found():
     prefixes = PrefixCache(block=2)
     text = ids(1, 2, 3, 4, 5, 6, 7)
-    prefixes.give(text, past(7))
+    prefixes.insert(text, past(7))
     assert (len(prefixes), prefixes.nbytes) == (3, 3 * BLOCK)
     for tokens, length in (
         (ids(1, 2, 3, 4, 5, 6, 7), 6),
@@ -202,7 +202,7 @@ def test_the_longest_known_beginning_is_found():
         (ids(2, 1, 3, 4), 0),
         (ids(3, 4, 5, 6, 7), 0),  # a block is known by what comes before it, too
     ):
-        found = prefixes.find(tokens)
+        found = prefixes.lookup(tokens)
         assert (0 if found is None else found.length) == length
         if found is not None:
             key, value = found.store.read(1, torch.tensor([0, 0]))
@@ -212,32 +212,32 @@ def test_the_longest_known_beginning_is_found():
 
 def test_only_what_the_row_holds_is_taken():
     prefixes = PrefixCache(block=2)
-    prefixes.give(ids(1, 2, 3, 4, 5), past(3))
+    prefixes.insert(ids(1, 2, 3, 4, 5), past(3))
     assert len(prefixes) == 1
-    prefixes.give(ids(1, 2, 3, 4, 5), past(5, first=50))
-    assert prefixes.find(ids(1, 2, 3, 4, 5)).store.read(0, ids(0))[0][0, 0, :, 0].tolist() == [0, 1, 52, 53]
+    prefixes.insert(ids(1, 2, 3, 4, 5), past(5, first=50))
+    assert prefixes.lookup(ids(1, 2, 3, 4, 5)).store.read(0, ids(0))[0][0, 0, :, 0].tolist() == [0, 1, 52, 53]
 
 
 def test_the_least_recently_used_goes_first_and_ends_before_beginnings():
     prefixes = PrefixCache(4 * BLOCK, block=2)
     first, second, third = ids(1, 2, 3, 4, 0), ids(5, 6, 7, 8, 0), ids(9, 10, 11, 12, 0)
-    prefixes.give(first, past(4))
-    prefixes.give(second, past(4))
-    prefixes.find(first)
-    prefixes.give(third, past(4))
-    assert [prefixes.find(one) is not None for one in (first, second, third)] == [True, False, True]
-    prefixes.give(ids(20, 21), past(2))  # one block more: the end of the one used longest ago goes
-    assert [prefixes.find(one).length for one in (third, first)] == [4, 2]
+    prefixes.insert(first, past(4))
+    prefixes.insert(second, past(4))
+    prefixes.lookup(first)
+    prefixes.insert(third, past(4))
+    assert [prefixes.lookup(one) is not None for one in (first, second, third)] == [True, False, True]
+    prefixes.insert(ids(20, 21), past(2))  # one block more: the end of the one used longest ago goes
+    assert [prefixes.lookup(one).length for one in (third, first)] == [4, 2]
     assert prefixes.report().evicted == 3
     assert prefixes.nbytes == 4 * BLOCK
 
 
 def test_a_text_larger_than_all_room_keeps_its_beginning():
     prefixes = PrefixCache(2 * BLOCK, block=2)
-    prefixes.give(torch.arange(20), past(20))
-    assert prefixes.find(torch.arange(20)).length == 4
+    prefixes.insert(torch.arange(20), past(20))
+    assert prefixes.lookup(torch.arange(20)).length == 4
     tiny_room = PrefixCache(1, block=2)
-    tiny_room.give(torch.arange(20), past(20))
+    tiny_room.insert(torch.arange(20), past(20))
     assert len(tiny_room) == tiny_room.nbytes == 0
 
 
@@ -253,11 +253,11 @@ def test_salts_do_not_run_into_each_other():
 def test_a_block_outlives_the_row_it_came_from():
     prefixes = PrefixCache(block=2)
     row = past(4, store=PagedStore())
-    prefixes.give(ids(1, 2, 3, 4, 5), row)
+    prefixes.insert(ids(1, 2, 3, 4, 5), row)
     for arena in row.store.pool.arenas.values():
         for block in (*arena.keys.values(), *arena.values.values()):
             block.zero_()
-    assert prefixes.find(ids(1, 2, 3, 4, 5)).store.read(0, ids(0))[0][0, 0, :, 0].tolist() == [0, 1, 2, 3]
+    assert prefixes.lookup(ids(1, 2, 3, 4, 5)).store.read(0, ids(0))[0][0, 0, :, 0].tolist() == [0, 1, 2, 3]
 
 
 def test_arguments_are_checked():

@@ -7,10 +7,10 @@ import safetensors.torch
 import torch
 
 import descant
-from descant.core.interfaces import Span
+from descant.core.interfaces import KVSpan
 from descant.errors import ConfigError
 from descant.kv_cache import quantized_chunks, quantizers
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.quantized import QuantizedStore
 from descant.kv_cache.quantizers import HQQ, Quanto
 from descant.testing import check_cache
@@ -29,7 +29,7 @@ def fed(cache, content, rows=None, start=None, layer=0):
     held = cache.lengths if rows is None else cache.lengths[list(rows)]
     begin = held if start is None else torch.tensor(start)
     level = len(set(begin.tolist())) == 1
-    span = Span(
+    span = KVSpan(
         None if rows is None else torch.tensor(rows),
         int(begin[0]) if level else begin,
         content.shape[2],
@@ -117,9 +117,11 @@ def test_more_than_enough_at_once_leaves_the_rest_as_it_came():
 
 def test_what_was_quantised_is_never_quantised_again(monkeypatch):
     made = []
-    encode = quantizers.Coding.encode
+    encode = quantizers.GroupCodec.encode
     monkeypatch.setattr(
-        quantizers.Coding, "encode", lambda self, given: made.append(given.shape[1]) or encode(self, given)
+        quantizers.GroupCodec,
+        "encode",
+        lambda self, given: made.append(given.shape[1]) or encode(self, given),
     )
     cache = one(residual=4)
     cache.extend(1)
@@ -179,13 +181,13 @@ def test_a_cut_keeps_the_chunk_and_a_row_goes_on_from_there():
 
 def test_what_rows_share_is_decoded_once(monkeypatch):
     read = []
-    decode = quantizers.Coding.decode
+    decode = quantizers.GroupCodec.decode
 
     def counted(self, parts, into):
         read.append(sum(part.codes.shape[1] for part in parts))
         decode(self, parts, into)
 
-    monkeypatch.setattr(quantizers.Coding, "decode", counted)
+    monkeypatch.setattr(quantizers.GroupCodec, "decode", counted)
     cache = one(residual=4)
     cache.extend(2)
     fed(cache, drawn(2, 50))
@@ -203,31 +205,35 @@ def test_what_rows_share_is_decoded_once(monkeypatch):
 
 def test_lines_are_read_in_as_few_moves_as_can_be():
     def chunk(length):
-        return quantized_chunks.Chunk(length, {})
+        return quantized_chunks.QuantizedChunk(length, {})
 
     a, b, c, d = chunk(5), chunk(3), chunk(3), chunk(4)
-    plan = quantized_chunks.Plan.of([[quantized_chunks.Piece(a, 5), quantized_chunks.Piece(b, 3)]])
-    assert (plan.moves, plan.total, plan.level) == (None, 8, True)
-    plan = quantized_chunks.Plan.of([[quantized_chunks.Piece(b, 3)], [quantized_chunks.Piece(c, 3)]])
-    assert plan.moves is None
-    plan = quantized_chunks.Plan.of(
-        [[quantized_chunks.Piece(b, 3)], [quantized_chunks.Piece(d, 3)]]
+    plan = quantized_chunks.ChunkReadPlan.from_rows(
+        [[quantized_chunks.ChunkRef(a, 5), quantized_chunks.ChunkRef(b, 3)]]
+    )
+    assert (plan.copies, plan.total_length, plan.is_uniform) == (None, 8, True)
+    plan = quantized_chunks.ChunkReadPlan.from_rows(
+        [[quantized_chunks.ChunkRef(b, 3)], [quantized_chunks.ChunkRef(c, 3)]]
+    )
+    assert plan.copies is None
+    plan = quantized_chunks.ChunkReadPlan.from_rows(
+        [[quantized_chunks.ChunkRef(b, 3)], [quantized_chunks.ChunkRef(d, 3)]]
     )  # what is left of it comes last
-    assert plan.moves == [(slice(0, 1), slice(0, 3), slice(0, 3)), (slice(1, 2), slice(0, 3), slice(3, 6))]
-    shared = quantized_chunks.Plan.of([[quantized_chunks.Piece(a, 5)]] * 4)
-    assert shared.moves == [(slice(0, 4), slice(0, 5), slice(0, 5))]
-    both = quantized_chunks.Plan.of(
+    assert plan.copies == [(slice(0, 1), slice(0, 3), slice(0, 3)), (slice(1, 2), slice(0, 3), slice(3, 6))]
+    shared = quantized_chunks.ChunkReadPlan.from_rows([[quantized_chunks.ChunkRef(a, 5)]] * 4)
+    assert shared.copies == [(slice(0, 4), slice(0, 5), slice(0, 5))]
+    both = quantized_chunks.ChunkReadPlan.from_rows(
         [
-            [quantized_chunks.Piece(a, 5), quantized_chunks.Piece(b, 3)],
-            [quantized_chunks.Piece(a, 2), quantized_chunks.Piece(c, 3)],
+            [quantized_chunks.ChunkRef(a, 5), quantized_chunks.ChunkRef(b, 3)],
+            [quantized_chunks.ChunkRef(a, 2), quantized_chunks.ChunkRef(c, 3)],
         ]
     )
-    assert both.moves == [
+    assert both.copies == [
         (slice(0, 1), slice(0, 8), slice(0, 8)),
         (slice(1, 2), slice(0, 2), slice(0, 2)),
         (slice(1, 2), slice(2, 5), slice(8, 11)),
     ]
-    assert not both.level
+    assert not both.is_uniform
 
 
 # -------------------------------------------------------------------- rows beside each other
@@ -284,7 +290,7 @@ def test_a_batch_writes_what_its_rows_write_alone(tiny, method):
 # -------------------------------------------------------------------- what it takes, and where it goes
 def test_four_bits_take_less_than_a_third_of_a_dense_cache():
     sizes = {}
-    for name, cache in {"dense": DenseCache(), 4: one(4, 128), 2: one(2, 128)}.items():
+    for name, cache in {"dense": DenseStore(), 4: one(4, 128), 2: one(2, 128)}.items():
         cache.extend(1)
         fed(cache, drawn(1, 1024))
         cache.commit(None, torch.tensor([1024]))

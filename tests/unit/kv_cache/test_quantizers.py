@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from descant.errors import ConfigError, MissingExtra
-from descant.kv_cache.quantizers import BACKENDS, HQQ, Quanto, _pack, _unpack, quantizer_of
+from descant.kv_cache.quantizers import BACKENDS, HQQ, Quanto, _pack, _unpack, build_quantizer
 from tests.support.extras import need_hqq
 
 
@@ -50,7 +50,7 @@ def test_quanto_gives_what_the_package_would(bits, axis):
     scale, shift = package.MaxOptimizer()(whole, kind, axis, 64)
     codes = torch.ops.quanto.quantize_affine(whole, bits, axis, 64, scale, shift)
     expected = ungroup(scale * codes - shift, axis, whole.shape)[0]
-    assert torch.equal(again(Quanto(bits, axis_key=axis).keys, keys)[:, 0], expected)
+    assert torch.equal(again(Quanto(bits, axis_key=axis).key_codec, keys)[:, 0], expected)
 
 
 @pytest.mark.hqq
@@ -64,7 +64,7 @@ def test_hqq_gives_what_the_package_would(bits):
         keys.reshape(-1, 64), nbits=bits, axis=1, group_size=64, device="cpu", compute_dtype=torch.float32
     )
     expected = Quantizer.dequantize(codes, {**found, "compute_dtype": torch.float32}).view_as(keys)
-    torch.testing.assert_close(again(HQQ(bits, 1, 1).keys, keys)[:, 0], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(again(HQQ(bits, 1, 1).key_codec, keys)[:, 0], expected, rtol=1e-5, atol=1e-5)
 
 
 SHAPES = [(3, 130, 64), (2, 5, 80), (1, 1, 7), (1, 1, 1), (2, 71, 96), (4, 64, 20), (2, 9, 256)]
@@ -75,7 +75,7 @@ SHAPES = [(3, 130, 64), (2, 5, 80), (1, 1, 7), (1, 1, 1), (2, 71, 96), (4, 64, 2
 @pytest.mark.parametrize("axis", [0, -1])
 def test_groups_of_any_size_are_as_near_as_their_steps_allow(shape, size, axis):
     keys = content(*shape)
-    found = again(Quanto(4, axis_key=axis, q_group_size=size).keys, keys)[:, 0]
+    found = again(Quanto(4, axis_key=axis, q_group_size=size).key_codec, keys)[:, 0]
     of = 2 if axis == 0 else 1
     step = (keys.amax(of, keepdim=True) - keys.amin(of, keepdim=True)) / 15  # at the most, that of a group
     assert ((found - keys).abs() <= step / 2 + 1e-5).all()
@@ -88,7 +88,7 @@ def test_groups_of_any_size_are_as_near_as_their_steps_allow(shape, size, axis):
 def test_hqq_takes_any_shape(shape, axis, bits):
     need_hqq()
     keys = content(*shape)
-    found = again(HQQ(bits, axis_key=axis, q_group_size=64).keys, keys)[:, 0]
+    found = again(HQQ(bits, axis_key=axis, q_group_size=64).key_codec, keys)[:, 0]
     of = 2 if axis == 1 else 1
     reach = keys.amax(of, keepdim=True) - keys.amin(of, keepdim=True)
     assert ((found - keys).abs() <= 1.5 * reach / (2**bits - 1) + 1e-4).all()
@@ -98,7 +98,7 @@ def test_hqq_takes_any_shape(shape, axis, bits):
 @pytest.mark.parametrize("shape", [(2, 7, 64), (2, 64, 24)], ids=str)
 def test_parts_are_read_together_as_alone(axis, shape):
     """Whatever stands beside it, and in whichever line, a part decodes to the same numbers."""
-    coding = Quanto(4, axis_key=axis).keys
+    coding = Quanto(4, axis_key=axis).key_codec
     some = [content(*shape, seed=seed) for seed in range(4)]
     alone = [again(coding, one)[:, 0] for one in some]
     assert torch.equal(again(coding, *some)[:, 0], torch.cat(alone, 1))
@@ -115,7 +115,7 @@ def test_equal_numbers_come_back_and_leave_others_alone(axis):
     keys = content(2, 6, 64)
     keys[0] = 3.7
     keys[1, :, 0] = 0.0
-    found = again(Quanto(4, axis_key=axis).keys, keys)[:, 0]
+    found = again(Quanto(4, axis_key=axis).key_codec, keys)[:, 0]
     assert torch.equal(found[0], keys[0])
     assert (found[1] - keys[1]).abs().max() < 2
 
@@ -124,14 +124,14 @@ def test_a_channel_that_differs_costs_less_over_positions():
     """Why there are two axes: what one channel has that others have not, positions share."""
     keys = content(2, 64, 64)
     keys[..., 5] += 50
-    errors = [(again(Quanto(4, axis_key=axis).keys, keys)[:, 0] - keys).abs().mean() for axis in (0, -1)]
+    errors = [(again(Quanto(4, axis_key=axis).key_codec, keys)[:, 0] - keys).abs().mean() for axis in (0, -1)]
     assert errors[1] < errors[0] / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kept", [None, torch.float16, torch.float32])
 def test_scales_are_kept_as_asked_and_keys_come_back_as_they_came(dtype, kept):
-    coding = Quanto(4, compute_dtype=kept).keys
+    coding = Quanto(4, compute_dtype=kept).key_codec
     keys = content(2, 10, 64, dtype=dtype)
     packed = coding.encode(keys)
     assert packed.scale.dtype == packed.offset.dtype == (kept or dtype)
@@ -143,12 +143,12 @@ def test_scales_are_kept_as_asked_and_keys_come_back_as_they_came(dtype, kept):
 def test_few_bits_take_few_bytes():
     keys = content(3, 1024, 64)
     for bits, most in ((4, 5.01), (2, 3.01)):
-        assert Quanto(bits).keys.encode(keys).nbytes * 8 / keys.numel() < most
-    assert Quanto(4, compute_dtype=torch.float16).keys.encode(keys).nbytes * 8 / keys.numel() < 4.51
+        assert Quanto(bits).key_codec.encode(keys).nbytes * 8 / keys.numel() < most
+    assert Quanto(4, compute_dtype=torch.float16).key_codec.encode(keys).nbytes * 8 / keys.numel() < 4.51
 
 
 def test_what_is_coded_carries_no_gradient():
-    packed = Quanto(4).keys.encode(content(2, 3, 64).requires_grad_())
+    packed = Quanto(4).key_codec.encode(content(2, 3, 64).requires_grad_())
     assert not any(part.requires_grad for part in packed)
 
 
@@ -159,11 +159,11 @@ class Config:
 
 
 def test_a_config_says_which():
-    assert quantizer_of(Config()) == Quanto(2, -1, 0, 32)
+    assert build_quantizer(Config()) == Quanto(2, -1, 0, 32)
     bad = Config()
     bad.backend = "gguf"
     with pytest.raises(ConfigError, match="`backend` must be one of quanto, hqq, got 'gguf'"):
-        quantizer_of(bad)
+        build_quantizer(bad)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from descant.kv_cache.recurrent_state import ObjectCache, joined, shape_of, taken
+from descant.kv_cache.recurrent_state import (
+    RecurrentStateCache,
+    concat_states,
+    state_signature,
+    take_state_rows,
+)
 
 
 @dataclass
@@ -45,7 +50,7 @@ def _values(state: dict[str, Any]) -> list[float]:
 
 def test_taking_rows_takes_lines_of_every_tensor_and_leaves_the_rest():
     whole = _state([1.0, 2.0, 3.0])
-    part = taken(whole, [2, 0, 2, 2], 3)
+    part = take_state_rows(whole, [2, 0, 2, 2], 3)
     assert _values(part) == [3.0, 1.0, 3.0, 3.0]
     assert part["pair"][1] == 5
     assert part["layers"][0].kernel.tolist() == list(range(7))
@@ -55,7 +60,7 @@ def test_taking_rows_takes_lines_of_every_tensor_and_leaves_the_rest():
 
 def test_what_is_taken_is_the_takers_own():
     whole = _state([1.0, 2.0])
-    part = taken(whole, [0, 1], 2)
+    part = take_state_rows(whole, [0, 1], 2)
     part["layers"][0].conv.fill_(9)
     part["layers"][0].ready[0] = False
     part["layers"][0].kernel.fill_(9)
@@ -66,13 +71,13 @@ def test_what_is_taken_is_the_takers_own():
 
 def test_objects_that_differ_in_rows_alone_can_be_joined():
     first, second = _state([1.0, 2.0]), _state([7.0])
-    assert shape_of(first, 2) == shape_of(second, 1)
-    assert _values(joined([first, second], [2, 1])) == [1.0, 2.0, 7.0]
+    assert state_signature(first, 2) == state_signature(second, 1)
+    assert _values(concat_states([first, second], [2, 1])) == [1.0, 2.0, 7.0]
 
 
 @pytest.mark.parametrize("other", [_state([7.0], length=4), {**_state([7.0]), "pair": (torch.ones(1, 3), 6)}])
 def test_objects_that_differ_otherwise_cannot(other: dict[str, Any]):
-    assert shape_of(_state([1.0, 2.0]), 2) != shape_of(other, 1)
+    assert state_signature(_state([1.0, 2.0]), 2) != state_signature(other, 1)
 
 
 def test_configs_are_not_walked_into():
@@ -84,28 +89,28 @@ def test_configs_are_not_walked_into():
             return {}
 
     config = Config()
-    assert taken({"config": config, "x": torch.ones(2)}, [0], 2)["config"] is config
+    assert take_state_rows({"config": config, "x": torch.ones(2)}, [0], 2)["config"] is config
 
 
 def test_state_cannot_be_cut():
-    assert ObjectCache().rewind == 0
+    assert RecurrentStateCache().max_rewind == 0
 
 
 def test_rows_of_two_groups_do_not_share_a_state():
-    cache = ObjectCache()
+    cache = RecurrentStateCache()
     cache.extend(2)
-    cache.keep(torch.tensor([0]), _state([1.0], length=2))
-    cache.keep(torch.tensor([1]), _state([2.0], length=5))
-    assert sorted(part.tolist() for part in cache.together()) == [[0], [1]]
+    cache.write_state(torch.tensor([0]), _state([1.0], length=2))
+    cache.write_state(torch.tensor([1]), _state([2.0], length=5))
+    assert sorted(part.tolist() for part in cache.row_batches()) == [[0], [1]]
     with pytest.raises(KeyError):
-        cache.fetch(torch.tensor([0, 1]))
+        cache.read_state(torch.tensor([0, 1]))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_history_leaves_each_row_its_own_state(data: st.DataObject):
     """Rows come, are fed in parts, fork, move and leave; a list of (value, length) says what each holds."""
-    cache, truth, fresh = ObjectCache(), list[tuple[float, int]](), 0.0
+    cache, truth, fresh = RecurrentStateCache(), list[tuple[float, int]](), 0.0
     for _ in range(data.draw(st.integers(1, 6))):
         count = data.draw(st.integers(0, 3))
         if count:
@@ -115,15 +120,15 @@ def test_every_history_leaves_each_row_its_own_state(data: st.DataObject):
                 fresh += 1
                 length = data.draw(st.integers(1, 2))
                 truth.append((fresh, length))
-                cache.keep(torch.tensor([row]), _state([fresh], length))
-        parts = [part.tolist() for part in cache.together()]
+                cache.write_state(torch.tensor([row]), _state([fresh], length))
+        parts = [part.tolist() for part in cache.row_batches()]
         assert sorted(row for part in parts for row in part) == list(range(len(truth)))
         for part in parts:
             assert len({truth[row][1] for row in part}) == 1
-            state = cache.fetch(torch.tensor(part))
+            state = cache.read_state(torch.tensor(part))
             assert _values(state) == [truth[row][0] for row in part]
             longer = truth[part[0]][1] + 1
-            cache.keep(torch.tensor(part), _state([truth[row][0] + 0.5 for row in part], longer))
+            cache.write_state(torch.tensor(part), _state([truth[row][0] + 0.5 for row in part], longer))
             for row in part:
                 truth[row] = (truth[row][0] + 0.5, longer)
         if truth:
@@ -132,5 +137,5 @@ def test_every_history_leaves_each_row_its_own_state(data: st.DataObject):
             truth = [truth[parent] for parent in parents]
             cache.commit(torch.tensor(parents, dtype=torch.long), torch.tensor([one[1] for one in truth]))
             assert len(cache) == len(truth)
-    kept = {row for part in cache.together() for row in part.tolist()}
+    kept = {row for part in cache.row_batches() for row in part.tolist()}
     assert kept == set(range(len(truth)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from descant.kv_cache.scratch_buffer import Scratch
+from descant.kv_cache.scratch_buffer import ScratchBuffer
 
 LIKE = torch.zeros(1)
 
@@ -15,7 +15,7 @@ def place(tensor):
 
 
 def test_what_nobody_holds_is_lent_again():
-    scratch = Scratch()
+    scratch = ScratchBuffer()
     first = scratch.empty((2, 3, 4), LIKE)
     where = place(first)
     first.fill_(7)
@@ -33,13 +33,13 @@ def test_what_nobody_holds_is_lent_again():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_any_dtype(dtype):
-    found = Scratch().empty((3, 5), LIKE.to(dtype))
+    found = ScratchBuffer().empty((3, 5), LIKE.to(dtype))
     assert (found.shape, found.dtype) == ((3, 5), dtype)
     assert (found.fill_(2) == 2).all()
 
 
 def test_what_is_kept_is_counted_until_it_is_cleared():
-    scratch = Scratch()
+    scratch = ScratchBuffer()
     first, second = scratch.empty((256,), LIKE), scratch.empty((256,), LIKE)
     assert scratch.nbytes == 2048
     del first
@@ -52,7 +52,7 @@ def test_what_is_kept_is_counted_until_it_is_cleared():
 
 
 def test_pieces_too_small_are_let_go():
-    scratch = Scratch()
+    scratch = ScratchBuffer()
     for size in (10, 100, 1000):
         del_me = scratch.empty((size,), LIKE)
         del del_me
@@ -60,7 +60,7 @@ def test_pieces_too_small_are_let_go():
 
 
 def test_nothing_and_other_devices_are_not_lent():
-    scratch = Scratch()
+    scratch = ScratchBuffer()
     assert scratch.empty((2, 0), LIKE).shape == (2, 0)
     assert scratch.empty((2, 3), torch.zeros(1, device="meta")).device.type == "meta"
     assert scratch.nbytes == 0

@@ -7,10 +7,10 @@ import torch
 from transformers import DynamicCache
 
 from descant import GenerationConfig, Request, Session
-from descant.core.interfaces import Span
+from descant.core.interfaces import KVSpan
 from descant.errors import InputError
 from descant.kv_cache.sink import SinkStore
-from descant.models.rope import rotation_of
+from descant.models.rope import rope_of_model
 from descant.testing import Schedule
 from descant.testing.outcome import compare, outcomes
 from tests.support.tiny_models import prompts
@@ -120,7 +120,7 @@ def test_a_model_answers_as_by_hand(tiny, name, attention):
     asked = [Request(text, config) for text in texts]
     expected = [by_hand(one.model, text, 45) for text in texts]
     for schedule in (Schedule.at_once(range(5)), Schedule({0: [3, 1], 2: [0, 4], 11: [2]})):
-        store = SinkStore(LENGTH, SINKS, rotation_of(one.model), slack=3, room=4)
+        store = SinkStore(LENGTH, SINKS, rope_of_model(one.model), slack=3, room=4)
         for (tokens, logits), found in zip(
             expected, outcomes(one.model, asked, schedule, store), strict=True
         ):
@@ -135,7 +135,7 @@ def test_sinks_matter(tiny):
     one = tiny("llama")
     text = prompts(one.arch, [8], 3)[0]
     _, logits = by_hand(one.model, text, 20)
-    for store in (SinkStore(LENGTH, SINKS, None), SinkStore(LENGTH, 0, rotation_of(one.model))):
+    for store in (SinkStore(LENGTH, SINKS, None), SinkStore(LENGTH, 0, rope_of_model(one.model))):
         config = GenerationConfig(max_new_tokens=20, eos_token_id=None)
         (found,) = outcomes(one.model, [Request(text, config)], cache=store)
         both = found.logits.keys() & logits.keys()
@@ -152,7 +152,7 @@ def test_guesses_change_nothing(tiny, attention):
 
     def said(config, drafter=None):
         # Longer than what is tried along with a prompt, which counts as the prompt does.
-        store = SinkStore(12, SINKS, rotation_of(one.model), slack=3, room=4)
+        store = SinkStore(12, SINKS, rope_of_model(one.model), slack=3, room=4)
         asked = [Request(text, config, assistant_model=drafter) for text in texts]
         return outcomes(one.model, asked, cache=store)
 
@@ -182,7 +182,7 @@ def test_methods_are_the_same_in_a_batch_and_alone(tiny, method):
     asked = [Request(text, config) for text in prompts(one.arch, [4, 17, 8], 3)]
 
     def store():
-        return SinkStore(LENGTH, SINKS, rotation_of(one.model), slack=3, room=4)
+        return SinkStore(LENGTH, SINKS, rope_of_model(one.model), slack=3, room=4)
 
     alone = [outcomes(one.model, [request], cache=store())[0] for request in asked]
     for schedule in (Schedule.at_once([2, 0, 1]), Schedule({0: [1], 3: [0, 2]})):
@@ -192,7 +192,7 @@ def test_methods_are_the_same_in_a_batch_and_alone(tiny, method):
 
 def test_memory_does_not_grow(tiny):
     one = tiny("llama")
-    store = SinkStore(LENGTH, SINKS, rotation_of(one.model), slack=8, room=8)
+    store = SinkStore(LENGTH, SINKS, rope_of_model(one.model), slack=8, room=8)
     session = Session(one.model, cache=store)
     session.admit(
         *(
@@ -215,7 +215,7 @@ def test_a_row_is_cut_no_further_than_it_can_go_on():
     store.extend(1)
     for start in range(30):
         block = torch.randn(1, 2, 1, 4)
-        store.update(0, block, block, Span(None, start, 1, start + 1))
+        store.update(0, block, block, KVSpan(None, start, 1, start + 1))
         store.commit(None, torch.tensor([start + 1]))
     store.commit(None, torch.tensor([26]))
     with pytest.raises(InputError, match="must leave row 0"):

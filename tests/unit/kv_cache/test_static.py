@@ -7,10 +7,10 @@ import torch
 
 from descant import GenerationConfig, Request
 from descant.config.compile_config import CompileConfig
-from descant.core.interfaces import Span
+from descant.core.interfaces import KVSpan
 from descant.errors import InputError
-from descant.kv_cache.static import StaticStore, bucket, widened
-from descant.testing import ListCache
+from descant.kv_cache.static import StaticStore, round_up_capacity, round_up_rows
+from descant.testing import ReferenceCache
 from descant.testing.outcome import compare, outcomes
 from tests.contracts.subjects import METHODS, of_method
 from tests.support.tiny_models import prompts
@@ -24,7 +24,7 @@ def fed(cache, width, rows=None, start=0):
     block = torch.randn(count, HEADS, width, SIZE)
     where = None if rows is None else torch.tensor(rows)
     begin = start if isinstance(start, int) else torch.tensor(start)
-    span = Span(where, begin, width, int(torch.as_tensor(start).max()) + width)
+    span = KVSpan(where, begin, width, int(torch.as_tensor(start).max()) + width)
     return block, cache.update(0, block, -block, span)
 
 
@@ -70,13 +70,13 @@ def test_a_fork_into_more_rows_than_there_are_keeps_what_they_hold():
 
 @pytest.mark.parametrize(("count", "found"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (17, 32)])
 def test_buckets(count, found):
-    assert bucket(count) == found
+    assert round_up_rows(count) == found
 
 
 @pytest.mark.parametrize(("slots", "found"), [(1, 256), (256, 256), (257, 512), (1000, 1024)])
 def test_a_compiled_cache_has_a_round_capacity(slots, found):
-    assert widened(slots) == found
-    assert StaticStore(slots, compile=CompileConfig()).capacity == found
+    assert round_up_capacity(slots) == found
+    assert StaticStore(slots, compile_config=CompileConfig()).capacity == found
     assert StaticStore(slots).capacity == slots
 
 
@@ -84,10 +84,10 @@ def test_a_compiled_cache_has_a_round_capacity(slots, found):
 def test_what_is_lent_is_the_cache_itself():
     cache = StaticStore(8)
     cache.extend(2)
-    assert cache.lend(2) is None
+    assert cache.layer_views(2) is None
     block, _ = fed(cache, 3)
     cache.commit(None, torch.tensor([3, 3]))
-    keys, values = cache.lend(2)
+    keys, values = cache.layer_views(2)
     assert list(keys[0].shape) == [2, HEADS, 8, SIZE]
     assert torch.equal(keys[0][:, :, :3], block)
     values[0][1, :, 3] = 7.0
@@ -102,25 +102,25 @@ def test_more_lines_can_be_lent_than_there_are_rows():
     cache = StaticStore(8)
     cache.extend(3)
     block, _ = fed(cache, 2)
-    first = cache.lend(4)
-    assert cache.lend(4) is first
-    keys, _ = cache.lend(8)
+    first = cache.layer_views(4)
+    assert cache.layer_views(4) is first
+    keys, _ = cache.layer_views(8)
     assert list(keys[0].shape) == [8, HEADS, 8, SIZE]
     assert torch.equal(keys[0][:3, :, :2], block)
-    assert cache.lend(4)[0][0].data_ptr() == keys[0].data_ptr()
+    assert cache.layer_views(4)[0][0].data_ptr() == keys[0].data_ptr()
 
 
 def test_what_was_lent_before_the_blocks_moved_is_not_lent_again():
     cache = StaticStore(8)
     cache.extend(1)
     fed(cache, 2)
-    before = cache.lend(1)
+    before = cache.layer_views(1)
     cache.extend(4)
     fed(cache, 1, start=[2, 0, 0, 0, 0])
-    assert cache.lend(1)[0][0].data_ptr() != before[0][0].data_ptr()
-    before = cache.lend(1)
+    assert cache.layer_views(1)[0][0].data_ptr() != before[0][0].data_ptr()
+    before = cache.layer_views(1)
     cache.to("cpu")
-    assert cache.lend(1) is not before
+    assert cache.layer_views(1) is not before
 
 
 # ---------------------------------------------------------------------- limits
@@ -144,19 +144,19 @@ def test_a_row_that_does_not_fit_is_an_error_and_changes_nothing():
 
 
 def test_what_fills_shorter_rows_up_need_not_fit():
-    cache, lists = StaticStore(6), ListCache()
+    cache, lists = StaticStore(6), ReferenceCache()
     for one in (cache, lists):
         one.extend(3)
     first = torch.randn(3, HEADS, 5, SIZE)
     lengths = torch.tensor([5, 1, 3])
     for one in (cache, lists):
-        one.update(0, first, -first, Span(None, 0, 5, 5))
+        one.update(0, first, -first, KVSpan(None, 0, 5, 5))
         one.commit(None, lengths)
     # One token for the first row, four for the second: 5 + 4 is more than there are slots.
     new = torch.randn(2, HEADS, 4, SIZE)
-    span = Span(torch.tensor([0, 1]), torch.tensor([5, 1]), 4, 9)
-    assert cache.reach(0, span).held.tolist() == [5, 1]
-    assert cache.reach(0, span).size == 6
+    span = KVSpan(torch.tensor([0, 1]), torch.tensor([5, 1]), 4, 9)
+    assert cache.visible_slots(0, span).past_lengths.tolist() == [5, 1]
+    assert cache.visible_slots(0, span).num_slots == 6
     keys, values = cache.update(0, new, -new, span)
     must, _ = lists.update(0, new, -new, span)
     assert list(keys.shape) == [2, HEADS, 6, SIZE]
@@ -204,7 +204,7 @@ def test_what_is_taken_over_has_to_fit():
 def test_every_method_gives_what_lists_give(tiny, method, name):
     one = tiny(name)
     requests = of_method(one, method)
-    expected = outcomes(one.model, requests, cache=ListCache())
+    expected = outcomes(one.model, requests, cache=ReferenceCache())
     found = outcomes(one.model, requests, cache=StaticStore(9 + 19))
     for place, (first, second) in enumerate(zip(expected, found, strict=True)):
         compare(first, second, f"request {place}")
@@ -218,6 +218,6 @@ def test_drafts_need_no_room_beyond_the_longest_text(tiny, drafts, more):
     texts = [text * 3 for text in prompts(one.arch, [4, 3, 5], 8)]
     plain = [Request(text, GenerationConfig(**given)) for text in texts]
     tried = [Request(text, GenerationConfig(**given, **drafts)) for text in texts]
-    expected = outcomes(one.model, plain if not more else tried, cache=ListCache())
+    expected = outcomes(one.model, plain if not more else tried, cache=ReferenceCache())
     found = outcomes(one.model, tried, cache=StaticStore(15 + 30))
     assert [one.tokens for one in found] == [one.tokens for one in expected]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from descant import GenerationConfig, Request, Session
-from descant.core.interfaces import Span
+from descant.core.interfaces import KVSpan
 from descant.errors import InputError
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.window import WindowStore
-from descant.models.traits import facts_of
+from descant.models.traits import traits_of
 from descant.testing import Schedule
 from descant.testing.outcome import compare, outcomes
 from tests.support.tiny_models import ARCHITECTURES, prompts
@@ -66,8 +66,8 @@ def model_of(name):
 
 
 def store_of(model, slack=3, room=4):
-    facts = facts_of(model)
-    return WindowStore([facts.windows[kind] for kind in facts.kinds], slack, room)
+    facts = traits_of(model)
+    return WindowStore([facts.sliding_windows[kind] for kind in facts.layer_types], slack, room)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -78,7 +78,7 @@ def test_generations_are_those_on_a_dense_cache(name, method):
     texts = [*prompts(ARCHITECTURES["llama"], [3, 12, 25], 5), [5, 6, 7, 8] * 4]
     asked = [Request(text, config) for text in texts]
     for schedule in SCHEDULES:
-        expected = outcomes(model, asked, schedule, DenseCache())
+        expected = outcomes(model, asked, schedule, DenseStore())
         found = outcomes(model, asked, schedule, store_of(model))
         for number in range(len(asked)):
             check(expected[number], found[number], f"request {number}, {method}, {schedule}")
@@ -90,12 +90,12 @@ def test_guesses_change_nothing(name):
     texts = prompts(ARCHITECTURES["llama"], [3, 12, 25], 5)
     plain = GenerationConfig(max_new_tokens=40, eos_token_id=None)
     guessed = plain.replace(num_assistant_tokens=5, num_assistant_tokens_schedule="constant")
-    alone = outcomes(model, [Request(text, plain) for text in texts], cache=DenseCache())
+    alone = outcomes(model, [Request(text, plain) for text in texts], cache=DenseStore())
     drafter = Known([[*text, *found.tokens[0]] for text, found in zip(texts, alone, strict=True)])
     asked = [Request(text, guessed, assistant_model=drafter) for text in texts]
     for expected, found in zip(alone, outcomes(model, asked, cache=store_of(model)), strict=True):
         assert found.tokens == expected.tokens
-        assert found.hypotheses[0].speculation.saved > 20
+        assert found.hypotheses[0].speculation.saved_forwards > 20
 
 
 @pytest.mark.parametrize("name", ["mistral", "hybrid"])
@@ -108,7 +108,7 @@ def test_every_method_shares_a_table(name):
         for at, (text, kind) in enumerate(zip(texts, kinds, strict=True))
     ]
     schedule = Schedule({0: [2, 0], 1: [4], 4: [1, 5], 8: [3]})
-    expected = outcomes(model, asked, schedule, DenseCache())
+    expected = outcomes(model, asked, schedule, DenseStore())
     found = outcomes(model, asked, schedule, store_of(model, slack=0, room=1))
     for number, kind in enumerate(kinds):
         check(expected[number], found[number], kind)
@@ -123,7 +123,7 @@ def step(store, layers, width=1, rows=None):
     fed = list(range(len(store))) if rows is None else rows
     starts = store.lengths[fed]
     level = len(set(starts.tolist())) == 1
-    span = Span(
+    span = KVSpan(
         None if rows is None else torch.tensor(rows),
         int(starts[0]) if level else starts,
         width,
@@ -165,7 +165,7 @@ def test_a_long_prompt_takes_no_room_in_other_rows():
     for row in range(9):
         step(store, 1, 20, [row])
     before = store.nbytes
-    span = Span(torch.tensor([9]), 0, 5000, 5000)
+    span = KVSpan(torch.tensor([9]), 0, 5000, 5000)
     block = torch.randn(1, HEADS, 5000, SIZE)
     shown, _ = store.update(0, block, block, span)
     assert shown is block
@@ -173,7 +173,7 @@ def test_a_long_prompt_takes_no_room_in_other_rows():
     store.commit(None, torch.tensor([20] * 9 + [4321]))
     assert store.nbytes <= 2 * 10 * (16 - 1 + 8 + 8) * SLOT
     block = torch.randn(1, HEADS, 1, SIZE)
-    kept, _ = store.update(0, block, block, Span(torch.tensor([9]), 4321, 1, 4322))
+    kept, _ = store.update(0, block, block, KVSpan(torch.tensor([9]), 4321, 1, 4322))
     assert torch.equal(kept[:, :, :15], shown[:, :, 4321 - 15 : 4321])
 
 
@@ -182,14 +182,14 @@ def test_a_prompt_that_is_told_to_stay_is_trimmed_at_once():
     store.extend(2)
     told = torch.tensor([5000, 4000])  # the rest fills the shorter row up
     blocks = torch.randn(2, 2, HEADS, 5000, SIZE)
-    span = Span(None, 0, 5000, 5000, sure=told)
+    span = KVSpan(None, 0, 5000, 5000, num_committed=told)
     for layer in range(2):
         store.update(layer, blocks[layer], blocks[layer], span)
     assert store.nbytes <= 2 * 2 * (5000 - (4000 - 16 - 8)) * SLOT
     store.commit(None, told)
     new = torch.randn(2, HEADS, 1, SIZE)
     for layer in range(2):
-        kept, _ = store.update(layer, new, new, Span(None, told, 1, 5001, starts=told))
+        kept, _ = store.update(layer, new, new, KVSpan(None, told, 1, 5001, host_starts=told))
         for row, stop in enumerate(told.tolist()):
             assert torch.equal(kept[row, :, :15], blocks[layer, row, :, stop - 15 : stop])
 
@@ -198,7 +198,7 @@ def test_a_prompt_whose_forward_failed_leaves_an_empty_row():
     store = WindowStore([4], slack=0, room=1)
     store.extend(1)
     block = torch.randn(1, HEADS, 50, SIZE)
-    store.update(0, block, block, Span(None, 0, 50, 50, sure=torch.tensor([50])))
+    store.update(0, block, block, KVSpan(None, 0, 50, 50, num_committed=torch.tensor([50])))
     store.commit(None, torch.tensor([0]))
     step(store, 1, 2)
     assert torch.equal(step(store, 1)[:, :, :2], store.read(0, torch.tensor([0]))[0][:, :, :2])
@@ -211,13 +211,13 @@ def test_beams_never_move_their_prompt(window):
     store.extend(1)
     step(store, 1, 150)
     store.commit(torch.zeros(4, dtype=torch.long), torch.full((4,), 150))
-    held = store._parts[window]
-    before = held.moved
+    held = store._stores[window]
+    before = held.copied_slots
     for number in range(30):
         step(store, 1)
         store.commit(torch.tensor([1, 0, 3, 3]), store.lengths.clone())
-        assert held.moved - before <= 3 * (number + 1)
-        before = held.moved
+        assert held.copied_slots - before <= 3 * (number + 1)
+        before = held.copied_slots
 
 
 def test_a_wide_forward_of_rows_with_a_past_is_forgotten_when_committed():
@@ -234,10 +234,10 @@ def test_full_layers_keep_everything():
     for _ in range(100):
         step(store, 2)
     block = torch.randn(1, HEADS, 1, SIZE)
-    span = Span(None, 100, 1, 101)
-    assert store.reach(0, span) is None
+    span = KVSpan(None, 100, 1, 101)
+    assert store.visible_slots(0, span) is None
     assert store.update(0, block, block, span)[0].shape[2] == 101
-    assert store.reach(1, span).held.tolist() == [3]
+    assert store.visible_slots(1, span).past_lengths.tolist() == [3]
     assert store.update(1, block, block, span)[0].shape[2] == 4
 
 
@@ -267,7 +267,7 @@ def test_a_row_is_cut_no_further_than_it_can_go_on():
     store.extend(2)
     step(store, 2, 30)
     store.commit(None, torch.tensor([25, 30]))
-    assert store.rewind == 5
+    assert store.max_rewind == 5
     with pytest.raises(InputError, match="must leave row 0 at least"):
         store.commit(None, torch.tensor([10, 30]))
     assert store.lengths.tolist() == [25, 30]  # nothing has changed
@@ -277,9 +277,9 @@ def test_what_was_only_written_can_always_be_cut():
     store = WindowStore([4], slack=0, room=1)
     store.extend(1)
     block = torch.randn(1, HEADS, 50, SIZE)
-    store.update(0, block, block, Span(None, 0, 50, 50))
+    store.update(0, block, block, KVSpan(None, 0, 50, 50))
     store.commit(None, torch.tensor([7]))
-    kept, _ = store.update(0, block[:, :, :1], block[:, :, :1], Span(None, 7, 1, 8))
+    kept, _ = store.update(0, block[:, :, :1], block[:, :, :1], KVSpan(None, 7, 1, 8))
     assert torch.equal(kept, torch.cat((block[:, :, 4:7], block[:, :, :1]), 2))
 
 
@@ -297,7 +297,7 @@ def test_settings_that_cannot_be(windows, slack, room, field):
 def test_layers_and_windows_must_agree():
     store = WindowStore([3])
     with pytest.raises(InputError, match="layer 1"):
-        store.reach(1, Span(None, 0, 1, 1))
+        store.visible_slots(1, KVSpan(None, 0, 1, 1))
     with pytest.raises(InputError, match="windows"):
         store.join(WindowStore([4]))
 

@@ -17,8 +17,8 @@ from descant.models.bayesian_detector import (
     BayesianDetectorConfig,
     BayesianDetectorModel,
     BayesianWatermarkDetectorModelOutput,
-    read_detector,
-    write_detector,
+    load_detector,
+    save_detector,
 )
 
 DEPTH = 4
@@ -189,7 +189,7 @@ def test_a_folder_holds_all_of_it(tmp_path):
 def test_the_key_is_stored_only_where_it_was_given(tmp_path):
     model = detector()
     model.config.set_detector_information("some/model", None)
-    write_detector(model, tmp_path)
+    save_detector(model, tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["watermarking_config"] is None
     assert "keys" not in (tmp_path / "config.json").read_text()
@@ -201,8 +201,8 @@ def test_reading_and_writing_are_quiet_and_leave_the_settings(tmp_path, capfd, m
     before = logging.get_verbosity()
     logging.set_verbosity_info()
     try:
-        write_detector(detector(), tmp_path)
-        assert not read_detector(tmp_path).training
+        save_detector(detector(), tmp_path)
+        assert not load_detector(tmp_path).training
         assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == (True, logging.INFO)
     finally:
         logging.set_verbosity(before)
@@ -222,16 +222,16 @@ def test_a_lost_weight_begins_anew_and_leaves_the_others(tmp_path):
     for name in ("prior", "likelihood_model_watermarked.delta"):
         assert torch.equal(again[name], whole[name])
     with pytest.raises(InputError, match=r"lacks likelihood_model_watermarked\.beta"):
-        read_detector(tmp_path)
+        load_detector(tmp_path)
 
 
 def test_what_is_no_detector_is_refused(tmp_path, tiny):
     with pytest.raises(InputError, match="trained Bayesian detector"):
-        read_detector(tmp_path / "nowhere")
+        load_detector(tmp_path / "nowhere")
     with pytest.raises(InputError, match="trained Bayesian detector"):
-        read_detector(tmp_path)
+        load_detector(tmp_path)
     with pytest.raises(InputError, match="watermarking_depth"):
-        read_detector(tiny("llama").folder)
+        load_detector(tiny("llama").folder)
 
 
 def test_it_is_one_of_transformers_models():

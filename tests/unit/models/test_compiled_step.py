@@ -18,11 +18,16 @@ import descant
 from descant import GenerationConfig, Request, Session
 from descant.config.compile_config import CompileConfig
 from descant.errors import ConfigError, UnsupportedModel
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.static import StaticStore
-from descant.models.compiled_step import Fixed, _Heads, steps_of, uncompilable
-from descant.models.traits import facts_of
-from descant.testing import ListCache
+from descant.models.compiled_step import (
+    CompilableStore,
+    _GroupedKVProxy,
+    compiled_steps_of,
+    uncompilable_reason,
+)
+from descant.models.traits import traits_of
+from descant.testing import ReferenceCache
 from descant.testing.outcome import compare, outcomes
 from tests.contracts.subjects import METHODS, mixed, of_method, requests
 from tests.support.tiny_models import prompts
@@ -31,7 +36,7 @@ TRACED = CompileConfig(backend="eager")
 
 
 def steps(model):
-    return steps_of(model, facts_of(model))
+    return compiled_steps_of(model, traits_of(model))
 
 
 def static(capacity=64, rows=None, config=TRACED):
@@ -40,7 +45,7 @@ def static(capacity=64, rows=None, config=TRACED):
 
 def same(model, given, cache, expected=None):
     """Raise unless the requests come to on the cache what they come to on lists."""
-    expected = outcomes(model, given, cache=ListCache()) if expected is None else expected
+    expected = outcomes(model, given, cache=ReferenceCache()) if expected is None else expected
     for place, pair in enumerate(zip(expected, outcomes(model, given, cache=cache), strict=True)):
         compare(*pair, f"request {place}")
 
@@ -62,7 +67,7 @@ def test_fifty_prompts_of_different_length_compile_one_step(tiny, fresh):
     with dynamo.config.patch(error_on_recompile=True):
         for number in range(50):
             request = plain(tiny("llama"), [2 + 3 * number], number, max_new_tokens=4)
-            same(model, request, static(160), outcomes(model, request, cache=DenseCache()))
+            same(model, request, static(160), outcomes(model, request, cache=DenseStore()))
     assert steps(model).graphs == 1
 
 
@@ -175,7 +180,7 @@ def test_drafts_go_through_the_same_blocks(tiny, more):
     one = tiny("llama")
     given = {"max_new_tokens": 25, "eos_token_id": None, "prompt_lookup_num_tokens": 3, **more}
     texts = [Request(text * 3, GenerationConfig(**given)) for text in prompts(one.arch, [4, 3], 8)]
-    expected = outcomes(one.model, texts, cache=ListCache())
+    expected = outcomes(one.model, texts, cache=ReferenceCache())
     found = outcomes(one.model, texts, cache=static())
     assert [end.tokens for end in found] == [end.tokens for end in expected]
 
@@ -184,7 +189,7 @@ def test_lines_that_hold_nothing_are_written_and_never_seen(tiny, fresh):
     """Three rows are fed as four; the fourth becomes a row later."""
     model, one = fresh(), tiny("llama")
     texts = plain(one, [5, 6, 7, 4], max_new_tokens=8)
-    expected = outcomes(model, texts, cache=ListCache())
+    expected = outcomes(model, texts, cache=ReferenceCache())
     session = Session(model, cache=static(rows=4))
     session.admit(*texts[:3])
     session.step()
@@ -207,11 +212,11 @@ def test_inductor_gives_what_lists_give(tiny, fresh):
 # ---------------------------------------------------------------------- keys that heads share
 def test_heads_that_share_keys_repeat_nothing():
     block, other = torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
-    keys, values = _Heads(block), _Heads(other)
+    keys, values = _GroupedKVProxy(block), _GroupedKVProxy(other)
     query, mask = torch.randn(2, 6, 1, 4), torch.rand(2, 1, 1, 7) > 0.3
     mask[..., 0] = True
     wide = [one[:, :, None, :, :].expand(2, 3, 2, 7, 4).reshape(2, 6, 7, 4) for one in (keys, values)]
-    assert all(isinstance(one, _Heads) for one in wide)
+    assert all(isinstance(one, _GroupedKVProxy) for one in wide)
     assert wide[0].shape == (2, 6, 7, 4)
     attention = torch.nn.functional.scaled_dot_product_attention
     must = attention(query, block.repeat_interleave(2, 1), other.repeat_interleave(2, 1), attn_mask=mask)
@@ -242,7 +247,7 @@ def test_keys_are_plain_tensors_where_torch_cannot_follow(tiny, fresh, monkeypat
     def broken(cls, func, types, args=(), kwargs=None):
         dynamo.graph_break()
 
-    monkeypatch.setattr(_Heads, "__torch_function__", classmethod(broken))
+    monkeypatch.setattr(_GroupedKVProxy, "__torch_function__", classmethod(broken))
     model = fresh()
     same(model, plain(tiny("llama"), [5]), static())
     assert steps(model).graphs == 1
@@ -269,15 +274,15 @@ def test_states_that_are_asked_for_come_uncompiled(tiny, fresh):
 
 
 def test_a_static_store_is_what_is_asked_for():
-    assert isinstance(StaticStore(4), Fixed)
-    assert not isinstance(DenseCache(), Fixed)
+    assert isinstance(StaticStore(4), CompilableStore)
+    assert not isinstance(DenseStore(), CompilableStore)
 
 
 # ---------------------------------------------------------------------- what cannot be
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_a_model_with_an_encoder_is_refused(tiny, name):
     one = tiny(name)
-    assert "encoder" in uncompilable(one.model, facts_of(one.model))
+    assert "encoder" in uncompilable_reason(one.model, traits_of(one.model))
     given = requests(one, [GenerationConfig(max_new_tokens=5, eos_token_id=None)], [4])
     with pytest.raises(
         UnsupportedModel, match=r"has an encoder.*cannot be compiled: leave out `compile_config`"

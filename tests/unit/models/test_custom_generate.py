@@ -254,8 +254,8 @@ def test_configs_for_each_prompt_reach_a_part_but_not_a_model_that_reads_one() -
 
 def test_a_plain_model_is_left_to_the_usual_way() -> None:
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=32)
-    assert custom_generate.outer_of(transformers.GPT2LMHeadModel(config)) is None
-    assert custom_generate.outer_of(object()) is None
+    assert custom_generate.as_custom_generate(transformers.GPT2LMHeadModel(config)) is None
+    assert custom_generate.as_custom_generate(object()) is None
 
 
 def test_a_session_of_such_a_model_is_refused_with_the_way_to_go():

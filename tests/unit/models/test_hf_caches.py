@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from descant.errors import InputError
-from descant.kv_cache.dense import DenseCache
-from descant.models.hf_caches import registry
-from descant.models.hf_caches.registry import (
+from descant.kv_cache.dense import DenseStore
+from descant.models.hf_caches import exports
+from descant.models.hf_caches.exports import (
     DynamicCache,
     EncoderDecoderCache,
     H2OCache,
@@ -30,7 +30,7 @@ from descant.models.hf_caches.registry import (
     SlidingWindowCache,
     SnapKVCache,
     StaticCache,
-    accepted,
+    to_descant_cache,
 )
 from tests.support.extras import need_hqq
 from tests.support.manual_forwards import feeds, level, loader, padded, stepped, whole
@@ -92,7 +92,7 @@ def test_steps_say_what_one_forward_says(kind, name, get):
     model = get(name, **attention(name)).model
     cache = EXACT[kind][0](model, 3)
     assert isinstance(cache, transformers.cache_utils.Cache)
-    assert isinstance(cache, registry.Cache)
+    assert isinstance(cache, exports.Cache)
     ids = level(get(name, **attention(name)), LENGTH)
     close(stepped(model, cache, feeds(ids, WIDTHS)), whole(model, ids))
     assert cache.get_seq_length() == LENGTH
@@ -361,7 +361,7 @@ def test_a_frozen_cache_is_not_written_to(get):
     subject = get("llama")
     ids, cache = level(subject, 9), DynamicCache()
     stepped(subject.model, cache, feeds(ids, (8,)))
-    cache.frozen = True
+    cache.read_only = True
     for change in (
         lambda: stepped(subject.model, cache, feeds(ids, (1,), first=8)),
         lambda: cache.crop(2),
@@ -479,7 +479,7 @@ def test_sinks_are_the_first_tokens_of_padded_rows(get):
     rows = prompts(subject.arch, lengths, seed=3)
     ids, mask = pad(rows, subject.pad, "left")
     widths = (12, *(1,) * 18)
-    cache = SinkCache(12, 3, config=config).padded(mask[:, :12])
+    cache = SinkCache(12, 3, config=config).set_padding(mask[:, :12])
     said = stepped(subject.model, cache, feeds(ids, widths, mask))
     for line, row in enumerate(rows):
         widths = (12 - 30 + len(row), *(1,) * 18)
@@ -570,7 +570,7 @@ def test_quantized_configs():
         "compute_dtype": torch.float16,
         "device": "cpu",
     }
-    assert isinstance(config, registry.CacheConfig)
+    assert isinstance(config, exports.CacheConfig)
     assert QuantizedCacheConfig.from_dict(config.to_dict(), nbits=2) == QuantizedCacheConfig(nbits=2)
     assert config != QuantizedCacheConfig(nbits=2)
     assert dict(config) == config.to_dict()
@@ -594,10 +594,10 @@ def test_quantized_configs():
         with pytest.raises(ValueError, match=next(iter(wrong))):
             kind(QuantizedCacheConfig(**wrong))
     with pytest.raises(InputError, match="QuantizedCacheConfig"):
-        QuantoQuantizedCache(registry.StaticCacheConfig(1, 2))
-    registry.StaticCacheConfig(1, 2).validate()
+        QuantoQuantizedCache(exports.StaticCacheConfig(1, 2))
+    exports.StaticCacheConfig(1, 2).validate()
     with pytest.raises(ValueError, match="max_cache_len"):
-        registry.StaticCacheConfig(1, 0).validate()
+        exports.StaticCacheConfig(1, 0).validate()
 
 
 # -------------------------------------------------------------------- what others made
@@ -633,7 +633,7 @@ def test_caches_of_transformers_are_taken(name, kind, told, get):
     stepped(subject.model, given, feeds(ids, (11, 1), mask))
     before = [one.clone() for layer in given.layers for one in (layer.keys, layer.values)]
     past = tuple((layer.keys, layer.values) for layer in given.layers) if kind == "tuples" else given
-    cache = accepted(past, mask[:, :12]) if told else accepted(past)
+    cache = to_descant_cache(past, mask[:, :12]) if told else to_descant_cache(past)
     assert type(cache) is TAKEN[name, kind]
     assert cache.lengths.tolist() == ([12, 7, 4] if told else [12, 12, 12])
     if isinstance(cache, HybridCache):
@@ -651,16 +651,16 @@ def test_caches_of_ours_are_taken_as_they_are(get):
     for kind in ("dynamic", "static", "paged", "sliding window"):
         cache = EXACT[kind][0](subject.model, 3)
         stepped(subject.model, cache, feeds(ids, (11, 1), mask))
-        assert accepted(cache) is cache
-        other = accepted(cache, mask)
+        assert to_descant_cache(cache) is cache
+        other = to_descant_cache(cache, mask)
         assert type(other) is type(cache)
         assert (cache.lengths.tolist(), other.lengths.tolist()) == ([12, 12, 12], [12, 7, 4])
         close(stepped(subject.model, other, feeds(ids, (1, 2, 1, 1), mask, first=12)), want[:, 12:])
-        assert accepted(other, mask) is other
+        assert to_descant_cache(other, mask) is other
     full = SinkCache(8, 2, config=get("llama").model.config)
     stepped(get("llama").model, full, feeds(ids, (11, 1), mask))
     with pytest.raises(InputError, match="`padded`"):
-        accepted(full, mask)
+        to_descant_cache(full, mask)
 
 
 def test_an_encoder_decoder_cache_is_taken(get):
@@ -675,7 +675,7 @@ def test_an_encoder_decoder_cache_is_taken(get):
     layers = zip(given.self_attention_cache.layers, given.cross_attention_cache.layers, strict=True)
     tuples = tuple((own.keys, own.values, cross.keys, cross.values) for own, cross in layers)
     for past in (given, tuples):
-        cache = accepted(past)
+        cache = to_descant_cache(past)
         assert isinstance(cache, EncoderDecoderCache)
         close(stepped(subject.model, cache, fed[1:], input_ids=ids), want[:, 5:])
 
@@ -699,7 +699,7 @@ def test_a_quantized_cache_is_taken(backend, get, monkeypatch):
     group |= {"axis_key": 1, "axis_value": 1} if backend == "hqq" else {}
     given = transformers.QuantizedCache(backend, subject.model.config, **group)
     stepped(subject.model, given, feeds(ids, (16, 1, 1)))
-    cache = accepted(given)
+    cache = to_descant_cache(given)
     kinds = {"quanto": QuantoQuantizedCache, "hqq": HQQQuantizedCache, "fp8": DynamicCache}
     assert type(cache) is kinds[backend]
     theirs = stepped(subject.model, given, feeds(ids, (1, 1), first=18))
@@ -734,9 +734,9 @@ def test_a_state_of_transformers_is_taken_if_it_counts(get):
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     ids, given = torch.randint(0, 97, (3, 12)), transformers.DynamicCache(config=config)
     stepped(model, given, feeds(ids, (9,)))
-    cache = accepted(given)
-    assert type(cache) is registry.OwnCache
-    assert accepted(cache) is cache
+    cache = to_descant_cache(given)
+    assert type(cache) is exports.RecurrentCache
+    assert to_descant_cache(cache) is cache
     assert cache.lengths.tolist() == cache.store.lengths.tolist() == [9, 9, 9]
     fed = feeds(ids, (1, 1, 1), first=9)
     want = stepped(model, given, fed)
@@ -749,7 +749,7 @@ def test_a_state_of_transformers_is_taken_if_it_counts(get):
     given = transformers.DynamicCache(config=subject.model.config)
     stepped(subject.model, given, feeds(level(subject, 9), (9,)), "cache_params")
     with pytest.raises(InputError, match="how many tokens"):
-        accepted(given)
+        to_descant_cache(given)
 
 
 @pytest.mark.parametrize(
@@ -767,17 +767,17 @@ def test_a_state_of_transformers_is_taken_if_it_counts(get):
 )
 def test_what_is_no_cache_is_refused(past):
     with pytest.raises(InputError, match="past_key_values") as caught:
-        accepted(past)
+        to_descant_cache(past)
     assert caught.value.field == "past_key_values"
 
 
 def test_masks_that_do_not_fit_are_refused():
     pairs = ((torch.zeros(2, 2, 5, 4),) * 2,)
     with pytest.raises(InputError, match="5 positions read"):
-        accepted(pairs, torch.ones(2, 4))
+        to_descant_cache(pairs, torch.ones(2, 4))
     with pytest.raises(InputError, match="at the left"):
-        accepted(pairs, torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]))
+        to_descant_cache(pairs, torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]))
     cache = DynamicCache(pairs)
-    assert isinstance(cache.store, DenseCache)
+    assert isinstance(cache.store, DenseStore)
     with pytest.raises(InputError, match="before the first forward"):
-        cache.padded(torch.ones(2, 5))
+        cache.set_padding(torch.ones(2, 5))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from descant.errors import InputError
-from descant.models.multimodal import dealt, is_mark
+from descant.models.multimodal import is_per_token, split_by_prompt
 
 IMAGE, VIDEO = 90, 91
 MARKS = {"image": IMAGE, "video": VIDEO}
@@ -23,7 +23,7 @@ def _ids(*rows: list[int]) -> tuple[Tensor, Tensor]:
 def test_one_prompt_has_everything():
     ids, here = _ids([1, IMAGE, IMAGE, 2])
     pixels = torch.rand(7, 3)
-    assert dealt({"pixel_values": pixels, "odd": "x"}, ids, here, MARKS, 1) == [
+    assert split_by_prompt({"pixel_values": pixels, "odd": "x"}, ids, here, MARKS, 1) == [
         {"pixel_values": pixels, "odd": "x"}
     ]
 
@@ -31,33 +31,33 @@ def test_one_prompt_has_everything():
 def test_an_image_for_each_prompt():
     ids, here = _ids([IMAGE, IMAGE, 2], [1, 2, IMAGE, IMAGE, 3])
     pixels = torch.arange(2.0)[:, None]
-    lines = dealt({"pixel_values": pixels}, ids, here, MARKS, 2)
+    lines = split_by_prompt({"pixel_values": pixels}, ids, here, MARKS, 2)
     assert [line["pixel_values"].tolist() for line in lines] == [[[0.0]], [[1.0]]]
 
 
 def test_marks_lose_the_padding():
     ids, here = _ids([5], [5, 6, 7])
     kinds = torch.tensor([[8, 8, 1], [2, 3, 4]])
-    lines = dealt({"token_type_ids": kinds}, ids, here, MARKS, 2)
+    lines = split_by_prompt({"token_type_ids": kinds}, ids, here, MARKS, 2)
     assert [line["token_type_ids"].tolist() for line in lines] == [[1], [2, 3, 4]]
 
 
 def test_marks_must_fit_the_tokens():
     ids, here = _ids([5], [5, 6, 7])
     with pytest.raises(InputError, match=r"`token_type_ids` must have an entry for each token \[2, 3\]"):
-        dealt({"token_type_ids": torch.zeros(2, 4)}, ids, here, MARKS, 2)
+        split_by_prompt({"token_type_ids": torch.zeros(2, 4)}, ids, here, MARKS, 2)
 
 
 def test_two_images_in_one_prompt_and_none_in_another():
     ids, here = _ids([IMAGE, 1, IMAGE, 2], [3, 4])
-    lines = dealt({"pixel_values": torch.arange(2.0)[:, None]}, ids, here, MARKS, 2)
+    lines = split_by_prompt({"pixel_values": torch.arange(2.0)[:, None]}, ids, here, MARKS, 2)
     assert lines[0]["pixel_values"].flatten().tolist() == [0.0, 1.0]
     assert "pixel_values" not in lines[1]
 
 
 def test_images_side_by_side_are_told_apart_by_their_rate():
     ids, here = _ids([IMAGE] * 4, [1, IMAGE, IMAGE])
-    lines = dealt({"pixel_values": torch.arange(3.0)[:, None]}, ids, here, MARKS, 2)
+    lines = split_by_prompt({"pixel_values": torch.arange(3.0)[:, None]}, ids, here, MARKS, 2)
     assert [line["pixel_values"].flatten().tolist() for line in lines] == [[0.0, 1.0], [2.0]]
 
 
@@ -66,7 +66,7 @@ def test_patches_follow_their_grid():
     ids, here = _ids([1, IMAGE, 2], [IMAGE, IMAGE])
     grid = torch.tensor([[1, 2, 2], [1, 2, 4]])
     given = {"pixel_values": torch.arange(12.0)[:, None], "image_grid_thw": grid}
-    lines = dealt(given, ids, here, MARKS, 2)
+    lines = split_by_prompt(given, ids, here, MARKS, 2)
     assert [line["pixel_values"].flatten().tolist() for line in lines] == [
         list(range(4)),
         list(map(float, range(4, 12))),
@@ -80,7 +80,7 @@ def test_videos_and_images_are_counted_apart():
         "pixel_values": torch.arange(2.0)[:, None],
         "pixel_values_videos": torch.arange(5.0, 7.0)[:, None],
     }
-    lines = dealt(given, ids, here, MARKS, 3)
+    lines = split_by_prompt(given, ids, here, MARKS, 3)
     found = [{name: value.item() for name, value in line.items()} for line in lines]
     assert found == [
         {"pixel_values_videos": 5.0},
@@ -90,35 +90,35 @@ def test_videos_and_images_are_counted_apart():
 
 
 def test_media_without_places_go_one_to_a_prompt():
-    lines = dealt({"input_features": torch.arange(2.0)[:, None]}, None, None, {}, 2)
+    lines = split_by_prompt({"input_features": torch.arange(2.0)[:, None]}, None, None, {}, 2)
     assert [line["input_features"].item() for line in lines] == [0.0, 1.0]
     with pytest.raises(InputError, match=r"`input_features` must have an entry for each of 3 prompts"):
-        dealt({"input_features": torch.zeros(2, 1)}, None, None, {}, 3)
+        split_by_prompt({"input_features": torch.zeros(2, 1)}, None, None, {}, 3)
 
 
 def test_what_does_not_come_out_even_is_refused():
     ids, here = _ids([IMAGE] * 3, [IMAGE] * 2, [1])
     with pytest.raises(InputError, match="pass this prompt by itself"):
-        dealt({"pixel_values": torch.zeros(4, 1)}, ids, here, MARKS, 3)
+        split_by_prompt({"pixel_values": torch.zeros(4, 1)}, ids, here, MARKS, 3)
 
 
 def test_pointers_count_from_the_prompts_own_features():
     ids, here = _ids([IMAGE, 1], [IMAGE, IMAGE])
     pixels = torch.zeros(3, 4, 5)  # four features each
     pointers = torch.tensor([[0, 3], [4, -1], [8, 11]])
-    lines = dealt({"pixel_values": pixels, "image_token_pooling": pointers}, ids, here, MARKS, 2)
+    lines = split_by_prompt({"pixel_values": pixels, "image_token_pooling": pointers}, ids, here, MARKS, 2)
     assert [line["image_token_pooling"].tolist() for line in lines] == [[[0, 3]], [[0, -1], [4, 7]]]
 
 
 def test_a_sound_loses_the_silence_that_fills_it_up():
     sounds, mask = torch.arange(8.0).view(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    lines = dealt({"input_values": sounds, "padding_mask": mask}, None, None, {}, 2)
+    lines = split_by_prompt({"input_values": sounds, "padding_mask": mask}, None, None, {}, 2)
     assert [line["input_values"].tolist() for line in lines] == [[[0, 1, 2, 3]], [[4, 5]]]
     assert [line["padding_mask"].shape[1] for line in lines] == [4, 2]
 
 
 def test_marks_by_name():
-    assert is_mark("mm_token_type_ids", 1)
-    assert is_mark("image_attention_mask", 2)
-    assert not is_mark("image_attention_mask", 4)
-    assert not is_mark("pixel_values", 4)
+    assert is_per_token("mm_token_type_ids", 1)
+    assert is_per_token("image_attention_mask", 2)
+    assert not is_per_token("image_attention_mask", 4)
+    assert not is_per_token("pixel_values", 4)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from descant.core.interfaces import Span
-from descant.kv_cache.dense import DenseCache
-from descant.models.forward_view import SelfView
-from descant.models.rope import Turn, rotation_from, rotation_of
+from descant.core.interfaces import KVSpan
+from descant.kv_cache.dense import DenseStore
+from descant.models.forward_view import SelfAttentionView
+from descant.models.rope import RopeShift, rope_from_config, rope_of_model
 from tools.sweep.catalogue import entries
 from tools.sweep.trial import subject_of
 
@@ -43,9 +43,9 @@ def model_of(name):
 
 def keys_at(model, tokens, positions):
     """The keys of every layer for one line of tokens, each at its position."""
-    cache = DenseCache()
+    cache = DenseStore()
     cache.extend(1)
-    view = SelfView(cache, Span(None, 0, len(tokens), len(tokens)))
+    view = SelfAttentionView(cache, KVSpan(None, 0, len(tokens), len(tokens)))
     with torch.no_grad():
         model(
             input_ids=torch.tensor([tokens]),
@@ -61,11 +61,11 @@ def keys_at(model, tokens, positions):
 def test_keys_are_turned_as_the_model_does(name):
     """A text that is read some positions further on has the keys of the first, turned by so much."""
     model = model_of(name)
-    turn = rotation_of(model)
+    turn = rope_of_model(model)
     pairs, paired, way = TURNED[name]
-    assert isinstance(turn, Turn)
-    assert (len(turn.speeds), turn.paired) == (pairs, paired)
-    assert bool((turn.speeds * way > 0).all())
+    assert isinstance(turn, RopeShift)
+    assert (len(turn.inv_freq), turn.interleaved) == (pairs, paired)
+    assert bool((turn.inv_freq * way > 0).all())
     tokens = [40, 41, 50, 60, 45]
     for first, second in zip(
         keys_at(model, tokens, [0, 1, 2, 3, 4]), keys_at(model, tokens, [71, 72, 73, 74, 75]), strict=True
@@ -78,34 +78,34 @@ def test_keys_are_turned_as_the_model_does(name):
 @pytest.mark.parametrize("name", TURNED)
 def test_a_config_tells_the_same(name):
     model = model_of(name)
-    found, told = rotation_of(model), rotation_from(model.config)
-    assert isinstance(told, Turn)
-    assert (told.paired, told.last) == (found.paired, found.last)
-    assert torch.allclose(told.speeds, found.speeds)
+    found, told = rope_of_model(model), rope_from_config(model.config)
+    assert isinstance(told, RopeShift)
+    assert (told.interleaved, told.rotates_last_dims) == (found.interleaved, found.rotates_last_dims)
+    assert torch.allclose(told.inv_freq, found.inv_freq)
 
 
 @pytest.mark.parametrize("name", NOT)
 def test_what_cannot_be_turned(name):
-    assert rotation_of(model_of(name)) is None
+    assert rope_of_model(model_of(name)) is None
 
 
 @pytest.mark.parametrize("name", ["HunYuanDenseV1ForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel"])
 def test_a_config_tells_no_more_than_it_knows(name):
-    assert rotation_from(model_of(name).config) is None
+    assert rope_from_config(model_of(name).config) is None
 
 
 def test_layers_that_do_not_turn():
     """Some layers of SmolLM3 have no positions."""
     model = model_of("SmolLM3ForCausalLM")
-    for turns in (rotation_of(model), rotation_from(model.config)):
+    for turns in (rope_of_model(model), rope_from_config(model.config)):
         assert [turn is None for turn in turns] == [False, True]
 
 
 def test_layers_that_turn_at_different_speeds():
-    turns = rotation_of(model_of("Gemma3ForCausalLM"))
-    speeds = {tuple(turn.speeds.tolist()) for turn in turns}
+    turns = rope_of_model(model_of("Gemma3ForCausalLM"))
+    speeds = {tuple(turn.inv_freq.tolist()) for turn in turns}
     assert len(speeds) == 2
-    assert rotation_from(model_of("Gemma3ForCausalLM").config) is None
+    assert rope_from_config(model_of("Gemma3ForCausalLM").config) is None
 
 
 def test_a_model_is_tried_once_and_left_as_it_was(tiny):
@@ -114,7 +114,7 @@ def test_a_model_is_tried_once_and_left_as_it_was(tiny):
     model.register_forward_hook(lambda *_: calls.append(1))
     before = {name: one.clone() for name, one in (*model.named_parameters(), *model.named_buffers())}
     seed = torch.random.get_rng_state()
-    assert rotation_of(model) is rotation_of(model)
+    assert rope_of_model(model) is rope_of_model(model)
     assert calls == [1]
     assert torch.equal(seed, torch.random.get_rng_state())
     assert all(
@@ -123,13 +123,17 @@ def test_a_model_is_tried_once_and_left_as_it_was(tiny):
 
 
 def test_half_precision_finds_the_same(tiny):
-    whole = rotation_of(tiny("llama").model)
-    half = rotation_of(model_of("LlamaForCausalLM").to(torch.bfloat16))
-    assert (half.paired, half.last, len(half.speeds)) == (whole.paired, whole.last, len(whole.speeds))
+    whole = rope_of_model(tiny("llama").model)
+    half = rope_of_model(model_of("LlamaForCausalLM").to(torch.bfloat16))
+    assert (half.interleaved, half.rotates_last_dims, len(half.inv_freq)) == (
+        whole.interleaved,
+        whole.rotates_last_dims,
+        len(whole.inv_freq),
+    )
 
 
 def test_far_positions_are_turned_exactly():
-    turn = Turn(torch.tensor([1.0, 0.1]))
+    turn = RopeShift(torch.tensor([1.0, 0.1]))
     keys = torch.randn(3, 2, 1, 4)
     far = torch.tensor([1_000_003, 5, 0])
     there = turn(keys, far)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from descant.errors import MissingRequirements, RecipeError
-from descant.recipes.loading import load_recipe, look
-from descant.recipes.recipe_files import Contents
+from descant.recipes.loading import inspect_recipe, load_recipe
+from descant.recipes.recipe_files import RecipeFiles
 from tests.security.clock import spent
 from tests.unit.config.hub.server import Hub
 
@@ -78,7 +78,7 @@ def refused(bait: Bait, name: str, match: str, attempt: Callable[[], object]) ->
 def refused_folder(bait: Bait, folder: Path, match: str) -> None:
     name = str(folder)
     refused(bait, name, match, lambda: load_recipe(name, trust_remote_code=True))
-    refused(bait, name, match, lambda: look(name))
+    refused(bait, name, match, lambda: inspect_recipe(name))
 
 
 def test_the_bait_works(bait: Bait) -> None:
@@ -309,7 +309,7 @@ def test_on_disk(case: str, bait: Bait) -> None:
 @pytest.mark.parametrize("case", BOTH)
 def test_from_the_hub(case: str, bait: Bait) -> None:
     change, match = BOTH[case]
-    refused(bait, "eve/bad", match, lambda: Contents.of_files(change(bait), "eve/bad"))
+    refused(bait, "eve/bad", match, lambda: RecipeFiles.from_files(change(bait), "eve/bad"))
 
 
 SERVED = (
@@ -340,7 +340,7 @@ def test_what_a_listing_refuses_is_not_fetched(bait: Bait, hub: Hub) -> None:
         change, match = BOTH[case]
         hub.repo(f"eve/{case}", dict(change(bait)))
         with pytest.raises(RecipeError, match=match):
-            look(f"eve/{case}")
+            inspect_recipe(f"eve/{case}")
     assert not [one for one in hub.since() if "resolve" in one]
 
 
@@ -365,17 +365,17 @@ LISTED: dict[str, str] = {
 @pytest.mark.parametrize("case", LISTED)
 def test_listed(case: str, main: str, bait: Bait) -> None:
     files = {main: bait.main, LISTED[case]: bait.main}
-    refused(bait, "eve/bad", "leads elsewhere", lambda: Contents.of_files(files, "eve/bad"))
+    refused(bait, "eve/bad", "leads elsewhere", lambda: RecipeFiles.from_files(files, "eve/bad"))
 
 
 def test_a_file_that_is_also_a_folder(bait: Bait) -> None:
     files = {"generate.py": bait.main, "a": b"", "a/b": b""}
-    refused(bait, "eve/bad", "cannot tell", lambda: Contents.of_files(files, "eve/bad"))
+    refused(bait, "eve/bad", "cannot tell", lambda: RecipeFiles.from_files(files, "eve/bad"))
 
 
 def test_a_listing_without_end(bait: Bait) -> None:
     files = {"custom_generate/generate.py": bait.main, **{f"{at}.txt": b"" for at in range(10_001)}}
-    refused(bait, "eve/bad", "10002 files", lambda: Contents.of_files(files, "eve/bad"))
+    refused(bait, "eve/bad", "10002 files", lambda: RecipeFiles.from_files(files, "eve/bad"))
 
 
 # --- What only a disk can hold.

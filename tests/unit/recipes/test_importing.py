@@ -18,20 +18,20 @@ from typing import Any
 import pytest
 
 from descant.errors import RecipeError
-from descant.recipes.importing import PREFIX, imported
-from descant.recipes.recipe_files import Contents
+from descant.recipes.importing import PACKAGE_PREFIX, import_recipe
+from descant.recipes.recipe_files import RecipeFiles
 
 
-def contents(generate: str, **others: str) -> Contents:
+def contents(generate: str, **others: str) -> RecipeFiles:
     files = {"generate.py": generate, **{f"{name}.py": text for name, text in others.items()}}
-    return Contents.of_files({name: text.encode() for name, text in files.items()}, "mine")
+    return RecipeFiles.from_files({name: text.encode() for name, text in files.items()}, "mine")
 
 
 OTHERS: set[str] = set()  # what other tests have left in this process
 
 
 def ours() -> set[str]:
-    return {name for name in sys.modules if name.startswith(PREFIX)} - OTHERS
+    return {name for name in sys.modules if name.startswith(PACKAGE_PREFIX)} - OTHERS
 
 
 @pytest.fixture(autouse=True)
@@ -58,17 +58,17 @@ class State:
 
 
 def test_the_names_of_generate() -> None:
-    names = imported(contents("def generate(model): return 5\nother = 3"), "mine")
+    names = import_recipe(contents("def generate(model): return 5\nother = 3"), "mine")
     assert names["generate"](None) == 5
     assert names["other"] == 3
-    assert names["__name__"].startswith(PREFIX)
+    assert names["__name__"].startswith(PACKAGE_PREFIX)
     assert names["__name__"].endswith(".generate")
     assert names["__doc__"] is None
 
 
 def test_modules_see_each_other_by_relative_imports_only() -> None:
     before = State()
-    names = imported(
+    names = import_recipe(
         contents(
             "from .other import two\nfrom . import third\n"
             "def generate(model):\n    from .late import four\n    return two, third.three, four",
@@ -81,7 +81,7 @@ def test_modules_see_each_other_by_relative_imports_only() -> None:
     assert names["generate"](None) == (2, 3, 4)
     before.check()
     new = set(sys.modules) - before.modules
-    assert all(name.startswith(PREFIX) for name in new)
+    assert all(name.startswith(PACKAGE_PREFIX) for name in new)
     for bare in ("generate", "other", "third", "late"):
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(bare)
@@ -89,11 +89,11 @@ def test_modules_see_each_other_by_relative_imports_only() -> None:
 
 def test_a_sibling_under_its_bare_name_is_not_found() -> None:
     with pytest.raises(RecipeError, match="No module named 'other_of_mine'"):
-        imported(contents("import other_of_mine\ndef generate(model): ...", other_of_mine=""), "mine")
+        import_recipe(contents("import other_of_mine\ndef generate(model): ...", other_of_mine=""), "mine")
 
 
 def test_modules_that_import_each_other() -> None:
-    names = imported(
+    names = import_recipe(
         contents(
             "from . import one\ndef generate(model): return one.get(), one.two.get()",
             one="from . import two\ndef get(): return two.value",
@@ -107,7 +107,7 @@ def test_modules_that_import_each_other() -> None:
 def test_a_sibling_runs_only_when_it_is_imported(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     got = contents("def generate(model): ...", unused=f"open({str(canary)!r}, 'w').close()\nraise ValueError")
-    names = imported(got, "mine")
+    names = import_recipe(got, "mine")
     for module in list(sys.modules.values()):  # what many a library does
         hasattr(module, "__file__")
     inspect.getmodule(names["generate"])
@@ -117,12 +117,12 @@ def test_a_sibling_runs_only_when_it_is_imported(tmp_path: Path) -> None:
 def test_the_same_content_is_imported_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     text = f"with open({str(log)!r}, 'a') as log: log.write('x')\ndef generate(model): ..."
-    first = imported(contents(text), "mine")
+    first = import_recipe(contents(text), "mine")
     package = sys.modules[first["__package__"]]
-    assert imported(contents(text), "a copy") is first
+    assert import_recipe(contents(text), "a copy") is first
     assert sys.modules[first["__package__"]] is package
     assert log.read_text() == "x"
-    third = imported(contents(text + "\n"), "mine")
+    third = import_recipe(contents(text + "\n"), "mine")
     assert third["generate"] is not first["generate"]
     assert log.read_text() == "xx"
 
@@ -134,7 +134,7 @@ def test_threads_import_it_once_and_see_it_whole() -> None:
 
     def load() -> None:
         start.wait()
-        names = imported(got, "mine")
+        names = import_recipe(got, "mine")
         found.append({"count": names["count"], "generate": names["generate"]})
 
     threads = [threading.Thread(target=load) for _ in range(8)]
@@ -156,7 +156,7 @@ def test_threads_that_fail_all_say_why() -> None:
     def load() -> None:
         start.wait()
         try:
-            imported(got, "mine")
+            import_recipe(got, "mine")
         except BaseException as error:
             errors.append(error)
 
@@ -180,7 +180,7 @@ def test_one_recipe_may_load_another_from_a_thread_while_it_is_imported() -> Non
             "thread = threading.Thread(target=load, daemon=True); thread.start(); thread.join(10)\n"
             "def generate(model): return got[0]['generate'](model)"
         )
-        assert imported(contents(text), "outer")["generate"](None) == "inner"
+        assert import_recipe(contents(text), "outer")["generate"](None) == "inner"
     finally:
         del sys.modules["_test_inner"]
 
@@ -211,14 +211,14 @@ def test_a_failure_is_one_line_and_leaves_nothing(text: str, cause: type[BaseExc
     )
     for _ in range(2):  # also the second time
         with pytest.raises(RecipeError) as error:
-            imported(got, "mine")
+            import_recipe(got, "mine")
         assert isinstance(error.value.__cause__, cause)
         assert error.value.recipe == "mine"
         message = str(error.value)
         assert message.startswith("recipe `mine`: its import failed: ")
         assert message.isprintable()
         assert len(message) < 350
-        assert PREFIX not in message
+        assert PACKAGE_PREFIX not in message
     assert not ours()
     before.check()
     assert set(sys.path_importer_cache) == before.cache
@@ -227,13 +227,13 @@ def test_a_failure_is_one_line_and_leaves_nothing(text: str, cause: type[BaseExc
 def test_an_interrupt_stays_one_and_leaves_nothing() -> None:
     before = State()
     with pytest.raises(KeyboardInterrupt):
-        imported(contents("raise KeyboardInterrupt\ndef generate(model): ..."), "mine")
+        import_recipe(contents("raise KeyboardInterrupt\ndef generate(model): ..."), "mine")
     assert not ours()
     assert set(sys.path_importer_cache) == before.cache
 
 
 def test_tracebacks_show_lines() -> None:
-    names = imported(
+    names = import_recipe(
         contents("def generate(model):\n    return model.no_such_thing  # here", helper=""), "ann/rec"
     )
     with pytest.raises(AttributeError) as error:
@@ -249,7 +249,7 @@ def test_tracebacks_show_lines() -> None:
 def test_lines_shown_are_those_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those of a file that lies there now."""
     monkeypatch.chdir(tmp_path)
-    names = imported(contents("def generate(model):\n    return 1 / model  # ran"), "folder")
+    names = import_recipe(contents("def generate(model):\n    return 1 / model  # ran"), "folder")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "generate.py").write_text("x\nsomething else\n")
     with pytest.raises(ZeroDivisionError) as error:
@@ -258,7 +258,7 @@ def test_lines_shown_are_those_that_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_name_with_control_characters_stays_off_the_terminal() -> None:
-    names = imported(contents("def generate(model): ..."), "od\x1b[2Jd\n")
+    names = import_recipe(contents("def generate(model): ..."), "od\x1b[2Jd\n")
     assert names["__spec__"].origin == "recipe:od?[2Jd?/generate.py"
 
 
@@ -266,20 +266,22 @@ def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "pyc"))
     monkeypatch.chdir(tmp_path)
-    imported(contents("from . import other\ndef generate(model): ...", other=""), "mine")
+    import_recipe(contents("from . import other\ndef generate(model): ...", other=""), "mine")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_late_imports_outlive_invalidated_caches() -> None:
     text = "def generate(model):\n    from .late import four\n    return four"
-    names = imported(contents(text, late="four = 4"), "mine")
+    names = import_recipe(contents(text, late="four = 4"), "mine")
     importlib.invalidate_caches()
     assert names["generate"](None) == 4
 
 
 def test_late_imports_take_nothing_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the import system has forgotten the finder, nothing is found, wherever files may lie."""
-    names = imported(contents("def generate(model):\n    from .late import four", late="four = 4"), "mine")
+    names = import_recipe(
+        contents("def generate(model):\n    from .late import four", late="four = 4"), "mine"
+    )
     [entry] = sys.modules[names["__package__"]].__path__
     assert os.path.isabs(entry)
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
@@ -291,7 +293,7 @@ def test_late_imports_take_nothing_from_the_disk(tmp_path: Path, monkeypatch: py
 
 def test_an_empty_init_is_no_module() -> None:
     got = contents("from . import other\ndef generate(model): return other.x", other="x = 1", __init__="")
-    names = imported(got, "mine")
+    names = import_recipe(got, "mine")
     assert names["generate"](None) == 1
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(f"{names['__package__']}.__init__")
@@ -301,13 +303,13 @@ def test_a_cookie_is_not_obeyed() -> None:
     """What was looked over as UTF-8 runs as UTF-8."""
     text = "# coding: utf-7\nword = '+AGE-é'\ndef generate(model): ..."
     unchecked: Any = SimpleNamespace(digest="sha256:" + "d" * 64, modules={"generate": text.encode()})
-    assert imported(unchecked, "mine")["word"] == "+AGE-é"
+    assert import_recipe(unchecked, "mine")["word"] == "+AGE-é"
 
 
 def test_transformers_folder() -> None:
     files = {"custom_generate/generate.py": b"from .other import x\ndef generate(model): return x",
              "custom_generate/other.py": b"x = 1"}  # fmt: skip
-    assert imported(Contents.of_files(files, "mine"), "mine")["generate"](None) == 1
+    assert import_recipe(RecipeFiles.from_files(files, "mine"), "mine")["generate"](None) == 1
 
 
 def test_a_recipe_that_loads_itself_ends() -> None:
@@ -321,7 +323,7 @@ def test_a_recipe_that_loads_itself_ends() -> None:
     sys.modules["_test_self"] = got  # type: ignore[assignment]
     try:
         start = time.monotonic()
-        assert imported(got, "mine")["generate"](None) is False
+        assert import_recipe(got, "mine")["generate"](None) is False
         assert time.monotonic() - start < 5
     finally:
         del sys.modules["_test_self"]

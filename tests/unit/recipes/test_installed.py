@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from descant.errors import RecipeError
-from descant.recipes.loading import load_recipe, look, trust_recipe
+from descant.recipes.loading import inspect_recipe, load_recipe, trust_recipe
 
 GENERATE = "def generate(model, left_padding=None, **kwargs):\n    return 'ran'\n"
 
@@ -101,11 +101,16 @@ def test_an_interrupt_while_a_package_is_imported_stays_one(installed: Callable[
 
 def test_a_look_at_an_installed_one_imports_nothing(installed: Callable[..., Path]) -> None:
     installed("some-dist", {"their-way": "their_module:strategy"}, {"their_module": "raise SystemExit"})
-    seen = look("their-way")
-    assert (seen.state, seen.kind, seen.contents, seen.key) == ("installed", "strategy", None, None)
-    assert seen.entry is not None
-    assert seen.entry.dist is not None
-    assert (seen.entry.value, seen.entry.dist.name) == ("their_module:strategy", "some-dist")
+    seen = inspect_recipe("their-way")
+    assert (seen.trust_state, seen.kind, seen.contents, seen.lock_key) == (
+        "installed",
+        "strategy",
+        None,
+        None,
+    )
+    assert seen.entry_point is not None
+    assert seen.entry_point.dist is not None
+    assert (seen.entry_point.value, seen.entry_point.dist.name) == ("their_module:strategy", "some-dist")
     assert "their_module" not in sys.modules
     with pytest.raises(RecipeError, match="needs no trust"):
         trust_recipe("their-way")

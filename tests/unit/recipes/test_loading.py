@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from descant.errors import ChangedRecipe, InputError, MissingRequirements, RecipeError, UntrustedRecipe
-from descant.recipes.importing import PREFIX
-from descant.recipes.loading import key_of, load_recipe, look, trust_recipe
+from descant.recipes.importing import PACKAGE_PREFIX
+from descant.recipes.loading import inspect_recipe, load_recipe, lock_key, trust_recipe
 from descant.recipes.lock import Lock
 from descant.recipes.recipe import Recipe
 from descant.recipes.reference import Reference
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ours() -> set[str]:
-    return {name for name in sys.modules if name.startswith(PREFIX)}
+    return {name for name in sys.modules if name.startswith(PACKAGE_PREFIX)}
 
 
 # -- folders
@@ -118,9 +118,9 @@ def test_a_changed_folder_is_refused_until_it_is_trusted_again(
         assert f"`descant recipe show {folder}`" in message
         assert f"`descant recipe trust {folder}`" in message
         assert "\n" not in message
-    assert look(folder).state == "changed"
+    assert inspect_recipe(folder).trust_state == "changed"
     trusted = trust_recipe(folder)
-    assert trusted.state == "trusted"
+    assert trusted.trust_state == "trusted"
     assert load_recipe(folder, trust_remote_code=True).make(None) == "ran"
 
 
@@ -177,13 +177,13 @@ def test_one_folder_has_one_pin_however_it_is_written(
 
 def test_what_was_hashed_is_what_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is changed after it was read and before it is imported changes nothing."""
-    settle = Lock.settle
+    settle = Lock.get_or_add
 
     def slow(self: Lock, *given: Any) -> Any:
         (folder / "generate.py").write_text("raise SystemExit('somebody was quick')")
         return settle(self, *given)
 
-    monkeypatch.setattr(Lock, "settle", slow)
+    monkeypatch.setattr(Lock, "get_or_add", slow)
     assert load_recipe(folder, trust_remote_code=True).make(None) == "ran"
 
 
@@ -191,7 +191,7 @@ def test_a_broken_lock_file_stops_everything(folder: Path, own_lock: Path) -> No
     own_lock.write_text("{}")
     for call in (
         lambda: load_recipe(folder, trust_remote_code=True),
-        lambda: look(folder),
+        lambda: inspect_recipe(folder),
         lambda: trust_recipe(folder),
     ):
         with pytest.raises(RecipeError, match="lock file cannot be read"):
@@ -214,8 +214,8 @@ def test_another_lock(folder: Path, tmp_path: Path, own_lock: Path) -> None:
     load_recipe(folder, trust_remote_code=True, lock=mine)
     assert len(mine.pins()) == 1
     assert not own_lock.exists()
-    assert look(folder, lock=mine).state == "trusted"
-    assert look(folder).state == "new"
+    assert inspect_recipe(folder, lock=mine).trust_state == "trusted"
+    assert inspect_recipe(folder).trust_state == "new"
 
 
 def test_requirements_are_checked_before_the_import(folder: Path, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_callables_and_recipes_need_no_trust() -> None:
         return much
 
     assert load_recipe(mine).make is mine
-    recipe = Recipe.of(mine)
+    recipe = Recipe.from_object(mine)
     assert load_recipe(recipe) is recipe
     with pytest.raises(InputError, match="`recipe` must be a recipe"):
         load_recipe(5)
@@ -273,8 +273,8 @@ def test_threads_import_it_once_and_pin_it_once(folder: Path, tmp_path: Path, ow
 
 def test_a_look_needs_no_trust_and_imports_nothing(folder: Path, own_lock: Path) -> None:
     (folder / "generate.py").write_text("raise SystemExit('imported')\ndef strategy(noise, stop, peers): ...")
-    seen = look(folder)
-    assert (seen.name, seen.kind, seen.state, seen.pin, seen.revision) == (
+    seen = inspect_recipe(folder)
+    assert (seen.name, seen.kind, seen.trust_state, seen.pin, seen.revision) == (
         str(folder),
         "strategy",
         "new",
@@ -288,19 +288,19 @@ def test_a_look_needs_no_trust_and_imports_nothing(folder: Path, own_lock: Path)
     assert not ours()
     assert trusted.pin is not None
     assert trusted.pin.digest == seen.contents.digest
-    assert look(folder).state == "trusted"
+    assert inspect_recipe(folder).trust_state == "trusted"
 
 
 def test_trust_of_what_was_looked_at(folder: Path, own_lock: Path) -> None:
-    seen = look(folder).contents
+    seen = inspect_recipe(folder).contents
     assert seen is not None
     (folder / "generate.py").write_text(GENERATE + "# quick")
     with pytest.raises(ChangedRecipe, match="look at it again"):
         trust_recipe(folder, digest=seen.digest)
     assert not own_lock.exists()
-    now = look(folder).contents
+    now = inspect_recipe(folder).contents
     assert now is not None
-    assert trust_recipe(folder, digest=now.digest).state == "trusted"
+    assert trust_recipe(folder, digest=now.digest).trust_state == "trusted"
 
 
 def test_trust_given_beforehand_needs_the_flag_still(folder: Path) -> None:
@@ -311,9 +311,9 @@ def test_trust_given_beforehand_needs_the_flag_still(folder: Path) -> None:
 
 
 def test_keys_are_known_without_a_look(tmp_path: Path) -> None:
-    assert key_of(Reference.of(tmp_path / "gone")) == f"folder:{tmp_path.resolve() / 'gone'}"
-    assert key_of(Reference.of("ann/rec")) == "hub:ann/rec"
-    assert key_of(Reference.of("ann/rec@v1")) == "hub:ann/rec@v1"
+    assert lock_key(Reference.parse(tmp_path / "gone")) == f"folder:{tmp_path.resolve() / 'gone'}"
+    assert lock_key(Reference.parse("ann/rec")) == "hub:ann/rec"
+    assert lock_key(Reference.parse("ann/rec@v1")) == "hub:ann/rec@v1"
 
 
 def test_the_environment_is_left_alone(folder: Path) -> None:

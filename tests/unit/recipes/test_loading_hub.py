@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from descant.errors import ChangedRecipe, HubError, RecipeError, UntrustedRecipe
-from descant.recipes.importing import PREFIX
-from descant.recipes.loading import load_recipe, look, trust_recipe
+from descant.recipes.importing import PACKAGE_PREFIX
+from descant.recipes.loading import inspect_recipe, load_recipe, trust_recipe
 from descant.recipes.lock import Lock
 from tests.unit.config.hub.server import Hub
 
@@ -20,7 +20,7 @@ GENERATE = "def generate(model, left_padding=None, **kwargs):\n    return 'ran'\
 
 
 def ours() -> set[str]:
-    return {name for name in sys.modules if name.startswith(PREFIX)}
+    return {name for name in sys.modules if name.startswith(PACKAGE_PREFIX)}
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +65,10 @@ def test_without_a_revision_the_pinned_commit_runs_until_trusted_again(hub: Hub)
     hub.offline()
     assert load_recipe("ann/rec", trust_remote_code=True).revision == old
     hub.offline(False)
-    assert look("ann/rec").revision == old
-    assert look("ann/rec").state == "trusted"
-    latest = look("ann/rec", latest=True)
-    assert (latest.revision, latest.state) == (new, "changed")
+    assert inspect_recipe("ann/rec").revision == old
+    assert inspect_recipe("ann/rec").trust_state == "trusted"
+    latest = inspect_recipe("ann/rec", latest=True)
+    assert (latest.revision, latest.trust_state) == (new, "changed")
     assert trust_recipe("ann/rec").revision == new
     assert load_recipe("ann/rec", trust_remote_code=True).make(None) == "newer"
 
@@ -95,7 +95,7 @@ def test_a_branch_or_tag_that_has_moved_is_changed(hub: Hub, name: str) -> None:
     repo.tag("v1")
     with pytest.raises(ChangedRecipe, match=f"commit {old[:12]} is now {new[:12]}, generate.py has changed"):
         load_recipe(f"ann/rec@{name}", trust_remote_code=True)
-    assert look(f"ann/rec@{name}").state == "changed"
+    assert inspect_recipe(f"ann/rec@{name}").trust_state == "changed"
     assert trust_recipe(f"ann/rec@{name}").revision == new
     assert load_recipe(f"ann/rec@{name}", trust_remote_code=True).make(None) == "newer"
 

@@ -59,14 +59,14 @@ def test_a_pin_knows_when(lock: Lock) -> None:
 
 def test_forget(lock: Lock) -> None:
     lock.trust("hub:a/b", pin())
-    assert lock.forget("hub:a/b") is True
-    assert lock.forget("hub:a/b") is False
+    assert lock.untrust("hub:a/b") is True
+    assert lock.untrust("hub:a/b") is False
     assert lock.pins() == {}
 
 
 def test_settle_keeps_the_first(lock: Lock) -> None:
-    assert lock.settle("hub:a/b", pin()) == pin()
-    assert lock.settle("hub:a/b", pin(digest=OTHER)) == pin()
+    assert lock.get_or_add("hub:a/b", pin()) == pin()
+    assert lock.get_or_add("hub:a/b", pin(digest=OTHER)) == pin()
     assert lock.pin("hub:a/b") == pin()
 
 
@@ -80,7 +80,7 @@ def test_settle_sees_who_was_first_meanwhile(lock: Lock, monkeypatch: pytest.Mon
         return found
 
     monkeypatch.setattr(lock, "pin", late)
-    assert lock.settle("hub:a/b", pin()) == pin(digest=OTHER)
+    assert lock.get_or_add("hub:a/b", pin()) == pin(digest=OTHER)
 
 
 def test_differences() -> None:
@@ -167,7 +167,7 @@ BROKEN = {
     "deep": "[" * 100_000,
     "deep in a pin": '{"version": 1, "recipes": {"a": ' + "[" * 100_000,
     "digits": '{"version": ' + "9" * 5000 + ', "recipes": {}}',
-    "too large": _changed(lambda _: None) + " " * module.LARGEST,
+    "too large": _changed(lambda _: None) + " " * module.MAX_BYTES,
 }
 
 
@@ -186,9 +186,9 @@ def test_a_broken_file_is_an_error_and_stays(case: str, lock: Lock) -> None:
     tried: list[Callable[[], object]] = [
         lock.pins,
         lambda: lock.pin("hub:a/b"),
-        lambda: lock.settle("hub:a/b", pin()),
+        lambda: lock.get_or_add("hub:a/b", pin()),
         lambda: lock.trust("hub:a/b", pin()),
-        lambda: lock.forget("hub:a/b"),
+        lambda: lock.untrust("hub:a/b"),
     ]
     for one in tried:
         with pytest.raises(RecipeError, match="cannot be read") as error:
@@ -210,7 +210,7 @@ def test_a_folder_or_a_pipe_in_its_place_is_an_error(tmp_path: Path) -> None:
 def test_too_many_pins_leave_the_file_as_it_was(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
     lock.trust("hub:a/b", pin())
     before = lock.path.read_bytes()
-    monkeypatch.setattr(module, "LARGEST", len(before) + 10)
+    monkeypatch.setattr(module, "MAX_BYTES", len(before) + 10)
     with pytest.raises(RecipeError, match="larger"):
         lock.trust("hub:a/c", pin())
     assert lock.path.read_bytes() == before
@@ -252,7 +252,7 @@ def test_where_it_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_another_holds_it(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    monkeypatch.setattr(module, "TIMEOUT", 0.05)
     lock.trust("hub:a/b", pin())
     with (
         filelock.FileLock(f"{lock.path}.lock"),

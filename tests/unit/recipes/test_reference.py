@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant.errors import RecipeError
-from descant.recipes.reference import GROUP, Reference
+from descant.recipes.reference import ENTRY_POINT_GROUP, Reference
 
 
 @pytest.fixture(autouse=True)
@@ -23,27 +23,29 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def offers(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
     """Have these entry points installed, and no others."""
-    found = metadata.EntryPoints(metadata.EntryPoint(name, value, GROUP) for name, value in entries)
+    found = metadata.EntryPoints(
+        metadata.EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in entries
+    )
     monkeypatch.setattr(metadata, "entry_points", found.select)
 
 
 @pytest.mark.parametrize("text", ["./mine", "../mine", ".", "..", "/abs/mine", "~/mine", "./owner/name@main"])
 def test_paths_are_folders(text: str) -> None:
-    found = Reference.of(text)
+    found = Reference.parse(text)
     assert (found.kind, found.name, found.repo, found.revision) == ("folder", text, None, None)
     assert found.path == Path(text).expanduser().absolute()
 
 
 @pytest.mark.parametrize("text", ["mine", "owner/name", "known", "~/mine"])
 def test_path_objects_are_folders_whatever_they_are_called(text: str) -> None:
-    found = Reference.of(Path(text))
+    found = Reference.parse(Path(text))
     assert (found.kind, found.path) == ("folder", Path(text).expanduser().absolute())
 
 
 def test_a_folder_stays_what_it_is_when_the_working_folder_changes(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Reference.of("./mine")
+    found = Reference.parse("./mine")
     monkeypatch.chdir("/")
     assert found.path == here / "mine"
 
@@ -51,7 +53,7 @@ def test_a_folder_stays_what_it_is_when_the_working_folder_changes(
 def test_a_link_is_kept_for_the_reader_to_refuse(here: Path) -> None:
     (here / "real").mkdir()
     (here / "link").symlink_to("real")
-    assert Reference.of("./link").path == here / "link"
+    assert Reference.parse("./link").path == here / "link"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_a_link_is_kept_for_the_reader_to_refuse(here: Path) -> None:
     ],
 )
 def test_owner_and_name_are_the_hubs(text: str, repo: str, revision: str | None) -> None:
-    found = Reference.of(text)
+    found = Reference.parse(text)
     assert (found.kind, found.name, found.repo, found.revision) == ("hub", text, repo, revision)
     assert found.path is None
 
@@ -81,37 +83,37 @@ def test_a_folder_called_like_a_repository_is_refused(here: Path) -> None:
     with pytest.raises(
         RecipeError, match=r"write \./owner/name for the folder, owner/name@main for the Hub's"
     ):
-        Reference.of("owner/name")
-    assert Reference.of("./owner/name").kind == "folder"
-    assert Reference.of("owner/name@main").kind == "hub"
+        Reference.parse("owner/name")
+    assert Reference.parse("./owner/name").kind == "folder"
+    assert Reference.parse("owner/name@main").kind == "hub"
     (here / "owner" / "name@main").symlink_to("nowhere")
     with pytest.raises(RecipeError, match=r"write \./owner/name@main for the folder"):
-        Reference.of("owner/name@main")
+        Reference.parse("owner/name@main")
 
 
 def test_a_word_is_an_installed_recipe_or_a_folder_here(here: Path) -> None:
-    found = Reference.of("known")
+    found = Reference.parse("known")
     assert (found.kind, found.name, found.path) == ("package", "known", None)
     (here / "mine").mkdir()
-    found = Reference.of("mine")
+    found = Reference.parse("mine")
     assert (found.kind, found.name, found.path) == ("folder", "mine", here / "mine")
     (here / "known").mkdir()
     with pytest.raises(RecipeError, match=r"is installed, and a folder here: write \./known for the folder"):
-        Reference.of("known")
+        Reference.parse("known")
 
 
 def test_a_word_that_is_neither_is_refused_with_what_there_is() -> None:
     with pytest.raises(
         RecipeError, match=r"`unknown`: is neither installed \(there are: known\).*owner/name"
     ):
-        Reference.of("unknown")
+        Reference.parse("unknown")
 
 
 def test_a_name_that_several_packages_offer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     offers(monkeypatch, ("known", "one.known"), ("known", "two.known"), ("twice", "a.b"), ("twice", "a.b"))
     with pytest.raises(RecipeError, match=r"several packages \(one.known and two.known\)"):
-        Reference.of("known")
-    assert Reference.of("twice").kind == "package"  # one package, found in two places of the path
+        Reference.parse("known")
+    assert Reference.parse("twice").kind == "package"  # one package, found in two places of the path
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_a_name_that_several_packages_offer_is_refused(monkeypatch: pytest.Monke
 )
 def test_anything_else_is_refused_with_the_forms(text: str) -> None:
     with pytest.raises(RecipeError, match=r"write \./folder, owner/name, owner/name@revision") as caught:
-        Reference.of(text)
+        Reference.parse(text)
     assert "\n" not in str(caught.value)
     assert str(caught.value).isprintable()
 
@@ -177,28 +179,28 @@ def test_anything_else_is_refused_with_the_forms(text: str) -> None:
 )
 def test_odd_revisions_are_refused(revision: str) -> None:
     with pytest.raises(RecipeError, match="its revision must be a branch, a tag or a commit"):
-        Reference.of(f"owner/name@{revision}")
+        Reference.parse(f"owner/name@{revision}")
 
 
 @pytest.mark.parametrize("given", [None, 1, b"owner/name", ["owner/name"], {}])
 def test_other_things_are_no_references(given: object) -> None:
     with pytest.raises(RecipeError, match="must be a path or a name"):
-        Reference.of(given)  # type: ignore[arg-type]
+        Reference.parse(given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["/a\0b", "~nobody-of-this-name/mine"])
 def test_paths_that_no_system_has_are_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="is no path"):
-        Reference.of(text)
+        Reference.parse(text)
     with pytest.raises(RecipeError, match="is no path"):
-        Reference.of(Path(text))
+        Reference.parse(Path(text))
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.text(alphabet="ab./@~-_\\: \n\0\u202e", max_size=12) | st.text(max_size=20))
 def test_any_text_is_one_thing_or_refused(text: str) -> None:
     try:
-        found = Reference.of(text)
+        found = Reference.parse(text)
     except RecipeError:
         return
     assert found.kind in ("folder", "hub", "package")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from descant.errors import MissingRequirements, RecipeError
 from descant.recipes import requirements
-from descant.recipes.recipe_files import Contents
+from descant.recipes.recipe_files import RecipeFiles
 
 INSTALLED = {"torch": "2.6.0+cu126", "numpy": "2.1.0", "early": "3.0rc1", "odd": "not a version"}
 NEEDS = {
@@ -121,7 +121,7 @@ def test_each_is_told_once_and_in_order() -> None:
     ],
 )
 def test_lines(text: str, lines: list[str]) -> None:
-    assert requirements.lines(text) == lines
+    assert requirements.requirement_lines(text) == lines
 
 
 @pytest.mark.parametrize(
@@ -184,17 +184,17 @@ def test_markers_that_cannot_be_evaluated_are_refused() -> None:
 
 def test_as_a_recipe_has_them() -> None:
     main = b"def generate(model): ...\n"
-    plain = Contents.of_files({"generate.py": main, "requirements.txt": b"foo # c\n\nbar\n"}, "r")
+    plain = RecipeFiles.from_files({"generate.py": main, "requirements.txt": b"foo # c\n\nbar\n"}, "r")
     assert plain.requirements == ["foo", "bar"]
     inner = {
         "custom_generate/generate.py": main,
         "custom_generate/requirements.txt": b"foo",
         "requirements.txt": b"bar",
     }
-    assert Contents.of_files(inner, "r").requirements == ["foo"]
+    assert RecipeFiles.from_files(inner, "r").requirements == ["foo"]
     del inner["custom_generate/requirements.txt"]
-    assert Contents.of_files(inner, "r").requirements == ["bar"]
-    assert Contents.of_files({"generate.py": main}, "r").requirements == []
+    assert RecipeFiles.from_files(inner, "r").requirements == ["bar"]
+    assert RecipeFiles.from_files({"generate.py": main}, "r").requirements == []
 
 
 @settings(deadline=None, max_examples=300)
@@ -207,7 +207,7 @@ def test_as_a_recipe_has_them() -> None:
 def test_any_lines_are_met_or_refused(lines: list[str]) -> None:
     found: Any = None
     try:
-        requirements.check(requirements.lines("\n".join(lines)), "owner/name")
+        requirements.check(requirements.requirement_lines("\n".join(lines)), "owner/name")
     except RecipeError as error:
         found = error
     assert found is None or found.recipe == "owner/name"

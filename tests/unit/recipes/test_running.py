@@ -12,8 +12,8 @@ import transformers
 
 import descant
 from descant.core.records import Proposal
-from descant.core.rows import pick
-from descant.decoding.guidance.model_wrapper import Wrapped
+from descant.core.rows import index_rows
+from descant.decoding.guidance.model_wrapper import ModelWrapper
 from descant.decoding.processors import LogitsProcessor
 from descant.decoding.strategies.sampling import Sampling
 from descant.engine.session import Finished, Request, Session
@@ -57,7 +57,7 @@ class Best(Sampling):
         return sorted(super().finish(request), key=lambda one: -len(one.tokens))
 
 
-class Mirror(Wrapped):
+class Mirror(ModelWrapper):
     """Says the opposite."""
 
     def __init__(self, inner, *, scale=-1.0):
@@ -65,8 +65,8 @@ class Mirror(Wrapped):
         self.scale = scale
 
     def forward(self, rows, proposal, cache):
-        output, mine = self.inner.forward(rows, proposal, cache), self.mine(rows)
-        said = pick(output.logits, mine) * self.scale
+        output, mine = self.inner.forward(rows, proposal, cache), self.active_rows(rows)
+        said = index_rows(output.logits, mine) * self.scale
         return output._replace(logits=output.logits.index_copy(0, mine, said), plain=output.logits)
 
 
@@ -111,7 +111,7 @@ class Parrot:
     def draft(self, rows, most, aid):
         self.asked += 1
         last = rows.tokens.gather(1, (rows.length - 1)[:, None])
-        return Proposal(drafts=last.expand(-1, 2).clone(), n=most.clamp(max=2))
+        return Proposal(drafts=last.expand(-1, 2).clone(), num_drafts=most.clamp(max=2))
 
 
 @pytest.fixture
@@ -325,12 +325,12 @@ def test_a_strategy_runs_batched_streamed_and_in_a_mixed_session(model, ids):
     assert told == said[:, 6:].tolist()
 
     config = descant.GenerationConfig(max_new_tokens=6, eos_token_id=None)
-    second, first = Recipe.of(Second), Recipe.of(Second)(rank=1)
+    second, first = Recipe.from_object(Second), Recipe.from_object(Second)(rank=1)
     session = Session(model)
     asked = [
         Request(ids[0], config, recipe=second), Request(ids[0], config),
         Request(ids[1], config, recipe=first), Request(ids[1], config.replace(num_beams=3)),
-        Request(ids[1], config, recipe=Recipe.of(Second)(rank=2)), Request(ids[2], config, recipe=Mirror),
+        Request(ids[1], config, recipe=Recipe.from_object(Second)(rank=2)), Request(ids[2], config, recipe=Mirror),
     ]  # fmt: skip
     numbers = session.admit(*asked)
     found = {event.request: event for event in session.drain() if isinstance(event, Finished)}
@@ -353,8 +353,8 @@ def test_requests_of_one_recipe_share_what_it_makes(model, ids):
 
     config = descant.GenerationConfig(max_new_tokens=2)
     session = Session(model)
-    session.admit(*(Request(line, config, recipe=Recipe.of(Counted)(rank=2)) for line in ids))
-    session.admit(Request(ids[0], config, recipe=Recipe.of(Counted)(rank=3)))
+    session.admit(*(Request(line, config, recipe=Recipe.from_object(Counted)(rank=2)) for line in ids))
+    session.admit(Request(ids[0], config, recipe=Recipe.from_object(Counted)(rank=3)))
     assert [one.rank for one in made] == [2, 3]
 
 
@@ -457,7 +457,7 @@ def test_wrong_recipes_are_named(model, ids):
     with pytest.raises(RecipeError, match="generation parameter already"):
         Recipe("x", "processor", lambda *, top_k: None)
     with pytest.raises(RecipeError, match="takes no argument `rnak`: its own are rank"):
-        Recipe.of(Second)(rnak=1)
+        Recipe.from_object(Second)(rnak=1)
     with pytest.raises(RecipeError, match="must have `normalised`"):
         descant.generate(model, ids, recipe=Recipe("x", "strategy", lambda noise, stop, peers: Bare))
     with pytest.raises(RecipeError, match="must define one of"):

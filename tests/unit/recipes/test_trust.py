@@ -21,7 +21,7 @@ import torch
 from transformers.utils.hub import hf_api
 
 import descant
-from descant.cli.application import application
+from descant.cli.application import build_app
 from descant.config.generation_config import GenerationConfig
 from descant.errors import (
     ChangedRecipe,
@@ -33,8 +33,8 @@ from descant.errors import (
     UntrustedRecipe,
 )
 from descant.models import loading
-from descant.recipes.importing import PREFIX
-from descant.recipes.loading import load_recipe, look, trust_recipe
+from descant.recipes.importing import PACKAGE_PREFIX
+from descant.recipes.loading import inspect_recipe, load_recipe, trust_recipe
 from descant.recipes.lock import Lock
 from descant.testing import check_recipe
 from tests.support.wordpiece import tokenizer
@@ -64,11 +64,11 @@ def world(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator
     made = World(tmp_path, hub, monkeypatch)
     # transformers keeps the address that it has first asked.
     monkeypatch.setattr(hf_api(), "endpoint", hub.url)
-    before = {name for name in sys.modules if name.startswith(PREFIX)}
+    before = {name for name in sys.modules if name.startswith(PACKAGE_PREFIX)}
     yield made
     for other in made.others:
         other.close()
-    for name in [name for name in sys.modules if name.startswith(PREFIX) and name not in before]:
+    for name in [name for name in sys.modules if name.startswith(PACKAGE_PREFIX) and name not in before]:
         del sys.modules[name]
 
 
@@ -205,7 +205,7 @@ def test_trust_is_said_with_true_alone(loader: Loader, trust: Any, world: World,
 @pytest.mark.parametrize("source", [*bait.PLAIN, *bait.REFUSED])
 def test_looking_runs_nothing(source: Source, world: World) -> None:
     ref = source(world)
-    for one in (look, trust_recipe):
+    for one in (inspect_recipe, trust_recipe):
         try:
             one(ref)
         except DescantError:
@@ -219,7 +219,7 @@ def test_looking_runs_nothing(source: Source, world: World) -> None:
 def command(*arguments: object) -> int:
     """Run a command line in this process, whose standard input is the terminal that nobody reads."""
     with pytest.raises(SystemExit) as end:
-        application()([str(one) for one in arguments], prog_name="descant")
+        build_app()([str(one) for one in arguments], prog_name="descant")
     return int(end.value.code or 0)
 
 
@@ -330,15 +330,15 @@ def changed(world: World, made: Path) -> str:
     config = {**json.loads(text), "model_type": "llama"}
     del config["auto_map"]
     (made / "config.json").write_text(json.dumps(config))
-    loading.outline(str(made))
+    loading.load_meta_model(str(made))
     (made / "config.json").write_text(text)
     return str(made)
 
 
 OPENERS: dict[str, Callable[[str], object]] = {
     "load": loading.load,
-    "outline": loading.outline,
-    "tokenizing": loading.tokenizing,
+    "outline": loading.load_meta_model,
+    "tokenizing": loading.load_tokenizer,
     "config": GenerationConfig.from_pretrained,
     "generate command": lambda name: command("generate", name, "Once", "--max-new-tokens", "2"),
     "explain command": lambda name: command("explain", name),

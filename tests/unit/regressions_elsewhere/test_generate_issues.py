@@ -23,8 +23,8 @@ from descant import (
     Session,
     Tokens,
 )
-from descant.core.interfaces import Facts
-from descant.core.records import Output
+from descant.core.interfaces import ModelTraits
+from descant.core.records import ForwardOutput
 from descant.decoding import processors as made
 from descant.testing import outcomes
 from tests.reference.parity.compare import batch
@@ -43,7 +43,7 @@ class Script(Chain):
 
     def __init__(self, scripts, vocabulary):
         super().__init__(torch.zeros(1, 1, vocabulary))
-        self.facts = Facts(**{**vars(self.facts), "vocabulary": vocabulary})
+        self.facts = ModelTraits(**{**vars(self.facts), "vocabulary": vocabulary})
         self.scripts, self.vocabulary = scripts, vocabulary
 
     def forward(self, rows, proposal, cache):
@@ -56,7 +56,7 @@ class Script(Chain):
                 lines[row, 0, said] = 10.0
             else:
                 lines[row, 0] = torch.as_tensor(said)
-        return Output(lines)
+        return ForwardOutput(lines)
 
 
 def config(**given):

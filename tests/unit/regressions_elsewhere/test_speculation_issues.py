@@ -10,9 +10,9 @@ import torch
 
 import descant
 from descant import ConfigError, GenerationConfig, Request, Session
-from descant.core.records import Output
-from descant.decoding.speculative.draft_model import Assistant
-from descant.testing import failing, outcomes
+from descant.core.records import ForwardOutput
+from descant.decoding.speculative.draft_model import AssistantDrafter
+from descant.testing import failing_request, outcomes
 from tests.contracts.configs import TEXTS, tokenizer
 from tests.contracts.speculation import near
 from tests.support.markov_model import Chain
@@ -31,7 +31,7 @@ class Script(Chain):
         self.scripts = scripts
         self.furthest = 0  # the longest row it was ever shown, tried tokens among it
 
-    def forward(self, rows: Any, proposal: Any, cache: Any) -> Output:
+    def forward(self, rows: Any, proposal: Any, cache: Any) -> ForwardOutput:
         self.fed.append(len(rows))
         lines = torch.full((len(rows), proposal.width + 1, VOCAB), -10.0)
         for row in range(len(rows)):
@@ -41,7 +41,7 @@ class Script(Chain):
                 lines[row, ahead, script[at] if at < len(script) else VOCAB - 1] = 10.0
         tried = torch.as_tensor(proposal.tried())
         self.furthest = max(self.furthest, int((rows.length + tried).max()))
-        return Output(lines)
+        return ForwardOutput(lines)
 
 
 def config(count: int | None = None, **given: Any) -> GenerationConfig:
@@ -76,7 +76,7 @@ def test_an_end_that_was_looked_up_is_run_over():
         asked = config(num_assistant_tokens_schedule="constant", **fields)
         found = outcomes(Script(scripts), [Request(text, asked)])[0]
         assert found.tokens == [[10, 11, END]]
-        assert found.hypotheses[0].speculation.saved >= 2, "what comes before it was guessed"
+        assert found.hypotheses[0].speculation.saved_forwards >= 2, "what comes before it was guessed"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_schedule_that_never_recovers(schedule):
     )
     found = outcomes(target, [Request([5], asked, assistant_model=Script(wrong))])[0]
     assert found.tokens == [scripts[5]]
-    assert found.hypotheses[0].speculation.saved > 20
+    assert found.hypotheses[0].speculation.saved_forwards > 20
 
 
 # ------------------------------------------------------------------------ what is remembered
@@ -198,16 +198,18 @@ def test_a_schedule_that_never_recovers(schedule):
 def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[list[int]], list[list[int]]]]:
     """What draft models guess: the rows' texts, and the guesses after each."""
     kept: list[tuple[list[list[int]], list[list[int]]]] = []
-    original = Assistant.draft
+    original = AssistantDrafter.draft
 
-    def draft(self: Assistant, rows: Any, most: Any, aid: Any) -> Any:
+    def draft(self: AssistantDrafter, rows: Any, most: Any, aid: Any) -> Any:
         made = original(self, rows, most, aid)
         if made.drafts is not None:
             texts = [rows.tokens[row, : int(rows.length[row])].tolist() for row in range(len(rows))]
-            kept.append((texts, [made.drafts[row, : int(made.n[row])].tolist() for row in range(len(rows))]))
+            kept.append(
+                (texts, [made.drafts[row, : int(made.num_drafts[row])].tolist() for row in range(len(rows))])
+            )
         return made
 
-    monkeypatch.setattr(Assistant, "draft", draft)
+    monkeypatch.setattr(AssistantDrafter, "draft", draft)
     return kept
 
 
@@ -367,29 +369,31 @@ def test_a_first_token_is_added_at_every_encoding(real):
 def test_a_drafter_keeps_rows_that_have_left(monkeypatch):
     """However requests leave, their drafter is told and holds nothing of them (1Cat-vLLM#656)."""
     known: set[int] = set()
-    opening, closing = Assistant.open, Assistant.close
+    opening, closing = AssistantDrafter.add_requests, AssistantDrafter.remove_requests
 
-    def opened(self: Assistant, requests: Sequence[int], inputs: Any) -> None:
+    def opened(self: AssistantDrafter, requests: Sequence[int], inputs: Any) -> None:
         known.update(requests)
         opening(self, requests, inputs)
 
-    def closed(self: Assistant, requests: Sequence[int]) -> None:
+    def closed(self: AssistantDrafter, requests: Sequence[int]) -> None:
         known.difference_update(requests)
         closing(self, requests)
 
-    monkeypatch.setattr(Assistant, "open", opened)
-    monkeypatch.setattr(Assistant, "close", closed)
+    monkeypatch.setattr(AssistantDrafter, "add_requests", opened)
+    monkeypatch.setattr(AssistantDrafter, "remove_requests", closed)
     scripts = {row: list(range(10, 40)) for row in range(5, 9)}
     helper, session = Script(scripts), Session(Script(scripts))
     for turn in range(4):
         asked = [Request([row, 4], config(3), assistant_model=helper) for row in scripts]
-        numbers = session.admit(*asked[:3], failing(asked[3], turn))
+        numbers = session.admit(*asked[:3], failing_request(asked[3], turn))
         assert known == set(numbers)
         session.step()
         session.cancel(numbers[1])
         assert numbers[1] not in known
         list(session.drain())
         assert not known
-        drafters = [strategy.drafter for strategy in session._roster.order if hasattr(strategy, "drafter")]
+        drafters = [
+            strategy.drafter for strategy in session._running.strategy_order if hasattr(strategy, "drafter")
+        ]
         assert len(drafters) == 1, "one for all"
         assert len(drafters[0]._cache) <= len(scripts)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from descant.tokenization.detokenizer import TextStream
+from descant.tokenization.detokenizer import IncrementalDetokenizer
 from tests.support import pretrained
 
 LOST = "\ufffd"
@@ -59,7 +59,7 @@ def encoded(name: str, text: str) -> list[int]:
 
 def pieces(name: str, ids: list[int], sizes: list[int] | None = None, **options: Any) -> list[str]:
     """What each `put` gives, then `end`; `sizes` says how many tokens come at a time."""
-    stream, found, at = TextStream(tokenizer(name), **options), [], 0
+    stream, found, at = IncrementalDetokenizer(tokenizer(name), **options), [], 0
     for size in sizes or [1] * len(ids):
         found.append(stream.put(ids[at : at + size]))
         at += size
@@ -140,7 +140,7 @@ class Chunks:
 @given(text=st.text(max_size=80), lengths=st.lists(st.integers(1, 7), max_size=80))
 def test_tokens_that_end_one_character_and_begin_the_next(text, lengths):
     loaded = Chunks(text.encode(), lengths)
-    stream, shown = TextStream(loaded), ""
+    stream, shown = IncrementalDetokenizer(loaded), ""
     for one in range(len(loaded.pieces)):
         shown += stream.put([one])
         assert text.startswith(shown)
@@ -202,7 +202,7 @@ def test_a_character_comes_with_its_last_token(name):
 @pytest.mark.parametrize("name", ["smollm2", "stories15m"])
 def test_a_whole_character_does_not_wait_for_the_next(name):
     ids = encoded(name, "x𓀀𓂀")
-    stream = TextStream(tokenizer(name))
+    stream = IncrementalDetokenizer(tokenizer(name))
     assert [stream.put(ids[:-3]), stream.put(ids[-3:])] == ["x𓀀", "𓂀"]
 
 
@@ -283,9 +283,9 @@ def test_a_stop_string_is_never_shown():
     ids = encoded(name, "One two STO no STOP three")
     found = pieces(name, ids, stop_strings=["STOP"])
     assert "".join(found) == "One two STO no "
-    stream = TextStream(tokenizer(name), stop_strings=["STOP"])
+    stream = IncrementalDetokenizer(tokenizer(name), stop_strings=["STOP"])
     text = "".join(stream.put([one]) for one in ids)
-    assert (text, stream.matched) == ("One two STO no ", "STOP")
+    assert (text, stream.matched_string) == ("One two STO no ", "STOP")
     assert "".join(pieces(name, encoded(name, "ends in ST"), stop_strings=["STOP"])) == "ends in ST"
 
 
@@ -318,7 +318,7 @@ def test_a_token_costs_the_same_at_any_length(name):
     for kind, ids in kinds.items():
         for options in ({}, {"skip_special_tokens": True}):
             counting = Counting()
-            stream = TextStream(counting, **options)
+            stream = IncrementalDetokenizer(counting, **options)
             for one in ids:
                 stream.put([one])
             assert counting.tokens < 80 * len(ids), kind
@@ -328,5 +328,5 @@ def test_a_token_costs_the_same_at_any_length(name):
 def test_nothing_put_is_nothing_shown():
     for name in ("smollm2", "stories15m"):
         assert pieces(name, []) == [""]
-        stream = TextStream(tokenizer(name), prompt_ids=encoded(name, "a b"))
+        stream = IncrementalDetokenizer(tokenizer(name), prompt_ids=encoded(name, "a b"))
         assert (stream.put([]), stream.end()) == ("", "")

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import descant
 from descant.tokenization import stop_strings
-from descant.tokenization.stop_strings import Holdback, StopTable
-from descant.tokenization.token_bytes import Vocabulary
+from descant.tokenization.stop_strings import StopStringBuffer, StopStringMatcher
+from descant.tokenization.token_bytes import TokenBytes
 from tests.support import pretrained, wordpiece
 
 
 def vocabulary(*tokens):
-    return Vocabulary(b"".join(tokens), np.cumsum([0, *map(len, tokens)]))
+    return TokenBytes(b"".join(tokens), np.cumsum([0, *map(len, tokens)]))
 
 
 class Toy:
@@ -47,16 +47,16 @@ WORDS = ["st", "op", "stop", "opera", "sto", "pper", "las", "topper", "s", "to",
 
 @pytest.mark.parametrize("tokens", ["st op", "stop", "st opera", "sto pper", "las topper", "s to pped"])
 def test_documented_matches(tokens):
-    table = StopTable.of(Toy(*WORDS), "stop")
+    table = StopStringMatcher.from_tokenizer(Toy(*WORDS), "stop")
     *before, last = (WORDS.index(token) for token in tokens.split())
-    assert table.hits[last, table.run(before)]
+    assert table.matches[last, table.state_after(before)]
 
 
 @pytest.mark.parametrize("tokens", ["stop at", "st op at", "st opera tion", "st", "las", "op st", "to pper"])
 def test_documented_misses(tokens):
-    table = StopTable.of(Toy(*WORDS), ["stop"])
+    table = StopStringMatcher.from_tokenizer(Toy(*WORDS), ["stop"])
     *before, last = (WORDS.index(token) for token in tokens.split())
-    assert not table.hits[last, table.run(before)]
+    assert not table.matches[last, table.state_after(before)]
 
 
 def rows(known, strings, token):
@@ -82,22 +82,22 @@ stops = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
 @given(tokens, stops)
 @settings(max_examples=400, deadline=None)
 def test_every_row_of_a_table(tokens, strings):
-    known, table = vocabulary(*tokens), StopTable(vocabulary(*tokens), strings)
-    states = np.arange(table.states)
+    known, table = vocabulary(*tokens), StopStringMatcher(vocabulary(*tokens), strings)
+    states = np.arange(table.num_states)
     for token in range(len(tokens)):
         after, hits = rows(known, strings, token)
-        assert table.next[token, states].tolist() == after
-        assert table.hits[token, states].tolist() == hits
+        assert table.transition[token, states].tolist() == after
+        assert table.matches[token, states].tolist() == hits
 
 
 @given(tokens, stops, st.lists(st.integers(0, 8), max_size=12))
 @settings(max_examples=150, deadline=None)
 def test_the_table_is_a_search_in_the_text(tokens, strings, ids):
-    known, table, state = vocabulary(*tokens), StopTable(vocabulary(*tokens), strings), 0
+    known, table, state = vocabulary(*tokens), StopStringMatcher(vocabulary(*tokens), strings), 0
     for at, token in enumerate(ids):  # some of them beyond the vocabulary
-        assert bool(table.hits[token, state]) == fires(known, strings, ids[: at + 1])
-        state = int(table.next[token, state])
-        assert state == table.run(ids[: at + 1])
+        assert bool(table.matches[token, state]) == fires(known, strings, ids[: at + 1])
+        state = int(table.transition[token, state])
+        assert state == table.state_after(ids[: at + 1])
 
 
 STRINGS = [
@@ -121,55 +121,61 @@ def smollm2():
 
 @pytest.mark.parametrize("strings", STRINGS, ids=repr)
 def test_tables_of_a_real_vocabulary(strings, smollm2):
-    known, table, draw = Vocabulary.of(smollm2), StopTable.of(smollm2, strings), random.Random(0)
+    known, table, draw = (
+        TokenBytes.from_tokenizer(smollm2),
+        StopStringMatcher.from_tokenizer(smollm2, strings),
+        random.Random(0),
+    )
     letters = set("".join(strings).encode())
     near = [at for at, token in enumerate(known.bytes) if letters.issuperset(token)]
-    states = np.arange(table.states)
+    states = np.arange(table.num_states)
     for token in draw.sample(range(known.size), 300) + draw.sample(near, min(300, len(near))):
         after, hits = rows(known, strings, token)
-        assert table.next[token, states].tolist() == after, known.bytes[token]
-        assert table.hits[token, states].tolist() == hits, known.bytes[token]
+        assert table.transition[token, states].tolist() == after, known.bytes[token]
+        assert table.matches[token, states].tolist() == hits, known.bytes[token]
 
 
 def test_its_shape(smollm2):
-    table = StopTable.of(smollm2, ["stop"])
-    assert table.next.shape == table.hits.shape == (table.size, table.states) == (49152, 5)
-    assert table.next.dtype == np.uint8
-    assert table.hits.dtype == bool
-    long = StopTable(vocabulary(b"a"), ["a" * 300])
-    assert long.next.dtype == np.uint16
-    assert long.run([0] * 299) == 299
-    assert long.hits[0, 299]
+    table = StopStringMatcher.from_tokenizer(smollm2, ["stop"])
+    assert table.transition.shape == table.matches.shape == (table.vocab_size, table.num_states) == (49152, 5)
+    assert table.transition.dtype == np.uint8
+    assert table.matches.dtype == bool
+    long = StopStringMatcher(vocabulary(b"a"), ["a" * 300])
+    assert long.transition.dtype == np.uint16
+    assert long.state_after([0] * 299) == 299
+    assert long.matches[0, 299]
 
 
 def test_ids_beyond_the_vocabulary_change_nothing():
-    table = StopTable(vocabulary(b"s", b"top", b""), ["stop"])
-    states = np.arange(table.states)
+    table = StopStringMatcher(vocabulary(b"s", b"top", b""), ["stop"])
+    states = np.arange(table.num_states)
     for token in (2, 3, 4, 10**6, -1):
-        assert table.next[token, states].tolist() == states.tolist()
-        assert not table.hits[token, states].any()
-    assert table.hits[1, table.run([0, 2, 3, 99])]
-    assert table.hits[1, table.run([0] + [2] * 50)], "tokens without bytes take no room"
+        assert table.transition[token, states].tolist() == states.tolist()
+        assert not table.matches[token, states].any()
+    assert table.matches[1, table.state_after([0, 2, 3, 99])]
+    assert table.matches[1, table.state_after([0] + [2] * 50)], "tokens without bytes take no room"
 
 
 def test_many_rows_at_once():
     table, draw = (
-        StopTable(vocabulary(b"s", b"to", b"p", b"", b"st", b"op"), ["stop", "tops"]),
+        StopStringMatcher(vocabulary(b"s", b"to", b"p", b"", b"st", b"op"), ["stop", "tops"]),
         random.Random(1),
     )
     ids = np.array([[draw.randint(0, 6) for _ in range(15)] for _ in range(200)])
-    assert table.run(ids).tolist() == [table.run(row) for row in ids.tolist()]
-    assert table.judge(ids).tolist() == [bool(table.hits[row[-1], table.run(row[:-1])]) for row in ids]
-    assert table.judge(ids).any()
-    assert table.judge(ids[:, :0]).tolist() == [False] * 200
+    assert table.state_after(ids).tolist() == [table.state_after(row) for row in ids.tolist()]
+    assert table.ends_with_match(ids).tolist() == [
+        bool(table.matches[row[-1], table.state_after(row[:-1])]) for row in ids
+    ]
+    assert table.ends_with_match(ids).any()
+    assert table.ends_with_match(ids[:, :0]).tolist() == [False] * 200
 
 
 def test_characters_cut_by_tokens(smollm2):
     ids = smollm2("Good 👩‍👩‍👧 bye 한국어")["input_ids"]
-    known = Vocabulary.of(smollm2)
+    known = TokenBytes.from_tokenizer(smollm2)
     for strings, text in ((["👩‍👩‍👧"], "Good 👩‍👩‍👧"), (["국"], "Good 👩‍👩‍👧 bye 한국")):
-        table = StopTable.of(smollm2, strings)
-        at = next(n for n in range(len(ids)) if table.hits[ids[n], table.run(ids[:n])])
+        table = StopStringMatcher.from_tokenizer(smollm2, strings)
+        at = next(n for n in range(len(ids)) if table.matches[ids[n], table.state_after(ids[:n])])
         assert b"".join(known.bytes[token] for token in ids[: at + 1]).startswith(text.encode())
         assert not b"".join(known.bytes[token] for token in ids[:at]).startswith(text.encode())
 
@@ -177,23 +183,25 @@ def test_characters_cut_by_tokens(smollm2):
 def test_words_of_wordpiece_are_apart():
     tokenizer = wordpiece.tokenizer()
     ids = tokenizer("the last stop", add_special_tokens=False)["input_ids"]
-    assert StopTable.of(tokenizer, "last stop").judge(np.array([ids]))[0]
-    assert not StopTable.of(tokenizer, "laststop").judge(np.array([ids]))[0]
+    assert StopStringMatcher.from_tokenizer(tokenizer, "last stop").ends_with_match(np.array([ids]))[0]
+    assert not StopStringMatcher.from_tokenizer(tokenizer, "laststop").ends_with_match(np.array([ids]))[0]
 
 
 def test_a_table_is_made_once():
     tokenizer = Toy(*WORDS)
-    table = StopTable.of(tokenizer, ["stop", "top"])
-    assert StopTable.of(tokenizer, ("top", "stop", "top")) is table
-    assert StopTable.of(tokenizer, ["stop"]) is not table
-    for n in range(stop_strings._KEPT):
-        StopTable.of(tokenizer, [f"s{n}"])
-    assert StopTable.of(tokenizer, ["stop", "top"]) is not table, "the longest unused go first"
+    table = StopStringMatcher.from_tokenizer(tokenizer, ["stop", "top"])
+    assert StopStringMatcher.from_tokenizer(tokenizer, ("top", "stop", "top")) is table
+    assert StopStringMatcher.from_tokenizer(tokenizer, ["stop"]) is not table
+    for n in range(stop_strings._MAX_MATCHERS):
+        StopStringMatcher.from_tokenizer(tokenizer, [f"s{n}"])
+    assert StopStringMatcher.from_tokenizer(tokenizer, ["stop", "top"]) is not table, (
+        "the longest unused go first"
+    )
 
 
 def test_tables_go_with_their_tokenizer():
     tokenizer = Toy(*WORDS)
-    table = weakref.ref(StopTable.of(tokenizer, ["stop"]))
+    table = weakref.ref(StopStringMatcher.from_tokenizer(tokenizer, ["stop"]))
     assert table() is not None
     del tokenizer
     gc.collect()
@@ -202,7 +210,7 @@ def test_tables_go_with_their_tokenizer():
 
 @pytest.mark.parametrize("bad", [[], "", ["a", ""], [1], None, 7, ["\ud800"]])
 def test_what_cannot_stop_is_refused(bad):
-    for make in (lambda: StopTable.of(Toy("a"), bad), lambda: Holdback(bad)):
+    for make in (lambda: StopStringMatcher.from_tokenizer(Toy("a"), bad), lambda: StopStringBuffer(bad)):
         with pytest.raises(descant.InputError, match="stop_strings"):
             make()
 
@@ -223,12 +231,12 @@ def first(text, strings):
 )
 @settings(max_examples=500, deadline=None)
 def test_held_back_text(deltas, strings):
-    held, text, shown = Holdback(strings), "", ""
+    held, text, shown = StopStringBuffer(strings), "", ""
     for delta in deltas:
         text += delta
         shown += held.feed(delta)
         cut, which = first(text, strings)
-        assert held.matched == which
+        assert held.matched_string == which
         if which is not None:
             assert shown == text[:cut]
             continue
@@ -240,9 +248,9 @@ def test_held_back_text(deltas, strings):
 
 
 def test_held_back_text_by_example():
-    held = Holdback(["\n\nHuman:", "</s>"])
+    held = StopStringBuffer(["\n\nHuman:", "</s>"])
     assert [held.feed(part) for part in ("Hi", "\n", "\nHum", "bug <", "/s", "> more", "and more")] == [
         "Hi", "", "", "\n\nHumbug ", "", "", "",
     ]  # fmt: skip
-    assert held.matched == "</s>"
+    assert held.matched_string == "</s>"
     assert held.flush() == ""

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import descant
 from descant.tokenization import token_bytes
-from descant.tokenization.token_bytes import Vocabulary
+from descant.tokenization.token_bytes import TokenBytes
 from tests.support import pretrained, wordpiece
 
 TEXTS = [
@@ -40,7 +40,7 @@ def loaded():
 
 
 def encoded(tokenizer, text):
-    known = Vocabulary.of(tokenizer).bytes
+    known = TokenBytes.from_tokenizer(tokenizer).bytes
     return b"".join(known[at] for at in tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -74,7 +74,7 @@ def test_a_tokenizer_that_normalises_is_right_about_what_it_kept(loaded):
 @pytest.mark.parametrize("name", [*BYTEWISE, "gemma3-270m", "stories15m", "flan-t5-small-titles"])
 def test_any_tokens_in_a_row_are_what_the_tokenizer_decodes(name, loaded):
     tokenizer, draw = loaded(name), random.Random(name)
-    known = Vocabulary.of(tokenizer)
+    known = TokenBytes.from_tokenizer(tokenizer)
     assert known.size == len(tokenizer) == len(known.bytes)
     whole = [at for at in range(known.size) if not broken(known.bytes[at])]
     for _ in range(300):
@@ -98,12 +98,12 @@ def test_sentencepiece_s_byte_tokens(name, loaded):
     tokenizer = loaded(name)
     for byte in range(256):
         at = tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>")
-        assert Vocabulary.of(tokenizer).bytes[at] == bytes([byte])
+        assert TokenBytes.from_tokenizer(tokenizer).bytes[at] == bytes([byte])
 
 
 def test_wordpiece_continues_words_and_spaces_them():
     tokenizer = wordpiece.tokenizer()
-    known, ids = Vocabulary.of(tokenizer).bytes, tokenizer.get_vocab()
+    known, ids = TokenBytes.from_tokenizer(tokenizer).bytes, tokenizer.get_vocab()
     assert known[ids["end"]] == b" end"
     assert known[ids["##per"]] == b"per"
     assert known[ids["!"]] == b"!", "the decoder puts no space before it"
@@ -115,7 +115,7 @@ def test_wordpiece_continues_words_and_spaces_them():
 
 def test_wordpiece_without_cleanup_spaces_punctuation():
     tokenizer = wordpiece.tokenizer(cleanup=False)
-    assert Vocabulary.of(tokenizer).bytes[tokenizer.get_vocab()["!"]] == b" !"
+    assert TokenBytes.from_tokenizer(tokenizer).bytes[tokenizer.get_vocab()["!"]] == b" !"
 
 
 def words(*tokens, decoder=None, before=None, **ids):
@@ -162,15 +162,15 @@ CASES = {
 def test_decoders(case):
     tokenizer, expected = CASES[case]
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    assert Vocabulary.of(wrapped).bytes == expected
+    assert TokenBytes.from_tokenizer(wrapped).bytes == expected
 
 
 def test_a_bare_tokenizer_will_do():
-    assert Vocabulary.of(words("▁a", "b", decoder=decoders.Metaspace())).bytes == [b" a", b"b"]
+    assert TokenBytes.from_tokenizer(words("▁a", "b", decoder=decoders.Metaspace())).bytes == [b" a", b"b"]
 
 
 def test_ids_without_a_token_have_no_bytes():
-    known = Vocabulary.of(words("a", "b", c=5))
+    known = TokenBytes.from_tokenizer(words("a", "b", c=5))
     assert known.bytes == [b" a", b" b", b"", b"", b"", b" c"]
     assert known.size == 6
 
@@ -182,7 +182,7 @@ def test_ids_without_a_token_among_many(hole):
     tokens = {f"▁{at}" if at != 1200 else "▁a b": at for at in ids}
     tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="▁1"))
     tokenizer.decoder = decoders.Metaspace()
-    known = Vocabulary.of(tokenizer)
+    known = TokenBytes.from_tokenizer(tokenizer)
     assert known.bytes == [
         b"" if at == hole else b" a b" if at == 1200 else f" {at}".encode() for at in range(1501)
     ]
@@ -192,17 +192,17 @@ def test_ids_without_a_token_among_many(hole):
 def test_byte_tokens_among_many(fallback):
     tokens = ["<0xE2>", "▁<0x0A>", *(f"▁{at}" for at in range(1500))]
     tail = [decoders.ByteFallback(), decoders.Fuse()] if fallback else [decoders.Fuse()]
-    known = Vocabulary.of(words(*tokens, decoder=SEQUENCE([SPACES, *tail])))
+    known = TokenBytes.from_tokenizer(words(*tokens, decoder=SEQUENCE([SPACES, *tail])))
     assert known.bytes[:3] == [b"\xe2" if fallback else b"<0xE2>", b" <0x0A>", b" 0"]
 
 
 def test_added_tokens(loaded):
     tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.folder("minimind2-small"))
-    before = Vocabulary.of(tokenizer)
-    assert Vocabulary.of(tokenizer) is before, "made once"
+    before = TokenBytes.from_tokenizer(tokenizer)
+    assert TokenBytes.from_tokenizer(tokenizer) is before, "made once"
     tokenizer.add_tokens(["née", "x y"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<é▁>"]})
-    after = Vocabulary.of(tokenizer)
+    after = TokenBytes.from_tokenizer(tokenizer)
     assert after is not before
     assert after.bytes[before.size :] == ["née".encode(), b"x y", "<é▁>".encode()]
     assert encoded(tokenizer, "one née x y<é▁>!") == "one née x y<é▁>!".encode()
@@ -212,25 +212,25 @@ def test_tokens_added_to_few():
     tokenizer = words("a", "Ġb", decoder=decoders.ByteLevel())
     tokenizer.add_tokens(["née"])
     tokenizer.add_special_tokens(["é"])
-    assert Vocabulary.of(tokenizer).bytes == [b"a", b" b", "née".encode(), "é".encode()]
+    assert TokenBytes.from_tokenizer(tokenizer).bytes == [b"a", b" b", "née".encode(), "é".encode()]
     tokenizer = words("a", "▁b", decoder=decoders.Metaspace())
     tokenizer.add_tokens(["▁c"])
     tokenizer.add_special_tokens(["▁d"])
-    assert Vocabulary.of(tokenizer).bytes == [b"a", b" b", b" c", "▁d".encode()]
+    assert TokenBytes.from_tokenizer(tokenizer).bytes == [b"a", b" b", b" c", "▁d".encode()]
 
 
 def test_tokens_added_to_many(loaded):
     tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.folder("stories15m"))
     tokenizer.add_tokens(["▁▁▁x"])
-    assert Vocabulary.of(tokenizer).bytes[-1] == b"   x"
+    assert TokenBytes.from_tokenizer(tokenizer).bytes[-1] == b"   x"
 
 
 def test_special_tokens_are_their_own_text(loaded):
     tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.folder("stories15m"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<a▁b>", "<0x0A>"]})
     ids = tokenizer.get_vocab()
-    assert Vocabulary.of(tokenizer).bytes[ids["<a▁b>"]] == "<a▁b>".encode()
-    assert Vocabulary.of(tokenizer).bytes[ids["</s>"]] == b"</s>"
+    assert TokenBytes.from_tokenizer(tokenizer).bytes[ids["<a▁b>"]] == "<a▁b>".encode()
+    assert TokenBytes.from_tokenizer(tokenizer).bytes[ids["</s>"]] == b"</s>"
 
 
 def slow(tokens, **traits):
@@ -239,10 +239,14 @@ def slow(tokens, **traits):
 
 
 def test_slow_tokenizers():
-    assert Vocabulary.of(slow(["▁a", "<0xE2>", "b"], sp_model=None)).bytes == [b" a", b"\xe2", b"b"]
-    assert Vocabulary.of(slow(["Ġa", "âĤ"], byte_decoder={})).bytes == [b" a", b"\xe2\x82"]
-    assert Vocabulary.of(slow(["a", "##b"], wordpiece_tokenizer=None)).bytes == [b" a", b"b"]
-    assert Vocabulary.of(slow([b"\xe2\x82", b"a"], convert_tokens_to_string="".join)).bytes == [
+    assert TokenBytes.from_tokenizer(slow(["▁a", "<0xE2>", "b"], sp_model=None)).bytes == [
+        b" a",
+        b"\xe2",
+        b"b",
+    ]
+    assert TokenBytes.from_tokenizer(slow(["Ġa", "âĤ"], byte_decoder={})).bytes == [b" a", b"\xe2\x82"]
+    assert TokenBytes.from_tokenizer(slow(["a", "##b"], wordpiece_tokenizer=None)).bytes == [b" a", b"b"]
+    assert TokenBytes.from_tokenizer(slow([b"\xe2\x82", b"a"], convert_tokens_to_string="".join)).bytes == [
         b"\xe2\x82",
         b"a",
     ]
@@ -250,7 +254,7 @@ def test_slow_tokenizers():
 
 def test_a_tokenizer_of_an_unknown_kind_is_asked():
     tokenizer = transformers.ByT5Tokenizer()
-    known = Vocabulary.of(tokenizer)
+    known = TokenBytes.from_tokenizer(tokenizer)
     for text in TEXTS:
         assert encoded(tokenizer, text) == text.encode()
     assert known.bytes[tokenizer.eos_token_id] == b"</s>"
@@ -260,21 +264,21 @@ def test_a_tokenizer_of_an_unknown_kind_is_asked():
         tokenize=list,
         convert_tokens_to_string=lambda some: "".join(some).upper().replace("+", " "),
     )
-    assert Vocabulary.of(shouting).bytes == [b"A", b" B", "É".encode()]
+    assert TokenBytes.from_tokenizer(shouting).bytes == [b"A", b" B", "É".encode()]
 
 
 @pytest.mark.parametrize("nothing", [object(), SimpleNamespace(get_vocab=lambda: {"a": 0})])
 def test_what_is_no_tokenizer_is_refused(nothing):
     with pytest.raises(descant.InputError, match="tokenizer"):
-        Vocabulary.of(nothing)
+        TokenBytes.from_tokenizer(nothing)
 
 
 def test_a_tokenizer_is_not_kept_alive():
     tokenizer = wordpiece.tokenizer()
-    before = len(token_bytes._known)
-    watched = weakref.ref(Vocabulary.of(tokenizer))
-    assert len(token_bytes._known) == before + 1
+    before = len(token_bytes._by_tokenizer)
+    watched = weakref.ref(TokenBytes.from_tokenizer(tokenizer))
+    assert len(token_bytes._by_tokenizer) == before + 1
     del tokenizer
     gc.collect()
     assert watched() is None
-    assert len(token_bytes._known) == before
+    assert len(token_bytes._by_tokenizer) == before

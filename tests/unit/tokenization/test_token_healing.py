@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from descant.tokenization.token_healing import Spellings, Tail
+from descant.tokenization.token_healing import HealedSuffix, TokenPrefixIndex
 from tests.contracts import configs
 from tests.support.byte_tokenizer import SPECIAL, TEXTS, tokenizer
 
@@ -14,7 +14,7 @@ def ids(*texts: bytes | str) -> list[int]:
 
 
 def taken(*prompt: bytes | str) -> bytes:
-    return Tail.of(tokenizer(), ids(*prompt)).text
+    return HealedSuffix.from_prompt(tokenizer(), ids(*prompt)).text
 
 
 @pytest.mark.parametrize(
@@ -43,21 +43,21 @@ def test_what_is_taken_off(prompt, expected):
 
 
 def test_an_empty_prompt_has_nothing_to_take_off():
-    assert Tail.of(tokenizer(), []).tokens == []
+    assert HealedSuffix.from_prompt(tokenizer(), []).tokens == []
 
 
 def test_ids_beyond_the_tokenizer_stay():
-    assert Tail.of(tokenizer(), [5, 1000]).tokens == []
-    assert Tail.of(tokenizer(), [5, 1000, *ids("http")]).tokens == ids("http")
+    assert HealedSuffix.from_prompt(tokenizer(), [5, 1000]).tokens == []
+    assert HealedSuffix.from_prompt(tokenizer(), [5, 1000, *ids("http")]).tokens == ids("http")
 
 
-def allowed(tail: Tail, *new: bytes | str) -> list[bytes] | None:
-    found = tail.allowed(ids(*new))
+def allowed(tail: HealedSuffix, *new: bytes | str) -> list[bytes] | None:
+    found = tail.allowed_ids(ids(*new))
     return None if found is None else sorted({TEXTS[at] for at in found})
 
 
 def test_what_may_follow():
-    tail = Tail.of(tokenizer(), ids("a", " un", "ivers"))
+    tail = HealedSuffix.from_prompt(tokenizer(), ids("a", " un", "ivers"))
     assert allowed(tail) == [b" un", b" universe", b" university"]
     assert allowed(tail, " un") == [b"ivers", b"iverse"]
     assert allowed(tail, " universe") is None
@@ -67,10 +67,10 @@ def test_what_may_follow():
 
 def test_special_tokens_never_follow():
     special = set(ids(*SPECIAL))
-    spellings = Spellings.of(tokenizer())
-    assert not special & spellings.plain
-    assert not special & set(spellings.beginning(b"<").tolist())
-    assert ids("<")[0] in spellings.beginning(b"<").tolist()
+    spellings = TokenPrefixIndex.from_tokenizer(tokenizer())
+    assert not special & spellings.text_ids
+    assert not special & set(spellings.ids_with_prefix(b"<").tolist())
+    assert ids("<")[0] in spellings.ids_with_prefix(b"<").tolist()
 
 
 def test_of_every_prompt_what_is_allowed_agrees_and_can_be_said():
@@ -80,13 +80,13 @@ def test_of_every_prompt_what_is_allowed_agrees_and_can_be_said():
     count = 0
     for first in some:
         for second in some:
-            tail = Tail.of(tokenizer(), [*ids("a"), first, second])
+            tail = HealedSuffix.from_prompt(tokenizer(), [*ids("a"), first, second])
             runs = [TEXTS[second], TEXTS[first] + TEXTS[second]]
             longest = max((run for run in runs if any(_longer(t, run) for t in plain)), key=len, default=b"")
             assert tail.text == longest
             for said in range(len(tail)):
                 rest = b"".join(TEXTS[at] for at in tail.tokens[said:])
-                found = set(tail.allowed(tail.tokens[:said]).tolist())
+                found = set(tail.allowed_ids(tail.tokens[:said]).tolist())
                 assert found == {at for at in plain if TEXTS[at].startswith(rest)} | {tail.tokens[said]}
                 assert tail.tokens[said] in found  # so there is always a way
             count += len(tail) > 0
@@ -99,22 +99,22 @@ def _longer(token: int, text: bytes) -> bool:
 
 def test_spellings_are_made_once_and_anew_for_other_special_tokens():
     one = tokenizer()
-    assert Spellings.of(one) is Spellings.of(one)
+    assert TokenPrefixIndex.from_tokenizer(one) is TokenPrefixIndex.from_tokenizer(one)
     other = configs.tokenizer()
-    before = Spellings.of(other)
+    before = TokenPrefixIndex.from_tokenizer(other)
     try:
         other.pad_token = "!"
-        assert configs.TEXTS.index("!") not in Spellings.of(other).plain
+        assert configs.TEXTS.index("!") not in TokenPrefixIndex.from_tokenizer(other).text_ids
     finally:
         other.pad_token = None
-    assert configs.TEXTS.index("!") in before.plain
+    assert configs.TEXTS.index("!") in before.text_ids
 
 
 def test_a_stop_string_counts_after_the_text_that_was_there():
-    tail = Tail.of(tokenizer(), ids("a", "http", ":"))
-    assert not tail.closes(ids("a", "http"), ids(":"), [":"])
-    assert tail.closes(ids("a", "http"), ids("://"), ["/"])
-    assert tail.closes(ids("a", "http"), ids("://"), ["p://"])
-    assert tail.closes(ids("a", "http"), ids(":", "a", ":"), [":"])
-    assert not tail.closes(ids("a", "http"), ids(":"), ["http:"])
-    assert tail.closes(ids("a", "http"), ids("://"), ["p:/"])  # it ends beyond the colon
+    tail = HealedSuffix.from_prompt(tokenizer(), ids("a", "http", ":"))
+    assert not tail.completes_string(ids("a", "http"), ids(":"), [":"])
+    assert tail.completes_string(ids("a", "http"), ids("://"), ["/"])
+    assert tail.completes_string(ids("a", "http"), ids("://"), ["p://"])
+    assert tail.completes_string(ids("a", "http"), ids(":", "a", ":"), [":"])
+    assert not tail.completes_string(ids("a", "http"), ids(":"), ["http:"])
+    assert tail.completes_string(ids("a", "http"), ids("://"), ["p:/"])  # it ends beyond the colon

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from descant.decoding.processors.pipeline import ORDER, SAMPLERS
+from descant.decoding.processors.pipeline import DEFAULT_ORDER, LOGITS_WARPERS
 from tools.docs import pictures
 from tools.docs.doc_blocks import ROOT
 
@@ -125,7 +125,7 @@ def test_the_drawing_says_the_same_and_can_be_read(name: str) -> None:
 
 
 def test_every_sampler_has_a_picture_and_every_picture_a_place() -> None:
-    samplers = {stage.name for stage in SAMPLERS} - {"renormalize_logits", "watermarking_config"}
+    samplers = {stage.name for stage in LOGITS_WARPERS} - {"renormalize_logits", "watermarking_config"}
     assert samplers <= pictures.PICTURES.keys()
     marks = [mark["name"] for mark in pictures.MARK.finditer(PAGE) if mark["name"]]
     assert sorted(marks) == sorted(pictures.PICTURES)
@@ -134,7 +134,7 @@ def test_every_sampler_has_a_picture_and_every_picture_a_place() -> None:
 def test_every_field_of_the_chain_is_explained() -> None:
     prose = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
     named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", prose))))
-    assert [name for name in ORDER if name not in named] == []
+    assert [name for name in DEFAULT_ORDER if name not in named] == []
 
 
 def test_the_page_says_what_temperature_the_dynamic_one_is() -> None:
@@ -148,7 +148,7 @@ def test_the_hook_puts_pictures_and_the_order_in_their_place() -> None:
     assert "<!--" not in page
     assert page.count("<figure") == page.count("</svg>\n</figure>") == len(pictures.PICTURES)
     table = pictures.order().splitlines()[2:]
-    assert [line.split("`")[1] for line in table] == list(ORDER)
+    assert [line.split("`")[1] for line in table] == list(DEFAULT_ORDER)
     assert pictures.order() in page
     assert pictures.on_page_markdown("# Nothing <!-- else -->") == "# Nothing <!-- else -->"
 

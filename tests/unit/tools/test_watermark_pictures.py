@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from descant.decoding.watermark.spans import parts
+from descant.decoding.watermark.spans import split_spans
 from tools.docs import watermark_pictures
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,7 +33,7 @@ def test_the_drawing_says_what_the_tokens_say(name: str) -> None:
     found, text = watermark_pictures.detection(name), watermark_pictures.Text.read(name)
     root = ElementTree.fromstring(watermark_pictures.svg(name, watermark_pictures.STYLE))
     drawn = [one for one in root.iter(f"{SVG}g") if one.get("class") in ("for", "against", "even", "none")]
-    shown = parts(found, text.pieces)
+    shown = split_spans(found, text.pieces)
     titles = [one.findtext(f"{SVG}title") for one in drawn]
     for part in shown:
         [title] = part.titles

@@ -7,19 +7,19 @@ import random
 from collections.abc import Sequence
 
 from descant.trace.records import (
-    Asked,
-    Candidate,
-    Header,
-    Look,
-    Moved,
-    Record,
-    Result,
-    Row,
-    Run,
-    Said,
-    Stage,
-    Step,
-    Texts,
+    CandidateRecord,
+    ChoiceRecord,
+    ProcessorRecord,
+    RequestRecord,
+    ResultRecord,
+    ReturnedSequence,
+    RowRecord,
+    RunRecord,
+    StepRecord,
+    TokenShift,
+    TokenTexts,
+    TraceHeader,
+    TraceRecord,
 )
 from descant.trace.trace import Trace
 
@@ -30,11 +30,13 @@ WORDS = (
 END = len(WORDS) - 1
 
 
-def texts(words: Sequence[str] = WORDS) -> Texts:
-    return Texts(dict(enumerate(words)), (len(words) - 1,))
+def texts(words: Sequence[str] = WORDS) -> TokenTexts:
+    return TokenTexts(dict(enumerate(words)), (len(words) - 1,))
 
 
-def look(chance: random.Random, taken: Sequence[int] = (), size: int = len(WORDS), cut: bool = False) -> Look:
+def look(
+    chance: random.Random, taken: Sequence[int] = (), size: int = len(WORDS), cut: bool = False
+) -> ChoiceRecord:
     """A choice with every token of the vocabulary, some of them cut."""
     weights = [chance.random() ** 6 + 1e-4 for _ in range(size)]
     logs = [math.log(one / sum(weights)) for one in weights]
@@ -44,11 +46,11 @@ def look(chance: random.Random, taken: Sequence[int] = (), size: int = len(WORDS
     after = [-math.inf if one in gone else logs[one] - left for one in range(size)]
     stages = ()
     if gone:
-        moved = tuple(Moved(one, logs[one], after[one]) for one in [*order[:4], *sorted(gone)[:2]])
-        stages = (Stage("TopKWarper", size - len(gone), len(gone), 1 - math.exp(left), moved),)
+        moved = tuple(TokenShift(one, logs[one], after[one]) for one in [*order[:4], *sorted(gone)[:2]])
+        stages = (ProcessorRecord("TopKWarper", size - len(gone), len(gone), 1 - math.exp(left), moved),)
     entropy = -sum(math.exp(one) * one for one in logs)
-    top = tuple(Candidate(one, logs[one], after[one]) for one in order)
-    return Look(entropy, entropy * 0.8, top, stages)
+    top = tuple(CandidateRecord(one, logs[one], after[one]) for one in order)
+    return ChoiceRecord(entropy, entropy * 0.8, top, stages)
 
 
 def beams(
@@ -58,11 +60,11 @@ def beams(
     """Beam search as its trace has it, each group by itself."""
     chance = random.Random(seed)
     size, each = len(words), count // groups
-    asked = Asked(
+    asked = RequestRecord(
         0, 0, (0, 1, 2), f"beam search, {count} beams", {"num_beams": count}, (), count, groups, returned,
         demands=demands,
     )  # fmt: skip
-    records: list[Record] = [Header("0", "Tiny", size, 8, 1 << 20), texts(words), asked]
+    records: list[TraceRecord] = [TraceHeader("0", "Tiny", size, 8, 1 << 20), texts(words), asked]
     standing = [(0, 0.0, group * each, 0) for group in range(groups)]  # node, score, slot, met
     ended: list[tuple[float, int, tuple[int, ...], str]] = []
     tokens: dict[int, tuple[int, ...]] = {0: ()}
@@ -70,7 +72,7 @@ def beams(
     for step in range(steps):
         rows = []
         looks = {(at, slot): look(chance, size=size) for at, _, slot, _ in standing}
-        runs: dict[tuple[int, int], list[Run]] = {row: [] for row in looks}
+        runs: dict[tuple[int, int], list[RunRecord]] = {row: [] for row in looks}
         going = []
         for group in range(groups):
             options = sorted(
@@ -91,7 +93,7 @@ def beams(
                 now = min(met + (chance.random() < 0.4), demands) if demands is not None else None
                 reason = None if not done else "eos" if token == size - 1 else "length"
                 final = score / len(tokens[number]) if done else score
-                runs[row].append(Run((token,), (number,), slot, 0, final, now, reason))
+                runs[row].append(RunRecord((token,), (number,), slot, 0, final, now, reason))
                 if done:
                     ended.append((final, number, tokens[number], str(reason)))
                 else:
@@ -100,21 +102,23 @@ def beams(
                     slot += 1
                 number += 1
         for at, _, slot, _ in standing:
-            rows.append(Row(0, at, slot, (looks[at, slot],), (), tuple(runs[at, slot])))
-        records.append(Step(step, 0.01, tuple(rows), 1000 * step))
+            rows.append(RowRecord(0, at, slot, (looks[at, slot],), (), tuple(runs[at, slot])))
+        records.append(StepRecord(step, 0.01, tuple(rows), 1000 * step))
         standing = going
     best = sorted(ended, reverse=True)[:returned]
     unmet = None if demands is None else ()
-    said = tuple(Said(all_of, reason, node, score, unmet) for score, node, all_of, reason in best)
-    return Trace([*records, Result(0, said)])
+    said = tuple(ReturnedSequence(all_of, reason, node, score, unmet) for score, node, all_of, reason in best)
+    return Trace([*records, ResultRecord(0, said)])
 
 
 def guesses(steps: int = 12, ahead: int = 4, seed: int = 1, words: Sequence[str] = WORDS) -> Trace:
     """Speculation: some of what is guessed is accepted, and then one token is the model's own."""
     chance = random.Random(seed)
     size = len(words)
-    asked = Asked(0, 0, (0, 1), "greedy search, prompt lookup", {}, ("TopKWarper",), drafter="PromptLookup")
-    records: list[Record] = [Header("0", "Tiny", size, 8, 1 << 20), texts(words), asked]
+    asked = RequestRecord(
+        0, 0, (0, 1), "greedy search, prompt lookup", {}, ("TopKWarper",), drafter="PromptLookup"
+    )
+    records: list[TraceRecord] = [TraceHeader("0", "Tiny", size, 8, 1 << 20), texts(words), asked]
     at, number, said = 0, 1, list[int]()
     for step in range(steps):
         drafts = tuple(chance.randrange(size - 1) for _ in range(chance.randint(0, ahead)))
@@ -126,8 +130,8 @@ def guesses(steps: int = 12, ahead: int = 4, seed: int = 1, words: Sequence[str]
         number += len(run)
         looks = tuple(look(chance, (one,), size, cut=True) for one in run)
         last = step == steps - 1
-        row = Row(0, at, 0, looks, drafts, (Run(run, nodes, reason="length" if last else None),))
-        records.append(Step(step, 0.02, (row,), 2000 * step))
+        row = RowRecord(0, at, 0, looks, drafts, (RunRecord(run, nodes, reason="length" if last else None),))
+        records.append(StepRecord(step, 0.02, (row,), 2000 * step))
         at = nodes[-1]
         said += run
-    return Trace([*records, Result(0, (Said(tuple(said), "length", at),))])
+    return Trace([*records, ResultRecord(0, (ReturnedSequence(tuple(said), "length", at),))])

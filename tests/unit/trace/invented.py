@@ -7,19 +7,19 @@ import random
 from dataclasses import dataclass, field
 
 from descant.trace.records import (
-    Asked,
-    Candidate,
-    Header,
-    Look,
-    Moved,
-    Record,
-    Result,
-    Row,
-    Run,
-    Said,
-    Stage,
-    Step,
-    Texts,
+    CandidateRecord,
+    ChoiceRecord,
+    ProcessorRecord,
+    RequestRecord,
+    ResultRecord,
+    ReturnedSequence,
+    RowRecord,
+    RunRecord,
+    StepRecord,
+    TokenShift,
+    TokenTexts,
+    TraceHeader,
+    TraceRecord,
 )
 from descant.trace.trace import Trace
 
@@ -33,9 +33,9 @@ END = len(WORDS)
 def invented(beams: int = 4, steps: int = 12, *, groups: int = 1, seed: int = 0, **more: int) -> Trace:
     """Beam search of that size, `requests` of them one after another, with `demands` where given."""
     draw = random.Random(seed)
-    records: list[Record] = [
-        Header("0", "Invented", END + 1, more.get("top", 6), 4_000_000),
-        Texts({**dict(enumerate(WORDS)), END: "<|end|>"}, (END,)),
+    records: list[TraceRecord] = [
+        TraceHeader("0", "Invented", END + 1, more.get("top", 6), 4_000_000),
+        TokenTexts({**dict(enumerate(WORDS)), END: "<|end|>"}, (END,)),
     ]
     search = _Search(draw, records, beams, groups, more.get("top", 6))
     for request in range(more.get("requests", 1)):
@@ -46,7 +46,7 @@ def invented(beams: int = 4, steps: int = 12, *, groups: int = 1, seed: int = 0,
 @dataclass
 class _Search:
     draw: random.Random
-    records: list[Record]
+    records: list[TraceRecord]
     beams: int
     groups: int
     top: int
@@ -59,7 +59,7 @@ class _Search:
         config = {"num_beams": self.beams, "length_penalty": 1.0}
         names = ("TemperatureLogitsWarper",)
         self.records.append(
-            Asked(
+            RequestRecord(
                 request, self.number, prompt, f"beam search, {self.beams} beams", config, names,
                 self.beams, self.groups, min(2, self.beams), None, demands,
             )
@@ -70,7 +70,7 @@ class _Search:
         self.done = []
         for step in range(steps):
             looks = {node: _look(self.draw, self.top, ended=step > 3) for node, *_ in standing}
-            runs: dict[int, list[Run]] = {node: [] for node in looks}
+            runs: dict[int, list[RunRecord]] = {node: [] for node in looks}
             following = []
             for group in range(self.groups):
                 mine = [one for one in standing if step == 0 or one[1] // size == group]
@@ -88,31 +88,36 @@ class _Search:
                     slot = group * size if reason == "eos" else next(slots)
                     met = None if demands is None else min(step, demands)
                     value = round(score / (len(tokens) + 1) if reason else score, 4)
-                    runs[node].append(Run((token,), (self.number,), slot, 0, value, met, reason))
+                    runs[node].append(RunRecord((token,), (self.number,), slot, 0, value, met, reason))
                     if reason:
                         self.done.append((value, self.number, (*tokens, token), reason))
                     else:
                         following.append((self.number, slot, score, (*tokens, token)))
                     self.number += 1
             rows = (
-                Row(request, node, slot, (looks[node],), (), tuple(runs[node])) for node, slot, *_ in standing
+                RowRecord(request, node, slot, (looks[node],), (), tuple(runs[node]))
+                for node, slot, *_ in standing
             )
-            self.records.append(Step(self.time, 0.01, tuple(rows), 1_000_000 + 1000 * step))
+            self.records.append(StepRecord(self.time, 0.01, tuple(rows), 1_000_000 + 1000 * step))
             self.time += 1
             standing = following
         best = sorted(self.done, reverse=True)[: min(2, self.beams)]
-        said = (Said(tokens, why, leaf, value) for value, leaf, tokens, why in best)
-        self.records.append(Result(request, tuple(said)))
+        said = (ReturnedSequence(tokens, why, leaf, value) for value, leaf, tokens, why in best)
+        self.records.append(ResultRecord(request, tuple(said)))
 
 
-def _look(draw: random.Random, top: int, ended: bool) -> Look:
+def _look(draw: random.Random, top: int, ended: bool) -> ChoiceRecord:
     """A choice among a few tokens, sharper after a temperature."""
     tokens = draw.sample(range(END + ended), min(top, END))
     weights = sorted((draw.expovariate(1) for _ in tokens), reverse=True)
     raw, processed = (_logs([one**power for one in weights]) for power in (1, 2))
     candidates = list(zip(tokens, raw, processed, strict=True))
-    stage = Stage("TemperatureLogitsWarper", END + 1, 0, 0.0, tuple(Moved(*one) for one in candidates))
-    return Look(_entropy(raw), _entropy(processed), tuple(Candidate(*one) for one in candidates), (stage,))
+    stage = ProcessorRecord(
+        "TemperatureLogitsWarper", END + 1, 0, 0.0, tuple(TokenShift(*one) for one in candidates)
+    )
+    return ChoiceRecord(
+        _entropy(raw), _entropy(processed), tuple(CandidateRecord(*one) for one in candidates), (stage,)
+    )
 
 
 def _logs(weights: list[float]) -> list[float]:

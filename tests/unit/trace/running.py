@@ -45,7 +45,10 @@ def told(found: Found) -> dict[int, Any]:
     return {
         number: some
         if isinstance(some, str)
-        else [(one.tokens.tolist(), one.reason, one.score, one.beams, one.unmet) for one in some]
+        else [
+            (one.tokens.tolist(), one.reason, one.score, one.beam_indices, one.unmet_constraints)
+            for one in some
+        ]
         for number, some in sorted(found.items())
     }
 
@@ -57,15 +60,15 @@ def check(trace: Trace, found: Mapping[int, list[Hypothesis] | str]) -> None:
     returned: dict[int, Any] = {}
     ends: dict[int, Any] = {}  # by node
     for moment in trace.replay():
-        over = {one for one in moment.returned if trace.results[one].error != "cancelled"}
+        over = {one for one in moment.returned_sequences if trace.results[one].error != "cancelled"}
         assert {one.request for one in moment.rows}.isdisjoint(over)
-        for one in moment.ended:
+        for one in moment.finished_rows:
             ends[one.node] = one
-        for one in (*moment.rows, *moment.ended):
-            path = trace.tree.path(one.node)
+        for one in (*moment.rows, *moment.finished_rows):
+            path = trace.tree.path_to(one.node)
             assert tuple(node.token for node in path) == one.tokens
             assert len({node.request for node in path} | {one.request}) == 1
-        returned |= moment.returned
+        returned |= moment.returned_sequences
     assert returned.keys() == found.keys()
     for number, some in found.items():
         result = trace.results[number]
@@ -74,7 +77,7 @@ def check(trace: Trace, found: Mapping[int, list[Hypothesis] | str]) -> None:
             assert (result.error, result.sequences) == (some, ())
             continue
         assert [(list(one.tokens), one.reason, one.unmet) for one in result.sequences] == [
-            (one.tokens.tolist(), one.reason, one.unmet) for one in some
+            (one.tokens.tolist(), one.reason, one.unmet_constraints) for one in some
         ]
         for said, one in zip(result.sequences, some, strict=True):
             assert ends[said.leaf].tokens == said.tokens

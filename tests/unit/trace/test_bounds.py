@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 import descant
 from descant import GenerationConfig, Request, Session, Trace, Tracer
 from descant.core.records import Hypothesis
-from descant.trace.record_buffer import Kept
-from descant.trace.records import Asked, Result, Said, line_of
+from descant.trace.record_buffer import RecordBuffer
+from descant.trace.records import RequestRecord, ResultRecord, ReturnedSequence, to_json_line
 from tests.contracts.configs import tokenizer
 
 IDS = torch.tensor([[5, 9, 11, 4], [7, 3, 3, 8]])
 
 
 def _size(trace: Trace) -> int:
-    return sum(len(line_of(one)) + 1 for one in trace.records)
+    return sum(len(to_json_line(one)) + 1 for one in trace.records)
 
 
 def _generated(model, limit, **fields):
@@ -76,7 +76,7 @@ def test_no_trace_is_longer_than_its_limit(tiny, limit, top, beams, new, words):
     _ = session.trace.tree
     assert all(one.tokens for result in session.trace.results.values() for one in result.sequences)
     assert sum(1 for _ in session.trace.replay()) == len(session.trace.steps)
-    cuts = [one.what for one in session.trace.cuts]
+    cuts = [one.what for one in session.trace.truncations]
     assert len(set(cuts)) == len(cuts)
 
 
@@ -88,7 +88,7 @@ def test_a_prompt_without_room_is_left_out_and_so_is_all_of_its_request(tiny):
     session.admit(Request([5, 6], config))
     list(session.drain())
     assert _size(tracer.trace) <= 4096
-    assert [one.what for one in tracer.trace.cuts] == ["requests"]
+    assert [one.what for one in tracer.trace.truncations] == ["requests"]
     assert tracer.trace.requests == {}
     assert tracer.trace.results == {}
     assert all(not step.rows for step in tracer.trace.steps)
@@ -96,25 +96,25 @@ def test_a_prompt_without_room_is_left_out_and_so_is_all_of_its_request(tiny):
 
 def test_results_without_room_are_left_out_and_that_is_said():
     tracer = Tracer(limit=4096)
-    tracer.begin("Model", 10)
-    tracer.admit(Asked(0, 0, (1,), "greedy search"), "")
-    tracer.ended(0, [Hypothesis(torch.full((3000,), 7), "length")])
-    tracer.admit(Asked(1, 0, (1,), "greedy search"), "")
-    tracer.ended(1, [Hypothesis(torch.tensor([7]), "length")])
-    assert [one.what for one in tracer.trace.cuts] == ["results"]
+    tracer.start_run("Model", 10)
+    tracer.add_request(RequestRecord(0, 0, (1,), "greedy search"), "")
+    tracer.record_result(0, [Hypothesis(torch.full((3000,), 7), "length")])
+    tracer.add_request(RequestRecord(1, 0, (1,), "greedy search"), "")
+    tracer.record_result(1, [Hypothesis(torch.tensor([7]), "length")])
+    assert [one.what for one in tracer.trace.truncations] == ["results"]
     assert tracer.trace.results == {}
     assert _size(tracer.trace) <= 4096
 
 
 def test_what_is_cut_stays_cut_and_is_said_once():
-    kept = Kept(5000)
-    long, short = (Result(0, (Said((1,) * count, "length", 0),)) for count in (3000, 1))
-    assert kept.put(short, what="steps", step=0)
-    assert not kept.put(long, what="steps", step=1)
-    assert not kept.put(short, what="steps", step=2)
-    assert kept.put(short, what="results", step=2)
-    assert [line_of(one)[:20] for one in kept.records].count('{"kind":"cut","step"') == 1
-    assert kept.size == sum(len(line_of(one)) + 1 for one in kept.records)
+    kept = RecordBuffer(5000)
+    long, short = (ResultRecord(0, (ReturnedSequence((1,) * count, "length", 0),)) for count in (3000, 1))
+    assert kept.add(short, what="steps", step=0)
+    assert not kept.add(long, what="steps", step=1)
+    assert not kept.add(short, what="steps", step=2)
+    assert kept.add(short, what="results", step=2)
+    assert [to_json_line(one)[:20] for one in kept.records].count('{"kind":"cut","step"') == 1
+    assert kept.num_bytes == sum(len(to_json_line(one)) + 1 for one in kept.records)
 
 
 def test_two_thousand_steps_stay_under_the_limit_that_is_given_unless_told(tiny):

@@ -15,9 +15,20 @@ from importlib.resources import files
 import pytest
 
 from descant.trace.pictures import page as module
-from descant.trace.pictures.page import LIMIT, page
-from descant.trace.pictures.page_data import scene
-from descant.trace.records import Asked, Candidate, Header, Look, Row, Run, Stage, Step, Texts, line_of
+from descant.trace.pictures.page import MAX_PAGE_BYTES, render_page
+from descant.trace.pictures.page_data import build_page_data
+from descant.trace.records import (
+    CandidateRecord,
+    ChoiceRecord,
+    ProcessorRecord,
+    RequestRecord,
+    RowRecord,
+    RunRecord,
+    StepRecord,
+    TokenTexts,
+    TraceHeader,
+    to_json_line,
+)
 from descant.trace.trace import Trace
 from tests.unit.trace.invented import invented
 
@@ -60,12 +71,12 @@ def packed(text: str) -> dict:
 
 def test_a_page_holds_its_scene() -> None:
     trace, other = invented(4, 12, groups=2, demands=2), invented(2, 6)
-    made = json.loads(json.dumps(scene(trace, other, "Two")))
-    assert packed(page(trace, other, "Two")) == {**made, "notes": []}
+    made = json.loads(json.dumps(build_page_data(trace, other, "Two")))
+    assert packed(render_page(trace, other, "Two")) == {**made, "notes": []}
 
 
 def test_only_the_pages_own_script_and_style_are_obeyed() -> None:
-    found = Found(page(invented()))
+    found = Found(render_page(invented()))
     policy = next(attrs["content"] for tag, attrs in found.tags if attrs.get("http-equiv"))
     assert policy is not None
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
@@ -79,7 +90,7 @@ def test_only_the_pages_own_script_and_style_are_obeyed() -> None:
 
 
 def test_a_page_asks_for_nothing() -> None:
-    text = page(invented())
+    text = render_page(invented())
     found = Found(text)
     assert not {"src", "href", "srcset", "action", "data"} & {
         name for _, attrs in found.tags for name in attrs
@@ -98,7 +109,7 @@ def test_no_file_of_the_page_parses_markup_or_loads_anything(name: str) -> None:
 
 def test_texts_of_a_trace_are_no_markup() -> None:
     title = "</title></pre></noscript><script>alert(1)</script><img src=x onerror=alert(1)>"
-    text = page(invented(4, 12), title=title)
+    text = render_page(invented(4, 12), title=title)
     found = Found(text)
     assert [tag for tag, _ in found.tags].count("script") == 2
     assert not any(tag == "img" for tag, _ in found.tags)
@@ -108,11 +119,11 @@ def test_texts_of_a_trace_are_no_markup() -> None:
 
 def test_without_scripts_there_is_the_text() -> None:
     trace = invented(4, 12)
-    assert html.escape(trace.text()) in page(trace)
+    assert html.escape(trace.text()) in render_page(trace)
 
 
 def test_a_trace_without_requests_is_a_page() -> None:
-    assert packed(page(Trace([Header("0", "Invented", 1, 1, 1)])))["runs"][0]["requests"] == []
+    assert packed(render_page(Trace([TraceHeader("0", "Invented", 1, 1, 1)])))["runs"][0]["requests"] == []
 
 
 def noise(steps: int, top: int) -> Trace:
@@ -121,32 +132,34 @@ def noise(steps: int, top: int) -> Trace:
     tokens = range(50_000)
     texts = {token: f"{draw.getrandbits(40):x}" for token in range(0, 50_000, 5)}
     records: list = [
-        Header("0", "Invented", 50_000, top, 4_000_000),
-        Texts(texts),
-        Asked(0, 0, tuple(draw.choices(tokens, k=1000)), "greedy search"),
+        TraceHeader("0", "Invented", 50_000, top, 4_000_000),
+        TokenTexts(texts),
+        RequestRecord(0, 0, tuple(draw.choices(tokens, k=1000)), "greedy search"),
     ]
     for step in range(steps):
         chosen = draw.sample(tokens, top)
         logs = [[round(-12 * draw.random(), 4) for _ in chosen] for _ in range(2)]
-        candidates = tuple(Candidate(*one) for one in zip(chosen, *logs, strict=True))
-        stages = tuple(Stage(f"Stage{at}", draw.randrange(50_000)) for at in range(2))
-        look = Look(draw.random(), draw.random(), candidates, stages)
-        run = Run((chosen[0],), (step + 1,), score=-draw.random())
+        candidates = tuple(CandidateRecord(*one) for one in zip(chosen, *logs, strict=True))
+        stages = tuple(ProcessorRecord(f"Stage{at}", draw.randrange(50_000)) for at in range(2))
+        look = ChoiceRecord(draw.random(), draw.random(), candidates, stages)
+        run = RunRecord((chosen[0],), (step + 1,), score=-draw.random())
         records.append(
-            Step(step, draw.random(), (Row(0, step, 0, (look,), (), (run,)),), draw.getrandbits(30))
+            StepRecord(
+                step, draw.random(), (RowRecord(0, step, 0, (look,), (), (run,)),), draw.getrandbits(30)
+            )
         )
     return Trace(records)
 
 
 def test_a_page_is_never_large_and_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = noise(400, 8)
-    whole, least = page(trace), page(Trace([Header("0", "Invented", 1, 1, 1)]))
+    whole, least = render_page(trace), render_page(Trace([TraceHeader("0", "Invented", 1, 1, 1)]))
     assert packed(whole)["notes"] == []
     seen = set()
     for share in (0.9, 0.7, 0.5, 0.35, 0.2, 0.1):
         limit = len(least) + 2000 + int(share * (len(whole) - len(least)))
-        monkeypatch.setattr(module, "LIMIT", limit)
-        text = page(trace)
+        monkeypatch.setattr(module, "MAX_PAGE_BYTES", limit)
+        text = render_page(trace)
         assert len(text.encode()) <= limit
         told = packed(text)
         (note,) = told["notes"]
@@ -157,6 +170,6 @@ def test_a_page_is_never_large_and_says_what_it_leaves_out(monkeypatch: pytest.M
 
 def test_the_limit_is_two_megabytes_and_holds_for_five_of_noise() -> None:
     trace = noise(10_000, 10)
-    assert sum(len(line_of(one)) for one in trace.records) > 5_000_000
-    assert LIMIT == 2_000_000
-    assert len(page(trace).encode()) <= LIMIT
+    assert sum(len(to_json_line(one)) for one in trace.records) > 5_000_000
+    assert MAX_PAGE_BYTES == 2_000_000
+    assert len(render_page(trace).encode()) <= MAX_PAGE_BYTES

@@ -7,9 +7,21 @@ import math
 
 import pytest
 
-from descant.trace.pictures.page_data import Detail, scene
-from descant.trace.records import Asked, Candidate, Header, Look, Result, Row, Run, Said, Stage, Step, Texts
-from descant.trace.token_text import word
+from descant.trace.pictures.page_data import DetailLevel, build_page_data
+from descant.trace.records import (
+    CandidateRecord,
+    ChoiceRecord,
+    ProcessorRecord,
+    RequestRecord,
+    ResultRecord,
+    ReturnedSequence,
+    RowRecord,
+    RunRecord,
+    StepRecord,
+    TokenTexts,
+    TraceHeader,
+)
+from descant.trace.token_text import token_pieces
 from descant.trace.trace import Trace
 from tests.unit.trace.invented import END, invented
 
@@ -25,22 +37,22 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def told(trace: Trace, detail: Detail | None = None) -> dict:
+def told(trace: Trace, detail: DetailLevel | None = None) -> dict:
     """The scene of a trace, through JSON."""
-    return json.loads(json.dumps(scene(trace, detail=detail), allow_nan=False))
+    return json.loads(json.dumps(build_page_data(trace, detail=detail), allow_nan=False))
 
 
 def drafted() -> Trace:
     """Guesses of which one stood, a token that was taken back, and no end."""
-    never = Candidate(9, -math.inf, -math.inf)
-    looks = tuple(Look(1.0, 0.5, (Candidate(5 + at, -0.5, -0.25), never)) for at in range(3))
+    never = CandidateRecord(9, -math.inf, -math.inf)
+    looks = tuple(ChoiceRecord(1.0, 0.5, (CandidateRecord(5 + at, -0.5, -0.25), never)) for at in range(3))
     return Trace(
         [
-            Header("0", "Invented", 20, 2, 4000),
-            Texts({5: "a", 6: "b"}),
-            Asked(3, 0, (1, 2), "greedy search", drafter="PromptLookup"),
-            Step(0, 0.1, (Row(3, 0, 0, looks[:2], (5, 8), (Run((5, 6), (1, 2)),)),)),
-            Step(1, 0.1, (Row(3, 2, 0, looks[2:], (), (Run((7,), (3,), back=1),)),)),
+            TraceHeader("0", "Invented", 20, 2, 4000),
+            TokenTexts({5: "a", 6: "b"}),
+            RequestRecord(3, 0, (1, 2), "greedy search", drafter="PromptLookup"),
+            StepRecord(0, 0.1, (RowRecord(3, 0, 0, looks[:2], (5, 8), (RunRecord((5, 6), (1, 2)),)),)),
+            StepRecord(1, 0.1, (RowRecord(3, 2, 0, looks[2:], (), (RunRecord((7,), (3,), back=1),)),)),
         ]
     )
 
@@ -50,19 +62,19 @@ def drafted() -> Trace:
 def test_the_columns_are_the_tree(size: dict, seed: int) -> None:
     trace = invented(**size, seed=seed)
     for request in told(trace)["runs"][0]["requests"]:
-        nodes = sorted(trace.tree.of(request["request"]), key=lambda node: node.number)
+        nodes = sorted(trace.tree.request_nodes(request["request"]), key=lambda node: node.number)
         columns = request["nodes"]
         for name in COLUMNS:
             assert columns[name] == [getattr(node, name) for node in nodes], name
         assert columns["token"] == [-1 if node.token is None else node.token for node in nodes]
-        assert columns["guessed"] == [int(node.guessed) for node in nodes]
+        assert columns["guessed"] == [int(node.is_draft) for node in nodes]
         numbers = columns["number"]
         parents = [None if at < 0 else numbers[at] for at in columns["parent"]]
         assert parents == [node.parent for node in nodes]
         for node, place in zip(nodes, columns["look"], strict=True):
-            assert (place < 0) == (node.look is None)
-            if node.look is not None:
-                assert request["looks"][place]["top"] == [list(one) for one in node.look.top]
+            assert (place < 0) == (node.choice is None)
+            if node.choice is not None:
+                assert request["looks"][place]["top"] == [list(one) for one in node.choice.top]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -87,7 +99,7 @@ def test_texts_are_pieces_that_are_safe_to_show() -> None:
     run = told(trace)["runs"][0]
     assert run["special"] == [END]
     for token, pieces in run["texts"].items():
-        assert pieces == [list(one) for one in word(trace, int(token))]
+        assert pieces == [list(one) for one in token_pieces(trace, int(token))]
     assert not any(one in json.dumps(run, ensure_ascii=False) for one in "\u202e\udce4")
     met = {token for one in run["requests"] for token in one["nodes"]["token"]} - {-1}
     assert {str(token) for token in met} <= run["texts"].keys()
@@ -98,8 +110,8 @@ def test_guesses_what_was_taken_back_and_a_run_that_goes_on() -> None:
     first, second = (one["rows"][0] for one in request["steps"])
     assert (first["drafts"], first["accepted"]) == ([5, 8], 1)
     assert (second["drafts"], second["accepted"]) == ([], 0)
-    ended = Row(3, 0, 0, (), (5, 8), (Run((5, 8), (4, 5), reason="eos"),))
-    trace = Trace([*drafted().records[:3], Step(0, 0.1, (ended,))])
+    ended = RowRecord(3, 0, 0, (), (5, 8), (RunRecord((5, 8), (4, 5), reason="eos"),))
+    trace = Trace([*drafted().records[:3], StepRecord(0, 0.1, (ended,))])
     assert told(trace)["runs"][0]["requests"][0]["steps"][0]["rows"][0]["accepted"] == 2
     assert request["nodes"]["guessed"] == [0, 1, 0, 0]
     assert request["nodes"]["parent"] == [-1, 0, 1, 1]
@@ -114,16 +126,16 @@ def test_every_other_text_is_spelt_out() -> None:
     for _ in range(50):
         deep = [deep]
     config = {bad: [bad, {bad: 1}], "deep": deep, "long": "x" * 5000}
-    look = Look(1.0, 1.0, (Candidate(1, 0.0, 0.0),), (Stage(bad, 1),))
+    look = ChoiceRecord(1.0, 1.0, (CandidateRecord(1, 0.0, 0.0),), (ProcessorRecord(bad, 1),))
     trace = Trace(
         [
-            Header(bad, bad, 2, 1, 400),
-            Asked(0, 0, (1,), bad, config, (bad,), drafter=bad),
-            Step(0, 0.1, (Row(0, 0, 0, (look,), (), (Run((1,), (1,), reason=bad),)),)),
-            Result(0, (Said((1,), bad, 1),), error=bad),
+            TraceHeader(bad, bad, 2, 1, 400),
+            RequestRecord(0, 0, (1,), bad, config, (bad,), drafter=bad),
+            StepRecord(0, 0.1, (RowRecord(0, 0, 0, (look,), (), (RunRecord((1,), (1,), reason=bad),)),)),
+            ResultRecord(0, (ReturnedSequence((1,), bad, 1),), error=bad),
         ]
     )
-    made = scene(trace, title=bad)
+    made = build_page_data(trace, title=bad)
     request = made["runs"][0]["requests"][0]
     assert request["config"][good] == [good, {good: 1}]
     assert 990 < len(request["config"]["long"]) < 1010
@@ -135,7 +147,10 @@ def test_every_other_text_is_spelt_out() -> None:
 
 def test_less_detail_keeps_what_was_taken() -> None:
     trace = invented(4, 12)
-    whole, less = told(trace), told(trace, Detail(top=0, stages=False, prompt=2))
+    whole, less = (
+        told(trace),
+        told(trace, DetailLevel(max_candidates=0, with_processors=False, max_prompt_tokens=2)),
+    )
     (before,), (after,) = whole["runs"][0]["requests"], less["runs"][0]["requests"]
     assert before["nodes"] == after["nodes"]
     assert sum(len(one["top"]) for one in after["looks"]) < sum(len(one["top"]) for one in before["looks"])
@@ -147,7 +162,9 @@ def test_less_detail_keeps_what_was_taken() -> None:
 
 def test_fewer_steps_and_requests_leave_a_whole_tree() -> None:
     trace = invented(3, 12, requests=3)
-    requests = told(trace, Detail(looks=False, steps=5, requests=2))["runs"][0]["requests"]
+    requests = told(trace, DetailLevel(with_choices=False, max_steps=5, max_requests=2))["runs"][0][
+        "requests"
+    ]
     assert [one["request"] for one in requests] == [0, 1]
     for one in requests:
         assert len(one["steps"]) == 5
@@ -161,6 +178,6 @@ def test_fewer_steps_and_requests_leave_a_whole_tree() -> None:
 
 def test_two_traces_are_two_runs() -> None:
     first, second = invented(2, 5), invented(4, 5)
-    made = scene(first, second)
+    made = build_page_data(first, second)
     assert [one["requests"][0]["beams"] for one in made["runs"]] == [2, 4]
     assert made["title"] == "Two runs of Invented"

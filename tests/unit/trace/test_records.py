@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from descant import Trace, TraceError
 from descant.trace.records import (
-    Asked,
-    Candidate,
-    Cut,
-    Header,
-    Look,
-    Moved,
-    Result,
-    Row,
-    Run,
-    Said,
-    Stage,
-    Step,
-    Texts,
-    line_of,
-    read,
+    CandidateRecord,
+    ChoiceRecord,
+    ProcessorRecord,
+    RequestRecord,
+    ResultRecord,
+    ReturnedSequence,
+    RowRecord,
+    RunRecord,
+    StepRecord,
+    TokenShift,
+    TokenTexts,
+    TraceHeader,
+    TruncationRecord,
+    read_records,
+    to_json_line,
 )
 
 COUNT = st.integers(0, 2**40)
@@ -44,11 +44,17 @@ def maybe(one):
     return st.one_of(st.none(), one)
 
 
-STAGE = st.builds(Stage, WORD, COUNT, COUNT, NUMBER, several(st.builds(Moved, COUNT, LOG, LOG)))
-LOOK = st.builds(Look, NUMBER, NUMBER, several(st.builds(Candidate, COUNT, LOG, LOG)), several(STAGE))
-RUN = st.builds(Run, several(COUNT), several(COUNT), COUNT, COUNT, maybe(NUMBER), maybe(COUNT), maybe(WORD))
-ROW = st.builds(Row, COUNT, COUNT, COUNT, several(LOOK), several(COUNT), several(RUN))
-SAID = st.builds(Said, several(COUNT), WORD, COUNT, maybe(NUMBER), maybe(several(COUNT)))
+STAGE = st.builds(
+    ProcessorRecord, WORD, COUNT, COUNT, NUMBER, several(st.builds(TokenShift, COUNT, LOG, LOG))
+)
+LOOK = st.builds(
+    ChoiceRecord, NUMBER, NUMBER, several(st.builds(CandidateRecord, COUNT, LOG, LOG)), several(STAGE)
+)
+RUN = st.builds(
+    RunRecord, several(COUNT), several(COUNT), COUNT, COUNT, maybe(NUMBER), maybe(COUNT), maybe(WORD)
+)
+ROW = st.builds(RowRecord, COUNT, COUNT, COUNT, several(LOOK), several(COUNT), several(RUN))
+SAID = st.builds(ReturnedSequence, several(COUNT), WORD, COUNT, maybe(NUMBER), maybe(several(COUNT)))
 PLAIN = st.recursive(
     st.none()
     | st.booleans()
@@ -58,16 +64,16 @@ PLAIN = st.recursive(
     lambda one: st.lists(one, max_size=2) | st.dictionaries(WORD, one, max_size=2),
     max_leaves=4,
 )
-HEADER = st.builds(Header, WORD, WORD, COUNT, COUNT, COUNT)
+HEADER = st.builds(TraceHeader, WORD, WORD, COUNT, COUNT, COUNT)
 OTHER = st.one_of(
     st.builds(
-        Asked, COUNT, COUNT, several(COUNT), WORD, st.dictionaries(WORD, PLAIN, max_size=3), several(WORD),
+        RequestRecord, COUNT, COUNT, several(COUNT), WORD, st.dictionaries(WORD, PLAIN, max_size=3), several(WORD),
         COUNT, COUNT, COUNT, maybe(WORD), maybe(COUNT),
     ),
-    st.builds(Texts, st.dictionaries(COUNT, BYTES, max_size=3), several(COUNT)),
-    st.builds(Step, COUNT, NUMBER, several(ROW), maybe(COUNT)),
-    st.builds(Result, COUNT, several(SAID), maybe(WORD)),
-    st.builds(Cut, COUNT, WORD),
+    st.builds(TokenTexts, st.dictionaries(COUNT, BYTES, max_size=3), several(COUNT)),
+    st.builds(StepRecord, COUNT, NUMBER, several(ROW), maybe(COUNT)),
+    st.builds(ResultRecord, COUNT, several(SAID), maybe(WORD)),
+    st.builds(TruncationRecord, COUNT, WORD),
 )  # fmt: skip
 
 
@@ -75,23 +81,34 @@ OTHER = st.one_of(
 @given(HEADER, st.lists(OTHER, max_size=4))
 def test_what_is_written_is_read_again(header, others):
     records = [header, *others]
-    lines = [line_of(one) for one in records]
+    lines = [to_json_line(one) for one in records]
     assert all(line.isascii() and "\n" not in line for line in lines)
-    assert list(read(lines)) == records
+    assert list(read_records(lines)) == records
 
 
 def test_bytes_come_back_whole():
     broken = b"\xf0\x9f a \xff".decode("utf-8", "surrogateescape")
-    [_, texts] = read([line_of(Header("1", "M", 9, 1, 5000)), line_of(Texts({7: broken, 8: "é\u202e"}))])
+    [_, texts] = read_records(
+        [to_json_line(TraceHeader("1", "M", 9, 1, 5000)), to_json_line(TokenTexts({7: broken, 8: "é\u202e"}))]
+    )
     assert texts.texts[7].encode("utf-8", "surrogateescape") == b"\xf0\x9f a \xff"
     assert texts.texts[8] == "é\u202e"
 
 
 def test_little_is_written_of_what_says_little():
-    plain = Step(
-        3, 0.25, (Row(0, 4, looks=(Look(1.0, 1.0, (Candidate(5, -0.5, -0.5),)),), runs=(Run((5,), (6,)),)),)
+    plain = StepRecord(
+        3,
+        0.25,
+        (
+            RowRecord(
+                0,
+                4,
+                looks=(ChoiceRecord(1.0, 1.0, (CandidateRecord(5, -0.5, -0.5),)),),
+                runs=(RunRecord((5,), (6,)),),
+            ),
+        ),
     )
-    assert json.loads(line_of(plain)) == {
+    assert json.loads(to_json_line(plain)) == {
         "kind": "step",
         "step": 3,
         "seconds": 0.25,
@@ -107,25 +124,32 @@ def test_little_is_written_of_what_says_little():
 
 
 # ------------------------------------------------------------------------ what is none
-HEAD = line_of(Header("1", "M", 9, 1, 5000))
-CHOICE = Look(0.5, 0.25, (Candidate(3, -1.0, -0.5),), (Stage("Top", 3, 2, 0.5, (Moved(3, -1.0, -0.5),)),))
+HEAD = to_json_line(TraceHeader("1", "M", 9, 1, 5000))
+CHOICE = ChoiceRecord(
+    0.5,
+    0.25,
+    (CandidateRecord(3, -1.0, -0.5),),
+    (ProcessorRecord("Top", 3, 2, 0.5, (TokenShift(3, -1.0, -0.5),)),),
+)
 SOUND = [
     HEAD,
-    line_of(Asked(0, 0, (1, 2), "greedy search", {"top_k": 3, "x": [1.5]}, ("Top",))),
-    line_of(Texts({1: "a", 2: "b"}, (2,))),
-    line_of(Step(0, 0.5, (Row(0, 0, 0, (CHOICE,), (3,), (Run((3,), (1,), score=-1.5),)),), 17)),
-    line_of(Cut(1, "steps")),
-    line_of(Result(0, (Said((3,), "eos", 1, -0.5, (0,)),))),
+    to_json_line(RequestRecord(0, 0, (1, 2), "greedy search", {"top_k": 3, "x": [1.5]}, ("Top",))),
+    to_json_line(TokenTexts({1: "a", 2: "b"}, (2,))),
+    to_json_line(
+        StepRecord(0, 0.5, (RowRecord(0, 0, 0, (CHOICE,), (3,), (RunRecord((3,), (1,), score=-1.5),)),), 17)
+    ),
+    to_json_line(TruncationRecord(1, "steps")),
+    to_json_line(ResultRecord(0, (ReturnedSequence((3,), "eos", 1, -0.5, (0,)),))),
 ]
 INSERTED = ("0", "-", "9" * 30, "null", "[", "}", '"', ",", "1e5", "\\u0000", "\x00", "\n", "{}")
 
 
 def _whole(text: str) -> None:
     """Read a trace and ask it for everything that is not a picture."""
-    trace = Trace(read(text.splitlines()))
-    _ = trace.header, trace.requests, trace.results, trace.cuts, trace.texts, trace.special
+    trace = Trace(read_records(text.splitlines()))
+    _ = trace.header, trace.requests, trace.results, trace.truncations, trace.texts, trace.special_tokens
     for node in trace.tree.nodes.values():
-        _ = trace.tree.path(node.number), node.state
+        _ = trace.tree.path_to(node.number), node.state
     for moment in trace.replay():
         assert moment.step in trace.steps
 
@@ -155,7 +179,7 @@ def test_a_sound_one_is_read():
 )  # fmt: skip
 def test_what_is_wrong_is_said(lines, says):
     with pytest.raises(TraceError, match=says):
-        Trace(read(lines))
+        Trace(read_records(lines))
 
 
 @given(st.randoms(use_true_random=False))

@@ -7,8 +7,8 @@ import torch
 
 import descant
 from descant import Trace, TraceError, Tracer
-from descant.testing import failing
-from descant.trace.records import Asked, Header, Row, Run, Step
+from descant.testing import failing_request
+from descant.trace.records import RequestRecord, RowRecord, RunRecord, StepRecord, TraceHeader
 from tests.contracts import methods, subjects
 from tests.contracts.speculation import DRAFTERS, drafted, few_words, words
 from tests.unit.trace.running import check, run, told
@@ -39,7 +39,7 @@ def test_all_methods_in_one_table_come_late_fail_and_are_cancelled(tiny, name, t
     tracer = Tracer(top=2)
 
     def doomed():
-        return [*given, *(failing(one, 2) for one in given[:8])]
+        return [*given, *(failing_request(one, 2) for one in given[:8])]
 
     found = run(model, doomed(), tracer, later, cancelled)
     assert told(found) == told(run(model, doomed(), None, later, cancelled))
@@ -131,11 +131,11 @@ def test_beams_have_their_scores_and_sums(tiny):
 
 
 def test_a_row_that_stands_nowhere_is_an_error():
-    header = Header("1", "Model", 10, 1, 4096)
-    asked = Asked(0, 0, (1,), "greedy search")
-    lost = Step(0, 0.0, (Row(0, 7, runs=(Run((3,), (8,)),)),))
+    header = TraceHeader("1", "Model", 10, 1, 4096)
+    asked = RequestRecord(0, 0, (1,), "greedy search")
+    lost = StepRecord(0, 0.0, (RowRecord(0, 7, runs=(RunRecord((3,), (8,)),)),))
     with pytest.raises(TraceError, match="node 7 of request 0"):
         list(Trace([header, asked, lost]).replay())
-    back = Step(0, 0.0, (Row(0, 0, runs=(Run((), (), back=1),)),))
+    back = StepRecord(0, 0.0, (RowRecord(0, 0, runs=(RunRecord((), (), back=1),)),))
     with pytest.raises(TraceError, match="must fit"):
         list(Trace([header, asked, back]).replay())

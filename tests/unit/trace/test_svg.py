@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import descant
 from descant import InputError
-from descant.tokenization.display import plain, shown
-from descant.trace.records import Asked, Result, Said
-from descant.trace.token_text import word
+from descant.tokenization.display import escape_invisible, join_pieces
+from descant.trace.records import RequestRecord, ResultRecord, ReturnedSequence
+from descant.trace.token_text import token_pieces
 from descant.trace.trace import Trace
 from tests.e2e.browser import hostile
 from tests.unit.trace import fakes
@@ -182,7 +182,7 @@ def test_a_deep_tree_is_drawn_in_part_and_says_so():
     assert "not drawn" in said
     assert trace.results[0].sequences[0].leaf in drawn
     window = marked(parsed(trace.svg("tree", step=60)), "data-node")
-    assert {trace.tree.node(one).born for one in window if trace.tree.node(one).born > 54} == set(
+    assert {trace.tree.node(one).step for one in window if trace.tree.node(one).step > 54} == set(
         range(55, 61)
     )
 
@@ -200,13 +200,13 @@ def all_hostile(text: str) -> list[Trace]:
     for trace in (fakes.beams(words=words, steps=3), fakes.guesses(3, words=words)):
         records = []
         for one in trace.records:
-            if isinstance(one, Asked):
+            if isinstance(one, RequestRecord):
                 one = dataclasses.replace(
                     one, method=text, config={text: text}, drafter=text, stages=(text,), demands=2
                 )
-            elif isinstance(one, Result):
-                said = [Said(said.tokens, text, said.leaf, said.score) for said in one.sequences]
-                one = Result(one.request, tuple(said))
+            elif isinstance(one, ResultRecord):
+                said = [ReturnedSequence(said.tokens, text, said.leaf, said.score) for said in one.sequences]
+                one = ResultRecord(one.request, tuple(said))
             records.append(one)
         found.append(Trace(records))
     return found
@@ -216,7 +216,7 @@ def all_hostile(text: str) -> list[Trace]:
 def test_hostile_texts_stay_texts(family):
     for text in hostile.of(family):
         one, other = all_hostile(text[:500])
-        safe = plain(shown(text))[:8]
+        safe = join_pieces(escape_invisible(text))[:8]
         for said in (one.svg("tree"), one.svg("text"), other.svg("speculation")):
             letters = "".join(parsed(said).itertext())
             assert safe in letters
@@ -272,4 +272,4 @@ def test_shades_are_by_the_probability_of_the_model():
         expected = next(at for at, least in enumerate((0.9, 0.5, 0.2, 0.05, 0.0)) if chance >= least)
         shades = re.findall(r"shade(\d)", " ".join(one.attrib.get("class", "") for one in group.iter()))
         assert [int(one) for one in shades[:1]] == ([expected] if expected else [])
-        assert plain(word(trace, trace.tree.node(number).token)) in "".join(group.itertext())
+        assert join_pieces(token_pieces(trace, trace.tree.node(number).token)) in "".join(group.itertext())

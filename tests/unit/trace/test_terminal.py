@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant import InputError
-from descant.tokenization.display import plain, shown
-from descant.trace.pictures.terminal_cells import cells, clipped, cut, fitted, wrapped
-from descant.trace.pictures.terminal_processors import bar
+from descant.tokenization.display import escape_invisible, join_pieces
+from descant.trace.pictures.terminal_cells import cell_width, clip_pieces, fit_text, split_lines, wrap_pieces
+from descant.trace.pictures.terminal_processors import horizontal_bar
 from descant.trace.trace import Trace
 from tests.unit.trace import fakes
 from tests.unit.trace.test_svg import all_hostile
@@ -32,7 +32,7 @@ def test_no_line_is_too_wide_and_nothing_is_obeyed(text, width, colour):
     for said in pictures(*all_hostile(text), width, colour):
         bare = CODES.sub("", said) if colour else said
         for line in bare.split("\n"):
-            assert cells(line) <= width
+            assert cell_width(line) <= width
         for letter in bare:
             assert letter in "\n\u200d\ufe0f" or letter.isprintable(), hex(ord(letter))
 
@@ -112,23 +112,23 @@ def test_an_unknown_picture():
     [("abc", 3), ("中文", 4), ("e\u0301", 1), ("👩\u200d🚀", 4), ("❤\ufe0f", 2), ("", 0), ("ﾊ", 1)],
 )
 def test_cells(text, size):
-    assert cells(text) == size
+    assert cell_width(text) == size
 
 
 @given(ANY, st.integers(0, 20))
 def test_texts_are_cut_to_cells(text, width):
-    pieces = shown(text)
-    assert cells(plain(clipped(pieces, width))) <= width
-    assert cells(fitted(plain(pieces), width)) == width
-    for lines in (cut(pieces, width), wrapped(pieces, max(width, 2))):
-        assert all(cells(plain(line)) <= max(width, 2) for line in lines)
-    assert "".join(plain(line) for line in cut(pieces, width)) == plain(pieces)
+    pieces = escape_invisible(text)
+    assert cell_width(join_pieces(clip_pieces(pieces, width))) <= width
+    assert cell_width(fit_text(join_pieces(pieces), width)) == width
+    for lines in (split_lines(pieces, width), wrap_pieces(pieces, max(width, 2))):
+        assert all(cell_width(join_pieces(line)) <= max(width, 2) for line in lines)
+    assert "".join(join_pieces(line) for line in split_lines(pieces, width)) == join_pieces(pieces)
 
 
 @given(st.floats(0, 1), st.integers(0, 30))
 def test_bars(value, width):
-    assert cells(bar(value, width)) == width
-    assert bar(1.0, width) == "█" * width
-    assert bar(0.0, width) == " " * width
+    assert cell_width(horizontal_bar(value, width)) == width
+    assert horizontal_bar(1.0, width) == "█" * width
+    assert horizontal_bar(0.0, width) == " " * width
     if width and value:
-        assert bar(value, width).strip()
+        assert horizontal_bar(value, width).strip()

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from descant.tokenization.display import plain, shown
-from descant.trace.records import Header, Texts
-from descant.trace.token_text import phrase, word
+from descant.tokenization.display import escape_invisible, join_pieces
+from descant.trace.records import TokenTexts, TraceHeader
+from descant.trace.token_text import text_pieces, token_pieces
 from descant.trace.trace import Trace
 
 ANY = st.text(st.characters(codec=None, categories=None), max_size=30)  # surrogates too
 
 
 def trace(texts: dict[int, str], special: tuple[int, ...] = ()) -> Trace:
-    return Trace([Header("0", "Tiny", 100, 8, 1000), Texts(texts, special)])
+    return Trace([TraceHeader("0", "Tiny", 100, 8, 1000), TokenTexts(texts, special)])
 
 
 @pytest.mark.parametrize(
@@ -50,22 +50,22 @@ def trace(texts: dict[int, str], special: tuple[int, ...] = ()) -> Trace:
     ],
 )
 def test_each_kind_of_character(text: str, seen: list[tuple[str, bool]]) -> None:
-    assert shown(text) == seen
+    assert escape_invisible(text) == seen
 
 
 def test_spaces_where_asked() -> None:
-    assert shown("  a b ") == [("  a b ", False)]
-    assert shown("  a b ", spaces=True) == [("··", True), ("a b ", False)]
-    assert shown(" ", spaces=True) == [("·", True)]
+    assert escape_invisible("  a b ") == [("  a b ", False)]
+    assert escape_invisible("  a b ", mark_spaces=True) == [("··", True), ("a b ", False)]
+    assert escape_invisible(" ", mark_spaces=True) == [("·", True)]
 
 
 @given(ANY, st.booleans())
 def test_nothing_hidden_is_left_and_nothing_seen_is_lost(text: str, spaces: bool) -> None:
-    pieces = shown(text, spaces)
+    pieces = escape_invisible(text, spaces)
     joiners = "\u200d\ufe0f"  # only inside emoji
-    for one in plain(pieces):
+    for one in join_pieces(pieces):
         assert one == " " or one in joiners or unicodedata.category(one)[0] not in "CZ"
-    plain(pieces).encode("utf-8")
+    join_pieces(pieces).encode("utf-8")
     kept = "".join(one for one, stands in pieces if not stands)
     assert set(kept) <= set(text)
     for one in kept:
@@ -76,41 +76,45 @@ def test_nothing_hidden_is_left_and_nothing_seen_is_lost(text: str, spaces: bool
 
 @given(st.text(st.characters(categories=("L", "N", "P")), max_size=20))
 def test_ordinary_text_stays_as_it_is(text: str) -> None:
-    seen = shown(text)
-    assert plain(seen) == text or any(stands for _, stands in seen)
+    seen = escape_invisible(text)
+    assert join_pieces(seen) == text or any(stands for _, stands in seen)
     if text.isascii():
-        assert plain(seen) == text
+        assert join_pieces(seen) == text
 
 
 def test_a_token_without_a_text_is_its_number() -> None:
     there = trace({1: "x", 2: ""})
-    assert word(there, 1) == [("x", False)]
-    assert word(there, 2) == [("‹2›", True)]
-    assert word(there, 3) == [("‹3›", True)]
+    assert token_pieces(there, 1) == [("x", False)]
+    assert token_pieces(there, 2) == [("‹2›", True)]
+    assert token_pieces(there, 3) == [("‹3›", True)]
 
 
 def test_a_special_token_is_its_name_and_is_told_from_the_same_text() -> None:
     there = trace({1: "<|end|>", 2: "<|end|>", 3: "<\u202e>"}, special=(1, 3))
-    assert word(there, 1) == [("<|end|>", True)]
-    assert word(there, 2) == [("<|end|>", False)]
-    assert word(there, 3) == [("<‹U+202E›>", True)]
+    assert token_pieces(there, 1) == [("<|end|>", True)]
+    assert token_pieces(there, 2) == [("<|end|>", False)]
+    assert token_pieces(there, 3) == [("<‹U+202E›>", True)]
 
 
 def test_tokens_that_share_a_character_make_it_whole() -> None:
     halves = "ä".encode()
     there = trace({1: " d", 2: halves[:1].decode("utf-8", "surrogateescape"), 3: "\udca4", 4: "<s>"}, (4,))
-    assert word(there, 2) == [("‹C3›", True)]
-    assert phrase(there, [1, 2, 3]) == [(" dä", False)]
-    assert phrase(there, [1, 2, 3], spaces=True) == [("·", True), ("dä", False)]
-    assert phrase(there, [1, 2, 4, 3, 9]) == [
+    assert token_pieces(there, 2) == [("‹C3›", True)]
+    assert text_pieces(there, [1, 2, 3]) == [(" dä", False)]
+    assert text_pieces(there, [1, 2, 3], mark_spaces=True) == [("·", True), ("dä", False)]
+    assert text_pieces(there, [1, 2, 4, 3, 9]) == [
         (" d", False),
         ("‹C3›", True),
         ("<s>", True),
         ("‹A4›", True),
         ("‹9›", True),
     ]
-    assert phrase(there, []) == []
+    assert text_pieces(there, []) == []
 
 
 def test_a_surrogate_that_is_no_byte_does_not_break_a_phrase() -> None:
-    assert phrase(trace({1: "a\ud800", 2: "b"}), [1, 2]) == [("a", False), ("‹U+D800›", True), ("b", False)]
+    assert text_pieces(trace({1: "a\ud800", 2: "b"}), [1, 2]) == [
+        ("a", False),
+        ("‹U+D800›", True),
+        ("b", False),
+    ]

@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 
 from descant.trace.pictures.selection import PICTURES
-from descant.trace.pictures.text_stats import SHADES
+from descant.trace.pictures.text_stats import SHADE_LEVELS
 
 VIEWS = ("text", "processors", "speculation", "beside")
 SCRIPTS = ("token.js", *(f"{name}.js" for name in VIEWS))
@@ -52,7 +52,7 @@ def test_each_picture_has_a_view_of_its_name() -> None:
 
 def test_shades_are_those_of_the_other_pictures() -> None:
     found = [float(one) for one in re.findall(r"\{ from: ([\d.]+), label", asset("token.js"))]
-    assert found == [least for least, _ in SHADES]
+    assert found == [least for least, _ in SHADE_LEVELS]
 
 
 # ------------------------------------------------------------------------ rules that a style must not miss

@@ -10,59 +10,59 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from descant.api.whisper.fallback import Heard
+from descant.api.whisper.fallback import WindowResult
 
-__all__ = ["Alignment", "warped"]
+__all__ = ["TimestampAligner", "dynamic_time_warping"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
-class Alignment:
+class TimestampAligner:
     """Finds the times of tokens by the attention heads that follow the speaker."""
 
     heads: Sequence[tuple[int, int]]  # layer and head
-    smoothing: int  # width of the median filter over time, odd
-    seconds: float  # for each position of the encoder
+    median_filter_width: int  # width of the median filter over time, odd
+    seconds_per_position: float  # for each position of the encoder
 
-    def times(self, heard: Heard, positions: int | None) -> Tensor:
+    def token_times(self, heard: WindowResult, positions: int | None) -> Tensor:
         """When each token begins, in seconds from the window's beginning, of `positions` of audio [T]."""
         count = len(heard.tokens)
         # The last token was never fed, so nobody knows what it looked at.
-        known = heard.length - 1
+        known = heard.length_with_eos - 1
         out = torch.zeros(count)
         if known <= 0:
             return out
-        looks = self._looks(heard, known)
+        looks = self._alignment_attention(heard, known)
         looks = looks if positions is None else looks[..., : max(positions, 1)]
-        begins = warped(-self._followed(looks).double().numpy())
-        times = torch.tensor(begins * self.seconds, dtype=torch.float32)
+        begins = dynamic_time_warping(-self._normalize_attention(looks).double().numpy())
+        times = torch.tensor(begins * self.seconds_per_position, dtype=torch.float32)
         out[: min(known, count)] = times[:count]
         out[known:] = times[-1]
         return out
 
-    def _looks(self, heard: Heard, known: int) -> Tensor:
+    def _alignment_attention(self, heard: WindowResult, known: int) -> Tensor:
         """What the aligned heads attended to while each token was fed [H, T, S]."""
-        attention = heard.record["cross_attentions"]
-        beams = heard.record["beam_indices"][heard.line].tolist() if "beam_indices" in heard.record else None
+        attention = heard.output["cross_attentions"]
+        beams = heard.output["beam_indices"][heard.line].tolist() if "beam_indices" in heard.output else None
         steps = []
         for step in range(1, known + 1):
             line = heard.line if beams is None or beams[step] < 0 else beams[step]
             steps.append(torch.stack([attention[step][layer][line, head, 0] for layer, head in self.heads]))
         return torch.stack(steps, 1).float().cpu()
 
-    def _followed(self, looks: Tensor) -> Tensor:
+    def _normalize_attention(self, looks: Tensor) -> Tensor:
         """The mean of the heads, each measured against its own habits and smooth in time [T, S]."""
         spread = looks.std(-2, keepdim=True, unbiased=False)
         clear = (looks - looks.mean(-2, keepdim=True)) / spread
-        side = self.smoothing // 2
+        side = self.median_filter_width // 2
         if clear.shape[-1] > side:
             wide = torch.nn.functional.pad(clear, (side, side, 0, 0), mode="reflect")
-            clear = wide.unfold(-1, self.smoothing, 1).sort(-1).values[..., side]
+            clear = wide.unfold(-1, self.median_filter_width, 1).sort(-1).values[..., side]
         return clear.mean(0)
 
 
-def warped(cost: Array) -> Array:
+def dynamic_time_warping(cost: Array) -> Array:
     """The first column of each row on the cheapest path [T] through costs [T, S], which never goes back.
 
     The table is filled along its diagonals, every cell of which depends on the two before only.

@@ -9,28 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.api.call import Asked, merged
+from descant.api.call import CallOptions, merge_configs
 from descant.api.outputs import GenerateOutput
-from descant.api.whisper.alignment import Alignment
-from descant.api.whisper.decoder import Decoder, Run
-from descant.api.whisper.fallback import Fallback, derived
-from descant.api.whisper.options import ARGUMENTS, Options, options_of
-from descant.api.whisper.output import returned
-from descant.api.whisper.prompt import Past, beginnings
-from descant.api.whisper.segments import Clock
-from descant.api.whisper.windows import Audio, Transcription
+from descant.api.whisper.alignment import TimestampAligner
+from descant.api.whisper.decoder import GenerateFn, WindowDecoder
+from descant.api.whisper.fallback import TemperatureFallback, derive_seed
+from descant.api.whisper.options import WHISPER_ARGUMENTS, WhisperOptions, parse_options
+from descant.api.whisper.output import build_transcript
+from descant.api.whisper.prompt import PromptHistory, init_tokens
+from descant.api.whisper.segments import TimestampScale
+from descant.api.whisper.windows import Audio, LongFormTranscriber
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.engine.planner import pad_of
+from descant.engine.planner import pad_token_id
 from descant.errors import ConfigError, InputError
-from descant.models.whisper import Listener
+from descant.models.whisper import WhisperAdapter
 
-__all__ = ["Spoken", "transcribe"]
+__all__ = ["TranscribeCall", "transcribe"]
 
-_INPUTS = ("input_features", "attention_mask", "encoder_outputs", "decoder_input_ids")
+_MODEL_INPUTS = ("input_features", "attention_mask", "encoder_outputs", "decoder_input_ids")
 
 
 @dataclass(frozen=True)
-class Spoken:
+class TranscribeCall:
     """A call of generate() as it was made."""
 
     inputs: Any
@@ -38,54 +38,58 @@ class Spoken:
     processors: Sequence[Any]
     criteria: Sequence[Any]
     tokenizer: Any
-    streamed: bool  # whether somebody watches the tokens come
-    others: Mapping[str, Any] = field(default_factory=dict)  # fields of a config, of `Options`, and inputs
+    has_streamer: bool  # whether somebody watches the tokens come
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # fields of a config, of `Options`, and inputs
 
 
-def transcribe(listener: Listener, run: Run, spoken: Spoken) -> Tensor | GenerateOutput:
+def transcribe(listener: WhisperAdapter, run: GenerateFn, spoken: TranscribeCall) -> Tensor | GenerateOutput:
     """Hear a batch of recordings: their tokens [B, L], with segments or a record where that is asked for."""
-    call = {name: value for name, value in spoken.others.items() if name in FIELDS}
-    given = {name: value for name, value in spoken.others.items() if name in ARGUMENTS}
-    inputs = _inputs(listener, spoken)
-    temperatures, call = _temperatures(call)
+    call = {name: value for name, value in spoken.kwargs.items() if name in FIELDS}
+    given = {name: value for name, value in spoken.kwargs.items() if name in WHISPER_ARGUMENTS}
+    inputs = _model_inputs(listener, spoken)
+    temperatures, call = _split_temperatures(call)
     # Old checkpoints force the tokens that language and task stand for; they are read, not forced.
-    configs = merged(listener.model, spoken.generation_config, {**call, "forced_decoder_ids": None})
+    configs = merge_configs(listener.model, spoken.generation_config, {**call, "forced_decoder_ids": None})
     if temperatures is None:
         temperatures = [configs[0].temperature if configs[0].do_sample else 0.0]
-    options = options_of(given, configs[0])
-    batch, total = _size(listener, inputs, options)
-    configs = [_timed(config, total > listener.frames) for config in configs]
-    _refuse(spoken, configs, options, temperatures)
+    options = parse_options(given, configs[0])
+    batch, total = _batch_and_frames(listener, inputs, options)
+    configs = [_with_timestamps(config, total > listener.window_frames) for config in configs]
+    _validate_call(spoken, configs, options, temperatures)
     config = configs[0]
-    asked = Asked(configs, spoken.processors, spoken.criteria, spoken.tokenizer)
-    decoder = Decoder(run, asked, pad_of(config))
-    audios = _audios(listener, inputs, configs, batch, total)
+    asked = CallOptions(configs, spoken.processors, spoken.criteria, spoken.tokenizer)
+    decoder = WindowDecoder(run, asked, pad_token_id(config))
+    audios = _make_audios(listener, inputs, configs, batch, total)
 
     def detect(tokens: Sequence[int]) -> list[int]:
-        return _languages(listener, decoder, audios, config, tokens)
+        return _detect_languages(listener, decoder, audios, config, tokens)
 
-    for audio, begin in zip(audios, beginnings(listener, options, config, batch, detect), strict=True):
-        audio.begin = begin
-    past = Past(listener, options, config)
-    audios = _copied(audios, config.num_return_sequences)
-    fallback = Fallback(decoder, options, temperatures, listener)
-    clock, alignment = _clock(listener, options, config), _alignment(listener, options, config)
-    heard = Transcription(listener, options, fallback, clock, alignment).run(audios, past)
-    return returned(options, config, audios, heard, decoder.pad)
+    for audio, begin in zip(audios, init_tokens(listener, options, config, batch, detect), strict=True):
+        audio.init_tokens = begin
+    past = PromptHistory(listener, options, config)
+    audios = _repeat_audios(audios, config.num_return_sequences)
+    fallback = TemperatureFallback(decoder, options, temperatures, listener)
+    clock, alignment = _timestamp_scale(listener, options, config), _make_aligner(listener, options, config)
+    heard = LongFormTranscriber(listener, options, fallback, clock, alignment).run(audios, past)
+    return build_transcript(options, config, audios, heard, decoder.pad_token_id)
 
 
 # ------------------------------------------------------------------------ what is given
-def _inputs(listener: Listener, spoken: Spoken) -> dict[str, Any]:
+def _model_inputs(listener: WhisperAdapter, spoken: TranscribeCall) -> dict[str, Any]:
     """The model's inputs of a call, checked."""
-    given = {name: value for name, value in spoken.others.items() if name not in (*FIELDS, *ARGUMENTS)}
+    given = {
+        name: value for name, value in spoken.kwargs.items() if name not in (*FIELDS, *WHISPER_ARGUMENTS)
+    }
     given = {name: value for name, value in given.items() if value is not None}
     if spoken.inputs is not None:
         if given.get("input_features") is not None:
             raise InputError("input_features", "must not be given beside `inputs`, which is the same", "both")
         given["input_features"] = spoken.inputs
-    unknown = sorted(given.keys() - {*_INPUTS})
+    unknown = sorted(given.keys() - {*_MODEL_INPUTS})
     if unknown:
-        do = f"known are {list(_INPUTS)}, {sorted(ARGUMENTS)} and the fields of GenerationConfig"
+        do = (
+            f"known are {list(_MODEL_INPUTS)}, {sorted(WHISPER_ARGUMENTS)} and the fields of GenerationConfig"
+        )
         must = "is neither a generation parameter nor an input of this model"
         raise InputError(unknown[0], must, given[unknown[0]], do)
     if ("input_features" in given) == ("encoder_outputs" in given):
@@ -95,32 +99,34 @@ def _inputs(listener: Listener, spoken: Spoken) -> dict[str, Any]:
     if features is not None:
         if not isinstance(features, Tensor) or features.ndim != 3 or not features.is_floating_point():
             raise InputError("input_features", "must be a tensor of floats [batch, bins, frames]", features)
-        if features.shape[1] != listener.bins or not features.shape[0] or not features.shape[2]:
-            raise InputError("input_features", f"must be [batch, {listener.bins}, frames]", features)
+        if features.shape[1] != listener.num_mel_bins or not features.shape[0] or not features.shape[2]:
+            raise InputError("input_features", f"must be [batch, {listener.num_mel_bins}, frames]", features)
     return given
 
 
-def _size(listener: Listener, inputs: Mapping[str, Any], options: Options) -> tuple[int, int]:
+def _batch_and_frames(
+    listener: WhisperAdapter, inputs: Mapping[str, Any], options: WhisperOptions
+) -> tuple[int, int]:
     """How many recordings there are, and how many frames the longest has."""
     asked = options.num_segment_frames
-    if asked is not None and asked != listener.frames:
-        must = f"must be {listener.frames}, what the model's encoder takes"
+    if asked is not None and asked != listener.window_frames:
+        must = f"must be {listener.window_frames}, what the model's encoder takes"
         raise ConfigError("num_segment_frames", must, asked, "leave it out")
     features = inputs.get("input_features")
     if features is None:
-        states = _states(inputs["encoder_outputs"])
-        return len(states), states.shape[1] * listener.stride
+        states = _encoder_states(inputs["encoder_outputs"])
+        return len(states), states.shape[1] * listener.encoder_stride
     mask = inputs.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != features[:, 0].shape):
         raise InputError("attention_mask", f"must be of shape {list(features[:, 0].shape)}", mask)
-    if mask is None and len(features) > 1 and features.shape[2] > listener.frames:
+    if mask is None and len(features) > 1 and features.shape[2] > listener.window_frames:
         do = "pass what the feature extractor gives with return_attention_mask=True"
         must = "must be given with several recordings, some longer than a window"
         raise InputError("attention_mask", must, None, do)
     return features.shape[0], features.shape[2]
 
 
-def _states(given: Any) -> Tensor:
+def _encoder_states(given: Any) -> Tensor:
     """The hidden states of encoder outputs that the user computed [B, S, D]."""
     states = given if isinstance(given, Tensor) else given[0] if len(given) else None
     if not isinstance(states, Tensor) or states.ndim != 3:
@@ -128,7 +134,7 @@ def _states(given: Any) -> Tensor:
     return states
 
 
-def _temperatures(call: Mapping[str, Any]) -> tuple[list[float] | None, dict[str, Any]]:
+def _split_temperatures(call: Mapping[str, Any]) -> tuple[list[float] | None, dict[str, Any]]:
     """The temperatures to try, None where the config says, and the call without them."""
     given = call.get("temperature")
     if given is None:
@@ -145,7 +151,7 @@ def _temperatures(call: Mapping[str, Any]) -> tuple[list[float] | None, dict[str
     return tried, {**rest, "do_sample": drawn}
 
 
-def _timed(config: GenerationConfig, long: bool) -> GenerationConfig:
+def _with_timestamps(config: GenerationConfig, long: bool) -> GenerationConfig:
     """The config with timestamps where long audio needs them."""
     if not long or config.return_timestamps:
         return config
@@ -156,8 +162,11 @@ def _timed(config: GenerationConfig, long: bool) -> GenerationConfig:
     return GenerationConfig.merge({"return_timestamps": True}, config)
 
 
-def _refuse(
-    spoken: Spoken, configs: Sequence[GenerationConfig], options: Options, temperatures: Sequence[float]
+def _validate_call(
+    spoken: TranscribeCall,
+    configs: Sequence[GenerationConfig],
+    options: WhisperOptions,
+    temperatures: Sequence[float],
 ) -> None:
     """Raise for what does not go together."""
     config = configs[0]
@@ -165,7 +174,7 @@ def _refuse(
     if options.no_speech_threshold is not None and config.no_timestamps_token_id is None:
         must = "needs `no_timestamps_token_id`, which the token for silence stands before"
         raise ConfigError("no_speech_threshold", must, options.no_speech_threshold)
-    if spoken.streamed and not (single and len(temperatures) == 1):
+    if spoken.has_streamer and not (single and len(temperatures) == 1):
         must = "must be None where a window may be heard again or in part, for its tokens are not final"
         raise InputError(
             "streamer", must, "one", "leave it out, or ask for no timestamps and one temperature"
@@ -181,13 +190,19 @@ def _refuse(
         raise ConfigError("num_return_sequences", must, config.num_return_sequences, "set temperature")
 
 
-def _clock(listener: Listener, options: Options, config: GenerationConfig) -> Clock:
+def _timestamp_scale(
+    listener: WhisperAdapter, options: WhisperOptions, config: GenerationConfig
+) -> TimestampScale:
     """What timestamps mean; without a token for them nothing is one."""
-    zero = listener.vocabulary if config.no_timestamps_token_id is None else config.no_timestamps_token_id
-    return Clock(zero + 1, options.time_precision, options.time_precision_features, listener.stride)
+    zero = listener.vocab_size if config.no_timestamps_token_id is None else config.no_timestamps_token_id
+    return TimestampScale(
+        zero + 1, options.time_precision, options.time_precision_features, listener.encoder_stride
+    )
 
 
-def _alignment(listener: Listener, options: Options, config: GenerationConfig) -> Alignment | None:
+def _make_aligner(
+    listener: WhisperAdapter, options: WhisperOptions, config: GenerationConfig
+) -> TimestampAligner | None:
     """What finds the times of tokens, if these are asked for."""
     if not options.return_token_timestamps:
         return None
@@ -196,16 +211,18 @@ def _alignment(listener: Listener, options: Options, config: GenerationConfig) -
         must = "needs `alignment_heads`, the attention heads that follow the speaker"
         do = "add them to the model's generation config"
         raise ConfigError("return_token_timestamps", must, True, do)
-    if listener.attention != "eager":
-        must = f"needs attention weights, which {listener.attention!r} does not give"
+    if listener.attn_implementation != "eager":
+        must = f"needs attention weights, which {listener.attn_implementation!r} does not give"
         do = 'load the model with attn_implementation="eager"'
         raise InputError("return_token_timestamps", must, True, do)
-    return Alignment([tuple(pair) for pair in heads], listener.smoothing, options.time_precision)
+    return TimestampAligner(
+        [tuple(pair) for pair in heads], listener.median_filter_width, options.time_precision
+    )
 
 
 # ------------------------------------------------------------------------ the recordings
-def _audios(
-    listener: Listener,
+def _make_audios(
+    listener: WhisperAdapter,
     inputs: Mapping[str, Any],
     configs: Sequence[GenerationConfig],
     batch: int,
@@ -219,13 +236,13 @@ def _audios(
     features, mask = inputs.get("input_features"), inputs.get("attention_mask")
     for line, audio in enumerate(audios):
         if features is None:
-            audio.states = _states(inputs["encoder_outputs"])[line].to(listener.device)
+            audio.states = _encoder_states(inputs["encoder_outputs"])[line].to(listener.device)
             continue
         audio.features = features[line].to(listener.device)
         if mask is not None:
-            audio.spoken = int(mask[line].sum())
+            audio.unpadded_frames = int(mask[line].sum())
             # A recording that fits in a window is heard to the window's end.
-            audio.total = audio.spoken if total > listener.frames else total
+            audio.num_frames = audio.unpadded_frames if total > listener.window_frames else total
     prompts = inputs.get("decoder_input_ids")
     if prompts is not None:
         if not isinstance(prompts, Tensor) or prompts.ndim != 2 or len(prompts) != batch:
@@ -235,9 +252,9 @@ def _audios(
     return audios
 
 
-def _languages(
-    listener: Listener,
-    decoder: Decoder,
+def _detect_languages(
+    listener: WhisperAdapter,
+    decoder: WindowDecoder,
     audios: Sequence[Audio],
     config: GenerationConfig,
     tokens: Sequence[int],
@@ -246,24 +263,26 @@ def _languages(
     states = [audio.states for audio in audios if audio.states is not None]
     if not states:
         # Padding inside the first window is heard too: it sounds like silence.
-        firsts = [audio.features[:, : listener.frames] for audio in audios if audio.features is not None]
-        short = listener.frames - firsts[0].shape[1]
+        firsts = [
+            audio.features[:, : listener.window_frames] for audio in audios if audio.features is not None
+        ]
+        short = listener.window_frames - firsts[0].shape[1]
         windows = torch.nn.functional.pad(torch.stack(firsts), (0, short))
         states = list(listener.encode(windows))
     start = [[config.decoder_start_token_id]] * len(audios)
-    logits = decoder.logits(torch.stack(states), start)  # type: ignore[arg-type]
+    logits = decoder.first_logits(torch.stack(states), start)  # type: ignore[arg-type]
     known = torch.tensor(tokens, device=logits.device)
     found: list[int] = known[logits[:, known].argmax(1)].tolist()
     return found
 
 
-def _copied(audios: Sequence[Audio], copies: int) -> list[Audio]:
+def _repeat_audios(audios: Sequence[Audio], copies: int) -> list[Audio]:
     """Each recording as often as it is to be heard."""
     made = []
     for audio in audios:
         for copy in range(copies):
             config, seed = audio.config, audio.config.seed
             if seed is not None and copy:
-                config = config.replace(seed=derived(seed, 0, copy << 16))
-            made.append(replace(audio, config=config, passages=[]))
+                config = config.replace(seed=derive_seed(seed, 0, copy << 16))
+            made.append(replace(audio, config=config, segments=[]))
     return made

@@ -9,48 +9,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.api.call import Asked
+from descant.api.call import CallOptions
 from descant.api.outputs import GenerateOutput
 from descant.config.generation_config import GenerationConfig
 
-__all__ = ["Decoder", "Run", "padded"]
+__all__ = ["GenerateFn", "WindowDecoder", "left_pad"]
 
-Run = Callable[[Asked, Mapping[str, Any], bool], Any]  # the loop: asked, inputs, and whether to stream
+GenerateFn = Callable[
+    [CallOptions, Mapping[str, Any], bool], Any
+]  # the loop: asked, inputs, and whether to stream
 
 
 @dataclass(frozen=True)
-class Decoder:
+class WindowDecoder:
     """Continues prompts over encoded windows, with the user's processors and stops."""
 
-    run: Run
-    asked: Asked
-    pad: int
+    generate_fn: GenerateFn
+    options: CallOptions
+    pad_token_id: int
 
     def decode(
         self, configs: Sequence[GenerationConfig], states: Tensor, prompts: Sequence[Sequence[int]]
     ) -> GenerateOutput:
         """The record of one call: a config and a prompt for each window [N, positions, size]."""
-        asked = replace(self.asked, configs=list(configs))
-        return self._called(asked, states, prompts, shown=True)
+        asked = replace(self.options, configs=list(configs))
+        return self._generate(asked, states, prompts, streamed=True)
 
-    def logits(self, states: Tensor, prompts: Sequence[Sequence[int]]) -> Tensor:
+    def first_logits(self, states: Tensor, prompts: Sequence[Sequence[int]]) -> Tensor:
         """What the model itself thinks comes first after each prompt [N, V]."""
         config = GenerationConfig(
-            max_new_tokens=1, pad_token_id=self.pad, return_dict_in_generate=True, output_logits=True
+            max_new_tokens=1, pad_token_id=self.pad_token_id, return_dict_in_generate=True, output_logits=True
         )
-        found: Tensor = self._called(Asked([config]), states, prompts, shown=False)["logits"][0]
+        found: Tensor = self._generate(CallOptions([config]), states, prompts, streamed=False)["logits"][0]
         return found
 
-    def _called(
-        self, asked: Asked, states: Tensor, prompts: Sequence[Sequence[int]], shown: bool
+    def _generate(
+        self, asked: CallOptions, states: Tensor, prompts: Sequence[Sequence[int]], streamed: bool
     ) -> GenerateOutput:
-        ids, here = padded(prompts, self.pad, states.device)
+        ids, here = left_pad(prompts, self.pad_token_id, states.device)
         given = {"encoder_outputs": states, "decoder_input_ids": ids, "decoder_attention_mask": here}
-        record: GenerateOutput = self.run(asked, given, shown)
+        record: GenerateOutput = self.generate_fn(asked, given, streamed)
         return record
 
 
-def padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Prompts as one block, aligned at the right, and where it holds tokens [N, W]."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), pad)

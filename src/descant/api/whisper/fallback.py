@@ -12,64 +12,73 @@ import torch
 from torch import Tensor
 
 from descant.api.outputs import GenerateOutput
-from descant.api.whisper.decoder import Decoder
-from descant.api.whisper.options import Options
+from descant.api.whisper.decoder import WindowDecoder
+from descant.api.whisper.options import WhisperOptions
 from descant.config.generation_config import GenerationConfig
-from descant.core.counter_rng import keyed
+from descant.core.counter_rng import counter_bits
 from descant.errors import InputError
 
-__all__ = ["Fallback", "Heard", "Task", "compression_ratio", "derived", "row_of"]
+__all__ = [
+    "TemperatureFallback",
+    "WindowResult",
+    "WindowTask",
+    "compression_ratio",
+    "derive_seed",
+    "strip_padding",
+]
 
 
 @dataclass(frozen=True)
-class Task:
+class WindowTask:
     """One window to be heard."""
 
     config: GenerationConfig
     prompt: Sequence[int]
-    begin: int  # how many tokens of the prompt are no past: the start token and what follows
-    turn: int  # which window of its audio it is, from 0
+    num_init_tokens: int  # how many tokens of the prompt are no past: the start token and what follows
+    window_index: int  # which window of its audio it is, from 0
 
 
 @dataclass(frozen=True)
-class Heard:
+class WindowResult:
     """What was heard in one window."""
 
     tokens: Tensor  # [T] without the end token
-    length: int  # how many tokens there were with it
-    record: GenerateOutput  # of the call it came from
+    length_with_eos: int  # how many tokens there were with it
+    output: GenerateOutput  # of the call it came from
     line: int  # which line of that it is
-    width: int  # of the prompts there
+    prompt_width: int  # of the prompts there
     temperature: float
-    silent: bool = False  # nobody speaks: what was heard does not count
+    is_silent: bool = False  # nobody speaks: what was heard does not count
 
 
-class Fallback:
+class TemperatureFallback:
     """Hears windows at the first temperature, and those that are not believed at the next."""
 
-    def __init__(self, decoder: Decoder, options: Options, temperatures: Sequence[float], facts: Any) -> None:
+    def __init__(
+        self, decoder: WindowDecoder, options: WhisperOptions, temperatures: Sequence[float], facts: Any
+    ) -> None:
         self._decoder, self._options, self._temperatures = decoder, options, temperatures
-        self._positions, self._vocabulary = int(facts.positions), int(facts.vocabulary)
+        self._max_positions, self._vocab_size = int(facts.max_target_positions), int(facts.vocab_size)
 
-    def hear(self, states: Tensor, tasks: Sequence[Task]) -> list[Heard]:
+    def decode(self, states: Tensor, tasks: Sequence[WindowTask]) -> list[WindowResult]:
         """What is in each window [N, positions, size]."""
-        speechless = self._speechless(states, tasks)
-        found: dict[int, Heard] = {}
+        speechless = self._no_speech_probs(states, tasks)
+        found: dict[int, WindowResult] = {}
         waiting = list(range(len(tasks)))
         for attempt, temperature in enumerate(self._temperatures):
             mine = [tasks[at] for at in waiting]
-            configs = self._configs(mine, temperature, attempt)
+            configs = self._window_configs(mine, temperature, attempt)
             seen = states if len(waiting) == len(states) else states[torch.tensor(waiting)]
             record = self._decoder.decode(configs, seen, [task.prompt for task in mine])
             width = max(len(task.prompt) for task in mine)
             again = []
             for line, (at, config) in enumerate(zip(waiting, configs, strict=True)):
-                tokens = row_of(record["sequences"][line], width, config)
-                sure = self._sureness(record, line, tokens, temperature)
-                doubted, silent = self._verdict(tokens, sure, speechless[at])
-                ended = bool(len(tokens)) and int(tokens[-1]) in _ends(config)
+                tokens = strip_padding(record["sequences"][line], width, config)
+                sure = self._mean_logprob(record, line, tokens, temperature)
+                doubted, silent = self._check_fallback(tokens, sure, speechless[at])
+                ended = bool(len(tokens)) and int(tokens[-1]) in _eos_token_ids(config)
                 kept = tokens[:-1] if ended else tokens
-                found[at] = Heard(kept, len(tokens), record, line, width, temperature, silent)
+                found[at] = WindowResult(kept, len(tokens), record, line, width, temperature, silent)
                 again += [at] if doubted else []
             waiting = again
             if not waiting:
@@ -77,21 +86,23 @@ class Fallback:
         return [found[at] for at in range(len(tasks))]
 
     # -------------------------------------------------------------------- the call
-    def _configs(self, tasks: Sequence[Task], temperature: float, attempt: int) -> list[GenerationConfig]:
+    def _window_configs(
+        self, tasks: Sequence[WindowTask], temperature: float, attempt: int
+    ) -> list[GenerationConfig]:
         """How each window is decoded; equal ones are one object."""
         made: dict[Any, GenerationConfig] = {}
         configs = []
         for task in tasks:
             base = task.config
-            seed = None if base.seed is None else derived(base.seed, task.turn, attempt)
-            room = self._room(base, len(task.prompt))
+            seed = None if base.seed is None else derive_seed(base.seed, task.window_index, attempt)
+            room = self._max_new_tokens(base, len(task.prompt))
             key = id(base), seed, room
             if key not in made:
-                made[key] = self._config(base, temperature, seed, room)
+                made[key] = self._make_config(base, temperature, seed, room)
             configs.append(made[key])
         return configs
 
-    def _config(
+    def _make_config(
         self, base: GenerationConfig, temperature: float, seed: int | None, room: int | None
     ) -> GenerationConfig:
         # The prompt is whole: no start token is to be put before it.
@@ -110,45 +121,47 @@ class Fallback:
             changes |= exact
         return base.replace(**changes)
 
-    def _room(self, base: GenerationConfig, length: int) -> int | None:
+    def _max_new_tokens(self, base: GenerationConfig, length: int) -> int | None:
         """How many tokens may follow a prompt; None where no length is given: the general default."""
-        if length >= self._positions:
-            must = f"must leave room: the model has {self._positions} positions and the prompt takes {length}"
+        if length >= self._max_positions:
+            must = f"must leave room: the model has {self._max_positions} positions and the prompt takes {length}"
             raise InputError("prompt_ids", must, length, "shorten it")
         if base.max_new_tokens is not None or "max_length" not in base.given:
             return None
         # What was said before does not count towards the length, as far as half of the positions.
-        limit = base.max_length + min(self._positions // 2 - 1, length)
-        return max(min(limit, self._positions) - length, 1)
+        limit = base.max_length + min(self._max_positions // 2 - 1, length)
+        return max(min(limit, self._max_positions) - length, 1)
 
     # -------------------------------------------------------------------- the verdict
-    def _speechless(self, states: Tensor, tasks: Sequence[Task]) -> list[float | None]:
+    def _no_speech_probs(self, states: Tensor, tasks: Sequence[WindowTask]) -> list[float | None]:
         """How likely it is that nobody speaks: the model says so right after the start token."""
         if self._options.no_speech_threshold is None:
             return [None] * len(tasks)
         token = (tasks[0].config.no_timestamps_token_id or 0) - 1
-        prompts = [task.prompt[: len(task.prompt) - task.begin + 1] for task in tasks]
-        law = self._decoder.logits(states, prompts).softmax(-1)
+        prompts = [task.prompt[: len(task.prompt) - task.num_init_tokens + 1] for task in tasks]
+        law = self._decoder.first_logits(states, prompts).softmax(-1)
         return [float(chance) for chance in law[:, token]]
 
-    def _sureness(
+    def _mean_logprob(
         self, record: GenerateOutput, line: int, tokens: Tensor, temperature: float
     ) -> float | None:
         """The mean log-probability of a line's tokens [T], end token included, as if at temperature 1."""
         if self._options.logprob_threshold is None:
             return None
         if temperature == 0.0:
-            return float(record["logprobs"][line].processed[: len(tokens)].mean())
+            return float(record["logprobs"][line].processed_logprobs[: len(tokens)].mean())
         # The scores are divided by the temperature, which likelihood must not depend on.
         scores = torch.stack([step[line] for step in record["scores"][: len(tokens)]])
         law = (scores * temperature).log_softmax(-1)
         return float(law.gather(1, tokens[:, None].to(law.device)).mean())
 
-    def _verdict(self, tokens: Tensor, sure: float | None, speechless: float | None) -> tuple[bool, bool]:
+    def _check_fallback(
+        self, tokens: Tensor, sure: float | None, speechless: float | None
+    ) -> tuple[bool, bool]:
         """Whether to listen again, and whether there was nothing to hear; `tokens` [T] with their end."""
         options, again = self._options, False
         if options.compression_ratio_threshold is not None:
-            ratio = compression_ratio(tokens.tolist(), self._vocabulary)
+            ratio = compression_ratio(tokens.tolist(), self._vocab_size)
             again = ratio > options.compression_ratio_threshold
         if sure is None or options.logprob_threshold is None or sure >= options.logprob_threshold:
             return again, False
@@ -165,23 +178,25 @@ def compression_ratio(tokens: Sequence[int], vocabulary: int) -> float:
     return len(plain) / len(zlib.compress(plain))
 
 
-def row_of(sequence: Tensor, width: int, config: GenerationConfig) -> Tensor:
+def strip_padding(sequence: Tensor, width: int, config: GenerationConfig) -> Tensor:
     """The new tokens of a line up to its end token, without padding [T]."""
     new = sequence[width:]
-    ended = torch.isin(new, torch.tensor(_ends(config), device=new.device, dtype=new.dtype)).nonzero()
+    ended = torch.isin(
+        new, torch.tensor(_eos_token_ids(config), device=new.device, dtype=new.dtype)
+    ).nonzero()
     if len(ended):
         return new[: int(ended[0]) + 1]
     real = (new != (-1 if config.pad_token_id is None else config.pad_token_id)).nonzero()
     return new[: int(real[-1]) + 1 if len(real) else 0]
 
 
-def _ends(config: GenerationConfig) -> list[int]:
+def _eos_token_ids(config: GenerationConfig) -> list[int]:
     ends = config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def derived(seed: int, one: int, other: int) -> int:
+def derive_seed(seed: int, one: int, other: int) -> int:
     """A seed of its own for each pair, or all windows and copies would draw the same noise."""
     if one == other == 0:
         return seed
-    return int(keyed(*(torch.tensor(number) for number in (seed, one, other))))
+    return int(counter_bits(*(torch.tensor(number) for number in (seed, one, other))))

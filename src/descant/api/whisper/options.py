@@ -12,25 +12,25 @@ from torch import Tensor
 from descant.config.generation_config import GenerationConfig
 from descant.errors import ConfigError, InputError
 
-__all__ = ["ARGUMENTS", "Options", "options_of"]
+__all__ = ["WHISPER_ARGUMENTS", "WhisperOptions", "parse_options"]
 
 TASKS: Final = ("transcribe", "translate")
-CONDITIONS: Final = ("first-segment", "all-segments")
+CONDITION_TYPES: Final = ("first-segment", "all-segments")
 
 # Arguments of a call alone; the others may also stand in a generation config.
-_CALL: Final = (
+_CALL_ONLY: Final = (
     "prompt_ids", "num_segment_frames", "time_precision", "time_precision_features", "return_segments",
     "force_unique_generate_call", "monitor_progress",
 )  # fmt: skip
-_EITHER: Final = (
+_CALL_OR_CONFIG: Final = (
     "language", "task", "is_multilingual", "prompt_condition_type", "condition_on_prev_tokens",
     "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold", "return_token_timestamps",
 )  # fmt: skip
-ARGUMENTS: Final = frozenset((*_CALL, *_EITHER))
+WHISPER_ARGUMENTS: Final = frozenset((*_CALL_ONLY, *_CALL_OR_CONFIG))
 
 
 @dataclass(frozen=True)
-class Options:
+class WhisperOptions:
     """How audio is to be heard."""
 
     language: str | Sequence[str] | None = None  # one for all, or one each; None: found out
@@ -51,26 +51,26 @@ class Options:
     monitor_progress: Callable[[Tensor], None] | None = None
 
 
-def options_of(given: Mapping[str, Any], config: GenerationConfig) -> Options:
+def parse_options(given: Mapping[str, Any], config: GenerationConfig) -> WhisperOptions:
     """The options of a call, those it does not give taken from its generation config, all checked."""
-    kept = {name: config.extra[name] for name in _EITHER if config.extra.get(name) is not None}
+    kept = {name: config.extra[name] for name in _CALL_OR_CONFIG if config.extra.get(name) is not None}
     kept |= {name: value for name, value in given.items() if value is not None}
     for name in ("is_multilingual", "condition_on_prev_tokens", "return_segments", "return_token_timestamps",
                  "force_unique_generate_call"):  # fmt: skip
         if name in kept and not isinstance(kept[name], bool):
             raise ConfigError(name, "must be True or False", kept[name])
-    _choose("task", kept, TASKS)
-    _choose("prompt_condition_type", kept, CONDITIONS)
-    _number("compression_ratio_threshold", kept)
-    _number("logprob_threshold", kept)
-    _number("no_speech_threshold", kept, least=0.0)
-    _number("time_precision", kept, least=0.0, strictly=True)
-    _number("time_precision_features", kept, least=0.0, strictly=True)
+    _validate_choice("task", kept, TASKS)
+    _validate_choice("prompt_condition_type", kept, CONDITION_TYPES)
+    _validate_number("compression_ratio_threshold", kept)
+    _validate_number("logprob_threshold", kept)
+    _validate_number("no_speech_threshold", kept, least=0.0)
+    _validate_number("time_precision", kept, least=0.0, strictly=True)
+    _validate_number("time_precision_features", kept, least=0.0, strictly=True)
     if "prompt_ids" in kept:
-        kept["prompt_ids"] = _prompt(kept["prompt_ids"])
+        kept["prompt_ids"] = _validate_prompt_ids(kept["prompt_ids"])
     if "monitor_progress" in kept and not callable(kept["monitor_progress"]):
         raise InputError("monitor_progress", "must be callable", kept["monitor_progress"])
-    options = Options(**kept)
+    options = WhisperOptions(**kept)
     if options.prompt_condition_type == "all-segments" and not options.condition_on_prev_tokens:
         must = "needs `condition_on_prev_tokens`, for every window is to follow what was said before"
         raise ConfigError("prompt_condition_type", must, "all-segments", "set condition_on_prev_tokens=True")
@@ -80,12 +80,14 @@ def options_of(given: Mapping[str, Any], config: GenerationConfig) -> Options:
     return options
 
 
-def _choose(name: str, kept: Mapping[str, Any], known: Sequence[str]) -> None:
+def _validate_choice(name: str, kept: Mapping[str, Any], known: Sequence[str]) -> None:
     if name in kept and kept[name] not in known:
         raise ConfigError(name, f"must be one of {', '.join(map(repr, known))}", kept[name])
 
 
-def _number(name: str, kept: dict[str, Any], least: float | None = None, strictly: bool = False) -> None:
+def _validate_number(
+    name: str, kept: dict[str, Any], least: float | None = None, strictly: bool = False
+) -> None:
     if name not in kept:
         return
     value = kept[name]
@@ -96,7 +98,7 @@ def _number(name: str, kept: dict[str, Any], least: float | None = None, strictl
     kept[name] = float(value)
 
 
-def _prompt(given: Any) -> Tensor:
+def _validate_prompt_ids(given: Any) -> Tensor:
     """The tokens of a prompt [P]."""
     try:
         ids = torch.as_tensor(given)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from descant.api.outputs import GenerateOutput
-from descant.api.whisper.fallback import Heard
-from descant.api.whisper.options import Options
-from descant.api.whisper.windows import Audio, Passage
+from descant.api.whisper.fallback import WindowResult
+from descant.api.whisper.options import WhisperOptions
+from descant.api.whisper.windows import Audio, Segment
 from descant.config.generation_config import GenerationConfig
 
-__all__ = ["Transcript", "returned"]
+__all__ = ["Transcript", "build_transcript"]
 
 
 class Transcript(GenerateOutput):
@@ -27,37 +27,43 @@ class Transcript(GenerateOutput):
     NAMES = ("sequences", "token_timestamps", "segments")
 
 
-def returned(
-    options: Options, config: GenerationConfig, audios: Sequence[Audio], heard: Sequence[Heard], pad: int
+def build_transcript(
+    options: WhisperOptions,
+    config: GenerationConfig,
+    audios: Sequence[Audio],
+    heard: Sequence[WindowResult],
+    pad: int,
 ) -> Tensor | GenerateOutput:
     """Tokens [B, L], or a record, or segments, as documented."""
     recorded = config.return_dict_in_generate
     if options.force_unique_generate_call or (recorded and not config.return_timestamps):
-        record = heard[0].record
+        record = heard[0].output
         whole: Tensor = record["sequences"]
         return record if recorded else whole
     device = heard[0].tokens.device
-    lines = [[one.tokens for one in audio.passages] for audio in audios]
-    tokens = _block(
+    lines = [[one.tokens for one in audio.segments] for audio in audios]
+    tokens = _pad_lines(
         [torch.cat(line) if line else torch.empty(0) for line in lines], [pad] * len(lines), device
     )
     values: dict[str, Any] = {"sequences": tokens.long()}
     if options.return_token_timestamps:
-        times = [[one.times for one in audio.passages if one.times is not None] for audio in audios]
+        times = [
+            [one.token_times for one in audio.segments if one.token_times is not None] for audio in audios
+        ]
         spoken = [torch.cat(line) if line else torch.zeros(1) for line in times]
-        values["token_timestamps"] = _block(spoken, [float(line[-1]) for line in spoken], device)
+        values["token_timestamps"] = _pad_lines(spoken, [float(line[-1]) for line in spoken], device)
     if options.return_segments or recorded:
         results: dict[int, Any] = {}
-        for passage in (one for audio in audios for one in audio.passages):
-            if id(passage.heard) not in results:
-                results[id(passage.heard)] = _result(passage.heard, recorded)
+        for passage in (one for audio in audios for one in audio.segments):
+            if id(passage.result) not in results:
+                results[id(passage.result)] = _window_record(passage.result, recorded)
         values["segments"] = [
-            [_segment(one, results[id(one.heard)]) for one in audio.passages] for audio in audios
+            [_segment_dict(one, results[id(one.result)]) for one in audio.segments] for audio in audios
         ]
     return Transcript(**values) if len(values) > 1 else tokens.long()
 
 
-def _block(lines: Sequence[Tensor], fill: Sequence[float], device: torch.device) -> Tensor:
+def _pad_lines(lines: Sequence[Tensor], fill: Sequence[float], device: torch.device) -> Tensor:
     """Lines of different length, each filled up with its own value [B, L]."""
     wide = max(map(len, lines))
     padded = [
@@ -67,25 +73,25 @@ def _block(lines: Sequence[Tensor], fill: Sequence[float], device: torch.device)
     return torch.stack(padded)
 
 
-def _segment(passage: Passage, result: Any) -> dict[str, Any]:
-    piece, width = passage.piece, passage.heard.width
+def _segment_dict(passage: Segment, result: Any) -> dict[str, Any]:
+    piece, width = passage.span, passage.result.prompt_width
     segment = {
         "start": torch.tensor(piece.start, dtype=torch.float64),
         "end": torch.tensor(piece.end, dtype=torch.float64),
         "tokens": passage.tokens,
-        "idxs": (width + piece.first, width + piece.last),
+        "idxs": (width + piece.token_start, width + piece.token_end),
         "result": result,
     }
-    return segment if passage.times is None else segment | {"token_timestamps": passage.times}
+    return segment if passage.token_times is None else segment | {"token_timestamps": passage.token_times}
 
 
-def _result(heard: Heard, recorded: bool) -> Any:
+def _window_record(heard: WindowResult, recorded: bool) -> Any:
     """What the call that heard a window gave for it: the whole line, or all that was asked for."""
-    record, line = heard.record, heard.line
+    record, line = heard.output, heard.line
     if not recorded:
         return record["sequences"][line]
     trail = record["beam_indices"][line].tolist() if "beam_indices" in record else None
-    steps = heard.length if trail is None else sum(place >= 0 for place in trail)
+    steps = heard.length_with_eos if trail is None else sum(place >= 0 for place in trail)
 
     def at(step: int) -> int:
         return line if trail is None else int(trail[step])

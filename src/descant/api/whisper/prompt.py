@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from descant.api.whisper.options import Options
+from descant.api.whisper.options import WhisperOptions
 from descant.config.generation_config import GenerationConfig
 from descant.errors import ConfigError, InputError
-from descant.models.whisper import Listener, languages
+from descant.models.whisper import WhisperAdapter, language_codes
 
-__all__ = ["Past", "beginnings"]
+__all__ = ["PromptHistory", "init_tokens"]
 
-Detect = Callable[[Sequence[int]], list[int]]  # of the tokens of all languages, that of each audio
+DetectLanguages = Callable[[Sequence[int]], list[int]]  # of the tokens of all languages, that of each audio
 
 
-def beginnings(
-    listener: Listener, options: Options, config: GenerationConfig, batch: int, detect: Detect
+def init_tokens(
+    listener: WhisperAdapter,
+    options: WhisperOptions,
+    config: GenerationConfig,
+    batch: int,
+    detect: DetectLanguages,
 ) -> list[list[int]]:
     """What the decoder of each audio begins with: start, language, task, no timestamps."""
     start = config.decoder_start_token_id
@@ -24,11 +28,11 @@ def beginnings(
         raise ConfigError("decoder_start_token_id", "must be one token for a model that hears", start)
     known: Mapping[str, int] = config.extra.get("lang_to_id") or {}
     tasks: Mapping[str, int] = config.extra.get("task_to_id") or {}
-    _refuse_english(options, known, tasks)
-    forced = [] if options.language or options.task else _forced(listener.forced)
+    _validate_multilingual(options, known, tasks)
+    forced = [] if options.language or options.task else _forced_tokens(listener.forced_decoder_ids)
     first: Sequence[int | None] = [None] * batch
     if options.language is not None:
-        first = _spoken(options.language, known, batch)
+        first = _language_tokens(options.language, known, batch)
     elif known and forced[:1] in ([], [None]):
         first = detect(sorted(known.values()))
     elif forced:
@@ -46,7 +50,9 @@ def beginnings(
     return made
 
 
-def _refuse_english(options: Options, known: Mapping[str, int], tasks: Mapping[str, int]) -> None:
+def _validate_multilingual(
+    options: WhisperOptions, known: Mapping[str, int], tasks: Mapping[str, int]
+) -> None:
     """Raise for a language or a task that the model has no token for."""
     for name, table in (("language", known), ("task", tasks)):
         value = getattr(options, name)
@@ -61,7 +67,7 @@ def _refuse_english(options: Options, known: Mapping[str, int], tasks: Mapping[s
             raise ConfigError(name, f"needs `{entry}`, the tokens to say it with", value, do)
 
 
-def _forced(pairs: Sequence[Sequence[int | None]] | None) -> list[int | None]:
+def _forced_tokens(pairs: Sequence[Sequence[int | None]] | None) -> list[int | None]:
     """The tokens that an older config forces from position 1 on."""
     tokens = []
     for place, (position, token) in enumerate(pairs or (), 1):
@@ -72,20 +78,20 @@ def _forced(pairs: Sequence[Sequence[int | None]] | None) -> list[int | None]:
     return tokens
 
 
-def _spoken(language: str | Sequence[str], known: Mapping[str, int], batch: int) -> list[int]:
+def _language_tokens(language: str | Sequence[str], known: Mapping[str, int], batch: int) -> list[int]:
     """The token of each audio's language, by its name, its code or its token."""
     if isinstance(language, str):
-        return [_language(language, known)] * batch
+        return [_language_token(language, known)] * batch
     if not isinstance(language, list | tuple) or len(language) != batch:
         raise ConfigError("language", f"must be one for all, or {batch}, one for each audio", language)
-    return [_language(one, known) for one in language]
+    return [_language_token(one, known) for one in language]
 
 
-def _language(name: Any, known: Mapping[str, int]) -> int:
+def _language_token(name: Any, known: Mapping[str, int]) -> int:
     if not isinstance(name, str):
         raise ConfigError("language", "must be a name like 'english' or a code like 'en'", name)
     plain = name.lower()
-    for token in (plain, f"<|{languages().get(plain, plain)}|>"):
+    for token in (plain, f"<|{language_codes().get(plain, plain)}|>"):
         if token in known:
             return known[token]
     codes = sorted(token.strip("<|>") for token in known)
@@ -93,41 +99,45 @@ def _language(name: Any, known: Mapping[str, int]) -> int:
     raise ConfigError("language", "must be one that the model knows", name, do)
 
 
-class Past:
+class PromptHistory:
     """What stands before the beginning: the user's prompt, and what was heard in earlier windows."""
 
-    def __init__(self, listener: Listener, options: Options, config: GenerationConfig) -> None:
+    def __init__(self, listener: WhisperAdapter, options: WhisperOptions, config: GenerationConfig) -> None:
         stamp = config.no_timestamps_token_id
-        self._zero = listener.vocabulary if stamp is None else stamp + 1
-        self._most = listener.positions // 2 - 1
-        self._previous = _marker(config)
-        self._always = options.prompt_condition_type == "all-segments"
+        self._first_timestamp_id = listener.vocab_size if stamp is None else stamp + 1
+        self._max_tokens = listener.max_target_positions // 2 - 1
+        self._prev_sot_id = _prev_sot_token_id(config)
+        self._prompt_every_window = options.prompt_condition_type == "all-segments"
         self.prompt = [] if options.prompt_ids is None else options.prompt_ids.tolist()
-        unknown = [token for token in self.prompt if not 0 <= token < listener.vocabulary]
+        unknown = [token for token in self.prompt if not 0 <= token < listener.vocab_size]
         if unknown:
-            must = f"must hold ids from 0 to {listener.vocabulary - 1}"
+            must = f"must hold ids from 0 to {listener.vocab_size - 1}"
             raise InputError("prompt_ids", must, unknown[0])
 
     @property
-    def first(self) -> list[list[int]]:
+    def initial_segments(self) -> list[list[int]]:
         """The segments that an audio counts as having before it begins."""
-        if not self.prompt or self._always:
+        if not self.prompt or self._prompt_every_window:
             return []
-        return [self.prompt[1:] if self.prompt[0] == self._previous else self.prompt]
+        return [self.prompt[1:] if self.prompt[0] == self._prev_sot_id else self.prompt]
 
-    def before(self, segments: Sequence[Sequence[int]], follows: bool) -> list[int]:
+    def previous_tokens(self, segments: Sequence[Sequence[int]], follows: bool) -> list[int]:
         """The tokens before the beginning: of these segments if the window follows them, else the prompt."""
         if not follows or not segments:
             return self.prompt
         said: list[int] = []
         for segment in segments:
-            cut_off = len(segment) > 2 and segment[-2] >= self._zero  # it ends on both timestamps of a pair
+            cut_off = (
+                len(segment) > 2 and segment[-2] >= self._first_timestamp_id
+            )  # it ends on both timestamps of a pair
             said += segment[:-1] if cut_off else segment
-        marker = [] if self._previous is None else [self._previous]
-        return (self.prompt if self._always and self.prompt else marker) + said[-self._most :]
+        marker = [] if self._prev_sot_id is None else [self._prev_sot_id]
+        return (self.prompt if self._prompt_every_window and self.prompt else marker) + said[
+            -self._max_tokens :
+        ]
 
 
-def _marker(config: GenerationConfig) -> int | None:
+def _prev_sot_token_id(config: GenerationConfig) -> int | None:
     """The token that says: this was said before."""
     marker = config.extra.get("prev_sot_token_id")
     if marker is None and config.suppress_tokens is not None and len(config.suppress_tokens) >= 2:

@@ -6,9 +6,18 @@ is downloaded, a repository that answers under another name is refused, only fil
 small enough are fetched, and whatever goes wrong is a `HubError` in one line within seconds.
 """
 
-from descant.config.hub.commit import Commit, resolve
-from descant.config.hub.files import FILE_LIMIT, fetch
-from descant.config.hub.names import is_repo
-from descant.config.hub.push import create, full_name, upload
+from descant.config.hub.commit import HubCommit, resolve_commit
+from descant.config.hub.files import FILE_LIMIT, fetch_files
+from descant.config.hub.names import is_repo_id
+from descant.config.hub.push import create_repo, full_repo_id, upload_files
 
-__all__ = ["FILE_LIMIT", "Commit", "create", "fetch", "full_name", "is_repo", "resolve", "upload"]
+__all__ = [
+    "FILE_LIMIT",
+    "HubCommit",
+    "create_repo",
+    "fetch_files",
+    "full_repo_id",
+    "is_repo_id",
+    "resolve_commit",
+    "upload_files",
+]

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from descant.decoding.constraints.base import Constraint, Step, token_of
+from descant.decoding.constraints.base import Constraint, UpdateResult, as_token_id
 
-__all__ = ["Automaton", "Contained"]
+__all__ = ["AhoCorasick", "AnyPhraseConstraint"]
 
 
-class Automaton(NamedTuple):
+class AhoCorasick(NamedTuple):
     """The trie of some phrases and what holds at each node (Aho and Corasick, 1975); node 0 is its root."""
 
     children: list[dict[int, int]]  # [S] the node after a token that goes on
-    behind: list[int]  # [S] the node of the longest proper suffix that is in the trie, too
+    failure_links: list[int]  # [S] the node of the longest proper suffix that is in the trie, too
     depth: list[int]  # [S] how many tokens lead there
-    ends: list[bool]  # [S] whether the text there ends with a phrase
-    least: list[int]  # [S] the fewest tokens to the end of a phrase
+    is_match: list[bool]  # [S] whether the text there ends with a phrase
+    min_remaining: list[int]  # [S] the fewest tokens to the end of a phrase
 
     @classmethod
-    def of(cls, phrases: Sequence[Sequence[int]]) -> Automaton:
+    def from_phrases(cls, phrases: Sequence[Sequence[int]]) -> AhoCorasick:
         """The automaton of phrases, none of them empty and none a prefix of another."""
         children: list[dict[int, int]] = [{}]
         for phrase in phrases:
@@ -32,49 +32,53 @@ class Automaton(NamedTuple):
                 node = children[node][token]
         size = len(children)
         made = cls(children, [0] * size, [0] * size, [not below for below in children], [0] * size)
-        made._link()
+        made._build_links()
         return made
 
-    def _link(self) -> None:
+    def _build_links(self) -> None:
         order = [0]  # shorter paths first: `behind` is always shorter
         for node in order:
             for token, child in self.children[node].items():
                 order.append(child)
                 self.depth[child] = self.depth[node] + 1
                 if node:
-                    self.behind[child] = self.after(self.behind[node], token)
-                    self.ends[child] |= self.ends[self.behind[child]]
+                    self.failure_links[child] = self.next_node(self.failure_links[node], token)
+                    self.is_match[child] |= self.is_match[self.failure_links[child]]
         for node in reversed(order):
-            if not self.ends[node]:
-                self.least[node] = 1 + min(self.least[child] for child in self.children[node].values())
+            if not self.is_match[node]:
+                self.min_remaining[node] = 1 + min(
+                    self.min_remaining[child] for child in self.children[node].values()
+                )
         for node in order[1:]:
-            self.least[node] = min(self.least[node], self.least[self.behind[node]])
+            self.min_remaining[node] = min(
+                self.min_remaining[node], self.min_remaining[self.failure_links[node]]
+            )
 
-    def after(self, node: int, token: int) -> int:
+    def next_node(self, node: int, token: int) -> int:
         """The node of the longest suffix of the text, this token included, that is in the trie."""
         while node and token not in self.children[node]:
-            node = self.behind[node]
+            node = self.failure_links[node]
         return self.children[node].get(token, 0)
 
 
-class Contained(Constraint):
+class AnyPhraseConstraint(Constraint):
     """The demand that one of some phrases stands in the text; once it does, it is met for good."""
 
     def __init__(self, phrases: Sequence[Sequence[int]]) -> None:
         # No `test`: these are sound, and a subclass may not be ready for it yet.
         self.seqlen = max(map(len, phrases))
-        self._automaton = Automaton.of(phrases)
+        self._automaton = AhoCorasick.from_phrases(phrases)
         self._node = 0
 
     @property
     def completed(self) -> bool:
         """Whether it is met."""
-        return self._automaton.ends[self._node]
+        return self._automaton.is_match[self._node]
 
     @property
-    def least(self) -> int:
+    def min_tokens_left(self) -> int:
         """The fewest tokens that can meet it from here."""
-        return self._automaton.least[self._node]
+        return self._automaton.min_remaining[self._node]
 
     def advance(self) -> int | list[int] | None:
         """The tokens that go on with the longest phrase begun."""
@@ -82,20 +86,20 @@ class Contained(Constraint):
 
     def does_advance(self, token_id: int) -> bool:
         """Whether this token goes on with the longest phrase begun, or completes any."""
-        token, automaton, node = token_of(token_id), self._automaton, self._node
-        if automaton.ends[node]:
+        token, automaton, node = as_token_id(token_id), self._automaton, self._node
+        if automaton.is_match[node]:
             return False
         return token in automaton.children[node] or (
-            node > 0 and automaton.ends[automaton.after(node, token)]
+            node > 0 and automaton.is_match[automaton.next_node(node, token)]
         )
 
-    def update(self, token_id: int) -> Step:
+    def update(self, token_id: int) -> UpdateResult:
         """Read a token; one that breaks a phrase leaves the longest beginning that ends the text."""
-        token, automaton, node = token_of(token_id), self._automaton, self._node
-        if automaton.ends[node]:
+        token, automaton, node = as_token_id(token_id), self._automaton, self._node
+        if automaton.is_match[node]:
             return False, True, False
-        self._node = now = automaton.after(node, token)
-        completed = automaton.ends[now]
+        self._node = now = automaton.next_node(node, token)
+        completed = automaton.is_match[now]
         return completed or automaton.depth[now] > automaton.depth[node], completed, now == 0
 
     def reset(self) -> None:

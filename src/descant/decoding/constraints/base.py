@@ -8,10 +8,10 @@ from typing import Any
 
 from descant.errors import InputError
 
-__all__ = ["Constraint", "Step", "phrase_of", "token_of", "tokens_of"]
+__all__ = ["Constraint", "UpdateResult", "as_token_id", "as_token_ids", "parse_phrase"]
 
-Step = tuple[bool, bool, bool]  # stepped, completed, reset
-_PATIENCE = 10_000  # updates after which a constraint is taken to have no end
+UpdateResult = tuple[bool, bool, bool]  # stepped, completed, reset
+_MAX_TEST_UPDATES = 10_000  # updates after which a constraint is taken to have no end
 
 
 class Constraint(ABC):
@@ -32,7 +32,7 @@ class Constraint(ABC):
         """Whether this token would bring it nearer."""
 
     @abstractmethod
-    def update(self, token_id: int) -> Step:
+    def update(self, token_id: int) -> UpdateResult:
         """Read a token: did it step nearer, is it met now, is nothing left of what it had."""
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Constraint(ABC):
         """The same constraint as another object: with what it has read, or with nothing read."""
 
     @property
-    def least(self) -> int:
+    def min_tokens_left(self) -> int:
         """The fewest tokens that can meet it from here."""
         return self.remaining()
 
@@ -56,42 +56,44 @@ class Constraint(ABC):
         """Refuse a constraint that does not come to its end by its own `advance`; leaves nothing read."""
         whole = self.remaining()
         if whole < 1:
-            raise self._faulty("remaining() must be >= 1 where nothing was read", whole)
-        if not self._stepped():
-            self._restarted(whole)
-            for _ in range(_PATIENCE):
-                if self._stepped():
+            raise self._invalid_error("remaining() must be >= 1 where nothing was read", whole)
+        if not self._check_step():
+            self._check_reset(whole)
+            for _ in range(_MAX_TEST_UPDATES):
+                if self._check_step():
                     break
             else:
-                raise self._faulty("update(advance()) must complete it", f"no end in {_PATIENCE} updates")
+                raise self._invalid_error(
+                    "update(advance()) must complete it", f"no end in {_MAX_TEST_UPDATES} updates"
+                )
         if self.remaining() != 0:
-            raise self._faulty("remaining() must be 0 once it is complete", self.remaining())
-        self._restarted(whole)
+            raise self._invalid_error("remaining() must be 0 once it is complete", self.remaining())
+        self._check_reset(whole)
 
-    def _stepped(self) -> bool:
-        tokens = tokens_of(self.advance())
+    def _check_step(self) -> bool:
+        tokens = as_token_ids(self.advance())
         if not tokens:
-            raise self._faulty("advance() must give a token while it is not complete", self.advance())
+            raise self._invalid_error("advance() must give a token while it is not complete", self.advance())
         strange = [token for token in tokens if not self.does_advance(token)]
         if strange:
-            raise self._faulty("does_advance() must be true of every token of advance()", strange)
+            raise self._invalid_error("does_advance() must be true of every token of advance()", strange)
         answer: Any = self.update(tokens[0])
         if not isinstance(answer, tuple | list) or len(answer) != 3:
-            raise self._faulty("update() must return (stepped, completed, reset)", answer)
+            raise self._invalid_error("update() must return (stepped, completed, reset)", answer)
         if not answer[0]:
-            raise self._faulty("update() must step where does_advance() is true", answer)
+            raise self._invalid_error("update() must step where does_advance() is true", answer)
         return bool(answer[1])
 
-    def _restarted(self, whole: int) -> None:
+    def _check_reset(self, whole: int) -> None:
         self.reset()
         if self.remaining() != whole:
-            raise self._faulty(f"remaining() must be {whole} again after reset()", self.remaining())
+            raise self._invalid_error(f"remaining() must be {whole} again after reset()", self.remaining())
 
-    def _faulty(self, must: str, got: object) -> InputError:
+    def _invalid_error(self, must: str, got: object) -> InputError:
         return InputError("constraints", f"must hold sound ones, in {type(self).__name__} {must}", got)
 
 
-def token_of(value: Any) -> int:
+def as_token_id(value: Any) -> int:
     """A token id as an int."""
     if type(value) is int:
         return value
@@ -103,20 +105,22 @@ def token_of(value: Any) -> int:
     raise InputError("token_id", "must be an int", value)
 
 
-def tokens_of(advance: Any) -> list[int]:
+def as_token_ids(advance: Any) -> list[int]:
     """What `advance` gave, as a list."""
     if advance is None:
         return []
-    return [token_of(one) for one in advance] if isinstance(advance, list | tuple) else [token_of(advance)]
+    return (
+        [as_token_id(one) for one in advance] if isinstance(advance, list | tuple) else [as_token_id(advance)]
+    )
 
 
-def phrase_of(name: str, value: Any) -> list[int]:
+def parse_phrase(name: str, value: Any) -> list[int]:
     """A phrase given as the argument `name`: token ids, at least one."""
     must = "must be a non-empty list of token ids (ints >= 0)"
     if not isinstance(value, list | tuple) or not value:
         raise InputError(name, must, value)
     try:
-        tokens = [token_of(one) for one in value]
+        tokens = [as_token_id(one) for one in value]
     except InputError:
         raise InputError(name, must, value) from None
     if min(tokens) < 0:

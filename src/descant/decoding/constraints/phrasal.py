@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from descant.decoding.constraints.automaton import Contained
-from descant.decoding.constraints.base import phrase_of
+from descant.decoding.constraints.automaton import AnyPhraseConstraint
+from descant.decoding.constraints.base import parse_phrase
 
 __all__ = ["PhrasalConstraint"]
 
 
-class PhrasalConstraint(Contained):
+class PhrasalConstraint(AnyPhraseConstraint):
     """The demand that the text holds this phrase."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        self.token_ids = phrase_of("token_ids", token_ids)
+        self.token_ids = parse_phrase("token_ids", token_ids)
         super().__init__([self.token_ids])
 
     def advance(self) -> int | None:

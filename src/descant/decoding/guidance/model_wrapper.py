@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.core.context import params_of
-from descant.core.interfaces import Cache, Facts
+from descant.core.context import row_params
+from descant.core.interfaces import ModelTraits, RowCache
 from descant.core.rows import Rows
 
-__all__ = ["Wrapped"]
+__all__ = ["ModelWrapper"]
 
 
-class Wrapped:
+class ModelWrapper:
     """Answers for the model inside, in everything that a wrapper does not change."""
 
-    states: tuple[str, ...] = ()  # what it needs of each forward besides logits
-    mark: str = ""  # the parameter that rows have which ask for it, where a recipe made it
-    _asking: tuple[object, Tensor] | None = None
+    required_states: tuple[str, ...] = ()  # what it needs of each forward besides logits
+    row_flag: str = ""  # the parameter that rows have which ask for it, where a recipe made it
+    _active_rows: tuple[object, Tensor] | None = None
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -29,9 +29,9 @@ class Wrapped:
         return getattr(self.inner, name)
 
     @property
-    def facts(self) -> Facts:
+    def traits(self) -> ModelTraits:
         """Those of the model inside."""
-        facts: Facts = self.inner.facts
+        facts: ModelTraits = self.inner.traits
         return facts
 
     @property
@@ -40,26 +40,26 @@ class Wrapped:
         device: torch.device = self.inner.device
         return device
 
-    def mine(self, rows: Rows) -> Tensor:
+    def active_rows(self, rows: Rows) -> Tensor:
         """The rows that ask for it [N] (host)."""
-        if self._asking is None or self._asking[0] != rows.version:
-            told = params_of(rows).values.get(self.mark)
+        if self._active_rows is None or self._active_rows[0] != rows.version:
+            told = row_params(rows).values.get(self.row_flag)
             asks = torch.zeros(len(rows)) if not isinstance(told, Tensor) else told
-            self._asking = (rows.version, (asks == 1).nonzero().squeeze(1))
-        return self._asking[1]
+            self._active_rows = (rows.version, (asks == 1).nonzero().squeeze(1))
+        return self._active_rows[1]
 
-    def show(self, states: Sequence[str]) -> None:
+    def set_output_states(self, states: Sequence[str]) -> None:
         """Bring these states along from the next forward on."""
-        self.inner.show(states)
+        self.inner.set_output_states(states)
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Hand the inputs of new requests on."""
-        self.inner.open(requests, inputs)
+        self.inner.add_requests(requests, inputs)
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         """Forget those requests."""
-        self.inner.close(requests)
+        self.inner.remove_requests(requests)
 
-    def around(self, cache: Cache) -> Cache:
+    def wrap_cache(self, cache: RowCache) -> RowCache:
         """The cache as it is."""
         return cache

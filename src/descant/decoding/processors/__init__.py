@@ -1,6 +1,8 @@
 """Processors: what reshapes logits."""
 
-from descant.decoding.processors.backtracking import RewoundLogitsProcessor
+from descant.decoding.processors.adaptive_warpers import AdaptivePLogitsWarper, MirostatLogitsWarper
+from descant.decoding.processors.allowed_sequences import AllowedSequences, AllowedSequencesLogitsProcessor
+from descant.decoding.processors.backtracking import BacktrackMaskProcessor
 from descant.decoding.processors.bans import (
     EncoderNoRepeatNGramLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -10,15 +12,15 @@ from descant.decoding.processors.bans import (
     SuppressTokensLogitsProcessor,
 )
 from descant.decoding.processors.base import (
-    FixedProcessor,
-    ForeignProcessor,
+    BoundProcessor,
+    CallableProcessor,
     LogitsProcessor,
     LogitsProcessorList,
-    behind_the_port,
+    as_processor,
 )
 from descant.decoding.processors.biases import LogitBiasLogitsProcessor, SequenceBiasLogitsProcessor
 from descant.decoding.processors.diversity import HammingDiversityLogitsProcessor
-from descant.decoding.processors.feedback import AdaptivePLogitsWarper, MirostatLogitsWarper
+from descant.decoding.processors.dynamic_temperature import DynamicTemperatureLogitsWarper
 from descant.decoding.processors.filters import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -52,14 +54,12 @@ from descant.decoding.processors.repetition import (
     FrequencyPenaltyLogitsProcessor,
     PresencePenaltyLogitsProcessor,
 )
-from descant.decoding.processors.sequences import AllowedSequences, AllowedSequencesLogitsProcessor
 from descant.decoding.processors.speech import (
     AlternatingCodebooksLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
 )
 from descant.decoding.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from descant.decoding.processors.temperatures import DynamicTemperatureLogitsWarper
-from descant.decoding.processors.thinking import ThinkingBudgetLogitsProcessor
+from descant.decoding.processors.thinking_budget import ThinkingBudgetLogitsProcessor
 from descant.decoding.processors.token_healing import HealingLogitsProcessor
 from descant.decoding.processors.truncation import (
     PLessLogitsWarper,
@@ -73,6 +73,9 @@ __all__ = [
     "AllowedSequences",
     "AllowedSequencesLogitsProcessor",
     "AlternatingCodebooksLogitsProcessor",
+    "BacktrackMaskProcessor",
+    "BoundProcessor",
+    "CallableProcessor",
     "ClassifierFreeGuidanceLogitsProcessor",
     "DRYLogitsProcessor",
     "DynamicTemperatureLogitsWarper",
@@ -81,10 +84,8 @@ __all__ = [
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
     "ExponentialDecayLengthPenalty",
-    "FixedProcessor",
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
-    "ForeignProcessor",
     "FrequencyPenaltyLogitsProcessor",
     "GumbelWatermarkLogitsProcessor",
     "HammingDiversityLogitsProcessor",
@@ -104,7 +105,6 @@ __all__ = [
     "PrefixConstrainedLogitsProcessor",
     "PresencePenaltyLogitsProcessor",
     "RepetitionPenaltyLogitsProcessor",
-    "RewoundLogitsProcessor",
     "SequenceBiasLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
@@ -120,5 +120,5 @@ __all__ = [
     "WatermarkLogitsProcessor",
     "WhisperTimeStampLogitsProcessor",
     "XTCLogitsWarper",
-    "behind_the_port",
+    "as_processor",
 ]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, Prompt
-from descant.decoding.processors.base import LogitsProcessor, marked, number
-from descant.decoding.processors.biases import about_to_end, refuse_strangers, sequences
-from descant.decoding.processors.lengths import Ids, ids_of
-from descant.decoding.processors.penalties import Sourced, source_of
+from descant.core.context import Context, PromptInfo
+from descant.decoding.processors.base import LogitsProcessor, check_number, vocab_mask
+from descant.decoding.processors.biases import check_max_token_id, check_sequences, completing_tokens
+from descant.decoding.processors.lengths import TokenIds, as_id_list
+from descant.decoding.processors.penalties import EncoderInputProcessor, as_source_ids
 from descant.errors import InputError
 
 __all__ = [
@@ -30,34 +30,34 @@ __all__ = [
 class SuppressTokensLogitsProcessor(LogitsProcessor):
     """Rules tokens out everywhere."""
 
-    reads = ("suppress_tokens",)
+    config_fields = ("suppress_tokens",)
 
-    def __init__(self, suppress_tokens: Ids, device: str = "cpu") -> None:  # noqa: ARG002
-        self.suppress_tokens = ids_of(suppress_tokens)
+    def __init__(self, suppress_tokens: TokenIds, device: str = "cpu") -> None:  # noqa: ARG002
+        self.suppress_tokens = as_id_list(suppress_tokens)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores without those tokens."""
-        return scores.masked_fill(marked(scores.shape, context.param("suppress_tokens")), -torch.inf)
+        return scores.masked_fill(vocab_mask(scores.shape, context.param("suppress_tokens")), -torch.inf)
 
 
 class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
     """Rules tokens out at one place, `begin_index`: the first that the model may choose freely."""
 
-    reads = ("begin_suppress_tokens",)
+    config_fields = ("begin_suppress_tokens",)
 
-    def __init__(self, begin_suppress_tokens: Ids, begin_index: int, device: str = "cpu") -> None:  # noqa: ARG002
-        self.begin_suppress_tokens = ids_of(begin_suppress_tokens)
-        self.begin_index = number("begin_index", begin_index, 0, whole=True)
+    def __init__(self, begin_suppress_tokens: TokenIds, begin_index: int, device: str = "cpu") -> None:  # noqa: ARG002
+        self.begin_suppress_tokens = as_id_list(begin_suppress_tokens)
+        self.begin_index = check_number("begin_index", begin_index, 0, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores without those tokens at that place."""
         here = context.length == context.param("begin_index")
         return scores.masked_fill(
-            marked(scores.shape, context.param("begin_suppress_tokens")) & here, -torch.inf
+            vocab_mask(scores.shape, context.param("begin_suppress_tokens")) & here, -torch.inf
         )
 
 
-def _repeats(context: Context, store: Tensor, size: Tensor, most: int) -> Tensor:
+def _ngram_completions(context: Context, store: Tensor, size: Tensor, most: int) -> Tensor:
     """Which tokens of `store` [N, S] end an n-gram, of that `size` [N, 1], that the line's last tokens begin.
 
     `store` holds -1 where it has no token, and `most` is the largest size.
@@ -79,40 +79,42 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
     0 means the whole row.
     """
 
-    reads = ("no_repeat_ngram_size", "no_repeat_ngram_window")
+    config_fields = ("no_repeat_ngram_size", "no_repeat_ngram_window")
 
     def __init__(self, ngram_size: int, window: int = 0) -> None:
-        self.no_repeat_ngram_size = number("ngram_size", ngram_size, 1, whole=True)
-        self.no_repeat_ngram_window = number("window", window, 0, whole=True)
+        self.no_repeat_ngram_size = check_number("ngram_size", ngram_size, 1, integer=True)
+        self.no_repeat_ngram_window = check_number("window", window, 0, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores without what would repeat."""
         size, window = context.param("no_repeat_ngram_size"), context.param("no_repeat_ngram_window")
         tokens = torch.where(context.valid, context.tokens, -1)
-        again = _repeats(context, tokens, size, context.largest("no_repeat_ngram_size"))
+        again = _ngram_completions(context, tokens, size, context.max_on_host("no_repeat_ngram_size"))
         first = torch.arange(tokens.shape[1], device=tokens.device) - size + 1  # where each n-gram begins
         again &= (window <= 0) | (first >= context.length - window)
-        return scores.masked_fill(marked(scores.shape, torch.where(again, tokens, -1)), -torch.inf)
+        return scores.masked_fill(vocab_mask(scores.shape, torch.where(again, tokens, -1)), -torch.inf)
 
 
-class EncoderNoRepeatNGramLogitsProcessor(Sourced):
+class EncoderNoRepeatNGramLogitsProcessor(EncoderInputProcessor):
     """Rules out every token that would repeat an n-gram of the encoder's input."""
 
     def __init__(self, encoder_ngram_size: int, encoder_input_ids: Tensor) -> None:
-        self.encoder_no_repeat_ngram_size = number("encoder_ngram_size", encoder_ngram_size, 1, whole=True)
-        self.source = source_of(encoder_input_ids)
+        self.encoder_no_repeat_ngram_size = check_number(
+            "encoder_ngram_size", encoder_ngram_size, 1, integer=True
+        )
+        self.source_ids = as_source_ids(encoder_input_ids)
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
         """The size, and whose n-grams."""
         name = "encoder_no_repeat_ngram_size"
-        return {name: getattr(config, name), "source": prompt.source()}
+        return {name: getattr(config, name), "source_ids": prompt.source_ids()}
 
-    def sourced(self, context: Context, scores: Tensor, sources: Tensor) -> Tensor:
+    def process_with_source(self, context: Context, scores: Tensor, sources: Tensor) -> Tensor:
         """The scores without what would repeat the source."""
         name = "encoder_no_repeat_ngram_size"
-        again = _repeats(context, sources, context.param(name), context.largest(name))
-        return scores.masked_fill(marked(scores.shape, torch.where(again, sources, -1)), -torch.inf)
+        again = _ngram_completions(context, sources, context.param(name), context.max_on_host(name))
+        return scores.masked_fill(vocab_mask(scores.shape, torch.where(again, sources, -1)), -torch.inf)
 
 
 class NoBadWordsLogitsProcessor(LogitsProcessor):
@@ -123,31 +125,31 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
 
     bad_words_ids: list[list[int]]
     bad_words_sizes: list[int]
-    highest = -1
+    max_token_id = -1
 
-    def __init__(self, bad_words_ids: Sequence[Sequence[int]], eos_token_id: Ids | None = None) -> None:
-        vars(self).update(_words(bad_words_ids, ids_of(eos_token_id)))
-        self.highest = max(map(max, self.bad_words_ids))
+    def __init__(self, bad_words_ids: Sequence[Sequence[int]], eos_token_id: TokenIds | None = None) -> None:
+        vars(self).update(_bad_words_params(bad_words_ids, as_id_list(eos_token_id)))
+        self.max_token_id = max(map(max, self.bad_words_ids))
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
         """The sequences and how long each is."""
-        return _words(config.bad_words_ids or (), ids_of(config.eos_token_id))
+        return _bad_words_params(config.bad_words_ids or (), as_id_list(config.eos_token_id))
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores without what would complete a sequence."""
-        refuse_strangers("bad_words_ids", self.highest, scores)
-        complete, token = about_to_end(
+        check_max_token_id("bad_words_ids", self.max_token_id, scores)
+        complete, token = completing_tokens(
             context, context.param("bad_words_ids"), context.param("bad_words_sizes")
         )
-        return scores.masked_fill(marked(scores.shape, torch.where(complete, token, -1)), -torch.inf)
+        return scores.masked_fill(vocab_mask(scores.shape, torch.where(complete, token, -1)), -torch.inf)
 
 
-def _words(value: Any, eos: list[int]) -> dict[str, Any]:
+def _bad_words_params(value: Any, eos: list[int]) -> dict[str, Any]:
     if not isinstance(value, list | tuple) or not value:
         raise InputError("bad_words_ids", "must hold sequences of token ids", value, "write [[5, 6], [7]]")
     ends = [[one] for one in eos]
-    words = [word for word in sequences("bad_words_ids", value) if word not in ends]
+    words = [word for word in check_sequences("bad_words_ids", value) if word not in ends]
     return {"bad_words_ids": words or [[-1]], "bad_words_sizes": [len(word) for word in words] or [0]}
 
 
@@ -166,46 +168,51 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
             must = "must be a function (batch_id, ids) -> token ids"
             raise InputError("prefix_allowed_tokens_fn", must, prefix_allowed_tokens_fn)
         self.prefix_allowed_tokens_fn = prefix_allowed_tokens_fn
-        self.num_beams = number("num_beams", num_beams, 1, whole=True)
+        self.num_beams = check_number("num_beams", num_beams, 1, integer=True)
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
         """The function, and which prompt a row continues."""
-        return {"prefix_allowed_tokens_fn": config.prefix_allowed_tokens_fn, "batch": prompt.batch}
+        return {
+            "prefix_allowed_tokens_fn": config.prefix_allowed_tokens_fn,
+            "prompt_index": prompt.prompt_index,
+        }
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """New scores [N, V] after the ids [N, L], all of which count as real."""
         batch = [line // self.num_beams for line in range(len(input_ids))]
         context = Context.standalone(input_ids, vars(self))
-        return _kept(self._answers(context, scores, batch, least=1), scores)
+        return _mask_disallowed(self._allowed_tokens(context, scores, batch, min_tokens=1), scores)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores of the allowed tokens, of lines whose prompts the context knows.
 
         Where nothing is allowed nothing is left, and that row alone fails.
         """
-        batch = context.param("batch").squeeze(1).tolist()
-        return _kept(self._answers(context, scores, batch), scores)
+        batch = context.param("prompt_index").squeeze(1).tolist()
+        return _mask_disallowed(self._allowed_tokens(context, scores, batch), scores)
 
-    def _answers(self, context: Context, scores: Tensor, batch: list[int], least: int = 0) -> list[list[int]]:
+    def _allowed_tokens(
+        self, context: Context, scores: Tensor, batch: list[int], min_tokens: int = 0
+    ) -> list[list[int]]:
         """What the function allows after each line."""
-        functions = context.objects("prefix_allowed_tokens_fn")
+        functions = context.object_param("prefix_allowed_tokens_fn")
         lengths = context.length.squeeze(1).tolist()
         lines = zip(functions, batch, context.tokens, lengths, strict=True)
         return [
-            _allowed(function(prompt, tokens[:length].clone()), prompt, scores.shape[1], least)
+            _check_allowed(function(prompt, tokens[:length].clone()), prompt, scores.shape[1], min_tokens)
             for function, prompt, tokens, length in lines
         ]
 
 
-def _kept(answers: list[list[int]], scores: Tensor) -> Tensor:
+def _mask_disallowed(answers: list[list[int]], scores: Tensor) -> Tensor:
     """The scores of the tokens allowed, nothing else [N, V]."""
     wide = max(1, *map(len, answers))
     ids = torch.tensor([answer + [-1] * (wide - len(answer)) for answer in answers], device=scores.device)
-    return scores.masked_fill(~marked(scores.shape, ids), -torch.inf)
+    return scores.masked_fill(~vocab_mask(scores.shape, ids), -torch.inf)
 
 
-def _allowed(answer: Any, prompt: int, vocabulary: int, least: int) -> list[int]:
+def _check_allowed(answer: Any, prompt: int, vocabulary: int, least: int) -> list[int]:
     """What the function returned, as a list of at least so many ids."""
     name = "prefix_allowed_tokens_fn"
     ids = answer.tolist() if isinstance(answer, Tensor) else answer

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, Prompt
+from descant.core.context import Context, PromptInfo
 from descant.core.interfaces import Processor
 from descant.errors import InputError
 
 __all__ = [
-    "FixedProcessor",
-    "ForeignProcessor",
+    "BoundProcessor",
+    "CallableProcessor",
     "LogitsProcessor",
     "LogitsProcessorList",
-    "behind_the_port",
-    "listed",
-    "marked",
-    "number",
+    "as_processor",
+    "check_number",
+    "to_list",
+    "vocab_mask",
 ]
 
 NO_STATE: Mapping[str, float] = {}
@@ -37,19 +37,19 @@ class LogitsProcessor:
     with, and defines `advance`.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ()  # the config fields that are its parameters as they are
+    config_fields: ClassVar[tuple[str, ...]] = ()  # the config fields that are its parameters as they are
     state: Mapping[str, float] = NO_STATE
-    random: ClassVar[bool] = False  # whether it asks `context.chance`
+    is_random: ClassVar[bool] = False  # whether it asks `context.chance`
 
     @classmethod
-    def bare(cls) -> Self:
+    def make_unbound(cls) -> Self:
         """One without parameters of its own, as the loop uses it."""
         return cls.__new__(cls)
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
         """The parameters of a row that uses it: numbers, lists of numbers, or objects."""
-        return {name: listed(getattr(config, name)) for name in cls.reads}
+        return {name: to_list(getattr(config, name)) for name in cls.config_fields}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """New scores [N, V] after the ids [N, L], all of which count as real."""
@@ -80,45 +80,45 @@ class LogitsProcessorList(list[Any]):
         return scores
 
 
-class FixedProcessor:
+class BoundProcessor:
     """One of ours that a user made by hand: it follows the rows, with its own parameters for all of them."""
 
     def __init__(self, function: LogitsProcessor) -> None:
         self.function = function
         self.state = function.state
-        self.random = function.random
+        self.is_random = function.is_random
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """What it makes of the scores."""
-        return self.function.process(context.fixed(vars(self.function)), scores)
+        return self.function.process(context.with_params(vars(self.function)), scores)
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """Its state after the choice."""
-        return self.function.advance(context.fixed(vars(self.function)), before, after, tokens)
+        return self.function.advance(context.with_params(vars(self.function)), before, after, tokens)
 
 
-class ForeignProcessor:
+class CallableProcessor:
     """A user's own processor, who is shown the ids of the running rows padded on the left."""
 
     state = NO_STATE
-    random = False
+    is_random = False
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.function = function
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """What the user's function makes of the scores."""
-        parts = context.abreast()
+        parts = context.equal_width_groups()
         if parts[0] is None:
-            return self._asked(context, scores)
+            return self._call_function(context, scores)
         answer = scores.clone()
         for part in parts:
             assert part is not None
             at = part.to(scores.device)
-            answer[at] = self._asked(context.take(part), scores[at])
+            answer[at] = self._call_function(context.take(part), scores[at])
         return answer
 
-    def _asked(self, context: Context, scores: Tensor) -> Tensor:
+    def _call_function(self, context: Context, scores: Tensor) -> Tensor:
         """The same of lines that are equally wide."""
         answer: Any = self.function(context.left_padded(), scores.clone())
         if not isinstance(answer, Tensor) or answer.shape != scores.shape:
@@ -131,24 +131,24 @@ class ForeignProcessor:
         return {}
 
 
-def behind_the_port(given: Any) -> Processor:
+def as_processor(given: Any) -> Processor:
     """A processor that a user brings along, as the loop calls it."""
     if isinstance(given, LogitsProcessor) and type(given).process is not LogitsProcessor.process:
-        return FixedProcessor(given)
+        return BoundProcessor(given)
     if not isinstance(given, LogitsProcessor) and hasattr(given, "process"):
         port: Processor = given
         return port
     if not callable(given):
         raise InputError("logits_processor", "must hold callables (input_ids, scores) -> scores", given)
-    return ForeignProcessor(given)
+    return CallableProcessor(given)
 
 
-def listed(value: Any) -> Any:
+def to_list(value: Any) -> Any:
     """A field's value as a parameter: sequences as lists."""
-    return [listed(part) for part in value] if isinstance(value, tuple) else value
+    return [to_list(part) for part in value] if isinstance(value, tuple) else value
 
 
-def marked(shape: torch.Size, ids: Tensor) -> Tensor:
+def vocab_mask(shape: torch.Size, ids: Tensor) -> Tensor:
     """Which columns the ids [N, W] name, entries below 0 or too large naming none [N, V]."""
     width = shape[1]
     mask = torch.zeros(shape[0], width + 1, dtype=torch.bool, device=ids.device)
@@ -156,10 +156,10 @@ def marked(shape: torch.Size, ids: Tensor) -> Tensor:
     return mask.scatter_(1, ids.expand(shape[0], -1), True)[:, :width]
 
 
-def number(name: str, value: Any, low: float, high: float = float("inf"), whole: bool = False) -> Any:
+def check_number(name: str, value: Any, low: float, high: float = float("inf"), integer: bool = False) -> Any:
     """The value, checked to be a number between the bounds."""
-    kinds = int if whole else (int, float)
+    kinds = int if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        kind = "an integer" if whole else "a number"
+        kind = "an integer" if integer else "a number"
         raise InputError(name, f"must be {kind} between {low} and {high}", value)
     return value

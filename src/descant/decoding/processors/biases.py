@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, Prompt
+from descant.core.context import Context, PromptInfo
 from descant.decoding.processors.base import LogitsProcessor
 from descant.errors import InputError
 
-__all__ = ["LogitBiasLogitsProcessor", "SequenceBiasLogitsProcessor", "about_to_end", "sequences"]
+__all__ = ["LogitBiasLogitsProcessor", "SequenceBiasLogitsProcessor", "check_sequences", "completing_tokens"]
 
 
-def sequences(name: str, value: Sequence[Any]) -> list[list[int]]:
+def check_sequences(name: str, value: Sequence[Any]) -> list[list[int]]:
     """Sequences of token ids as lists, checked to be such and none of them empty."""
     checked = []
     for one in value:
@@ -30,7 +30,7 @@ def sequences(name: str, value: Sequence[Any]) -> list[list[int]]:
     return checked
 
 
-def about_to_end(context: Context, ids: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+def completing_tokens(context: Context, ids: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Which sequences one more token would complete [N, K], and which token that is [N, K].
 
     `ids` [N, K, W] are the sequences from the left, `sizes` [N, K] their lengths, below 1 for none.
@@ -54,37 +54,37 @@ class SequenceBiasLogitsProcessor(LogitsProcessor):
     sequence_bias: list[float]
     sequence_bias_ids: list[list[int]]
     sequence_bias_sizes: list[int]
-    highest = -1
+    max_token_id = -1
 
     def __init__(self, sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any]) -> None:
-        vars(self).update(_sequence_columns(sequence_bias))
-        self.highest = max(map(max, self.sequence_bias_ids))
+        vars(self).update(_sequence_bias_params(sequence_bias))
+        self.max_token_id = max(map(max, self.sequence_bias_ids))
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
         """The sequences, how long each is, and the biases."""
-        return _sequence_columns(config.sequence_bias or {})
+        return _sequence_bias_params(config.sequence_bias or {})
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores with the biases of what would be completed."""
-        refuse_strangers("sequence_bias", self.highest, scores)
-        complete, token = about_to_end(
+        check_max_token_id("sequence_bias", self.max_token_id, scores)
+        complete, token = completing_tokens(
             context, context.param("sequence_bias_ids"), context.param("sequence_bias_sizes")
         )
         bias = torch.where(complete, context.param("sequence_bias").to(scores.dtype), 0.0)
         # The biases of a token are summed before its score, as the documented processor does.
-        return scores + torch.zeros_like(scores).scatter_add_(1, *_real(scores, token, bias))
+        return scores + torch.zeros_like(scores).scatter_add_(1, *_drop_unknown_ids(scores, token, bias))
 
 
-def _sequence_columns(value: Any) -> dict[str, Any]:
+def _sequence_bias_params(value: Any) -> dict[str, Any]:
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple) or not pairs:
         must = "must map sequences of token ids to biases"
         raise InputError("sequence_bias", must, value, "write {(10, 45): -2.0} or [[[10, 45], -2.0]]")
     if any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs):
         raise InputError("sequence_bias", "must hold pairs of a sequence and its bias", value)
-    ids = sequences("sequence_bias", [pair[0] for pair in pairs])
-    biases = {tuple(one): _bias("sequence_bias", pair[1]) for one, pair in zip(ids, pairs, strict=True)}
+    ids = check_sequences("sequence_bias", [pair[0] for pair in pairs])
+    biases = {tuple(one): _check_bias("sequence_bias", pair[1]) for one, pair in zip(ids, pairs, strict=True)}
     # Sums of floats depend on their order: single tokens first, as the documented processor does.
     ordered = sorted(biases, key=lambda one: len(one) > 1)
     return {
@@ -102,44 +102,46 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
 
     logit_bias: list[float]
     logit_bias_ids: list[int]
-    highest = -1
+    max_token_id = -1
 
     def __init__(self, logit_bias: Mapping[int, float]) -> None:
-        vars(self).update(_token_columns(logit_bias))
-        self.highest = max(self.logit_bias_ids)
+        vars(self).update(_logit_bias_params(logit_bias))
+        self.max_token_id = max(self.logit_bias_ids)
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
         """The tokens and their biases."""
-        return _token_columns(config.logit_bias or {})
+        return _logit_bias_params(config.logit_bias or {})
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores with the biases."""
-        refuse_strangers("logit_bias", self.highest, scores)
+        check_max_token_id("logit_bias", self.max_token_id, scores)
         ids = context.param("logit_bias_ids")
-        return scores.scatter_add(1, *_real(scores, ids, context.param("logit_bias").to(scores.dtype)))
+        return scores.scatter_add(
+            1, *_drop_unknown_ids(scores, ids, context.param("logit_bias").to(scores.dtype))
+        )
 
 
-def _token_columns(value: Any) -> dict[str, Any]:
+def _logit_bias_params(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not value:
         raise InputError("logit_bias", "must map token ids to biases", value, "write {50256: -100.0}")
-    ids = [one for (one,) in sequences("logit_bias", [[token] for token in value])]
-    return {"logit_bias_ids": ids, "logit_bias": [_bias("logit_bias", bias) for bias in value.values()]}
+    ids = [one for (one,) in check_sequences("logit_bias", [[token] for token in value])]
+    return {"logit_bias_ids": ids, "logit_bias": [_check_bias("logit_bias", bias) for bias in value.values()]}
 
 
-def _bias(name: str, value: Any) -> float:
+def _check_bias(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise InputError(name, "must hold numbers for biases", value)
     return float(value)
 
 
-def _real(scores: Tensor, ids: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:
+def _drop_unknown_ids(scores: Tensor, ids: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:
     """Ids and amounts [N, W] fit to be added to the scores: an id that names no token adds nothing."""
     real = (ids >= 0) & (ids < scores.shape[1])
     return torch.where(real, ids, 0), torch.where(real, amounts, 0.0)
 
 
-def refuse_strangers(name: str, highest: int, scores: Tensor) -> None:
+def check_max_token_id(name: str, highest: int, scores: Tensor) -> None:
     """Raise for a token id that the scores have no place for."""
     if highest >= scores.shape[1]:
         raise InputError(name, f"must name tokens below {scores.shape[1]}, the vocabulary", highest)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from descant.core.context import Context
-from descant.decoding.processors.base import LogitsProcessor, number
+from descant.decoding.processors.base import LogitsProcessor, check_number
 from descant.errors import InputError
 
-__all__ = ["HammingDiversityLogitsProcessor", "penalised"]
+__all__ = ["HammingDiversityLogitsProcessor", "apply_hamming_penalty"]
 
 
 class HammingDiversityLogitsProcessor(LogitsProcessor):
@@ -19,14 +19,14 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
     the column `rivals`, which the strategy keeps.
     """
 
-    reads = ("diversity_penalty",)
+    config_fields = ("diversity_penalty",)
 
     def __init__(self, diversity_penalty: float, num_beams: int, num_beam_groups: int) -> None:
-        if number("diversity_penalty", diversity_penalty, 0.0) <= 0:
+        if check_number("diversity_penalty", diversity_penalty, 0.0) <= 0:
             raise InputError("diversity_penalty", "must be > 0", diversity_penalty)
         self.diversity_penalty = float(diversity_penalty)
-        self.num_beams = number("num_beams", num_beams, 2, whole=True)
-        self.num_beam_groups = number("num_beam_groups", num_beam_groups, 2, num_beams, whole=True)
+        self.num_beams = check_number("num_beams", num_beams, 2, integer=True)
+        self.num_beam_groups = check_number("num_beam_groups", num_beam_groups, 2, num_beams, integer=True)
 
     def __call__(  # type: ignore[override]
         self,
@@ -37,7 +37,7 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
     ) -> Tensor:
         """New scores of one group's beams [B * G, V] after the step's tokens of all beams [B * num_beams]."""
         size = self.num_beams // self.num_beam_groups
-        number("beam_group_idx", beam_group_idx, 0, self.num_beam_groups - 1, whole=True)
+        check_number("beam_group_idx", beam_group_idx, 0, self.num_beam_groups - 1, integer=True)
         batch, rest = divmod(len(current_tokens), self.num_beams)
         if rest or current_tokens.ndim != 1:
             must = f"must hold {self.num_beams} tokens for each prompt"
@@ -47,18 +47,18 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
             raise InputError("scores", must, scores)
         rivals = current_tokens.view(batch, self.num_beams)[:, : beam_group_idx * size]
         penalty = scores.new_full((1, 1), self.diversity_penalty)
-        return penalised(scores, rivals.repeat_interleave(size, 0).to(scores.device), penalty)
+        return apply_hamming_penalty(scores, rivals.repeat_interleave(size, 0).to(scores.device), penalty)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """New scores for the lines of `context`."""
-        rivals = context.state("rivals")
+        rivals = context.state("earlier_group_tokens")
         if rivals.is_floating_point():
             must = "must not hold a HammingDiversityLogitsProcessor without beam groups"
             raise InputError("logits_processor", must, self, "set num_beam_groups and diversity_penalty")
-        return penalised(scores, rivals.flatten(1), context.param("diversity_penalty"))
+        return apply_hamming_penalty(scores, rivals.flatten(1), context.param("diversity_penalty"))
 
 
-def penalised(scores: Tensor, rivals: Tensor, penalty: Tensor) -> Tensor:
+def apply_hamming_penalty(scores: Tensor, rivals: Tensor, penalty: Tensor) -> Tensor:
     """The scores [N, V] less the penalty [N, 1] for each time a token is a rival [N, W], -1 being none."""
     width = scores.shape[1]
     known = torch.where((rivals >= 0) & (rivals < width), rivals, width)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from descant.core.context import Context
-from descant.decoding.processors.base import LogitsProcessor, number
+from descant.decoding.processors.base import LogitsProcessor, check_number
 from descant.errors import InputError
 
 __all__ = ["ClassifierFreeGuidanceLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"]
@@ -24,7 +24,7 @@ class ClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, guidance_scale: float) -> None:
-        if number("guidance_scale", guidance_scale, 1.0) <= 1:
+        if check_number("guidance_scale", guidance_scale, 1.0) <= 1:
             raise InputError("guidance_scale", "must be > 1", guidance_scale)
         self.guidance_scale = float(guidance_scale)
 
@@ -34,7 +34,7 @@ class ClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
             must = f"must have {2 * input_ids.shape[0]} lines, two for each of `input_ids`"
             raise InputError("scores", must, scores, "give those with the prompt first, then those without")
         conditional, plain = scores.chunk(2)
-        return _guided(conditional, plain, self.guidance_scale)
+        return _apply_guidance(conditional, plain, self.guidance_scale)
 
 
 class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
@@ -55,17 +55,17 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         unconditional_attention_mask: Tensor | None = None,
         use_cache: bool | None = True,
     ) -> None:
-        if math.isinf(number("guidance_scale", guidance_scale, -math.inf)):
+        if math.isinf(check_number("guidance_scale", guidance_scale, -math.inf)):
             raise InputError("guidance_scale", "must be finite", guidance_scale)
         if not callable(model):
             raise InputError("model", "must be a model that can be called with ids", model)
         self.guidance_scale = float(guidance_scale)
         self.model = model
         self.use_cache = bool(use_cache)
-        self._negative = _masked(unconditional_ids, unconditional_attention_mask)
-        self._prompt: Tensor | None = None  # [N, P] the ids of the first call
-        self._seen: Tensor | None = None  # [N, L] those of the last
-        self._past: Any = None  # what the model remembers of their unconditional side
+        self._negative_prompt = _check_unconditional(unconditional_ids, unconditional_attention_mask)
+        self._prompt_ids: Tensor | None = None  # [N, P] the ids of the first call
+        self._last_input_ids: Tensor | None = None  # [N, L] those of the last
+        self._past_key_values: Any = None  # what the model remembers of their unconditional side
 
     def process(self, context: Context, scores: Tensor) -> Tensor:  # noqa: ARG002
         """Refused: the rows of the loop come and go, and its own guidance follows them."""
@@ -78,36 +78,38 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         conditional = scores.log_softmax(-1)
         if self.guidance_scale == 1:
             return conditional
-        plain = self._unconditional(input_ids).to(scores.dtype).log_softmax(-1)
-        return _guided(conditional, plain, self.guidance_scale)
+        plain = self._unconditional_logits(input_ids).to(scores.dtype).log_softmax(-1)
+        return _apply_guidance(conditional, plain, self.guidance_scale)
 
     @torch.no_grad()
-    def _unconditional(self, input_ids: Tensor) -> Tensor:
+    def _unconditional_logits(self, input_ids: Tensor) -> Tensor:
         """What the model says after the unconditional ids and what is new [N, V]."""
-        whose = self._whose(input_ids)
+        whose = self._match_prompts(input_ids)
         if whose is None:
-            self._prompt, self._past = input_ids.clone(), None
+            self._prompt_ids, self._past_key_values = input_ids.clone(), None
             whose = torch.arange(len(input_ids), device=input_ids.device)
-        assert self._prompt is not None
-        new = input_ids[:, self._prompt.shape[1] :]
-        ids, mask = self._instead(whose)
+        assert self._prompt_ids is not None
+        new = input_ids[:, self._prompt_ids.shape[1] :]
+        ids, mask = self._negative_inputs(whose)
         ids, mask = torch.cat((ids, new), 1), torch.cat((mask, torch.ones_like(new)), 1)
-        seen, self._seen = self._seen, input_ids.clone()
-        grown = self._past is not None and seen is not None and torch.equal(input_ids[:, :-1], seen)
-        past, self._past = (self._past if grown else None), None
+        seen, self._last_input_ids = self._last_input_ids, input_ids.clone()
+        grown = (
+            self._past_key_values is not None and seen is not None and torch.equal(input_ids[:, :-1], seen)
+        )
+        past, self._past_key_values = (self._past_key_values if grown else None), None
         fed = ids[:, -1:] if grown else ids
         more = {}
-        if self._negative is not None and self._counts():
+        if self._negative_prompt is not None and self._needs_position_ids():
             more["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -fed.shape[1] :]
         out = self.model(fed, attention_mask=mask, use_cache=self.use_cache, past_key_values=past, **more)
         if self.use_cache:
-            self._past = getattr(out, "past_key_values", None)
+            self._past_key_values = getattr(out, "past_key_values", None)
         logits: Tensor = out.logits[:, -1]
         return logits
 
-    def _whose(self, input_ids: Tensor) -> Tensor | None:
+    def _match_prompts(self, input_ids: Tensor) -> Tensor | None:
         """Which of the prompts each line continues [N]; None where these are not, or none has a new token."""
-        prompt, seen = self._prompt, self._seen
+        prompt, seen = self._prompt_ids, self._last_input_ids
         if prompt is None or seen is None:
             return None
         # What is longer by several tokens is another text that begins alike, such as a chat's next turn.
@@ -119,33 +121,36 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         same = (before[:, None] == prompt).all(-1)  # [N, N']
         return same.long().argmax(1) if bool(same.any(1).all()) else None
 
-    def _instead(self, whose: Tensor) -> tuple[Tensor, Tensor]:
+    def _negative_inputs(self, whose: Tensor) -> tuple[Tensor, Tensor]:
         """What stands in the place of those prompts, and its mask [N, U]."""
-        assert self._prompt is not None
-        if self._negative is None:
-            last = self._prompt[whose, -1:]
+        assert self._prompt_ids is not None
+        if self._negative_prompt is None:
+            last = self._prompt_ids[whose, -1:]
             return last, torch.ones_like(last)
-        ids, mask = (part.to(whose.device) for part in self._negative)
-        times, rest = divmod(len(self._prompt), len(ids))
+        ids, mask = (part.to(whose.device) for part in self._negative_prompt)
+        times, rest = divmod(len(self._prompt_ids), len(ids))
         if rest:
             must = f"must have as many lines as `unconditional_ids`, {len(ids)}, or a multiple of them"
-            raise InputError("input_ids", must, self._prompt)
+            raise InputError("input_ids", must, self._prompt_ids)
         return ids[whose // times], mask[whose // times]
 
-    def _counts(self) -> bool:
+    def _needs_position_ids(self) -> bool:
         """Whether padding has to be kept from counting as positions, and the model can be told so."""
-        assert self._negative is not None
+        assert self._negative_prompt is not None
         called = getattr(self.model, "forward", self.model)
-        return bool((self._negative[1] == 0).any()) and "position_ids" in inspect.signature(called).parameters
+        return (
+            bool((self._negative_prompt[1] == 0).any())
+            and "position_ids" in inspect.signature(called).parameters
+        )
 
 
-def _guided(conditional: Tensor, plain: Tensor, scale: float) -> Tensor:
+def _apply_guidance(conditional: Tensor, plain: Tensor, scale: float) -> Tensor:
     """From the plain scores in the direction of the conditional ones, and beyond them above 1."""
     guided = plain + (conditional - plain) * scale
     return torch.where(conditional == plain, plain, guided)  # ruled out in both, so ruled out
 
 
-def _masked(ids: Any, mask: Any) -> tuple[Tensor, Tensor] | None:
+def _check_unconditional(ids: Any, mask: Any) -> tuple[Tensor, Tensor] | None:
     """Unconditional ids and their mask [B, U], checked."""
     if ids is None:
         if mask is not None:

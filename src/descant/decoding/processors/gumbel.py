@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 
 from descant.core.context import Context
-from descant.decoding.processors.base import number
-from descant.decoding.processors.filters import NEVER
-from descant.decoding.processors.repetition import matches
-from descant.decoding.processors.watermark import Marking
+from descant.decoding.processors.base import check_number
+from descant.decoding.processors.filters import NEG_INF
+from descant.decoding.processors.repetition import suffix_match_lengths
+from descant.decoding.processors.watermark import BaseWatermarkProcessor
 from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
-from descant.decoding.watermark.schemes.gumbel import Race, race_of
+from descant.decoding.watermark.schemes.gumbel import KeyedUniforms, get_keyed_uniforms
 
 __all__ = ["GumbelWatermarkLogitsProcessor"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_SMALL = 1024  # vocabularies up to here are not worth a look at each line
-_SPARSE = 64  # where fewer than one token in so many is possible, only those are asked
-_SHORT = 16  # contexts up to here are compared token by token
-_BELOW = 1.0 - 2.0**-24  # the largest number below 1
-_SLACK = 1.0 - 2.0**-10  # more than float32 can be wrong
+_SMALL_VOCAB = 1024  # vocabularies up to here are not worth a look at each line
+_SPARSE_RATIO = 64  # where fewer than one token in so many is possible, only those are asked
+_SHORT_CONTEXT = 16  # contexts up to here are compared token by token
+_BELOW_ONE = 1.0 - 2.0**-24  # the largest number below 1
+_ROUNDING_SLACK = 1.0 - 2.0**-10  # more than float32 can be wrong
 
 
-class GumbelWatermarkLogitsProcessor(Marking):
+class GumbelWatermarkLogitsProcessor(BaseWatermarkProcessor):
     """Leaves a line only the winner of its keyed race (Aaronson 2022; Kuditipudi et al. 2023).
 
     Each probability is divided by an exponential variable that hangs on the key, the sequence's nonce, its
@@ -41,7 +41,7 @@ class GumbelWatermarkLogitsProcessor(Marking):
     prompt, and a `nonce` not given is drawn once, for all lines.
     """
 
-    random = True
+    is_random = True
     SALT = 2
 
     def __init__(
@@ -54,45 +54,47 @@ class GumbelWatermarkLogitsProcessor(Marking):
     ) -> None:
         made = GumbelWatermarkingConfig(key, context_width, nonce, nonces)
         self.watermark = replace(made, nonce=secrets.randbelow(nonces)) if nonce is None else made
-        self.prompt = number("prompt_length", prompt_length, 0, whole=True)
+        self.prompt_length = check_number("prompt_length", prompt_length, 0, integer=True)
 
-    def _marked(self, context: Context, scores: Tensor, settings: GumbelWatermarkingConfig) -> Tensor:
+    def _apply_watermark(
+        self, context: Context, scores: Tensor, settings: GumbelWatermarkingConfig
+    ) -> Tensor:
         """0 for the winner and -inf for all others, or the scores as they were."""
         width = settings.context_width
-        if max(context.new) < width:
+        if max(context.generated_on_host) < width:
             return scores.clone()
-        race, last = race_of(settings), _last(context, width)
-        states = race.states(last, self._nonce(context, settings))
-        fresh = (context.generated >= width) & ~_seen(context, last)  # [N, 1]
-        if scores.device.type == "cpu" and scores.shape[1] > _SMALL:
-            winner = _raced_on_host(race, states, scores.float(), fresh)
+        race, last = get_keyed_uniforms(settings), _last_tokens(context, width)
+        states = race.context_states(last, self._get_nonce(context, settings))
+        fresh = (context.generated >= width) & ~_is_repeated_context(context, last)  # [N, 1]
+        if scores.device.type == "cpu" and scores.shape[1] > _SMALL_VOCAB:
+            winner = _gumbel_argmax_on_host(race, states, scores.float(), fresh)
         else:
-            winner = torch.where(fresh, _raced(race, states, scores), -1)
-        alone = torch.full_like(scores, NEVER).scatter_(1, winner.clamp(min=0), 0.0)
+            winner = torch.where(fresh, _gumbel_argmax(race, states, scores), -1)
+        alone = torch.full_like(scores, NEG_INF).scatter_(1, winner.clamp(min=0), 0.0)
         if scores.device.type == "cpu" and bool((winner >= 0).all()):
             return alone
         return torch.where(winner >= 0, alone, scores)
 
-    def _nonce(self, context: Context, settings: GumbelWatermarkingConfig) -> Tensor | int:
+    def _get_nonce(self, context: Context, settings: GumbelWatermarkingConfig) -> Tensor | int:
         """The nonce, or where each sequence draws its own, theirs [N, 1]."""
         if settings.nonce is not None:
             return settings.nonce
-        drawn = (context.luck(self.SALT) * settings.nonces).long()
+        drawn = (context.uniform_per_sequence(self.SALT) * settings.nonces).long()
         return drawn.clamp(max=settings.nonces - 1)  # in float32 the largest numbers below 1 are 1
 
 
-def _last(context: Context, width: int) -> Tensor:
+def _last_tokens(context: Context, width: int) -> Tensor:
     """The last tokens of each line, rubbish before its first [N, W]."""
     at = context.length - width + torch.arange(width, device=context.length.device)
     return context.tokens.gather(1, at.clamp(min=0))
 
 
-def _seen(context: Context, last: Tensor) -> Tensor:
+def _is_repeated_context(context: Context, last: Tensor) -> Tensor:
     """Whether a line's new tokens before its last have the same context somewhere [N, 1]."""
     tokens, length, width = context.tokens, context.length, last.shape[1]
     first = length - context.generated
-    if width > _SHORT:
-        match = matches(tokens, torch.zeros_like(tokens, dtype=torch.bool), first, length)
+    if width > _SHORT_CONTEXT:
+        match = suffix_match_lengths(tokens, torch.zeros_like(tokens, dtype=torch.bool), first, length)
         return (match >= width).any(1, keepdim=True)
     start = torch.arange(max(tokens.shape[1] - width, 0), device=tokens.device)
     same = (start >= first) & (start < length - width)
@@ -101,21 +103,21 @@ def _seen(context: Context, last: Tensor) -> Tensor:
     return same.any(1, keepdim=True)
 
 
-def _raced(race: Race, states: Tensor, scores: Tensor) -> Tensor:
+def _gumbel_argmax(race: KeyedUniforms, states: Tensor, scores: Tensor) -> Tensor:
     """The winner of each line, -1 where nobody can win [N, 1]; nothing is asked of the device."""
-    even = race.whole(states, scores.shape[1]).clamp_(max=_BELOW)
+    even = race.vocab_uniforms(states, scores.shape[1]).clamp_(max=_BELOW_ONE)
     best, winner = (scores.float().softmax(-1) / even.neg_().log1p_().neg_()).max(-1, keepdim=True)
     return torch.where(best > 0, winner, -1)
 
 
-def _raced_on_host(race: Race, states: Tensor, scores: Tensor, fresh: Tensor) -> Tensor:
+def _gumbel_argmax_on_host(race: KeyedUniforms, states: Tensor, scores: Tensor, fresh: Tensor) -> Tensor:
     """The same of the fresh lines, where the host may look: few can win, and only they are asked exactly."""
     lines = np.flatnonzero(fresh.numpy())
     words, rows = states.numpy()[lines].astype(np.uint32), scores.numpy()
-    tokens = _hopeful(race, words, [rows[line] for line in lines])
+    tokens = _possible_winners(race, words, [rows[line] for line in lines])
     which = np.repeat(np.arange(len(lines)), [len(one) for one in tokens])
     token = np.concatenate([*tokens, np.empty(0, np.int64)])
-    pace = -np.log1p(-race.chosen(words[which], token))
+    pace = -np.log1p(-race.token_uniforms(words[which], token))
     reached = rows[lines[which], token].astype(np.float64) - np.log(pace)
     order = np.lexsort((reached, which))
     best = order[np.diff(which, append=-1) != 0]  # the last of each line
@@ -125,16 +127,16 @@ def _raced_on_host(race: Race, states: Tensor, scores: Tensor, fresh: Tensor) ->
     return torch.from_numpy(winner)
 
 
-def _hopeful(race: Race, words: Array, scores: Sequence[Array]) -> list[Array]:
+def _possible_winners(race: KeyedUniforms, words: Array, scores: Sequence[Array]) -> list[Array]:
     """The tokens of each line [V] that may win."""
     size = max(map(len, scores), default=0)
-    few = [np.count_nonzero(line != NEVER) * _SPARSE <= size for line in scores]
-    evens = race.each(words[[at for at, sparse in enumerate(few) if not sparse]], size)
+    few = [np.count_nonzero(line != NEG_INF) * _SPARSE_RATIO <= size for line in scores]
+    evens = race.iter_vocab_uniforms(words[[at for at, sparse in enumerate(few) if not sparse]], size)
     hope = np.empty(size, np.float32)
     found = []
     for line, sparse in zip(scores, few, strict=True):
         if sparse:
-            found.append(np.flatnonzero(line != NEVER))
+            found.append(np.flatnonzero(line != NEG_INF))
             continue
         even = next(evens)
         with np.errstate(invalid="ignore"):  # a line of NaN or without a token has no winner
@@ -143,7 +145,7 @@ def _hopeful(race: Race, words: Array, scores: Sequence[Array]) -> list[Array]:
         hope /= even
         # -log(1 - u), which is slow, is at least u, which is there: who would not win with u cannot win.
         first = int(hope.argmax())
-        chance = min(float(even[first]), _BELOW)
+        chance = min(float(even[first]), _BELOW_ONE)
         sure = float(hope[first]) * chance / -math.log1p(-chance)
-        found.append(np.flatnonzero(hope >= np.float32(sure * _SLACK)))
+        found.append(np.flatnonzero(hope >= np.float32(sure * _ROUNDING_SLACK)))
     return found

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, Prompt
-from descant.decoding.processors.base import LogitsProcessor, marked, number
-from descant.decoding.processors.lengths import Ids, ids_of
+from descant.core.context import Context, PromptInfo
+from descant.decoding.processors.base import LogitsProcessor, check_number, vocab_mask
+from descant.decoding.processors.lengths import TokenIds, as_id_list
 
 __all__ = ["DRYLogitsProcessor", "FrequencyPenaltyLogitsProcessor", "PresencePenaltyLogitsProcessor"]
 
-HEAVIEST = 1e30  # a penalty that bans and yet leaves the score finite, should nothing else be allowed
+MAX_PENALTY = 1e30  # a penalty that bans and yet leaves the score finite, should nothing else be allowed
 
 
 class PresencePenaltyLogitsProcessor(LogitsProcessor):
@@ -24,15 +24,15 @@ class PresencePenaltyLogitsProcessor(LogitsProcessor):
     By hand, the first `prompt_length` ids are the prompt.
     """
 
-    reads = ("presence_penalty",)
+    config_fields = ("presence_penalty",)
 
     def __init__(self, presence_penalty: float, prompt_length: int = 0) -> None:
-        self.presence_penalty = float(number("presence_penalty", presence_penalty, -2.0, 2.0))
-        self.prompt = number("prompt_length", prompt_length, 0, whole=True)
+        self.presence_penalty = float(check_number("presence_penalty", presence_penalty, -2.0, 2.0))
+        self.prompt_length = check_number("prompt_length", prompt_length, 0, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores, lower where a token has come up."""
-        seen = generated(context, scores.shape) > 0
+        seen = generated_counts(context, scores.shape) > 0
         return torch.where(seen, scores - context.param("presence_penalty"), scores)
 
 
@@ -42,15 +42,15 @@ class FrequencyPenaltyLogitsProcessor(LogitsProcessor):
     By hand, the first `prompt_length` ids are the prompt.
     """
 
-    reads = ("frequency_penalty",)
+    config_fields = ("frequency_penalty",)
 
     def __init__(self, frequency_penalty: float, prompt_length: int = 0) -> None:
-        self.frequency_penalty = float(number("frequency_penalty", frequency_penalty, -2.0, 2.0))
-        self.prompt = number("prompt_length", prompt_length, 0, whole=True)
+        self.frequency_penalty = float(check_number("frequency_penalty", frequency_penalty, -2.0, 2.0))
+        self.prompt_length = check_number("prompt_length", prompt_length, 0, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores, lower the more often a token has come up."""
-        return scores - context.param("frequency_penalty") * generated(context, scores.shape)
+        return scores - context.param("frequency_penalty") * generated_counts(context, scores.shape)
 
 
 class DRYLogitsProcessor(LogitsProcessor):
@@ -63,7 +63,7 @@ class DRYLogitsProcessor(LogitsProcessor):
     Origin: text-generation-webui, pull request 5677; llama.cpp, pull request 9702.
     """
 
-    reads = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range")
+    config_fields = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range")
 
     def __init__(
         self,
@@ -71,19 +71,19 @@ class DRYLogitsProcessor(LogitsProcessor):
         dry_base: float = 1.75,
         dry_allowed_length: int = 2,
         dry_range: int = 0,
-        dry_sequence_breakers: Ids = (),
+        dry_sequence_breakers: TokenIds = (),
     ) -> None:
-        self.dry_multiplier = float(number("dry_multiplier", dry_multiplier, 0.0, HEAVIEST))
-        self.dry_base = float(number("dry_base", dry_base, 1.0, HEAVIEST))
-        self.dry_allowed_length = number("dry_allowed_length", dry_allowed_length, 1, whole=True)
-        self.dry_range = number("dry_range", dry_range, 0, whole=True)
-        self.dry_sequence_breakers = ids_of(dry_sequence_breakers)
+        self.dry_multiplier = float(check_number("dry_multiplier", dry_multiplier, 0.0, MAX_PENALTY))
+        self.dry_base = float(check_number("dry_base", dry_base, 1.0, MAX_PENALTY))
+        self.dry_allowed_length = check_number("dry_allowed_length", dry_allowed_length, 1, integer=True)
+        self.dry_range = check_number("dry_range", dry_range, 0, integer=True)
+        self.dry_sequence_breakers = as_id_list(dry_sequence_breakers)
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
         """Its numbers, and the breakers as a list."""
         breakers = list(config.dry_sequence_breakers or ())
-        return {**super().columns(config, prompt), "dry_sequence_breakers": breakers}
+        return {**super().params_from_config(config, prompt), "dry_sequence_breakers": breakers}
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores, lower where a token would prolong a repeat."""
@@ -92,20 +92,20 @@ class DRYLogitsProcessor(LogitsProcessor):
             return scores.clone()
         reach, allowed = context.param("dry_range"), context.param("dry_allowed_length")
         start = torch.where(reach > 0, (length - reach).clamp(min=0), 0)
-        broken = pad(marked(scores.shape, context.param("dry_sequence_breakers")), (0, 1))  # [N, V + 1]
+        broken = pad(vocab_mask(scores.shape, context.param("dry_sequence_breakers")), (0, 1))  # [N, V + 1]
         known = torch.where((tokens >= 0) & (tokens < width), tokens, width)
         breaks = broken.gather(1, known)
 
-        match = matches(tokens, breaks, start, length)[:, :-1]
+        match = suffix_match_lengths(tokens, breaks, start, length)[:, :-1]
         follower = torch.where((match >= allowed) & ~breaks[:, 1:], known[:, 1:], width)
         longest = torch.zeros_like(broken, dtype=torch.long)
         longest = longest.scatter_reduce(1, follower, match, "amax")[:, :width]
-        power = (context.param("dry_base") ** (longest - allowed)).clamp(max=HEAVIEST)
-        penalty = (context.param("dry_multiplier") * power).clamp(max=HEAVIEST)
+        power = (context.param("dry_base") ** (longest - allowed)).clamp(max=MAX_PENALTY)
+        penalty = (context.param("dry_multiplier") * power).clamp(max=MAX_PENALTY)
         return torch.where(longest > 0, scores - penalty, scores)
 
 
-def generated(context: Context, shape: torch.Size) -> Tensor:
+def generated_counts(context: Context, shape: torch.Size) -> Tensor:
     """How often each token was generated [N, V]."""
     tokens, width = context.tokens, shape[1]
     at = torch.arange(tokens.shape[1], device=tokens.device)
@@ -115,7 +115,7 @@ def generated(context: Context, shape: torch.Size) -> Tensor:
     return counts.scatter_add(1, torch.where(new, tokens, width), ones)[:, :width]
 
 
-def matches(tokens: Tensor, breaks: Tensor, start: Tensor, length: Tensor) -> Tensor:
+def suffix_match_lengths(tokens: Tensor, breaks: Tensor, start: Tensor, length: Tensor) -> Tensor:
     """How many tokens that end at each place are those that end the row, without a breaker [N, L].
 
     Runs of 1, 2, 4, ... tokens get a number each, the same for the same run, so that a match is found
@@ -130,7 +130,7 @@ def matches(tokens: Tensor, breaks: Tensor, start: Tensor, length: Tensor) -> Te
 
     numbers = [tokens]
     while 2 ** len(numbers) < wide:
-        numbers.append(_numbered(numbers[-1], 2 ** (len(numbers) - 1)))
+        numbers.append(_rank_run_pairs(numbers[-1], 2 ** (len(numbers) - 1)))
     found = torch.zeros_like(tokens)
     for power in range(len(numbers) - 1, -1, -1):
         there = numbers[power].gather(1, (at - found).clamp(min=0))
@@ -140,7 +140,7 @@ def matches(tokens: Tensor, breaks: Tensor, start: Tensor, length: Tensor) -> Te
     return found
 
 
-def _numbered(numbers: Tensor, step: int) -> Tensor:
+def _rank_run_pairs(numbers: Tensor, step: int) -> Tensor:
     """Runs twice as long, numbered by the pair of halves that each is made of [N, L]."""
     earlier = pad(numbers[:, :-step], (step, 0))
     ordered, order = ((numbers << 32) + earlier).sort(1)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, Prompt
-from descant.decoding.processors.base import LogitsProcessor, number
-from descant.decoding.processors.lengths import ids_of
+from descant.core.context import Context, PromptInfo
+from descant.decoding.processors.base import LogitsProcessor, check_number
+from descant.decoding.processors.lengths import as_id_list
 from descant.errors import InputError
 
 __all__ = ["AlternatingCodebooksLogitsProcessor", "WhisperTimeStampLogitsProcessor"]
@@ -31,20 +31,22 @@ class WhisperTimeStampLogitsProcessor(LogitsProcessor):
         _detect_timestamp_from_logprob: bool | None = None,
     ) -> None:
         name, told = "no_timestamps_token_id", _detect_timestamp_from_logprob
-        self.no_timestamps_token_id = number(name, getattr(generate_config, name, None), 0, whole=True)
+        self.no_timestamps_token_id = check_number(
+            name, getattr(generate_config, name, None), 0, integer=True
+        )
         latest = getattr(generate_config, "max_initial_timestamp_index", None)
         self.max_initial_timestamp_index = -1 if latest is None else latest
         ends = (getattr(generate_config, end, None) for end in ("eos_token_id", "bos_token_id"))
-        self.eos = next((ids_of(end) for end in ends if end is not None), [])
-        if not self.eos:
+        self.eos_token_ids = next((as_id_list(end) for end in ends if end is not None), [])
+        if not self.eos_token_ids:
             raise InputError("generate_config", "must have an `eos_token_id`", None)
         forced = getattr(generate_config, "forced_decoder_ids", None) or ()
-        self.begin_index = number("begin_index", begin_index or len(forced) + 1, 0, whole=True)
+        self.begin_index = check_number("begin_index", begin_index or len(forced) + 1, 0, integer=True)
         told = getattr(generate_config, "_detect_timestamp_from_logprob", True) if told is None else told
         self.detect_timestamps = int(told)
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
         """Where the timestamps are and how late the first may be."""
         latest = config.max_initial_timestamp_index
         return {
@@ -58,7 +60,7 @@ class WhisperTimeStampLogitsProcessor(LogitsProcessor):
         none = context.param("no_timestamps_token_id")
         begin = none + 1  # the first timestamp
         token = torch.arange(scores.shape[1], device=scores.device)  # [V]
-        banned = (token == none) | _out_of_order(context, token, begin)
+        banned = (token == none) | _timestamp_violations(context, token, begin)
         latest = context.param("max_initial_timestamp_index")
         wrong_start = (token < begin) | ((latest >= 0) & (token > begin + latest))
         banned |= wrong_start & (context.length == context.param("begin_index"))
@@ -71,7 +73,7 @@ class WhisperTimeStampLogitsProcessor(LogitsProcessor):
         return kept.masked_fill(certain & (token < begin), -torch.inf)
 
 
-def _out_of_order(context: Context, token: Tensor, begin: Tensor) -> Tensor:
+def _timestamp_violations(context: Context, token: Tensor, begin: Tensor) -> Tensor:
     """Which tokens [V] break the pairs or go back in time after what each line has said [N, V]."""
     tokens = torch.nn.functional.pad(context.tokens, (0, 1))  # never empty
     start = context.param("begin_index")
@@ -88,7 +90,7 @@ def _out_of_order(context: Context, token: Tensor, begin: Tensor) -> Tensor:
     # The second of a pair may repeat the first; the next pair begins later.
     floor = tokens.gather(1, newest.clamp(min=0)) + torch.where(alone, 0, 1)
     back = (newest >= 0) & (token >= begin) & (token < floor)
-    return back | (paired & (token >= begin)) | (alone & (token < context.param("eos")[:, :1]))
+    return back | (paired & (token >= begin)) | (alone & (token < context.param("eos_token_ids")[:, :1]))
 
 
 class AlternatingCodebooksLogitsProcessor(LogitsProcessor):
@@ -99,9 +101,9 @@ class AlternatingCodebooksLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, input_start_len: int, semantic_vocab_size: int, codebook_size: int) -> None:
-        self.input_start_len = number("input_start_len", input_start_len, 0, whole=True)
-        self.semantic_vocab_size = number("semantic_vocab_size", semantic_vocab_size, 0, whole=True)
-        self.codebook_size = number("codebook_size", codebook_size, 0, whole=True)
+        self.input_start_len = check_number("input_start_len", input_start_len, 0, integer=True)
+        self.semantic_vocab_size = check_number("semantic_vocab_size", semantic_vocab_size, 0, integer=True)
+        self.codebook_size = check_number("codebook_size", codebook_size, 0, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores of the codebook whose turn it is."""

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, Prompt
-from descant.decoding.processors.base import LogitsProcessor, number
+from descant.core.context import Context, PromptInfo
+from descant.decoding.processors.base import LogitsProcessor, check_number
 from descant.errors import InputError
-from descant.tokenization.token_healing import Tail
+from descant.tokenization.token_healing import HealedSuffix
 
 __all__ = ["HealingLogitsProcessor"]
 
-_NOTHING = Tail()
+_NO_SUFFIX = HealedSuffix()
 
 
 class HealingLogitsProcessor(LogitsProcessor):
@@ -25,24 +25,28 @@ class HealingLogitsProcessor(LogitsProcessor):
     many are left.
     """
 
-    def __init__(self, tail: Tail, prompt_length: int) -> None:
-        if not isinstance(tail, Tail):
-            raise InputError("tail", "must be a Tail", tail, "make it with Tail.of(tokenizer, ids)")
-        self.healing = tail
-        self.prompt = number("prompt_length", prompt_length, 0, whole=True)
+    def __init__(self, healed_suffix: HealedSuffix, prompt_length: int) -> None:
+        if not isinstance(healed_suffix, HealedSuffix):
+            raise InputError(
+                "healed_suffix", "must be a Tail", healed_suffix, "make it with Tail.of(tokenizer, ids)"
+            )
+        self.healed_suffix = healed_suffix
+        self.prompt_length = check_number("prompt_length", prompt_length, 0, integer=True)
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
         """What was taken off the prompt."""
-        return {"healing": _NOTHING if prompt.tail is None else prompt.tail}
+        return {"healed_suffix": _NO_SUFFIX if prompt.healed_suffix is None else prompt.healed_suffix}
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores of the tokens that agree."""
-        tails: list[Tail] = context.objects("healing")
+        tails: list[HealedSuffix] = context.object_param("healed_suffix")
         # Most lines are known to be through by how many new tokens they have.
-        open_ = [line for line, new in enumerate(context.new) if new < len(tails[line])]
+        open_ = [line for line, new in enumerate(context.generated_on_host) if new < len(tails[line])]
         allowed = {
-            line: ids for line in open_ if (ids := tails[line].allowed(context.written(line))) is not None
+            line: ids
+            for line in open_
+            if (ids := tails[line].allowed_ids(context.new_tokens(line))) is not None
         }
         if not allowed:
             return scores

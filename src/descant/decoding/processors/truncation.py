@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from descant.core.context import Context
-from descant.decoding.processors.base import LogitsProcessor, number
-from descant.decoding.processors.filters import NEVER, floor
+from descant.decoding.processors.base import LogitsProcessor, check_number
+from descant.decoding.processors.filters import NEG_INF, min_keep_threshold
 from descant.errors import InputError
 
 __all__ = ["PLessLogitsWarper", "TopHLogitsWarper", "TopNSigmaLogitsWarper", "XTCLogitsWarper"]
@@ -19,14 +19,16 @@ class TopNSigmaLogitsWarper(LogitsProcessor):
     The deviation is that of the line's finite scores.
     """
 
-    reads = ("top_n_sigma",)
-    filter_value = NEVER
+    config_fields = ("top_n_sigma",)
+    filter_value = NEG_INF
 
-    def __init__(self, top_n_sigma: float, filter_value: float = NEVER, min_tokens_to_keep: int = 1) -> None:
-        if number("top_n_sigma", top_n_sigma, 0.0) <= 0:
+    def __init__(
+        self, top_n_sigma: float, filter_value: float = NEG_INF, min_tokens_to_keep: int = 1
+    ) -> None:
+        if check_number("top_n_sigma", top_n_sigma, 0.0) <= 0:
             raise InputError("top_n_sigma", "must be > 0", top_n_sigma, "leave the processor out to keep all")
         self.top_n_sigma = float(top_n_sigma)
-        self.min_tokens_to_keep = number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
         self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
@@ -36,7 +38,7 @@ class TopNSigmaLogitsWarper(LogitsProcessor):
         mean = torch.where(finite, scores, 0.0).sum(-1, keepdim=True) / count
         spread = torch.where(finite, (scores - mean) ** 2, 0.0).sum(-1, keepdim=True) / count
         least = scores.amax(-1, keepdim=True) - context.param("top_n_sigma") * spread.sqrt()
-        return cut(context, scores, scores < least, self.filter_value)
+        return mask_dropped(context, scores, scores < least, self.filter_value)
 
 
 class TopHLogitsWarper(LogitsProcessor):
@@ -47,14 +49,14 @@ class TopHLogitsWarper(LogitsProcessor):
     Theirs looks at the 100 likeliest tokens only, this at all.
     """
 
-    reads = ("top_h",)
-    filter_value = NEVER
+    config_fields = ("top_h",)
+    filter_value = NEG_INF
 
-    def __init__(self, top_h: float, filter_value: float = NEVER, min_tokens_to_keep: int = 1) -> None:
-        if number("top_h", top_h, 0.0, 1.0) <= 0:
+    def __init__(self, top_h: float, filter_value: float = NEG_INF, min_tokens_to_keep: int = 1) -> None:
+        if check_number("top_h", top_h, 0.0, 1.0) <= 0:
             raise InputError("top_h", "must be > 0", top_h)
         self.top_h = float(top_h)
-        self.min_tokens_to_keep = number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
         self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
@@ -72,10 +74,10 @@ class PLessLogitsWarper(LogitsProcessor):
     That is, p >= the sum of all p squared; nothing is to be set.
     """
 
-    filter_value = NEVER
+    filter_value = NEG_INF
 
-    def __init__(self, filter_value: float = NEVER, min_tokens_to_keep: int = 1) -> None:
-        self.min_tokens_to_keep = number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+    def __init__(self, filter_value: float = NEG_INF, min_tokens_to_keep: int = 1) -> None:
+        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
         self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
@@ -84,7 +86,7 @@ class PLessLogitsWarper(LogitsProcessor):
         # Relative to the best, and both sides times the sum, so that tokens that all tie are exactly level.
         odds = (scores - best).exp()
         drop = odds * odds.sum(-1, keepdim=True) < (odds * odds).sum(-1, keepdim=True)
-        return cut(context, scores, drop & (scores < best), self.filter_value)
+        return mask_dropped(context, scores, drop & (scores < best), self.filter_value)
 
 
 class XTCLogitsWarper(LogitsProcessor):
@@ -96,37 +98,37 @@ class XTCLogitsWarper(LogitsProcessor):
     Origin: text-generation-webui, pull request 6335.
     """
 
-    reads = ("xtc_probability", "xtc_threshold")
-    random = True
-    filter_value = NEVER
+    config_fields = ("xtc_probability", "xtc_threshold")
+    is_random = True
+    filter_value = NEG_INF
     SALT = 1
 
     def __init__(
         self,
         xtc_probability: float,
         xtc_threshold: float = 0.1,
-        filter_value: float = NEVER,
+        filter_value: float = NEG_INF,
         min_tokens_to_keep: int = 1,
     ) -> None:
-        self.xtc_probability = float(number("xtc_probability", xtc_probability, 0.0, 1.0))
-        self.xtc_threshold = float(number("xtc_threshold", xtc_threshold, 0.0, 1.0))
-        self.min_tokens_to_keep = number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+        self.xtc_probability = float(check_number("xtc_probability", xtc_probability, 0.0, 1.0))
+        self.xtc_threshold = float(check_number("xtc_threshold", xtc_threshold, 0.0, 1.0))
+        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
         self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores with or without the top choices."""
         probability = context.param("xtc_probability")
-        happens = (context.chance(self.SALT) < probability) | (probability >= 1)
-        top = (scores.softmax(-1) >= context.param("xtc_threshold")) & (scores > NEVER)
+        happens = (context.uniform_per_token(self.SALT) < probability) | (probability >= 1)
+        top = (scores.softmax(-1) >= context.param("xtc_threshold")) & (scores > NEG_INF)
         drop = top & (scores > torch.where(top, scores, torch.inf).amin(-1, keepdim=True))
-        left = ((scores > NEVER) & ~drop).sum(-1, keepdim=True)
+        left = ((scores > NEG_INF) & ~drop).sum(-1, keepdim=True)
         return scores.masked_fill(
             drop & happens & (left >= context.param("min_tokens_to_keep")), self.filter_value
         )
 
 
-def cut(context: Context, scores: Tensor, drop: Tensor, filter_value: float = NEVER) -> Tensor:
+def mask_dropped(context: Context, scores: Tensor, drop: Tensor, filter_value: float = NEG_INF) -> Tensor:
     """The scores without what is dropped, save a line's `min_tokens_to_keep` best and what ties with them."""
-    if context.largest("min_tokens_to_keep") > 1:  # the best is kept anyway
-        drop = drop & (scores < floor(context, scores))
+    if context.max_on_host("min_tokens_to_keep") > 1:  # the best is kept anyway
+        drop = drop & (scores < min_keep_threshold(context, scores))
     return scores.masked_fill(drop, filter_value)

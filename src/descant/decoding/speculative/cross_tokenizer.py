@@ -17,135 +17,144 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.core.context import params_of
-from descant.core.interfaces import Cache, Facts, Model, Noise
-from descant.core.records import Aid, Proposal
-from descant.core.rows import Rows, pick, settle
-from descant.decoding.speculative.draft_loop import Guessing, room
-from descant.decoding.speculative.token_alignment import Interpreter, Reading, Tongue, Windows, common
+from descant.core.context import row_params
+from descant.core.interfaces import Model, ModelTraits, NoiseSource, RowCache
+from descant.core.records import DraftContext, Proposal
+from descant.core.rows import Rows, index_rows, stable_row_order
+from descant.decoding.speculative.draft_loop import DraftLoop, limit_to_positions
+from descant.decoding.speculative.token_alignment import (
+    AlignedRow,
+    ByteTokenizer,
+    LookbehindWindows,
+    TokenTranslator,
+    shared_tokens,
+)
 from descant.errors import InputError, UnsupportedModel
-from descant.kv_cache.row_subset import portion
+from descant.kv_cache.row_subset import row_subset
 
-__all__ = ["Intersection", "Translation", "check_assistant", "check_intersection"]
+__all__ = ["RetokenizingDrafter", "SharedVocabDrafter", "check_draft_model", "check_shared_vocab"]
 
 
-def check_assistant(facts: Facts) -> None:
+def check_draft_model(facts: ModelTraits) -> None:
     """Raise for a draft model that cannot be shown a text encoded anew."""
-    if facts.encoder_decoder and facts.main == "input_ids":
+    if facts.is_encoder_decoder and facts.main_input_name == "input_ids":
         raise UnsupportedModel(
             "a draft model whose encoder reads tokens needs the target's own tokenizer: leave out "
             "`assistant_tokenizer`, or give a draft model that has no encoder"
         )
 
 
-def check_intersection(tokenizer: Any, assistant_tokenizer: Any) -> None:
+def check_shared_vocab(tokenizer: Any, assistant_tokenizer: Any) -> None:
     """Raise for tokenizers that have no token in common."""
-    if not common(Tongue(tokenizer), Tongue(assistant_tokenizer)):
-        raise _stranger(assistant_tokenizer)
+    if not shared_tokens(ByteTokenizer(tokenizer), ByteTokenizer(assistant_tokenizer)):
+        raise _no_shared_tokens_error(assistant_tokenizer)
 
 
-def _stranger(tokenizer: Any) -> InputError:
+def _no_shared_tokens_error(tokenizer: Any) -> InputError:
     must = "must have tokens in common with `tokenizer`"
     return InputError("assistant_tokenizer", must, tokenizer, "draft with another model")
 
 
 @dataclass
-class _Line:
+class _DraftRow:
     """A row as the assistant sees it, and what of it the assistant's cache holds."""
 
-    reading: Reading
-    windows: Windows = field(default_factory=Windows)
-    fed: list[int] = field(default_factory=list)  # the tokens that the cache holds of it
-    held: int = 0  # how many it holds in all, before it is cut
-    pending: list[int] = field(default_factory=list)  # what is to be fed next
-    place: int = -1  # its row in the cache; -1: none
-    seat: int = -1  # its row in the store of tokens
+    aligned_row: AlignedRow
+    lookbehind: LookbehindWindows = field(default_factory=LookbehindWindows)
+    cached_tokens: list[int] = field(default_factory=list)  # the tokens that the cache holds of it
+    cached_length: int = 0  # how many it holds in all, before it is cut
+    pending_tokens: list[int] = field(default_factory=list)  # what is to be fed next
+    cache_row: int = -1  # its row in the cache; -1: none
+    buffer_row: int = -1  # its row in the store of tokens
 
-    def fork(self) -> _Line:
+    def fork(self) -> _DraftRow:
         """The same line once more; a row of its own it gets when rows are moved."""
-        return replace(self, reading=self.reading.fork(), fed=list(self.fed))
+        return replace(self, aligned_row=self.aligned_row.fork(), cached_tokens=list(self.cached_tokens))
 
-    def cut(self, kept: int, ids: Sequence[int]) -> None:
+    def truncate(self, kept: int, ids: Sequence[int]) -> None:
         """Forget what was fed beyond the ids as they are now, of which `kept` are as they were."""
-        stop = min(len(self.fed), len(ids) - 1)  # the last is fed again, for what it says
+        stop = min(len(self.cached_tokens), len(ids) - 1)  # the last is fed again, for what it says
         same = min(kept, stop)
-        while same < stop and self.fed[same] == ids[same]:
+        while same < stop and self.cached_tokens[same] == ids[same]:
             same += 1
-        del self.fed[same:]
+        del self.cached_tokens[same:]
 
 
-class _Assistant:
+class _CrossTokenizerDrafter:
     """The draft model with its rows and its cache, which follow the target's rows by their text.
 
     What the cache holds of a row and what the row's text comes to now are two sequences of the assistant's
     tokens: it is cut to what they have in common, whatever has become of the row in between.
     """
 
-    cheap = False
+    is_model_free = False
 
-    def __init__(self, model: Model, cache: Cache, tokenizer: Any, assistant_tokenizer: Any) -> None:
-        check_assistant(model.facts)
+    def __init__(self, model: Model, cache: RowCache, tokenizer: Any, assistant_tokenizer: Any) -> None:
+        check_draft_model(model.traits)
         self.forwards = 0
         self._model, self._cache = model, cache
-        self._between = Interpreter(Tongue(tokenizer), Tongue(assistant_tokenizer))
-        tongue = self._between.assistant
+        self._translator = TokenTranslator(ByteTokenizer(tokenizer), ByteTokenizer(assistant_tokenizer))
+        tongue = self._translator.assistant
         # What a row without any token begins with.
-        self._start = [next((one for one in (tongue.bos, tongue.eos) if one is not None), 0)]
-        self._lines: list[_Line] = []
-        self._store = torch.zeros(0, 0, dtype=torch.long, device=model.device)  # [R, C]
-        self._own: Rows | None = None  # the assistant's rows, while it guesses
+        self._empty_row_ids = [
+            next((one for one in (tongue.bos_token_id, tongue.eos_token_id) if one is not None), 0)
+        ]
+        self._draft_rows: list[_DraftRow] = []
+        self._token_buffer = torch.zeros(0, 0, dtype=torch.long, device=model.device)  # [R, C]
+        self._assistant_rows: Rows | None = None  # the assistant's rows, while it guesses
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Take what new requests give an encoder; tokens and embeddings are the target's alone."""
-        self._model.open(requests, inputs if self._model.facts.encoder_decoder else {})
+        self._model.add_requests(requests, inputs if self._model.traits.is_encoder_decoder else {})
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         """Forget those requests."""
-        self._model.close(requests)
+        self._model.remove_requests(requests)
 
     def commit(self, parents: Tensor, lengths: Tensor) -> None:  # noqa: ARG002 - the tokens say it all
         """Follow the rows; what was decided is read when the next guess is asked for."""
-        old, taken, lines = self._lines, set[int](), list[_Line]()
+        old, taken, lines = self._draft_rows, set[int](), list[_DraftRow]()
         for parent in parents.tolist():
             if parent < 0:
-                lines.append(_Line(self._between.new()))
+                lines.append(_DraftRow(self._translator.new_row()))
             else:
                 lines.append(old[parent].fork() if parent in taken else old[parent])
                 taken.add(parent)
-        self._lines = lines
+        self._draft_rows = lines
 
     # -------------------------------------------------------------------- what is decided
-    def _followed(self, rows: Rows, most: Tensor) -> Tensor:
+    def _sync_rows(self, rows: Rows, most: Tensor) -> Tensor:
         """Read what has been decided: how many tokens each row can try now, at most `most` [R] (host)."""
         if not bool(most.any()):
             return most
-        params = params_of(rows).values
+        params = row_params(rows).values
         sizes = [
-            _column(params.get(f"{whose}_lookbehind"), 10, len(rows)) for whose in ("target", "assistant")
+            _param_values(params.get(f"{whose}_lookbehind"), 10, len(rows))
+            for whose in ("target", "assistant")
         ]
-        for line, target, assistant in zip(self._lines, *sizes, strict=True):
-            line.windows = Windows(max(1, int(target)), max(1, int(assistant)))
+        for line, target, assistant in zip(self._draft_rows, *sizes, strict=True):
+            line.lookbehind = LookbehindWindows(max(1, int(target)), max(1, int(assistant)))
         lines = most.nonzero().squeeze(1).tolist()
-        for row, kept in zip(lines, self._read(rows, lines), strict=True):
-            self._lines[row].cut(kept, self._ids(row))
-        length = torch.tensor([len(self._ids(row)) for row in range(len(rows))])
-        whole = torch.tensor([line.reading.whole for line in self._lines])
-        most = torch.where(whole, room(most, length, self._model.facts.table), 0)
+        for row, kept in zip(lines, self._read_new_tokens(rows, lines), strict=True):
+            self._draft_rows[row].truncate(kept, self._row_ids(row))
+        length = torch.tensor([len(self._row_ids(row)) for row in range(len(rows))])
+        whole = torch.tensor([line.aligned_row.is_complete for line in self._draft_rows])
+        most = torch.where(whole, limit_to_positions(most, length, self._model.traits.max_positions), 0)
         active = most.nonzero().squeeze(1).tolist()
         if active:
-            self._place(active)
-            self._seat(rows, active)
+            self._arrange_cache(active)
+            self._build_assistant_rows(rows, active)
         return most
 
-    def _ids(self, row: int) -> list[int]:
-        return self._lines[row].reading.ids or self._start
+    def _row_ids(self, row: int) -> list[int]:
+        return self._draft_rows[row].aligned_row.assistant_ids or self._empty_row_ids
 
-    def _read(self, rows: Rows, lines: Sequence[int]) -> list[int]:
+    def _read_new_tokens(self, rows: Rows, lines: Sequence[int]) -> list[int]:
         """Read what rows have decided since; how many of their ids are as they were."""
-        readings = [self._lines[row].reading for row in lines]
-        length, known = rows.length[lines].tolist(), [len(reading.tokens) for reading in readings]
+        readings = [self._draft_rows[row].aligned_row for row in lines]
+        length, known = rows.length[lines].tolist(), [len(reading.target_ids) for reading in readings]
         first = [
-            max(0, min(have, now) - self._lines[row].windows.target)
+            max(0, min(have, now) - self._draft_rows[row].lookbehind.target)
             for row, have, now in zip(lines, known, length, strict=True)
         ]
         width = max(1, *(now - start for now, start in zip(length, first, strict=True)))
@@ -156,97 +165,105 @@ class _Assistant:
         seen = store[some.to(store.device), at.to(store.device)].tolist()
         kept = []
         for row, have, now, start, tokens in zip(lines, known, length, first, seen, strict=True):
-            line = self._lines[row]
+            line = self._draft_rows[row]
             new = tokens[: now - start]
-            if line.reading.tokens[start:] == new[: have - start]:
-                kept.append(self._between.read(line.reading, new[have - start :], line.windows))
+            if line.aligned_row.target_ids[start:] == new[: have - start]:
+                kept.append(
+                    self._translator.append_tokens(line.aligned_row, new[have - start :], line.lookbehind)
+                )
                 continue
             # The row does not go on from where it was: it is read from its beginning.
-            line.reading = self._between.new()
-            self._between.read(line.reading, rows.tokens[row, :now].tolist(), line.windows)
+            line.aligned_row = self._translator.new_row()
+            self._translator.append_tokens(line.aligned_row, rows.tokens[row, :now].tolist(), line.lookbehind)
             kept.append(0)
         return kept
 
-    def _place(self, active: Sequence[int]) -> None:
+    def _arrange_cache(self, active: Sequence[int]) -> None:
         """Give every line its row in the cache, cut to what it was fed."""
-        for row in active if self._cache.rewind is not None else ():
-            line = self._lines[row]
+        for row in active if self._cache.max_rewind is not None else ():
+            line = self._draft_rows[row]
             # A state that cannot be cut, and that reads one token at a time after its first: begin again.
-            if len(line.fed) < line.held or len(line.fed) + 1 < len(self._ids(row)):
-                line.place, line.held = -1, 0
-                line.fed.clear()
-        held = [line for line in self._lines if line.place >= 0]
-        whence = torch.tensor([line.place for line in held], dtype=torch.long)
-        cuts = torch.tensor([len(line.fed) for line in held], dtype=torch.long)
-        order = settle(whence, len(self._cache))
+            if len(line.cached_tokens) < line.cached_length or len(line.cached_tokens) + 1 < len(
+                self._row_ids(row)
+            ):
+                line.cache_row, line.cached_length = -1, 0
+                line.cached_tokens.clear()
+        held = [line for line in self._draft_rows if line.cache_row >= 0]
+        whence = torch.tensor([line.cache_row for line in held], dtype=torch.long)
+        cuts = torch.tensor([len(line.cached_tokens) for line in held], dtype=torch.long)
+        order = stable_row_order(whence, len(self._cache))
         self._cache.commit(*((None, cuts) if order is None else (whence[order], cuts[order])))
         for place, at in enumerate(range(len(held)) if order is None else order.tolist()):
-            held[at].place = place
-        fresh = [line for line in self._lines if line.place < 0]
+            held[at].cache_row = place
+        fresh = [line for line in self._draft_rows if line.cache_row < 0]
         if fresh:
             self._cache.extend(len(fresh))
         for place, line in enumerate(fresh, len(held)):
-            line.place = place
+            line.cache_row = place
 
-    def _seat(self, rows: Rows, active: Sequence[int]) -> None:
+    def _build_assistant_rows(self, rows: Rows, active: Sequence[int]) -> None:
         """The assistant's rows, with the tokens of those that go on which the cache does not hold."""
-        lines, device = self._lines, self._model.device
-        seats = torch.tensor([line.seat for line in lines])
-        if len(self._store) != len(lines) or not torch.equal(seats, torch.arange(len(lines))):
-            empty = self._store.new_zeros(1, self._store.shape[1])
-            self._store = torch.cat((self._store, empty))[seats.to(device)]  # the last is of no row
+        lines, device = self._draft_rows, self._model.device
+        seats = torch.tensor([line.buffer_row for line in lines])
+        if len(self._token_buffer) != len(lines) or not torch.equal(seats, torch.arange(len(lines))):
+            empty = self._token_buffer.new_zeros(1, self._token_buffer.shape[1])
+            self._token_buffer = torch.cat((self._token_buffer, empty))[
+                seats.to(device)
+            ]  # the last is of no row
         for seat, line in enumerate(lines):
-            line.seat = seat
-        cached = torch.tensor([len(line.fed) for line in lines])
+            line.buffer_row = seat
+        cached = torch.tensor([len(line.cached_tokens) for line in lines])
         for row in active:
-            lines[row].pending = self._ids(row)[len(lines[row].fed) :]
-        pending = [lines[row].pending for row in active]
+            lines[row].pending_tokens = self._row_ids(row)[len(lines[row].cached_tokens) :]
+        pending = [lines[row].pending_tokens for row in active]
         width = max(map(len, pending))
-        need, have = int(cached.max()) + width, self._store.shape[1]
+        need, have = int(cached.max()) + width, self._token_buffer.shape[1]
         if need > have:
-            self._store = torch.nn.functional.pad(self._store, (0, need + need // 2 - have))
+            self._token_buffer = torch.nn.functional.pad(self._token_buffer, (0, need + need // 2 - have))
         block = torch.tensor([part + [0] * (width - len(part)) for part in pending])
-        block = block.clamp(max=self._model.facts.vocabulary - 1).to(device)  # of a model that lacks tokens
+        block = block.clamp(max=self._model.traits.vocab_size - 1).to(device)  # of a model that lacks tokens
         index = torch.tensor(active)
         at = cached[index][:, None] + torch.arange(width)
-        self._store[index[:, None].to(device), at.to(device)] = block
+        self._token_buffer[index[:, None].to(device), at.to(device)] = block
         length = cached.clone()
         length[index] += torch.tensor([len(part) for part in pending])
         nothing = torch.zeros_like(length)
-        self._own = Rows(self._store, length, cached, nothing, length, rows.request, rows.slot)
+        self._assistant_rows = Rows(
+            self._token_buffer, length, cached, nothing, length, rows.request, rows.slot
+        )
 
     # -------------------------------------------------------------------- what may follow
-    def _asked(self, index: Tensor) -> Tensor:
+    def _forward_pending(self, index: Tensor) -> Tensor:
         """Feed some rows what is pending: the logits [N, V'] of their last positions."""
-        own = self._own
+        own = self._assistant_rows
         assert own is not None
         part = own if len(index) == len(own) else own.take(index)
-        lines = [self._lines[row] for row in index.tolist()]
-        place = torch.tensor([line.place for line in lines])
+        lines = [self._draft_rows[row] for row in index.tolist()]
+        place = torch.tensor([line.cache_row for line in lines])
         self.forwards += 1
-        logits = self._model.forward(part, Proposal(), portion(self._cache, place)).logits[:, 0]
+        logits = self._model.forward(part, Proposal(), row_subset(self._cache, place)).logits[:, 0]
         for line in lines:
-            line.fed += line.pending
-            line.held, line.pending = len(line.fed), []
-        cached = own.cached.clone()
+            line.cached_tokens += line.pending_tokens
+            line.cached_length, line.pending_tokens = len(line.cached_tokens), []
+        cached = own.cached_length.clone()
         cached[index] = own.length[index]
-        self._own = own.changed(cached=cached)
+        self._assistant_rows = own.replace(cached_length=cached)
         return logits
 
-    def _said(self, index: Tensor, tokens: Tensor, host: Sequence[int]) -> None:
+    def _append_tokens(self, index: Tensor, tokens: Tensor, host: Sequence[int]) -> None:
         """Take a further token [N] of the assistant's after some rows."""
-        own = self._own
+        own = self._assistant_rows
         assert own is not None
         for row, token in zip(index.tolist(), host, strict=True):
-            self._lines[row].pending = [token]
+            self._draft_rows[row].pending_tokens = [token]
         whole = tokens.new_zeros(len(own)).index_copy(0, index.to(tokens.device), tokens)
         length = own.length.clone()
         length[index] += 1
-        self._own = own.append(whole[:, None], length)
-        self._store = self._own.tokens
+        self._assistant_rows = own.append(whole[:, None], length)
+        self._token_buffer = self._assistant_rows.tokens
 
 
-class Translation(_Assistant):
+class RetokenizingDrafter(_CrossTokenizerDrafter):
     """A draft model with another tokenizer, which is shown the text and whose text is tried.
 
     It goes on greedily, for rows that sample as well: what it guesses hangs on nothing but the text. Tried
@@ -257,24 +274,26 @@ class Translation(_Assistant):
     def __init__(
         self,
         model: Model,
-        cache: Cache,
+        cache: RowCache,
         tokenizer: Any,
         assistant_tokenizer: Any,
         vocabulary: int | None = None,
     ) -> None:
         super().__init__(model, cache, tokenizer, assistant_tokenizer)
         # How many tokens the target's model knows; its tokenizer may have been given more.
-        self._size = len(self._between.target.bytes) if vocabulary is None else vocabulary
+        self._target_vocab_size = (
+            len(self._translator.target.token_bytes) if vocabulary is None else vocabulary
+        )
 
     @torch.no_grad()
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:  # noqa: ARG002 - the port
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:  # noqa: ARG002 - the port
         """Tokens that may follow each row, at most so many [R] (host)."""
-        most = self._followed(rows, most)
-        guesses: list[list[int]] = [[] for _ in self._lines]
-        least = _column(params_of(rows).values.get("assistant_confidence_threshold"), -1.0, len(rows))
+        most = self._sync_rows(rows, most)
+        guesses: list[list[int]] = [[] for _ in self._draft_rows]
+        least = _param_values(row_params(rows).values.get("assistant_confidence_threshold"), -1.0, len(rows))
         active = most.nonzero().squeeze(1)
         while len(active):
-            logits = self._asked(active)
+            logits = self._forward_pending(active)
             best, tokens = logits.max(-1)
             sure = (best - logits.logsumexp(-1)).exp()
             host, likely = tokens.tolist(), sure.tolist()
@@ -283,15 +302,15 @@ class Translation(_Assistant):
                 mine = guesses[row]
                 mine.append(host[at])
                 more = len(mine) < most[row] and likely[at] >= least[row]
-                if more and self._between.assistant.is_text(host[at]):
+                if more and self._translator.assistant.is_text(host[at]):
                     goes.append(at)
             on = torch.tensor(goes, dtype=torch.long)
             active = active[on]
             if goes:
-                self._said(active, tokens[on.to(tokens.device)], [host[at] for at in goes])
+                self._append_tokens(active, tokens[on.to(tokens.device)], [host[at] for at in goes])
         answers = [
-            self._answer(line, mine)[:tries] if mine else []
-            for line, mine, tries in zip(self._lines, guesses, most.tolist(), strict=True)
+            self._to_target_tokens(line, mine)[:tries] if mine else []
+            for line, mine, tries in zip(self._draft_rows, guesses, most.tolist(), strict=True)
         ]
         n = torch.tensor([len(one) for one in answers], dtype=torch.long)
         width = int(n.max()) if len(n) else 0
@@ -300,13 +319,13 @@ class Translation(_Assistant):
         drafts = torch.tensor([one + [0] * (width - len(one)) for one in answers])
         return Proposal(None, drafts.to(rows.tokens.device), n)
 
-    def _answer(self, line: _Line, guesses: Sequence[int]) -> list[int]:
+    def _to_target_tokens(self, line: _DraftRow, guesses: Sequence[int]) -> list[int]:
         """The target's tokens for what the assistant guesses, up to one that its model does not know."""
-        found = self._between.answer(line.reading, guesses, line.windows)
-        return list(itertools.takewhile(lambda token: token < self._size, found))
+        found = self._translator.to_target_tokens(line.aligned_row, guesses, line.lookbehind)
+        return list(itertools.takewhile(lambda token: token < self._target_vocab_size, found))
 
 
-class Intersection(_Assistant):
+class SharedVocabDrafter(_CrossTokenizerDrafter):
     """A draft model with another tokenizer, whose law is kept to the tokens that the target has, too.
 
     It is shown the text in its own tokens; a token that it draws is the target's of the same bytes, so that
@@ -316,46 +335,52 @@ class Intersection(_Assistant):
     def __init__(
         self,
         model: Model,
-        cache: Cache,
-        noise: Noise,
+        cache: RowCache,
+        noise: NoiseSource,
         tokenizer: Any,
         assistant_tokenizer: Any,
         vocabulary: int,
     ) -> None:
         super().__init__(model, cache, tokenizer, assistant_tokenizer)
-        self._guessing = Guessing(noise, vocabulary)
-        pairs = common(self._between.target, self._between.assistant).items()
-        both = [(one, other) for one, other in pairs if one < model.facts.vocabulary and other < vocabulary]
+        self._draft_loop = DraftLoop(noise, vocabulary)
+        pairs = shared_tokens(self._translator.target, self._translator.assistant).items()
+        both = [(one, other) for one, other in pairs if one < model.traits.vocab_size and other < vocabulary]
         if not both:
-            raise _stranger(assistant_tokenizer)
-        self._theirs, self._ours = torch.tensor(both).to(model.device).T.contiguous()
-        self._known = torch.full((vocabulary,), -1, device=model.device)  # the assistant's token by ours
-        self._known[self._ours] = self._theirs
+            raise _no_shared_tokens_error(assistant_tokenizer)
+        self._shared_assistant_ids, self._shared_target_ids = (
+            torch.tensor(both).to(model.device).T.contiguous()
+        )
+        self._assistant_by_target = torch.full(
+            (vocabulary,), -1, device=model.device
+        )  # the assistant's token by ours
+        self._assistant_by_target[self._shared_target_ids] = self._shared_assistant_ids
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
         """Tokens that may follow each row, at most so many [R] (host)."""
-        most = self._followed(rows, most)
-        return self._guessing.run(rows, most, aid, lambda grown, index: self._law(rows, grown, index))
+        most = self._sync_rows(rows, most)
+        return self._draft_loop.run(
+            rows, most, aid, lambda grown, index: self._shared_logits(rows, grown, index)
+        )
 
-    def _law(self, rows: Rows, grown: Rows, index: Tensor) -> Tensor:
+    def _shared_logits(self, rows: Rows, grown: Rows, index: Tensor) -> Tensor:
         """The assistant's logits [N, V] after some rows, of which it knows nothing but what both can say."""
         device, here = self._model.device, torch.arange(len(index))
         if grown is not rows:
             last = grown.tokens.gather(1, (grown.length - 1).to(grown.tokens.device)[:, None])[:, 0]
-            tokens = self._known[pick(last, index).to(device)]
+            tokens = self._assistant_by_target[index_rows(last, index).to(device)]
             host = tokens.tolist()
             # A token that only a processor can have put there: the assistant cannot go on from it.
             here = torch.tensor([at for at, token in enumerate(host) if token >= 0], dtype=torch.long)
             if len(here):
-                self._said(index[here], tokens[here.to(device)], [host[at] for at in here.tolist()])
-        laws = torch.full((len(index), self._guessing.vocabulary), -torch.inf, device=device)
+                self._append_tokens(index[here], tokens[here.to(device)], [host[at] for at in here.tolist()])
+        laws = torch.full((len(index), self._draft_loop.vocab_size), -torch.inf, device=device)
         if len(here):
-            logits = self._asked(index[here])
-            laws[here.to(device)[:, None], self._ours] = logits[:, self._theirs]
+            logits = self._forward_pending(index[here])
+            laws[here.to(device)[:, None], self._shared_target_ids] = logits[:, self._shared_assistant_ids]
         return laws
 
 
-def _column(values: Any, default: float, count: int) -> list[float]:
+def _param_values(values: Any, default: float, count: int) -> list[float]:
     """A parameter of each row; below 0, or absent, it is the default."""
     if values is None:
         return [default] * count

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from descant.core.context import params_of
-from descant.core.interfaces import Noise
-from descant.core.records import Aid, Proposal
-from descant.core.rows import Rows, pick
+from descant.core.context import row_params
+from descant.core.interfaces import NoiseSource
+from descant.core.records import DraftContext, Proposal
+from descant.core.rows import Rows, index_rows
 
-__all__ = ["Guessing", "room"]
+__all__ = ["DraftLoop", "limit_to_positions"]
 
 # The logits [N, V'] that follow some rows, `lines` (host), of a table to which what was tried is appended.
-Ask = Callable[[Rows, Tensor], Tensor]
+LogitsFn = Callable[[Rows, Tensor], Tensor]
 
 
-def room(most: Tensor, position: Tensor, table: int | None) -> Tensor:
+def limit_to_positions(most: Tensor, position: Tensor, table: int | None) -> Tensor:
     """How many tokens rows may try [R] (host) when a network has so many positions; None: any number.
 
     To say what follows a row it is fed the row, and all but the last of what it says.
@@ -28,7 +28,7 @@ def room(most: Tensor, position: Tensor, table: int | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Guessing:
+class DraftLoop:
     """The loop over one network's guesses: the law of each, how it is drawn, and when a row stops.
 
     A row's law is the softmax of the network's logits after the target's own processors, so that it can
@@ -37,76 +37,78 @@ class Guessing:
     unlikely, or an end, only keeps the row from going on.
     """
 
-    noise: Noise
-    vocabulary: int  # the target's
+    noise: NoiseSource
+    vocab_size: int  # the target's
 
     @torch.no_grad()
-    def run(self, rows: Rows, most: Tensor, aid: Aid, ask: Ask) -> Proposal:
+    def run(self, rows: Rows, most: Tensor, aid: DraftContext, ask: LogitsFn) -> Proposal:
         """Up to `most[i]` tokens (host) after row `i`, with the law of each where somebody has to know it."""
-        terms = _Terms.of(rows)
+        terms = _DraftParams.from_rows(rows)
         active, n, grown = most > 0, torch.zeros_like(most), rows
         drafts: list[Tensor] = []
         laws: list[Tensor] = []
         while bool(active.any()):
-            logits = self._logits(ask, grown, active)
+            logits = self._next_logits(ask, grown, active)
             scores = aid.process(grown, logits)
             law = scores.softmax(-1)
-            tokens = self._chosen(terms, law, scores, len(drafts))
+            tokens = self._choose_tokens(terms, law, scores, len(drafts))
             likely = law.gather(1, tokens[:, None])
             token, likelihood = torch.cat((tokens[:, None], likely.double()), 1).cpu().unbind(1)
             # Where nothing can be chosen there is no law, and what is not a number is not above 0.
             tried = active & (likelihood > 0)
             n += tried
             drafts.append(tokens)
-            if terms.open is not None:
-                certain = torch.nn.functional.one_hot(tokens, self.vocabulary).to(law.dtype)
-                laws.append(torch.where((terms.open & tried).to(law.device)[:, None], law, certain))
+            if terms.needs_probs is not None:
+                certain = torch.nn.functional.one_hot(tokens, self.vocab_size).to(law.dtype)
+                laws.append(torch.where((terms.needs_probs & tried).to(law.device)[:, None], law, certain))
             grown = grown.append(tokens[:, None], grown.length + tried)
-            active = tried & (n < most) & ~terms.ended(token.long(), likelihood)
+            active = tried & (n < most) & ~terms.should_stop(token.long(), likelihood)
         width = int(n.max()) if len(n) else 0
         if not width:
             return Proposal()
         probs = torch.stack(laws[:width], 1) if laws else None
         return Proposal(None, torch.stack(drafts[:width], 1), n, probs)
 
-    def _logits(self, ask: Ask, rows: Rows, active: Tensor) -> Tensor:
+    def _next_logits(self, ask: LogitsFn, rows: Rows, active: Tensor) -> Tensor:
         """What the network says of the rows that go on, of as many tokens as the target knows [R, V]."""
         lines = active.nonzero().squeeze(1)
         logits = ask(rows, lines).to(rows.tokens.device)
-        short = self.vocabulary - logits.shape[1]
+        short = self.vocab_size - logits.shape[1]
         if short:  # below 0 it cuts
             logits = torch.nn.functional.pad(logits, (0, short), value=-torch.inf)
         if len(lines) == len(rows):
             return logits
         # Processors see every row of a lane; nobody looks at what they make of those that have stopped.
-        return logits.new_zeros(len(rows), self.vocabulary).index_copy(0, lines.to(logits.device), logits)
+        return logits.new_zeros(len(rows), self.vocab_size).index_copy(0, lines.to(logits.device), logits)
 
-    def _chosen(self, terms: _Terms, law: Tensor, scores: Tensor, ahead: int) -> Tensor:
+    def _choose_tokens(self, terms: _DraftParams, law: Tensor, scores: Tensor, ahead: int) -> Tensor:
         """The token of each row [R], `ahead` tokens after its last decided one."""
-        drawing, index = terms.drawing, terms.index
+        drawing, index = terms.sampled_rows, terms.sampled_index
         if drawing is None:
             return scores.argmax(-1)
-        noise = self.noise.draw(drawing.changed(length=drawing.length + ahead), self.vocabulary)
+        noise = self.noise.draw(drawing.replace(length=drawing.length + ahead), self.vocab_size)
         if index is None:
             return (law / noise).argmax(-1)
-        drawn = (pick(law, index) / noise).argmax(-1)
+        drawn = (index_rows(law, index) / noise).argmax(-1)
         return scores.argmax(-1).index_copy(0, index.to(drawn.device), drawn)
 
 
 @dataclass(frozen=True)
-class _Terms:
+class _DraftParams:
     """What rows want of guesses."""
 
-    drawing: Rows | None  # those that sample
-    index: Tensor | None  # [N] (host) which those are; None: all
-    open: Tensor | None  # [R] (host) those whose law must be known: they sample without a seed; None: nobody
-    ends: Tensor  # [R, E] (host) tokens after which a row has ended
-    least: Tensor  # [R] (host) a row goes on only after tokens at least so likely
+    sampled_rows: Rows | None  # those that sample
+    sampled_index: Tensor | None  # [N] (host) which those are; None: all
+    needs_probs: (
+        Tensor | None
+    )  # [R] (host) those whose law must be known: they sample without a seed; None: nobody
+    stop_token_ids: Tensor  # [R, E] (host) tokens after which a row has ended
+    min_confidence: Tensor  # [R] (host) a row goes on only after tokens at least so likely
 
     @classmethod
-    def of(cls, rows: Rows) -> _Terms:
+    def from_rows(cls, rows: Rows) -> _DraftParams:
         """The terms of these rows."""
-        params = params_of(rows)
+        params = row_params(rows)
         sampled = params["do_sample"] == 1
         index = sampled.nonzero().squeeze(1)
         drawing: Rows | None = None
@@ -118,10 +120,10 @@ class _Terms:
             drawing,
             None if drawing is rows else index,
             unseeded if bool(unseeded.any()) else None,
-            params["ends" if "ends" in params.values else "eos"],
+            params["end_token_ids" if "end_token_ids" in params.values else "eos_token_ids"],
             params[name] if name in params.values else torch.full((len(rows),), -1.0),
         )
 
-    def ended(self, tokens: Tensor, likelihood: Tensor) -> Tensor:
+    def should_stop(self, tokens: Tensor, likelihood: Tensor) -> Tensor:
         """Whether a row stops after its token [R], which was so likely (host)."""
-        return (self.ends == tokens[:, None]).any(1) | (likelihood < self.least)
+        return (self.stop_token_ids == tokens[:, None]).any(1) | (likelihood < self.min_confidence)

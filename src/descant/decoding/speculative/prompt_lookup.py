@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.core.context import params_of
-from descant.core.records import Aid, Proposal
+from descant.core.context import row_params
+from descant.core.records import DraftContext, Proposal
 from descant.core.rows import Rows
 
 __all__ = ["PromptLookup"]
 
-_NGRAM = 2  # tokens matched at the most where a row does not say
-_NOTHING = -(2**62)  # no token at all
+_DEFAULT_NGRAM_SIZE = 2  # tokens matched at the most where a row does not say
+_NO_TOKEN = -(2**62)  # no token at all
 
 
 class PromptLookup:
@@ -28,20 +28,20 @@ class PromptLookup:
     takes: 9 % more on edits and summaries, 5 % on Python files, 1 % fewer on stories.
     """
 
-    cheap = True
+    is_model_free = True
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Nothing is kept of a request."""
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         """Nothing is kept of a request."""
 
     def commit(self, parents: Tensor, lengths: Tensor) -> None:
         """Nothing is kept of a row: its tokens say all."""
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:  # noqa: ARG002 - the port
+    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:  # noqa: ARG002 - the port
         """What followed, up to `most` and to each row's `prompt_lookup_num_tokens`."""
-        values = params_of(rows).values
+        values = row_params(rows).values
         wanted = values.get("prompt_lookup_num_tokens")
         if not len(rows):
             return Proposal()
@@ -50,13 +50,13 @@ class PromptLookup:
         if not bool(size.any()):
             return Proposal()
         gram = values.get("max_matching_ngram_size")
-        gram = torch.full_like(size, _NGRAM) if not isinstance(gram, Tensor) else gram
-        gram = torch.where(gram < 0, _NGRAM, gram)
+        gram = torch.full_like(size, _DEFAULT_NGRAM_SIZE) if not isinstance(gram, Tensor) else gram
+        gram = torch.where(gram < 0, _DEFAULT_NGRAM_SIZE, gram)
 
         device = rows.tokens.device
         length = rows.length.to(device, non_blocking=True)[:, None]
         tokens = rows.tokens[:, : int(rows.length.max())]
-        start = followers(tokens, length, gram)  # [R, 1]
+        start = continuation_starts(tokens, length, gram)  # [R, 1]
         n = torch.where((start >= 0).cpu()[:, 0], size, 0)
         width = int(n.max())
         if not width:
@@ -66,7 +66,7 @@ class PromptLookup:
         return Proposal(None, tokens.gather(1, start + ahead), n)
 
 
-def followers(tokens: Tensor, length: Tensor, gram: Tensor) -> Tensor:
+def continuation_starts(tokens: Tensor, length: Tensor, gram: Tensor) -> Tensor:
     """Where what followed the last tokens of each row begins, -1 where they never occurred before [R, 1].
 
     `gram` (host) says of how many tokens an occurrence may be at the most; the longest counts, and of
@@ -76,7 +76,7 @@ def followers(tokens: Tensor, length: Tensor, gram: Tensor) -> Tensor:
     deep = min(int(gram.max()), wide - 1)
     back = torch.arange(deep, device=tokens.device)
     end = tokens.gather(1, (length - 1 - back).clamp_(min=0))  # [R, G] the last tokens, backwards
-    end = torch.where(back < gram.to(tokens.device, non_blocking=True)[:, None], end, _NOTHING)
+    end = torch.where(back < gram.to(tokens.device, non_blocking=True)[:, None], end, _NO_TOKEN)
     at = torch.arange(wide, device=tokens.device)
     match = torch.zeros_like(tokens)  # how many tokens that end here are those that end the row
     alike = at < length - 1

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from descant.errors import InputError
-from descant.tokenization.stop_strings import StopTable, stop_strings_of
-from descant.tokenization.token_bytes import Vocabulary
+from descant.tokenization.stop_strings import StopStringMatcher, normalize_stop_strings
+from descant.tokenization.token_bytes import TokenBytes
 
 __all__ = [
     "EosTokenCriteria",
@@ -41,7 +41,7 @@ class StoppingCriteriaList(list[Any]):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Which of the rows [N, L] any criterion ends, bool [N]."""
-        ended = _all(input_ids, False)
+        ended = _full_mask(input_ids, False)
         for criterion in self:
             verdict = criterion(input_ids, scores, **kwargs)
             given = torch.tensor(verdict) if isinstance(verdict, bool) else verdict
@@ -65,7 +65,7 @@ class MaxLengthCriteria(StoppingCriteria):
     """
 
     def __init__(self, max_length: int, max_position_embeddings: int | None = None) -> None:
-        self.max_length = _count("max_length", max_length)
+        self.max_length = _check_count("max_length", max_length)
         if max_position_embeddings is not None and max_length > max_position_embeddings:
             must = f"must be <= `max_position_embeddings` = {max_position_embeddings}"
             do = "leave `max_position_embeddings` out to let the model go beyond it"
@@ -74,7 +74,7 @@ class MaxLengthCriteria(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
         """Whether the rows [N, L] are long enough, the same for all [N]."""
-        return _all(input_ids, input_ids.shape[1] >= self.max_length)
+        return _full_mask(input_ids, input_ids.shape[1] >= self.max_length)
 
 
 class MaxTimeCriteria(StoppingCriteria):
@@ -84,12 +84,12 @@ class MaxTimeCriteria(StoppingCriteria):
     """
 
     def __init__(self, max_time: float, initial_timestamp: float | None = None) -> None:
-        self.max_time = _seconds("max_time", max_time)
+        self.max_time = _check_seconds("max_time", max_time)
         self.initial_timestamp = time.time() if initial_timestamp is None else initial_timestamp
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
         """Whether the time is over, the same for all rows [N]."""
-        return _all(input_ids, time.time() - self.initial_timestamp > self.max_time)
+        return _full_mask(input_ids, time.time() - self.initial_timestamp > self.max_time)
 
 
 class EosTokenCriteria(StoppingCriteria):
@@ -107,7 +107,7 @@ class EosTokenCriteria(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
         """Which rows [N, L] end in it [N]."""
         if input_ids.shape[1] == 0:
-            return _all(input_ids, False)
+            return _full_mask(input_ids, False)
         return torch.isin(input_ids[:, -1], self.eos_token_id.to(input_ids.device))
 
 
@@ -119,14 +119,14 @@ class StopStringCriteria(StoppingCriteria):
     """
 
     def __init__(self, tokenizer: Any, stop_strings: str | Iterable[str]) -> None:
-        self.stop_strings = stop_strings_of(stop_strings)
-        self.table = StopTable.of(tokenizer, self.stop_strings)
-        self._pad = _pad_of(tokenizer)
+        self.stop_strings = normalize_stop_strings(stop_strings)
+        self.matcher = StopStringMatcher.from_tokenizer(tokenizer, self.stop_strings)
+        self._pad_token_id = _get_pad_token_id(tokenizer)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
         """Which rows [N, L] have just completed a stop string [N]."""
-        ids = _without_padding(input_ids.cpu().numpy(), self._pad)
-        return torch.from_numpy(self.table.judge(ids)).to(input_ids.device)
+        ids = _mask_left_padding(input_ids.cpu().numpy(), self._pad_token_id)
+        return torch.from_numpy(self.matcher.ends_with_match(ids)).to(input_ids.device)
 
 
 class StopRegexCriteria(StoppingCriteria):
@@ -140,39 +140,39 @@ class StopRegexCriteria(StoppingCriteria):
             self.pattern = re.compile(pattern)
         except (re.error, TypeError) as error:
             raise InputError("pattern", f"must be a regular expression ({error})", pattern) from error
-        self.prompt_length = _count("prompt_length", prompt_length)
-        self._vocabulary = Vocabulary.of(tokenizer)
-        self._pad = _pad_of(tokenizer)
+        self.prompt_length = _check_count("prompt_length", prompt_length)
+        self._token_bytes = TokenBytes.from_tokenizer(tokenizer)
+        self._pad_token_id = _get_pad_token_id(tokenizer)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
         """Which rows [N, L] match [N]."""
-        ids = _without_padding(input_ids.cpu().numpy(), self._pad)[:, self.prompt_length :]
-        found = [self.pattern.search(self._vocabulary.text(row)) is not None for row in ids.tolist()]
+        ids = _mask_left_padding(input_ids.cpu().numpy(), self._pad_token_id)[:, self.prompt_length :]
+        found = [self.pattern.search(self._token_bytes.text(row)) is not None for row in ids.tolist()]
         return torch.tensor(found, dtype=torch.bool, device=input_ids.device)
 
 
-def _all(input_ids: Tensor, verdict: bool) -> Tensor:
+def _full_mask(input_ids: Tensor, verdict: bool) -> Tensor:
     return torch.full((len(input_ids),), verdict, dtype=torch.bool, device=input_ids.device)
 
 
-def _count(name: str, value: Any) -> int:
+def _check_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InputError(name, "must be an integer >= 0", value)
     return value
 
 
-def _seconds(name: str, value: Any) -> float:
+def _check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise InputError(name, "must be a number of seconds >= 0", value)
     return value
 
 
-def _pad_of(tokenizer: Any) -> int | None:
+def _get_pad_token_id(tokenizer: Any) -> int | None:
     pad = getattr(tokenizer, "pad_token_id", None)
     return pad if isinstance(pad, int) else None
 
 
-def _without_padding(ids: Array, pad: int | None) -> Array:
+def _mask_left_padding(ids: Array, pad: int | None) -> Array:
     """The ids [N, L] with -1 for the run of padding that begins a row; its last token is never padding."""
     if pad is None or not (ids[:, :1] == pad).any():
         return ids

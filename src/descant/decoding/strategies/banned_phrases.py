@@ -8,75 +8,82 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from descant.core.context import params_of
+from descant.core.context import row_params
 from descant.core.interfaces import Array
 from descant.core.rows import Rows
-from descant.decoding.strategies.backtracking import Doubt, Note, Rewinding, notes_of
-from descant.tokenization.banned_phrases import Phrases
+from descant.decoding.strategies.backtracking import (
+    Backtracking,
+    PendingTokens,
+    Retraction,
+    pending_tokens_of,
+)
+from descant.tokenization.banned_phrases import PhraseMatcher
 
-__all__ = ["Banning"]
+__all__ = ["BannedPhraseSampling"]
 
 
-class Banning(Rewinding):
+class BannedPhraseSampling(Backtracking):
     """Greedy search and sampling that say none of some phrases (Paech et al. 2025, arXiv 2510.15061).
 
     A row whose new text completes a phrase, across any tokens, takes back all from the token on in which it
     began. All rows are matched at once, by the state of matching that each has come to.
     """
 
-    _watch: tuple[object, list[tuple[Phrases, Array]]] | None = None  # (version, phrases with their rows)
+    _phrase_rows: tuple[object, list[tuple[PhraseMatcher, Array]]] | None = (
+        None  # (version, phrases with their rows)
+    )
 
-    def _quiet(self, rows: Rows, tokens: Array) -> bool:
+    def _can_skip_inspection(self, rows: Rows, tokens: Array) -> bool:
         """Whether no row has anything in mind, before these tokens and after them: as nearly always."""
-        if not all(note.idle for note in notes_of(rows)):
+        if not all(note.is_idle for note in pending_tokens_of(rows)):
             return False
-        if self._watch is None or self._watch[0] != rows.version:
-            phrases: Any = params_of(rows).values["phrases"]
-            self._watch = (rows.version, _users(phrases))
-        for own, here in self._watch[1]:
+        if self._phrase_rows is None or self._phrase_rows[0] != rows.version:
+            phrases: Any = row_params(rows).values["phrase_matcher"]
+            self._phrase_rows = (rows.version, _rows_by_phrases(phrases))
+        for own, here in self._phrase_rows[1]:
             mine, blank = tokens[here], np.zeros(len(here), np.int64)
-            if own.table.next[mine, blank].any() or own.table.hits[mine, blank].any():
+            if own.matcher.transition[mine, blank].any() or own.matcher.matches[mine, blank].any():
                 return False
         return True
 
-    def _doubts(self, rows: Rows, tokens: Tensor) -> list[Doubt]:
+    def _inspect_rows(self, rows: Rows, tokens: Tensor) -> list[Retraction]:
         """What the phrases make of each row's token."""
-        notes: list[Note] = notes_of(rows)
-        phrases: Any = params_of(rows).values["phrases"]
-        states, hits = _matched(notes, phrases, tokens.numpy())
+        notes: list[PendingTokens] = pending_tokens_of(rows)
+        phrases: Any = row_params(rows).values["phrase_matcher"]
+        states, hits = _advance_matchers(notes, phrases, tokens.numpy())
         found = []
         for row, (note, token) in enumerate(zip(notes, tokens.tolist(), strict=True)):
-            own, state, held = phrases[row], int(states[row]), [*note.held, token]
-            place = own.began(held, _unread(rows, row, own, note)) if hits[row] else None
+            own, state, held = phrases[row], int(states[row]), [*note.tokens, token]
+            place = own.match_start(held, _healed_prompt_bytes(rows, row, own, note)) if hits[row] else None
             if place is None:
-                found.append(Doubt(own.under_way(state, held), 0, state))
+                found.append(Retraction(own.partial_tokens(state, held), 0, state))
             else:
-                found.append(Doubt(back=len(held) - place))
+                found.append(Retraction(backtrack=len(held) - place))
         return found
 
 
-def _matched(notes: Sequence[Note], phrases: Any, tokens: Array) -> tuple[Array, Array]:
+def _advance_matchers(notes: Sequence[PendingTokens], phrases: Any, tokens: Array) -> tuple[Array, Array]:
     """The state of matching after each row's token [R], and whether it completes a phrase [R]."""
-    before = np.array([note.marks[-1].state for note in notes])
+    before = np.array([note.checkpoints[-1].matcher_state for note in notes])
     states, hits = np.zeros(len(notes), np.int64), np.zeros(len(notes), dtype=bool)
-    for own, here in _users(phrases):
-        states[here] = own.table.next[tokens[here], before[here]]
-        hits[here] = own.table.hits[tokens[here], before[here]]
+    for own, here in _rows_by_phrases(phrases):
+        states[here] = own.matcher.transition[tokens[here], before[here]]
+        hits[here] = own.matcher.matches[tokens[here], before[here]]
     return states, hits
 
 
-def _users(phrases: Any) -> list[tuple[Phrases, Array]]:
+def _rows_by_phrases(phrases: Any) -> list[tuple[PhraseMatcher, Array]]:
     """The phrases of the rows [R], each with the rows whose they are."""
     found = {id(one): one for one in phrases}
     names = np.array([id(one) for one in phrases])
     return [(one, np.flatnonzero(names == name)) for name, one in found.items()]
 
 
-def _unread(rows: Rows, row: int, phrases: Phrases, note: Note) -> int:
+def _healed_prompt_bytes(rows: Rows, row: int, phrases: PhraseMatcher, note: PendingTokens) -> int:
     """How many bytes of what a row holds are the prompt's own, which token healing has it say again."""
-    tails: Any = params_of(rows).values.get("healing")
+    tails: Any = row_params(rows).values.get("healed_suffix")
     tail = None if tails is None else tails[row]
     if tail is None or not len(tail):
         return 0
-    start, stop = int(rows.prompt[row]), int(rows.length[row]) - len(note.held)
-    return max(0, len(tail.text) - phrases.size(rows.tokens[row, start:stop].tolist()))
+    start, stop = int(rows.prompt_length[row]), int(rows.length[row]) - len(note.tokens)
+    return max(0, len(tail.text) - phrases.num_bytes(rows.tokens[row, start:stop].tolist()))

@@ -1,10 +1,10 @@
 """Watermarks found again: what a text says for a mark, and how sure one may be."""
 
 from descant.decoding.watermark.detection import Detection, Detector
-from descant.decoding.watermark.green import GreenScheme, WatermarkDetector, WatermarkDetectorOutput
-from descant.decoding.watermark.gumbel import RaceScheme
-from descant.decoding.watermark.page import page
-from descant.decoding.watermark.scheme_factory import schemes_of
+from descant.decoding.watermark.green_list import GreenListScheme, WatermarkDetector, WatermarkDetectorOutput
+from descant.decoding.watermark.gumbel import GumbelScheme
+from descant.decoding.watermark.html_report import render_report
+from descant.decoding.watermark.scheme_factory import build_schemes
 from descant.decoding.watermark.schemes.keys import (
     PublicKeyWarning,
     fingerprint,
@@ -12,11 +12,11 @@ from descant.decoding.watermark.schemes.keys import (
     read_settings,
     write_settings,
 )
-from descant.decoding.watermark.scores import Evidence, Scheme
-from descant.decoding.watermark.statistics import needed
+from descant.decoding.watermark.scores import TokenScores, WatermarkScheme
+from descant.decoding.watermark.statistics import required_tokens
 from descant.decoding.watermark.synthid import (
+    SynthIDScheme,
     SynthIDTextWatermarkDetector,
-    TournamentScheme,
     mean_score,
     weighted_mean_score,
 )
@@ -24,22 +24,22 @@ from descant.decoding.watermark.synthid import (
 __all__ = [
     "Detection",
     "Detector",
-    "Evidence",
-    "GreenScheme",
+    "GreenListScheme",
+    "GumbelScheme",
     "PublicKeyWarning",
-    "RaceScheme",
-    "Scheme",
+    "SynthIDScheme",
     "SynthIDTextWatermarkDetector",
-    "TournamentScheme",
+    "TokenScores",
     "WatermarkDetector",
     "WatermarkDetectorOutput",
+    "WatermarkScheme",
+    "build_schemes",
     "fingerprint",
     "mean_score",
-    "needed",
     "new_settings",
-    "page",
     "read_settings",
-    "schemes_of",
+    "render_report",
+    "required_tokens",
     "weighted_mean_score",
     "write_settings",
 ]

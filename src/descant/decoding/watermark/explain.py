@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from descant.decoding.watermark.detection import Detection
 
-__all__ = ["GENERALLY", "chance", "facts", "meaning", "number"]
+__all__ = ["VERDICT_TEXTS", "explain_verdict", "format_number", "format_p_value", "summary_items"]
 
 # What each verdict means of any text.
-GENERALLY: Final = {
+VERDICT_TEXTS: Final = {
     "marked": (
         "Most likely it, or a part of it, was made with this key. That names a key, not the person who used "
         "it."
@@ -26,10 +26,10 @@ GENERALLY: Final = {
     ),
 }
 
-_SURE: Final = 1e-15  # below it the chance is no longer a number that means anything
+_MIN_P_VALUE: Final = 1e-15  # below it the chance is no longer a number that means anything
 
 
-def facts(detection: Detection) -> list[tuple[str, str]]:
+def summary_items(detection: Detection) -> list[tuple[str, str]]:
     """The figures of a detection, each with its name."""
     low, high = detection.interval
     found = [
@@ -37,10 +37,10 @@ def facts(detection: Detection) -> list[tuple[str, str]]:
         ("scheme", detection.scheme),
         ("key", detection.key),
         ("scored tokens", f"{detection.scored} of {detection.tokens}"),
-        ("score", f"{number(detection.score)} (unmarked text: {number(detection.expected)})"),
-        ("95 % interval", f"{number(low)} to {number(high)}"),
-        ("z", number(detection.z, 2)),
-        ("p", chance(detection.p_value) + _paid(detection)),
+        ("score", f"{format_number(detection.score)} (unmarked text: {format_number(detection.expected)})"),
+        ("95 % interval", f"{format_number(low)} to {format_number(high)}"),
+        ("z", format_number(detection.z, 2)),
+        ("p", format_p_value(detection.p_value) + _correction_note(detection)),
     ]
     if detection.span is not None:
         first, last = detection.span
@@ -51,35 +51,35 @@ def facts(detection: Detection) -> list[tuple[str, str]]:
     return found
 
 
-def meaning(detection: Detection) -> str:
+def explain_verdict(detection: Detection) -> str:
     """What the verdict on a text means, and what it does not."""
-    told = GENERALLY[detection.verdict]
+    told = VERDICT_TEXTS[detection.verdict]
     if detection.verdict == "marked":
-        chance = _odds(detection.p_value)
+        chance = _format_odds(detection.p_value)
         return f"A text written without this key would score as high with a chance of {chance}. {told}"
     if detection.verdict == "too short to tell" and detection.needed is not None:
         return f"{told} About {detection.needed} scored tokens would tell."
     return told
 
 
-def number(value: float, places: int = 3) -> str:
+def format_number(value: float, places: int = 3) -> str:
     """A figure, short; what there is too little text for is `none`."""
     return f"{value:.{places}f}" if isfinite(value) else "none"
 
 
-def chance(p: float) -> str:
+def format_p_value(p: float) -> str:
     """A p-value, short."""
     if p >= 0.001:
         return f"{p:.3f}"
-    return f"{p:.1e}" if p >= _SURE else "< 1e-15"
+    return f"{p:.1e}" if p >= _MIN_P_VALUE else "< 1e-15"
 
 
-def _paid(detection: Detection) -> str:
+def _correction_note(detection: Detection) -> str:
     return "" if detection.tests == 1 else f" (corrected for {detection.tests} tests)"
 
 
-def _odds(p: float) -> str:
+def _format_odds(p: float) -> str:
     """A small probability as people say it: two leading digits, which is more than it is worth."""
-    if p < _SURE:
+    if p < _MIN_P_VALUE:
         return "less than 1 in a million billions"
     return f"1 in {float(f'{1 / p:.1e}'):,.0f}"

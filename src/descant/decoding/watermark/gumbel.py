@@ -8,19 +8,19 @@ from typing import Final
 import numpy as np
 
 from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
-from descant.decoding.watermark.schemes.gumbel import race_of
-from descant.decoding.watermark.scores import Array, Evidence
+from descant.decoding.watermark.schemes.gumbel import get_keyed_uniforms
+from descant.decoding.watermark.scores import Array, TokenScores
 from descant.decoding.watermark.statistics import gamma_tail
 from descant.errors import InputError
 
-__all__ = ["RaceScheme"]
+__all__ = ["GumbelScheme"]
 
 # A token of chance p that won the race is worth the harmonic number of 1/p, about 1 + 0.8 times the nats of
 # its law: marked text that says a quarter of a nat a token, less than code does, comes to this.
-_WEAKEST: Final = 1.2
+_MIN_MARKED_MEAN: Final = 1.2
 
 
-class RaceScheme:
+class GumbelScheme:
     """One key and one nonce of the Gumbel watermark.
 
     A token is worth -log u, u being its uniform: under a key that the text does not know a draw of the unit
@@ -30,9 +30,9 @@ class RaceScheme:
     """
 
     name = GumbelWatermarkingConfig.scheme
-    mean = 1.0
-    sd = 1.0
-    weakest = _WEAKEST
+    null_mean = 1.0
+    null_std = 1.0
+    min_marked_mean = _MIN_MARKED_MEAN
 
     def __init__(self, settings: GumbelWatermarkingConfig, nonce: int | None = None) -> None:
         nonce = settings.nonce if nonce is None else nonce
@@ -41,28 +41,30 @@ class RaceScheme:
             raise InputError("nonce", "must be given where the settings have none", None, do)
         self.settings = settings
         self.nonce = nonce
-        self.width = settings.context_width
-        self._race = race_of(settings)
+        self.context_size = settings.context_width
+        self._uniforms = get_keyed_uniforms(settings)
 
-    def evidence(self, ids: Array) -> Evidence:
+    def score_tokens(self, ids: Array) -> TokenScores:
         """How well each token [L] was placed; it is scored unless its context is short or a repeat."""
         ids = np.ascontiguousarray(ids, dtype=np.int64)
-        scored = _first(ids.tobytes(), self.width).copy()
+        scored = _first_occurrences(ids.tobytes(), self.context_size).copy()
         value = np.zeros(len(ids))
         places = np.flatnonzero(scored)
         if len(places):
-            contexts = np.lib.stride_tricks.sliding_window_view(ids, self.width)[places - self.width]
-            words = self._race.words(contexts, self.nonce)
-            value[places] = -np.log(self._race.chosen(words, ids[places]))
-        return Evidence(scored, value)
+            contexts = np.lib.stride_tricks.sliding_window_view(ids, self.context_size)[
+                places - self.context_size
+            ]
+            words = self._uniforms.context_states_on_host(contexts, self.nonce)
+            value[places] = -np.log(self._uniforms.token_uniforms(words, ids[places]))
+        return TokenScores(scored, value)
 
-    def tail(self, count: int, total: float) -> float:
+    def p_value(self, count: int, total: float) -> float:
         """The probability that so many draws of the unit exponential law sum to `total` or more."""
         return gamma_tail(count, total)
 
 
 @lru_cache(maxsize=256)  # many keys and nonces are asked about one text
-def _first(ids: bytes, width: int) -> Array:
+def _first_occurrences(ids: bytes, width: int) -> Array:
     """Which tokens follow a context for the first time [L]; the ids are int64."""
     count, size = len(ids) // 8, 8 * width
     scored = np.zeros(count, dtype=bool)

@@ -6,25 +6,25 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from descant.decoding.watermark.schemes import Settings
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig
 
-__all__ = ["Array", "Evidence", "Scheme"]
+__all__ = ["Array", "TokenScores", "WatermarkScheme"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Evidence(NamedTuple):
+class TokenScores(NamedTuple):
     """A text's tokens as a watermark sees them.
 
     A token is scored if the keyed function was asked something there that it was not asked before: what is
     asked twice is answered alike, and counting it twice would make chance look like a mark.
     """
 
-    scored: Array  # [L] bool
-    value: Array  # [L] float64, 0 where not scored: the larger, the more it speaks for the mark
+    mask: Array  # [L] bool
+    values: Array  # [L] float64, 0 where not scored: the larger, the more it speaks for the mark
 
 
-class Scheme(Protocol):
+class WatermarkScheme(Protocol):
     """One watermark with one key (and one nonce), as a detector asks it.
 
     In a text that was written without knowledge of the key the values of scored tokens are independent draws
@@ -37,34 +37,34 @@ class Scheme(Protocol):
         ...
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> BaseWatermarkingConfig:
         """What marks."""
         ...
 
     @property
-    def mean(self) -> float:
+    def null_mean(self) -> float:
         """Of one value in unmarked text."""
         ...
 
     @property
-    def sd(self) -> float:
+    def null_std(self) -> float:
         """The standard deviation of one value in unmarked text."""
         ...
 
     @property
-    def weakest(self) -> float:
+    def min_marked_mean(self) -> float:
         """The mean value that even a weakly marked text reaches: below it there is no mark."""
         ...
 
     @property
-    def width(self) -> int:
+    def context_size(self) -> int:
         """How many tokens before a token its value hangs on."""
         ...
 
-    def evidence(self, ids: Array) -> Evidence:
+    def score_tokens(self, ids: Array) -> TokenScores:
         """What the tokens [L] say; those too early to have a context are not scored."""
         ...
 
-    def tail(self, count: int, total: float) -> float:
+    def p_value(self, count: int, total: float) -> float:
         """The probability that `count` scored tokens of unmarked text sum to `total` or more."""
         ...

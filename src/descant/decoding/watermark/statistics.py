@@ -11,28 +11,28 @@ from typing import Final
 
 import numpy as np
 
-from descant.decoding.watermark.scores import Array, Scheme
+from descant.decoding.watermark.scores import Array, WatermarkScheme
 from descant.errors import InputError
 
 __all__ = [
     "CORRECTIONS",
-    "adjusted",
+    "adjust_p_values",
     "binomial_tail",
     "gamma_interval",
     "gamma_tail",
     "mean_interval",
-    "needed",
     "proportion_interval",
-    "randomised",
+    "randomized_p_value",
+    "required_tokens",
     "weighted_tail",
 ]
 
 CORRECTIONS: Final = ("holm", "bonferroni")
 # Totals are sums of floats: one that lies so little beyond an atom of the law is that atom.
 _SLACK: Final = 1e-9
-_LATTICE: Final = 2**16  # values of a weighted sum up to which its law is reckoned exactly
-_NEAR: Final = 1e-3  # |w| below which the saddlepoint's formula is 0/0 and its limit is used
-_DENSE: Final = 200  # degrees of freedom from which Student's quantile is a series
+_MAX_LATTICE_SIZE: Final = 2**16  # values of a weighted sum up to which its law is reckoned exactly
+_NEAR_ZERO: Final = 1e-3  # |w| below which the saddlepoint's formula is 0/0 and its limit is used
+_MIN_SERIES_DF: Final = 200  # degrees of freedom from which Student's quantile is a series
 
 
 # ------------------------------------------------------------------------------------ tails
@@ -47,11 +47,11 @@ def binomial_tail(count: int, hits: int, p: float) -> float:
     if hits > count * p:
         k = np.arange(hits, count, dtype=np.float64)
         ratio = (count - k) / (k + 1.0) * (p / (1.0 - p))
-        return _summed(_binomial_log(count, hits, p), ratio)
+        return _sum_series(_binomial_log(count, hits, p), ratio)
     # Below the mean the other side is the smaller one, and loses nothing when it is taken from 1.
     k = np.arange(hits - 1, 0, -1, dtype=np.float64)
     ratio = k / (count - k + 1.0) * ((1.0 - p) / p)
-    return 1.0 - _summed(_binomial_log(count, hits - 1, p), ratio)
+    return 1.0 - _sum_series(_binomial_log(count, hits - 1, p), ratio)
 
 
 def gamma_tail(count: int, total: float) -> float:
@@ -65,9 +65,9 @@ def gamma_tail(count: int, total: float) -> float:
     # As many arrivals of a Poisson process as `count` by the time `total` are one too many.
     if total > count:
         k = np.arange(count - 1, 0, -1, dtype=np.float64)
-        return _summed(_poisson_log(count - 1, total), k / total)
+        return _sum_series(_poisson_log(count - 1, total), k / total)
     rest = np.arange(count + 1, count + 64 + 16 * math.isqrt(count), dtype=np.float64)
-    return 1.0 - _summed(_poisson_log(count, total), total / rest)
+    return 1.0 - _sum_series(_poisson_log(count, total), total / rest)
 
 
 def weighted_tail(count: int, weights: Array, p: float, total: float) -> float:
@@ -90,15 +90,17 @@ def weighted_tail(count: int, weights: Array, p: float, total: float) -> float:
     depth = len(weights)
     if float(np.ptp(weights)) <= _SLACK * float(weights[0]):
         return binomial_tail(count * depth, math.ceil(total / float(weights.mean()) - 1e-6), p)
-    step = _lattice(weights)
-    if step is not None and most / step <= _LATTICE:
-        return _convolved(count, np.rint(weights / step).astype(np.int64), p, math.ceil(total / step - 1e-6))
+    step = _lattice_step(weights)
+    if step is not None and most / step <= _MAX_LATTICE_SIZE:
+        return _convolution_tail(
+            count, np.rint(weights / step).astype(np.int64), p, math.ceil(total / step - 1e-6)
+        )
     if step is not None:
         total = step * math.ceil(total / step - 1e-6)
-    return _saddlepoint(count, weights, p, total, step or 0.0)
+    return _saddlepoint_tail(count, weights, p, total, step or 0.0)
 
 
-def _summed(log_first: float, ratio: Array) -> float:
+def _sum_series(log_first: float, ratio: Array) -> float:
     """The sum of a series by its first term's logarithm and each term's ratio to the one before."""
     series = 1.0 + float(np.cumprod(ratio).sum())
     return min(1.0, math.exp(min(0.0, log_first + math.log(series))))
@@ -114,7 +116,7 @@ def _poisson_log(k: int, mean: float) -> float:
 
 
 # ------------------------------------------------------------------- weighted sums of chances
-def _lattice(weights: Array) -> float | None:
+def _lattice_step(weights: Array) -> float | None:
     """The number that all weights are whole multiples of, if one not too small is."""
     least = float(weights.min())
     if least <= 0.0:
@@ -126,7 +128,7 @@ def _lattice(weights: Array) -> float | None:
     return None
 
 
-def _convolved(count: int, weights: Array, p: float, hits: int) -> float:
+def _convolution_tail(count: int, weights: Array, p: float, hits: int) -> float:
     """The tail of a sum with whole weights [D], exactly: its law tilted to `hits`, by Fourier transform.
 
     The tilt makes `hits` the mean, so that what is rounded is small against what is summed.
@@ -135,12 +137,12 @@ def _convolved(count: int, weights: Array, p: float, hits: int) -> float:
     if hits >= most:  # the last atom, where no finite tilt has its mean
         return math.exp(count * len(weights) * math.log(p)) if hits == most else 0.0
     real = weights.astype(np.float64)
-    s = _saddle(count, real, p, float(hits))
+    s = _solve_saddlepoint(count, real, p, float(hits))
     if s < 0.0:  # the larger side: less than `hits` are so many more of the complements, and those are few
-        return 1.0 - _convolved(count, weights, 1.0 - p, most - hits + 1)
+        return 1.0 - _convolution_tail(count, weights, 1.0 - p, most - hits + 1)
     law = np.ones(1)  # of one token
     for weight in weights:
-        chance = _tilted(p, s * float(weight))
+        chance = _tilted_prob(p, s * float(weight))
         grown = np.zeros(len(law) + int(weight))
         grown[: len(law)] += law * (1.0 - chance)
         grown[int(weight) :] += law * chance
@@ -152,17 +154,17 @@ def _convolved(count: int, weights: Array, p: float, hits: int) -> float:
     return min(1.0, tilted * math.exp(min(0.0, _cumulant(count, real, p, s) - s * hits)))
 
 
-def _saddlepoint(count: int, weights: Array, p: float, total: float, step: float) -> float:
+def _saddlepoint_tail(count: int, weights: Array, p: float, total: float, step: float) -> float:
     """The tail by the saddlepoint, for values that are whole multiples of `step` (0: any)."""
     most = count * float(weights.sum())
     # The formula has no value at the last atom: whatever lies nearer to it than the least weight is it.
     if total > most - float(weights.min()) * (1.0 - _SLACK):
         return math.exp(count * len(weights) * math.log(p))
-    s = _saddle(count, weights, p, total)
-    chance = np.array([_tilted(p, s * float(weight)) for weight in weights])
+    s = _solve_saddlepoint(count, weights, p, total)
+    chance = np.array([_tilted_prob(p, s * float(weight)) for weight in weights])
     variance = count * float((weights**2 * chance * (1.0 - chance)).sum())
     w = math.copysign(math.sqrt(max(0.0, 2.0 * (s * total - _cumulant(count, weights, p, s)))), s)
-    if abs(w) < _NEAR:
+    if abs(w) < _NEAR_ZERO:
         third = count * float((weights**3).sum()) * p * (1.0 - p) * (1.0 - 2.0 * p)
         gap = -third / (6.0 * variance * math.sqrt(variance)) + 0.5 * step / math.sqrt(variance)
     else:
@@ -171,11 +173,13 @@ def _saddlepoint(count: int, weights: Array, p: float, total: float, step: float
         gap = 1.0 / (slope * math.sqrt(variance)) - 1.0 / w
     # Mills' ratio keeps the relative accuracy where the normal tail itself is 0.
     density = math.exp(-0.5 * w * w) / math.sqrt(2.0 * math.pi)
-    value = density * (_mills(w) + gap) if w > 0.0 else 0.5 * math.erfc(w / math.sqrt(2.0)) + density * gap
+    value = (
+        density * (_mills_ratio(w) + gap) if w > 0.0 else 0.5 * math.erfc(w / math.sqrt(2.0)) + density * gap
+    )
     return min(1.0, max(0.0, value))
 
 
-def _mills(w: float) -> float:
+def _mills_ratio(w: float) -> float:
     """The normal tail over the normal density, `w` > 0."""
     if w < 30.0:
         return 0.5 * math.erfc(w / math.sqrt(2.0)) * math.sqrt(2.0 * math.pi) * math.exp(0.5 * w * w)
@@ -183,7 +187,7 @@ def _mills(w: float) -> float:
     return float((1.0 - square * (1.0 - 3.0 * square * (1.0 - 5.0 * square))) / w)
 
 
-def _tilted(p: float, x: float) -> float:
+def _tilted_prob(p: float, x: float) -> float:
     """The chance `p` when a success weighs exp(x) times as much."""
     odds = math.log(p) - math.log1p(-p) + x
     return 1.0 / (1.0 + math.exp(-odds)) if odds >= 0.0 else math.exp(odds) / (1.0 + math.exp(odds))
@@ -193,7 +197,7 @@ def _cumulant(count: int, weights: Array, p: float, s: float) -> float:
     return count * float(np.logaddexp(math.log1p(-p), math.log(p) + s * weights).sum())
 
 
-def _saddle(count: int, weights: Array, p: float, total: float) -> float:
+def _solve_saddlepoint(count: int, weights: Array, p: float, total: float) -> float:
     """The tilt under which `total` is the mean, by Newton's method kept between bounds."""
     scale = float(weights.max())
     low, high = -60.0 / float(weights.min()), 60.0 / float(weights.min())
@@ -223,7 +227,7 @@ def proportion_interval(count: int, hits: int, level: float = 0.95) -> tuple[flo
     def least(many: int) -> float:
         if many <= 0:
             return 0.0
-        return _solved(lambda p: binomial_tail(count, many, p) - half, 0.0, many / count)
+        return _bisect(lambda p: binomial_tail(count, many, p) - half, 0.0, many / count)
 
     # As few hits or fewer are as many misses or more.
     return least(hits), 1.0 - least(count - hits)
@@ -235,8 +239,8 @@ def gamma_interval(count: int, total: float, level: float = 0.95) -> tuple[float
         return 0.0, math.inf
     half = (1.0 - level) / 2.0
     far = count + 20.0 * math.sqrt(count) + 40.0
-    most = _solved(lambda x: half - gamma_tail(count, x), 0.0, far)
-    least = _solved(lambda x: (1.0 - half) - gamma_tail(count, x), 0.0, far)
+    most = _bisect(lambda x: half - gamma_tail(count, x), 0.0, far)
+    least = _bisect(lambda x: (1.0 - half) - gamma_tail(count, x), 0.0, far)
     return total / most, total / least
 
 
@@ -246,20 +250,20 @@ def mean_interval(values: Array, least_sd: float = 0.0, level: float = 0.95) -> 
     if count < 2:
         return -math.inf, math.inf
     sd = max(float(np.std(values, ddof=1)), least_sd)
-    half = _student(count - 1, level) * sd / math.sqrt(count)
+    half = _student_quantile(count - 1, level) * sd / math.sqrt(count)
     mean = float(np.mean(values))
     return mean - half, mean + half
 
 
-def _student(freedom: int, level: float) -> float:
+def _student_quantile(freedom: int, level: float) -> float:
     """What Student's |t| stays below with probability `level`."""
-    if freedom >= _DENSE:
-        z = _solved(lambda x: math.erf(x / math.sqrt(2.0)) - level, 0.0, 40.0)
+    if freedom >= _MIN_SERIES_DF:
+        z = _bisect(lambda x: math.erf(x / math.sqrt(2.0)) - level, 0.0, 40.0)
         return z + (z**3 + z) / (4.0 * freedom) + (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * freedom**2)
-    return _solved(lambda t: _within(freedom, t) - level, 0.0, 1e6)
+    return _bisect(lambda t: _student_coverage(freedom, t) - level, 0.0, 1e6)
 
 
-def _within(freedom: int, t: float) -> float:
+def _student_coverage(freedom: int, t: float) -> float:
     """The probability that Student's |t| is below `t`, a finite sum for whole degrees of freedom."""
     angle = math.atan2(t, math.sqrt(freedom))
     sine, square = math.sin(angle), math.cos(angle) ** 2
@@ -273,7 +277,7 @@ def _within(freedom: int, t: float) -> float:
     return 2.0 / math.pi * (angle + sine * total) if odd else sine * total
 
 
-def _solved(function: Callable[[float], float], low: float, high: float) -> float:
+def _bisect(function: Callable[[float], float], low: float, high: float) -> float:
     """Where a rising function passes 0, by halving."""
     for _ in range(200):
         middle = 0.5 * (low + high)
@@ -284,7 +288,7 @@ def _solved(function: Callable[[float], float], low: float, high: float) -> floa
 
 
 # ------------------------------------------------------------------------------- many tests
-def adjusted(p_values: Sequence[float], correction: str = "holm") -> list[float]:
+def adjust_p_values(p_values: Sequence[float], correction: str = "holm") -> list[float]:
     """The p-values of tests made together, any of which falls below a level by chance so often at most.
 
     Both Holm's (1979) and Bonferroni's hold however the tests hang together.
@@ -301,17 +305,19 @@ def adjusted(p_values: Sequence[float], correction: str = "holm") -> list[float]
     return out
 
 
-def randomised(scheme: Scheme, count: int, total: float, u: float) -> float:
+def randomized_p_value(scheme: WatermarkScheme, count: int, total: float, u: float) -> float:
     """A p-value that is uniform in unmarked text if `u` is, although counts are lumpy.
 
     It is P(X > total) + u P(X = total). The p-value proper has u = 1: it may be too large, never too small.
     """
-    at_least = scheme.tail(count, total)
-    above = scheme.tail(count, total + 1e-5)
+    at_least = scheme.p_value(count, total)
+    above = scheme.p_value(count, total + 1e-5)
     return above + u * (at_least - above)
 
 
-def needed(scheme: Scheme, score: float, alpha: float = 0.01, power: float = 0.9) -> int | None:
+def required_tokens(
+    scheme: WatermarkScheme, score: float, alpha: float = 0.01, power: float = 0.9
+) -> int | None:
     """How many scored tokens of mean value `score` it takes to be found at level `alpha` so often.
 
     The level is exact, the marked text's sum taken as normal with the unmarked one's spread. None: no number
@@ -319,12 +325,12 @@ def needed(scheme: Scheme, score: float, alpha: float = 0.01, power: float = 0.9
     """
     if not 0.0 < alpha < 1.0 or not 0.0 < power < 1.0:
         raise InputError("alpha", "and `power` must lie between 0 and 1", (alpha, power))
-    if score <= scheme.mean:
+    if score <= scheme.null_mean:
         return None
-    below = _solved(lambda z: 0.5 * math.erfc(-z / math.sqrt(2.0)) - power, -40.0, 40.0) * scheme.sd
+    below = _bisect(lambda z: 0.5 * math.erfc(-z / math.sqrt(2.0)) - power, -40.0, 40.0) * scheme.null_std
 
     def enough(count: int) -> bool:
-        return scheme.tail(count, count * score - below * math.sqrt(count)) <= alpha
+        return scheme.p_value(count, count * score - below * math.sqrt(count)) <= alpha
 
     high = 1
     while not enough(high):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from descant.decoding.watermark.schemes.config import SynthIDTextWatermarkingConfig
-from descant.decoding.watermark.schemes.synthid import repeated, tournament
-from descant.decoding.watermark.scores import Array, Evidence
+from descant.decoding.watermark.schemes.synthid import get_tournament, repetition_mask
+from descant.decoding.watermark.scores import Array, TokenScores
 from descant.decoding.watermark.statistics import binomial_tail, weighted_tail
 from descant.errors import InputError
 
 __all__ = [
+    "SynthIDScheme",
     "SynthIDTextWatermarkDetector",
-    "TournamentScheme",
     "mean_score",
     "round_weights",
     "weighted_mean_score",
@@ -27,7 +27,7 @@ __all__ = [
 WEIGHTINGS: Final = ("weighted", "mean")
 # By how many standard deviations of a token's value the mean of a marked text is higher at the least: real
 # models (15M and 135M, 9 and 30 rounds) give 0.5 at temperature 0.7, and at 0.4 still 0.22 to 0.36.
-WEAK: Final = 0.2
+MIN_EFFECT_SIZE: Final = 0.2
 
 
 def round_weights(depth: int) -> Array:
@@ -37,7 +37,7 @@ def round_weights(depth: int) -> Array:
     return scaled
 
 
-class TournamentScheme:
+class SynthIDScheme:
     """SynthID-Text as a detector asks it: a token's value is the mean of its coins, one a round.
 
     A token is scored if the ids hold its whole context, the context is not one that marking passes over as
@@ -53,62 +53,62 @@ class TournamentScheme:
             raise InputError("weighting", f"must be one of {', '.join(WEIGHTINGS)}", weighting)
         self.settings = settings
         self.weighting = weighting
-        self._tournament = tournament(settings)
-        self._rounds = self._tournament.rounds
+        self._tournament = get_tournament(settings)
+        self._rounds = self._tournament.distinct_rounds
         depth = len(settings.keys)
         weights = (round_weights(depth) if weighting == "weighted" else np.ones(depth))[self._rounds]
         self._weights = weights / weights.sum()
-        self.width = self._tournament.width
-        chance = self._tournament.fraction
-        self.mean = chance
-        self.sd = math.sqrt(chance * (1.0 - chance) * float((self._weights**2).sum()))
-        self.weakest = self.mean + WEAK * self.sd
+        self.context_size = self._tournament.context_size
+        chance = self._tournament.ones_fraction
+        self.null_mean = chance
+        self.null_std = math.sqrt(chance * (1.0 - chance) * float((self._weights**2).sum()))
+        self.min_marked_mean = self.null_mean + MIN_EFFECT_SIZE * self.null_std
 
-    def evidence(self, ids: Array) -> Evidence:
+    def score_tokens(self, ids: Array) -> TokenScores:
         """The mean coin of the tokens [L]."""
         scored, value = np.zeros(len(ids), bool), np.zeros(len(ids))
-        if len(ids) <= self.width:
-            return Evidence(scored, value)
+        if len(ids) <= self.context_size:
+            return TokenScores(scored, value)
         tokens = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64))
-        contexts, after = self._tournament.contexts(tokens[:-1]), tokens[self.width :]
-        fresh = ~repeated(contexts[None], self.settings.context_history_size)[0].numpy()
+        contexts, after = self._tournament.context_hashes(tokens[:-1]), tokens[self.context_size :]
+        fresh = ~repetition_mask(contexts[None], self.settings.context_history_size)[0].numpy()
         places = np.flatnonzero(fresh)
-        asked = self._tournament.asked(contexts, after).numpy()[places]
+        asked = self._tournament.g_value_inputs(contexts, after).numpy()[places]
         places = places[np.sort(np.unique(asked, return_index=True)[1])]
-        coins = self._tournament.values(contexts[places], after[places]).numpy()
-        scored[self.width + places] = True
-        value[self.width + places] = coins[:, self._rounds] @ self._weights
-        return Evidence(scored, value)
+        coins = self._tournament.g_values(contexts[places], after[places]).numpy()
+        scored[self.context_size + places] = True
+        value[self.context_size + places] = coins[:, self._rounds] @ self._weights
+        return TokenScores(scored, value)
 
-    def tail(self, count: int, total: float) -> float:
+    def p_value(self, count: int, total: float) -> float:
         """The probability that the values of `count` unmarked tokens sum to `total` or more."""
         if self.weighting == "mean":
             depth = len(self._rounds)
-            return binomial_tail(count * depth, math.ceil(total * depth - 1e-6), self.mean)
-        return weighted_tail(count, self._weights, self.mean, total)
+            return binomial_tail(count * depth, math.ceil(total * depth - 1e-6), self.null_mean)
+        return weighted_tail(count, self._weights, self.null_mean, total)
 
 
 def mean_score(g_values: Tensor, mask: Tensor) -> Tensor:
     """The mean coin of each text [N], of coins [N, C, D] where the mask [N, C] holds; NaN where nowhere."""
-    return _mean(g_values, mask, np.full(_depth(g_values, mask), 1.0 / g_values.shape[2]))
+    return _masked_mean(g_values, mask, np.full(_check_depth(g_values, mask), 1.0 / g_values.shape[2]))
 
 
 def weighted_mean_score(g_values: Tensor, mask: Tensor, weights: Array | None = None) -> Tensor:
     """The same with weights [D] for the rounds, by default falling from 10 to 1 in a line."""
-    depth = _depth(g_values, mask)
+    depth = _check_depth(g_values, mask)
     given = round_weights(depth) if weights is None else np.asarray(weights, dtype=np.float64)
     if given.shape != (depth,) or not (given >= 0).all() or not given.sum() > 0:
         raise InputError("weights", f"must be {depth} numbers >= 0, not all of them 0", weights)
-    return _mean(g_values, mask, given / given.sum())
+    return _masked_mean(g_values, mask, given / given.sum())
 
 
-def _mean(g_values: Tensor, mask: Tensor, weights: Array) -> Tensor:
+def _masked_mean(g_values: Tensor, mask: Tensor, weights: Array) -> Tensor:
     value = (g_values.double() * torch.from_numpy(weights).to(g_values.device)).sum(2)
     there = mask.to(g_values.device, torch.float64)
     return ((value * there).sum(1) / there.sum(1)).float()
 
 
-def _depth(g_values: Tensor, mask: Tensor) -> int:
+def _check_depth(g_values: Tensor, mask: Tensor) -> int:
     """How many rounds there were, the shapes being checked."""
     if g_values.ndim != 3:
         raise InputError("g_values", "must be of shape [batch, tokens, depth]", g_values)

@@ -14,7 +14,7 @@ from descant.errors import ConfigError
 
 __all__ = ["CacheConfig", "QuantizedCacheConfig", "StaticCacheConfig"]
 
-_BACKENDS = {"quanto": ((2, 4), (0, -1)), "hqq": ((1, 2, 3, 4, 8), (0, 1))}  # widths in bits, axes
+_BACKEND_LIMITS = {"quanto": ((2, 4), (0, -1)), "hqq": ((1, 2, 3, 4, 8), (0, 1))}  # widths in bits, axes
 
 
 class CacheConfig:
@@ -36,7 +36,7 @@ class CacheConfig:
 
     def to_json_string(self) -> str:
         """All settings as JSON; a dtype or device by its name."""
-        return json.dumps(vars(self), indent=2, sort_keys=True, default=_named) + "\n"
+        return json.dumps(vars(self), indent=2, sort_keys=True, default=_json_name) + "\n"
 
     def to_json_file(self, json_file_path: str | Path) -> None:
         """Write all settings as JSON."""
@@ -85,15 +85,15 @@ class QuantizedCacheConfig(CacheConfig):
         self.q_group_size = q_group_size
         self.residual_length = residual_length
         # Documented; keys come back in the dtype and on the device of the model, whatever these say.
-        self.compute_dtype = _dtype(compute_dtype)
+        self.compute_dtype = _as_dtype(compute_dtype)
         self.device = device
 
     def validate(self, backend: str | None = None) -> None:
         """Raise if any setting is wrong by itself, or for that backend."""
         for name in {backend or self.backend, self.backend}:
-            if str(name).lower() not in _BACKENDS:
-                raise ConfigError("backend", f"must be one of {', '.join(_BACKENDS)}", name)
-        bits, axes = ((1, 2, 3, 4, 8), (0, 1, -1)) if backend is None else _BACKENDS[backend.lower()]
+            if str(name).lower() not in _BACKEND_LIMITS:
+                raise ConfigError("backend", f"must be one of {', '.join(_BACKEND_LIMITS)}", name)
+        bits, axes = ((1, 2, 3, 4, 8), (0, 1, -1)) if backend is None else _BACKEND_LIMITS[backend.lower()]
         for name, one_of in (("nbits", bits), ("axis_key", axes), ("axis_value", axes)):
             value = getattr(self, name)
             if isinstance(value, bool) or value not in one_of:
@@ -123,11 +123,11 @@ class StaticCacheConfig(CacheConfig):
                 raise ConfigError(name, "must be an integer >= 1", value)
 
 
-def _named(value: Any) -> str:
+def _json_name(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype, which JSON can only name."""
     if isinstance(value, str):
         found = getattr(torch, value.removeprefix("torch."), None)

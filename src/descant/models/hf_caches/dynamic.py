@@ -8,18 +8,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KeyCache, Span
+from descant.core.interfaces import KVCache, KVSpan
 from descant.errors import InputError
-from descant.kv_cache.dense import DenseCache
-from descant.kv_cache.evicting import HeavyStore, SnapStore
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.evicting import H2OStore, SnapKVStore
 from descant.kv_cache.offloaded import OffloadedStore
 from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.quantized import QuantizedStore
 from descant.kv_cache.quantizers import BACKENDS
-from descant.kv_cache.sink import Rotation, SinkStore
+from descant.kv_cache.sink import RotateFn, SinkStore
 from descant.models.hf_caches.base import Cache
 from descant.models.hf_caches.configs import CacheConfig, QuantizedCacheConfig
-from descant.models.rope import rotation_from, rotation_of
+from descant.models.rope import rope_from_config, rope_of_model
 
 __all__ = [
     "DynamicCache",
@@ -34,16 +34,18 @@ __all__ = [
 ]
 
 Device = torch.device | str
-Data = Iterable[Sequence[Tensor | None]]  # keys and values [R, H, S, D] of every layer
+LegacyKV = Iterable[Sequence[Tensor | None]]  # keys and values [R, H, S, D] of every layer
 
 
 class DynamicCache(Cache):
     """Keys and values of everything read, in memory that grows with it: what models use by default."""
 
-    def __init__(self, _distributed_cache_data: Data | None = None, *, store: KeyCache | None = None) -> None:
-        super().__init__(DenseCache() if store is None else store)
+    def __init__(
+        self, _distributed_cache_data: LegacyKV | None = None, *, store: KVCache | None = None
+    ) -> None:
+        super().__init__(DenseStore() if store is None else store)
         if _distributed_cache_data is not None:
-            self.fill(list(_distributed_cache_data))
+            self.write_layers(list(_distributed_cache_data))
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: Sequence[Sequence[Tensor]] | None = None) -> Self:
@@ -54,7 +56,7 @@ class DynamicCache(Cache):
 class PagedCache(DynamicCache):
     """Keys and values in blocks, which rows that descend from one share (Kwon et al. 2023)."""
 
-    def __init__(self, _distributed_cache_data: Data | None = None, *, block_size: int = 16) -> None:
+    def __init__(self, _distributed_cache_data: LegacyKV | None = None, *, block_size: int = 16) -> None:
         super().__init__(_distributed_cache_data, store=PagedStore(block_size))
 
 
@@ -62,7 +64,7 @@ class OffloadedCache(DynamicCache):
     """A dynamic cache that rests on another device than the model's; a layer comes when it is its turn."""
 
     def __init__(
-        self, _distributed_cache_data: Data | None = None, *, offload_device: Device = "cpu"
+        self, _distributed_cache_data: LegacyKV | None = None, *, offload_device: Device = "cpu"
     ) -> None:
         self.offload_device = torch.device(offload_device)
         super().__init__(_distributed_cache_data, store=OffloadedStore(offload_device))
@@ -71,12 +73,12 @@ class OffloadedCache(DynamicCache):
         """Begin to bring a layer to the model's device for the next token; forwards do it by themselves."""
         store = self.store
         if isinstance(store, OffloadedStore) and store.lengths.any():
-            store.prefetch(layer_idx, self._next(1))
+            store.prefetch(layer_idx, self._next_span(1))
 
     def evict_previous_layer(self, layer_idx: int) -> None:  # noqa: ARG002 - one at the most waits there
         """Let go of the layer that was brought and not yet used; forwards do it by themselves."""
         if isinstance(self.store, OffloadedStore):
-            self.store.evict()
+            self.store.drop_prefetched()
 
 
 class QuantizedCache(DynamicCache):
@@ -103,7 +105,7 @@ class QuantizedCache(DynamicCache):
     @classmethod
     def from_legacy_cache(cls, past_key_values: Sequence[Sequence[Tensor]] | None = None) -> Self:
         """A cache of what a tuple holds, quantised by the settings that a config begins with."""
-        return cls(QuantizedCacheConfig()).fill(past_key_values or ())
+        return cls(QuantizedCacheConfig()).write_layers(past_key_values or ())
 
 
 class QuantoQuantizedCache(QuantizedCache):
@@ -135,10 +137,10 @@ class SinkCache(Cache):
         *,
         config: Any = None,
         model: Any = None,
-        rotation: Rotation | Sequence[Rotation | None] | None = None,
+        rotation: RotateFn | Sequence[RotateFn | None] | None = None,
     ) -> None:
         if rotation is None and (given := model if config is None else config) is not None:
-            rotation = rotation_from(config) if model is None else rotation_of(model)
+            rotation = rope_from_config(config) if model is None else rope_of_model(model)
             if rotation is None:
                 do = "give it the model" if model is None else "use another cache"
                 kind = type(given).__name__
@@ -146,15 +148,15 @@ class SinkCache(Cache):
                     "config" if model is None else "model", "must have rotary positions", kind, do
                 )
         self.window_length, self.num_sink_tokens = window_length, num_sink_tokens
-        self._turns = rotation is not None
+        self._has_rotation = rotation is not None
         super().__init__(SinkStore(window_length, num_sink_tokens, rotation))
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int | None:  # noqa: ARG002
         """How many positions a token sees."""
         return self.window_length
 
-    def _fits(self, layer: int, key: Tensor, span: Span) -> None:  # noqa: ARG002
-        if not self._turns and not span.fresh and span.stop > self.window_length:
+    def _check_capacity(self, layer: int, key: Tensor, span: KVSpan) -> None:  # noqa: ARG002
+        if not self._has_rotation and not span.is_first_write and span.read_length > self.window_length:
             must = f"must be known to read more than {self.window_length} positions"
             raise InputError("rotation", must, None, "give SinkCache the `config` of the model")
 
@@ -166,11 +168,11 @@ class _EvictingCache(DynamicCache):
     one that counts: padded batches are for `generate`, which feeds no padding.
     """
 
-    def padded(self, attention_mask: Tensor) -> Self:
+    def set_padding(self, attention_mask: Tensor) -> Self:
         """Not here: what padding looks at would count."""
         raise InputError("attention_mask", "cannot be told to this cache", attention_mask, "use `generate`")
 
-    def _fits(self, layer: int, key: Tensor, span: Span) -> None:  # noqa: ARG002
+    def _check_capacity(self, layer: int, key: Tensor, span: KVSpan) -> None:  # noqa: ARG002
         if isinstance(span.start, Tensor):
             do = "feed rows of one length, or use `generate`"
             raise InputError("past_key_values", "must hold rows of one length", self.lengths.tolist(), do)
@@ -187,11 +189,11 @@ class SnapKVCache(_EvictingCache):
     """Of a prompt what its end looks at, and all that comes after (Li et al. 2024, SnapKV)."""
 
     def __init__(self, budget: int, window: int = 32, kernel: int = 7) -> None:
-        super().__init__(store=SnapStore(budget, window, kernel))
+        super().__init__(store=SnapKVStore(budget, window, kernel))
 
 
 class H2OCache(_EvictingCache):
     """The latest positions, and those before that were looked at most (Zhang et al. 2023, H2O)."""
 
     def __init__(self, budget: int, recent: int | None = None) -> None:
-        super().__init__(store=HeavyStore(budget, recent))
+        super().__init__(store=H2OStore(budget, recent))

@@ -7,62 +7,62 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KeyCache
-from descant.errors import shown
-from descant.kv_cache.attention_proxy import Lazy
+from descant.core.interfaces import KVCache
+from descant.errors import format_value
+from descant.kv_cache.attention_proxy import KVProxy
 
-__all__ = ["Layer", "Pair", "empties", "plain", "shifted", "with_grad"]
+__all__ = ["HFCacheLayer", "KVPair", "empty_layers", "shift_right", "to_tensor", "with_grad"]
 
-Pair = tuple[Tensor, Tensor]  # keys and values of a layer, [R, H, S, D] each
+KVPair = tuple[Tensor, Tensor]  # keys and values of a layer, [R, H, S, D] each
 
 
-class Layer:
+class HFCacheLayer:
     """One layer of a cache as transformers looks at it, read when it is asked for."""
 
     supports_early_init = False  # the store makes room by itself
 
     def __init__(self, face: Any, layer: int) -> None:
-        self._face, self._layer = face, layer
+        self._cache, self._layer = face, layer
 
     @property
     def keys(self) -> Tensor:
         """What its rows hold [R, H, S, D]."""
-        return cast(Tensor, self._face[self._layer][0])
+        return cast(Tensor, self._cache[self._layer][0])
 
     @property
     def values(self) -> Tensor:
         """What its rows hold [R, H, S, D]."""
-        return cast(Tensor, self._face[self._layer][1])
+        return cast(Tensor, self._cache[self._layer][1])
 
     @property
     def is_initialized(self) -> bool:
         """Whether anything was written."""
-        return bool(self._face.holds(self._layer))
+        return bool(self._cache.has_layer(self._layer))
 
     @property
     def is_sliding(self) -> bool:
         """Whether it forgets what has left its window."""
-        return bool(self._face.is_sliding[self._layer])
+        return bool(self._cache.is_sliding[self._layer])
 
     @property
     def is_compileable(self) -> bool:
         """Whether its shape never changes."""
-        return bool(self._face.is_compileable)
+        return bool(self._cache.is_compileable)
 
     def get_seq_length(self) -> int:
         """How many positions it has read."""
-        return int(self._face.get_seq_length(self._layer))
+        return int(self._cache.get_seq_length(self._layer))
 
     def __repr__(self) -> str:
-        return f"{type(self._face).__name__} layer {self._layer}"
+        return f"{type(self._cache).__name__} layer {self._layer}"
 
 
-def empties(store: KeyCache) -> dict[int, Pair]:
+def empty_layers(store: KVCache) -> dict[int, KVPair]:
     """The layers that a store has, and what each looks like: no slots of one row [1, H, 0, D]."""
     read, layers = getattr(store, "read", None), getattr(store, "layers", None)
     if read is not None and layers is not None:
         longest = store.lengths.argmax()[None]
-        whole: dict[int, Pair] = {layer: read(layer, longest) for layer in layers}
+        whole: dict[int, KVPair] = {layer: read(layer, longest) for layer in layers}
         return {layer: (key[:, :, :0], value[:, :, :0]) for layer, (key, value) in whole.items()}
     found: dict[int, dict[str, Tensor]] = {}
     for name, block in store.state().items():
@@ -72,15 +72,15 @@ def empties(store: KeyCache) -> dict[int, Pair]:
     return {layer: (pair["keys"], pair["values"]) for layer, pair in found.items()}
 
 
-def plain(block: Any) -> Tensor:
+def to_tensor(block: Any) -> Tensor:
     """A tensor, laid out if it was not."""
-    if isinstance(block, Lazy):
-        return block.dense()
-    assert isinstance(block, Tensor), shown(block)
+    if isinstance(block, KVProxy):
+        return block.materialize()
+    assert isinstance(block, Tensor), format_value(block)
     return block
 
 
-def shifted(block: Tensor, by: Tensor) -> Tensor:
+def shift_right(block: Tensor, by: Tensor) -> Tensor:
     """Slots [R, H, S, D] of every row moved to the right by so many [R] (host); what comes in is zero."""
     at = torch.arange(block.shape[2]) - by[:, None]  # [R, S]
     index = at.clamp(0, block.shape[2] - 1).to(block.device)[:, None, :, None]

@@ -11,12 +11,12 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.cache_utils import DynamicCache as TransformersDynamicCache
 
 from descant.errors import InputError
-from descant.kv_cache.recurrent_state import ObjectCache, taken
+from descant.kv_cache.recurrent_state import RecurrentStateCache, take_state_rows
 
-__all__ = ["MambaCache", "OwnCache"]
+__all__ = ["MambaCache", "RecurrentCache"]
 
 
-class OwnCache(TransformersCache):
+class RecurrentCache(TransformersCache):
     """A cache that transformers made for a model whose layers keep more than keys and values.
 
     Its layers are the ones of that cache, and `store` holds it for all rows at once.
@@ -26,17 +26,17 @@ class OwnCache(TransformersCache):
         # The base builds layers of its own; here those of the state are used.
         self.offloading = False
         self.layer_class_to_replicate = None
-        self.frozen = False
-        self._store = ObjectCache()
-        self._put(state, lengths)
+        self.read_only = False
+        self._store = RecurrentStateCache()
+        self._attach_state(state, lengths)
 
-    def _put(self, state: TransformersCache, lengths: Tensor | None) -> None:
+    def _attach_state(self, state: TransformersCache, lengths: Tensor | None) -> None:
         self._state = state
-        self._seen = 0  # positions read, where no layer counts them
+        self._num_seen = 0  # positions read, where no layer counts them
         self._lengths = lengths
         self.layers: list[Any] = state.layers
 
-    def _rows(self) -> int:
+    def _num_rows(self) -> int:
         """How many rows its tensors have."""
         for layer in self.layers:
             held = (getattr(layer, name, {}) for name in ("conv_states", "recurrent_states"))
@@ -46,48 +46,48 @@ class OwnCache(TransformersCache):
                 return found.shape[0]
         return 0
 
-    def _length(self) -> int:
+    def _seq_length(self) -> int:
         """How many positions were read."""
         counted = [int(one.get_seq_length()) for one in self.layers if isinstance(one, CacheLayerMixin)]
-        return max(counted, default=self._seen)
+        return max(counted, default=self._num_seen)
 
     @property
     def lengths(self) -> Tensor:
         """How many positions each row has read [R] (host)."""
-        if self._lengths is not None and len(self._lengths) == self._rows():
+        if self._lengths is not None and len(self._lengths) == self._num_rows():
             return self._lengths
-        return torch.full((self._rows(),), self._length())
+        return torch.full((self._num_rows(),), self._seq_length())
 
     @property
-    def store(self) -> ObjectCache:
+    def store(self) -> RecurrentStateCache:
         """A store with the state of every row; it is the very state, so take `select` of it to go on."""
-        rows = self._rows()
-        self._store = ObjectCache()
+        rows = self._num_rows()
+        self._store = RecurrentStateCache()
         self._store.extend(rows)
         if rows:
-            self._store.keep(torch.arange(rows), self._state)
+            self._store.write_state(torch.arange(rows), self._state)
         self._store.commit(None, self.lengths)
         return self._store
 
     @store.setter
-    def store(self, store: ObjectCache) -> None:
-        parts = store.together()
+    def store(self, store: RecurrentStateCache) -> None:
+        parts = store.row_batches()
         if len(parts) != 1 or len(parts[0]) != len(store):
             raise InputError("store", "must hold states of one kind for all rows", store.lengths.tolist())
-        self._put(store.fetch(torch.arange(len(store))), store.lengths)
+        self._attach_state(store.read_state(torch.arange(len(store))), store.lengths)
 
     @property
     def nbytes(self) -> int:
         """What it takes in memory."""
-        return sum(one.nbytes for layer in self.layers for one in _tensors(vars(layer)))
+        return sum(one.nbytes for layer in self.layers for one in _collect_tensors(vars(layer)))
 
     def copy(self) -> Self:
         """Another cache with the same rows, which can be written to without this one changing."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        rows = self._rows()
-        other._put(taken(self._state, range(rows), rows), self.lengths)
-        other._seen, other.frozen = self._length(), False
+        rows = self._num_rows()
+        other._attach_state(take_state_rows(self._state, range(rows), rows), self.lengths)
+        other._num_seen, other.read_only = self._seq_length(), False
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -98,13 +98,13 @@ class OwnCache(TransformersCache):
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A layer's convolution state [R, C, K], None before the first forward; models ask once a forward."""
         if layer_idx == 0 and state_idx == 0:
-            self._seen, self._lengths = self._length() + 1, None
+            self._num_seen, self._lengths = self._seq_length() + 1, None
         return super().get_conv_state(layer_idx, state_idx)
 
     def update_conv_state(self, conv_states: Any, layer_idx: Any, state_idx: Any = 0, **given: Any) -> Tensor:
         """Write what a forward fed to a layer's convolution [R, C, T]; the state with it before."""
         if layer_idx == 0 and state_idx == 0:
-            self._seen += conv_states.shape[-1] - 1
+            self._num_seen += conv_states.shape[-1] - 1
         return super().update_conv_state(conv_states, layer_idx, state_idx, **given)
 
     def __bool__(self) -> bool:
@@ -114,7 +114,7 @@ class OwnCache(TransformersCache):
         return f"{type(self).__name__}()"
 
 
-class MambaCache(OwnCache):
+class MambaCache(RecurrentCache):
     """The convolution and state-space states of a Mamba model, one of each a layer and row.
 
     A model of transformers 5 takes it as `cache_params`.
@@ -147,21 +147,21 @@ class MambaCache(OwnCache):
     @property
     def batch_size(self) -> int:
         """How many rows it is for."""
-        return self._rows() or self.max_batch_size
+        return self._num_rows() or self.max_batch_size
 
     @property
     def conv_states(self) -> Tensor:
         """What each layer's convolution will see again [layers, R, intermediate, kernel], copied."""
         shape = self.batch_size, self.intermediate_size, self.conv_kernel_size
-        return torch.stack([self._held(layer.conv_states[0], shape) for layer in self.layers])
+        return torch.stack([self._state_or_zeros(layer.conv_states[0], shape) for layer in self.layers])
 
     @property
     def ssm_states(self) -> Tensor:
         """What each layer remembers [layers, R, intermediate, state], copied."""
         shape = self.batch_size, self.intermediate_size, self.ssm_state_size
-        return torch.stack([self._held(layer.recurrent_states[0], shape) for layer in self.layers])
+        return torch.stack([self._state_or_zeros(layer.recurrent_states[0], shape) for layer in self.layers])
 
-    def _held(self, state: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    def _state_or_zeros(self, state: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device) if state is None else state
 
     def update_conv_state(self, conv_states: Any, layer_idx: Any, state_idx: Any = 0, **given: Any) -> Tensor:
@@ -174,7 +174,9 @@ class MambaCache(OwnCache):
             return super().update_conv_state(conv_states, layer_idx, state_idx, **given)
         layer, new = self.layers[conv_states], given.pop("new_conv_state", layer_idx)
         at = given.pop("cache_position", state_idx).clamp(0, self.conv_kernel_size - 1)
-        state = self._held(layer.conv_states[0], (len(new), self.intermediate_size, self.conv_kernel_size))
+        state = self._state_or_zeros(
+            layer.conv_states[0], (len(new), self.intermediate_size, self.conv_kernel_size)
+        )
         state = state.roll(-1, -1).to(new.device)
         state[:, :, at.to(new.device)] = new.to(state.dtype)
         if not layer.is_conv_states_initialized[0]:
@@ -191,13 +193,13 @@ class MambaCache(OwnCache):
     def reset(self) -> None:
         """Forget everything."""
         super().reset()  # type: ignore[no-untyped-call]
-        self._seen, self._lengths = 0, None
+        self._num_seen, self._lengths = 0, None
 
 
-def _tensors(held: Any) -> list[Tensor]:
+def _collect_tensors(held: Any) -> list[Tensor]:
     """All tensors in what a layer holds."""
     if isinstance(held, Tensor):
         return [held]
     if isinstance(held, dict):
-        return [one for part in held.values() for one in _tensors(part)]
-    return [one for part in held for one in _tensors(part)] if isinstance(held, list | tuple) else []
+        return [one for part in held.values() for one in _collect_tensors(part)]
+    return [one for part in held for one in _collect_tensors(part)] if isinstance(held, list | tuple) else []

@@ -20,17 +20,17 @@ from typing import Any
 
 from descant.parts import (
     ConfigError,
+    ForwardOutput,
     GenerationConfig,
     Hypothesis,
-    Noise,
-    Output,
-    Peers,
+    NoiseSource,
     Proposal,
+    RankGroup,
     Rows,
     Sampling,
     Selection,
-    Stop,
-    number,
+    StopCondition,
+    check_number,
 )
 
 
@@ -38,20 +38,25 @@ class BayesRisk(Sampling):
     """Returns the samples by expected utility, best first, which is their score."""
 
     def __init__(
-        self, noise: Noise, stop: Stop, peers: Peers | None = None, samples: int = 16, ngram: int = 2
+        self,
+        noise: NoiseSource,
+        stop: StopCondition,
+        peers: RankGroup | None = None,
+        samples: int = 16,
+        ngram: int = 2,
     ) -> None:
         super().__init__(noise, stop, peers)
-        self.samples = number("samples", samples, 2, whole=True)
-        self.ngram = number("ngram", ngram, 1, whole=True)
+        self.samples = check_number("samples", samples, 2, integer=True)
+        self.ngram = check_number("ngram", ngram, 1, integer=True)
 
     @staticmethod
     def params(config: GenerationConfig, samples: int = 16, ngram: int = 2) -> Mapping[str, Any]:  # noqa: ARG004
         """A request becomes so many rows after its prompt was read, once for all of them."""
         if not config.do_sample:
             raise ConfigError("do_sample", "must be True, or all samples are the same", False)
-        return {"copies": samples}
+        return {"num_sequences": samples}
 
-    def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:
+    def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:
         """What sampling chooses, of which nobody is told yet."""
         return super().select(rows, proposal, output)._replace(emitted=None)
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from descant.parts import Context, LogitsProcessor, marked, number
+from descant.parts import Context, LogitsProcessor, check_number, vocab_mask
 
 
 class KeepThinking(LogitsProcessor):
@@ -36,32 +36,34 @@ class KeepThinking(LogitsProcessor):
         window: int = 32,
     ) -> None:
         ends = [end] if isinstance(end, int) else end
-        self.end = None if ends is None else [number("end", one, 0, whole=True) for one in ends]
-        self.wait = None if wait is None else number("wait", wait, 0, whole=True)
-        self.most = number("most", most, 0, whole=True)
-        self.above = float(number("above", above, 0.0))
-        self.window = number("window", window, 1, whole=True)
+        self.end = None if ends is None else [check_number("end", one, 0, integer=True) for one in ends]
+        self.wait = None if wait is None else check_number("wait", wait, 0, integer=True)
+        self.most = check_number("most", most, 0, integer=True)
+        self.above = float(check_number("above", above, 0.0))
+        self.window = check_number("window", window, 1, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """No end where the row is uncertain, and only `wait` where it was about to."""
-        ends, unsure, ending = self._seen(context, scores)
+        ends, unsure, ending = self._end_masks(context, scores)
         kept = scores.masked_fill(ends & unsure, -torch.inf)
         if self.wait is None:
             return kept
-        only = torch.zeros_like(scores).masked_fill(~marked(scores.shape, context.param("wait")), -torch.inf)
+        only = torch.zeros_like(scores).masked_fill(
+            ~vocab_mask(scores.shape, context.param("wait")), -torch.inf
+        )
         return torch.where(ending, only, kept)
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
         """The mean with one more entropy in it, and how often an end was put off."""
         mean, waits = context.state("thinking_entropy"), context.state("thinking_waits")
-        waits = waits + self._seen(context, before)[2]
+        waits = waits + self._end_masks(context, before)[2]
         entropy = torch.special.entr(before.softmax(-1)).sum(-1, keepdim=True)  # [N, 1], in nats
         mean = mean + (entropy - mean) / (context.generated + 1).clamp(max=self.window)
         return {"thinking_entropy": mean[:, 0], "thinking_waits": waits[:, 0]}
 
-    def _seen(self, context: Context, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _end_masks(self, context: Context, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Which tokens end [N, V], which lines must not, and which of these were about to [N, 1]."""
-        ends = marked(scores.shape, context.param("eos" if self.end is None else "end"))
+        ends = vocab_mask(scores.shape, context.param("eos_token_ids" if self.end is None else "end"))
         other = scores.masked_fill(ends, -torch.inf).amax(-1, keepdim=True)  # -inf: nothing else is possible
         unsure = (context.state("thinking_entropy") > self.above) & (other > -torch.inf)
         unsure &= context.state("thinking_waits") < self.most

@@ -16,38 +16,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from descant.parts import Doubt, Noise, Peers, Rewinding, Stop, number
+from descant.parts import Backtracking, NoiseSource, RankGroup, Retraction, StopCondition, check_number
 
 
-class RollBack(Rewinding):
+class RollBack(Backtracking):
     """Greedy search and sampling that leave loops."""
 
     def __init__(
         self,
-        noise: Noise,
-        stop: Stop,
-        peers: Peers | None = None,
+        noise: NoiseSource,
+        stop: StopCondition,
+        peers: RankGroup | None = None,
         period: int = 32,
         repeats: int = 3,
         most: int = 16,
     ) -> None:
         super().__init__(noise, stop, peers)
-        self.period = number("period", period, 1, whole=True)
-        self.repeats = number("repeats", repeats, 2, whole=True)
-        self.most = number("most", most, 0, whole=True)
+        self.period = check_number("period", period, 1, integer=True)
+        self.repeats = check_number("repeats", repeats, 2, integer=True)
+        self.most = check_number("most", most, 0, integer=True)
 
-    def doubt(self, written: Sequence[int], cuts: int) -> Doubt:
+    def inspect(self, written: Sequence[int], cuts: int) -> Retraction:
         """What repeats may go on to be a loop, and goes when it is one."""
         loose = 0
         for period in range(1, self.period + 1 if cuts < self.most else 1):
-            again = repeated(written, period)
+            again = repeated_suffix_length(written, period)
             if again >= period * (self.repeats - 1):
-                return Doubt(back=again)
+                return Retraction(backtrack=again)
             loose = max(loose, again)
-        return Doubt(loose)
+        return Retraction(loose)
 
 
-def repeated(tokens: Sequence[int], period: int) -> int:
+def repeated_suffix_length(tokens: Sequence[int], period: int) -> int:
     """How many of the last tokens are what was said `period` tokens before each."""
     count = 0
     while count + period < len(tokens) and tokens[-1 - count] == tokens[-1 - count - period]:

@@ -11,16 +11,16 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
-from descant.trace.pictures.page_data import Detail, scene
+from descant.trace.pictures.page_data import DetailLevel, build_page_data
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
 
-__all__ = ["LIMIT", "page"]
+__all__ = ["MAX_PAGE_BYTES", "render_page"]
 
-LIMIT: Final = 2_000_000  # bytes of a page
-_NOTE: Final = 100_000  # letters of the picture for those without scripts
-_TITLE: Final = 2_000  # bytes that a title has at most
+MAX_PAGE_BYTES: Final = 2_000_000  # bytes of a page
+_MAX_NOSCRIPT_CHARS: Final = 100_000  # letters of the picture for those without scripts
+_MAX_TITLE_BYTES: Final = 2_000  # bytes that a title has at most
 
 _SCRIPTS: Final = (
     "page.js", "masthead.js", "layout.js", "hypotheses.js", "hand.js", "tree.js",
@@ -29,24 +29,24 @@ _SCRIPTS: Final = (
 _STYLES: Final = ("page.css", "tree.css", "views.css")
 
 # What a page is told, and what it says of that: the first that fits.
-_DETAILS: Final = (
-    (Detail(), ()),
-    (Detail(top=4), ("To keep this page small, four alternatives are shown at each place.",)),
+_DETAIL_LEVELS: Final = (
+    (DetailLevel(), ()),
+    (DetailLevel(max_candidates=4), ("To keep this page small, four alternatives are shown at each place.",)),
     (
-        Detail(top=4, stages=False),
+        DetailLevel(max_candidates=4, with_processors=False),
         ("To keep this page small, four alternatives are shown at each place, and not what processors did.",),
     ),
     (
-        Detail(top=0, stages=False, prompt=2_000),
+        DetailLevel(max_candidates=0, with_processors=False, max_prompt_tokens=2_000),
         ("To keep this page small, only what was taken is shown, without alternatives and processors.",),
     ),
     (
-        Detail(looks=False, stages=False, prompt=2_000),
+        DetailLevel(with_choices=False, with_processors=False, max_prompt_tokens=2_000),
         ("To keep this page small, it is without probabilities, alternatives and processors.",),
     ),
 )
 
-_PAGE: Final = """<!doctype html>
+_PAGE_TEMPLATE: Final = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -67,67 +67,75 @@ _PAGE: Final = """<!doctype html>
 """
 
 
-def page(trace: Trace, beside: Trace | None = None, title: str | None = None) -> str:
+def render_page(trace: Trace, beside: Trace | None = None, title: str | None = None) -> str:
     """All pictures of a trace, or of two side by side, in one page of at most `LIMIT` bytes."""
-    script, style = _joined(_SCRIPTS), _joined(_STYLES)
+    script, style = _read_assets(_SCRIPTS), _read_assets(_STYLES)
     parts = {
-        "policy": _policy(script, style),
+        "policy": _content_policy(script, style),
         "style": style,
-        "text": html.escape(_text(trace)),
+        "text": html.escape(_noscript_text(trace)),
         "script": script,
     }
-    room = LIMIT - _TITLE - sum(len(one.encode("utf-8")) for one in (_PAGE, *parts.values()))
-    told, packed = _fitting(trace, beside, title, room)
-    return _PAGE.format(title=html.escape(told["title"]), scene=packed, **parts)
+    room = (
+        MAX_PAGE_BYTES
+        - _MAX_TITLE_BYTES
+        - sum(len(one.encode("utf-8")) for one in (_PAGE_TEMPLATE, *parts.values()))
+    )
+    told, packed = _fit_page_data(trace, beside, title, room)
+    return _PAGE_TEMPLATE.format(title=html.escape(told["title"]), scene=packed, **parts)
 
 
-def _fitting(trace: Trace, beside: Trace | None, title: str | None, room: int) -> tuple[dict[str, Any], str]:
+def _fit_page_data(
+    trace: Trace, beside: Trace | None, title: str | None, room: int
+) -> tuple[dict[str, Any], str]:
     """The scene that tells the most and fits, and as it is packed."""
-    for detail, notes in _DETAILS:
-        told, packed = _tried(trace, beside, title, detail, notes)
+    for detail, notes in _DETAIL_LEVELS:
+        told, packed = _pack_page_data(trace, beside, title, detail, notes)
         if len(packed) <= room:
             return told, packed
     # What is left is more than its choices: fewer steps of fewer requests, until it is little enough.
     steps, requests = max(len(one.steps) for one in (trace, beside or trace)), len(trace.requests)
     while True:
         steps, requests = steps // 2, max(1, requests // 2)
-        detail = Detail(0, False, False, prompt=500, steps=steps, requests=requests)
+        detail = DetailLevel(0, False, False, max_prompt_tokens=500, max_steps=steps, max_requests=requests)
         said = f"the first {steps} steps of the first {requests} requests are shown, without their choices"
-        told, packed = _tried(trace, beside, title, detail, (f"To keep this page small, only {said}.",))
+        told, packed = _pack_page_data(
+            trace, beside, title, detail, (f"To keep this page small, only {said}.",)
+        )
         if len(packed) <= room or not steps:
             return told, packed
 
 
-def _tried(
-    trace: Trace, beside: Trace | None, title: str | None, detail: Detail, notes: tuple[str, ...]
+def _pack_page_data(
+    trace: Trace, beside: Trace | None, title: str | None, detail: DetailLevel, notes: tuple[str, ...]
 ) -> tuple[dict[str, Any], str]:
-    told = {**scene(trace, beside, title, detail), "notes": list(notes)}
+    told = {**build_page_data(trace, beside, title, detail), "notes": list(notes)}
     said = json.dumps(told, separators=(",", ":"), allow_nan=False).encode("ascii")
     return told, base64.b64encode(zlib.compress(said, 6)).decode("ascii")
 
 
-def _text(trace: Trace) -> str:
+def _noscript_text(trace: Trace) -> str:
     """What is there to read where no script runs."""
     if not trace.requests:
         return "This trace has no requests."
     text = trace.text()
-    return text if len(text) <= _NOTE else text[:_NOTE] + "\n…"
+    return text if len(text) <= _MAX_NOSCRIPT_CHARS else text[:_MAX_NOSCRIPT_CHARS] + "\n…"
 
 
-def _policy(script: str, style: str) -> str:
+def _content_policy(script: str, style: str) -> str:
     """Nothing may be loaded, and nothing but the page's own script and style is obeyed."""
     return (
-        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
+        f"default-src 'none'; script-src {_csp_hash(script)}; style-src {_csp_hash(style)}; "
         "base-uri 'none'; form-action 'none'"
     )
 
 
-def _digest(text: str) -> str:
+def _csp_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"
 
 
 @cache
-def _joined(names: tuple[str, ...]) -> str:
+def _read_assets(names: tuple[str, ...]) -> str:
     """Files of the page in their order."""
     folder = files("descant.trace.pictures") / "assets"
     return "\n" + "\n".join((folder / name).read_text("utf-8") for name in names)

@@ -5,32 +5,32 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from descant.trace.pictures.selection import Where
+from descant.trace.pictures.selection import TraceSelection
 from descant.trace.tree import Node
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
 
-__all__ = ["leaf_of", "path_of"]
+__all__ = ["sequence_leaf", "sequence_path"]
 
 
-def leaf_of(trace: Trace, where: Where) -> Node | None:
+def sequence_leaf(trace: Trace, where: TraceSelection) -> Node | None:
     """The last node of the sequence: of one that was returned, or else the best that still stands."""
     assert where.request is not None
     result = trace.results.get(where.request)
     if result is not None and result.sequences:
         return trace.tree.node(result.sequences[where.sequence].leaf)
-    nodes = trace.tree.of(where.request)
-    last = max((node.born for node in nodes), default=-1)
-    ends = [node for node in nodes if not node.children and node.born == last] or nodes
+    nodes = trace.tree.request_nodes(where.request)
+    last = max((node.step for node in nodes), default=-1)
+    ends = [node for node in nodes if not node.children and node.step == last] or nodes
     return max(
         ends, key=lambda node: (-math.inf if node.score is None else node.score, -node.slot), default=None
     )
 
 
-def path_of(trace: Trace, where: Where) -> list[Node]:
+def sequence_path(trace: Trace, where: TraceSelection) -> list[Node]:
     """The nodes of the sequence as far as it had come after the step."""
-    leaf = leaf_of(trace, where)
+    leaf = sequence_leaf(trace, where)
     if leaf is None:
         return []
-    return [node for node in trace.tree.path(leaf.number) if where.step is None or node.born <= where.step]
+    return [node for node in trace.tree.path_to(leaf.number) if where.step is None or node.step <= where.step]

@@ -6,66 +6,70 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from descant.trace.pictures.figures import percent, several
-from descant.trace.pictures.paths import path_of
-from descant.trace.pictures.selection import Where
-from descant.trace.records import Look, Moved
+from descant.trace.pictures.number_format import format_percent, pluralize
+from descant.trace.pictures.paths import sequence_path
+from descant.trace.pictures.selection import TraceSelection
+from descant.trace.records import ChoiceRecord, TokenShift
 from descant.trace.tree import Node
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
 
-__all__ = ["Choice", "Panel", "change", "choice"]
+__all__ = ["ChoiceView", "ProcessorPanel", "format_shift", "last_choice"]
 
-BARS: Final = 8
+MAX_BARS: Final = 8
 
 
 @dataclass(frozen=True)
-class Panel:
+class ProcessorPanel:
     """A processor, or all of them: what it says of itself, and tokens before and after it."""
 
     name: str
     note: str
-    bars: Sequence[Moved]
+    bars: Sequence[TokenShift]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceView:
     """The choice of one token, with the tokens before it."""
 
     node: Node
-    before: Sequence[int]
-    panels: Sequence[Panel]
+    context_tokens: Sequence[int]
+    panels: Sequence[ProcessorPanel]
 
 
-def choice(trace: Trace, where: Where) -> Choice | None:
+def last_choice(trace: Trace, where: TraceSelection) -> ChoiceView | None:
     """The last choice of the sequence in the step, or before it; None: none was kept."""
     assert where.request is not None
-    kept = [node for node in path_of(trace, where) if node.look is not None]
+    kept = [node for node in sequence_path(trace, where) if node.choice is not None]
     if not kept:
         return None
     node = kept[-1]
-    look = node.look
+    look = node.choice
     assert look is not None
-    above = trace.tree.path(node.number)[:-1]
+    above = trace.tree.path_to(node.number)[:-1]
     before = [*trace.requests[where.request].prompt, *(one.token for one in above if one.token is not None)]
-    return Choice(node, before, _panels(look))
+    return ChoiceView(node, before, _processor_panels(look))
 
 
-def _panels(look: Look) -> list[Panel]:
+def _processor_panels(look: ChoiceRecord) -> list[ProcessorPanel]:
     """One for each processor that changed anything, and what they come to together."""
     panels = []
     for stage in look.stages:
-        note = f"{several(stage.kept, 'token')} left"
+        note = f"{pluralize(stage.kept, 'token')} left"
         if stage.cut:
             note += f", {stage.cut} cut with {100 * stage.mass:.1f} % of the probability"
-        panels.append(Panel(stage.name, note, stage.moved))
-    bars = [Moved(one.token, one.raw, one.processed) for one in look.top[:BARS]]
+        panels.append(ProcessorPanel(stage.name, note, stage.moved))
+    bars = [TokenShift(one.token, one.raw, one.processed) for one in look.top[:MAX_BARS]]
     if not panels:
-        return [Panel("the model", "nothing was changed", bars)]
-    return [*panels, Panel("all together", "what the model said, and what was chosen from", bars)]
+        return [ProcessorPanel("the model", "nothing was changed", bars)]
+    return [*panels, ProcessorPanel("all together", "what the model said, and what was chosen from", bars)]
 
 
-def change(bar: Moved) -> str:
+def format_shift(bar: TokenShift) -> str:
     """A token before and after, in words."""
-    return f"{percent(bar.before)} → {percent(bar.after)}" if bar.after != bar.before else percent(bar.after)
+    return (
+        f"{format_percent(bar.before)} → {format_percent(bar.after)}"
+        if bar.after != bar.before
+        else format_percent(bar.after)
+    )

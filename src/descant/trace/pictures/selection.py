@@ -10,20 +10,20 @@ from descant.errors import InputError
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
 
-__all__ = ["PICTURES", "Where"]
+__all__ = ["PICTURES", "TraceSelection"]
 
 PICTURES = ("tree", "text", "processors", "speculation", "beside")
 
 
 @dataclass(frozen=True)
-class Where:
+class TraceSelection:
     """A request, one of its sequences and a step of it; None: the first request, the last step."""
 
     request: int | None = None
     sequence: int = 0
     step: int | None = None
 
-    def within(self, trace: Trace) -> Where:
+    def resolve(self, trace: Trace) -> TraceSelection:
         """The same with its request named; an error for what the trace does not have."""
         known = list(trace.requests)
         request = known[0] if self.request is None and known else self.request
@@ -37,4 +37,4 @@ class Where:
         if self.step is not None and self.step not in steps:
             got = f"from {steps[0]} to {steps[-1]}" if steps else "none"
             raise InputError("step", f"must be a step of request {request}, which has {got}", self.step)
-        return Where(request, self.sequence, self.step)
+        return TraceSelection(request, self.sequence, self.step)

@@ -6,14 +6,30 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from descant.tokenization.display import Piece, plain
-from descant.trace.pictures.draft_view import Forward, Position, forwards, positions, spaced, summary
-from descant.trace.pictures.drawing import CELL, box, caption, document, element, line, text, titled
-from descant.trace.pictures.legend import named, said_of
-from descant.trace.pictures.selection import Where
-from descant.trace.pictures.svg_text import COLUMNS, MARGIN, heading
-from descant.trace.pictures.terminal_cells import cells, width_of
-from descant.trace.pictures.text_layout import flow
+from descant.tokenization.display import TextPiece, join_pieces
+from descant.trace.pictures.draft_view import (
+    DraftedForward,
+    DraftPositionStats,
+    draft_position_stats,
+    draft_summary,
+    forward_passes,
+    tokens_with_notes,
+)
+from descant.trace.pictures.node_labels import token_label, tooltip_lines
+from descant.trace.pictures.selection import TraceSelection
+from descant.trace.pictures.svg_elements import (
+    CELL_WIDTH,
+    box,
+    caption,
+    element,
+    line,
+    svg_document,
+    text,
+    titled_group,
+)
+from descant.trace.pictures.svg_text import LINE_CELLS, MARGIN, draw_heading
+from descant.trace.pictures.terminal_cells import cell_width, pieces_width
+from descant.trace.pictures.text_layout import layout_tokens
 from descant.trace.tree import Node
 
 if TYPE_CHECKING:
@@ -22,69 +38,80 @@ if TYPE_CHECKING:
 __all__ = ["svg_speculation"]
 
 TOP: Final = 74.0
-PITCH, TALL = 40.0, 20.0
-LESS: Final = 0.82  # letters of a rejected guess to those of a token
-COLUMN, HIGH = 40.0, 78.0  # of the chart by position
+LINE_PITCH, TOKEN_HEIGHT = 40.0, 20.0
+NOTE_SCALE: Final = 0.82  # letters of a rejected guess to those of a token
+MAX_BAR_WIDTH, CHART_HEIGHT = 40.0, 78.0  # of the chart by position
 
 
-def svg_speculation(trace: Trace, where: Where) -> str:
+def svg_speculation(trace: Trace, where: TraceSelection) -> str:
     """The guesses along one sequence."""
     assert where.request is not None
-    asked, passes = trace.requests[where.request], forwards(trace, where)
+    asked, passes = trace.requests[where.request], forward_passes(trace, where)
     by = [] if asked.drafter is None else [f"guessed by {asked.drafter}"]
-    body = heading(asked.method, [*summary(passes), *by])
+    body = draw_heading(asked.method, [*draft_summary(passes), *by])
     nodes = [node for one in passes for node in one.nodes]
-    notes = {one.nodes[-1].number: one for one in passes if one.rejected}
-    room = {number: math.ceil(width_of(one.rejection(trace)) * LESS) + 1 for number, one in notes.items()}
-    placed = spaced(trace, nodes, room)
-    bits = flow(placed, COLUMNS)
+    notes = {one.nodes[-1].number: one for one in passes if one.rejected_drafts}
+    room = {
+        number: math.ceil(pieces_width(one.rejection_pieces(trace)) * NOTE_SCALE) + 1
+        for number, one in notes.items()
+    }
+    placed = tokens_with_notes(trace, nodes, room)
+    bits = layout_tokens(placed, LINE_CELLS)
     for bit in bits:
-        node = nodes[bit.at]
+        node = nodes[bit.token_index]
         note = notes.pop(node.number, None)
-        x, y = MARGIN + bit.column * CELL, TOP + bit.row * PITCH
-        body.append(_token(trace, node, bit.pieces, x, y, note))
-    y = TOP + (max((bit.row for bit in bits), default=0) + 1) * PITCH + 12
-    body += _legend(y)
-    reach = positions(passes)
+        x, y = MARGIN + bit.column * CELL_WIDTH, TOP + bit.row * LINE_PITCH
+        body.append(_draw_token(trace, node, bit.pieces, x, y, note))
+    y = TOP + (max((bit.row for bit in bits), default=0) + 1) * LINE_PITCH + 12
+    body += _draw_legend(y)
+    reach = draft_position_stats(passes)
     if reach:
-        y = _chart(reach, y + 34, body)
-    told = ", ".join(summary(passes))
-    return document(body, COLUMNS * CELL + 2 * MARGIN, y + 20, f"Guesses of {asked.method}", told)
-
-
-def _token(
-    trace: Trace, node: Node, pieces: Sequence[Piece], x: float, y: float, note: Forward | None
-) -> str:
-    width = width_of(pieces) * CELL
-    parts = [text(pieces, x, y + 14.5, "ink")]
-    if node.guessed:
-        parts.insert(0, box(x + 0.5, y, width - 1, TALL, "calm", rx=3))
-        parts.append(line(x + 2, y + TALL - 1, x + width - 2, y + TALL - 1, "right", 1.6))
-    title = said_of(trace, node, node.state)
-    if note is not None:
-        parts.append(_rejected(trace, note, x, y + TALL + 11))
-        title.append(f"guessed instead: {named(trace, note.rejected[0])}")
-    return titled(
-        title, *parts, data_node=node.number, data_token=node.token, data_accepted=1 if node.guessed else None
+        y = _draw_chart(reach, y + 34, body)
+    told = ", ".join(draft_summary(passes))
+    return svg_document(
+        body, LINE_CELLS * CELL_WIDTH + 2 * MARGIN, y + 20, f"Guesses of {asked.method}", told
     )
 
 
-def _rejected(trace: Trace, note: Forward, x: float, y: float) -> str:
+def _draw_token(
+    trace: Trace, node: Node, pieces: Sequence[TextPiece], x: float, y: float, note: DraftedForward | None
+) -> str:
+    width = pieces_width(pieces) * CELL_WIDTH
+    parts = [text(pieces, x, y + 14.5, "ink")]
+    if node.is_draft:
+        parts.insert(0, box(x + 0.5, y, width - 1, TOKEN_HEIGHT, "calm", rx=3))
+        parts.append(line(x + 2, y + TOKEN_HEIGHT - 1, x + width - 2, y + TOKEN_HEIGHT - 1, "right", 1.6))
+    title = tooltip_lines(trace, node, node.state)
+    if note is not None:
+        parts.append(_draw_rejected(trace, note, x, y + TOKEN_HEIGHT + 11))
+        title.append(f"guessed instead: {token_label(trace, note.rejected_drafts[0])}")
+    return titled_group(
+        title,
+        *parts,
+        data_node=node.number,
+        data_token=node.token,
+        data_accepted=1 if node.is_draft else None,
+    )
+
+
+def _draw_rejected(trace: Trace, note: DraftedForward, x: float, y: float) -> str:
     """The guess that did not stand, struck, and how many behind it were never judged."""
-    pieces = note.rejection(trace)
-    behind = len(note.rejected) > 1
-    struck = plain(pieces[:-1] if behind else pieces)
-    x = min(x, MARGIN + (COLUMNS - width_of(pieces) * LESS) * CELL)
+    pieces = note.rejection_pieces(trace)
+    behind = len(note.rejected_drafts) > 1
+    struck = join_pieces(pieces[:-1] if behind else pieces)
+    x = min(x, MARGIN + (LINE_CELLS - pieces_width(pieces) * NOTE_SCALE) * CELL_WIDTH)
     return element(
         "g",
         text([(struck, False)], x, y, "small bad gone"),
-        text([(pieces[-1][0], False)], x + cells(struck) * CELL * LESS, y, "small bad") if behind else "",
-        data_token=note.rejected[0],
+        text([(pieces[-1][0], False)], x + cell_width(struck) * CELL_WIDTH * NOTE_SCALE, y, "small bad")
+        if behind
+        else "",
+        data_token=note.rejected_drafts[0],
         data_accepted=0,
     )
 
 
-def _legend(y: float) -> list[str]:
+def _draw_legend(y: float) -> list[str]:
     return [
         box(MARGIN, y - 11, 22, 14, "calm", rx=3),
         line(MARGIN + 2, y + 2, MARGIN + 20, y + 2, "right", 1.6),
@@ -95,24 +122,34 @@ def _legend(y: float) -> list[str]:
     ]
 
 
-def _chart(reach: Sequence[Position], y: float, body: list[str]) -> float:
+def _draw_chart(reach: Sequence[DraftPositionStats], y: float, body: list[str]) -> float:
     """How often guesses stood, by their place; where it ends."""
     body.append(text("guesses that stood, by position", MARGIN, y, "s bold ink"))
-    top, most = y + 26, max(one.tried for one in reach)
-    column = min(COLUMN, (COLUMNS * CELL) / len(reach))
+    top, most = y + 26, max(one.num_drafts for one in reach)
+    column = min(MAX_BAR_WIDTH, (LINE_CELLS * CELL_WIDTH) / len(reach))
     for at, one in enumerate(reach):
         x = MARGIN + at * column
-        tried, stood = HIGH * one.tried / most, HIGH * one.stood / most
+        tried, stood = CHART_HEIGHT * one.num_drafts / most, CHART_HEIGHT * one.num_accepted / most
         parts = [
-            box(x + 3, top + HIGH - tried, column - 6, tried, "sheet frame", rx=2),
-            box(x + 3, top + HIGH - stood, column - 6, stood, "fine", rx=2) if one.stood else "",
+            box(x + 3, top + CHART_HEIGHT - tried, column - 6, tried, "sheet frame", rx=2),
+            box(x + 3, top + CHART_HEIGHT - stood, column - 6, stood, "fine", rx=2)
+            if one.num_accepted
+            else "",
         ]
         if column >= 30:
-            rate = f"{100 * one.stood / one.tried:.0f} %"
-            parts.append(text(rate, x + column / 2, top + HIGH - tried - 5, "s small quiet", "middle"))
+            rate = f"{100 * one.num_accepted / one.num_drafts:.0f} %"
+            parts.append(
+                text(rate, x + column / 2, top + CHART_HEIGHT - tried - 5, "s small quiet", "middle")
+            )
         if column >= 14:
-            parts.append(text(str(at + 1), x + column / 2, top + HIGH + 15, "s small quiet", "middle"))
-        said = f"guess {at + 1}: {one.stood} of {one.tried} stood"
-        body.append(titled(said, *parts, data_position=at + 1, data_tried=one.tried, data_stood=one.stood))
-    body.append(line(MARGIN, top + HIGH, MARGIN + column * len(reach), top + HIGH, "rule"))
-    return top + HIGH + 18
+            parts.append(
+                text(str(at + 1), x + column / 2, top + CHART_HEIGHT + 15, "s small quiet", "middle")
+            )
+        said = f"guess {at + 1}: {one.num_accepted} of {one.num_drafts} stood"
+        body.append(
+            titled_group(
+                said, *parts, data_position=at + 1, data_tried=one.num_drafts, data_stood=one.num_accepted
+            )
+        )
+    body.append(line(MARGIN, top + CHART_HEIGHT, MARGIN + column * len(reach), top + CHART_HEIGHT, "rule"))
+    return top + CHART_HEIGHT + 18

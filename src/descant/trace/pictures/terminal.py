@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from descant.errors import InputError
-from descant.trace.pictures.selection import PICTURES, Where
+from descant.trace.pictures.selection import PICTURES, TraceSelection
 from descant.trace.pictures.terminal_beside import terminal_beside
-from descant.trace.pictures.terminal_canvas import Paper
+from descant.trace.pictures.terminal_canvas import TerminalCanvas
 from descant.trace.pictures.terminal_processors import terminal_processors
 from descant.trace.pictures.terminal_speculation import terminal_speculation
 from descant.trace.pictures.terminal_text import terminal_text
@@ -16,9 +16,9 @@ from descant.trace.pictures.terminal_tree import terminal_tree
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
 
-__all__ = ["Paper", "terminal"]
+__all__ = ["TerminalCanvas", "render_terminal"]
 
-_OF_ONE = {
+_RENDERERS = {
     "tree": terminal_tree,
     "text": terminal_text,
     "processors": terminal_processors,
@@ -26,14 +26,18 @@ _OF_ONE = {
 }
 
 
-def terminal(
-    trace: Trace, picture: str, where: Where, beside: Trace | None = None, paper: Paper | None = None
+def render_terminal(
+    trace: Trace,
+    picture: str,
+    where: TraceSelection,
+    beside: Trace | None = None,
+    paper: TerminalCanvas | None = None,
 ) -> str:
     """One picture; "beside" is of two runs, the others of the first."""
     if paper is None:
-        paper = Paper()
+        paper = TerminalCanvas()
     if picture == "beside":
         return terminal_beside(trace, where, beside, paper)
-    if picture not in _OF_ONE:
+    if picture not in _RENDERERS:
         raise InputError("picture", f"must be one of {', '.join(PICTURES)}", picture)
-    return _OF_ONE[picture](trace, where, paper)
+    return _RENDERERS[picture](trace, where, paper)

@@ -4,64 +4,77 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from descant.tokenization.display import plain, shown
-from descant.trace.pictures.comparison import Contrast, Side, contrast
-from descant.trace.pictures.selection import Where
-from descant.trace.pictures.terminal_canvas import Paper, Span
-from descant.trace.pictures.terminal_cells import cells, clipped, fitted
-from descant.trace.pictures.terminal_text import by_row, shaded
-from descant.trace.pictures.text_layout import flow
-from descant.trace.pictures.text_stats import words
+from descant.tokenization.display import escape_invisible, join_pieces
+from descant.trace.pictures.comparison import ComparedRun, RunComparison, compare_runs
+from descant.trace.pictures.selection import TraceSelection
+from descant.trace.pictures.terminal_canvas import StyledText, TerminalCanvas
+from descant.trace.pictures.terminal_cells import cell_width, clip_pieces, fit_text
+from descant.trace.pictures.terminal_text import group_by_line, shade_style
+from descant.trace.pictures.text_layout import layout_tokens
+from descant.trace.pictures.text_stats import node_tokens
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
 
 __all__ = ["terminal_beside"]
 
-BETWEEN: Final = " │ "
+COLUMN_SEPARATOR: Final = " │ "
 
 
-def terminal_beside(trace: Trace, where: Where, beside: Trace | None, paper: Paper) -> str:
+def terminal_beside(trace: Trace, where: TraceSelection, beside: Trace | None, paper: TerminalCanvas) -> str:
     """Two texts, what was set otherwise, and what came of it."""
-    both = contrast(trace, where, beside)
-    half = max((paper.width - cells(BETWEEN)) // 2, 1)
-    rows: list[list[Span]] = [
-        *paper.told("Two runs side by side", "bold"),
-        *paper.told(both.parting()),
+    both = compare_runs(trace, where, beside)
+    half = max((paper.width - cell_width(COLUMN_SEPARATOR)) // 2, 1)
+    rows: list[list[StyledText]] = [
+        *paper.wrap_text("Two runs side by side", "bold"),
+        *paper.wrap_text(both.divergence_text()),
         [],
     ]
-    left, right = (_column(side, both, half) for side in both.sides)
+    left, right = (_run_lines(side, both, half) for side in both.runs)
     for at in range(max(len(left), len(right))):
         one = left[at] if at < len(left) else []
-        used = sum(cells(said) for said, _ in one)
+        used = sum(cell_width(said) for said, _ in one)
         rows.append(
-            [*one, (" " * (half - used), ""), (BETWEEN, "dim"), *(right[at] if at < len(right) else [])]
+            [
+                *one,
+                (" " * (half - used), ""),
+                (COLUMN_SEPARATOR, "dim"),
+                *(right[at] if at < len(right) else []),
+            ]
         )
     wide = max((paper.width - 22) // 2, 1)
     for title, lines in (("set otherwise", both.settings), ("what came of it", both.results)):
         if lines:
-            rows += [[], [(fitted(title, 22), "bold"), (fitted("A", wide), "accent"), ("B", "accent")]]
+            rows += [[], [(fit_text(title, 22), "bold"), (fit_text("A", wide), "accent"), ("B", "accent")]]
             rows += [
                 [
-                    (fitted(_safe(name), 20) + "  ", "dim"),
-                    (fitted(_safe(a), wide - 1) + " ", ""),
-                    (_safe(b), ""),
+                    (fit_text(_escape(name), 20) + "  ", "dim"),
+                    (fit_text(_escape(a), wide - 1) + " ", ""),
+                    (_escape(b), ""),
                 ]
                 for name, a, b in lines
             ]
-    return paper.lines(rows)
+    return paper.format_lines(rows)
 
 
-def _safe(said: str) -> str:
-    return plain(shown(said))
+def _escape(said: str) -> str:
+    return join_pieces(escape_invisible(said))
 
 
-def _column(side: Side, both: Contrast, width: int) -> list[list[Span]]:
+def _run_lines(side: ComparedRun, both: RunComparison, width: int) -> list[list[StyledText]]:
     """One of the texts, those tokens dim that both begin with."""
-    title = plain(clipped(shown(f"{side.name}  {side.asked.method}"), width))
-    rows: list[list[Span]] = [[(title, "bold")], []]
-    bits = flow(words(side.trace, side.nodes), width)
+    title = join_pieces(clip_pieces(escape_invisible(f"{side.name}  {side.request.method}"), width))
+    rows: list[list[StyledText]] = [[(title, "bold")], []]
+    bits = layout_tokens(node_tokens(side.trace, side.nodes), width)
     return rows + [
-        [(plain(bit.pieces), "dim" if bit.at < both.shared else shaded(side.nodes[bit.at])) for bit in line]
-        for line in by_row(bits)
+        [
+            (
+                join_pieces(bit.pieces),
+                "dim"
+                if bit.token_index < both.num_shared_tokens
+                else shade_style(side.nodes[bit.token_index]),
+            )
+            for bit in line
+        ]
+        for line in group_by_line(bits)
     ]

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from descant.tokenization.display import plain, shown
-from descant.trace.pictures.terminal_cells import cells, clipped, wrapped
+from descant.tokenization.display import escape_invisible, join_pieces
+from descant.trace.pictures.terminal_cells import cell_width, clip_pieces, wrap_pieces
 
-__all__ = ["GROUPS", "Paper", "Span"]
+__all__ = ["NUM_GROUP_COLOURS", "StyledText", "TerminalCanvas"]
 
-Span = tuple[str, str]  # letters, and names of styles with spaces between them
+StyledText = tuple[str, str]  # letters, and names of styles with spaces between them
 
-GROUPS: Final = 8
-_COLOURS: Final = (33, 166, 35, 134, 168, 142, 38, 137)  # of groups
-_SHADES: Final = (230, 222, 215, 208)  # the less likely the deeper; letters on them are black
-_STYLES: Final = {
+NUM_GROUP_COLOURS: Final = 8
+_GROUP_COLOURS: Final = (33, 166, 35, 134, 168, 142, 38, 137)  # of groups
+_SHADE_COLOURS: Final = (230, 222, 215, 208)  # the less likely the deeper; letters on them are black
+_ANSI_STYLES: Final = {
     "bold": "1",
     "dim": "2",
     "under": "4",
@@ -25,37 +25,39 @@ _STYLES: Final = {
     "good": "38;5;35",
     "bad": "38;5;167",
     "warm": "38;5;172",
-    **{f"g{at}": f"38;5;{colour}" for at, colour in enumerate(_COLOURS)},
-    **{f"shade{at}": f"38;5;16;48;5;{colour}" for at, colour in enumerate(_SHADES, 1)},
+    **{f"g{at}": f"38;5;{colour}" for at, colour in enumerate(_GROUP_COLOURS)},
+    **{f"shade{at}": f"38;5;16;48;5;{colour}" for at, colour in enumerate(_SHADE_COLOURS, 1)},
 }
 
 
 @dataclass(frozen=True)
-class Paper:
+class TerminalCanvas:
     """How wide lines may be, and whether they may have colours."""
 
     width: int = 80
     colour: bool = False
 
-    def line(self, *spans: Span) -> str:
+    def format_line(self, *spans: StyledText) -> str:
         """A line of letters, cut to the width."""
         room, said = max(self.width, 0), ""
         for letters, style in spans:
-            safe = clipped(shown(letters), room)
-            said += self._painted(plain(safe), style)
-            room -= cells(plain(safe))
-            if safe and safe[-1] == ("…", True) and safe != shown(letters):
+            safe = clip_pieces(escape_invisible(letters), room)
+            said += self._apply_style(join_pieces(safe), style)
+            room -= cell_width(join_pieces(safe))
+            if safe and safe[-1] == ("…", True) and safe != escape_invisible(letters):
                 break
         return said if self.colour else said.rstrip(" ")
 
-    def lines(self, rows: Iterable[Iterable[Span]]) -> str:
+    def format_lines(self, rows: Iterable[Iterable[StyledText]]) -> str:
         """Many of them."""
-        return "".join(self.line(*row) + "\n" for row in rows)
+        return "".join(self.format_line(*row) + "\n" for row in rows)
 
-    def told(self, said: str, style: str = "dim") -> list[list[Span]]:
+    def wrap_text(self, said: str, style: str = "dim") -> list[list[StyledText]]:
         """A sentence, on as many lines as it needs."""
-        return [[(plain(row), style)] for row in wrapped(shown(said), max(self.width, 1))]
+        return [
+            [(join_pieces(row), style)] for row in wrap_pieces(escape_invisible(said), max(self.width, 1))
+        ]
 
-    def _painted(self, letters: str, style: str) -> str:
-        codes = ";".join(_STYLES[name] for name in style.split() if name in _STYLES)
+    def _apply_style(self, letters: str, style: str) -> str:
+        codes = ";".join(_ANSI_STYLES[name] for name in style.split() if name in _ANSI_STYLES)
         return f"\x1b[{codes}m{letters}\x1b[0m" if codes and self.colour and letters else letters

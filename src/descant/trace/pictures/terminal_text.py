@@ -5,54 +5,67 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from descant.tokenization.display import plain
-from descant.trace.pictures.paths import path_of
-from descant.trace.pictures.selection import Where
-from descant.trace.pictures.terminal_canvas import Paper, Span
-from descant.trace.pictures.terminal_cells import cells
-from descant.trace.pictures.text_layout import Bit, flow
-from descant.trace.pictures.text_stats import LEAST, SHADES, figures, prompt, shade, words
+from descant.tokenization.display import join_pieces
+from descant.trace.pictures.paths import sequence_path
+from descant.trace.pictures.selection import TraceSelection
+from descant.trace.pictures.terminal_canvas import StyledText, TerminalCanvas
+from descant.trace.pictures.terminal_cells import cell_width
+from descant.trace.pictures.text_layout import PlacedToken, layout_tokens
+from descant.trace.pictures.text_stats import (
+    MIN_SCALE_NATS,
+    SHADE_LEVELS,
+    node_tokens,
+    prompt_tokens,
+    shade_level,
+    text_stats,
+)
 from descant.trace.tree import Node
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
 
-__all__ = ["MARKS", "by_row", "shaded", "spread", "terminal_text"]
+__all__ = ["SHADE_MARKS", "group_by_line", "repeat_marks", "shade_style", "terminal_text"]
 
 GUTTER: Final = 2
-MARKS: Final = " ░▒▓█"  # of the shades, where there is no colour
-_HEIGHTS: Final = "▁▂▃▄▅▆▇█"
+SHADE_MARKS: Final = " ░▒▓█"  # of the shades, where there is no colour
+_ENTROPY_BARS: Final = "▁▂▃▄▅▆▇█"
 
 
-def terminal_text(trace: Trace, where: Where, paper: Paper) -> str:
+def terminal_text(trace: Trace, where: TraceSelection, paper: TerminalCanvas) -> str:
     """The text of one sequence, after the end of its prompt."""
     assert where.request is not None
-    asked, nodes = trace.requests[where.request], path_of(trace, where)
-    before = prompt(trace, where)
-    bits = flow([*before, *words(trace, nodes)], max(paper.width - GUTTER, 1))
-    most = max([LEAST, *(one.look.entropy for one in nodes if one.look is not None)])
+    asked, nodes = trace.requests[where.request], sequence_path(trace, where)
+    before = prompt_tokens(trace, where)
+    bits = layout_tokens([*before, *node_tokens(trace, nodes)], max(paper.width - GUTTER, 1))
+    most = max([MIN_SCALE_NATS, *(one.choice.entropy for one in nodes if one.choice is not None)])
 
-    def node_of(bit: Bit) -> Node | None:
-        return None if bit.at < len(before) else nodes[bit.at - len(before)]
+    def node_of(bit: PlacedToken) -> Node | None:
+        return None if bit.token_index < len(before) else nodes[bit.token_index - len(before)]
 
-    rows: list[list[Span]] = [
-        *paper.told(asked.method, "bold"),
-        *paper.told(", ".join(figures(trace, where, nodes))),
+    rows: list[list[StyledText]] = [
+        *paper.wrap_text(asked.method, "bold"),
+        *paper.wrap_text(", ".join(text_stats(trace, where, nodes))),
         [],
     ]
-    for line in by_row(bits):
-        rows.append([("  ", ""), *_letters(line, node_of)])
+    for line in group_by_line(bits):
+        rows.append([("  ", ""), *_token_spans(line, node_of)])
         if not paper.colour and any(node_of(bit) is not None for bit in line):
-            rows.append([("p ", ""), *spread(line, lambda bit: _mark(node_of(bit)))])
+            rows.append([("p ", ""), *repeat_marks(line, lambda bit: _shade_mark(node_of(bit)))])
         if any(node_of(bit) is not None for bit in line):
-            rows.append([("H ", "dim"), *spread(line, lambda bit: _height(node_of(bit), most), "dim")])
-    rows += [[], *_legend(paper), *paper.told(f"H: entropy of the choice, {_HEIGHTS[-1]} is {most:.1f} nats")]
-    return paper.lines(rows)
+            rows.append(
+                [("H ", "dim"), *repeat_marks(line, lambda bit: _entropy_bar(node_of(bit), most), "dim")]
+            )
+    rows += [
+        [],
+        *_legend_lines(paper),
+        *paper.wrap_text(f"H: entropy of the choice, {_ENTROPY_BARS[-1]} is {most:.1f} nats"),
+    ]
+    return paper.format_lines(rows)
 
 
-def by_row(bits: Sequence[Bit]) -> list[list[Bit]]:
+def group_by_line(bits: Sequence[PlacedToken]) -> list[list[PlacedToken]]:
     """The tokens of each line."""
-    rows: list[list[Bit]] = []
+    rows: list[list[PlacedToken]] = []
     for bit in bits:
         while len(rows) <= bit.row:
             rows.append([])
@@ -60,43 +73,49 @@ def by_row(bits: Sequence[Bit]) -> list[list[Bit]]:
     return rows
 
 
-def spread(line: Sequence[Bit], mark: Callable[[Bit], str], style: str = "") -> list[Span]:
+def repeat_marks(
+    line: Sequence[PlacedToken], mark: Callable[[PlacedToken], str], style: str = ""
+) -> list[StyledText]:
     """A mark below each token, as wide as it is."""
     return [(mark(bit) * bit.width, style) for bit in line]
 
 
-def shaded(node: Node) -> str:
+def shade_style(node: Node) -> str:
     """The style of a token."""
-    which = shade(node)
+    which = shade_level(node)
     return "dim" if which is None else f"shade{which}" if which else ""
 
 
-def _letters(line: Sequence[Bit], node_of: Callable[[Bit], Node | None]) -> list[Span]:
-    spans: list[Span] = []
+def _token_spans(
+    line: Sequence[PlacedToken], node_of: Callable[[PlacedToken], Node | None]
+) -> list[StyledText]:
+    spans: list[StyledText] = []
     for bit in line:
         node = node_of(bit)
-        style = "dim" if node is None else shaded(node)
-        spans.append((plain(bit.pieces), style))
+        style = "dim" if node is None else shade_style(node)
+        spans.append((join_pieces(bit.pieces), style))
     return spans
 
 
-def _mark(node: Node | None) -> str:
-    which = None if node is None else shade(node)
-    return " " if which is None else MARKS[which]
+def _shade_mark(node: Node | None) -> str:
+    which = None if node is None else shade_level(node)
+    return " " if which is None else SHADE_MARKS[which]
 
 
-def _height(node: Node | None, most: float) -> str:
-    if node is None or node.look is None:
+def _entropy_bar(node: Node | None, most: float) -> str:
+    if node is None or node.choice is None:
         return " "
-    return _HEIGHTS[min(int(max(node.look.entropy, 0.0) / most * len(_HEIGHTS)), len(_HEIGHTS) - 1)]
+    return _ENTROPY_BARS[
+        min(int(max(node.choice.entropy, 0.0) / most * len(_ENTROPY_BARS)), len(_ENTROPY_BARS) - 1)
+    ]
 
 
-def _legend(paper: Paper) -> list[list[Span]]:
+def _legend_lines(paper: TerminalCanvas) -> list[list[StyledText]]:
     """What the shades mean."""
-    rows: list[list[Span]] = [[] if paper.colour else [("p:", "dim")]]
-    for at, (_, name) in enumerate(SHADES):
-        said = f" {name} " if paper.colour else f" {MARKS[at] if at else 'blank'} {name}  "
-        if rows[-1] and sum(cells(one) for one, _ in rows[-1]) + cells(said) > paper.width:
+    rows: list[list[StyledText]] = [[] if paper.colour else [("p:", "dim")]]
+    for at, (_, name) in enumerate(SHADE_LEVELS):
+        said = f" {name} " if paper.colour else f" {SHADE_MARKS[at] if at else 'blank'} {name}  "
+        if rows[-1] and sum(cell_width(one) for one, _ in rows[-1]) + cell_width(said) > paper.width:
             rows.append([])
         rows[-1].append((said, f"shade{at}" if at else "dim"))
     return rows

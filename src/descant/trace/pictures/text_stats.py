@@ -6,59 +6,73 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from descant.trace.pictures.figures import nats, points, several, share
-from descant.trace.pictures.paths import leaf_of
-from descant.trace.pictures.selection import Where
-from descant.trace.pictures.terminal_cells import clipped
-from descant.trace.pictures.text_layout import Word
-from descant.trace.token_text import phrase, word
+from descant.trace.pictures.number_format import format_nats, format_score, pluralize, probability
+from descant.trace.pictures.paths import sequence_leaf
+from descant.trace.pictures.selection import TraceSelection
+from descant.trace.pictures.terminal_cells import clip_pieces
+from descant.trace.pictures.text_layout import LayoutToken
+from descant.trace.token_text import text_pieces, token_pieces
 from descant.trace.tree import Node
 
 if TYPE_CHECKING:
     from descant.trace.trace import Trace
 
-__all__ = ["LEAST", "SHADES", "entropy", "figures", "perplexity", "prompt", "shade", "words"]
+__all__ = [
+    "MIN_SCALE_NATS",
+    "SHADE_LEVELS",
+    "mean_entropy",
+    "node_tokens",
+    "perplexity",
+    "prompt_tokens",
+    "shade_level",
+    "text_stats",
+]
 
 # From which probability on a token has which shade; the last is all the rest.
-SHADES: Final = (
+SHADE_LEVELS: Final = (
     (0.9, "90 % and more"),
     (0.5, "50 to 90 %"),
     (0.2, "20 to 50 %"),
     (0.05, "5 to 20 %"),
     (0.0, "less"),
 )
-LEAST: Final = 2.0  # nats that the tallest bar stands for at least, so that a calm text looks calm
+MIN_SCALE_NATS: Final = 2.0  # nats that the tallest bar stands for at least, so that a calm text looks calm
 _NEWLINE: Final = "↵"
-_LONGEST: Final = 400  # cells of a token
-_BEFORE: Final = 24  # tokens of the prompt that are shown
+_MAX_TOKEN_CELLS: Final = 400  # cells of a token
+_MAX_PROMPT_TOKENS: Final = 24  # tokens of the prompt that are shown
 
 
-def shade(node: Node) -> int | None:
+def shade_level(node: Node) -> int | None:
     """Which of the shades a token has, by the probability that the model itself gave it; None: not kept."""
     if node.raw is None:
         return None
-    return next(at for at, (least, _) in enumerate(SHADES) if share(node.raw) >= least)
+    return next(at for at, (least, _) in enumerate(SHADE_LEVELS) if probability(node.raw) >= least)
 
 
-def words(trace: Trace, nodes: Sequence[Node]) -> list[Word]:
+def node_tokens(trace: Trace, nodes: Sequence[Node]) -> list[LayoutToken]:
     """The tokens of nodes as they stand in a text."""
     return [
-        Word(clipped(word(trace, one.token), _LONGEST), ends="\n" in trace.texts.get(one.token, ""))
+        LayoutToken(
+            clip_pieces(token_pieces(trace, one.token), _MAX_TOKEN_CELLS),
+            ends_line="\n" in trace.texts.get(one.token, ""),
+        )
         for one in nodes
         if one.token is not None
     ]
 
 
-def prompt(trace: Trace, where: Where) -> list[Word]:
+def prompt_tokens(trace: Trace, where: TraceSelection) -> list[LayoutToken]:
     """The end of the prompt."""
     assert where.request is not None
     asked = trace.requests[where.request].prompt
-    pieces = clipped(phrase(trace, asked[-_BEFORE:]), _BEFORE * _LONGEST)
-    found = [Word([("… ", True)])] if len(asked) > _BEFORE else []
+    pieces = clip_pieces(
+        text_pieces(trace, asked[-_MAX_PROMPT_TOKENS:]), _MAX_PROMPT_TOKENS * _MAX_TOKEN_CELLS
+    )
+    found = [LayoutToken([("… ", True)])] if len(asked) > _MAX_PROMPT_TOKENS else []
     for one, stands in pieces:
         parts = one.split(" ") if not stands else [one]
         found += [
-            Word([(part if not at else f" {part}", stands)], ends=_NEWLINE in part)
+            LayoutToken([(part if not at else f" {part}", stands)], ends_line=_NEWLINE in part)
             for at, part in enumerate(parts)
         ]
     return found
@@ -73,21 +87,21 @@ def perplexity(nodes: Sequence[Node]) -> float | None:
     return math.exp(-mean) if -mean < 700 else math.inf
 
 
-def entropy(nodes: Sequence[Node]) -> float | None:
+def mean_entropy(nodes: Sequence[Node]) -> float | None:
     """The mean over the choices that were kept; None: none was."""
-    known = [one.look.entropy for one in nodes if one.look is not None]
+    known = [one.choice.entropy for one in nodes if one.choice is not None]
     return sum(known) / len(known) if known else None
 
 
-def figures(trace: Trace, where: Where, nodes: Sequence[Node]) -> list[str]:
+def text_stats(trace: Trace, where: TraceSelection, nodes: Sequence[Node]) -> list[str]:
     """What the text comes to, in words."""
-    said = [several(len(nodes), "token")]
+    said = [pluralize(len(nodes), "token")]
     if (value := perplexity(nodes)) is not None:
         said.append(f"perplexity {value:.2f}")
-    if (mean := entropy(nodes)) is not None:
-        said.append(f"mean entropy {nats(mean)}")
-    leaf = leaf_of(trace, where)
+    if (mean := mean_entropy(nodes)) is not None:
+        said.append(f"mean entropy {format_nats(mean)}")
+    leaf = sequence_leaf(trace, where)
     if leaf is not None and nodes and leaf.number == nodes[-1].number:
-        said += [f"score {points(leaf.score)}"] if leaf.score is not None else []
+        said += [f"score {format_score(leaf.score)}"] if leaf.score is not None else []
         said += [f"ended by {leaf.reason}"] if leaf.reason is not None else []
     return said

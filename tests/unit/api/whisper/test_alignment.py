@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import descant
-from descant.api.whisper.alignment import warped
+from descant.api.whisper.alignment import dynamic_time_warping
 from descant.errors import ConfigError
 from tests.unit.api.whisper.subjects import both, changed, equal, recordings, whisper
 
@@ -38,7 +38,7 @@ def cheapest(cost):
 def test_the_path_is_the_cheapest(shape):
     for seed in range(5):
         cost = np.random.default_rng(seed).standard_normal(shape)
-        assert warped(cost).tolist() == cheapest(cost)
+        assert dynamic_time_warping(cost).tolist() == cheapest(cost)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import descant
-from descant.api.whisper.fallback import compression_ratio, derived
+from descant.api.whisper.fallback import compression_ratio, derive_seed
 from descant.errors import ConfigError
 from tests.unit.api.whisper.subjects import PREVIOUS, TIMELESS, changed, compared, recordings, whisper
 
@@ -17,17 +17,17 @@ LONG = {"return_timestamps": True, "return_segments": True, "language": "en"}
 
 def temperatures(monkeypatch):
     """Every call of the loop that a transcription makes: its temperature, its windows and its beams."""
-    from descant.api.whisper.decoder import Decoder
+    from descant.api.whisper.decoder import WindowDecoder
 
     seen = []
-    decode = Decoder.decode
+    decode = WindowDecoder.decode
 
     def watched(self, configs, states, prompts):
         config = configs[0]
         seen.append((config.temperature if config.do_sample else 0.0, len(configs), config.num_beams))
         return decode(self, configs, states, prompts)
 
-    monkeypatch.setattr(Decoder, "decode", watched)
+    monkeypatch.setattr(WindowDecoder, "decode", watched)
     return seen
 
 
@@ -140,22 +140,22 @@ def test_copies_are_drawn_apart():
 
 
 def test_every_window_and_attempt_has_luck_of_its_own(monkeypatch):
-    from descant.api.whisper.decoder import Decoder
+    from descant.api.whisper.decoder import WindowDecoder
 
     seeds = []
-    decode = Decoder.decode
+    decode = WindowDecoder.decode
 
     def watched(self, configs, states, prompts):
         seeds.extend(config.seed for config in configs)
         return decode(self, configs, states, prompts)
 
-    monkeypatch.setattr(Decoder, "decode", watched)
+    monkeypatch.setattr(WindowDecoder, "decode", watched)
     call = {**LONG, "temperature": (0.3, 0.6), "logprob_threshold": 100.0, "seed": 9}
     descant.generate(whisper(), **recordings(90), **call)
     assert len(seeds) == len(set(seeds)) > 4
     assert seeds[0] == 9
-    assert derived(9, 0, 0) == 9
-    assert len({derived(9, turn, attempt) for turn in range(20) for attempt in range(6)}) == 120
+    assert derive_seed(9, 0, 0) == 9
+    assert len({derive_seed(9, turn, attempt) for turn in range(20) for attempt in range(6)}) == 120
 
 
 def test_a_transcript_that_repeats_itself_shrinks():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from descant.api.whisper.segments import Clock, Window, split
+from descant.api.whisper.segments import AudioWindow, TimestampScale, split_segments
 
-CLOCK = Clock(zero=100, token=0.02, frame=0.01, stride=2)
-WINDOW = Window(start=400, frames=3000)  # begins at 4 s
+CLOCK = TimestampScale(
+    first_timestamp_id=100, seconds_per_timestamp=0.02, seconds_per_frame=0.01, frames_per_timestamp=2
+)
+WINDOW = AudioWindow(start=400, frames=3000)  # begins at 4 s
 
 
 def times(tokens, window=WINDOW):
-    pieces, heard = split(tokens, window, CLOCK)
-    return [(one.first, one.last, round(one.start, 6), round(one.end, 6)) for one in pieces], heard
+    pieces, heard = split_segments(tokens, window, CLOCK)
+    return [(one.token_start, one.token_end, round(one.start, 6), round(one.end, 6)) for one in pieces], heard
 
 
 def test_two_timestamps_in_a_row_end_a_segment_and_begin_the_next():
@@ -42,7 +44,7 @@ def test_its_last_timestamp_ends_it():
 
 
 def test_the_last_window_is_as_long_as_its_audio():
-    assert times([100, 1], Window(400, 77)) == ([(0, 2, 4.0, 4.76)], 77)
+    assert times([100, 1], AudioWindow(400, 77)) == ([(0, 2, 4.0, 4.76)], 77)
 
 
 def test_nothing_heard_is_one_empty_segment():
@@ -51,4 +53,4 @@ def test_nothing_heard_is_one_empty_segment():
 
 @pytest.mark.parametrize("tokens", [[100, 100, 1], [1, 100, 100]])
 def test_whoever_breaks_the_rules_is_not_asked_the_same_again(tokens):
-    assert split(tokens, WINDOW, CLOCK)[1] == 3000
+    assert split_segments(tokens, WINDOW, CLOCK)[1] == 3000

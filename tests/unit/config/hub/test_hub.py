@@ -65,13 +65,13 @@ def test_a_revision_is_a_commit_with_its_files(hub):
     old = repo.head
     repo.tag("v1")
     new = repo.commit({"generate.py": "x = 2\n", "sub/a b.py": "y = 3\n"}, gone=("big.bin",))
-    assert face.resolve("ann/rec", "v1").sha == face.resolve("ann/rec", old).sha == old
-    commit = face.resolve("ann/rec")
+    assert face.resolve_commit("ann/rec", "v1").sha == face.resolve_commit("ann/rec", old).sha == old
+    commit = face.resolve_commit("ann/rec")
     assert (commit.repo, commit.sha) == ("ann/rec", new)
     assert commit.files == {"README.md": 6, "generate.py": 6, "sub/a b.py": 6}
-    assert face.resolve("ann/rec", "main") == face.resolve("ann/rec", new) == commit
-    assert face.fetch("ann/rec", old, ["generate.py"]) == {"generate.py": FILES["generate.py"].encode()}
-    assert face.fetch("ann/rec", new, ["generate.py", "sub/a b.py"]) == {
+    assert face.resolve_commit("ann/rec", "main") == face.resolve_commit("ann/rec", new) == commit
+    assert face.fetch_files("ann/rec", old, ["generate.py"]) == {"generate.py": FILES["generate.py"].encode()}
+    assert face.fetch_files("ann/rec", new, ["generate.py", "sub/a b.py"]) == {
         "generate.py": b"x = 2\n",
         "sub/a b.py": b"y = 3\n",
     }
@@ -79,52 +79,55 @@ def test_a_revision_is_a_commit_with_its_files(hub):
 
 def test_only_what_is_named_is_downloaded(hub):
     sha = hub.repo("ann/rec", {**FILES, "empty.py": b""}).head
-    face.resolve("ann/rec")
-    assert face.fetch("ann/rec", sha, ["README.md", "empty.py"]) == {"README.md": b"# one\n", "empty.py": b""}
+    face.resolve_commit("ann/rec")
+    assert face.fetch_files("ann/rec", sha, ["README.md", "empty.py"]) == {
+        "README.md": b"# one\n",
+        "empty.py": b"",
+    }
     assert snapshots(hub) == ["README.md", "empty.py"]
     assert not [asked for asked in hub.since() if "generate.py" in asked or "big.bin" in asked]
-    assert face.fetch("ann/rec", sha, []) == {}
+    assert face.fetch_files("ann/rec", sha, []) == {}
 
 
 def test_what_is_cached_is_not_asked_for(hub):
     repo = hub.repo("ann/rec", FILES)
-    commit = face.resolve("ann/rec")
-    face.fetch("ann/rec", commit.sha, ["generate.py"])
+    commit = face.resolve_commit("ann/rec")
+    face.fetch_files("ann/rec", commit.sha, ["generate.py"])
     seen = len(hub.asked)
-    assert face.resolve("ann/rec") == commit
+    assert face.resolve_commit("ann/rec") == commit
     assert hub.since(seen) == ["GET /api/models/ann/rec/revision/main"]  # it may have moved
-    assert face.resolve("ann/rec", commit.sha) == commit
-    face.fetch("ann/rec", commit.sha, ["generate.py"])
+    assert face.resolve_commit("ann/rec", commit.sha) == commit
+    face.fetch_files("ann/rec", commit.sha, ["generate.py"])
     assert len(hub.asked) == seen + 1
-    face.fetch("ann/rec", commit.sha, ["generate.py", "README.md"])
+    face.fetch_files("ann/rec", commit.sha, ["generate.py", "README.md"])
     assert {asked.split("/")[-1] for asked in hub.since(seen + 1)} == {"README.md"}
     newer = repo.commit({"README.md": "# two\n"})
-    assert face.resolve("ann/rec").sha == newer
-    assert face.fetch("ann/rec", newer, ["README.md"]) == {"README.md": b"# two\n"}
-    assert face.fetch("ann/rec", commit.sha, ["README.md"]) == {"README.md": b"# one\n"}
+    assert face.resolve_commit("ann/rec").sha == newer
+    assert face.fetch_files("ann/rec", newer, ["README.md"]) == {"README.md": b"# two\n"}
+    assert face.fetch_files("ann/rec", commit.sha, ["README.md"]) == {"README.md": b"# one\n"}
 
 
 def test_offline_is_what_was_seen(hub):
     repo = hub.repo("ann/rec", FILES)
     repo.tag("v1")
     hub.repo("ann/unseen", FILES)
-    commit = face.resolve("ann/rec")
-    face.fetch("ann/rec", commit.sha, ["generate.py"])
+    commit = face.resolve_commit("ann/rec")
+    face.fetch_files("ann/rec", commit.sha, ["generate.py"])
     seen = len(hub.asked)
     hub.offline()
-    assert face.resolve("ann/rec") == face.resolve("ann/rec", "main") == commit
-    assert face.resolve("ann/rec", commit.sha) == commit
-    assert set(face.fetch("ann/rec", commit.sha, ["generate.py"])) == {"generate.py"}
-    text = refusal(lambda: face.fetch("ann/rec", commit.sha, ["generate.py", "README.md"]))
+    assert face.resolve_commit("ann/rec") == face.resolve_commit("ann/rec", "main") == commit
+    assert face.resolve_commit("ann/rec", commit.sha) == commit
+    assert set(face.fetch_files("ann/rec", commit.sha, ["generate.py"])) == {"generate.py"}
+    text = refusal(lambda: face.fetch_files("ann/rec", commit.sha, ["generate.py", "README.md"]))
     assert "README.md; run it once without HF_HUB_OFFLINE" in text
     assert "generate.py" not in text
-    assert "revision v1 is not cached" in refusal(lambda: face.resolve("ann/rec", "v1"))
-    assert "is not cached" in refusal(lambda: face.resolve("ann/rec", "0" * 40))
-    assert "ann/unseen" in refusal(lambda: face.resolve("ann/unseen"))
+    assert "revision v1 is not cached" in refusal(lambda: face.resolve_commit("ann/rec", "v1"))
+    assert "is not cached" in refusal(lambda: face.resolve_commit("ann/rec", "0" * 40))
+    assert "ann/unseen" in refusal(lambda: face.resolve_commit("ann/unseen"))
     for call in (
-        lambda: face.create("ann/rec", token="hf_x"),
-        lambda: face.upload(commit, {"a": b""}, token="hf_x"),
-        lambda: face.full_name("rec", "hf_x"),
+        lambda: face.create_repo("ann/rec", token="hf_x"),
+        lambda: face.upload_files(commit, {"a": b""}, token="hf_x"),
+        lambda: face.full_repo_id("rec", "hf_x"),
     ):
         assert "nothing can be pushed offline" in refusal(call)
     assert len(hub.asked) == seen
@@ -134,8 +137,8 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(hub):
     hub.repo("ann/rec", FILES)
     hub.cache.mkdir()
     (hub.cache / "models--ann--rec").write_text("a file, where a folder should be")
-    assert "README.md" in face.resolve("ann/rec").files
-    refusal(lambda: face.fetch("ann/rec", face.resolve("ann/rec").sha, ["README.md"]))
+    assert "README.md" in face.resolve_commit("ann/rec").files
+    refusal(lambda: face.fetch_files("ann/rec", face.resolve_commit("ann/rec").sha, ["README.md"]))
 
 
 def test_a_cache_that_cannot_be_read_is_named(hub, monkeypatch):
@@ -145,19 +148,19 @@ def test_a_cache_that_cannot_be_read_is_named(hub, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "is_file", refused)
-    assert "the cache cannot be read" in refusal(lambda: face.fetch("ann/rec", sha, ["README.md"]))
+    assert "the cache cannot be read" in refusal(lambda: face.fetch_files("ann/rec", sha, ["README.md"]))
 
 
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"sha": "0", "files": {}}', '{"files": {"a": []}}', "[" * 99999]
 )
 def test_a_damaged_memory_is_named(hub, content):
-    commit = (hub.repo("ann/rec", FILES), face.resolve("ann/rec"))[1]
+    commit = (hub.repo("ann/rec", FILES), face.resolve_commit("ann/rec"))[1]
     (path,) = hub.cache.glob("*/listings/*.json")
     path.write_text(content)
-    assert f"delete {path}"[:100] in refusal(lambda: face.resolve("ann/rec", commit.sha))
+    assert f"delete {path}"[:100] in refusal(lambda: face.resolve_commit("ann/rec", commit.sha))
     path.write_text(json.dumps({"sha": commit.sha, "files": {"../evil.py": 1}}))
-    assert "refused" in refusal(lambda: face.resolve("ann/rec", commit.sha))
+    assert "refused" in refusal(lambda: face.resolve_commit("ann/rec", commit.sha))
 
 
 def test_a_private_repository_needs_a_token(hub, monkeypatch):
@@ -165,28 +168,28 @@ def test_a_private_repository_needs_a_token(hub, monkeypatch):
     hub.user("ann", "hf_anns")
     hub.user("eve", "hf_eves")
     for token in (None, False, "hf_eves", "hf_wrong"):
-        text = refusal(lambda token=token: face.resolve("ann/secret", token=token))
+        text = refusal(lambda token=token: face.resolve_commit("ann/secret", token=token))
         assert "private" in text
         assert "HF_TOKEN" in text
         assert "hf_wrong" not in text
         assert "private" in refusal(
-            lambda token=token: face.fetch("ann/secret", sha, ["README.md"], token=token)
+            lambda token=token: face.fetch_files("ann/secret", sha, ["README.md"], token=token)
         )
     assert snapshots(hub) == []
-    assert face.resolve("ann/secret", token="hf_anns").sha == sha
+    assert face.resolve_commit("ann/secret", token="hf_anns").sha == sha
     hub.login("hf_anns")
-    assert face.fetch("ann/secret", sha, ["README.md"]) == {"README.md": b"# one\n"}
+    assert face.fetch_files("ann/secret", sha, ["README.md"]) == {"README.md": b"# one\n"}
     assert {asked.token for asked in hub.asked[-3:]} == {"hf_anns"}
 
 
 def test_what_is_not_there_is_named(hub):
     sha = hub.repo("ann/rec", FILES).head
-    assert "no such repository" in refusal(lambda: face.resolve("ann/other"))
-    assert "no such revision" in refusal(lambda: face.resolve("ann/rec", "v9"))
-    assert "no such file" in refusal(lambda: face.fetch("ann/rec", sha, ["gone.py"]))
-    face.resolve("ann/rec")
+    assert "no such repository" in refusal(lambda: face.resolve_commit("ann/other"))
+    assert "no such revision" in refusal(lambda: face.resolve_commit("ann/rec", "v9"))
+    assert "no such file" in refusal(lambda: face.fetch_files("ann/rec", sha, ["gone.py"]))
+    face.resolve_commit("ann/rec")
     seen = len(hub.asked)
-    assert "no file gone.py" in refusal(lambda: face.fetch("ann/rec", sha, ["gone.py"]))
+    assert "no file gone.py" in refusal(lambda: face.fetch_files("ann/rec", sha, ["gone.py"]))
     assert len(hub.asked) == seen  # the listing says so
 
 
@@ -196,8 +199,8 @@ def test_what_is_not_there_is_named(hub):
 def test_a_renamed_repository_is_refused(hub):
     hub.repo("ann/rec", FILES)
     hub.rename("ann/rec", "eve/rec")
-    assert "answers as `eve/rec`, renamed" in refusal(lambda: face.resolve("ann/rec"))
-    assert face.resolve("eve/rec").repo == "eve/rec"
+    assert "answers as `eve/rec`, renamed" in refusal(lambda: face.resolve_commit("ann/rec"))
+    assert face.resolve_commit("eve/rec").repo == "eve/rec"
 
 
 @pytest.mark.parametrize("shown", ["eve/rec", "Ann/rec", "rec", "", None, 3, "ann/rec\n\x1b[31m"])
@@ -214,14 +217,16 @@ def test_an_answer_under_another_name_is_refused(hub, shown, monkeypatch):
             return info
 
         monkeypatch.setattr(HfApi, "model_info", other)
-    assert "renamed" in refusal(lambda: face.resolve("ann/rec"))
+    assert "renamed" in refusal(lambda: face.resolve_commit("ann/rec"))
 
 
 def test_a_repository_that_moves_away_before_the_download_is_refused(hub):
     hub.repo("ann/rec", FILES)
-    commit = face.resolve("ann/rec")
+    commit = face.resolve_commit("ann/rec")
     hub.rename("ann/rec", "eve/rec")
-    assert "has moved to /eve/rec/" in refusal(lambda: face.fetch("ann/rec", commit.sha, ["generate.py"]))
+    assert "has moved to /eve/rec/" in refusal(
+        lambda: face.fetch_files("ann/rec", commit.sha, ["generate.py"])
+    )
     assert not [asked for asked in hub.since() if asked.startswith("GET /eve/rec/resolve")]
     assert snapshots(hub) == []
 
@@ -229,7 +234,7 @@ def test_a_repository_that_moves_away_before_the_download_is_refused(hub):
 def test_another_address_of_the_same_repository_is_none_of_another(hub):
     sha = hub.repo("ann/rec", {"a b.py": "1\n"}).head
     hub.indirect = True
-    assert face.fetch("ann/rec", sha, ["a b.py"]) == {"a b.py": b"1\n"}
+    assert face.fetch_files("ann/rec", sha, ["a b.py"]) == {"a b.py": b"1\n"}
     assert f"GET /api/resolve-cache/models/ann/rec/{sha}/a%20b.py" in hub.since()
 
 
@@ -237,7 +242,7 @@ def test_another_address_of_the_same_repository_is_none_of_another(hub):
 def test_a_file_of_another_commit_is_refused(hub, said):
     repo = hub.repo("ann/rec", FILES)
     repo.headers = {"X-Repo-Commit": said}
-    assert "another commit" in refusal(lambda: face.fetch("ann/rec", repo.head, ["README.md"]))
+    assert "another commit" in refusal(lambda: face.fetch_files("ann/rec", repo.head, ["README.md"]))
     assert snapshots(hub) == []
 
 
@@ -252,7 +257,7 @@ def test_a_commit_must_be_a_hash(hub, sha, monkeypatch):
         return info
 
     monkeypatch.setattr(HfApi, "model_info", other)
-    assert "names no commit" in refusal(lambda: face.resolve("ann/rec"))
+    assert "names no commit" in refusal(lambda: face.resolve_commit("ann/rec"))
 
 
 # -- hostile names and sizes
@@ -267,15 +272,17 @@ HOSTILE = [
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_listing_with_a_hostile_name_is_refused(hub, name):
     repo = hub.repo("ann/rec", {"generate.py": "", name: "evil\n"})
-    assert "name that is refused" in refusal(lambda: face.resolve("ann/rec"))
+    assert "name that is refused" in refusal(lambda: face.resolve_commit("ann/rec"))
     assert len(hub.asked) == 1
-    text = refusal(lambda: face.fetch("ann/rec", repo.head, ["generate.py", name]))
+    text = refusal(lambda: face.fetch_files("ann/rec", repo.head, ["generate.py", name]))
     assert "name that is refused" in text
     assert len(hub.asked) == 1
     assert snapshots(hub) == []
-    there = face.Commit("ann/rec", repo.head, {})
-    assert "name that is refused" in refusal(lambda: face.upload(there, {name: b""}, token="hf_x"))
-    assert "name that is refused" in refusal(lambda: face.upload(there, {}, gone=[name], token="hf_x"))
+    there = face.HubCommit("ann/rec", repo.head, {})
+    assert "name that is refused" in refusal(lambda: face.upload_files(there, {name: b""}, token="hf_x"))
+    assert "name that is refused" in refusal(
+        lambda: face.upload_files(there, {}, deleted=[name], token="hf_x")
+    )
     assert len(hub.asked) == 1
 
 
@@ -285,7 +292,7 @@ def test_a_listing_with_a_hostile_name_is_refused(hub, name):
 def test_a_hostile_etag_names_no_file(hub, etag):
     repo = hub.repo("ann/rec", FILES)
     repo.headers = {"ETag": etag}
-    assert "ETag that is refused" in refusal(lambda: face.fetch("ann/rec", repo.head, ["README.md"]))
+    assert "ETag that is refused" in refusal(lambda: face.fetch_files("ann/rec", repo.head, ["README.md"]))
     assert snapshots(hub) == []
 
 
@@ -296,12 +303,12 @@ def test_a_hostile_etag_names_no_file(hub, etag):
 )  # fmt: skip
 def test_a_repository_has_an_owner_and_a_plain_name(hub, name):
     for call in (
-        lambda: face.resolve(name),
-        lambda: face.fetch(name, "0" * 40, ["a"]),
-        lambda: face.create(name, token="hf_x"),
+        lambda: face.resolve_commit(name),
+        lambda: face.fetch_files(name, "0" * 40, ["a"]),
+        lambda: face.create_repo(name, token="hf_x"),
     ):
         assert "write owner/name" in refusal(call)
-    assert not face.is_repo(name)
+    assert not face.is_repo_id(name)
     assert hub.asked == []
 
 
@@ -311,8 +318,8 @@ def test_a_repository_has_an_owner_and_a_plain_name(hub, name):
 )
 def test_a_revision_is_a_plain_name(hub, revision):
     hub.repo("ann/rec", FILES)
-    assert "must be a branch" in refusal(lambda: face.resolve("ann/rec", revision))
-    refusal(lambda: face.fetch("ann/rec", revision, ["README.md"]))
+    assert "must be a branch" in refusal(lambda: face.resolve_commit("ann/rec", revision))
+    refusal(lambda: face.fetch_files("ann/rec", revision, ["README.md"]))
     assert hub.asked == []
 
 
@@ -320,36 +327,38 @@ def test_branches_and_pull_requests_are_revisions(hub):
     repo = hub.repo("ann/rec", FILES)
     for name in ("refs/pr/1", "feature/x-1.2+a", "v1.0"):
         repo.tag(name)
-        assert face.resolve("ann/rec", name).sha == repo.head
+        assert face.resolve_commit("ann/rec", name).sha == repo.head
     hub.offline()
-    assert face.resolve("ann/rec", "refs/pr/1").sha == repo.head
+    assert face.resolve_commit("ann/rec", "refs/pr/1").sha == repo.head
 
 
 def test_files_are_fetched_by_a_whole_hash(hub):
     hub.repo("ann/rec", FILES)
-    assert "whole hash" in refusal(lambda: face.fetch("ann/rec", "main", ["README.md"]))
+    assert "whole hash" in refusal(lambda: face.fetch_files("ann/rec", "main", ["README.md"]))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "a/pytorch_model.BIN", "x.pt", "x.pkl", "m.gguf"])
 def test_weights_are_never_downloaded(hub, name):
     repo = hub.repo("ann/rec", {name: b"\x80\x04."})
-    assert "weights" in refusal(lambda: face.fetch("ann/rec", repo.head, [name], limit=1 << 40))
+    assert "weights" in refusal(lambda: face.fetch_files("ann/rec", repo.head, [name], limit=1 << 40))
     assert hub.asked == []
 
 
 def test_a_large_file_is_refused_before_it_is_downloaded(hub):
     repo = hub.repo("ann/rec", {"generate.py": b"#" * 2000})
-    text = refusal(lambda: face.fetch("ann/rec", repo.head, ["generate.py"], limit=1999))
+    text = refusal(lambda: face.fetch_files("ann/rec", repo.head, ["generate.py"], limit=1999))
     assert "2,000 bytes or more, and 1,999 are allowed" in text
     assert {asked.split()[0] for asked in hub.since()} == {"HEAD"}
-    assert len(face.fetch("ann/rec", repo.head, ["generate.py"], limit=2000)["generate.py"]) == 2000
+    assert len(face.fetch_files("ann/rec", repo.head, ["generate.py"], limit=2000)["generate.py"]) == 2000
     seen = len(hub.asked)
-    assert "2,000 bytes" in refusal(lambda: face.fetch("ann/rec", repo.head, ["generate.py"], limit=1999))
+    assert "2,000 bytes" in refusal(
+        lambda: face.fetch_files("ann/rec", repo.head, ["generate.py"], limit=1999)
+    )
     assert len(hub.asked) == seen  # of the cache the limit holds too
     repo.sizes["generate.py"] = 10**12
-    assert face.resolve("ann/rec").files["generate.py"] == 10**12
+    assert face.resolve_commit("ann/rec").files["generate.py"] == 10**12
     seen = len(hub.asked)
-    assert "1,000,000,000,000" in refusal(lambda: face.fetch("ann/rec", repo.head, ["generate.py"]))
+    assert "1,000,000,000,000" in refusal(lambda: face.fetch_files("ann/rec", repo.head, ["generate.py"]))
     assert len(hub.asked) == seen
 
 
@@ -357,7 +366,7 @@ def test_a_file_larger_than_it_says_is_refused_while_it_is_downloaded(hub):
     repo = hub.repo("ann/rec", {"generate.py": b"#" * 2000})
     hub.fail("GET /ann/rec/resolve", "endless")
     began = time.monotonic()
-    assert "are allowed" in refusal(lambda: face.fetch("ann/rec", repo.head, ["generate.py"]))
+    assert "are allowed" in refusal(lambda: face.fetch_files("ann/rec", repo.head, ["generate.py"]))
     assert time.monotonic() - began < 10
     assert snapshots(hub) == []
     assert not [path for path in hub.cache.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
@@ -386,9 +395,9 @@ def test_a_fault_is_an_error_of_one_line_within_seconds(hub, request, where, how
     hub.fail(where, how)
     began = time.monotonic()
     if "api" in where:
-        text = refusal(lambda: face.resolve("ann/rec"))
+        text = refusal(lambda: face.resolve_commit("ann/rec"))
     else:
-        text = refusal(lambda: face.fetch("ann/rec", repo.head, ["generate.py"]))
+        text = refusal(lambda: face.fetch_files("ann/rec", repo.head, ["generate.py"]))
     assert time.monotonic() - began < 10
     assert "`ann/rec` on the Hub: " in text
     if how == "500":
@@ -402,8 +411,10 @@ def test_a_fault_is_an_error_of_one_line_within_seconds(hub, request, where, how
 def test_a_fault_that_passes_leaves_no_trace(hub):
     repo = hub.repo("ann/rec", FILES)
     hub.fail("GET /ann/rec/resolve", "garbage", times=1)
-    refusal(lambda: face.fetch("ann/rec", repo.head, ["generate.py"]))
-    assert face.fetch("ann/rec", repo.head, ["generate.py"]) == {"generate.py": FILES["generate.py"].encode()}
+    refusal(lambda: face.fetch_files("ann/rec", repo.head, ["generate.py"]))
+    assert face.fetch_files("ann/rec", repo.head, ["generate.py"]) == {
+        "generate.py": FILES["generate.py"].encode()
+    }
 
 
 def test_a_hub_that_is_not_there_is_named(hub, monkeypatch):
@@ -412,8 +423,8 @@ def test_a_hub_that_is_not_there_is_named(hub, monkeypatch):
     monkeypatch.setattr(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
     )
-    assert "cannot be reached" in refusal(lambda: face.resolve("ann/rec"))
-    assert "HF_HUB_OFFLINE=1" in refusal(lambda: face.fetch("ann/rec", "0" * 40, ["a.py"]))
+    assert "cannot be reached" in refusal(lambda: face.resolve_commit("ann/rec"))
+    assert "HF_HUB_OFFLINE=1" in refusal(lambda: face.fetch_files("ann/rec", "0" * 40, ["a.py"]))
 
 
 @pytest.mark.parametrize(
@@ -428,7 +439,7 @@ def test_an_answer_of_another_shape_is_an_error(hub, answer, monkeypatch):
 
     hub.repo("ann/rec", FILES)
     monkeypatch.setattr(server._Handler, "info", lambda *_: answer)
-    refusal(lambda: face.resolve("ann/rec"))
+    refusal(lambda: face.resolve_commit("ann/rec"))
 
 
 @pytest.mark.parametrize(
@@ -447,13 +458,13 @@ def test_whatever_the_client_raises_is_a_hub_error(hub, error, monkeypatch):
 
     for name in ("model_info", "hf_hub_download", "create_repo", "create_commit", "whoami"):
         monkeypatch.setattr(HfApi, name, fail)
-    there = face.Commit("ann/rec", sha, {})
+    there = face.HubCommit("ann/rec", sha, {})
     for call in (
-        lambda: face.resolve("ann/rec"),
-        lambda: face.fetch("ann/rec", sha, ["README.md"]),
-        lambda: face.full_name("rec", "hf_anns"),
-        lambda: face.create("ann/rec", token="hf_anns"),
-        lambda: face.upload(there, {"a": b""}, token="hf_anns"),
+        lambda: face.resolve_commit("ann/rec"),
+        lambda: face.fetch_files("ann/rec", sha, ["README.md"]),
+        lambda: face.full_repo_id("rec", "hf_anns"),
+        lambda: face.create_repo("ann/rec", token="hf_anns"),
+        lambda: face.upload_files(there, {"a": b""}, token="hf_anns"),
     ):
         assert "`" in refusal(call)
 
@@ -465,11 +476,13 @@ def test_nothing_is_shown_and_nothing_is_asked(hub, capfd, monkeypatch):
     monkeypatch.setattr(import_module("huggingface_hub.utils.tqdm"), "HF_HUB_DISABLE_PROGRESS_BARS", None)
     repo = hub.repo("ann/rec", FILES)
     hub.user("ann", "hf_anns")
-    face.fetch("ann/rec", face.resolve("ann/rec").sha, ["generate.py"])
-    refusal(lambda: face.resolve("ann/secret"))
-    refusal(lambda: face.fetch("ann/rec", repo.head, ["generate.py"], limit=3))
-    refusal(lambda: face.create("ann/rec"))
-    face.upload(face.create("ann/new", token="hf_anns"), {"README.md": b"# new\n"}, token="hf_anns")
+    face.fetch_files("ann/rec", face.resolve_commit("ann/rec").sha, ["generate.py"])
+    refusal(lambda: face.resolve_commit("ann/secret"))
+    refusal(lambda: face.fetch_files("ann/rec", repo.head, ["generate.py"], limit=3))
+    refusal(lambda: face.create_repo("ann/rec"))
+    face.upload_files(
+        face.create_repo("ann/new", token="hf_anns"), {"README.md": b"# new\n"}, token="hf_anns"
+    )
     assert capfd.readouterr() == ("", "")
 
 
@@ -479,7 +492,7 @@ def test_a_push_shows_no_bars_and_leaves_the_users_setting(hub, monkeypatch):
     monkeypatch.setattr(bars, "HF_HUB_DISABLE_PROGRESS_BARS", None)
     monkeypatch.setattr(bars, "progress_bar_states", {})
     hub.user("ann", "hf_anns")
-    there = face.create("ann/new", token="hf_anns")
+    there = face.create_repo("ann/new", token="hf_anns")
     shown = []
     create_commit = HfApi.create_commit
 
@@ -488,7 +501,7 @@ def test_a_push_shows_no_bars_and_leaves_the_users_setting(hub, monkeypatch):
         return create_commit(*args, **options)
 
     monkeypatch.setattr(HfApi, "create_commit", watched)
-    face.upload(there, {"a.py": b"1"}, token="hf_anns")
+    face.upload_files(there, {"a.py": b"1"}, token="hf_anns")
     assert shown == [False]
     assert not bars.are_progress_bars_disabled()
 
@@ -498,9 +511,9 @@ def test_a_push_shows_no_bars_and_leaves_the_users_setting(hub, monkeypatch):
 
 def test_a_push_makes_the_repository_and_commits_the_files(hub):
     hub.user("ann", "hf_anns")
-    there = face.create("ann/new", token="hf_anns", private=True)
+    there = face.create_repo("ann/new", token="hf_anns", private=True)
     assert (there.repo, there.files, hub.repos["ann/new"].private) == ("ann/new", {}, True)
-    sha = face.upload(there, {"a.py": b"1", "b/c.txt": b""}, token="hf_anns", message="the first")
+    sha = face.upload_files(there, {"a.py": b"1", "b/c.txt": b""}, token="hf_anns", message="the first")
     repo = hub.repos["ann/new"]
     assert (repo.head, repo.files, repo.commits[sha].message) == (
         sha,
@@ -508,52 +521,54 @@ def test_a_push_makes_the_repository_and_commits_the_files(hub):
         "the first",
     )
     hub.login("hf_anns")
-    there = face.create("ann/new")
+    there = face.create_repo("ann/new")
     assert (there.sha, there.files) == (sha, {"a.py": 1, "b/c.txt": 0})
-    face.upload(there, {"a.py": b"22"}, gone=["b/c.txt"])
+    face.upload_files(there, {"a.py": b"22"}, deleted=["b/c.txt"])
     assert repo.files == {"a.py": b"22"}
     assert len(repo.commits) == 3
-    assert face.upload(face.create("ann/new"), {"a.py": b"22"}) == repo.head  # nothing to do
+    assert face.upload_files(face.create_repo("ann/new"), {"a.py": b"22"}) == repo.head  # nothing to do
     assert len(repo.commits) == 3
 
 
 def test_a_push_takes_a_token_that_may(hub, monkeypatch):
     repo = hub.repo("ann/rec", FILES)
     hub.user("eve", "hf_eves")
-    there = face.Commit("ann/rec", repo.head, {})
+    there = face.HubCommit("ann/rec", repo.head, {})
     for token in (None, False, True, ""):
         for call in (
-            lambda token=token: face.create("ann/rec", token=token),
-            lambda token=token: face.upload(there, {"a": b""}, token=token),
-            lambda token=token: face.full_name("rec", token),
+            lambda token=token: face.create_repo("ann/rec", token=token),
+            lambda token=token: face.upload_files(there, {"a": b""}, token=token),
+            lambda token=token: face.full_repo_id("rec", token),
         ):
             text = refusal(call)
             assert "there is none" in text
             assert "hf auth login" in text
     assert hub.asked == []
     for token in ("hf_eves", "hf_wrong"):
-        assert "the token may not" in refusal(lambda token=token: face.upload(there, {"a": b""}, token=token))
-    assert "the token may not" in refusal(lambda: face.create("ann/none", token="hf_eves"))
-    assert "the token may not" in refusal(lambda: face.full_name("rec", "hf_wrong"))
+        assert "the token may not" in refusal(
+            lambda token=token: face.upload_files(there, {"a": b""}, token=token)
+        )
+    assert "the token may not" in refusal(lambda: face.create_repo("ann/none", token="hf_eves"))
+    assert "the token may not" in refusal(lambda: face.full_repo_id("rec", "hf_wrong"))
     assert repo.files.keys() == FILES.keys()
     hub.login("hf_eves")
     seen = len(hub.asked)
-    assert "there is none" in refusal(lambda: face.create("eve/rec", token=False))  # said not to use it
+    assert "there is none" in refusal(lambda: face.create_repo("eve/rec", token=False))  # said not to use it
     assert len(hub.asked) == seen
 
 
 def test_a_name_without_an_owner_is_the_users(hub):
     hub.user("ann", "hf_anns")
-    assert face.full_name("rec", "hf_anns") == "ann/rec"
+    assert face.full_repo_id("rec", "hf_anns") == "ann/rec"
     hub.login("hf_anns")
-    assert face.full_name("rec") == face.full_name("rec", True) == "ann/rec"
+    assert face.full_repo_id("rec") == face.full_repo_id("rec", True) == "ann/rec"
     seen = len(hub.asked)
-    assert face.full_name("bob/rec") == "bob/rec"
+    assert face.full_repo_id("bob/rec") == "bob/rec"
     assert len(hub.asked) == seen
     hub.user("a b/c", "hf_odd")
-    assert "whose token" in refusal(lambda: face.full_name("rec", "hf_odd"))
+    assert "whose token" in refusal(lambda: face.full_repo_id("rec", "hf_odd"))
     for odd in ("", ".", "a b", "a--b", "x/y/z"):
-        assert "write owner/name" in refusal(lambda odd=odd: face.full_name(odd, "hf_anns"))
+        assert "write owner/name" in refusal(lambda odd=odd: face.full_repo_id(odd, "hf_anns"))
 
 
 def test_a_push_to_a_renamed_repository_is_refused(hub):
@@ -561,15 +576,15 @@ def test_a_push_to_a_renamed_repository_is_refused(hub):
     hub.repo("ann/rec", FILES)
     hub.rename("ann/rec", "ann/new")
     hub.repos["ann/rec"] = hub.repos["ann/new"]  # the name is not free
-    assert "renamed" in refusal(lambda: face.create("ann/rec", token="hf_anns"))
+    assert "renamed" in refusal(lambda: face.create_repo("ann/rec", token="hf_anns"))
 
 
 def test_a_push_goes_on_top_of_what_was_seen(hub):
     hub.user("ann", "hf_anns")
     repo = hub.repo("ann/rec", FILES)
-    there = face.create("ann/rec", token="hf_anns")
+    there = face.create_repo("ann/rec", token="hf_anns")
     repo.commit({"generate.py": "# of somebody else\n"})
-    assert "status 412" in refusal(lambda: face.upload(there, {"generate.py": b""}, token="hf_anns"))
+    assert "status 412" in refusal(lambda: face.upload_files(there, {"generate.py": b""}, token="hf_anns"))
     assert repo.files["generate.py"] == b"# of somebody else\n"
 
 
@@ -581,8 +596,10 @@ def test_a_push_that_fails_is_an_error_within_seconds(hub, hasty, where, how):
     hub.fail(where, how)
     began = time.monotonic()
     text = refusal(
-        lambda: face.upload(
-            face.create(face.full_name("rec", "hf_anns"), token="hf_anns"), {"a": b"1"}, token="hf_anns"
+        lambda: face.upload_files(
+            face.create_repo(face.full_repo_id("rec", "hf_anns"), token="hf_anns"),
+            {"a": b"1"},
+            token="hf_anns",
         )
     )
     assert "rec` on the Hub: " in text
@@ -595,8 +612,8 @@ def test_a_push_that_has_failed_does_not_happen_later(hub, hasty):
     hub.user("ann", "hf_anns")
     hub.repo("ann/rec", {})
     hub.fail("preupload", "500", times=2)
-    there = face.create("ann/rec", token="hf_anns")
-    assert "no answer after" in refusal(lambda: face.upload(there, {"a": b"1"}, token="hf_anns"))
+    there = face.create_repo("ann/rec", token="hf_anns")
+    assert "no answer after" in refusal(lambda: face.upload_files(there, {"a": b"1"}, token="hf_anns"))
     for thread in threading.enumerate():
         if thread.name == "descant-hub":
             thread.join(20)
@@ -609,6 +626,6 @@ def test_http_errors_carry_no_token(hub):
     hub.repo("ann/rec", FILES)
     hub.fail("GET /api/models", "500")
     with pytest.raises(HubError) as error:
-        face.resolve("ann/rec", token="hf_very_secret")
+        face.resolve_commit("ann/rec", token="hf_very_secret")
     assert isinstance(error.value.__cause__, HfHubHTTPError)
     assert "hf_very_secret" not in f"{error.value} {error.value.__cause__}"

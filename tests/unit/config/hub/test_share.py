@@ -7,7 +7,7 @@ import pytest
 from descant.config import hub as face
 from descant.config.generation_config import GenerationConfig
 from descant.errors import HubError, RecipeError
-from descant.recipes.recipe_files import Contents, wanted
+from descant.recipes.recipe_files import RecipeFiles, select_files
 from descant.recipes.share import push_recipe
 
 GENERATE = "from .other import x\n\n\ndef generate(model, input_ids=None, **rest):\n    return input_ids\n"
@@ -39,10 +39,10 @@ def ann(hub):
 SHARED = {"generate.py", "other.py", "README.md", "requirements.txt", "tests/test_it.py", "bold.json"}
 
 
-def fetched(repo: str) -> Contents:
+def fetched(repo: str) -> RecipeFiles:
     """The recipe as somebody else gets it."""
-    commit = face.resolve(repo)
-    return Contents.of_files(face.fetch(repo, commit.sha, wanted(commit.files, repo)), repo)
+    commit = face.resolve_commit(repo)
+    return RecipeFiles.from_files(face.fetch_files(repo, commit.sha, select_files(commit.files, repo)), repo)
 
 
 def test_a_recipe_is_pushed_as_it_is(ann, folder):
@@ -51,7 +51,7 @@ def test_a_recipe_is_pushed_as_it_is(ann, folder):
     assert (repo.head, repo.private, repo.commits[sha].message) == (sha, True, "first")
     assert repo.files == {name: (folder / name).read_bytes() for name in SHARED}
     assert "secret" not in repr(repo.files)
-    assert fetched("ann/last-words").digest == Contents.of_folder(folder).digest
+    assert fetched("ann/last-words").digest == RecipeFiles.from_folder(folder).digest
     assert push_recipe(folder, "last-words") == sha  # the user's, and nothing has changed
     (folder / "other.py").write_text("x = 2\n")
     assert push_recipe(folder, "ann/last-words") != sha
@@ -76,7 +76,7 @@ def test_what_the_folder_has_no_more_is_an_error_until_it_is_pruned(ann, folder)
     assert repo.head == before
     push_recipe(folder, "ann/last-words", prune=True)
     assert set(repo.files) == (SHARED - {"other.py"}) | {"another.py"}
-    assert fetched("ann/last-words").digest == Contents.of_folder(folder).digest
+    assert fetched("ann/last-words").digest == RecipeFiles.from_folder(folder).digest
 
 
 def test_a_models_own_files_are_left_alone(ann, folder, tmp_path):
@@ -96,7 +96,7 @@ def test_a_models_own_files_are_left_alone(ann, folder, tmp_path):
     assert "custom_generate/stale.py" not in repo.files
     assert repo.files["custom_generate/generate.py"] == GENERATE.encode()
     assert not [asked for asked in ann.since() if "/resolve/" in asked]
-    assert fetched("ann/model").digest == Contents.of_folder(tmp_path / "layout").digest
+    assert fetched("ann/model").digest == RecipeFiles.from_folder(tmp_path / "layout").digest
 
 
 def test_a_recipe_does_not_go_into_a_models_repository_at_its_root(ann, folder):

@@ -7,7 +7,12 @@ import random
 import pytest
 import torch
 
-from descant.decoding.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint, forced
+from descant.decoding.constraints import (
+    Constraint,
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+    parse_force_words,
+)
 from descant.errors import InputError
 from tests.unit.decoding.constraints.cases import overlapping
 from tests.unit.decoding.constraints.own import Often
@@ -22,11 +27,11 @@ def test_a_phrase_step_by_step():
     assert one.update(4) == (True, False, False)
     assert one.advance() == 6
     assert one.update(5) == (False, False, False)  # 4 5 is still begun
-    assert (one.advance(), one.remaining(), one.least) == (4, 2, 2)
+    assert (one.advance(), one.remaining(), one.min_tokens_left) == (4, 2, 2)
     assert one.update(9) == (False, False, True)
     assert one.remaining() == 4
     assert [one.update(token)[1] for token in (4, 5, 4, 6)] == [False, False, False, True]
-    assert (one.advance(), one.remaining(), one.least, one.does_advance(4)) == (None, 0, 0, False)
+    assert (one.advance(), one.remaining(), one.min_tokens_left, one.does_advance(4)) == (None, 0, 0, False)
     assert one.update(9) == (False, True, False)  # met is met
     one.reset()
     assert (one.advance(), one.remaining(), one.completed) == (4, 4, False)
@@ -34,7 +39,7 @@ def test_a_phrase_step_by_step():
 
 def test_a_disjunction_step_by_step():
     one = DisjunctiveConstraint(([1, 2, 3, 4], (2, 3, 9), [7]))
-    assert (one.advance(), one.remaining(), one.least) == ([1, 2, 7], 4, 1)
+    assert (one.advance(), one.remaining(), one.min_tokens_left) == ([1, 2, 7], 4, 1)
     one.update(1)
     one.update(2)
     assert (one.advance(), one.remaining()) == ([3], 2)
@@ -161,7 +166,7 @@ def test_an_alternative_that_begins_another_is_refused(given):
 
 
 def test_words_become_constraints():
-    made = forced(([1, 2], [[3], (4, 5)], (6,)))
+    made = parse_force_words(([1, 2], [[3], (4, 5)], (6,)))
     assert [type(one) for one in made] == [PhrasalConstraint, DisjunctiveConstraint, PhrasalConstraint]
     assert [one.token_ids for one in made] == [[1, 2], [[3], [4, 5]], [6]]
     assert repr(made) == (
@@ -172,12 +177,12 @@ def test_words_become_constraints():
 @pytest.mark.parametrize("given", [None, [], [1, 2], [[]], [[[]]], [[1, [2]]], [[[1], [1]]], "ab"], ids=str)
 def test_words_that_are_none_are_refused(given):
     with pytest.raises(InputError, match="`force_words_ids` must be a non-empty list of words"):
-        forced(given)
+        parse_force_words(given)
 
 
 def test_a_users_constraint_is_tested_and_left_unread():
     one = Often(3, 2)
-    assert (one.remaining(), one.least) == (2, 2)
+    assert (one.remaining(), one.min_tokens_left) == (2, 2)
 
 
 def broken(**methods):

@@ -62,7 +62,7 @@ def test_single_constraints_read_alike(oracle):
         whole = draw.choice(words[0]) if kind else words[0]
         text = [*text, NOISE, *whole] if kind else whole[: draw.randint(1, len(whole))]
         script = [["seqlen"], ["remaining"], ["advance"]]
-        found = constraints.forced(words)[0]
+        found = constraints.parse_force_words(words)[0]
         for token in text:
             script += [["does_advance", token], ["update", token], ["completed"], ["remaining"], ["advance"]]
             if found.update(token)[1]:
@@ -90,4 +90,4 @@ def test_what_is_refused_there_is_refused_here(oracle, words):
     with pytest.raises(OracleError):
         oracle.ask("constraints", cases=[{"words": words, "script": []}])
     with pytest.raises(InputError):
-        constraints.forced(words)
+        constraints.parse_force_words(words)

@@ -7,7 +7,12 @@ import random
 
 import pytest
 
-from descant.decoding.constraints import ConstraintListState, DisjunctiveConstraint, PhrasalConstraint, forced
+from descant.decoding.constraints import (
+    ConstraintListState,
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+    parse_force_words,
+)
 from descant.errors import InputError
 from tests.unit.decoding.constraints.cases import overlapping
 from tests.unit.decoding.constraints.own import Often, Words
@@ -59,10 +64,10 @@ def test_texts_are_searched_exactly(ordered, gap):
         state = ConstraintListState(made, ordered, gap)
         check(state, choices, [], ordered, gap)
         for end in range(1, len(text) + 1):
-            before, unmet = state.get_bank(), state.unmet
+            before, unmet = state.get_bank(), state.unmet_indices
             complete, stepped = state.add(text[end - 1])
             check(state, choices, text[:end], ordered, gap)
-            assert complete == (state.unmet != unmet or not unmet)
+            assert complete == (state.unmet_indices != unmet or not unmet)
             assert stepped or state.get_bank() <= before
         ended += state.completed
         assert all(one.remaining() == one.seqlen for one in made)  # what was given is not changed
@@ -78,17 +83,17 @@ def test_the_least_is_no_more_than_it_takes(ordered, gap):
         made, _, text = overlapping(draw)
         state = ConstraintListState(made, ordered, gap)
         state.reset(text[: draw.randrange(8)])
-        if state.least > 6:
+        if state.min_tokens_left > 6:
             continue
         tried += 1
-        assert (state.least == 0) == state.completed
+        assert (state.min_tokens_left == 0) == state.completed
         reached = [state]
-        for _ in range(state.least):
+        for _ in range(state.min_tokens_left):
             assert not any(one.completed for one in reached)
             reached = list(_distinct(_after(one, token) for one in reached for token in range(4)))
-        if ordered or len(state.unmet) <= 1:
+        if ordered or len(state.unmet_indices) <= 1:
             assert any(one.completed for one in reached)
-            exact += state.least > 1
+            exact += state.min_tokens_left > 1
     assert exact > 10
 
 
@@ -103,43 +108,43 @@ def _distinct(states):
 
 
 def test_the_least_of_a_list():
-    words = forced([[1, 2, 3], [[4, 5], [6, 7, 8, 9]], [1, 2]])
-    assert ConstraintListState(words).least == 3
-    assert ConstraintListState(words, ordered=True).least == 7
+    words = parse_force_words([[1, 2, 3], [[4, 5], [6, 7, 8, 9]], [1, 2]])
+    assert ConstraintListState(words).min_tokens_left == 3
+    assert ConstraintListState(words, ordered=True).min_tokens_left == 7
     state = ConstraintListState(words, gap=5)
-    assert state.least == 17
+    assert state.min_tokens_left == 17
     state.reset([1, 2])  # meets the last, and drops what the first has
-    assert (state.unmet, state.least) == ((0, 1), 15)
+    assert (state.unmet_indices, state.min_tokens_left) == ((0, 1), 15)
     state.add(1)
-    assert state.least == 14
+    assert state.min_tokens_left == 14
     mixed = ConstraintListState([Often(3, 4), PhrasalConstraint([1, 2])])
     mixed.add(3)
-    assert mixed.least == 3
-    assert ConstraintListState([Often(3, 4), PhrasalConstraint([1, 2])], gap=1).least == 7
+    assert mixed.min_tokens_left == 3
+    assert ConstraintListState([Often(3, 4), PhrasalConstraint([1, 2])], gap=1).min_tokens_left == 7
 
 
 def test_overlaps_meet_several():
-    state = ConstraintListState(forced([[1, 2], [2, 3], [2]]))
+    state = ConstraintListState(parse_force_words([[1, 2], [2, 3], [2]]))
     assert state.add(1) == (False, True)
     assert state.add(2) == (True, True)
-    assert (state.unmet, state.get_bank(), state.advance()) == ((1,), 2 * 2 + 1, [3])
+    assert (state.unmet_indices, state.get_bank(), state.advance()) == ((1,), 2 * 2 + 1, [3])
     assert state.add(3) == (True, True)
     assert state.completed
     assert [one.token_ids for one in state.complete_constraints] == [[1, 2], [2], [2, 3]]
     assert state.add(3) == (True, False)
-    assert (state.advance(), state.get_bank(), state.least) == (None, 6, 0)
+    assert (state.advance(), state.get_bank(), state.min_tokens_left) == (None, 6, 0)
 
 
 def test_order_is_kept():
-    state = ConstraintListState(forced([[1, 2], [2, 3]]), ordered=True)
+    state = ConstraintListState(parse_force_words([[1, 2], [2, 3]]), ordered=True)
     state.reset([2, 3, 1, 2, 3])
-    assert (state.unmet, state.advance()) == ((1,), [2])
+    assert (state.unmet_indices, state.advance()) == ((1,), [2])
     state.reset([2, 3, 1, 2, 2, 3])
     assert state.completed
 
 
 def test_a_gap_is_kept():
-    state = ConstraintListState(forced([[1, 2], [3]]), gap=2)
+    state = ConstraintListState(parse_force_words([[1, 2], [3]]), gap=2)
     for text, unmet in (
         ([1, 2, 3], (1,)),
         ([1, 2, 0, 3], (1,)),
@@ -147,22 +152,22 @@ def test_a_gap_is_kept():
         ([1, 3, 2, 1, 2], (0,)),
     ):
         state.reset(text)
-        assert state.unmet == unmet
+        assert state.unmet_indices == unmet
     state.reset([1, 2, 0])
-    assert (state.advance(), state.pending_constraints, state.get_bank()) == (None, [state._now[1]], 2)
+    assert (state.advance(), state.pending_constraints, state.get_bank()) == (None, [state._current[1]], 2)
     state.add(0)
     assert state.advance() == [3]
 
 
 def test_of_several_met_at_once_a_gap_counts_the_first_listed():
-    state = ConstraintListState(forced([[2, 3], [1, 2, 3]]), gap=1)
+    state = ConstraintListState(parse_force_words([[2, 3], [1, 2, 3]]), gap=1)
     state.reset([1, 2, 3])
-    assert state.unmet == (1,)
-    assert ConstraintListState(forced([[1], [1]]), gap=1).least == 3
+    assert state.unmet_indices == (1,)
+    assert ConstraintListState(parse_force_words([[1], [1]]), gap=1).min_tokens_left == 3
 
 
 def test_the_nearest_to_its_end_is_in_progress():
-    state = ConstraintListState(forced([[1, 2, 3, 4], [2, 3, 5], [2, 6, 7]]))
+    state = ConstraintListState(parse_force_words([[1, 2, 3, 4], [2, 3, 5], [2, 6, 7]]))
     state.reset([1, 2])
     assert state.inprogress_constraint.token_ids == [1, 2, 3, 4]  # the first listed of three with two to go
     assert state.advance() == [3, 6]
@@ -171,7 +176,7 @@ def test_the_nearest_to_its_end_is_in_progress():
     assert [one.token_ids for one in state.pending_constraints] == [[2, 6, 7]]
     assert state.advance() == [4, 5]
     state.add(5)
-    assert (state.unmet, state.advance()) == ((0, 2), [2, 1])  # one that broke off comes last
+    assert (state.unmet_indices, state.advance()) == ((0, 2), [2, 1])  # one that broke off comes last
 
 
 @pytest.mark.parametrize(("ordered", "gap"), WAYS)
@@ -237,12 +242,16 @@ def test_a_users_constraint_is_read_as_our_own(gap):
             if phrase[0] not in phrase[1:]:
                 phrases.append(phrase)
         theirs = ConstraintListState([Words(phrase) for phrase in phrases], gap=gap)
-        ours = ConstraintListState(forced(phrases), gap=gap)
+        ours = ConstraintListState(parse_force_words(phrases), gap=gap)
         for _ in range(12):
             token = draw.randrange(3)
             assert theirs.add(token) == ours.add(token)
             assert theirs.get_bank() == ours.get_bank()
-            assert (theirs.advance(), theirs.unmet, theirs.least) == (ours.advance(), ours.unmet, ours.least)
+            assert (theirs.advance(), theirs.unmet_indices, theirs.min_tokens_left) == (
+                ours.advance(),
+                ours.unmet_indices,
+                ours.min_tokens_left,
+            )
             theirs = theirs.copy() if draw.random() < 0.3 else theirs
 
 
@@ -263,7 +272,7 @@ def test_a_users_state_is_copied():
     copy = state.copy()
     copy.reset([3, 9, 3, 3])
     state.add(3)
-    assert (state.get_bank(), copy.unmet, state.unmet) == (2, (1,), (0, 1))
+    assert (state.get_bank(), copy.unmet_indices, state.unmet_indices) == (2, (1,), (0, 1))
     assert state.inprogress_constraint.count == 2
     assert state.max_seqlen == 3
 
@@ -295,7 +304,7 @@ def test_ways_of_writing_agree():
         one, other = PhrasalConstraint(phrase), DisjunctiveConstraint([phrase])
         for token in itertools.islice(iter(lambda: draw.randrange(2), 2), 20):
             assert one.update(token) == other.update(token)
-            assert (one.remaining(), one.least) == (other.remaining(), other.least)
+            assert (one.remaining(), one.min_tokens_left) == (other.remaining(), other.min_tokens_left)
 
 
 def test_what_the_given_have_read_is_no_matter():

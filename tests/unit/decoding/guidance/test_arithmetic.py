@@ -13,8 +13,8 @@ from torch import Tensor
 
 import descant
 from descant import ConfigError, ContrastiveDecoding, DExperts, GenerationConfig, ProxyTuning
-from descant.kv_cache.dense import DenseCache
-from descant.kv_cache.multi_model import SeveralCaches
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.multi_model import MultiModelCache
 from descant.testing import check_admission, check_batch, check_drafts, check_seed
 from tests.support.tiny_models import pad, prompts
 from tests.unit.decoding.guidance.pairs import (
@@ -220,7 +220,7 @@ def test_drafts_at_once_equal_one_by_one(name):
     kind, whole, _, models = case(name)
     count = len(models)
     check_drafts(
-        whole, of_method(kind, "greedy", 4), lambda: SeveralCaches([DenseCache() for _ in range(count)])
+        whole, of_method(kind, "greedy", 4), lambda: MultiModelCache([DenseStore() for _ in range(count)])
     )
 
 
@@ -228,12 +228,12 @@ def test_drafts_at_once_equal_one_by_one(name):
 def test_contrast_by_hand():
     expert, amateur = torch.tensor([0.5, 0.3, 0.15, 0.05]).log(), torch.tensor([0.4, 0.1, 0.1, 0.4]).log()
     one, two = object(), object()
-    found = ContrastiveDecoding(one, two, 0.25).combined([expert + 3, amateur - 2]).exp().tolist()
+    found = ContrastiveDecoding(one, two, 0.25).combine([expert + 3, amateur - 2]).exp().tolist()
     assert found == pytest.approx([1.25, 3.0, 1.5, 0.0])
     flat = amateur.exp().sqrt() / amateur.exp().sqrt().sum()
-    found = ContrastiveDecoding(one, two, 0.25, amateur_temperature=2.0).combined([expert, amateur]).exp()
+    found = ContrastiveDecoding(one, two, 0.25, amateur_temperature=2.0).combine([expert, amateur]).exp()
     assert found[:3].tolist() == pytest.approx((expert.exp() / flat)[:3].tolist())
-    found = ContrastiveDecoding(one, two, 0.25, beta=2.0).combined([expert, amateur]).exp().tolist()
+    found = ContrastiveDecoding(one, two, 0.25, beta=2.0).combine([expert, amateur]).exp().tolist()
     assert found == pytest.approx([0.5**3 / 0.4**2, 0.3**3 / 0.1**2, 0.15**3 / 0.1**2, 0.0])
 
 
@@ -241,11 +241,11 @@ def test_nucleus_of_the_base_by_hand():
     base = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
     up, down = torch.tensor([[4.0, 1.0, 9.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0, 2.0]])
     models = object(), object(), object()
-    whole = DExperts(*models, 0.5, top_p=0.8).combined([base, up, down])
+    whole = DExperts(*models, 0.5, top_p=0.8).combine([base, up, down])
     assert whole.exp().tolist()[0] == pytest.approx([0.0, 0.5, 0.15 * math.exp(4.5), 0.25 / math.e])
-    tight = DExperts(*models, 0.5, top_p=0.5).combined([base, up, down])
+    tight = DExperts(*models, 0.5, top_p=0.5).combine([base, up, down])
     assert tight.isfinite().tolist() == [[False, True, False, False]]
-    loose = DExperts(*models, 0.5).combined([base, up, down])
+    loose = DExperts(*models, 0.5).combine([base, up, down])
     assert loose.isfinite().all()
 
 
@@ -254,13 +254,13 @@ def test_nucleus_of_the_base_by_hand():
 def test_what_is_ruled_out_stays_ruled_out(alpha, beta):
     low = -math.inf
     expert, amateur = torch.tensor([1.0, 0.5, low, low]), torch.tensor([1.0, 0.2, low, 0.0])
-    found = ContrastiveDecoding(object(), object(), alpha, beta).combined([expert, amateur])
+    found = ContrastiveDecoding(object(), object(), alpha, beta).combine([expert, amateur])
     assert found.tolist()[2:] == [low, low]
     assert found[:2].isfinite().all()
-    found = ProxyTuning(object(), object(), object()).combined([expert, amateur, expert])
+    found = ProxyTuning(object(), object(), object()).combine([expert, amateur, expert])
     assert found.tolist()[2:] == [low, low]
     assert found[:2].isfinite().all()
-    found = ProxyTuning(object(), object(), object()).combined([amateur, expert, expert])
+    found = ProxyTuning(object(), object(), object()).combine([amateur, expert, expert])
     assert found.tolist() == amateur.tolist(), "what both rule out is no reason to move"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import descant
 from descant import ConfigError, GenerationConfig
-from descant.core.interfaces import Facts
+from descant.core.interfaces import ModelTraits
 from descant.decoding.guidance.dola import early_layers
 from tests.support.tiny_models import Tiny, pad, prompts
 
@@ -77,9 +77,9 @@ def named(tiny: Tiny, layers: Any) -> list[int]:
 
 
 # ------------------------------------------------------------------------ layers
-FACTS = Facts(
-    encoder_decoder=False, positions=True, keeps_logits=True, embeddings=True, vocabulary=9, layers=0,
-    attention="sdpa", windows={}, table=None, context=None,
+FACTS = ModelTraits(
+    is_encoder_decoder=False, supports_position_ids=True, supports_logits_to_keep=True, supports_inputs_embeds=True, vocab_size=9, num_layers=0,
+    attn_implementation="sdpa", sliding_windows={}, max_positions=None, context_length=None,
 )  # fmt: skip
 
 TABLE = [
@@ -107,7 +107,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("count", "tied", "low", "high"), TABLE)
 def test_the_documented_layers(count, tied, low, high):
-    facts = dataclasses.replace(FACTS, layers=count, tied=tied)
+    facts = dataclasses.replace(FACTS, num_layers=count, has_tied_embeddings=tied)
     assert early_layers("low", facts) == low
     assert early_layers("high", facts) == high
 
@@ -115,7 +115,7 @@ def test_the_documented_layers(count, tied, low, high):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("count", range(1, 100))
 def test_there_is_always_an_early_layer(count, tied):
-    facts = dataclasses.replace(FACTS, layers=count, tied=tied)
+    facts = dataclasses.replace(FACTS, num_layers=count, has_tied_embeddings=tied)
     for name in ("low", "high"):
         layers = early_layers(name, facts)
         assert layers
@@ -125,7 +125,7 @@ def test_there_is_always_an_early_layer(count, tied):
 
 
 def test_layers_by_number():
-    facts = dataclasses.replace(FACTS, layers=6)
+    facts = dataclasses.replace(FACTS, num_layers=6)
     assert early_layers([4, 0, 4, 2], facts) == [0, 2, 4]
     with pytest.raises(ConfigError, match="`dola_layers` must name layers below 6, the last, got 6"):
         early_layers([1, 6], facts)

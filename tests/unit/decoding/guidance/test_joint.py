@@ -13,13 +13,13 @@ from torch import Tensor
 
 import descant
 from descant import ConfigError, ContrastiveDecoding, DExperts, GenerationConfig, InputError, ProxyTuning
-from descant.core.records import Output, Proposal
+from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
-from descant.decoding.guidance.arithmetic import Joint
-from descant.engine.planner import adapt
-from descant.kv_cache.dense import DenseCache
-from descant.kv_cache.multi_model import SeveralCaches
-from descant.kv_cache.recurrent_state import ObjectCache
+from descant.decoding.guidance.arithmetic import JointModel
+from descant.engine.planner import as_model
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.multi_model import MultiModelCache
+from descant.kv_cache.recurrent_state import RecurrentStateCache
 from tests.support.tiny_models import prompts
 from tests.unit.decoding.guidance.pairs import EOS, PAD, VOCAB, arch, case, heard, made, requests
 
@@ -225,7 +225,7 @@ def test_the_shortest_table_counts():
 
 
 def test_only_inputs_that_all_know_are_taken():
-    assert "token_type_ids" in adapt(made("gpt2", 1)).facts.accepts
+    assert "token_type_ids" in as_model(made("gpt2", 1)).facts.accepts
     with pytest.raises(InputError, match="token_type_ids"):
         generated(
             ContrastiveDecoding(made("gpt2", 1), made("llama", 0)),
@@ -261,7 +261,7 @@ class Said:
 
     def __init__(self, logits: Tensor, device: str = "cpu", fails: bool = False) -> None:
         self.logits, self.device, self.fails = logits, torch.device(device), fails
-        self.facts = adapt(made("llama", 0)).facts
+        self.facts = as_model(made("llama", 0)).facts
         self.opened: list[int] = []
         self.fed: list[torch.device] = []
 
@@ -273,18 +273,18 @@ class Said:
     def close(self, requests: Sequence[int]) -> None:
         self.opened = [one for one in self.opened if one not in requests]
 
-    def forward(self, rows: Rows, proposal: Proposal, cache: Any) -> Output:
+    def forward(self, rows: Rows, proposal: Proposal, cache: Any) -> ForwardOutput:
         self.fed.append(rows.tokens.device)
         if proposal.drafts is not None:
             self.fed.append(proposal.drafts.device)
-        return Output(self.logits, [{"from": self.logits}])
+        return ForwardOutput(self.logits, [{"from": self.logits}])
 
 
-def joint(*parts: Any) -> Joint:
-    return Joint(
+def joint(*parts: Any) -> JointModel:
+    return JointModel(
         ContrastiveDecoding(*parts, alpha=0),
         parts,
-        lambda parts: SeveralCaches([DenseCache() for _ in parts]),
+        lambda parts: MultiModelCache([DenseStore() for _ in parts]),
     )
 
 
@@ -307,7 +307,7 @@ def test_the_answer_holds_the_first_models_own():
     first, second = Said(torch.randn(1, 1, VOCAB)), Said(torch.randn(1, 1, VOCAB))
     whole = joint(first, second)
     answer = whole.forward(table(), Proposal(), whole.new_cache())
-    assert answer.plain is first.logits
+    assert answer.base_logits is first.logits
     assert answer.states[0]["from"] is first.logits
     torch.testing.assert_close(answer.logits, first.logits.log_softmax(-1) - second.logits.log_softmax(-1))
 
@@ -324,13 +324,13 @@ def test_an_infinite_contrast_is_still_a_distribution():
 def test_a_request_that_one_model_refuses_is_forgotten_by_all():
     first, second = Said(torch.zeros(1)), Said(torch.zeros(1), fails=True)
     with pytest.raises(RuntimeError, match="no room"):
-        joint(first, second).open([3, 4], {})
+        joint(first, second).add_requests([3, 4], {})
     assert first.opened == []
 
 
 def test_caches_are_of_each_models_own_kind():
-    whole = adapt(ContrastiveDecoding(made("llama", 0), made("mamba", 4)))
+    whole = as_model(ContrastiveDecoding(made("llama", 0), made("mamba", 4)))
     made_now = whole.new_cache()
-    assert [type(part) for part in made_now.parts] == [DenseCache, ObjectCache]
+    assert [type(part) for part in made_now.parts] == [DenseStore, RecurrentStateCache]
     assert made_now.rewind == 0
     assert whole.facts.memory == "own"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from descant.core.context import Context, Params, table
+from descant.core.context import Context, RowParams, columns_from_rows
 from descant.core.rows import Rows
 
 INF = math.inf
@@ -55,7 +55,7 @@ def context(
         store(rng, tokens),
         torch.tensor([len(row) for row in tokens]),
         torch.tensor(prompts),
-        table(params),
+        columns_from_rows(params),
         states={name: torch.tensor(values, dtype=torch.float32) for name, values in states.items()},
     )
 
@@ -77,9 +77,9 @@ def drafted(
         torch.tensor(prompts),
         torch.arange(len(tokens)),
         zeros,
-        {"params": Params(table(params))},
+        {"params": RowParams(columns_from_rows(params))},
     )
-    return Context.of(rows, torch.tensor(drafts), {})
+    return Context.from_rows(rows, torch.tensor(drafts), {})
 
 
 def store(rng: random.Random, tokens: Sequence[Sequence[int]], room: int = 0) -> Tensor:

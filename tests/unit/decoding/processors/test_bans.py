@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from descant import GenerationConfig
-from descant.core.context import Prompt
+from descant.core.context import PromptInfo
 from descant.decoding.processors.bans import (
     EncoderNoRepeatNGramLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -56,7 +56,7 @@ def test_ngrams_of_ragged_rows_with_sizes_and_windows_of_their_own():
             for _ in rows
         ]
         lines = context(rng, rows, [0] * len(rows), params)
-        answer = NoRepeatNGramLogitsProcessor.bare().process(lines, torch.zeros(5, 4))
+        answer = NoRepeatNGramLogitsProcessor.make_unbound().process(lines, torch.zeros(5, 4))
         expected = [repeated(row, *own.values()) for row, own in zip(rows, params, strict=True)]
         assert banned(answer) == expected
         hit += sum(map(bool, expected))
@@ -83,7 +83,7 @@ def test_ngrams_of_sources_of_different_length():
             for _ in rows
         ]
         lines = context(rng, rows, [0] * len(rows), params)
-        answer = EncoderNoRepeatNGramLogitsProcessor.bare().process(lines, torch.zeros(4, 4))
+        answer = EncoderNoRepeatNGramLogitsProcessor.make_unbound().process(lines, torch.zeros(4, 4))
         expected = [
             repeated(row, own["encoder_no_repeat_ngram_size"], 0, own["source"])
             for row, own in zip(rows, params, strict=True)
@@ -93,7 +93,9 @@ def test_ngrams_of_sources_of_different_length():
 
 def test_a_source_has_no_padding():
     config = GenerationConfig(encoder_no_repeat_ngram_size=2)
-    columns = EncoderNoRepeatNGramLogitsProcessor.columns(config, Prompt(3, source=lambda: [7, 8]))
+    columns = EncoderNoRepeatNGramLogitsProcessor.params_from_config(
+        config, PromptInfo(3, source_ids=lambda: [7, 8])
+    )
     assert columns == {"encoder_no_repeat_ngram_size": 2, "source": [7, 8]}
 
 
@@ -107,8 +109,8 @@ def test_words_of_ragged_rows():
             [[rng.randrange(3) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 4))]
             for _ in rows
         ]
-        params = [NoBadWordsLogitsProcessor.columns(_words(own), Prompt(1)) for own in words]
-        answer = NoBadWordsLogitsProcessor.bare().process(
+        params = [NoBadWordsLogitsProcessor.params_from_config(_words(own), PromptInfo(1)) for own in words]
+        answer = NoBadWordsLogitsProcessor.make_unbound().process(
             context(rng, rows, [0] * len(rows), params), torch.zeros(4, 4)
         )
         expected = [
@@ -129,7 +131,9 @@ def test_a_word_that_is_an_end_is_passed_over():
     for eos in (0, [3, 0], torch.tensor([0])):
         answer = NoBadWordsLogitsProcessor([[0], [1], [0, 2]], eos)(torch.tensor([[5]]), torch.zeros(1, 6))
         assert banned(answer) == [[1]]
-    columns = NoBadWordsLogitsProcessor.columns(_words([[0], [4, 5]], eos_token_id=0), Prompt(1))
+    columns = NoBadWordsLogitsProcessor.params_from_config(
+        _words([[0], [4, 5]], eos_token_id=0), PromptInfo(1)
+    )
     assert columns == {"bad_words_ids": [[4, 5]], "bad_words_sizes": [2]}
     nothing = NoBadWordsLogitsProcessor([[0]], 0)(torch.tensor([[5]]), torch.zeros(1, 6))
     assert banned(nothing) == [[]]
@@ -159,7 +163,7 @@ def test_the_function_sees_each_row_without_padding_and_with_its_prompt():
     params = [{"prefix_allowed_tokens_fn": allow, "batch": batch} for batch in (2, 0, 2)]
     lines = context(rng, rows, [1, 1, 1], params)
     before = lines.tokens.clone()
-    answer = PrefixConstrainedLogitsProcessor.bare().process(lines, torch.zeros(3, 4))
+    answer = PrefixConstrainedLogitsProcessor.make_unbound().process(lines, torch.zeros(3, 4))
     assert seen == [(2, [1, 2, 3]), (0, [4]), (2, [2, 2])]
     assert banned(answer) == [[0, 1, 3], [1, 2, 3], [0, 1, 3]]
     assert torch.equal(lines.tokens, before)
@@ -168,7 +172,7 @@ def test_the_function_sees_each_row_without_padding_and_with_its_prompt():
 def test_rows_may_have_functions_of_their_own():
     rng = random.Random(1)
     params = [{"prefix_allowed_tokens_fn": lambda b, ids, t=t: {t, 3}, "batch": 0} for t in range(3)]
-    answer = PrefixConstrainedLogitsProcessor.bare().process(
+    answer = PrefixConstrainedLogitsProcessor.make_unbound().process(
         context(rng, [[0]] * 3, [1] * 3, params), torch.zeros(3, 4)
     )
     assert banned(answer) == [[1, 2], [0, 2], [0, 1]]

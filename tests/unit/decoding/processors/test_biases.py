@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from descant import GenerationConfig
-from descant.core.context import Prompt
+from descant.core.context import PromptInfo
 from descant.decoding.processors.biases import LogitBiasLogitsProcessor, SequenceBiasLogitsProcessor
 from descant.errors import InputError
 from tests.unit.decoding.processors.reference import context
@@ -31,10 +31,10 @@ def test_sequences_of_ragged_rows():
             for _ in rows
         ]
         params = [
-            SequenceBiasLogitsProcessor.columns(GenerationConfig(sequence_bias=own), Prompt(1))
+            SequenceBiasLogitsProcessor.params_from_config(GenerationConfig(sequence_bias=own), PromptInfo(1))
             for own in given
         ]
-        answer = SequenceBiasLogitsProcessor.bare().process(
+        answer = SequenceBiasLogitsProcessor.make_unbound().process(
             context(rng, rows, [0] * 4, params), torch.zeros(4, 4)
         )
         expected = torch.zeros(4, 4)
@@ -74,10 +74,13 @@ def test_biases_that_are_none_are_refused(given):
 def test_tokens_of_rows_with_biases_of_their_own():
     rng = random.Random(7)
     given = [{0: 2.5, 3: -50.0}, {1: -100.0}, {2: 1e-3, 0: 1.0, 1: 4.0}]
-    params = [LogitBiasLogitsProcessor.columns(GenerationConfig(logit_bias=own), Prompt(1)) for own in given]
+    params = [
+        LogitBiasLogitsProcessor.params_from_config(GenerationConfig(logit_bias=own), PromptInfo(1))
+        for own in given
+    ]
     scores = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     scores[2, 1] = NEVER
-    answer = LogitBiasLogitsProcessor.bare().process(
+    answer = LogitBiasLogitsProcessor.make_unbound().process(
         context(rng, [[1], [2, 2], [3]], [1] * 3, params), scores
     )
     expected = scores.clone()

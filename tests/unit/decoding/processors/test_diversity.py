@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from descant.core.context import Context, table
+from descant.core.context import Context, columns_from_rows
 from descant.decoding.processors import LogitsProcessorList, TemperatureLogitsWarper
-from descant.decoding.processors.base import FixedProcessor
-from descant.decoding.processors.diversity import HammingDiversityLogitsProcessor, penalised
+from descant.decoding.processors.base import BoundProcessor
+from descant.decoding.processors.diversity import HammingDiversityLogitsProcessor, apply_hamming_penalty
 from descant.errors import InputError
 from descant.testing import check_processor
 
@@ -65,18 +65,18 @@ def test_a_list_hands_it_what_it_needs():
 
 def test_each_line_has_its_own_rivals_and_penalty():
     rivals = torch.tensor([[1, 1, 2], [-1, -1, -1], [0, -1, 9]])
-    answer = penalised(torch.ones(3, 4), rivals, torch.tensor([[0.5], [3.0], [2.0]]))
+    answer = apply_hamming_penalty(torch.ones(3, 4), rivals, torch.tensor([[0.5], [3.0], [2.0]]))
     assert answer.tolist() == [[1, 0, 0.5, 1], [1, 1, 1, 1], [-1, 1, 1, 1]]
 
 
 def test_in_the_loop_rivals_are_a_column():
     rivals = torch.tensor([[1, 1, 2], [-1, -1, -1]])
-    values = table([{"diversity_penalty": 0.5}, {"diversity_penalty": 3.0}])
+    values = columns_from_rows([{"diversity_penalty": 0.5}, {"diversity_penalty": 3.0}])
     length = torch.tensor([1, 1])
     context = Context(torch.zeros(2, 1).long(), length, length, values, states={"rivals": rivals})
-    answer = HammingDiversityLogitsProcessor.bare().process(context, torch.ones(2, 4))
+    answer = HammingDiversityLogitsProcessor.make_unbound().process(context, torch.ones(2, 4))
     assert answer.tolist() == [[1, 0, 0.5, 1], [1, 1, 1, 1]]
-    fixed = FixedProcessor(HammingDiversityLogitsProcessor(4.0, 2, 2))
+    fixed = BoundProcessor(HammingDiversityLogitsProcessor(4.0, 2, 2))
     assert fixed.process(context, torch.ones(2, 4)).tolist() == [[1, -7, -3, 1], [1, 1, 1, 1]]
 
 
@@ -86,7 +86,7 @@ class _Rivalled:
     def process(self, context, scores):
         at = context.length - 1 - torch.arange(3)
         own = torch.where(at >= 0, context.tokens.gather(1, at.clamp(min=0)), -1)
-        return HammingDiversityLogitsProcessor.bare().process(context.after({"rivals": own}), scores)
+        return HammingDiversityLogitsProcessor.make_unbound().process(context.after({"rivals": own}), scores)
 
 
 def test_the_law_of_processors():
@@ -95,9 +95,11 @@ def test_the_law_of_processors():
 
 def test_without_groups_it_is_refused():
     length = torch.tensor([1])
-    context = Context(torch.zeros(1, 1).long(), length, length, table([{"diversity_penalty": 1.0}]))
+    context = Context(
+        torch.zeros(1, 1).long(), length, length, columns_from_rows([{"diversity_penalty": 1.0}])
+    )
     with pytest.raises(InputError, match=r"without beam groups.*set num_beam_groups"):
-        HammingDiversityLogitsProcessor.bare().process(context, torch.zeros(1, 4))
+        HammingDiversityLogitsProcessor.make_unbound().process(context, torch.zeros(1, 4))
 
 
 @pytest.mark.parametrize(

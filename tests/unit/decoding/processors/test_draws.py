@@ -7,11 +7,11 @@ import pytest
 import torch
 from scipy import stats
 
-from descant.core.context import Context, Params
-from descant.core.records import Output, Proposal
+from descant.core.context import Context, RowParams
+from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
-from descant.core.sampling_noise import Chance
-from descant.decoding.processors.feedback import MirostatLogitsWarper
+from descant.core.sampling_noise import SamplingNoise
+from descant.decoding.processors.adaptive_warpers import MirostatLogitsWarper
 from descant.decoding.processors.filters import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -76,7 +76,14 @@ def rows_of(seeded):
     ones = zeros + 1
     params = {"do_sample": ones, "copies": ones, "seed": count if seeded else zeros - 1, "line": count}
     return Rows(
-        zeros[:, None], ones, zeros, zeros, ones, count, zeros, {"params": Params({**params, "dice": count})}
+        zeros[:, None],
+        ones,
+        zeros,
+        zeros,
+        ones,
+        count,
+        zeros,
+        {"params": RowParams({**params, "dice": count})},
     )
 
 
@@ -84,11 +91,13 @@ def drawn(warper, seeded=True, bias=0.0):
     """How often each token is chosen after one step of the sampling loop."""
     rows = rows_of(seeded)
     scores = torch.tensor(LINE).expand(DRAWS, -1)
-    scores = warper.process(Context.of(rows, None, {}).fixed(vars(warper)), scores)
-    noise = Chance()
-    noise.lines = DRAWS
+    scores = warper.process(Context.from_rows(rows, None, {}).with_params(vars(warper)), scores)
+    noise = SamplingNoise()
+    noise.num_rows = DRAWS
     torch.manual_seed(11)
-    selection = Sampling(noise, Endless()).select(rows, Proposal(), Output(biased(scores, bias)[:, None]))
+    selection = Sampling(noise, Endless()).select(
+        rows, Proposal(), ForwardOutput(biased(scores, bias)[:, None])
+    )
     assert len(selection.tokens) == DRAWS
     return np.bincount(selection.tokens.numpy(), minlength=len(LINE))
 
@@ -135,7 +144,7 @@ def test_chance_has_its_way_as_often_as_it_should():
     """How many lines XTC cuts, where each row throws its own dice; 2 % more or less would be seen."""
     rows, warper = rows_of(seeded=True), XTCLogitsWarper(0.4, 0.11)
     scores = torch.tensor(LINE).expand(DRAWS, -1)
-    found = warper.process(Context.of(rows, None, {}).fixed(vars(warper)), scores)
+    found = warper.process(Context.from_rows(rows, None, {}).with_params(vars(warper)), scores)
     cut = int((found != scores).any(-1).sum())
     assert stats.binomtest(cut, DRAWS, 0.4).pvalue > 0.001
     for biased_by in (0.98, 1.02):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from descant.core.context import Context, table
+from descant.core.context import Context, columns_from_rows
 from descant.decoding.processors import filters
 from descant.decoding.processors.filters import (
     EpsilonLogitsWarper,
@@ -48,11 +48,11 @@ def test_top_p_of_few_tokens_gives_the_bits_of_top_p_of_all(size, tied):
         scores = thinned(seed, size, (0, 1, 3, 9, 17, 20 + seed), tied)
         line = torch.zeros(len(scores), 1, dtype=torch.long)
         processor = TopPLogitsWarper(0.1 + 0.07 * seed, min_tokens_to_keep=1 + seed % 4)
-        assert filters.reaching(scores, NEVER) is not None
+        assert filters.above_threshold(scores, NEVER) is not None
         short = processor(line, scores)
-        assert torch.equal(short, whole(scores, processor.tail, 1 + seed % 4)), seed
+        assert torch.equal(short, whole(scores, processor.tail_mass, 1 + seed % 4)), seed
         many = torch.cat((scores, torch.randn(1, size)))  # a neighbour for which the short way does not pay
-        assert filters.reaching(many, NEVER) is None
+        assert filters.above_threshold(many, NEVER) is None
         beside = processor(torch.zeros(len(many), 1, dtype=torch.long), many)
         assert torch.equal(short, beside[:-1]), seed
 
@@ -73,7 +73,7 @@ def test_top_p_of_many_tokens_is_that_of_a_stable_sort(kind):
         least = 1 + seed % 13
         processor = TopPLogitsWarper(0.02 + 0.016 * seed, min_tokens_to_keep=least)
         answer = processor(torch.zeros(5, 1, dtype=torch.long), scores)
-        expected = whole(scores, processor.tail, least)
+        expected = whole(scores, processor.tail_mass, least)
         assert torch.equal(answer[:3], expected[:3]), seed
         assert torch.equal(answer[3:].nan_to_num(7.0), scores[3:].nan_to_num(7.0)), "spoilt lines stay"
         kept = answer[0].isfinite()
@@ -86,7 +86,7 @@ def test_few_scores_sum_up_to_the_same_bits(size):
     """Softmax and its sums over what is left are those over the whole line."""
     for seed in range(40):
         scores = thinned(seed, size, (1, 2, 5, 8 + seed // 2), tied=False)
-        few, _ = filters.reaching(scores, NEVER)
+        few, _ = filters.above_threshold(scores, NEVER)
         whole, part = (each.sort().values.softmax(-1).cumsum(-1) for each in (scores, few))
         assert torch.equal(whole[:, -part.shape[1] :], part)
 
@@ -115,7 +115,7 @@ def test_the_best_scores_are_those_of_a_sort(size, count):
         scores = scores.round() if seed % 2 else scores
         scores[1, : size // 2] = NEVER
         expected = scores.sort(descending=True).values[:, :count]
-        assert torch.equal(filters.best(scores, count), expected)
+        assert torch.equal(filters.topk_values(scores, count), expected)
         assert torch.equal(TopKLogitsWarper(count)(torch.zeros(4, 1), scores), _top_k(scores, count))
 
 
@@ -131,7 +131,9 @@ def test_lines_cut_by_their_own_parameters():
         {"tail": 1.0, "min_tokens_to_keep": 3},
     ]
     tokens, one = torch.zeros(3, 1, dtype=torch.long), torch.ones(3, dtype=torch.long)
-    answer = TopPLogitsWarper.bare().process(Context(tokens, one, one, table(params)), scores)
+    answer = TopPLogitsWarper.make_unbound().process(
+        Context(tokens, one, one, columns_from_rows(params)), scores
+    )
     assert (answer > NEVER).sum(1).tolist() == [2, 1, 3]
 
 

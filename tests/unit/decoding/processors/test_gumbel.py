@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from descant.core.context import Context, table
+from descant.core.context import Context, columns_from_rows
 from descant.decoding.processors import gumbel
 from descant.decoding.processors.gumbel import GumbelWatermarkLogitsProcessor
 from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
-from descant.decoding.watermark.schemes.gumbel import Race
+from descant.decoding.watermark.schemes.gumbel import KeyedUniforms
 from descant.errors import ConfigError, InputError
 from descant.testing import check_processor
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, spoil, store
 
 INF = float("inf")
-ABOVE = gumbel._SMALL + 1  # a vocabulary whose lines are looked at one by one
+ABOVE = gumbel._SMALL_VOCAB + 1  # a vocabulary whose lines are looked at one by one
 
 
 # -------------------------------------------------------------------------- the slow version
@@ -30,9 +30,9 @@ def slow(row, prompt, line, settings):
     before = [new[at : at + width] for at in range(len(new) - width)]
     if len(new) < width or now in before or max(line) == -INF:
         return None, INF
-    race = Race(settings)
-    words = race.words(np.array([now] * len(line)), settings.nonce)
-    paces = -np.log1p(-race.chosen(words, np.arange(len(line))))
+    race = KeyedUniforms(settings)
+    words = race.context_states_on_host(np.array([now] * len(line)), settings.nonce)
+    paces = -np.log1p(-race.token_uniforms(words, np.arange(len(line))))
     reached = [score - math.log(pace) for score, pace in zip(line, paces, strict=True)]
     second, first = sorted(reached)[-2:]
     return reached.index(first), first - second
@@ -65,7 +65,9 @@ def test_the_winner_is_that_of_the_slow_race(vocabulary):
         lines = [chance_scores(rng, vocabulary) for _ in rows]
         given, nan = spoil(rng, torch.tensor(lines))
         before = given.clone()
-        found = GumbelWatermarkLogitsProcessor.bare().process(context(rng, rows, prompts, marks), given)
+        found = GumbelWatermarkLogitsProcessor.make_unbound().process(
+            context(rng, rows, prompts, marks), given
+        )
         assert torch.equal(given.nan_to_num(7), before.nan_to_num(7))
         for at, row in enumerate(rows):
             if at == nan:
@@ -92,7 +94,7 @@ def test_lines_of_drafts_count_the_drafts_before_them():
         drafts = [[rng.randrange(vocabulary) for _ in range(width)] for _ in rows]
         lines = [chance_scores(rng, vocabulary) for _ in range(len(rows) * (width + 1))]
         there = drafted(rng, rows, prompts, marks, drafts)
-        found = GumbelWatermarkLogitsProcessor.bare().process(there, torch.tensor(lines))
+        found = GumbelWatermarkLogitsProcessor.make_unbound().process(there, torch.tensor(lines))
         for at, line in enumerate(lines):
             row, so_far = divmod(at, width + 1)
             winner, margin = slow(
@@ -112,9 +114,9 @@ def test_every_way_to_the_winner_is_the_same(kept, monkeypatch):
     scores = scores.masked_fill(scores < scores.topk(kept).values[:, -1:], -INF)
     ids, processor = torch.randint(0, 3000, (24, 9)), GumbelWatermarkLogitsProcessor(11, nonce=1)
     found = []
-    for small, sparse in ((10**9, 1), (0, 10**9), (0, 0), (0, gumbel._SPARSE)):
-        monkeypatch.setattr(gumbel, "_SMALL", small)
-        monkeypatch.setattr(gumbel, "_SPARSE", sparse)
+    for small, sparse in ((10**9, 1), (0, 10**9), (0, 0), (0, gumbel._SPARSE_RATIO)):
+        monkeypatch.setattr(gumbel, "_SMALL_VOCAB", small)
+        monkeypatch.setattr(gumbel, "_SPARSE_RATIO", sparse)
         found.append(processor(ids, scores))
     assert all(torch.equal(one, found[0]) for one in found)
     assert (found[0] == 0).sum(1).tolist() == [1] * 24
@@ -133,17 +135,17 @@ def test_lines_in_which_nobody_can_win_stay_as_they_are(vocabulary):
 
 def test_who_is_alone_wins_with_the_worst_luck():
     """Of all bits set, u is 1 in float32 and the pace without end."""
-    race, token = Race(GumbelWatermarkingConfig(3, 1)), 700
-    state = torch.tensor([[int(race._signs_on(torch.device("cpu"), 2000)[token]) ^ 0x331DA083, 1]])
-    assert race.whole(state, 2000)[0, token] == 1.0
+    race, token = KeyedUniforms(GumbelWatermarkingConfig(3, 1)), 700
+    state = torch.tensor([[int(race._token_words(torch.device("cpu"), 2000)[token]) ^ 0x331DA083, 1]])
+    assert race.vocab_uniforms(state, 2000)[0, token] == 1.0
     only = torch.full((1, 2000), -INF)
     only[0, token] = 1.5
-    assert gumbel._raced(race, state, only).item() == token
-    assert gumbel._raced_on_host(race, state, only, torch.tensor([[True]])).item() == token
+    assert gumbel._gumbel_argmax(race, state, only).item() == token
+    assert gumbel._gumbel_argmax_on_host(race, state, only, torch.tensor([[True]])).item() == token
     many = torch.full((1, 2000), -200.0)
     many[0, token] = 1.5
-    assert gumbel._raced(race, state, many).item() == token
-    assert gumbel._raced_on_host(race, state, many, torch.tensor([[True]])).item() == token
+    assert gumbel._gumbel_argmax(race, state, many).item() == token
+    assert gumbel._gumbel_argmax_on_host(race, state, many, torch.tensor([[True]])).item() == token
 
 
 def test_a_context_is_new_tokens_only():
@@ -183,7 +185,10 @@ def drawn(settings, dice, lengths=(9,)):
     marks = [{"watermark": settings, "dice": one} for _ in lengths for one in dice]
     there = context(rng, texts, [0] * len(texts), marks)
     return (
-        GumbelWatermarkLogitsProcessor.bare().process(there, torch.zeros(len(texts), 1000)).argmax(1).tolist()
+        GumbelWatermarkLogitsProcessor.make_unbound()
+        .process(there, torch.zeros(len(texts), 1000))
+        .argmax(1)
+        .tolist()
     )
 
 
@@ -211,8 +216,10 @@ def test_the_best_luck_is_a_nonce_too(monkeypatch):
 def test_sequences_of_a_request_draw_apart():
     tokens = store(random.Random(0), [[3, 4]] * 60)
     marks = [{"watermark": GumbelWatermarkingConfig(9, 2), "dice": 5}] * 60
-    there = Context(tokens, torch.full((60,), 2), torch.zeros(60).long(), table(marks), slot=torch.arange(60))
-    found = GumbelWatermarkLogitsProcessor.bare().process(there, torch.zeros(60, 1000)).argmax(1)
+    there = Context(
+        tokens, torch.full((60,), 2), torch.zeros(60).long(), columns_from_rows(marks), slot=torch.arange(60)
+    )
+    found = GumbelWatermarkLogitsProcessor.make_unbound().process(there, torch.zeros(60, 1000)).argmax(1)
     assert len(set(found.tolist())) > 8
 
 
@@ -233,8 +240,8 @@ def test_a_line_is_judged_by_itself():
         {"watermark": GumbelWatermarkingConfig(9, 2), "dice": 7},
         {"watermark": GumbelWatermarkingConfig(10, 3, 0), "dice": 8},
     ]
-    check_processor(GumbelWatermarkLogitsProcessor.bare(), marks)
-    check_processor(GumbelWatermarkLogitsProcessor.bare(), marks, vocabulary=ABOVE, examples=3)
+    check_processor(GumbelWatermarkLogitsProcessor.make_unbound(), marks)
+    check_processor(GumbelWatermarkLogitsProcessor.make_unbound(), marks, vocabulary=ABOVE, examples=3)
     check_processor(GumbelWatermarkLogitsProcessor(5, 2))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from descant import GenerationConfig
-from descant.core.context import Prompt
+from descant.core.context import PromptInfo
 from descant.decoding.processors.lengths import ExponentialDecayLengthPenalty, ForcedEOSTokenLogitsProcessor
 from descant.errors import InputError
 from tests.unit.decoding.processors.reference import context
@@ -23,15 +23,17 @@ def test_rows_decay_from_their_own_prompts():
         ends = [rng.sample(range(9), rng.randint(1, 3)) for _ in rows]
         params = [
             {
-                **ExponentialDecayLengthPenalty.columns(
-                    GenerationConfig(exponential_decay_length_penalty=pair), Prompt(prompt)
+                **ExponentialDecayLengthPenalty.params_from_config(
+                    GenerationConfig(exponential_decay_length_penalty=pair), PromptInfo(prompt)
                 ),
                 "eos": end,
             }
             for pair, prompt, end in zip(pairs, prompts, ends, strict=True)
         ]
         scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed)) * 3
-        answer = ExponentialDecayLengthPenalty.bare().process(context(rng, rows, prompts, params), scores)
+        answer = ExponentialDecayLengthPenalty.make_unbound().process(
+            context(rng, rows, prompts, params), scores
+        )
         expected = scores.double()
         for line in range(4):
             late = len(rows[line]) - prompts[line] - pairs[line][0]
@@ -56,5 +58,7 @@ def test_a_decay_is_a_start_and_a_factor(pair):
 
 
 def test_a_forced_end_may_be_token_0():
-    columns = ForcedEOSTokenLogitsProcessor.columns(GenerationConfig(forced_eos_token_id=0), Prompt(1))
+    columns = ForcedEOSTokenLogitsProcessor.params_from_config(
+        GenerationConfig(forced_eos_token_id=0), PromptInfo(1)
+    )
     assert columns == {"forced_eos_token_id": [0]}

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from descant import GenerationConfig
-from descant.core.context import Prompt
-from descant.decoding.processors.base import FixedProcessor
+from descant.core.context import PromptInfo
+from descant.decoding.processors.base import BoundProcessor
 from descant.decoding.processors.penalties import (
     EncoderRepetitionPenaltyLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    renewed,
+    map_token_scores,
 )
 from descant.errors import InputError
 from tests.unit.decoding.processors.reference import context
@@ -35,7 +35,9 @@ def test_only_what_a_row_holds_is_penalised_and_only_once():
         params = [{"repetition_penalty": rng.uniform(0.3, 3.0)} for _ in rows]
         scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed)) * 3
         scores[2, 3] = -torch.inf
-        answer = RepetitionPenaltyLogitsProcessor.bare().process(context(rng, rows, [0] * 4, params), scores)
+        answer = RepetitionPenaltyLogitsProcessor.make_unbound().process(
+            context(rng, rows, [0] * 4, params), scores
+        )
         for line, row, own in zip(range(4), rows, params, strict=True):
             expected = penalised(scores[line], row, own["repetition_penalty"])
             assert torch.allclose(answer[line], expected, rtol=1e-6)
@@ -47,12 +49,14 @@ def test_sources_of_different_length():
         sources = [[rng.randrange(9) for _ in range(rng.randint(0, 6))] for _ in range(4)]
         config = GenerationConfig(encoder_repetition_penalty=rng.uniform(0.3, 3.0))
         params = [
-            EncoderRepetitionPenaltyLogitsProcessor.columns(config, Prompt(1, source=lambda own=own: own))
+            EncoderRepetitionPenaltyLogitsProcessor.params_from_config(
+                config, PromptInfo(1, source_ids=lambda own=own: own)
+            )
             for own in sources
         ]
         scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed)) * 3
         lines = context(rng, [[1]] * 4, [0] * 4, params)
-        answer = EncoderRepetitionPenaltyLogitsProcessor.bare().process(lines, scores)
+        answer = EncoderRepetitionPenaltyLogitsProcessor.make_unbound().process(lines, scores)
         for line, own in enumerate(sources):
             expected = penalised(scores[line], own, 1 / config.encoder_repetition_penalty)
             assert torch.allclose(answer[line], expected, rtol=1e-6)
@@ -62,7 +66,7 @@ def test_a_batch_of_sources_given_by_hand_follows_the_rows():
     """Inside the loop lines come and go: each is told by its prompt's number."""
     processor = EncoderRepetitionPenaltyLogitsProcessor(0.5, torch.tensor([[0, 0], [1, 2]]))
     lines = context(random.Random(1), [[3]] * 3, [1] * 3, [{"batch": batch} for batch in (1, 0, 1)])
-    answer = FixedProcessor(processor).process(lines, torch.ones(3, 4))
+    answer = BoundProcessor(processor).process(lines, torch.ones(3, 4))
     assert answer.tolist() == [[1, 0.5, 0.5, 1], [0.5, 1, 1, 1], [1, 0.5, 0.5, 1]]
 
 
@@ -82,9 +86,9 @@ def test_the_first_tokens_can_be_left_out():
 def test_ids_that_name_nothing_change_nothing():
     scores = torch.tensor([[1.0, 2.0, 3.0]] * 4)
     ids = torch.tensor([[-1, -1, -1], [-1, 2, -1], [0, 7, 2], [7, 9, 3]])
-    answer = renewed(scores, ids, lambda old: old * 10)
+    answer = map_token_scores(scores, ids, lambda old: old * 10)
     assert answer.tolist() == [[1, 2, 3], [1, 2, 30], [10, 2, 30], [1, 2, 3]]
-    assert torch.equal(renewed(scores, ids[:, :0], lambda old: old * 10), scores)
+    assert torch.equal(map_token_scores(scores, ids[:, :0], lambda old: old * 10), scores)
 
 
 @pytest.mark.parametrize("kind", [RepetitionPenaltyLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor])

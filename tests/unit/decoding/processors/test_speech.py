@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from descant import GenerationConfig
-from descant.core.context import Prompt
+from descant.core.context import PromptInfo
 from descant.decoding.processors.speech import (
     AlternatingCodebooksLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
@@ -67,7 +67,9 @@ def test_rows_of_different_length_and_models_of_their_own():
             for row in rows
         ]
         scores = torch.randn(4, 12, generator=torch.Generator().manual_seed(seed))
-        answer = WhisperTimeStampLogitsProcessor.bare().process(context(rng, rows, [1] * 4, params), scores)
+        answer = WhisperTimeStampLogitsProcessor.make_unbound().process(
+            context(rng, rows, [1] * 4, params), scores
+        )
         for line, own in enumerate(params):
             latest = own["max_initial_timestamp_index"]
             config = SimpleNamespace(
@@ -90,7 +92,7 @@ def test_the_start_follows_what_is_forced():
 
 def test_the_columns_of_a_config():
     config = GenerationConfig(return_timestamps=True, no_timestamps_token_id=5)
-    columns = WhisperTimeStampLogitsProcessor.columns(config, Prompt(1))
+    columns = WhisperTimeStampLogitsProcessor.params_from_config(config, PromptInfo(1))
     assert columns == {
         "no_timestamps_token_id": 5, "max_initial_timestamp_index": -1, "detect_timestamps": 1,
     }  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from descant.core.context import Context
-from descant.decoding.processors.feedback import MirostatLogitsWarper
+from descant.decoding.processors.adaptive_warpers import MirostatLogitsWarper
 from descant.decoding.processors.filters import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -50,7 +50,7 @@ def support(name, value, least, scores):
     ids = torch.zeros(len(scores), 1, dtype=torch.long)
     here = Context.standalone(ids, vars(warper))
     if name == "mirostat":
-        here = here.after({"mirostat_mu": torch.full((len(scores),), value)})
+        here = here.with_states({"mirostat_mu": torch.full((len(scores),), value)})
     found = warper.process(here, scores)
     kept = found > -torch.inf
     assert torch.equal(found[kept], scores[kept])

@@ -14,7 +14,7 @@ from descant.core.context import Context
 from descant.decoding.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
 from descant.decoding.watermark.schemes.keys import PublicKeyWarning
-from descant.decoding.watermark.schemes.synthid import sampling_table, tournament
+from descant.decoding.watermark.schemes.synthid import get_tournament, sampling_table
 from descant.errors import ConfigError, InputError
 from descant.testing import check_processor
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, softmax, spoil
@@ -88,7 +88,7 @@ def test_every_line_by_its_own_settings():
         prompts = [rng.randint(0, len(row)) for row in rows]
         lines = [possible(rng, 17) for _ in kinds]
         given = context(rng, rows, prompts, [{"watermark": kind} for kind in kinds])
-        answers = SynthIDTextWatermarkLogitsProcessor.bare().process(given, torch.tensor(lines))
+        answers = SynthIDTextWatermarkLogitsProcessor.make_unbound().process(given, torch.tensor(lines))
         for answer, row, prompt, line, kind in zip(answers, rows, prompts, lines, kinds, strict=True):
             law = slow(row, prompt, line, kind)
             assert same(answer, [1.0] * len(line) if kind.debug_mode else line, law)
@@ -103,7 +103,7 @@ def test_drafts_are_lines_like_any():
     prompts, kinds = [rng.randint(0, 4) for _ in rows], [rng.choice(KINDS) for _ in rows]
     given = drafted(rng, rows, prompts, [{"watermark": kind} for kind in kinds], drafts)
     lines = [possible(rng, 17) for _ in range(25)]
-    answers = SynthIDTextWatermarkLogitsProcessor.bare().process(given, torch.tensor(lines))
+    answers = SynthIDTextWatermarkLogitsProcessor.make_unbound().process(given, torch.tensor(lines))
     for at, (row, prompt, kind) in enumerate(zip(rows, prompts, kinds, strict=True)):
         for slot in range(5):
             line = lines[5 * at + slot]
@@ -113,7 +113,9 @@ def test_drafts_are_lines_like_any():
 
 
 def test_the_law_of_processors():
-    check_processor(SynthIDTextWatermarkLogitsProcessor.bare(), [{"watermark": kind} for kind in KINDS])
+    check_processor(
+        SynthIDTextWatermarkLogitsProcessor.make_unbound(), [{"watermark": kind} for kind in KINDS]
+    )
     check_processor(made())
 
 
@@ -128,7 +130,7 @@ def test_wide_vocabularies(size, kept):
     known, rows = settings(sampling_table_size=size), [[7, 8], [7, 8, 9], [5, 6, 5, 6], [1]]
     before = scores.clone()
     given = context(rng, rows, [0, 1, 0, 1], [{"watermark": known}] * 4)
-    answers = SynthIDTextWatermarkLogitsProcessor.bare().process(given, scores)
+    answers = SynthIDTextWatermarkLogitsProcessor.make_unbound().process(given, scores)
     assert torch.equal(scores, before)
     for answer, row, prompt, line in zip(answers, rows, [0, 1, 0, 1], scores.tolist(), strict=True):
         law = slow(row, prompt, line, known)
@@ -219,7 +221,7 @@ def test_attributes_are_the_documented_ones():
     assert processor.skip_first_ngram_calls
     assert not processor.debug_mode
     assert processor.sampling_table.shape == (2**16,)
-    assert torch.equal(processor.sampling_table, tournament(settings()).table.long())
+    assert torch.equal(processor.sampling_table, get_tournament(settings()).sampling_table.long())
 
 
 def test_a_key_that_everybody_knows_is_warned_of():

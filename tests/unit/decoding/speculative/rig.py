@@ -12,11 +12,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from descant.core.context import Params, table
+from descant.core.context import RowParams, columns_from_rows
 from descant.core.interfaces import Drafter
-from descant.core.records import Aid, Proposal
+from descant.core.records import DraftContext, Proposal
 from descant.core.rows import Rows
-from descant.kv_cache.dense import DenseCache
+from descant.kv_cache.dense import DenseStore
 from tests.support import tiny_models
 from tests.unit.decoding.guidance.pairs import arch
 
@@ -107,12 +107,12 @@ def rows_of(lines: Sequence[Line], vocab: int = VOCAB, offset: int = 0) -> Rows:
     return Rows(
         tokens,
         length=length,
-        cached=torch.tensor([line.cached for line in lines]),
+        cached_length=torch.tensor([line.cached for line in lines]),
         offset=torch.full_like(length, offset),
-        prompt=length.clone(),
+        prompt_length=length.clone(),
         request=torch.tensor([line.request for line in lines]),
         slot=torch.zeros_like(length),
-        columns={"params": Params(table(params))},
+        columns={"params": RowParams(columns_from_rows(params))},
     )
 
 
@@ -122,7 +122,7 @@ def plainly(_: Rows, logits: Tensor) -> Tensor:
 
 
 def draft(
-    drafter: Drafter, lines: Sequence[Line], most: Sequence[int] | int, aid: Aid | None = None
+    drafter: Drafter, lines: Sequence[Line], most: Sequence[int] | int, aid: DraftContext | None = None
 ) -> Proposal:
     """What a strategy does: commit, then draft; the lines know their places after it."""
     rows = rows_of(lines)
@@ -130,30 +130,30 @@ def draft(
     drafter.commit(torch.tensor([line.place for line in lines]), rows.length)
     for at, line in enumerate(lines):
         line.place = at
-    return drafter.draft(rows, torch.tensor(most), aid or Aid(plainly, DenseCache()))
+    return drafter.draft(rows, torch.tensor(most), aid or DraftContext(plainly, DenseStore()))
 
 
 def tried(proposal: Proposal, count: int) -> list[list[int]]:
     """The drafts of each row."""
     if proposal.drafts is None:
         return [[] for _ in range(count)]
-    assert proposal.n is not None
-    assert proposal.width == int(proposal.n.max())
-    return [line[:n] for line, n in zip(proposal.drafts.tolist(), proposal.n.tolist(), strict=True)]
+    assert proposal.num_drafts is not None
+    assert proposal.width == int(proposal.num_drafts.max())
+    return [line[:n] for line, n in zip(proposal.drafts.tolist(), proposal.num_drafts.tolist(), strict=True)]
 
 
 def copied(found: Proposal, rows: Rows, most: Tensor) -> list[list[int]]:
     """What a look-up tries for each row, after the promises of a proposal have been looked at."""
     assert found.parents is None
-    assert found.probs is None
+    assert found.draft_probs is None
     if found.drafts is None:
         assert found == (None, None, None, None)
         return [[] for _ in range(len(rows))]
-    assert found.n is not None
-    assert found.drafts.shape == (len(rows), int(found.n.max()))
+    assert found.num_drafts is not None
+    assert found.drafts.shape == (len(rows), int(found.num_drafts.max()))
     assert found.drafts.dtype == rows.tokens.dtype
-    assert (found.n <= most).all()
-    return [line[:n].tolist() for line, n in zip(found.drafts, found.n.tolist(), strict=True)]
+    assert (found.num_drafts <= most).all()
+    return [line[:n].tolist() for line, n in zip(found.drafts, found.num_drafts.tolist(), strict=True)]
 
 
 class Course:

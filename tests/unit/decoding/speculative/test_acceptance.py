@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from descant.decoding.speculative.acceptance import Pace, Tally
+from descant.decoding.speculative.acceptance import AcceptanceStats, DraftLengthController
 
 
 def many(count):
-    return Tally.new().take(torch.zeros(count, dtype=torch.long))
+    return AcceptanceStats.new().take(torch.zeros(count, dtype=torch.long))
 
 
 def ints(*values):
@@ -33,10 +33,10 @@ def test_a_tally_follows_its_row():
     moved = tally.take(torch.tensor([1, 1, 0]))
     assert moved.tried.tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 0]]
     assert moved.place.tolist() == [1, 1, 0]
-    both = moved.cat(Tally.new())
+    both = moved.cat(AcceptanceStats.new())
     assert both.place.tolist() == [1, 1, 0, -1]
     assert both.tried.tolist()[-1] == [0, 0, 0]
-    assert Tally.new().cat(moved).right.shape == (4, 3)
+    assert AcceptanceStats.new().cat(moved).num_accepted.shape == (4, 3)
 
 
 def test_a_rate_follows_what_was_right_and_forgets():
@@ -68,32 +68,45 @@ def timed(pace, times):
 
 
 def test_what_a_step_takes_is_measured_before_anything_is_guessed():
-    pace = Pace()
-    assert pace.width(np.array([0.9]), ints(5), cheap=True, measured=True) == 0
-    assert pace.width(np.array([0.9]), ints(5), cheap=True, measured=False) > 0
+    pace = DraftLengthController()
+    assert pace.choose_length(np.array([0.9]), ints(5), is_model_free=True, use_timings=True) == 0
+    assert pace.choose_length(np.array([0.9]), ints(5), is_model_free=True, use_timings=False) > 0
     timed(pace, {1: 1.0})
-    assert pace.width(np.array([0.9]), ints(5), cheap=True, measured=True) == 5
+    assert pace.choose_length(np.array([0.9]), ints(5), is_model_free=True, use_timings=True) == 5
     # Of nearly as many rows is good enough.
-    assert timed(Pace(), {15: 1.0}).width(np.full(16, 0.9), np.full(16, 2), cheap=True, measured=True) > 0
-    assert timed(Pace(), {8: 1.0}).width(np.full(16, 0.9), np.full(16, 2), cheap=True, measured=True) == 0
+    assert (
+        timed(DraftLengthController(), {15: 1.0}).width(
+            np.full(16, 0.9), np.full(16, 2), cheap=True, measured=True
+        )
+        > 0
+    )
+    assert (
+        timed(DraftLengthController(), {8: 1.0}).width(
+            np.full(16, 0.9), np.full(16, 2), cheap=True, measured=True
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(0.95, 5), (0.6, 2), (0.03, 0)])
 def test_as_many_are_tried_as_pay(rate, expected):
     # Three lines cost what one does, four to six nearly twice that: so does a product in steps of three.
     times = {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.8, 5: 1.85, 6: 1.9}
-    assert timed(Pace(), times).width(np.array([rate]), ints(5), cheap=True, measured=True) == expected
+    assert (
+        timed(DraftLengthController(), times).width(np.array([rate]), ints(5), cheap=True, measured=True)
+        == expected
+    )
 
 
 def test_a_wider_step_that_takes_less_is_preferred():
     times = {4: 1.0, 8: 1.6, 12: 1.9, 16: 1.3}
-    pace = timed(Pace(), times)
+    pace = timed(DraftLengthController(), times)
     assert pace.width(np.full(4, 0.5), np.full(4, 3), cheap=True, measured=True) == 3
     assert pace.width(np.full(4, 0.5), np.full(4, 2), cheap=True, measured=True) == 0
 
 
 def test_a_width_is_given_a_second_chance_and_no_third():
-    pace = timed(Pace(), {1: 1.0})
+    pace = timed(DraftLengthController(), {1: 1.0})
     pace.took(2, 9.0)  # whatever had to be prepared
     assert pace.width(np.array([0.5]), ints(1), cheap=True, measured=True) == 1
     pace.took(2, 9.0)
@@ -105,7 +118,10 @@ def test_a_width_is_given_a_second_chance_and_no_third():
 
 def test_what_a_network_takes_for_a_guess_counts():
     rate, most = np.array([0.6]), ints(4)
-    dear, fair = timed(Pace(), {1: 1.0, 2: 1.1}), timed(Pace(), {1: 1.0, 2: 1.1})
+    dear, fair = (
+        timed(DraftLengthController(), {1: 1.0, 2: 1.1}),
+        timed(DraftLengthController(), {1: 1.0, 2: 1.1}),
+    )
     dear.guessed(2, 1.8)
     fair.guessed(2, 0.1)
     assert fair.width(rate, most, cheap=False, measured=True) >= 2
@@ -116,7 +132,7 @@ def test_what_a_network_takes_for_a_guess_counts():
 
 
 def test_a_network_that_is_never_right_is_asked_ever_more_seldom():
-    pace = timed(Pace(), {1: 1.0, 2: 1.1})
+    pace = timed(DraftLengthController(), {1: 1.0, 2: 1.1})
     pace.guessed(1, 0.5)
     asked = [pace.width(np.array([0.01]), ints(4), cheap=False, measured=True) for _ in range(1000)]
     assert set(asked) == {0, 1}
@@ -126,7 +142,7 @@ def test_a_network_that_is_never_right_is_asked_ever_more_seldom():
 
 
 def test_what_a_step_takes_without_guesses_is_measured_again_now_and_then():
-    pace = timed(Pace(), {1: 1.0, 2: 1.05})
+    pace = timed(DraftLengthController(), {1: 1.0, 2: 1.05})
     widths = []
     for _ in range(200):
         widths.append(pace.width(np.array([0.9]), ints(1), cheap=True, measured=True))
@@ -137,7 +153,7 @@ def test_what_a_step_takes_without_guesses_is_measured_again_now_and_then():
 
 def test_without_a_clock_the_same_is_always_tried():
     rate, most = np.array([0.8, 0.3]), ints(6, 2)
-    first = Pace()
-    second = timed(Pace(), {2: 1.0, 4: 50.0, 6: 50.0})
-    widths = [one.width(rate, most, cheap=True, measured=False) for one in (first, second)]
+    first = DraftLengthController()
+    second = timed(DraftLengthController(), {2: 1.0, 4: 50.0, 6: 50.0})
+    widths = [one.choose_length(rate, most, is_model_free=True, use_timings=False) for one in (first, second)]
     assert widths[0] == widths[1] > 0

@@ -8,22 +8,22 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from descant.core.context import Params, table
-from descant.core.interfaces import Facts, Span
-from descant.core.records import Aid, Output
+from descant.core.context import RowParams, columns_from_rows
+from descant.core.interfaces import KVSpan, ModelTraits
+from descant.core.records import DraftContext, ForwardOutput
 from descant.core.rows import Rows
-from descant.core.sampling_noise import Chance
+from descant.core.sampling_noise import SamplingNoise
 from descant.decoding.speculative.cross_tokenizer import (
-    Intersection,
-    Translation,
-    check_assistant,
-    check_intersection,
+    RetokenizingDrafter,
+    SharedVocabDrafter,
+    check_draft_model,
+    check_shared_vocab,
 )
-from descant.decoding.speculative.token_alignment import Interpreter, Tongue, Windows
-from descant.engine.planner import adapt, new_cache
+from descant.decoding.speculative.token_alignment import ByteTokenizer, LookbehindWindows, TokenTranslator
+from descant.engine.planner import as_model, new_cache
 from descant.errors import InputError, UnsupportedModel
-from descant.kv_cache.dense import DenseCache
-from descant.tokenization.token_bytes import Vocabulary
+from descant.kv_cache.dense import DenseStore
+from descant.tokenization.token_bytes import TokenBytes
 from tests.support import pretrained, wordpiece
 
 STORY = (
@@ -64,11 +64,11 @@ def rows_of(sequences, **params):
         {name: value[at] if isinstance(value, list) else value for name, value in given.items()}
         for at in range(count)
     ]
-    columns = {"params": Params(table(lines))}
+    columns = {"params": RowParams(columns_from_rows(lines))}
     return Rows(tokens, length, nothing, nothing, length, torch.arange(count), nothing, columns)
 
 
-AID = Aid(lambda rows, logits: logits, DenseCache())
+AID = DraftContext(lambda rows, logits: logits, DenseStore())
 
 
 def asked(drafter, parents, sequences, most, aid=AID, **params):
@@ -87,9 +87,9 @@ def asked(drafter, parents, sequences, most, aid=AID, **params):
     return [line[:n] for line, n in zip(found.drafts.tolist(), found.n.tolist(), strict=True)], found
 
 
-def built(pair, real, tokenizers, kind=Translation, **options):
+def built(pair, real, tokenizers, kind=RetokenizingDrafter, **options):
     target, assistant = pair
-    model = adapt(real(assistant).model)
+    model = as_model(real(assistant).model)
     theirs = tokenizers(assistant)
     return kind(
         model, new_cache(model.facts), tokenizer=tokenizers(target), assistant_tokenizer=theirs, **options
@@ -252,40 +252,40 @@ def test_what_was_tried_and_stands_is_not_fed_again(real, tokenizers):
 
 @pytest.mark.parametrize("name", ["gemma3-270m", "stories15m"])
 def test_a_byte_that_has_a_token_of_its_own_is_written_so(name, tokenizers):
-    tongue = Tongue(tokenizers(name))
+    tongue = ByteTokenizer(tokenizers(name))
     letters = [one for one in "abcXYZ019.,!" if len(tongue.encode(f"\n{one}")) >= 2]
     assert len(letters) > 5
     for letter in letters:
-        assert tongue.spelling[letter.encode()] == tongue.encode(f"\n{letter}")[-1]
+        assert tongue.id_by_bytes[letter.encode()] == tongue.encode(f"\n{letter}")[-1]
     if name == "gemma3-270m":
-        assert tongue.encode("\n") == [tongue.spelling[b"\n"]]
+        assert tongue.encode("\n") == [tongue.id_by_bytes[b"\n"]]
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 40])
 def test_any_window_reads_the_same(window, tokenizers):
     for target, assistant in PAIRS:
-        between = Interpreter(Tongue(tokenizers(target)), Tongue(tokenizers(assistant)))
+        between = TokenTranslator(ByteTokenizer(tokenizers(target)), ByteTokenizer(tokenizers(assistant)))
         for text in (STORY, FACT, "na na na na na na na na na na na na na na na na na na"):
             whole = tokenizers(target)(text)["input_ids"]
-            reading, at = between.new(), 0
+            reading, at = between.new_row(), 0
             chance = random.Random(window)
             while at < len(whole):
                 step = chance.randint(1, 4)
-                between.read(reading, whole[at : at + step], Windows(window, window))
+                between.append_tokens(reading, whole[at : at + step], LookbehindWindows(window, window))
                 at += step
                 said = tokenizers(target).decode(whole[:at], skip_special_tokens=True)
                 begun = [1] if (target, assistant) == PAIRS[1] else []  # its <s> is the other's beginning
-                assert reading.ids == begun + tokenizers(assistant)(said)["input_ids"], said[-20:]
+                assert reading.assistant_ids == begun + tokenizers(assistant)(said)["input_ids"], said[-20:]
 
 
 def test_a_window_that_begins_inside_a_character_is_no_wider(tokenizers, monkeypatch):
-    between = Interpreter(Tongue(tokenizers("smollm2")), Tongue(tokenizers("stories15m")))
+    between = TokenTranslator(ByteTokenizer(tokenizers("smollm2")), ByteTokenizer(tokenizers("stories15m")))
     whole = tokenizers("smollm2")(FOREIGN * 3)["input_ids"]
-    reading, calls, encode = between.new(), [], between.assistant.encode
+    reading, calls, encode = between.new_row(), [], between.assistant.encode
     monkeypatch.setattr(between.assistant, "encode", lambda text: calls.append(text) or encode(text))
     for token in whole:
-        between.read(reading, [token], Windows())
-    assert reading.ids == tokenizers("stories15m")(FOREIGN * 3)["input_ids"]
+        between.append_tokens(reading, [token], LookbehindWindows())
+    assert reading.assistant_ids == tokenizers("stories15m")(FOREIGN * 3)["input_ids"]
     assert len(calls) <= 1.1 * len(whole)
 
 
@@ -299,13 +299,13 @@ def test_what_is_not_the_text_itself_is_not_built_on(normalizer, odd, tokenizers
     text = "Oh," + " na" * 30 + odd + " na" * 12
     made = Tokenizer.from_str(tokenizers("minimind2-small").backend_tokenizer.to_str())
     made.normalizer = normalizer
-    between = Interpreter(Tongue(tokenizers("smollm2")), Tongue(made))
+    between = TokenTranslator(ByteTokenizer(tokenizers("smollm2")), ByteTokenizer(made))
     whole = tokenizers("smollm2")(text)["input_ids"]
-    reading = between.new()
+    reading = between.new_row()
     for at, token in enumerate(whole):
-        between.read(reading, [token], Windows())
-        said, whole_now = between.assistant.written(between.target.said(whole[: at + 1]))
-        assert (reading.ids, reading.whole) == (said, whole_now)
+        between.append_tokens(reading, [token], LookbehindWindows())
+        said, whole_now = between.assistant.encode_bytes(between.target.decode_bytes(whole[: at + 1]))
+        assert (reading.assistant_ids, reading.is_complete) == (said, whole_now)
 
 
 def test_an_assistant_without_bytes_waits_for_the_whole_character(tokenizers):
@@ -326,9 +326,9 @@ def test_an_assistant_without_bytes_waits_for_the_whole_character(tokenizers):
 
 
 # ------------------------------------------------------------------------ a model that says what it is told
-FACTS = Facts(
-    encoder_decoder=False, positions=True, keeps_logits=True, embeddings=True, vocabulary=0, layers=1,
-    attention="sdpa", windows={"full_attention": None}, table=None, context=None,
+FACTS = ModelTraits(
+    is_encoder_decoder=False, supports_position_ids=True, supports_logits_to_keep=True, supports_inputs_embeds=True, vocab_size=0, num_layers=1,
+    attn_implementation="sdpa", sliding_windows={"full_attention": None}, max_positions=None, context_length=None,
 )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ class Scripted:
 
     def __init__(self, say, size, **facts):
         self.say, self.seen, self.opened = say, [], []
-        self.facts = Facts(**{**vars(FACTS), "vocabulary": size, **facts})
+        self.facts = ModelTraits(**{**vars(FACTS), "vocabulary": size, **facts})
         self.device = torch.device("cpu")
 
     def open(self, requests, inputs):
@@ -353,21 +353,21 @@ class Scripted:
         width = int(pending.max())
         at = rows.cached[:, None] + torch.arange(width)
         fed = rows.tokens.gather(1, at.clamp(max=rows.tokens.shape[1] - 1)).double()[:, None, :, None]
-        span = Span(None, rows.cached, width, int(rows.cached.max()) + width)
+        span = KVSpan(None, rows.cached, width, int(rows.cached.max()) + width)
         held, _ = cache.update(0, fed, fed, span)
-        logits = torch.full((len(rows), 1, self.facts.vocabulary), -20.0)
+        logits = torch.full((len(rows), 1, self.facts.vocab_size), -20.0)
         for row, stop in enumerate(rows.position.tolist()):
             tokens = held[row, 0, :stop, 0].long().tolist()
             assert tokens == rows.tokens[row, :stop].tolist()  # what some models read instead
             self.seen.append(tokens)
             logits[row, 0, self.say(tokens)] = 0.0
-        return Output(logits)
+        return ForwardOutput(logits)
 
 
-def scripted(pair, tokenizers, say, kind=Translation, facts=None, **options):
+def scripted(pair, tokenizers, say, kind=RetokenizingDrafter, facts=None, **options):
     target, assistant = (tokenizers(one) if isinstance(one, str) else one for one in pair)
-    model = Scripted(say, Vocabulary.of(assistant).size, **facts or {})
-    return kind(model, DenseCache(), tokenizer=target, assistant_tokenizer=assistant, **options), model
+    model = Scripted(say, TokenBytes.from_tokenizer(assistant).size, **facts or {})
+    return kind(model, DenseStore(), tokenizer=target, assistant_tokenizer=assistant, **options), model
 
 
 def knowing(tongue, text):
@@ -393,41 +393,41 @@ def knowing(tongue, text):
 @pytest.mark.parametrize("most", [1, 3, 8])
 @pytest.mark.parametrize("pair", [*PAIRS, ("minimind2-small", "stories15m")], ids="<-".join)
 def test_no_guess_breaks_a_character(pair, most, tokenizers):
-    target = Tongue(tokenizers(pair[0]))
-    drafter, _ = scripted(pair, tokenizers, knowing(Tongue(tokenizers(pair[1])), FOREIGN))
+    target = ByteTokenizer(tokenizers(pair[0]))
+    drafter, _ = scripted(pair, tokenizers, knowing(ByteTokenizer(tokenizers(pair[1])), FOREIGN))
     whole = tokenizers(pair[0])(FOREIGN)["input_ids"]
     text = FOREIGN.encode()
     inside = tried = 0
     for at in range(1, len(whole)):
         (found,), _ = asked(drafter, [0 if at > 1 else -1], [whole[:at]], most)
-        end = [target.eos] if found[-1:] == [target.eos] else []
-        so_far = [one for one in whole[:at] if one not in target.special]
-        said = target.said(so_far + found[: len(found) - len(end)]).removeprefix(target.lead)
+        end = [target.eos_token_id] if found[-1:] == [target.eos_token_id] else []
+        so_far = [one for one in whole[:at] if one not in target.special_ids]
+        said = target.decode_bytes(so_far + found[: len(found) - len(end)]).removeprefix(target.leading_space)
         # The assistant is right, so that what it guesses is the text, whatever the target has cut.
         assert text.startswith(said)
         assert not end or said == text
-        decided = target.said(so_far).removeprefix(target.lead)
+        decided = target.decode_bytes(so_far).removeprefix(target.leading_space)
         tried += bool(found)
         try:
             decided.decode()
         except UnicodeDecodeError:
             inside += bool(found)
     assert tried > len(whole) // 3
-    if most > 3 and target.lead == b"":
+    if most > 3 and target.leading_space == b"":
         assert inside >= 3
 
 
 def test_bytes_that_are_no_text_are_passed_over(tokenizers):
     pair = PAIRS[0]
-    target = Tongue(tokenizers("smollm2"))
-    stray = target.spelling[b"\x80"]
+    target = ByteTokenizer(tokenizers("smollm2"))
+    stray = target.id_by_bytes[b"\x80"]
     words = tokenizers("smollm2")(" and then the little dog ran away")["input_ids"]
     goes_on = tokenizers("stories15m").encode("home", add_special_tokens=False)[0]
     drafter, model = scripted(pair, tokenizers, lambda tokens: goes_on)
     for size in range(1, len(words)):
         row = [words[0], stray, *words[:size]]
         (found,), _ = asked(drafter, [0 if size > 1 else -1], [row], 2)
-        assert target.said(found) == b" home home"
+        assert target.decode_bytes(found) == b" home home"
     text = tokenizers("stories15m").decode(model.seen[-1])
     assert "\ufffd" in text
     assert text.endswith("and then the little dog ran home")
@@ -611,11 +611,11 @@ def test_what_is_decided_is_not_cut_otherwise(tokenizers):
     drafter, _ = scripted(PAIRS[0], tokenizers, lambda seen: rest[0] if seen[-1] != rest[0] else rest[1])
     (found,), _ = asked(drafter, [-1], [row], 2)
     whole = smol("The dog was unbel" + stories.decode(rest).strip())["input_ids"]
-    target = Tongue(smol)
-    ends = [len(target.said(whole[:at])) for at in range(len(whole))]
-    assert found == [] or len(target.said(row)) in ends
+    target = ByteTokenizer(smol)
+    ends = [len(target.decode_bytes(whole[:at])) for at in range(len(whole))]
+    assert found == [] or len(target.decode_bytes(row)) in ends
     # " unbelievably" is one token or two that end elsewhere, hence nothing can follow "unbel".
-    assert len(target.said(row)) not in ends
+    assert len(target.decode_bytes(row)) not in ends
     assert found == []
 
 
@@ -685,10 +685,10 @@ def test_tokens_that_the_target_s_model_lacks_are_not_tried(tokenizers):
 
 
 def test_encoders_that_read_tokens_are_refused():
-    check_assistant(FACTS)
-    check_assistant(Facts(**{**vars(FACTS), "encoder_decoder": True, "main": "input_features"}))
+    check_draft_model(FACTS)
+    check_draft_model(ModelTraits(**{**vars(FACTS), "encoder_decoder": True, "main": "input_features"}))
     with pytest.raises(UnsupportedModel, match="assistant_tokenizer"):
-        check_assistant(Facts(**{**vars(FACTS), "encoder_decoder": True}))
+        check_draft_model(ModelTraits(**{**vars(FACTS), "encoder_decoder": True}))
 
 
 @pytest.mark.parametrize("most", [1, 3])
@@ -707,8 +707,8 @@ def test_an_assistant_that_cannot_forget_begins_again(kind, most, tokenizers):
     whole = pair[0](STORY)["input_ids"]
 
     def made():
-        model = adapt(network)
-        return Translation(model, new_cache(model.facts), *pair)
+        model = as_model(network)
+        return RetokenizingDrafter(model, new_cache(model.facts), *pair)
 
     drafter, parents, tried = made(), [-1, -1], 0
     for step in range(5):
@@ -722,25 +722,25 @@ def test_an_assistant_that_cannot_forget_begins_again(kind, most, tokenizers):
 
 # ------------------------------------------------------------------------ tokens that both have
 def crossed(pair, real, tokenizers, lines=1):
-    noise = Chance()
-    noise.lines = lines
-    size = Vocabulary.of(tokenizers(pair[0])).size
-    return built(pair, real, tokenizers, Intersection, noise=noise, vocabulary=size)
+    noise = SamplingNoise()
+    noise.num_rows = lines
+    size = TokenBytes.from_tokenizer(tokenizers(pair[0])).size
+    return built(pair, real, tokenizers, SharedVocabDrafter, noise=noise, vocabulary=size)
 
 
 def shared_bytes(pair, tokenizers):
     """The bytes that a token of text stands for in both, by nothing but the lists of tokens."""
     kept = []
     for name in pair:
-        known = Vocabulary.of(tokenizers(name))
-        kept.append(Counter(text for at, text in enumerate(known.bytes) if at not in known.special))
+        known = TokenBytes.from_tokenizer(tokenizers(name))
+        kept.append(Counter(text for at, text in enumerate(known.bytes) if at not in known.special_ids))
     return {text: kept[0][text] * kept[1][text] for text in kept[0] if text and text in kept[1]}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="<-".join)
 def test_a_law_is_the_assistant_s_of_the_tokens_that_both_have(pair, real, tokenizers):
     drafter = crossed(pair, real, tokenizers)
-    mine, theirs = (Vocabulary.of(tokenizers(name)).bytes for name in pair)
+    mine, theirs = (TokenBytes.from_tokenizer(tokenizers(name)).bytes for name in pair)
     both = shared_bytes(pair, tokenizers)
     ends = tokenizers(pair[0]).eos_token_id, tokenizers(pair[1]).eos_token_id
     naive = Naive(tokenizers(pair[0]), tokenizers(pair[1]), real(pair[1]).model)
@@ -758,7 +758,7 @@ def test_a_law_is_the_assistant_s_of_the_tokens_that_both_have(pair, real, token
         with torch.no_grad():
             plain = real(pair[1]).model(torch.tensor([ids])).logits[0, -1].softmax(-1)
         inside = torch.tensor([text in both or at == ends[0] for at, text in enumerate(mine)])
-        special = torch.tensor(sorted(Vocabulary.of(tokenizers(pair[0])).special - {ends[0]}))
+        special = torch.tensor(sorted(TokenBytes.from_tokenizer(tokenizers(pair[0])).special_ids - {ends[0]}))
         outside = ~inside
         outside[special] = False
         assert float(law[outside].sum()) == 0
@@ -778,7 +778,7 @@ def test_tokens_are_drawn_by_the_law_that_is_told(real, tokenizers):
     count, rounds, width, size = 48, 20, 3, 6400
     drafter = crossed(("minimind2-small", "stories15m"), real, tokenizers, count)
     row = tokenizers("minimind2-small")("One day, she saw a big")["input_ids"]
-    aid = Aid(lambda rows, logits: 0.8 * logits, DenseCache())
+    aid = DraftContext(lambda rows, logits: 0.8 * logits, DenseStore())
     torch.manual_seed(5)
     seen, told, spread = (torch.zeros(width, size, dtype=torch.double) for _ in range(3))
     for step in range(rounds):
@@ -822,7 +822,7 @@ def test_seeds_greed_and_neighbours(real, tokenizers):
     # A seed's guess is what its noise at that place makes of the law.
     drafter = crossed(PAIRS[0], real, tokenizers, 1)
     _, told = asked(drafter, [-1], [rows[1]], 1, do_sample=1)
-    at_place = Chance().draw(rows_of([rows[1]], do_sample=1, seed=7), 49152)
+    at_place = SamplingNoise().draw(rows_of([rows[1]], do_sample=1, seed=7), 49152)
     assert int((told.probs[0, 0] / at_place[0]).argmax()) == found[1][0]
 
 
@@ -836,7 +836,9 @@ def test_processors_have_their_say(real, tokenizers):
         assert rows.tokens[0, : len(row)].tolist() == row
         return logits.index_fill(1, torch.tensor(free[:1]), -torch.inf)
 
-    (found,), _ = asked(crossed(PAIRS[0], real, tokenizers), [-1], [row], 3, aid=Aid(ban, DenseCache()))
+    (found,), _ = asked(
+        crossed(PAIRS[0], real, tokenizers), [-1], [row], 3, aid=DraftContext(ban, DenseStore())
+    )
     assert free[0] not in found
     assert found
     assert lengths == [[24], [25], [26]][: len(lengths)]
@@ -849,7 +851,7 @@ def test_processors_have_their_say(real, tokenizers):
         return torch.full_like(logits, -torch.inf).index_fill(1, torch.tensor([foreign]), 0.0)
 
     drafter = crossed(PAIRS[0], real, tokenizers)
-    found, proposal = asked(drafter, [-1], [row], 3, aid=Aid(force, DenseCache()), do_sample=1)
+    found, proposal = asked(drafter, [-1], [row], 3, aid=DraftContext(force, DenseStore()), do_sample=1)
     assert found == [[foreign]]
     assert float(proposal.probs[0, 0, foreign]) == 1.0
     assert drafter.forwards == 1
@@ -857,22 +859,22 @@ def test_processors_have_their_say(real, tokenizers):
 
 @pytest.mark.parametrize("pair", [*PAIRS, ("minimind2-small", "stories15m")], ids="<-".join)
 def test_common_tokens_continue_a_character_that_has_begun(pair, tokenizers):
-    target = Tongue(tokenizers(pair[0]))
-    noise = Chance()
+    target = ByteTokenizer(tokenizers(pair[0]))
+    noise = SamplingNoise()
     drafter, _ = scripted(
         pair,
         tokenizers,
-        knowing(Tongue(tokenizers(pair[1])), FOREIGN),
-        Intersection,
+        knowing(ByteTokenizer(tokenizers(pair[1])), FOREIGN),
+        SharedVocabDrafter,
         noise=noise,
-        vocabulary=len(target.bytes),
+        vocabulary=len(target.token_bytes),
     )
     whole, text, tried = tokenizers(pair[0])(FOREIGN)["input_ids"], FOREIGN.encode(), 0
     for at in range(1, len(whole)):
         (found,), _ = asked(drafter, [0 if at > 1 else -1], [whole[:at]], 1)
-        if found and drafter._known[found[0]] >= 0 and found[0] not in target.special:
-            so_far = [one for one in whole[:at] if one not in target.special]
-            said = target.said([*so_far, *found]).removeprefix(target.lead)
+        if found and drafter._known[found[0]] >= 0 and found[0] not in target.special_ids:
+            so_far = [one for one in whole[:at] if one not in target.special_ids]
+            said = target.decode_bytes([*so_far, *found]).removeprefix(target.leading_space)
             tried += text.startswith(said)
     # It says the token that both have and the assistant finds likeliest: the text, where that is common.
     assert tried > len(whole) // 4
@@ -885,13 +887,15 @@ def test_tokenizers_without_a_common_token_are_refused(tokenizers):
         return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token=names[0])
 
     one, other = words("[A]", "red", "blue"), words("[B]", "rouge", "bleu")
-    check_intersection(tokenizers("smollm2"), tokenizers("stories15m"))
-    check_intersection(one, words("[C]", "vert", "blue"))
+    check_shared_vocab(tokenizers("smollm2"), tokenizers("stories15m"))
+    check_shared_vocab(one, words("[C]", "vert", "blue"))
     with pytest.raises(InputError, match="assistant_tokenizer"):
-        check_intersection(one, other)
+        check_shared_vocab(one, other)
     with pytest.raises(InputError, match="in common"):
-        scripted((one, other), tokenizers, lambda seen: 0, Intersection, noise=Chance(), vocabulary=3)
+        scripted(
+            (one, other), tokenizers, lambda seen: 0, SharedVocabDrafter, noise=SamplingNoise(), vocabulary=3
+        )
     # Tokens that the target's model has no line for are none.
     with pytest.raises(InputError, match="in common"):
-        scripted((words("[A]", "x", "blue"), words("[B]", "blue")), tokenizers, int, Intersection,
-                 noise=Chance(), vocabulary=2)  # fmt: skip
+        scripted((words("[A]", "x", "blue"), words("[B]", "blue")), tokenizers, int, SharedVocabDrafter,
+                 noise=SamplingNoise(), vocabulary=2)  # fmt: skip

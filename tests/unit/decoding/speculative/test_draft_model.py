@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from descant.core.records import Aid, Proposal
+from descant.core.records import DraftContext, Proposal
 from descant.core.rows import Rows
-from descant.core.sampling_noise import Chance, keyed_exponential
+from descant.core.sampling_noise import SamplingNoise, keyed_exponential
 from descant.decoding.guidance.arithmetic import ProxyTuning
-from descant.decoding.speculative.draft_model import Assistant
-from descant.engine.planner import adapt, cache_of
-from descant.kv_cache.dense import DenseCache
+from descant.decoding.speculative.draft_model import AssistantDrafter
+from descant.engine.planner import as_model, new_cache_for
+from descant.kv_cache.dense import DenseStore
 from tests.unit.decoding.speculative.rig import (
     VOCAB,
     Course,
@@ -32,9 +32,9 @@ KEYS = ["llama", "gpt2", "gpt-neox", "mistral", "gemma3", "qwen2", "gemma", "opt
 OTHERS = ["mamba", "rwkv", "openai-gpt"]  # a state, a state for one row at a time, nothing at all
 
 
-def assistant(model: Any, vocabulary: int = VOCAB, noise: Any = None) -> Assistant:
-    own = adapt(model)
-    return Assistant(own, cache_of(own), noise or Chance(), vocabulary)
+def assistant(model: Any, vocabulary: int = VOCAB, noise: Any = None) -> AssistantDrafter:
+    own = as_model(model)
+    return AssistantDrafter(own, new_cache_for(own), noise or SamplingNoise(), vocabulary)
 
 
 # ------------------------------------------------------------------------ following the rows
@@ -71,7 +71,7 @@ def test_models_joined_by_arithmetic_draft_as_one():
         for line, tokens in zip(course.lines, found, strict=True):
             whole = list(line.tokens)
             for token in tokens:
-                said = rule.combined([logits_of(part, whole)[-1] for part in parts])
+                said = rule.combine([logits_of(part, whole)[-1] for part in parts])
                 assert token == int(said.argmax())
                 whole.append(token)
             assert len(tokens) == 3
@@ -82,8 +82,8 @@ def test_models_joined_by_arithmetic_draft_as_one():
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_a_token_is_read_once(name: str):
     model = network(name, 3)
-    own = adapt(model)
-    drafter = Assistant(own, cache_of(own), Chance(), VOCAB)
+    own = as_model(model)
+    drafter = AssistantDrafter(own, new_cache_for(own), SamplingNoise(), VOCAB)
     lines = [Line([5, 6, 7, 8], 0), Line([9, 10, 11, 12], 1)]
     fed = []
     for accepted in (2, 3, 1, 0, 0):
@@ -98,9 +98,9 @@ def test_a_token_is_read_once(name: str):
 
 
 def test_rows_that_stay_where_they_are_are_not_copied():
-    own = adapt(network("llama", 3))
-    cache = DenseCache()
-    drafter = Assistant(own, cache, Chance(), VOCAB)
+    own = as_model(network("llama", 3))
+    cache = DenseStore()
+    drafter = AssistantDrafter(own, cache, SamplingNoise(), VOCAB)
     lines = [Line([5, 6, 7, 8 + at], at) for at in range(4)]
     for _ in range(3):
         found = tried(draft(drafter, lines, 3), len(lines))
@@ -108,10 +108,10 @@ def test_rows_that_stay_where_they_are_are_not_copied():
             line.tokens += [*tokens[:1], 4]
     lines = lines[:2]
     draft(drafter, lines, 3)
-    assert cache.moved == 0
+    assert cache.copied_slots == 0
     assert len(cache) == 2
     draft(drafter, [lines[0], lines[1], lines[0]], 3)  # a fork is copied
-    assert cache.moved > 0
+    assert cache.copied_slots > 0
 
 
 def test_a_row_that_takes_tokens_back_is_read_again():
@@ -168,12 +168,12 @@ def test_a_row_without_a_possible_token_stops_before_it():
 
     for sample in (0, 1):
         lines = [Line([5, 6, 7], at, params={"do_sample": sample}) for at in range(2)]
-        chance = Chance()
-        chance.lines = 2
-        proposal = draft(assistant(model, noise=chance), lines, 4, Aid(process, DenseCache()))
+        chance = SamplingNoise()
+        chance.num_rows = 2
+        proposal = draft(assistant(model, noise=chance), lines, 4, DraftContext(process, DenseStore()))
         assert [len(one) for one in tried(proposal, 2)] == [2, 4]
-        assert (proposal.probs is not None) == bool(sample)
-        assert proposal.probs is None or not bool(proposal.probs.isnan().any())
+        assert (proposal.draft_probs is not None) == bool(sample)
+        assert proposal.draft_probs is None or not bool(proposal.draft_probs.isnan().any())
 
 
 def test_processors_see_every_row_with_what_it_has_tried():
@@ -186,7 +186,7 @@ def test_processors_see_every_row_with_what_it_has_tried():
         return logits.scatter(1, last[:, None], -torch.inf)
 
     lines = [Line([5, 6, 7], 0), Line([8], 1)]
-    found = tried(draft(assistant(model), lines, [1, 3], Aid(process, DenseCache())), 2)
+    found = tried(draft(assistant(model), lines, [1, 3], DraftContext(process, DenseStore())), 2)
     assert [len(one) for one in found] == [1, 3]
     wholes = [[5, 6, 7, *found[0]], [8, *found[1]]]
     assert seen == [[wholes[0][: min(3 + at, 4)], wholes[1][: 1 + at]] for at in range(3)]
@@ -200,15 +200,17 @@ def test_processors_see_every_row_with_what_it_has_tried():
 # ------------------------------------------------------------------------ laws
 def test_the_law_is_that_of_the_scores():
     model = network("llama", 3)
-    chance = Chance()
-    chance.lines = 3
+    chance = SamplingNoise()
+    chance.num_rows = 3
     lines = [
         Line([5, 6, 7], 0, params={"do_sample": 1}),
         Line([8, 9], 1),
         Line([10, 11, 12], 2, params={"do_sample": 1, "seed": 7}),
     ]
-    proposal = draft(assistant(model, noise=chance), lines, [3, 2, 3], Aid(lambda _, x: x / 2, DenseCache()))
-    found, probs = tried(proposal, 3), proposal.probs
+    proposal = draft(
+        assistant(model, noise=chance), lines, [3, 2, 3], DraftContext(lambda _, x: x / 2, DenseStore())
+    )
+    found, probs = tried(proposal, 3), proposal.draft_probs
     assert probs is not None
     assert probs.shape == (3, 3, VOCAB)
     for at in range(3):
@@ -223,7 +225,7 @@ def test_rows_with_a_seed_draw_by_the_noise_of_their_place():
     model = network("llama", 3)
     lines = [Line([5, 6, 7], 0, params={"do_sample": 1, "seed": 7}), Line([5, 6], 1)]
     proposal = draft(assistant(model), lines, 4)
-    assert proposal.probs is None
+    assert proposal.draft_probs is None
     whole = [5, 6, 7]
     for token in tried(proposal, 2)[0]:
         noise = keyed_exponential(
@@ -237,21 +239,21 @@ def test_rows_with_a_seed_draw_by_the_noise_of_their_place():
 
 def test_tokens_come_as_often_as_their_law_says():
     model, count, rounds = network("llama", 3), 500, 8
-    chance = Chance()
-    chance.lines = count
+    chance = SamplingNoise()
+    chance.num_rows = count
     lines = [Line([5, 6, 7], at, params={"do_sample": 1}) for at in range(count)]
-    aid = Aid(lambda _, logits: logits / 2, DenseCache())
+    aid = DraftContext(lambda _, logits: logits / 2, DenseStore())
     tally = torch.zeros(2, VOCAB, dtype=torch.float64)
     law = torch.zeros(2, VOCAB, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for _ in range(rounds):
             proposal = draft(assistant(model, noise=chance), lines, 2, aid)
-            assert proposal.probs is not None
+            assert proposal.draft_probs is not None
             assert proposal.drafts is not None
             for at in range(2):
                 tally[at] += torch.bincount(proposal.drafts[:, at], minlength=VOCAB)
-                law[at] += proposal.probs[:, at].double().sum(0)
+                law[at] += proposal.draft_probs[:, at].double().sum(0)
             for line in lines:
                 line.place = -1
     for at in range(2):
@@ -264,13 +266,15 @@ def test_tokens_come_as_often_as_their_law_says():
 
 def test_what_is_drawn_is_tried_however_unlikely():
     model = network("llama", 3)
-    chance = Chance()
-    chance.lines = 64
+    chance = SamplingNoise()
+    chance.num_rows = 64
     wants = {"do_sample": 1, "assistant_confidence_threshold": 0.9, "eos": list(range(50))}
     lines = [Line([5, 6, 7], at, params=wants) for at in range(64)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        proposal = draft(assistant(model, noise=chance), lines, 3, Aid(lambda _, x: x / 4, DenseCache()))
+        proposal = draft(
+            assistant(model, noise=chance), lines, 3, DraftContext(lambda _, x: x / 4, DenseStore())
+        )
     assert {len(one) for one in tried(proposal, 64)} == {1}
     assert len({one[0] for one in tried(proposal, 64)}) > 20
 
@@ -296,14 +300,14 @@ def test_a_vocabulary_of_another_size(size: int):
 
 @pytest.mark.parametrize("size", [VOCAB - 20, VOCAB + 20])
 def test_a_law_has_the_size_of_the_target(size: int):
-    chance = Chance()
-    chance.lines = 1
+    chance = SamplingNoise()
+    chance.num_rows = 1
     model = network("llama", 3, size)
     proposal = draft(assistant(model, noise=chance), [Line([5, 6], 0, params={"do_sample": 1})], 2)
-    assert proposal.probs is not None
+    assert proposal.draft_probs is not None
     law = torch.full((VOCAB,), -torch.inf)
     law[: min(size, VOCAB)] = logits_of(model, [5, 6])[-1][:VOCAB]
-    torch.testing.assert_close(proposal.probs[0, 0], law.softmax(-1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(proposal.draft_probs[0, 0], law.softmax(-1), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj"])
@@ -322,11 +326,11 @@ def test_rows_longer_than_its_table_of_positions_propose_nothing(name: str):
 def test_a_prompt_of_embeddings_is_guessed_from_the_tokens_there_are():
     model = network("llama", 3)
     drafter = assistant(model)
-    drafter.open([0, 1], {"inputs_embeds": [torch.zeros(4, 8), torch.zeros(4, 8)]})
+    drafter.add_requests([0, 1], {"inputs_embeds": [torch.zeros(4, 8), torch.zeros(4, 8)]})
     rows = rows_of([Line([5, 6, 7], 0), Line([8], 1)], offset=4)
-    rows = rows.changed(length=torch.tensor([3, 0]))
+    rows = rows.replace(length=torch.tensor([3, 0]))
     drafter.commit(torch.tensor([-1, -1]), rows.length)
-    proposal = drafter.draft(rows, torch.tensor([2, 2]), Aid(plainly, DenseCache()))
+    proposal = drafter.draft(rows, torch.tensor([2, 2]), DraftContext(plainly, DenseStore()))
     assert tried(proposal, 2) == [greedy(model, [5, 6, 7], 2), []]
 
 
@@ -345,14 +349,14 @@ def test_a_draft_model_with_an_encoder_reads_what_the_target_reads(name: str):
             ids = [sources[line.request] for line in new]
             marks = [torch.ones_like(one) for one in ids]
             given = {"input_ids": ids, "attention_mask": marks}
-            drafter.open([line.request for line in new], given)
+            drafter.add_requests([line.request for line in new], given)
         found = tried(draft(drafter, course.lines, 3), len(course.lines))
         for line, tokens in zip(course.lines, found, strict=True):
             assert tokens == greedy(model, line.tokens, 3, sources[line.request])
         course.keep(found)
         course.move()
         gone = sources.keys() - {line.request for line in course.lines}
-        drafter.close(sorted(gone))
+        drafter.remove_requests(sorted(gone))
         for request in gone:
             del sources[request]
 
@@ -362,25 +366,25 @@ def test_an_encoder_of_another_width_cannot_read_what_the_targets_encoder_said()
     drafter = assistant(model)
     ids = torch.tensor([5, 6, 7])
     given = {"input_ids": [ids, None], "encoder_outputs": [None, torch.zeros(3, 48)]}
-    drafter.open([0, 1], given)
+    drafter.add_requests([0, 1], given)
     lines = [Line([0], 0), Line([0], 1)]
     assert tried(draft(drafter, lines, 2), 2) == [greedy(model, [0], 2, ids), []]
-    drafter.close([0, 1])
+    drafter.remove_requests([0, 1])
 
 
 def test_an_encoder_reads_ids_that_it_does_not_know_as_one_that_it_does():
     model = network("t5", 3, VOCAB - 20)
     drafter = assistant(model)
-    drafter.open([0], {"input_ids": [torch.tensor([5, 90, 7])]})
+    drafter.add_requests([0], {"input_ids": [torch.tensor([5, 90, 7])]})
     [found] = tried(draft(drafter, [Line([0], 0)], 2), 1)
     assert found == greedy(model, [0], 2, torch.tensor([5, VOCAB - 21, 7]))
 
 
 def test_what_ends_is_closed():
-    own = adapt(network("llama", 3))
+    own = as_model(network("llama", 3))
     closed: list[Any] = []
     own.close = closed.append
-    Assistant(own, DenseCache(), Chance(), VOCAB).close([3, 5])
+    AssistantDrafter(own, DenseStore(), SamplingNoise(), VOCAB).remove_requests([3, 5])
     assert closed == [[3, 5]]
 
 

@@ -12,16 +12,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from descant.core.records import Aid, Proposal
+from descant.core.records import DraftContext, Proposal
 from descant.core.rows import Rows
-from descant.core.sampling_noise import Chance
-from descant.decoding.speculative.early_exit import EarlyExit, check_exit
-from descant.engine.planner import adapt
+from descant.core.sampling_noise import SamplingNoise
+from descant.decoding.speculative.early_exit import EarlyExit, check_early_exit
+from descant.engine.planner import as_model
 from descant.errors import ConfigError, UnsupportedModel
-from descant.kv_cache.cfg_rows import Twins
-from descant.kv_cache.dense import DenseCache
-from descant.models.traits import facts_of
-from descant.models.truncated_model import shallow
+from descant.kv_cache.cfg_rows import PairedRowCache
+from descant.kv_cache.dense import DenseStore
+from descant.models.traits import traits_of
+from descant.models.truncated_model import truncate_model
 from tests.unit.decoding.speculative.rig import (
     VOCAB,
     Course,
@@ -57,11 +57,11 @@ class Table:
     """A target with its cache, driven as the loop drives it."""
 
     def __init__(self, model: Any, cache: Any = None) -> None:
-        self.model, self.network = adapt(model), model
-        self.cache = DenseCache() if cache is None else cache
+        self.model, self.network = as_model(model), model
+        self.cache = DenseStore() if cache is None else cache
 
     def exit(self, layers: int, noise: Any = None) -> EarlyExit:
-        return EarlyExit(adapt(shallow(self.network, layers)), noise or Chance(), VOCAB)
+        return EarlyExit(as_model(truncate_model(self.network, layers)), noise or SamplingNoise(), VOCAB)
 
     def verify(self, lines: Sequence[Line], proposal: Proposal) -> None:
         """The verifying forward says of every row and draft what the network says without a cache."""
@@ -95,7 +95,7 @@ def test_drafts_are_what_the_cut_network_says_and_the_cache_stays_usable(name: s
         most = [course.rng.choice([0, 1, 4]) for _ in course.lines]
         rows = rows_of(course.lines)
         drafter.commit(torch.tensor([line.place for line in course.lines]), rows.length)
-        proposal = drafter.draft(rows, torch.tensor(most), Aid(plainly, target.cache))
+        proposal = drafter.draft(rows, torch.tensor(most), DraftContext(plainly, target.cache))
         found = tried(proposal, len(course.lines))
         for line, tokens, count in zip(course.lines, found, most, strict=True):
             assert tokens == (greedy(cut, line.tokens, count) if line.cached else [])
@@ -120,7 +120,7 @@ def test_a_rollback_past_the_edge_of_a_window(name: str):
     target.verify([line], Proposal())
     line.cached, line.tokens = 8, [*line.tokens, 20]
     for accepted in (0, 0, 7, 1, 0):  # seven tokens are longer than the window of five
-        proposal = drafter.draft(rows_of([line]), torch.tensor([8]), Aid(plainly, target.cache))
+        proposal = drafter.draft(rows_of([line]), torch.tensor([8]), DraftContext(plainly, target.cache))
         [found] = tried(proposal, 1)
         assert found == greedy(cut, line.tokens, 8)
         target.verify([line], proposal)
@@ -149,7 +149,9 @@ def test_rows_of_a_lane_lie_between_others():
     for place in ([1, 3], [4], [0, 1, 2, 3, 4]):
         index = torch.tensor(place)
         lane = rows_of(lines).take(index)
-        proposal = drafter.draft(lane, torch.full((len(place),), 3), Aid(plainly, target.cache, index))
+        proposal = drafter.draft(
+            lane, torch.full((len(place),), 3), DraftContext(plainly, target.cache, index)
+        )
         assert tried(proposal, len(place)) == [greedy(cut, lines[at].tokens, 3) for at in place]
         target.verify(lines, Proposal())
 
@@ -157,24 +159,24 @@ def test_rows_of_a_lane_lie_between_others():
 def test_rows_that_have_twins():
     model = deep("llama")
     lines = [Line(list(range(5 + 9 * at, 8 + 10 * at)), at) for at in range(3)]
-    inner = DenseCache()
+    inner = DenseStore()
     target, cut = Table(model, inner), truncated(model, 1)
-    twins = Twins(inner)
+    twins = PairedRowCache(inner)
     twins.extend(3)
-    twins.seat(torch.tensor([0, 2]), torch.tensor([0, 0]))
+    twins.add_uncond_rows(torch.tensor([0, 2]), torch.tensor([0, 0]))
     # Rows and twins change places inside: what is row 4 there is row 0 of the table.
     inner.commit(torch.tensor([4, 1, 2, 3, 0]), torch.zeros(5, dtype=torch.long))
-    twins.place = torch.tensor([4, 1, 2])
+    twins.row_index = torch.tensor([4, 1, 2])
     whole = rows_of([lines[2], lines[1], lines[2], lines[1], lines[0]])
     target.model.forward(whole, Proposal(), inner)
     for line in lines:
         line.cached, line.tokens = len(line.tokens), [*line.tokens, 20]
     drafter = target.exit(1)
-    proposal = drafter.draft(rows_of(lines), torch.tensor([3, 3, 3]), Aid(plainly, twins))
+    proposal = drafter.draft(rows_of(lines), torch.tensor([3, 3, 3]), DraftContext(plainly, twins))
     assert tried(proposal, 3) == [greedy(cut, line.tokens, 3) for line in lines]
     index = torch.tensor([2, 0])
     lane = rows_of(lines).take(index)
-    proposal = drafter.draft(lane, torch.tensor([2, 2]), Aid(plainly, twins, index))
+    proposal = drafter.draft(lane, torch.tensor([2, 2]), DraftContext(plainly, twins, index))
     assert tried(proposal, 2) == [greedy(cut, lines[at].tokens, 2) for at in (2, 0)]
 
 
@@ -184,7 +186,7 @@ def test_several_pending_tokens_are_read_first():
     target, cut = _begun(model, lines), truncated(model, 2)
     lines[0].tokens += [21, 22]
     drafter = target.exit(2)
-    proposal = drafter.draft(rows_of(lines), torch.tensor([2, 2]), Aid(plainly, target.cache))
+    proposal = drafter.draft(rows_of(lines), torch.tensor([2, 2]), DraftContext(plainly, target.cache))
     assert tried(proposal, 2) == [greedy(cut, line.tokens, 2) for line in lines]
     target.verify(lines, proposal)
 
@@ -193,38 +195,38 @@ def test_a_token_is_read_once():
     model = deep("llama")
     lines = [Line([5, 6, 7, 8], at) for at in range(2)]
     target = _begun(model, lines)
-    own = adapt(shallow(model, 2))
-    drafter = EarlyExit(own, Chance(), VOCAB)
+    own = as_model(truncate_model(model, 2))
+    drafter = EarlyExit(own, SamplingNoise(), VOCAB)
     rows = rows_of(lines)
-    drafter.draft(rows, torch.tensor([3, 3]), Aid(plainly, target.cache))
-    assert rows.cached.tolist() == [4, 4]  # the table's business
+    drafter.draft(rows, torch.tensor([3, 3]), DraftContext(plainly, target.cache))
+    assert rows.cached_length.tolist() == [4, 4]  # the table's business
     assert own.positions_fed == 2 * 3  # the pending token and all drafts but the last: no prompt
     assert drafter.forwards == 3
 
 
 def test_prompts_given_as_embeddings():
     model = deep("llama")
-    cut, target = truncated(model, 2), adapt(model)
+    cut, target = truncated(model, 2), as_model(model)
     ids = torch.tensor([5, 6, 7, 8])
     embeds = model.get_input_embeddings()(ids).detach()
-    cache = DenseCache()
+    cache = DenseStore()
     cache.extend(1)
-    drafter = EarlyExit(adapt(shallow(model, 2)), Chance(), VOCAB)
+    drafter = EarlyExit(as_model(truncate_model(model, 2)), SamplingNoise(), VOCAB)
     for one in (target, drafter):
-        one.open([0], {"inputs_embeds": [embeds]})
-    rows = rows_of([Line([1], 0)], offset=4).changed(length=torch.tensor([0]))
+        one.add_requests([0], {"inputs_embeds": [embeds]})
+    rows = rows_of([Line([1], 0)], offset=4).replace(length=torch.tensor([0]))
     target.forward(rows, Proposal(), cache)
     rows = rows_of([Line([20], 0, cached=4)], offset=4)
-    proposal = drafter.draft(rows, torch.tensor([3]), Aid(plainly, cache))
+    proposal = drafter.draft(rows, torch.tensor([3]), DraftContext(plainly, cache))
     assert tried(proposal, 1) == [greedy(cut, [5, 6, 7, 8, 20], 3)]
-    drafter.close([0])
+    drafter.remove_requests([0])
 
 
 def test_what_ends_is_closed():
-    own = adapt(shallow(deep("llama"), 2))
+    own = as_model(truncate_model(deep("llama"), 2))
     closed: list[Any] = []
     own.close = closed.append
-    EarlyExit(own, Chance(), VOCAB).close([3, 5])
+    EarlyExit(own, SamplingNoise(), VOCAB).remove_requests([3, 5])
     assert closed == [[3, 5]]
 
 
@@ -232,15 +234,17 @@ def test_the_last_positions_of_a_table():
     model = deep("gpt2")  # 96 positions
     lines = [Line([5] * size, size) for size in (80, 93, 94)]
     target = _begun(model, lines)  # and a token each
-    proposal = target.exit(1).draft(rows_of(lines), torch.tensor([4] * 3), Aid(plainly, target.cache))
+    proposal = target.exit(1).draft(
+        rows_of(lines), torch.tensor([4] * 3), DraftContext(plainly, target.cache)
+    )
     assert [len(one) for one in tried(proposal, 3)] == [4, 3, 2]
 
 
 # ------------------------------------------------------------------------ choosing
 def test_processors_noise_and_laws_are_the_rows_own():
     model = deep("llama")
-    chance = Chance()
-    chance.lines = 3
+    chance = SamplingNoise()
+    chance.num_rows = 3
     wants = [{"do_sample": 1}, {}, {"do_sample": 1, "seed": 3, "assistant_confidence_threshold": 1.0}]
     lines = [Line([5, 6, 7], at, params=one) for at, one in enumerate(wants)]
     target, cut = _begun(model, lines), truncated(model, 2)
@@ -251,9 +255,9 @@ def test_processors_noise_and_laws_are_the_rows_own():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         proposal = target.exit(2, chance).draft(
-            rows_of(lines), torch.tensor([3, 3, 3]), Aid(process, target.cache)
+            rows_of(lines), torch.tensor([3, 3, 3]), DraftContext(process, target.cache)
         )
-    found, probs = tried(proposal, 3), proposal.probs
+    found, probs = tried(proposal, 3), proposal.draft_probs
     assert probs is not None
     assert [len(one) for one in found] == [3, 3, 1]  # nothing is quite certain
     for at in range(3):
@@ -271,8 +275,8 @@ def test_a_stand_in_shares_all_weights_and_leaves_the_model_alone(name: str):
     config, ids = copy.deepcopy(model.config.to_dict()), torch.tensor([[5, 6, 7]])
     parts = [(path, id(part)) for path, part in model.named_modules()]
     said = logits_of(model, [5, 6, 7])
-    standing = shallow(model, 2)
-    assert facts_of(standing).layers == 2
+    standing = truncate_model(model, 2)
+    assert traits_of(standing).num_layers == 2
     assert len(getattr(standing.config, "layer_types", None) or [0, 1]) == 2
     with torch.no_grad():
         torch.testing.assert_close(standing(ids).logits, truncated(model, 2)(ids).logits)
@@ -280,7 +284,7 @@ def test_a_stand_in_shares_all_weights_and_leaves_the_model_alone(name: str):
     assert {id(one) for one in standing.parameters()} < mine
     assert model.config.to_dict() == config
     assert [(path, id(part)) for path, part in model.named_modules()] == parts
-    assert facts_of(model).layers == 4
+    assert traits_of(model).num_layers == 4
     torch.testing.assert_close(logits_of(model, [5, 6, 7]), said, atol=0.0, rtol=0.0)
 
 
@@ -291,7 +295,7 @@ def test_a_stand_in_of_a_model_whose_calls_are_wrapped():
     for part in (model, model.model, *model.model.layers):
         hooks.add_hook_to_module(part, hooks.AlignDevicesHook("cpu", io_same_device=True))
     whole = logits_of(model, [5, 6, 7])
-    torch.testing.assert_close(logits_of(shallow(model, 2), [5, 6, 7]), expected)
+    torch.testing.assert_close(logits_of(truncate_model(model, 2), [5, 6, 7]), expected)
     torch.testing.assert_close(logits_of(model, [5, 6, 7]), whole)
 
 
@@ -302,7 +306,7 @@ def test_what_stretches_with_a_draft_is_not_the_models():
     with torch.random.fork_rng(devices=[]):
         model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
     before = model.model.rotary_emb.inv_freq.clone()
-    standing: Any = shallow(model, 2)
+    standing: Any = truncate_model(model, 2)
     logits_of(standing, list(range(5, 25)))
     assert not torch.equal(standing.model.rotary_emb.inv_freq, before)
     assert torch.equal(model.model.rotary_emb.inv_freq, before)
@@ -312,7 +316,7 @@ def test_a_model_without_a_list_of_its_layers_is_refused():
     model = copy.deepcopy(deep("llama"))
     model.model.layers = nn.Sequential(*model.model.layers)
     with pytest.raises(UnsupportedModel, match="no list of its 4 layers"):
-        shallow(model, 2)
+        truncate_model(model, 2)
 
 
 # ------------------------------------------------------------------------ what is refused
@@ -329,15 +333,15 @@ def test_a_model_without_a_list_of_its_layers_is_refused():
     ],
 )
 def test_an_exit_that_cannot_be(layers: int, change: dict[str, Any], says: str):
-    facts = replace(facts_of(deep("llama")), **change)
+    facts = replace(traits_of(deep("llama")), **change)
     with pytest.raises(ConfigError, match=says) as caught:
-        check_exit(layers, facts)
+        check_early_exit(layers, facts)
     assert caught.value.field == "assistant_early_exit"
 
 
 def test_an_exit_that_can_be():
-    check_exit(1, facts_of(deep("llama")))
-    check_exit(3, facts_of(deep("llama")))
+    check_early_exit(1, traits_of(deep("llama")))
+    check_early_exit(3, traits_of(deep("llama")))
 
 
 def test_a_lane_of_the_whole_table_is_read_without_a_copy():
@@ -349,5 +353,5 @@ def test_a_lane_of_the_whole_table_is_read_without_a_copy():
     target.cache.update = lambda layer, key, value, span: (
         spans.append(span) or update(layer, key, value, span)
     )
-    target.exit(1).draft(rows_of(lines), torch.tensor([2, 2]), Aid(plainly, target.cache))
+    target.exit(1).draft(rows_of(lines), torch.tensor([2, 2]), DraftContext(plainly, target.cache))
     assert [span.rows for span in spans] == [None, None]

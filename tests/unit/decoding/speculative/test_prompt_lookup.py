@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from descant.core.context import Params, table
+from descant.core.context import RowParams, columns_from_rows
 from descant.core.rows import Rows
 from descant.decoding.speculative.prompt_lookup import PromptLookup
 from tests.unit.decoding.speculative.rig import copied
@@ -21,7 +21,7 @@ def rows_of(texts, params):
     for line, text in enumerate(texts):
         tokens[line, : len(text)] = torch.tensor(text, dtype=torch.long)
     zeros, numbers = torch.zeros_like(length), torch.arange(len(texts))
-    columns = {"params": Params(table(params))}
+    columns = {"params": RowParams(columns_from_rows(params))}
     return Rows(tokens, length, zeros, zeros.clone(), length.clone(), numbers, zeros.clone(), columns)
 
 
@@ -108,8 +108,8 @@ def test_rows_that_do_not_use_it_and_rows_without_room_try_nothing():
 
 def test_it_is_cheap_and_keeps_nothing():
     drafter = PromptLookup()
-    drafter.open([0], {})
+    drafter.add_requests([0], {})
     drafter.commit(torch.tensor([-1]), torch.tensor([3]))
-    drafter.close([0])
-    assert drafter.cheap
+    drafter.remove_requests([0])
+    assert drafter.is_model_free
     assert not vars(drafter)

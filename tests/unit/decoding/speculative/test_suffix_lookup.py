@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from descant.core.context import Params, table
+from descant.core.context import RowParams, columns_from_rows
 from descant.core.rows import Rows
 from descant.decoding.speculative import suffix_lookup
 from descant.decoding.speculative.suffix_lookup import SuffixLookup
@@ -36,7 +36,7 @@ def rows_of(lines):
     zeros = torch.zeros_like(length)
     prompt = torch.tensor([line.prompt for line in lines])
     request = torch.tensor([line.request for line in lines])
-    params = Params(table([{"suffix_lookup_num_tokens": line.wanted} for line in lines]))
+    params = RowParams(columns_from_rows([{"suffix_lookup_num_tokens": line.wanted} for line in lines]))
     return Rows(tokens, length, zeros, zeros.clone(), prompt, request, zeros.clone(), {"params": params})
 
 
@@ -134,11 +134,11 @@ def test_long_runs_are_matched_as_far_as_they_go(runs):
 
 
 def test_an_automaton_grows_in_step_with_its_text():
-    automaton = suffix_lookup.Automaton()
+    automaton = suffix_lookup.SuffixAutomaton()
     text = [0] * 300 + [1, 0] * 300 + [at * at % 7 for at in range(600)]
     for at, token in enumerate(text, 1):
         automaton.extend([token])
-        assert len(automaton.link) <= 2 * at
+        assert len(automaton.suffix_link) <= 2 * at
 
 
 def test_only_new_tokens_are_read():
@@ -244,7 +244,7 @@ def test_a_row_that_does_not_use_it_tries_nothing_and_is_not_read():
     assert drafted(drafter, lines, [-1, -1], [9, 9]) == [[], [1]]
     assert [row is None for row in drafter._rows] == [True, False]
     rows = rows_of(lines)
-    rows = rows.changed(columns={"params": Params(table([{"pad": 0}] * 2))})
+    rows = rows.changed(columns={"params": RowParams(columns_from_rows([{"pad": 0}] * 2))})
     bare = SuffixLookup(True)  # nobody says how many: as many as may be
     bare.commit(torch.tensor([-1, -1]), rows.length)
     assert bare.draft(rows, torch.tensor([9, 9]), None).drafts.tolist() == [[1, 2], [1, 2]]
@@ -277,7 +277,7 @@ def test_rows_that_ended_before_their_request_are_kept_as_well():
     drafted(drafter, [Line(0, 0, [1])], [-1], [9])
     drafted(drafter, [Line(0, 0, [1, 2, 3]), Line(0, 0, [1, 4, 5])], [0, 0], [9, 9])
     drafted(drafter, [Line(0, 0, [1, 4, 5, 6])], [1], [9])
-    drafter.close([0])
+    drafter.remove_requests([0])
     lines = [Line(1, 0, [1, 2]), Line(2, 0, [4, 5])]
     assert drafted(drafter, lines, [-1, -1], [9, 9]) == [[3], [6]]
 
@@ -336,5 +336,5 @@ def test_a_row_is_sought_anew_when_the_archive_has_grown():
     wrote(drafter, [3, 4])
     lines = [Line(1, 0, [8, 9]), Line(2, 0, [8, 9, 1, 5, 6, 7])]
     assert drafted(drafter, lines, [-1, -1], [9, 9]) == [[], []]
-    drafter.close([2])
+    drafter.remove_requests([2])
     assert drafted(drafter, [Line(1, 0, [8, 9, 1])], [0], [9]) == [[5, 6, 7]]

@@ -61,7 +61,7 @@ def said(model, phrases: Any, *wanted: str, **given: Any) -> str:
     )
     found = outcomes(model, [mind])[0]
     assert found.error is None, found.error
-    assert found.streamed == dict(enumerate(found.tokens))
+    assert found.streamed_tokens == dict(enumerate(found.tokens))
     return text(found.tokens[0])
 
 
@@ -206,7 +206,7 @@ def test_it_equals_starting_from_scratch(tiny, given):
         found = outcomes(model, [request(prompt, phrases, **config)])[0]
         assert found.tokens == [reference(model, prompt, phrases, config)], (prompt, phrases, config)
         assert not any(one in text(found.tokens[0]) for one in phrases)
-        assert found.streamed == {0: found.tokens[0]}
+        assert found.streamed_tokens == {0: found.tokens[0]}
         changed += 1
     assert changed == 60
 
@@ -317,7 +317,7 @@ def test_what_token_healing_says_again_is_the_prompts_own(tiny):
     def new(*phrases: str) -> bytes:
         config = GenerationConfig(max_new_tokens=5, token_healing=True, banned_phrases=phrases or None)
         found = outcomes(model, [Request(prompt, config, tokenizer=spelt)])[0]
-        assert found.streamed == {0: found.tokens[0]}
+        assert found.streamed_tokens == {0: found.tokens[0]}
         return b"".join(spelling.TEXTS[at] for at in found.tokens[0])
 
     assert new().startswith(b"http")

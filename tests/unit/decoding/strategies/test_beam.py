@@ -130,9 +130,9 @@ def test_trails_tell_which_beam_each_token_came_from():
     model = Chain.chance(9, 1)
     found = outcomes(model, [Request([0], config(num_beams=3, num_return_sequences=3, max_new_tokens=5))])[0]
     for one in found.hypotheses:
-        assert len(one.beams) == len(one.tokens)
-        assert one.beams[0] == 0
-        assert all(0 <= beam < 3 for beam in one.beams)
+        assert len(one.beam_indices) == len(one.tokens)
+        assert one.beam_indices[0] == 0
+        assert all(0 <= beam < 3 for beam in one.beam_indices)
 
 
 def test_a_request_is_judged_by_its_own_pool():

@@ -14,7 +14,7 @@ from torch import Tensor
 import descant
 from descant import ConfigError, GenerationConfig, InputError
 from descant.decoding.processors import AllowedSequences
-from descant.decoding.strategies.contrastive import Past
+from descant.decoding.strategies.contrastive import HiddenStateBank
 from tests.contracts.configs import TEXTS, tokenizer
 from tests.contracts.promises import stopped
 from tests.support.tiny_models import Tiny, pad, prompts
@@ -364,15 +364,15 @@ def test_states_are_kept_apart_and_forgotten():
     def drawn(*shape: int) -> Tensor:
         return torch.nn.functional.normalize(torch.randn(*shape, 5, generator=rng), dim=-1)
 
-    past, kept = Past(), {}
+    past, kept = HiddenStateBank(), {}
     for turn in range(200):
         if not kept or turn % 3 == 0:
             states = drawn(int(torch.randint(1, 90, (1,), generator=rng)))
-            past.open(100 - turn if turn % 2 else turn, states)
+            past.add(100 - turn if turn % 2 else turn, states)
             kept[100 - turn if turn % 2 else turn] = states
         some = [one for one in kept if torch.rand(1, generator=rng) < 0.6] or list(kept)
         asked = drawn(len(some), 3)
-        found = past.nearest(np.array(some), asked)
+        found = past.max_similarity(np.array(some), asked)
         expected = [(kept[one] @ asked[at].T).amax(0) for at, one in enumerate(some)]
         torch.testing.assert_close(found, torch.stack(expected))
         more = drawn(len(some))
@@ -380,11 +380,11 @@ def test_states_are_kept_apart_and_forgotten():
         kept |= {one: torch.cat((kept[one], more[at : at + 1])) for at, one in enumerate(some)}
         if turn % 4 == 3:
             gone = some[0]
-            past.close(gone)
+            past.remove(gone)
             del kept[gone]
         assert sorted(past._requests.tolist()) == sorted(kept)
     for one in list(kept):
-        past.close(one)
+        past.remove(one)
     assert past._bank is None
 
 

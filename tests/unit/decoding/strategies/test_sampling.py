@@ -94,7 +94,7 @@ def test_the_copies_of_a_request_draw_each_for_itself():
         0
     ]
     assert len({tuple(path) for path in found.tokens}) == 8
-    assert found.streamed == dict(enumerate(found.tokens))
+    assert found.streamed_tokens == dict(enumerate(found.tokens))
 
 
 def test_copies_that_end_at_different_steps_come_back_in_order():
@@ -104,7 +104,7 @@ def test_copies_that_end_at_different_steps_come_back_in_order():
     lengths = [len(path) for path in found.tokens]
     assert len(set(lengths)) > 2
     assert all(4 not in path[:-1] for path in found.tokens)
-    assert [found.streamed[slot] for slot in range(12)] == found.tokens
+    assert [found.streamed_tokens[slot] for slot in range(12)] == found.tokens
 
 
 def test_one_impossible_copy_fails_its_request():

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from descant.decoding.watermark.schemes import Settings, WatermarkingConfig
-from descant.decoding.watermark.scores import Evidence
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig, WatermarkingConfig
+from descant.decoding.watermark.scores import TokenScores
 from descant.decoding.watermark.statistics import binomial_tail
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -24,16 +24,16 @@ class Counting:
     weakest = 0.4
 
     def __init__(self, key: int = 1, width: int = 1) -> None:
-        self.settings: Settings = WatermarkingConfig(hashing_key=key)
+        self.settings: BaseWatermarkingConfig = WatermarkingConfig(hashing_key=key)
         self.width = width
         self.calls = 0
 
     def member(self, context: tuple[int, ...], token: int) -> bool:
         """Whether the key pairs them."""
-        text = repr((self.settings._key, context[len(context) - self.width :], token)).encode()
+        text = repr((self.settings._secret, context[len(context) - self.width :], token)).encode()
         return hashlib.blake2b(text, digest_size=2).digest()[0] < 64
 
-    def evidence(self, ids: Array) -> Evidence:
+    def evidence(self, ids: Array) -> TokenScores:
         """Each pair once."""
         self.calls += 1
         run = [int(one) for one in ids]
@@ -44,7 +44,7 @@ class Counting:
                 seen.add(question)
                 scored[at] = True
                 value[at] = self.member(question[:-1], question[-1])
-        return Evidence(scored, value)
+        return TokenScores(scored, value)
 
     def tail(self, count: int, total: float) -> float:
         """The binomial one."""

@@ -14,10 +14,10 @@ import torch
 
 from descant.decoding.watermark import detection
 from descant.decoding.watermark.detection import MARKED, NOT_MARKED, TOO_SHORT, Detector
-from descant.decoding.watermark.scheme_factory import schemes_of, vocabulary_of
+from descant.decoding.watermark.scheme_factory import build_schemes, resolve_vocab_size
 from descant.decoding.watermark.schemes import (
+    BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
-    Settings,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
@@ -36,7 +36,7 @@ THIRD = WatermarkingConfig(hashing_key=13)
 def counting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Detectors ask the tests' own watermark."""
 
-    def made(settings: Settings, vocabulary: int) -> list[Counting]:
+    def made(settings: BaseWatermarkingConfig, vocabulary: int) -> list[Counting]:
         assert isinstance(settings, WatermarkingConfig)
         return [Counting(settings.hashing_key)]
 
@@ -57,7 +57,7 @@ def test_a_marked_text() -> None:
     ids = _marked(0, 200)
     found = Detector(KEY, V).ids(ids)
     evidence = Counting(KEY.hashing_key).evidence(np.array(ids))
-    hits, count = int(evidence.value.sum()), int(evidence.scored.sum())
+    hits, count = int(evidence.values.sum()), int(evidence.mask.sum())
     assert found.verdict == MARKED
     assert found.marked
     assert (found.tokens, found.scored) == (200, count)
@@ -71,7 +71,7 @@ def test_a_marked_text() -> None:
     assert str(KEY.hashing_key) != found.key
     assert found.span is found.characters is found.offsets is found.needed is None
     assert found.ids == tuple(ids)
-    assert np.array_equal(found.evidence.value, evidence.value)
+    assert np.array_equal(found.evidence.values, evidence.values)
 
 
 @pytest.mark.usefixtures("counting")
@@ -90,7 +90,7 @@ def test_a_short_text_is_too_short_to_tell(count: int) -> None:
     assert found.verdict == TOO_SHORT
     assert found.tokens == count
     assert found.scored == max(0, count - 1)
-    assert len(found.evidence.scored) == count
+    assert len(found.evidence.mask) == count
     assert found.p_value > 0.01
     assert found.needed is not None
     assert 50 < found.needed < 200
@@ -140,11 +140,11 @@ def test_a_prompt_is_context_only() -> None:
     found = Detector(KEY, V).ids(prompt + new, prompt=300)
     assert found.tokens == 40
     assert found.scored == 40  # the first one too, whose list hangs on the prompt's last
-    assert not found.evidence.scored[:300].any()
-    assert len(found.ids) == len(found.evidence.scored) == 340
+    assert not found.evidence.mask[:300].any()
+    assert len(found.ids) == len(found.evidence.mask) == 340
     bare = Detector(KEY, V).ids(new)
     assert bare.scored == 39
-    assert np.array_equal(found.evidence.value[301:], bare.evidence.value[1:])
+    assert np.array_equal(found.evidence.values[301:], bare.evidence.values[1:])
     # What stands in the prompt already is asked there, but answered where it counts.
     again = Detector(KEY, V).ids(new + new, prompt=40)
     assert again.scored == 40
@@ -154,9 +154,9 @@ def test_marks_that_begin_with_new_tokens_do_not_look_into_the_prompt() -> None:
     settings = GumbelWatermarkingConfig(key=5, nonce=0, context_width=3)
     ids = _unmarked(6, 60)
     found = Detector(settings, V).ids(ids, prompt=20)
-    assert np.flatnonzero(found.evidence.scored).tolist() == list(range(23, 60))
+    assert np.flatnonzero(found.evidence.mask).tolist() == list(range(23, 60))
     bare = Detector(settings, V).ids(ids[20:])
-    assert np.array_equal(found.evidence.value[20:], bare.evidence.value)
+    assert np.array_equal(found.evidence.values[20:], bare.evidence.values)
 
 
 @pytest.mark.usefixtures("counting")
@@ -212,8 +212,8 @@ def test_nonces_are_tests_as_well() -> None:
     assert {race.tests == 32, green.tests == 2} in ({True, False}, {False, True})
     assert race.nonce in range(16)
     assert green.nonce is None
-    p = [scheme.tail(race.scored, float(scheme.evidence(np.array(race.ids)).value.sum()))
-         for scheme in schemes_of(settings, V)]  # fmt: skip
+    p = [scheme.p_value(race.scored, float(scheme.score_tokens(np.array(race.ids)).values.sum()))
+         for scheme in build_schemes(settings, V)]  # fmt: skip
     assert race.uncorrected == pytest.approx(min(p))
     assert race.nonce == int(np.argmin(p))
 
@@ -286,7 +286,7 @@ def test_to_dict_is_json() -> None:
     full = json.loads(json.dumps(found.to_dict(tokens=True), allow_nan=False))
     assert full["ids"] == list(found.ids)
     assert full["evidence"][0] is None
-    assert full["evidence"][1:] == found.evidence.value[1:].tolist()
+    assert full["evidence"][1:] == found.evidence.values[1:].tolist()
     empty = Detector(KEY, V).ids([])
     assert json.loads(json.dumps(empty.to_dict(tokens=True), allow_nan=False))["interval"] == [0.0, 1.0]
 
@@ -332,10 +332,10 @@ def test_options_that_cannot_be() -> None:
 def test_a_vocabulary_is_a_number_or_a_models() -> None:
     config = SimpleNamespace(vocab_size=99)
     outer = SimpleNamespace(get_text_config=lambda: config)
-    assert [vocabulary_of(one) for one in (99, config, outer, SimpleNamespace(config=outer))] == [99] * 4
+    assert [resolve_vocab_size(one) for one in (99, config, outer, SimpleNamespace(config=outer))] == [99] * 4
     for wrong in (0, True, "many", SimpleNamespace(), SimpleNamespace(vocab_size=None)):
         with pytest.raises(InputError, match="`vocabulary` must be"):
-            vocabulary_of(wrong)
+            resolve_vocab_size(wrong)
 
 
 # ------------------------------------------------------------------------- the real schemes
@@ -350,7 +350,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: f"{one.scheme}-{len(str(one))}")
-def test_each_scheme_answers(settings: Settings) -> None:
+def test_each_scheme_answers(settings: BaseWatermarkingConfig) -> None:
     detector = Detector(settings, V)
     for count in (0, 1, 4, 5, 6, 150):
         found = detector.ids(_unmarked(30 + count, count), windows=True)
@@ -364,7 +364,7 @@ def test_each_scheme_answers(settings: Settings) -> None:
             assert found.scored > 130
             assert abs(found.z) < 4
             assert found.interval[0] < found.score < found.interval[1]
-    scheme = schemes_of(settings, V)[0]
-    assert scheme.weakest > scheme.mean
-    assert scheme.tail(0, 0.0) == 1.0
-    assert scheme.tail(40, 40 * scheme.mean) == pytest.approx(0.5, abs=0.12)
+    scheme = build_schemes(settings, V)[0]
+    assert scheme.min_marked_mean > scheme.null_mean
+    assert scheme.p_value(0, 0.0) == 1.0
+    assert scheme.p_value(40, 40 * scheme.null_mean) == pytest.approx(0.5, abs=0.12)

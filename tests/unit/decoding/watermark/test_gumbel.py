@@ -8,16 +8,16 @@ import torch
 from scipy import special, stats
 
 from descant.decoding.processors.gumbel import GumbelWatermarkLogitsProcessor
-from descant.decoding.watermark.gumbel import RaceScheme
+from descant.decoding.watermark.gumbel import GumbelScheme
 from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
-from descant.decoding.watermark.schemes.gumbel import Race
+from descant.decoding.watermark.schemes.gumbel import KeyedUniforms
 from descant.errors import InputError
 
 KEY = 4242
 
 
 def scheme(key=KEY, width=4, nonce=0):
-    return RaceScheme(GumbelWatermarkingConfig(key, width), nonce)
+    return GumbelScheme(GumbelWatermarkingConfig(key, width), nonce)
 
 
 def written(law, texts, tokens, key=KEY, width=4, nonce=0, seed=0):
@@ -46,7 +46,7 @@ def test_values_are_those_of_the_race():
     rng = np.random.default_rng(0)
     for width in (1, 2, 4):
         ids = rng.integers(0, 6, 60)
-        one, race = scheme(width=width, nonce=3), Race(GumbelWatermarkingConfig(KEY, width))
+        one, race = scheme(width=width, nonce=3), KeyedUniforms(GumbelWatermarkingConfig(KEY, width))
         found = one.evidence(ids)
         seen = set()
         for place, token in enumerate(ids.tolist()):
@@ -56,7 +56,11 @@ def test_values_are_those_of_the_race():
             assert found.scored[place] == fresh
             wanted = 0.0
             if fresh:
-                wanted = -np.log(race.chosen(race.words(np.array([context]), 3), np.array([token]))[0])
+                wanted = -np.log(
+                    race.token_uniforms(
+                        race.context_states_on_host(np.array([context]), 3), np.array([token])
+                    )[0]
+                )
             assert found.value[place] == wanted
         assert 0 < found.scored.sum() < 60
 
@@ -65,9 +69,9 @@ def test_it_says_what_it_is():
     one = scheme(width=3, nonce=5)
     assert (one.name, one.mean, one.sd, one.width, one.nonce) == ("gumbel", 1.0, 1.0, 3, 5)
     assert one.settings == GumbelWatermarkingConfig(KEY, 3)
-    assert RaceScheme(GumbelWatermarkingConfig(KEY, 3, nonce=8)).nonce == 8
+    assert GumbelScheme(GumbelWatermarkingConfig(KEY, 3, nonce=8)).nonce == 8
     with pytest.raises(InputError, match="`nonce` must be given"):
-        RaceScheme(GumbelWatermarkingConfig(KEY, 3))
+        GumbelScheme(GumbelWatermarkingConfig(KEY, 3))
 
 
 @pytest.mark.parametrize("count", range(6))

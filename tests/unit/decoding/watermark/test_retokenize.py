@@ -14,11 +14,11 @@ import torch
 import descant
 from descant.decoding.watermark import detection
 from descant.decoding.watermark.detection import MARKED, TOO_SHORT, Detection, Detector
-from descant.decoding.watermark.retokenize import readings_of
-from descant.decoding.watermark.scheme_factory import schemes_of
+from descant.decoding.watermark.retokenize import retokenizations
+from descant.decoding.watermark.scheme_factory import build_schemes
 from descant.decoding.watermark.schemes import (
+    BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
-    Settings,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
@@ -56,16 +56,18 @@ class Words:
         rng = np.random.default_rng(seed)
         return " ".join(self.words[at] for at in rng.integers(0, len(self.words), count))
 
-    def marked(self, settings: Settings, seed: int, count: int, before: str = "", choice: int = 3) -> str:
+    def marked(
+        self, settings: BaseWatermarkingConfig, seed: int, count: int, before: str = "", choice: int = 3
+    ) -> str:
         """Each word the best of three, or of another choice."""
         rng = np.random.default_rng(seed)
-        scheme = schemes_of(settings, self.vocabulary)[-1]
+        scheme = build_schemes(settings, self.vocabulary)[-1]
         words = before.split()
         run = [self.places[self.words.index(word)] for word in words]
         for _ in range(count):
             some = rng.integers(0, len(self.words), choice)
-            tail = run[max(0, len(run) - scheme.width) :]
-            values = [scheme.evidence(np.array([*tail, self.places[at]])).value[-1] for at in some]
+            tail = run[max(0, len(run) - scheme.context_size) :]
+            values = [scheme.score_tokens(np.array([*tail, self.places[at]])).values[-1] for at in some]
             best = some[int(np.argmax(values))]
             run.append(self.places[best])
             words.append(self.words[best])
@@ -123,16 +125,20 @@ def test_a_prompt_in_the_text_is_left_aside(name: str, label: str) -> None:
     assert told.p_value < alone.p_value
     assert told.tokens == 60
     assert told.offsets is not None
-    assert len(told.ids) == len(told.offsets) == len(told.evidence.scored)
+    assert len(told.ids) == len(told.offsets) == len(told.evidence.mask)
     hidden = len(told.ids) - 60
-    assert not told.evidence.scored[:hidden].any()
+    assert not told.evidence.mask[:hidden].any()
     assert f"{prompt} {new}"[told.offsets[hidden][0] :].strip() == new
     # The prompt beside the text says as much, and white space about it nothing.
     new = " " + new if name == "smollm2" else new  # sentencepiece begins with a space by itself
     beside = asked.text(new, prompt=f"{prompt}\n")
     assert beside.tokens == 60
     assert beside.marked
-    context = 0 if label in ("synthid", "gumbel") else schemes_of(SETTINGS[label], source.vocabulary)[0].width
+    context = (
+        0
+        if label in ("synthid", "gumbel")
+        else build_schemes(SETTINGS[label], source.vocabulary)[0].context_size
+    )
     assert beside.scored - asked.text(new).scored == context
 
 
@@ -142,7 +148,7 @@ def test_only_the_green_list_looks_into_the_prompt() -> None:
     for label in ("synthid", "gumbel"):
         one = detector("smollm2", label).text(new)
         other = detector("smollm2", label).text(new, prompt=source.drawn(5, 30))
-        assert np.array_equal(one.evidence.value, other.evidence.value)
+        assert np.array_equal(one.evidence.values, other.evidence.values)
         assert one.p_value == other.p_value
 
 
@@ -252,7 +258,7 @@ def test_without_offsets_there_are_no_characters(pairs: Detector) -> None:
     told = pairs.text("xyzw" + _spelt(12, 40), prompt="xyzw")
     assert told.tokens == 40
     assert told.scored == 40
-    assert len(told.evidence.scored) == 42
+    assert len(told.evidence.mask) == 42
 
 
 class FastPairs(Pairs):
@@ -271,7 +277,7 @@ def test_offsets_are_those_in_the_text_whatever_the_reading() -> None:
     scheme = Counting()
 
     def shown(text: str, prompt: str | None = None) -> list[list[str]]:
-        found = readings_of(FastPairs(), text, prompt, scheme)
+        found = retokenizations(FastPairs(), text, prompt, scheme)
         assert all(len(one.offsets or ()) == len(one.ids) for one in found)
         return [[text[begin:end] for begin, end in one.offsets or ()] for one in found]
 
@@ -297,9 +303,9 @@ def test_readings_keep_the_level(pairs: Detector) -> None:
 
 def test_readings_that_say_the_same_are_one() -> None:
     source = words("stories15m")
-    scheme = schemes_of(GREEN, source.vocabulary)[0]
+    scheme = build_schemes(GREEN, source.vocabulary)[0]
     for text in (source.drawn(14, 50), " " + source.drawn(14, 50), "", " ", "one"):
-        (only,) = readings_of(source.tokenizer, text, None, scheme)
+        (only,) = retokenizations(source.tokenizer, text, None, scheme)
         assert list(only.ids) == source.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

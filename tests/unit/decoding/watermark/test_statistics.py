@@ -12,14 +12,14 @@ from scipy import stats
 
 from descant.decoding.watermark import statistics
 from descant.decoding.watermark.statistics import (
-    adjusted,
+    adjust_p_values,
     binomial_tail,
     gamma_interval,
     gamma_tail,
     mean_interval,
-    needed,
     proportion_interval,
-    randomised,
+    randomized_p_value,
+    required_tokens,
     weighted_tail,
 )
 from descant.errors import InputError
@@ -103,7 +103,7 @@ def test_weighted_tail_of_few_tokens_is_brute_force(weights: list[float]) -> Non
 @pytest.mark.parametrize(("depth", "count"), [(2, 30), (5, 20), (10, 100), (30, 2), (30, 8)])
 def test_weighted_tail_is_exact_on_a_small_lattice(depth: int, count: int) -> None:
     weights = np.linspace(10.0, 1.0, depth)
-    step = statistics._lattice(weights)
+    step = statistics._lattice_step(weights)
     assert step is not None
     whole = np.rint(weights / step).astype(np.int64)
     tails = _tails(_law(count, whole, 0.49))
@@ -117,15 +117,15 @@ def test_weighted_tail_is_exact_on_a_small_lattice(depth: int, count: int) -> No
 @pytest.mark.parametrize(("depth", "count"), [(30, 16), (30, 30), (20, 40), (10, 1300), (40, 24)])
 def test_the_saddlepoint_is_within_a_thousandth(depth: int, count: int) -> None:
     weights = np.linspace(10.0, 1.0, depth)
-    step = statistics._lattice(weights)
+    step = statistics._lattice_step(weights)
     assert step is not None
     whole = np.rint(weights / step).astype(np.int64)
     most = count * int(whole.sum())
-    assert most > statistics._LATTICE  # else the saddlepoint is not what is asked
+    assert most > statistics._MAX_LATTICE_SIZE  # else the saddlepoint is not what is asked
     mean, sd = 0.49 * most, math.sqrt(count * 0.49 * 0.51 * float((whole**2).sum()))
     for z in (-3.0, -1.0, -1e-4, 0.0, 1e-4, 0.5, 2.0, 4.0, 8.0, 11.0):
         at = round(mean + z * sd)
-        exact = statistics._convolved(count, whole, 0.49, at)
+        exact = statistics._convolution_tail(count, whole, 0.49, at)
         got = weighted_tail(count, weights, 0.49, at * step)
         assert got == pytest.approx(exact, rel=1e-3)
 
@@ -134,7 +134,7 @@ def test_the_tilted_convolution_is_the_plain_one() -> None:
     whole = np.array([7, 4, 1])
     tails = _tails(_law(25, whole, 0.3))
     for at in range(1, len(tails)):
-        assert statistics._convolved(25, whole, 0.3, at) == pytest.approx(tails[at], rel=1e-9)
+        assert statistics._convolution_tail(25, whole, 0.3, at) == pytest.approx(tails[at], rel=1e-9)
 
 
 def test_weights_without_a_lattice() -> None:
@@ -214,19 +214,19 @@ def test_intervals_hold_the_mean_of_marked_text() -> None:
 # ------------------------------------------------------------------------------- many tests
 def test_holm_and_bonferroni() -> None:
     given = [0.01, 0.2, 0.03, 0.005]
-    assert adjusted(given) == pytest.approx([0.03, 0.2, 0.06, 0.02])
-    assert adjusted(given, "bonferroni") == pytest.approx([0.04, 0.8, 0.12, 0.02])
-    assert adjusted([0.9, 0.8]) == [1.0, 1.0]
-    assert adjusted([]) == []
+    assert adjust_p_values(given) == pytest.approx([0.03, 0.2, 0.06, 0.02])
+    assert adjust_p_values(given, "bonferroni") == pytest.approx([0.04, 0.8, 0.12, 0.02])
+    assert adjust_p_values([0.9, 0.8]) == [1.0, 1.0]
+    assert adjust_p_values([]) == []
     with pytest.raises(InputError, match="must be one of holm, bonferroni, got 'none'"):
-        adjusted(given, "none")
+        adjust_p_values(given, "none")
 
 
 def test_holm_keeps_the_level_with_dependent_tests() -> None:
     rng = np.random.default_rng(2)
     common = rng.normal(size=(4000, 1))
     z = 0.8 * common + 0.6 * rng.normal(size=(4000, 12))
-    wrong = [min(adjusted(stats.norm.sf(row).tolist())) <= 0.05 for row in z]
+    wrong = [min(adjust_p_values(stats.norm.sf(row).tolist())) <= 0.05 for row in z]
     assert np.mean(wrong) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 4000)
 
 
@@ -236,21 +236,21 @@ def test_the_randomised_p_value_is_uniform() -> None:
     totals = rng.binomial(37, scheme.mean, 4000)
     plain = np.array([scheme.tail(37, float(total)) for total in totals])
     mixed = np.array([
-        randomised(scheme, 37, float(total), u) for total, u in zip(totals, rng.random(4000), strict=True)
+        randomized_p_value(scheme, 37, float(total), u) for total, u in zip(totals, rng.random(4000), strict=True)
     ])  # fmt: skip
     assert stats.kstest(mixed, "uniform").pvalue > 0.001
     assert stats.kstest(plain, "uniform").pvalue < 1e-6  # the plain one is not, counts being lumpy
     for level in (0.01, 0.05, 0.2):  # but it never exceeds its level
         assert (plain <= level).mean() <= level + 3 * math.sqrt(level / 4000)
     assert np.all(mixed <= plain + 1e-15)
-    assert randomised(scheme, 37, 12.0, 1.0) == scheme.tail(37, 12.0)
-    assert randomised(scheme, 37, 12.0, 0.0) == scheme.tail(37, 13.0)
+    assert randomized_p_value(scheme, 37, 12.0, 1.0) == scheme.tail(37, 12.0)
+    assert randomized_p_value(scheme, 37, 12.0, 0.0) == scheme.tail(37, 13.0)
 
 
 @pytest.mark.parametrize(("score", "alpha"), [(0.5, 0.01), (0.4, 0.001), (0.8, 0.01)])
 def test_as_many_tokens_as_needed_are_enough(score: float, alpha: float) -> None:
     scheme, rng = Counting(), np.random.default_rng(4)
-    count = needed(scheme, score, alpha)
+    count = required_tokens(scheme, score, alpha)
     assert count is not None
     found = [scheme.tail(count, float(hits)) <= alpha for hits in rng.binomial(count, score, 2000)]
     assert 0.85 < np.mean(found) <= 1.0
@@ -259,6 +259,6 @@ def test_as_many_tokens_as_needed_are_enough(score: float, alpha: float) -> None
 
 
 def test_no_number_of_tokens_tells_what_is_no_mark() -> None:
-    assert needed(Counting(), 0.25) is None
+    assert required_tokens(Counting(), 0.25) is None
     with pytest.raises(InputError, match="must lie between 0 and 1"):
-        needed(Counting(), 0.5, alpha=0.0)
+        required_tokens(Counting(), 0.5, alpha=0.0)

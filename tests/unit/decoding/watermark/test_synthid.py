@@ -16,11 +16,11 @@ import torch
 
 from descant.decoding.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
-from descant.decoding.watermark.schemes.synthid import Tournament, tournament
+from descant.decoding.watermark.schemes.synthid import Tournament, get_tournament
 from descant.decoding.watermark.statistics import binomial_tail, weighted_tail
 from descant.decoding.watermark.synthid import (
+    SynthIDScheme,
     SynthIDTextWatermarkDetector,
-    TournamentScheme,
     mean_score,
     round_weights,
     weighted_mean_score,
@@ -78,12 +78,12 @@ def slow_evidence(known, ids, weights):
         context = tuple(ids[at - width : at])
         again = context in contexts[-known.context_history_size :]
         contexts.append(context)
-        hashed = game.contexts(torch.tensor(context))[0]
-        question = int(game.asked(hashed, torch.tensor(ids[at])))
+        hashed = game.context_hashes(torch.tensor(context))[0]
+        question = int(game.g_value_inputs(hashed, torch.tensor(ids[at])))
         if again or question in asked:
             continue
         asked.add(question)
-        coins = game.values(hashed, torch.tensor(ids[at])).tolist()
+        coins = game.g_values(hashed, torch.tensor(ids[at])).tolist()
         found[at] = sum(weight * coin for weight, coin in zip(weights, coins, strict=True))
     return found
 
@@ -96,55 +96,59 @@ def test_evidence(weighting, given):
     rng, dropped = random.Random(2), 0
     for sorts in (2, 4, 10**5):
         ids = [rng.randrange(sorts) for _ in range(60)]
-        found = TournamentScheme(known, weighting).evidence(np.array(ids))
+        found = SynthIDScheme(known, weighting).score_tokens(np.array(ids))
         wanted = slow_evidence(known, ids, weights)
-        assert np.flatnonzero(found.scored).tolist() == list(wanted)
-        assert found.value[found.scored] == pytest.approx(list(wanted.values()), abs=1e-12)
-        assert not found.value[~found.scored].any()
+        assert np.flatnonzero(found.mask).tolist() == list(wanted)
+        assert found.values[found.mask] == pytest.approx(list(wanted.values()), abs=1e-12)
+        assert not found.values[~found.mask].any()
         dropped += 58 - len(wanted)
     assert dropped > 40
 
 
 def test_short_texts_say_nothing():
-    scheme = TournamentScheme(settings())
+    scheme = SynthIDScheme(settings())
     for ids in ([], [3], [3, 4, 5, 6]):
-        found = scheme.evidence(np.array(ids, dtype=np.int64))
-        assert found.scored.shape == found.value.shape == (len(ids),)
-        assert not found.scored.any()
-    assert scheme.evidence(np.array([3, 4, 5, 6, 7])).scored.tolist() == [False] * 4 + [True]
-    assert scheme.width == 4
-    assert scheme.tail(0, 0.0) == 1.0
+        found = scheme.score_tokens(np.array(ids, dtype=np.int64))
+        assert found.mask.shape == found.values.shape == (len(ids),)
+        assert not found.mask.any()
+    assert scheme.score_tokens(np.array([3, 4, 5, 6, 7])).mask.tolist() == [False] * 4 + [True]
+    assert scheme.context_size == 4
+    assert scheme.p_value(0, 0.0) == 1.0
 
 
 def test_what_is_asked_twice_counts_once_also_in_another_n_gram():
     known = settings(ngram_len=4)
-    game = tournament(known)
+    game = get_tournament(known)
     first, second = torch.tensor([5, 6, 7]), torch.tensor([20, 30, 40])
-    token = int(game.asked(game.contexts(first) - game.contexts(second), torch.tensor([9])))
+    token = int(
+        game.g_value_inputs(game.context_hashes(first) - game.context_hashes(second), torch.tensor([9]))
+    )
     ids = np.array([5, 6, 7, 9, 20, 30, 40, token])
-    scored = TournamentScheme(known).evidence(ids).scored.tolist()
+    scored = SynthIDScheme(known).score_tokens(ids).mask.tolist()
     assert scored == [False, False, False, True, True, True, True, False]
     ids[-1] += 1
-    assert TournamentScheme(known).evidence(ids).scored.tolist()[-1]
+    assert SynthIDScheme(known).score_tokens(ids).mask.tolist()[-1]
 
 
 def test_rounds_with_the_same_key_count_once():
     """As 65536 divides the difference of two keys, their coins are the same ones."""
     twice, once = settings(keys=(5, 9, 65_541)), settings(keys=(5, 9))
     ids = np.array([random.Random(1).randrange(900) for _ in range(80)])
-    both = [TournamentScheme(one, "mean").evidence(ids).value for one in (twice, once)]
+    both = [SynthIDScheme(one, "mean").score_tokens(ids).values for one in (twice, once)]
     assert both[0] == pytest.approx(both[1])
-    assert TournamentScheme(twice, "mean").sd == pytest.approx(TournamentScheme(once, "mean").sd)
-    heavy = TournamentScheme(twice)
+    assert SynthIDScheme(twice, "mean").null_std == pytest.approx(SynthIDScheme(once, "mean").null_std)
+    heavy = SynthIDScheme(twice)
     coins = (
-        tournament(once)
-        .values(tournament(once).contexts(torch.tensor(ids[:-1])), torch.tensor(ids[4:]))
+        get_tournament(once)
+        .g_values(get_tournament(once).context_hashes(torch.tensor(ids[:-1])), torch.tensor(ids[4:]))
         .numpy()
     )
-    found = heavy.evidence(ids)
+    found = heavy.score_tokens(ids)
     weights = round_weights(3)[:2] / round_weights(3)[:2].sum()
-    assert found.value[found.scored] == pytest.approx((coins @ weights)[found.scored[4:]])
-    assert heavy.sd == pytest.approx(math.sqrt(heavy.mean * (1 - heavy.mean) * (weights**2).sum()))
+    assert found.values[found.mask] == pytest.approx((coins @ weights)[found.mask[4:]])
+    assert heavy.null_std == pytest.approx(
+        math.sqrt(heavy.null_mean * (1 - heavy.null_mean) * (weights**2).sum())
+    )
 
 
 # -------------------------------------------------------------------------------- statistics
@@ -157,7 +161,7 @@ def test_unmarked_text_is_unremarkable_under_random_keys(size, weighting):
     z, p = [], []
     for _ in range(40):
         known = settings(keys=random_keys(rng), sampling_table_size=size)
-        scheme = TournamentScheme(known, weighting)
+        scheme = SynthIDScheme(known, weighting)
         z += [z_of(scheme, ids) for ids in people]
         p += [p_of(scheme, ids) for ids in people[::3]]
     spread = 4 / math.sqrt(len(z))
@@ -174,10 +178,10 @@ def test_counting_repeats_would_be_seen():
     ids = np.tile(written()[0], 5)
     for _ in range(150):
         known = settings(keys=random_keys(rng))
-        game, tokens = tournament(known), torch.tensor(ids)
-        coins = game.values(game.contexts(tokens[:-1]), tokens[4:]).double().mean(1)
-        again.append(float((coins - game.fraction).sum()) / math.sqrt(len(coins) * 0.25 / 9))
-        assert abs(z_of(TournamentScheme(known, "mean"), ids)) < 5
+        game, tokens = get_tournament(known), torch.tensor(ids)
+        coins = game.g_values(game.context_hashes(tokens[:-1]), tokens[4:]).double().mean(1)
+        again.append(float((coins - game.ones_fraction).sum()) / math.sqrt(len(coins) * 0.25 / 9))
+        assert abs(z_of(SynthIDScheme(known, "mean"), ids)) < 5
     assert np.std(again) > 1.5
 
 
@@ -187,27 +191,27 @@ def test_tails_are_those_of_the_table_s_own_ones(weighting):
     known = next(
         settings(keys=KEYS[:3], sampling_table_size=12, sampling_table_seed=seed)
         for seed in itertools.count()
-        if tournament(settings(sampling_table_size=12, sampling_table_seed=seed)).fraction == 0.25
+        if get_tournament(settings(sampling_table_size=12, sampling_table_seed=seed)).ones_fraction == 0.25
     )
-    scheme = TournamentScheme(known, weighting)
-    assert scheme.mean == 0.25
+    scheme = SynthIDScheme(known, weighting)
+    assert scheme.null_mean == 0.25
     weights = round_weights(3) if weighting == "weighted" else np.full(3, 1 / 3)
-    assert scheme.sd == pytest.approx(math.sqrt(0.1875 * (weights**2).sum()))
+    assert scheme.null_std == pytest.approx(math.sqrt(0.1875 * (weights**2).sum()))
     sums = [
         (float(np.dot(coins, np.tile(weights, 2))), 0.25 ** sum(coins) * 0.75 ** (6 - sum(coins)))
         for coins in itertools.product((0, 1), repeat=6)
     ]
     for total, _ in sums:
         exact = math.fsum(chance for other, chance in sums if other >= total - 1e-9)
-        assert scheme.tail(2, total) == pytest.approx(exact, rel=1e-6)
+        assert scheme.p_value(2, total) == pytest.approx(exact, rel=1e-6)
 
 
 def test_tails_are_the_statistics_own():
-    plain, heavy = TournamentScheme(settings(), "mean"), TournamentScheme(settings())
-    assert plain.tail(100, 56.0) == binomial_tail(900, 504, plain.mean)
-    assert plain.tail(100, 56.0 + 1e-5) == binomial_tail(900, 505, plain.mean)
-    assert heavy.tail(100, 56.0) == weighted_tail(100, round_weights(9), heavy.mean, 56.0)
-    assert 1e-6 < heavy.tail(100, 56.0) < 1e-3
+    plain, heavy = SynthIDScheme(settings(), "mean"), SynthIDScheme(settings())
+    assert plain.p_value(100, 56.0) == binomial_tail(900, 504, plain.null_mean)
+    assert plain.p_value(100, 56.0 + 1e-5) == binomial_tail(900, 505, plain.null_mean)
+    assert heavy.p_value(100, 56.0) == weighted_tail(100, round_weights(9), heavy.null_mean, 56.0)
+    assert 1e-6 < heavy.p_value(100, 56.0) < 1e-3
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
@@ -215,23 +219,23 @@ def test_tails_are_the_statistics_own():
 def test_marked_text_is_found_and_under_other_keys_is_not(size, weighting):
     known, rng = settings(sampling_table_size=size), random.Random(7)
     marked = texts(known)
-    scheme = TournamentScheme(known, weighting)
+    scheme = SynthIDScheme(known, weighting)
     assert all(p_of(scheme, ids) < 1e-6 for ids in marked)
-    assert all(scheme.evidence(ids.numpy()).value.sum() > 140 * scheme.weakest for ids in marked)
+    assert all(scheme.score_tokens(ids.numpy()).values.sum() > 140 * scheme.min_marked_mean for ids in marked)
     other = [
-        p_of(TournamentScheme(settings(keys=random_keys(rng), sampling_table_size=size), weighting), ids)
+        p_of(SynthIDScheme(settings(keys=random_keys(rng), sampling_table_size=size), weighting), ids)
         for ids in marked
     ]
     assert min(other) > 1e-4
 
 
 def test_a_cold_text_is_still_above_the_weakest():
-    scheme = TournamentScheme(settings())
+    scheme = SynthIDScheme(settings())
     means = []
     for ids in texts(settings(), temperature=0.25):
-        found = scheme.evidence(ids.numpy())
-        means.append(found.value.sum() / found.scored.sum())
-    assert np.mean(means) > scheme.weakest > scheme.mean
+        found = scheme.score_tokens(ids.numpy())
+        means.append(found.values.sum() / found.mask.sum())
+    assert np.mean(means) > scheme.min_marked_mean > scheme.null_mean
 
 
 def test_weights_fall_from_ten_to_one():
@@ -241,7 +245,7 @@ def test_weights_fall_from_ten_to_one():
 
 def test_a_strange_weighting_is_refused():
     with pytest.raises(InputError, match=r"weighting.*weighted, mean.*median"):
-        TournamentScheme(settings(), "median")
+        SynthIDScheme(settings(), "median")
 
 
 # --------------------------------------------------------------------------------- detectors

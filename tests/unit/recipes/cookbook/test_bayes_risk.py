@@ -14,7 +14,7 @@ DRAWN = {"do_sample": True, "max_new_tokens": 10}
 
 
 def risk(**arguments) -> Recipe:
-    return Recipe.of(BayesRisk)(**arguments)
+    return Recipe.from_object(BayesRisk)(**arguments)
 
 
 def shared(one: list[int], other: list[int], most: int) -> float:
@@ -97,7 +97,7 @@ def test_a_batch_has_one_each():
 def test_nothing_comes_before_the_end():
     model = toy()
     [found] = outcomes(model, [Request([5, 6], GenerationConfig(**DRAWN, seed=1), recipe=risk(samples=4))])
-    assert found.streamed == {}
+    assert found.streamed_tokens == {}
     [event] = stream(model, torch.tensor([[5, 6]]), **DRAWN, seed=1, recipe=risk(samples=4))
     assert list(event.token_ids) == found.tokens[0]
     assert event.hypothesis.score == found.hypotheses[0].score

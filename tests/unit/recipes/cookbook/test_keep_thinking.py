@@ -17,7 +17,7 @@ EOS = 2
 
 
 def thinking(**arguments) -> Recipe:
-    return Recipe.of(KeepThinking)(**arguments)
+    return Recipe.from_object(KeepThinking)(**arguments)
 
 
 def chain(seed: int, spread: float = 1.5) -> Chain:

@@ -7,7 +7,7 @@ import torch
 
 from descant import ConfigError, GenerationConfig, InputError, Request, generate, stream
 from descant.parts import LogitsProcessor
-from descant.recipes.cookbook.roll_back import RollBack, repeated
+from descant.recipes.cookbook.roll_back import RollBack, repeated_suffix_length
 from descant.recipes.recipe import Recipe
 from descant.testing import outcomes
 from tests.contracts.configs import tokenizer
@@ -31,12 +31,12 @@ def ask(recipe: Recipe | None = None, prompt: tuple[int, ...] = (0,), **given) -
 def said(model, recipe: Recipe | None, **given) -> list[int]:
     [found] = outcomes(model, [ask(recipe, **given)])
     assert found.error is None, found.error
-    assert found.streamed == dict(enumerate(found.tokens))
+    assert found.streamed_tokens == dict(enumerate(found.tokens))
     return found.tokens[0]
 
 
 def back(**arguments) -> Recipe:
-    return Recipe.of(RollBack)(**arguments)
+    return Recipe.from_object(RollBack)(**arguments)
 
 
 LOOP = chain("01", "123", "214", "35", "45", "56", "67", "7765")
@@ -181,7 +181,9 @@ def looping(tokens: list[int], period: int = 32, repeats: int = 3) -> bool:
     """Whether a run is said `repeats` times anywhere."""
     ends = range(1, len(tokens) + 1)
     return any(
-        repeated(tokens[:end], run) >= run * (repeats - 1) for end in ends for run in range(1, period + 1)
+        repeated_suffix_length(tokens[:end], run) >= run * (repeats - 1)
+        for end in ends
+        for run in range(1, period + 1)
     )
 
 

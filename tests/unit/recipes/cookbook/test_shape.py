@@ -41,7 +41,7 @@ def test_a_page_is_a_recipe_folder_too(page, tmp_path):
     (tmp_path / "generate.py").write_text(page.read_text())
     found = load_recipe(tmp_path, trust_remote_code=True, lock=Lock(tmp_path.parent / f"{page.stem}.lock"))
     installed = load_recipe(page.stem.replace("_", "-"))
-    assert (found.kind, found.takes) == (installed.kind, installed.takes)
+    assert (found.kind, found.argument_names) == (installed.kind, installed.argument_names)
 
 
 def test_each_has_an_entry_point():

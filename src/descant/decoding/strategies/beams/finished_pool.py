@@ -9,30 +9,34 @@ import numpy as np
 
 from descant.core.interfaces import Array
 
-__all__ = ["Pools", "Terms", "banked", "running"]
+__all__ = ["BeamScoring", "FinishedHypotheses", "bank_order", "top_unfinished"]
 
-Make = Callable[[Sequence[tuple[int, int, float]]], Sequence[Any]]
+HypothesisFactory = Callable[[Sequence[tuple[int, int, float]]], Sequence[Any]]
 
 
-class Terms(NamedTuple):
+class BeamScoring(NamedTuple):
     """How the candidates of each pool are judged [B]."""
 
-    new: Array  # how many new tokens a candidate has
-    most: Array  # how many it may have
-    early: Array  # 0: by the present length, 1: when the pool is full, 2: when nothing longer can win
-    penalty: Array  # power of the length that divides a sum
+    num_new_tokens: Array  # how many new tokens a candidate has
+    max_new_tokens: Array  # how many it may have
+    early_stopping: (
+        Array  # 0: by the present length, 1: when the pool is full, 2: when nothing longer can win
+    )
+    length_penalty: Array  # power of the length that divides a sum
 
-    def shares(self, sums: Array) -> Array:
+    def normalized_scores(self, sums: Array) -> Array:
         """The scores of sequences that end now, of their sums [B, n]."""
-        return np.asarray(sums / _powers(self.new, self.penalty)[:, None])
+        return np.asarray(sums / _length_norms(self.num_new_tokens, self.length_penalty)[:, None])
 
-    def attainable(self, best: Array) -> Array:
+    def best_attainable(self, best: Array) -> Array:
         """The best score that the best running sum [B] can come to."""
-        length = np.where((self.early == 2) & (self.penalty > 0), self.most, self.new)
-        return np.asarray(best / _powers(length, self.penalty))
+        length = np.where(
+            (self.early_stopping == 2) & (self.length_penalty > 0), self.max_new_tokens, self.num_new_tokens
+        )
+        return np.asarray(best / _length_norms(length, self.length_penalty))
 
 
-class Pools:
+class FinishedHypotheses:
     """The `size` best ended sequences of every key, best first."""
 
     def __init__(self, size: int) -> None:
@@ -41,7 +45,7 @@ class Pools:
         self.scores: Array = np.zeros((0, size))  # [M, S] best first, -inf where none yet
         self._entries: Array = np.zeros((0, size), dtype=object)  # [M, S] None where none yet
 
-    def admit(self, keys: Array) -> None:
+    def add_keys(self, keys: Array) -> None:
         """An empty pool for every key that has none."""
         new = keys[~np.isin(keys, self._keys)]
         if not len(new):
@@ -55,31 +59,31 @@ class Pools:
             part[order] for part in (self._keys, self.scores, self._entries)
         )
 
-    def drop(self, key: int) -> None:
+    def remove_key(self, key: int) -> None:
         """Forget a key."""
         keep = self._keys != key
         self._keys, self.scores, self._entries = (
             part[keep] for part in (self._keys, self.scores, self._entries)
         )
 
-    def lines(self, keys: Array) -> Array:
+    def indices_of(self, keys: Array) -> Array:
         """The line of each key."""
         return np.searchsorted(self._keys, keys)
 
-    def of(self, key: int) -> list[Any]:
+    def get(self, key: int) -> list[Any]:
         """A key's entries, best first."""
         line = np.flatnonzero(self._keys == key)
         return [entry for entry in self._entries[line].flatten() if entry is not None]
 
-    def full(self, lines: Array) -> Array:
+    def is_full(self, lines: Array) -> Array:
         """Which pools hold as many as they can [B]."""
         return np.asarray((self.scores[lines] > -np.inf).all(1))
 
-    def empty(self, lines: Array) -> Array:
+    def is_empty(self, lines: Array) -> Array:
         """Which pools hold nothing [B]."""
         return ~np.asarray((self._entries[lines] != np.array(None)).any(1))
 
-    def offer(
+    def insert_best(
         self, lines: Array, shares: Array, make: Callable[[Sequence[tuple[int, int, float]]], Sequence[Any]]
     ) -> list[Any]:
         """Take the sequences in that are good enough, of scores `shares` [B, n], -inf where there is none.
@@ -101,20 +105,20 @@ class Pools:
         self.scores[lines], self._entries[lines] = best, pools
         return list(made)
 
-    def improvable(self, lines: Array, terms: Terms, best: Array) -> Array:
+    def can_improve(self, lines: Array, terms: BeamScoring, best: Array) -> Array:
         """Which pools can still be bettered by a running sequence of the sum `best` [B]."""
         scores = self.scores[lines]
-        full = self.full(lines)
-        able = (best > -np.inf) & ~(full & (terms.early == 1))
-        return np.asarray(able & (~full | (terms.attainable(best) > scores.min(1))))
+        full = self.is_full(lines)
+        able = (best > -np.inf) & ~(full & (terms.early_stopping == 1))
+        return np.asarray(able & (~full | (terms.best_attainable(best) > scores.min(1))))
 
 
-def running(sums: Array, ends: Array, width: int) -> Array:
+def top_unfinished(sums: Array, ends: Array, width: int) -> Array:
     """The places of the `width` best candidates that do not end, of those best first [B, W]."""
     return np.argsort(-np.where(ends, -np.inf, sums), axis=1, kind="stable")[:, :width]
 
 
-def banked(banks: Array, sums: Array, width: int) -> Array:
+def bank_order(banks: Array, sums: Array, width: int) -> Array:
     """The order in which candidates are kept: the best of every bank, then the second of every bank, ...
 
     A bank is how much of the constraints a candidate has met; higher banks come first (Post and Vilar
@@ -126,6 +130,6 @@ def banked(banks: Array, sums: Array, width: int) -> Array:
     return np.asarray(order[np.lexsort((number, rank))][:width])
 
 
-def _powers(lengths: Array, penalties: Array) -> Array:
+def _length_norms(lengths: Array, penalties: Array) -> Array:
     """`length ** penalty` in float64, whose range no penalty that is allowed exceeds [B]."""
     return np.power(lengths.astype(np.float64), penalties)

@@ -1,17 +1,17 @@
 """Marking: the keyed functions of the watermarks, which whoever marks and whoever detects must ask alike."""
 
 from descant.decoding.watermark.schemes.config import (
+    BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
-    Settings,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
-    settings_of,
+    as_watermarking_config,
 )
 
 __all__ = [
+    "BaseWatermarkingConfig",
     "GumbelWatermarkingConfig",
-    "Settings",
     "SynthIDTextWatermarkingConfig",
     "WatermarkingConfig",
-    "settings_of",
+    "as_watermarking_config",
 ]

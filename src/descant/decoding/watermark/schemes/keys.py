@@ -15,20 +15,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from descant.config.fields import LARGEST_INT, Discreet
+from descant.config.fields import LARGEST_INT, RedactedMap
 from descant.decoding.watermark.schemes.config import (
+    BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
-    Settings,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
-    settings_of,
+    as_watermarking_config,
 )
 from descant.errors import ConfigError, InputError
 
 __all__ = [
-    "FILE_VARIABLE",
+    "KEY_FILE_VARIABLE",
+    "KEY_VARIABLE",
     "SCHEMES",
-    "VARIABLE",
     "PublicKeyWarning",
     "fingerprint",
     "new_settings",
@@ -37,16 +37,16 @@ __all__ = [
     "write_settings",
 ]
 
-VARIABLE: Final = "DESCANT_WATERMARK_KEY"  # holds the JSON itself
-FILE_VARIABLE: Final = "DESCANT_WATERMARK_KEY_FILE"  # holds the path of a file with it
+KEY_VARIABLE: Final = "DESCANT_WATERMARK_KEY"  # holds the JSON itself
+KEY_FILE_VARIABLE: Final = "DESCANT_WATERMARK_KEY_FILE"  # holds the path of a file with it
 SCHEMES: Final = ("green", "selfhash", "synthid", "gumbel")
 
 _NAME: Final = "name"
-_LARGEST: Final = 2**20  # bytes of a file of keys
+_MAX_FILE_BYTES: Final = 2**20  # bytes of a file of keys
 _OWNER_ONLY: Final = 0o600
-_LAYERS, _NGRAM = 30, 5  # of the SynthID paper
-_TABLE: Final = 2**16  # keys that agree in these bits make the same round of a tournament
-_EXACT: Final = 2**53  # above it programs that read JSON numbers as floats would change a key
+_SYNTHID_DEPTH, _SYNTHID_NGRAM_LEN = 30, 5  # of the SynthID paper
+_SAMPLING_TABLE_SIZE: Final = 2**16  # keys that agree in these bits make the same round of a tournament
+_MAX_EXACT_INT: Final = 2**53  # above it programs that read JSON numbers as floats would change a key
 
 
 class PublicKeyWarning(UserWarning):
@@ -55,7 +55,7 @@ class PublicKeyWarning(UserWarning):
 
 def read_settings(
     path: str | os.PathLike[str] | None = None, environment: Mapping[str, str] = os.environ
-) -> dict[str, Settings]:
+) -> dict[str, BaseWatermarkingConfig]:
     """Watermarks by name, from a JSON file, or from the environment where no file is given.
 
     The JSON is one object of settings, which may have a "name", or a list of such objects, or an object of
@@ -63,42 +63,46 @@ def read_settings(
     `DESCANT_WATERMARK_KEY_FILE` names.
     """
     if path is not None:
-        return _file(os.fspath(path), "key")
-    given = [name for name in (VARIABLE, FILE_VARIABLE) if environment.get(name)]
+        return _read_file(os.fspath(path), "key")
+    given = [name for name in (KEY_VARIABLE, KEY_FILE_VARIABLE) if environment.get(name)]
     if len(given) != 1:
-        do = f"set {VARIABLE} to its JSON or {FILE_VARIABLE} to a file's path"
+        do = f"set {KEY_VARIABLE} to its JSON or {KEY_FILE_VARIABLE} to a file's path"
         got = " and ".join(given) or "neither a file nor a variable"
         raise InputError("key", "must come from one place", got, do)
-    if given == [FILE_VARIABLE]:
-        return _file(environment[FILE_VARIABLE], FILE_VARIABLE)
-    told = f"other text: a path goes into {FILE_VARIABLE}"
-    return _named(_json(environment[VARIABLE], VARIABLE, told), VARIABLE)
+    if given == [KEY_FILE_VARIABLE]:
+        return _read_file(environment[KEY_FILE_VARIABLE], KEY_FILE_VARIABLE)
+    told = f"other text: a path goes into {KEY_FILE_VARIABLE}"
+    return _parse_keys(_parse_json(environment[KEY_VARIABLE], KEY_VARIABLE, told), KEY_VARIABLE)
 
 
-def new_settings(scheme: str, **given: Any) -> Settings:
+def new_settings(scheme: str, **given: Any) -> BaseWatermarkingConfig:
     """Settings with a new key from the system's source of chance; what is given replaces a default."""
-    made: Settings
+    made: BaseWatermarkingConfig
     if scheme in ("green", "selfhash"):
         # Even keys would lose the token's upper bits, for only 32 bits of the product seed the list.
-        key = 2 * secrets.randbelow(_EXACT // 2) + 1
+        key = 2 * secrets.randbelow(_MAX_EXACT_INT // 2) + 1
         width = {"green": ("lefthash", 1), "selfhash": ("selfhash", 4)}[scheme]
         made = WatermarkingConfig(hashing_key=key, seeding_scheme=width[0], context_width=width[1])
     elif scheme == "synthid":
-        made = SynthIDTextWatermarkingConfig(ngram_len=_NGRAM, keys=tuple(_distinct(_LAYERS)))
+        made = SynthIDTextWatermarkingConfig(
+            ngram_len=_SYNTHID_NGRAM_LEN, keys=tuple(_distinct_keys(_SYNTHID_DEPTH))
+        )
     elif scheme == "gumbel":
         made = GumbelWatermarkingConfig(key=secrets.randbelow(LARGEST_INT) + 1)
     else:
         raise InputError("scheme", f"must be one of {', '.join(SCHEMES)}", scheme)
-    if kept := sorted(given.keys() & set(Discreet.SECRET)):
+    if kept := sorted(given.keys() & set(RedactedMap.SECRET_KEYS)):
         raise InputError("new_settings", "makes the key itself", kept, "leave it out")
     try:
         return replace(made, **given)
     except TypeError:
-        known = ", ".join(name for name in made.to_dict() if name not in Discreet.SECRET)
+        known = ", ".join(name for name in made.to_dict() if name not in RedactedMap.SECRET_KEYS)
         raise InputError("new_settings", f"takes only {known} for {scheme}", sorted(given)) from None
 
 
-def write_settings(path: str | os.PathLike[str], settings: Settings, name: str | None = None) -> None:
+def write_settings(
+    path: str | os.PathLike[str], settings: BaseWatermarkingConfig, name: str | None = None
+) -> None:
     """Write settings to a new file that only its owner can read.
 
     A file that exists is left alone: a key that is overwritten is lost, and with it all marks made by it.
@@ -113,19 +117,19 @@ def write_settings(path: str | os.PathLike[str], settings: Settings, name: str |
         target.write(text)
 
 
-def fingerprint(settings: Settings) -> str:
+def fingerprint(settings: BaseWatermarkingConfig) -> str:
     """A name for a key that does not tell it: 8 hex digits.
 
     It is one for 2^32 keys, so a key that is drawn of more than that cannot be found from it.
     """
-    key = [settings.to_dict()[name] for name in Discreet.SECRET if name in settings.to_dict()]
+    key = [settings.to_dict()[name] for name in RedactedMap.SECRET_KEYS if name in settings.to_dict()]
     text = json.dumps([settings.scheme, *key])
     return hashlib.blake2b(text.encode(), digest_size=4, person=b"descant key").hexdigest()
 
 
-def warn_if_public(settings: Settings, stacklevel: int = 3) -> None:
+def warn_if_public(settings: BaseWatermarkingConfig, stacklevel: int = 3) -> None:
     """Warn of a key that stands in a documentation."""
-    if settings.public:
+    if settings.is_public:
         warnings.warn(
             f"the key of this watermark ({settings.scheme}) is public: it stands in a documentation, and "
             "anybody can find, forge and remove the mark; make one with `descant watermark key`",
@@ -134,32 +138,32 @@ def warn_if_public(settings: Settings, stacklevel: int = 3) -> None:
         )
 
 
-def _distinct(count: int) -> Iterator[int]:
+def _distinct_keys(count: int) -> Iterator[int]:
     """Random keys that differ where it matters: two alike would run the same round twice."""
     seen: set[int] = set()
     while len(seen) < count:
-        key = secrets.randbelow(_EXACT)
-        if key % _TABLE not in seen:
-            seen.add(key % _TABLE)
+        key = secrets.randbelow(_MAX_EXACT_INT)
+        if key % _SAMPLING_TABLE_SIZE not in seen:
+            seen.add(key % _SAMPLING_TABLE_SIZE)
             yield key
 
 
-def _file(path: str, field: str) -> dict[str, Settings]:
+def _read_file(path: str, field: str) -> dict[str, BaseWatermarkingConfig]:
     # Where somebody gave the key itself for its path, the error must not show it.
-    told = "something that is no path" if _readable(path) else path
+    told = "something that is no path" if _looks_like_json(path) else path
     try:
         with open(path, "rb") as file:
-            data = file.read(_LARGEST + 1)
+            data = file.read(_MAX_FILE_BYTES + 1)
         text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise InputError(field, f"must be a file that can be read ({why})", told) from None
-    if len(data) > _LARGEST:
-        raise InputError(field, f"must be a file of at most {_LARGEST} bytes", told)
-    return _named(_json(text, field, told), field)
+    if len(data) > _MAX_FILE_BYTES:
+        raise InputError(field, f"must be a file of at most {_MAX_FILE_BYTES} bytes", told)
+    return _parse_keys(_parse_json(text, field, told), field)
 
 
-def _readable(text: str) -> bool:
+def _looks_like_json(text: str) -> bool:
     """Whether a text is JSON or begins like it."""
     try:
         json.loads(text)
@@ -168,7 +172,7 @@ def _readable(text: str) -> bool:
     return True
 
 
-def _json(text: str, field: str, told: str) -> Any:
+def _parse_json(text: str, field: str, told: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -176,7 +180,7 @@ def _json(text: str, field: str, told: str) -> Any:
         raise InputError(field, f"must hold JSON ({why})", told) from None
 
 
-def _named(data: Any, field: str) -> dict[str, Settings]:
+def _parse_keys(data: Any, field: str) -> dict[str, BaseWatermarkingConfig]:
     """The settings in JSON data, by name."""
     one = "an object of settings, a list of them, or an object of them by name"
     if isinstance(data, dict) and data and all(isinstance(part, dict) for part in data.values()):
@@ -187,9 +191,11 @@ def _named(data: Any, field: str) -> dict[str, Settings]:
         entries = [(part, f"key {place} of {len(data)}") for place, part in enumerate(data, 1)]
     else:
         raise InputError(field, f"must hold {one}", f"a {type(data).__name__}, or an empty one")
-    found: dict[str, Settings] = {}
+    found: dict[str, BaseWatermarkingConfig] = {}
     for part, where in entries:
-        settings = _settings({name: value for name, value in part.items() if name != _NAME}, field, where)
+        settings = _parse_settings(
+            {name: value for name, value in part.items() if name != _NAME}, field, where
+        )
         name = part.get(_NAME, fingerprint(settings))
         if not isinstance(name, str) or not name:
             raise InputError(field, f'must have text as "{_NAME}" of {where}', type(name).__name__)
@@ -199,28 +205,28 @@ def _named(data: Any, field: str) -> dict[str, Settings]:
     return found
 
 
-def _settings(data: dict[str, Any], field: str, where: str) -> Settings:
+def _parse_settings(data: dict[str, Any], field: str, where: str) -> BaseWatermarkingConfig:
     """Settings of a dict; an error says what is wrong, but not what the key is."""
-    held = [name for name in Discreet.SECRET if name in data]
+    held = [name for name in RedactedMap.SECRET_KEYS if name in data]
     if len(held) != 1:
-        must = f"must have one of {', '.join(f'`{name}`' for name in Discreet.SECRET)} in {where}"
+        must = f"must have one of {', '.join(f'`{name}`' for name in RedactedMap.SECRET_KEYS)} in {where}"
         raise InputError(field, must, sorted(data), "make one with `descant watermark key`")
     try:
-        return settings_of(data)
+        return as_watermarking_config(data)
     except ConfigError:
         [secret] = held
     # Whatever is wrong besides the key is wrong with another one, too, and can be said with that.
     harmless = [1] if secret == "keys" else 1
     try:
-        settings_of({**data, secret: harmless})
+        as_watermarking_config({**data, secret: harmless})
     except ConfigError as error:
         raise InputError(
             field, f"must hold settings of a watermark in {where} ({error})", sorted(data)
         ) from None
     must = "a non-empty list of integers" if secret == "keys" else "a positive integer"
-    raise InputError(field, f"must have {must} below 2^63 as `{secret}` of {where}", _kind(data[secret]))
+    raise InputError(field, f"must have {must} below 2^63 as `{secret}` of {where}", _redact(data[secret]))
 
 
-def _kind(value: Any) -> str:
+def _redact(value: Any) -> str:
     """A secret value as an error may show it."""
     return f"{type(value).__name__} that is none"

@@ -11,27 +11,27 @@ from torch import Tensor
 
 from descant.decoding.watermark.schemes.config import SynthIDTextWatermarkingConfig
 
-__all__ = ["Tournament", "accumulated", "before_end", "repeated", "sampling_table", "tournament"]
+__all__ = ["Tournament", "before_eos_mask", "get_tournament", "lcg_hash", "repetition_mask", "sampling_table"]
 
-MULTIPLIER: Final = 6364136223846793005  # of Knuth's generator, which newlib and musl use
-_LARGEST_BOARD: Final = 2**25  # bytes
+LCG_MULTIPLIER: Final = 6364136223846793005  # of Knuth's generator, which newlib and musl use
+_MAX_TABLE_BYTES: Final = 2**25  # bytes
 
 
-def accumulated(hashes: Tensor, data: Tensor, multiplier: int = MULTIPLIER, increment: int = 1) -> Tensor:
+def lcg_hash(hashes: Tensor, data: Tensor, multiplier: int = LCG_MULTIPLIER, increment: int = 1) -> Tensor:
     """The hashes [...] after the numbers [..., W], by a linear congruential generator modulo 2^64."""
     for place in range(data.shape[-1]):
         hashes = (hashes + data[..., place]) * multiplier + increment
     return hashes
 
 
-def repeated(hashes: Tensor, history: int) -> Tensor:
+def repetition_mask(hashes: Tensor, history: int) -> Tensor:
     """Which of the hashes [N, C] are among the `history` ones before them in their line [N, C]."""
     ordered, order = hashes.sort(dim=1, stable=True)
     near = (ordered[:, 1:] == ordered[:, :-1]) & (order[:, 1:] - order[:, :-1] <= history)
     return torch.zeros_like(hashes, dtype=torch.bool).scatter_(1, order[:, 1:], near)
 
 
-def before_end(input_ids: Tensor, end: int) -> Tensor:
+def before_eos_mask(input_ids: Tensor, end: int) -> Tensor:
     """Which ids [N, L] stand before the first `end` of their line [N, L]."""
     return (input_ids == end).cumsum(1) == 0
 
@@ -54,33 +54,35 @@ class Tournament:
 
     def __init__(self, settings: SynthIDTextWatermarkingConfig) -> None:
         self.settings = settings
-        self.width = settings.ngram_len - 1
+        self.context_size = settings.ngram_len - 1
         self.depth = len(settings.keys)
-        self.size = settings.sampling_table_size
-        self.table = sampling_table(self.size, settings.sampling_table_seed)
-        self.fraction = float(self.table.double().mean())  # of ones
-        self.cyclic = self.size & (self.size - 1) == 0
-        self._bounded = self.cyclic and self.size * self.depth <= _LARGEST_BOARD
-        self._parts: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._boards: dict[torch.device, Tensor] = {}
+        self.table_size = settings.sampling_table_size
+        self.sampling_table = sampling_table(self.table_size, settings.sampling_table_seed)
+        self.ones_fraction = float(self.sampling_table.double().mean())  # of ones
+        self.is_power_of_two = self.table_size & (self.table_size - 1) == 0
+        self._has_g_value_table = self.is_power_of_two and self.table_size * self.depth <= _MAX_TABLE_BYTES
+        self._device_tensors: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._g_value_tables: dict[torch.device, Tensor] = {}
 
     @property
-    def rounds(self) -> list[int]:
+    def distinct_rounds(self) -> list[int]:
         """The rounds without those that repeat another's coins, having the same key."""
-        modulus = self.size if self.cyclic else 2**64
+        modulus = self.table_size if self.is_power_of_two else 2**64
         first = {key % modulus: depth for depth, key in reversed(list(enumerate(self.settings.keys)))}
         return sorted(first.values())
 
-    def contexts(self, tokens: Tensor) -> Tensor:
+    def context_hashes(self, tokens: Tensor) -> Tensor:
         """The hashes of all runs of `width` tokens [..., L] -> [..., L - width + 1]."""
-        count = tokens.shape[-1] - self.width + 1
+        count = tokens.shape[-1] - self.context_size + 1
         hashes = tokens.new_ones((*tokens.shape[:-1], count))
         # Place by place for all runs at once, which needs no copy of each run.
-        for place in range(self.width):
-            hashes = (hashes + tokens[..., place : place + count]) * MULTIPLIER + 1
+        for place in range(self.context_size):
+            hashes = (hashes + tokens[..., place : place + count]) * LCG_MULTIPLIER + 1
         return hashes
 
-    def present(self, tokens: Tensor, length: Tensor, new: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    def current_contexts(
+        self, tokens: Tensor, length: Tensor, new: Tensor, most: int
+    ) -> tuple[Tensor, Tensor]:
         """The hash of each line's context [N, 1], and whether it may be marked there [N, 1].
 
         A line follows `tokens[i, :length[i]]` [N, L], [N, 1], the last `new` [N, 1] of which, `most` in any
@@ -88,70 +90,73 @@ class Tournament:
         one of the last `context_history_size`.
         """
         back = min(most, self.settings.context_history_size)
-        at = length + torch.arange(-back - self.width, 0, device=tokens.device)
+        at = length + torch.arange(-back - self.context_size, 0, device=tokens.device)
         known = tokens.gather(1, at.clamp(0, tokens.shape[1] - 1)) if tokens.shape[1] else at
-        hashes = self.contexts(torch.where(at >= length - new, known, 0))  # [N, back + 1]
-        first = self.width if self.settings.skip_first_ngram_calls else 0
+        hashes = self.context_hashes(torch.where(at >= length - new, known, 0))  # [N, back + 1]
+        first = self.context_size if self.settings.skip_first_ngram_calls else 0
         there = new - torch.arange(back, 0, -1, device=tokens.device) >= first
         seen = ((hashes[:, :-1] == hashes[:, -1:]) & there).any(1, keepdim=True)
         return hashes[:, -1:], ~seen & (new >= first)
 
-    def asked(self, contexts: Tensor, tokens: Tensor) -> Tensor:
+    def g_value_inputs(self, contexts: Tensor, tokens: Tensor) -> Tensor:
         """What the coins of the tokens [...] hang on: where it is equal they are, whatever the key."""
-        return (contexts + tokens) & (self.size - 1) if self.cyclic else contexts + tokens
+        return (contexts + tokens) & (self.table_size - 1) if self.is_power_of_two else contexts + tokens
 
     def ngram_keys(self, ngrams: Tensor) -> Tensor:
         """The hashes of runs with the token after them [...], hashed with every round's key [..., D]."""
-        return (ngrams[..., None] + self._on(ngrams.device)[0]) * MULTIPLIER + 1
+        return (ngrams[..., None] + self._on_device(ngrams.device)[0]) * LCG_MULTIPLIER + 1
 
-    def coins(self, ngram_keys: Tensor) -> Tensor:
+    def lookup_g_values(self, ngram_keys: Tensor) -> Tensor:
         """The coins to those hashes [...], 0 or 1."""
-        return self._on(ngram_keys.device)[1][ngram_keys % self.size]
+        return self._on_device(ngram_keys.device)[1][ngram_keys % self.table_size]
 
-    def values(self, contexts: Tensor, tokens: Tensor) -> Tensor:
+    def g_values(self, contexts: Tensor, tokens: Tensor) -> Tensor:
         """The coins of tokens [...] after contexts [...], round by round [..., D]."""
-        return self.coins(self.ngram_keys((contexts + tokens) * MULTIPLIER + 1))
+        return self.lookup_g_values(self.ngram_keys((contexts + tokens) * LCG_MULTIPLIER + 1))
 
-    def play(self, contexts: Tensor, tokens: Tensor) -> Iterator[Tensor]:
+    def iter_g_values(self, contexts: Tensor, tokens: Tensor) -> Iterator[Tensor]:
         """The same round after round, of tokens [N, K] or [K] after contexts [N, 1]: `depth` times [N, K]."""
-        if self._bounded:
-            board = self._board(contexts.device, 0)
-            place = (contexts + tokens) & (self.size - 1)
+        if self._has_g_value_table:
+            board = self._g_value_table(contexts.device, 0)
+            place = (contexts + tokens) & (self.table_size - 1)
             yield from (board[depth][place] for depth in range(self.depth))
             return
-        ngrams = (contexts + tokens) * MULTIPLIER + 1
-        keys, table = self._on(contexts.device)
+        ngrams = (contexts + tokens) * LCG_MULTIPLIER + 1
+        keys, table = self._on_device(contexts.device)
         for key in keys.unbind():
-            yield table[((ngrams + key) * MULTIPLIER + 1) % self.size]
+            yield table[((ngrams + key) * LCG_MULTIPLIER + 1) % self.table_size]
 
-    def window(self, context: int, vocabulary: int) -> Tensor | None:
+    def vocab_g_values(self, context: int, vocabulary: int) -> Tensor | None:
         """The coins of the whole vocabulary after one context [D, V], a view; None: they have no board."""
-        if not self._bounded:
+        if not self._has_g_value_table:
             return None
-        start = context & (self.size - 1)
-        return self._board(torch.device("cpu"), vocabulary)[:, start : start + vocabulary]
+        start = context & (self.table_size - 1)
+        return self._g_value_table(torch.device("cpu"), vocabulary)[:, start : start + vocabulary]
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The keys [D] and the table [S] on a device."""
-        if device not in self._parts:
+        if device not in self._device_tensors:
             keys = torch.tensor(self.settings.keys, dtype=torch.long)
-            self._parts[device] = keys.to(device), self.table.to(device)
-        return self._parts[device]
+            self._device_tensors[device] = keys.to(device), self.sampling_table.to(device)
+        return self._device_tensors[device]
 
-    def _board(self, device: torch.device, vocabulary: int) -> Tensor:
+    def _g_value_table(self, device: torch.device, vocabulary: int) -> Tensor:
         """The coins of each remainder, and from the first on again as many as a window needs [D, S + V]."""
-        board = self._boards.get(device)
-        if board is None or board.shape[1] < self.size + vocabulary:
-            places = torch.arange(self.size, device=device)
-            ngrams = places * MULTIPLIER + 1
-            coins = [self.coins((ngrams + key) * MULTIPLIER + 1) for key in self._on(device)[0].unbind()]
-            again = torch.arange(self.size + vocabulary, device=device) & (self.size - 1)
+        board = self._g_value_tables.get(device)
+        if board is None or board.shape[1] < self.table_size + vocabulary:
+            places = torch.arange(self.table_size, device=device)
+            ngrams = places * LCG_MULTIPLIER + 1
+            coins = [
+                self.lookup_g_values((ngrams + key) * LCG_MULTIPLIER + 1)
+                for key in self._on_device(device)[0].unbind()
+            ]
+            again = torch.arange(self.table_size + vocabulary, device=device) & (self.table_size - 1)
             board = torch.stack([one[again] for one in coins])
-            self._boards[device] = board
+            self._g_value_tables[device] = board
         return board
 
 
 @lru_cache(maxsize=32)
-def tournament(settings: SynthIDTextWatermarkingConfig) -> Tournament:
+def get_tournament(settings: SynthIDTextWatermarkingConfig) -> Tournament:
     """The tournament of those settings, made once."""
     return Tournament(settings)

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
-from descant.decoding.watermark.schemes.gumbel import Race, race_of
+from descant.decoding.watermark.schemes.gumbel import KeyedUniforms, get_keyed_uniforms
 
 WORD = 2**32 - 1
 
@@ -40,7 +40,7 @@ def slow(key, width, nonce, context, token):
 
 
 def race(key=77, width=4):
-    return Race(GumbelWatermarkingConfig(key, width))
+    return KeyedUniforms(GumbelWatermarkingConfig(key, width))
 
 
 def asked(one, contexts, nonce, tokens):
@@ -123,8 +123,8 @@ def unmixed(word):
 
 def test_the_same_race_is_made_once():
     settings = GumbelWatermarkingConfig(3, 2, nonce=4)
-    assert race_of(settings) is race_of(GumbelWatermarkingConfig(3, 2))
-    assert race_of(settings) is not race_of(GumbelWatermarkingConfig(3, 3))
+    assert get_keyed_uniforms(settings) is get_keyed_uniforms(GumbelWatermarkingConfig(3, 2))
+    assert get_keyed_uniforms(settings) is not get_keyed_uniforms(GumbelWatermarkingConfig(3, 3))
 
 
 # ------------------------------------------------------------------- even, and strangers to each other

@@ -17,8 +17,8 @@ from descant.decoding.watermark.schemes import (
     keys,
 )
 from descant.decoding.watermark.schemes.keys import (
-    FILE_VARIABLE,
-    VARIABLE,
+    KEY_FILE_VARIABLE,
+    KEY_VARIABLE,
     PublicKeyWarning,
     fingerprint,
     new_settings,
@@ -65,11 +65,13 @@ def test_a_file_holds_several(tmp_path):
 
 def test_the_environment_holds_it_or_its_path(tmp_path, monkeypatch):
     path = written(tmp_path, {"name": "filed", **RACE})
-    assert read_settings(environment={VARIABLE: json.dumps({"name": "told", **GREEN})}) == {"told": MADE[0]}
-    assert read_settings(environment={FILE_VARIABLE: str(path)}) == {"filed": MADE[2]}
-    assert read_settings(environment={VARIABLE: "", FILE_VARIABLE: str(path)}) == {"filed": MADE[2]}
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setenv(FILE_VARIABLE, str(path))
+    assert read_settings(environment={KEY_VARIABLE: json.dumps({"name": "told", **GREEN})}) == {
+        "told": MADE[0]
+    }
+    assert read_settings(environment={KEY_FILE_VARIABLE: str(path)}) == {"filed": MADE[2]}
+    assert read_settings(environment={KEY_VARIABLE: "", KEY_FILE_VARIABLE: str(path)}) == {"filed": MADE[2]}
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.setenv(KEY_FILE_VARIABLE, str(path))
     assert read_settings() == {"filed": MADE[2]}
     # A file that is named beats the environment, which may be another program's.
     assert read_settings(written(tmp_path, GREEN)) == {fingerprint(MADE[0]): MADE[0]}
@@ -82,14 +84,20 @@ def test_the_environment_holds_it_or_its_path(tmp_path, monkeypatch):
             {},
             "`key` must come from one place, got 'neither a file nor a variable': set DESCANT",
         ),
-        ({VARIABLE: "{}", FILE_VARIABLE: "x"}, "got 'DESCANT_WATERMARK_KEY and DESCANT_WATERMARK_KEY_FILE'"),
         (
-            {VARIABLE: "/etc/key.json"},
-            f"`{VARIABLE}` must hold JSON (Expecting value), got 'other text: a",
+            {KEY_VARIABLE: "{}", KEY_FILE_VARIABLE: "x"},
+            "got 'DESCANT_WATERMARK_KEY and DESCANT_WATERMARK_KEY_FILE'",
         ),
-        ({FILE_VARIABLE: "/nowhere/key"}, f"`{FILE_VARIABLE}` must be a file that can be read (No such file"),
-        ({FILE_VARIABLE: json.dumps(GREEN)}, "got 'something that is no path'"),
-        ({FILE_VARIABLE: str(SECRET)}, "got 'something that is no path'"),
+        (
+            {KEY_VARIABLE: "/etc/key.json"},
+            f"`{KEY_VARIABLE}` must hold JSON (Expecting value), got 'other text: a",
+        ),
+        (
+            {KEY_FILE_VARIABLE: "/nowhere/key"},
+            f"`{KEY_FILE_VARIABLE}` must be a file that can be read (No such file",
+        ),
+        ({KEY_FILE_VARIABLE: json.dumps(GREEN)}, "got 'something that is no path'"),
+        ({KEY_FILE_VARIABLE: str(SECRET)}, "got 'something that is no path'"),
     ],
 )
 def test_what_the_environment_may_not_hold(environment, message):
@@ -152,7 +160,7 @@ def test_new_keys_are_new_and_strong():
     for scheme in keys.SCHEMES:
         made = [new_settings(scheme) for _ in range(20)]
         assert len({fingerprint(one) for one in made}) == 20
-        assert not any(one.public for one in made)
+        assert not any(one.is_public for one in made)
     green = [new_settings("green") for _ in range(200)]
     assert all(one.hashing_key % 2 == 1 for one in green)
     assert sum(one.hashing_key > 2**50 for one in green) > 150

@@ -10,10 +10,10 @@ import torch
 from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
 from descant.decoding.watermark.schemes.synthid import (
     Tournament,
-    before_end,
-    repeated,
+    before_eos_mask,
+    get_tournament,
+    repetition_mask,
     sampling_table,
-    tournament,
 )
 
 WORD = 2**64
@@ -56,11 +56,11 @@ def test_coins(size):
     game = Tournament(known)
     ids = [rng.randrange(300_000) for _ in range(40)]
     tokens = torch.tensor(ids)
-    contexts, after = game.contexts(tokens[:-1]), tokens[3:]
+    contexts, after = game.context_hashes(tokens[:-1]), tokens[3:]
     assert contexts.tolist() == [slow_hash(ids[at : at + 3]) for at in range(37)]
     wanted = [slow_coins(known, ids[at : at + 4]) for at in range(37)]
-    assert game.values(contexts, after).tolist() == wanted
-    rounds = list(game.play(contexts[:, None], after[:, None]))
+    assert game.g_values(contexts, after).tolist() == wanted
+    rounds = list(game.iter_g_values(contexts[:, None], after[:, None]))
     assert torch.cat(rounds, 1).tolist() == wanted
     assert size == 2 or 0.2 < torch.tensor(wanted).double().mean() < 0.8
 
@@ -71,14 +71,16 @@ def test_a_window_holds_the_coins_of_the_vocabulary(size, vocabulary):
     """Also where it is wider than the table, and one more than the last one asked for."""
     game, tokens = Tournament(settings(sampling_table_size=size)), torch.arange(vocabulary)
     for context in (0, 1, -1, size - 1, -(2**63), 2**63 - 1, 123_456_789_123):
-        window = game.window(context, vocabulary)
-        assert torch.equal(window.T.long(), game.values(torch.tensor(context), tokens).long())
-        assert torch.equal(torch.stack(list(game.play(torch.tensor([[context]]), tokens))), window[:, None])
+        window = game.vocab_g_values(context, vocabulary)
+        assert torch.equal(window.T.long(), game.g_values(torch.tensor(context), tokens).long())
+        assert torch.equal(
+            torch.stack(list(game.iter_g_values(torch.tensor([[context]]), tokens))), window[:, None]
+        )
 
 
 @pytest.mark.parametrize("size", [999, 2**23])
 def test_a_table_without_a_board_has_no_window(size):
-    assert Tournament(settings(sampling_table_size=size)).window(0, 10) is None
+    assert Tournament(settings(sampling_table_size=size)).vocab_g_values(0, 10) is None
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -93,7 +95,7 @@ def test_present_contexts_of_ragged_lines(history, skip):
         longest = max(map(len, lines))
         length = torch.tensor([[len(line)] for line in lines])
         new = length - torch.tensor(prompts)[:, None]
-        contexts, fresh = game.present(store[:, :longest], length, new, int(new.max()))
+        contexts, fresh = game.current_contexts(store[:, :longest], length, new, int(new.max()))
         wanted = [slow_present(known, line[prompt:]) for line, prompt in zip(lines, prompts, strict=True)]
         assert list(zip(contexts[:, 0].tolist(), fresh[:, 0].tolist(), strict=True)) == wanted
         seen |= {marks for _, marks in wanted}
@@ -105,13 +107,13 @@ def test_repeats_are_forgotten(history):
     rng = random.Random(history)
     lines = [[rng.choice([-5, 0, 3, 2**62]) for _ in range(30)] for _ in range(6)]
     wanted = [[one in line[max(0, at - history) : at] for at, one in enumerate(line)] for line in lines]
-    assert repeated(torch.tensor(lines), history).tolist() == wanted
-    assert repeated(torch.tensor([[4]]), history).tolist() == [[False]]
+    assert repetition_mask(torch.tensor(lines), history).tolist() == wanted
+    assert repetition_mask(torch.tensor([[4]]), history).tolist() == [[False]]
 
 
 def test_before_end():
     ids = torch.tensor([[4, 2, 4, 2], [4, 4, 4, 4], [2, 4, 4, 4]])
-    assert before_end(ids, 2).tolist() == [[True, False, False, False], [True] * 4, [False] * 4]
+    assert before_eos_mask(ids, 2).tolist() == [[True, False, False, False], [True] * 4, [False] * 4]
 
 
 def test_what_is_asked_alike_is_answered_alike_whatever_the_key():
@@ -119,23 +121,28 @@ def test_what_is_asked_alike_is_answered_alike_whatever_the_key():
     rng, tokens = random.Random(4), torch.arange(200_000)
     context = torch.tensor(987_654_321_012_345)
     game = Tournament(settings())
-    asked = game.asked(context, tokens)
+    asked = game.g_value_inputs(context, tokens)
     assert torch.equal(asked[:1000], asked[65_536:66_536])
     assert len(set(asked[:65_536].tolist())) == 65_536
     for _ in range(5):
         keys = tuple(rng.randrange(2**62) for _ in range(16))
-        coins = Tournament(settings(keys=keys)).values(context, tokens)
+        coins = Tournament(settings(keys=keys)).g_values(context, tokens)
         assert torch.equal(coins[:1000], coins[65_536:66_536])
         assert (coins[:1000] != coins[1000:2000]).any(1).float().mean() > 0.99
     odd = Tournament(settings(sampling_table_size=999))
-    assert len(set(odd.asked(context, tokens).tolist())) == 200_000
+    assert len(set(odd.g_value_inputs(context, tokens).tolist())) == 200_000
 
 
 def test_rounds_that_repeat_another_are_known():
-    assert Tournament(settings(keys=(1, 2, 65_537, 1, 3))).rounds == [0, 1, 4]
-    assert Tournament(settings(keys=(1, 2, 65_537, 1, 3), sampling_table_size=999)).rounds == [0, 1, 2, 4]
-    assert Tournament(settings(keys=(-1, 65_535))).rounds == [0]
-    coins = Tournament(settings(keys=(1, 2, 65_537, 1))).values(torch.arange(900), torch.arange(900))
+    assert Tournament(settings(keys=(1, 2, 65_537, 1, 3))).distinct_rounds == [0, 1, 4]
+    assert Tournament(settings(keys=(1, 2, 65_537, 1, 3), sampling_table_size=999)).distinct_rounds == [
+        0,
+        1,
+        2,
+        4,
+    ]
+    assert Tournament(settings(keys=(-1, 65_535))).distinct_rounds == [0]
+    coins = Tournament(settings(keys=(1, 2, 65_537, 1))).g_values(torch.arange(900), torch.arange(900))
     assert torch.equal(coins[:, 0], coins[:, 2])
     assert not torch.equal(coins[:, 0], coins[:, 1])
 
@@ -143,8 +150,8 @@ def test_rounds_that_repeat_another_are_known():
 def test_the_fraction_of_ones_is_that_of_the_table():
     known = settings(sampling_table_size=101)
     table = sampling_table(101, 5)
-    assert Tournament(known).fraction == pytest.approx(int(table.sum()) / 101, abs=1e-15)
-    assert abs(Tournament(settings()).fraction - 0.5) < 0.01
+    assert Tournament(known).ones_fraction == pytest.approx(int(table.sum()) / 101, abs=1e-15)
+    assert abs(Tournament(settings()).ones_fraction - 0.5) < 0.01
 
 
 def test_tables_leave_torch_s_generator_alone():
@@ -157,5 +164,5 @@ def test_tables_leave_torch_s_generator_alone():
 
 
 def test_one_tournament_for_equal_settings():
-    assert tournament(settings()) is tournament(settings())
-    assert tournament(settings()) is not tournament(settings(ngram_len=5))
+    assert get_tournament(settings()) is get_tournament(settings())
+    assert get_tournament(settings()) is not get_tournament(settings(ngram_len=5))

@@ -16,44 +16,46 @@ from safetensors import SafetensorError, safe_open
 from torch.nn.modules import module as registration
 from transformers.utils.hub import cached_file
 
-from descant.errors import InputError, UnsupportedModel, shown
+from descant.errors import InputError, UnsupportedModel, format_value
 
-__all__ = ["Weights", "first_line"]
+__all__ = ["WeightFiles", "first_line"]
 
-_WHOLE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
-_ADAPTER: Final = "adapter_config.json"
-_OTHERS: Final = (".bin", ".ckpt", ".h5", ".msgpack", ".pkl", ".pt", ".pth")
-_LONGEST_LINE: Final = 300  # characters of what another library says
-_LONGEST_INDEX: Final = 64 * 2**20  # bytes; the longest in use have about ten million
+_SINGLE_FILE: Final = "model.safetensors"
+_INDEX_FILE: Final = "model.safetensors.index.json"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
+_UNSAFE_SUFFIXES: Final = (".bin", ".ckpt", ".h5", ".msgpack", ".pkl", ".pt", ".pth")
+_MAX_ERROR_CHARS: Final = 300  # characters of what another library says
+_MAX_INDEX_BYTES: Final = 64 * 2**20  # bytes; the longest in use have about ten million
 
 # A checkpoint may hold two, four or more numbers in one (quantized), and may leave out what is tied or made
 # anew; a config that asks for more than this many times what the files hold is a mistake, or a trap.
-_TIMES: Final = 64
-_BYTES_BESIDE: Final = 32 * 2**20
-_TENSORS_TIMES: Final = 8  # they are counted once more when the weights are put in
-_TENSORS_BESIDE: Final = 200
+_MAX_BYTES_RATIO: Final = 64
+_EXTRA_BYTES: Final = 32 * 2**20
+_MAX_TENSORS_RATIO: Final = 8  # they are counted once more when the weights are put in
+_EXTRA_TENSORS: Final = 200
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightFiles:
     """The safetensors files of a model, with how many tensors they hold and how long they are."""
 
     name: str
     files: tuple[Path, ...]
-    tensors: int
-    bytes: int
+    num_tensors: int
+    num_bytes: int
 
     @classmethod
-    def of(cls, name: str, named: object = None) -> Weights:
+    def locate(cls, name: str, named: object = None) -> WeightFiles:
         """The weights in a folder or a repository of the Hub; `named` is the file that its config names.
 
         Other files can hold weights too, and some of them run code when they are read: they are never opened.
         """
-        first = _first(name, named)
-        _refuse_adapter(name)
+        first = _weights_file(name, named)
+        _check_no_adapter(name)
         sharded = first.name.endswith(".json")
-        files = tuple(_found(name, shard) for shard in _shards(name, first)) if sharded else (first,)
+        files = (
+            tuple(_local_path(name, shard) for shard in _shard_names(name, first)) if sharded else (first,)
+        )
         tensors = 0
         for file in files:
             try:
@@ -65,15 +67,15 @@ class Weights:
         return cls(name, files, tensors, sum(file.stat().st_size for file in files))
 
     @contextlib.contextmanager
-    def fitted(self) -> Iterator[None]:
+    def limit_model_size(self) -> Iterator[None]:
         """Refuse to make a model that is out of all proportion to these weights.
 
         Its tensors are counted while it is made, on the meta device: a config of a few bytes can ask for a
         million layers, or for more memory than there is.
         """
         here, tensors, size = threading.get_ident(), 0, 0
-        most = _TENSORS_TIMES * self.tensors + _TENSORS_BESIDE
-        room = _TIMES * self.bytes + _BYTES_BESIDE
+        most = _MAX_TENSORS_RATIO * self.num_tensors + _EXTRA_TENSORS
+        room = _MAX_BYTES_RATIO * self.num_bytes + _EXTRA_BYTES
 
         def count(module: Any, name: str, tensor: torch.Tensor | None) -> None:  # noqa: ARG001
             nonlocal tensors, size
@@ -82,8 +84,8 @@ class Weights:
             tensors, size = tensors + 1, size + tensor.nbytes
             if tensors > most or size > room:
                 raise UnsupportedModel(
-                    f"{self.name} has a config that asks for far more than its weights hold ({self.tensors} "
-                    f"tensors, {self.bytes} bytes): compare the sizes in its config.json with the files"
+                    f"{self.name} has a config that asks for far more than its weights hold ({self.num_tensors} "
+                    f"tensors, {self.num_bytes} bytes): compare the sizes in its config.json with the files"
                 )
 
         handles = [
@@ -100,61 +102,63 @@ class Weights:
 def first_line(error: BaseException) -> str:
     """What an error of another library says, as much as fits into one of ours."""
     lines = str(error).strip().splitlines()
-    line = lines[0].rstrip(".: ") if lines else shown(error)
-    return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 3] + "..."
+    line = lines[0].rstrip(".: ") if lines else format_value(error)
+    return line if len(line) <= _MAX_ERROR_CHARS else line[: _MAX_ERROR_CHARS - 3] + "..."
 
 
-def _first(name: str, named: object) -> Path:
+def _weights_file(name: str, named: object) -> Path:
     """The file that holds the weights, or says which files do."""
     if named is not None:
-        if not isinstance(named, str) or not _inside(named):
-            raise _refused(name, "a file that its `transformers_weights` names")
+        if not isinstance(named, str) or not _is_safe_path(named):
+            raise _no_safetensors_error(name, "a file that its `transformers_weights` names")
         candidates: tuple[str, ...] = (named,)
     else:
-        candidates = (_WHOLE, _INDEX)
+        candidates = (_SINGLE_FILE, _INDEX_FILE)
     for candidate in candidates:
         with contextlib.suppress(OSError):
-            return _found(name, candidate)
-    raise _refused(name, f"a file {candidates[0]}")
+            return _local_path(name, candidate)
+    raise _no_safetensors_error(name, f"a file {candidates[0]}")
 
 
-def _found(name: str, file: str) -> Path:
+def _local_path(name: str, file: str) -> Path:
     """A file of a folder, or of a repository of the Hub, here."""
     return Path(str(cached_file(name, file)))
 
 
-def _refused(name: str, what: str) -> InputError:
+def _no_safetensors_error(name: str, what: str) -> InputError:
     beside = ""
     if Path(name).is_dir():
-        there = sorted(one.name for one in Path(name).iterdir() if one.suffix in _OTHERS)
-        beside = f" and not in {shown(there[0])}" if there else ""
+        there = sorted(one.name for one in Path(name).iterdir() if one.suffix in _UNSAFE_SUFFIXES)
+        beside = f" and not in {format_value(there[0])}" if there else ""
     do = "save the model once more with save_pretrained, which writes safetensors"
     return InputError("model", f"must have its weights in {what}, in safetensors{beside}", name, do)
 
 
-def _refuse_adapter(name: str) -> None:
+def _check_no_adapter(name: str) -> None:
     # With peft an adapter beside a model is loaded, pickled if need be; without, it is left out silently.
     with contextlib.suppress(OSError):
-        _found(name, _ADAPTER)
+        _local_path(name, _ADAPTER_CONFIG)
         do = "merge it into the weights, or load both with peft and pass the model"
-        raise InputError("model", f"must have no adapter beside it ({_ADAPTER})", name, do)
+        raise InputError("model", f"must have no adapter beside it ({_ADAPTER_CONFIG})", name, do)
 
 
-def _shards(name: str, index: Path) -> list[str]:
+def _shard_names(name: str, index: Path) -> list[str]:
     """The names of the files that an index names, all of them safetensors inside the model's folder."""
-    if index.stat().st_size > _LONGEST_INDEX:
-        raise InputError("model", f"must have an index of at most {_LONGEST_INDEX} bytes", name)
+    if index.stat().st_size > _MAX_INDEX_BYTES:
+        raise InputError("model", f"must have an index of at most {_MAX_INDEX_BYTES} bytes", name)
     try:
         shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         must = f"must have an index that maps weights to files ({index.name})"
         raise InputError("model", must, name) from error
-    if not shards or not all(isinstance(shard, str) and _inside(shard, ".safetensors") for shard in shards):
-        raise _refused(name, "the files that its index names")
+    if not shards or not all(
+        isinstance(shard, str) and _is_safe_path(shard, ".safetensors") for shard in shards
+    ):
+        raise _no_safetensors_error(name, "the files that its index names")
     return shards
 
 
-def _inside(file: str, *endings: str) -> bool:
+def _is_safe_path(file: str, *endings: str) -> bool:
     """Whether this is the name of a safetensors file inside the folder."""
     posix, windows = PurePosixPath(file), PureWindowsPath(file)
     if posix.is_absolute() or windows.anchor or ".." in windows.parts or "\0" in file:

@@ -7,26 +7,26 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
-from descant.tokenization.display import Piece, plain, shown
-from descant.trace.pictures.terminal_cells import width_of
+from descant.tokenization.display import TextPiece, escape_invisible, join_pieces
+from descant.trace.pictures.terminal_cells import pieces_width
 
 __all__ = [
-    "CELL",
-    "GROUPS",
-    "SIZE",
+    "CELL_WIDTH",
+    "FONT_SIZE",
+    "NUM_GROUP_COLOURS",
     "box",
     "caption",
-    "document",
     "element",
     "line",
     "path",
+    "svg_document",
     "text",
-    "titled",
+    "titled_group",
 ]
 
-SIZE: Final = 13  # of tokens' letters
-CELL: Final = 7.9  # width of one of them, in the widest of the usual fonts
-GROUPS: Final = 8  # colours of groups; further ones begin again, their letters do not
+FONT_SIZE: Final = 13  # of tokens' letters
+CELL_WIDTH: Final = 7.9  # width of one of them, in the widest of the usual fonts
+NUM_GROUP_COLOURS: Final = 8  # colours of groups; further ones begin again, their letters do not
 
 _MONO: Final = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
 _SANS: Final = "system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans',sans-serif"
@@ -60,7 +60,7 @@ _COLOURS: Final = {
     "g7": ("#6d5241", "#d0ab93"),
 }
 # What has which colour: class, property, colour.
-_USES: Final = (
+_CLASS_COLOURS: Final = (
     ("paper", "fill", "paper"),
     ("paper", "stroke", "frame"),
     ("sheet", "fill", "sheet"),
@@ -86,11 +86,11 @@ _USES: Final = (
     ("shadow", "stroke", "warm"),
     ("shade0", "fill", "paper"),
     *((f"shade{at}", "fill", f"shade{at}") for at in range(1, 5)),
-    *((f"g{at}", "stroke", f"g{at}") for at in range(GROUPS)),
-    *((f"f{at}", "fill", f"g{at}") for at in range(GROUPS)),
+    *((f"g{at}", "stroke", f"g{at}") for at in range(NUM_GROUP_COLOURS)),
+    *((f"f{at}", "fill", f"g{at}") for at in range(NUM_GROUP_COLOURS)),
 )
-_FIXED: Final = (
-    f"text{{font:{SIZE}px {_MONO};white-space:pre;direction:ltr;unicode-bidi:isolate}}"
+_BASE_STYLE: Final = (
+    f"text{{font:{FONT_SIZE}px {_MONO};white-space:pre;direction:ltr;unicode-bidi:isolate}}"
     "tspan{unicode-bidi:isolate}"
     f".s{{font-family:{_SANS}}}"
     ".big{font-size:15px;font-weight:600}.small{font-size:10.5px}.note{font-size:11.5px}"
@@ -103,7 +103,7 @@ _FIXED: Final = (
 def element(tag: str, *children: str, **attributes: object) -> str:
     """An element of markup that is already safe; `class_` is class, `data_x` is data-x, None is left out."""
     said = "".join(
-        f" {name.rstrip('_').replace('_', '-')}={quoteattr(_value(value))}"
+        f" {name.rstrip('_').replace('_', '-')}={quoteattr(_format_attribute(value))}"
         for name, value in attributes.items()
         if value is not None
     )
@@ -111,10 +111,10 @@ def element(tag: str, *children: str, **attributes: object) -> str:
 
 
 def text(
-    said: str | Sequence[Piece], x: float, y: float, kind: str = "ink", anchor: str | None = None
+    said: str | Sequence[TextPiece], x: float, y: float, kind: str = "ink", anchor: str | None = None
 ) -> str:
     """A line of letters: pieces of tokens, or any text, which is made safe here."""
-    pieces = shown(said) if isinstance(said, str) else said
+    pieces = escape_invisible(said) if isinstance(said, str) else said
     spans = "".join(
         element("tspan", escape(one), class_="m") if stands else escape(one) for one, stands in pieces
     )
@@ -141,14 +141,14 @@ def path(d: str, kind: str, width: float = 1) -> str:
     return element("path", d=d, class_=kind, stroke_width=width)
 
 
-def titled(title: str | Iterable[str], *children: str, **attributes: object) -> str:
+def titled_group(title: str | Iterable[str], *children: str, **attributes: object) -> str:
     """A group that says what it is where one points at it, a line each."""
     lines = [title] if isinstance(title, str) else title
-    said = "\n".join(plain(shown(one)) for one in lines)
+    said = "\n".join(join_pieces(escape_invisible(one)) for one in lines)
     return element("g", element("title", escape(said)), *children, **attributes)
 
 
-def document(body: Sequence[str], width: float, height: float, title: str, description: str) -> str:
+def svg_document(body: Sequence[str], width: float, height: float, title: str, description: str) -> str:
     """The whole picture, on paper of its own, so that it can be read on any page."""
     width, height = round(width), round(height)
     inner = "\n".join(body)
@@ -156,9 +156,9 @@ def document(body: Sequence[str], width: float, height: float, title: str, descr
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="title description">',
-            element("title", escape(plain(shown(title))), id="title"),
-            element("desc", escape(plain(shown(description))), id="description"),
-            f"<style>{_style(inner)}</style>",
+            element("title", escape(join_pieces(escape_invisible(title))), id="title"),
+            element("desc", escape(join_pieces(escape_invisible(description))), id="description"),
+            f"<style>{_stylesheet(inner)}</style>",
             box(0.5, 0.5, width - 1, height - 1, "paper", rx=10),
             inner,
             "</svg>\n",
@@ -166,23 +166,23 @@ def document(body: Sequence[str], width: float, height: float, title: str, descr
     )
 
 
-def across(pieces: Iterable[Piece]) -> float:
+def text_width(pieces: Iterable[TextPiece]) -> float:
     """The width of a token's letters."""
-    return width_of(pieces) * CELL
+    return pieces_width(pieces) * CELL_WIDTH
 
 
-def _style(body: str) -> str:
+def _stylesheet(body: str) -> str:
     """The rules for the classes that are there, and those of the dark."""
     there = {"paper"} | {name for said in re.findall(r' class="([^"]*)"', body) for name in said.split()}
-    uses = [use for use in _USES if use[0] in there]
+    uses = [use for use in _CLASS_COLOURS if use[0] in there]
     light, dark = (
         "".join(f".{name}{{{which}:{_COLOURS[colour][shade]}}}" for name, which, colour in uses)
         for shade in (0, 1)
     )
-    return f"{_FIXED}{light}@media (prefers-color-scheme:dark){{{dark}}}"
+    return f"{_BASE_STYLE}{light}@media (prefers-color-scheme:dark){{{dark}}}"
 
 
-def _value(value: object) -> str:
+def _format_attribute(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.1f}".removesuffix(".0")
     return str(value)

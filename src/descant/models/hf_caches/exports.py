@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from descant.models.hf_caches.base import Cache
 from descant.models.hf_caches.configs import CacheConfig, QuantizedCacheConfig, StaticCacheConfig
-from descant.models.hf_caches.convert import accepted
+from descant.models.hf_caches.convert import to_descant_cache
 from descant.models.hf_caches.dynamic import (
     DynamicCache,
     H2OCache,
@@ -17,7 +17,7 @@ from descant.models.hf_caches.dynamic import (
     SnapKVCache,
 )
 from descant.models.hf_caches.encoder_decoder import EncoderDecoderCache
-from descant.models.hf_caches.recurrent import MambaCache, OwnCache
+from descant.models.hf_caches.recurrent import MambaCache, RecurrentCache
 from descant.models.hf_caches.sized import HybridCache, OffloadedStaticCache, SlidingWindowCache, StaticCache
 
 __all__ = [
@@ -31,15 +31,15 @@ __all__ = [
     "MambaCache",
     "OffloadedCache",
     "OffloadedStaticCache",
-    "OwnCache",
     "PagedCache",
     "QuantizedCache",
     "QuantizedCacheConfig",
     "QuantoQuantizedCache",
+    "RecurrentCache",
     "SinkCache",
     "SlidingWindowCache",
     "SnapKVCache",
     "StaticCache",
     "StaticCacheConfig",
-    "accepted",
+    "to_descant_cache",
 ]

@@ -15,15 +15,15 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, Prompt
-from descant.decoding.processors.base import LogitsProcessor, number
-from descant.decoding.processors.lengths import Ids, ids_of
+from descant.core.context import Context, PromptInfo
+from descant.decoding.processors.base import LogitsProcessor, check_number
+from descant.decoding.processors.lengths import TokenIds, as_id_list
 from descant.errors import InputError
 
 __all__ = ["AllowedSequences", "AllowedSequencesLogitsProcessor"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-LARGEST = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
 
 
 class AllowedSequences:
@@ -39,30 +39,30 @@ class AllowedSequences:
     where everything ends that is in no sequence.
     """
 
-    def __init__(self, sequences: Iterable[Sequence[int]] | Array | Tensor, eos_token_id: Ids) -> None:
-        ends = np.unique(np.array(ids_of(eos_token_id)))
-        if not len(ends) or ends.dtype.kind != "i" or ends[0] < 0 or ends[-1] > LARGEST:
+    def __init__(self, sequences: Iterable[Sequence[int]] | Array | Tensor, eos_token_id: TokenIds) -> None:
+        ends = np.unique(np.array(as_id_list(eos_token_id)))
+        if not len(ends) or ends.dtype.kind != "i" or ends[0] < 0 or ends[-1] > MAX_TOKEN_ID:
             raise InputError("eos_token_id", "must name at least one token", eos_token_id)
-        self._hold(*_compiled(_listed(sequences, ends), ends), ends)
+        self._set_arrays(*_build_trie(_flatten_sequences(sequences, ends), ends), ends)
 
-    def _hold(self, offsets: Array, tokens: Array, widest: Array, ends: Array) -> None:
+    def _set_arrays(self, offsets: Array, tokens: Array, widest: Array, ends: Array) -> None:
         self._offsets = offsets  # [nodes + 1]
         self._tokens = tokens  # [edges]
-        self._widest = widest  # [levels] the most edges of a node at each depth, 0 at last
-        self._ends = ends
-        self._count = int(np.isin(tokens, ends).sum()) // len(ends)
-        self._size = int(tokens.max()) + 1
-        self._copies: dict[torch.device, _Arrays] = {}
+        self._max_children = widest  # [levels] the most edges of a node at each depth, 0 at last
+        self._eos_token_ids = ends
+        self._num_sequences = int(np.isin(tokens, ends).sum()) // len(ends)
+        self._min_vocab_size = int(tokens.max()) + 1
+        self._device_tries: dict[torch.device, _DeviceTrie] = {}
 
     # -------------------------------------------------------------------- what it holds
     def __len__(self) -> int:
         """How many different sequences there are."""
-        return self._count
+        return self._num_sequences
 
     def __contains__(self, sequence: object) -> bool:
         """Whether that is one of the sequences, as a whole; without an end token."""
-        node = self._found(_prefix(sequence, "sequence"))
-        return node >= 0 and self._child(node, int(self._ends[0])) >= 0
+        node = self._find_node(_check_ids(sequence, "sequence"))
+        return node >= 0 and self._child(node, int(self._eos_token_ids[0])) >= 0
 
     def __repr__(self) -> str:
         return f"AllowedSequences({len(self)} sequences of up to {self.depth} tokens, {self.nbytes} bytes)"
@@ -75,42 +75,42 @@ class AllowedSequences:
     @property
     def depth(self) -> int:
         """How many tokens the longest sequence has."""
-        return len(self._widest) - 2
+        return len(self._max_children) - 2
 
     @property
-    def size(self) -> int:
+    def min_vocab_size(self) -> int:
         """How large a vocabulary must be to have all its tokens."""
-        return self._size
+        return self._min_vocab_size
 
     @property
     def eos_token_id(self) -> list[int]:
         """The end tokens, ascending."""
-        return [int(end) for end in self._ends]
+        return [int(end) for end in self._eos_token_ids]
 
     # -------------------------------------------------------------------- asked by hand
     def allowed(self, prefix: Sequence[int]) -> list[int]:
         """The tokens that may follow these new tokens, ascending; none after an end or a stranger."""
-        node = self._found(_prefix(prefix, "prefix"))
+        node = self._find_node(_check_ids(prefix, "prefix"))
         if node < 0:
             return []
         return [int(token) for token in self._tokens[self._offsets[node] : self._offsets[node + 1]]]
 
-    def after(self, prompt_length: int) -> Callable[[int, Any], list[int]]:
+    def prefix_fn(self, prompt_length: int) -> Callable[[int, Any], list[int]]:
         """A function `(batch_id, ids)` for ids that begin with a prompt of that length."""
-        number("prompt_length", prompt_length, 0, whole=True)
-        return partial(self._after, prompt_length)
+        check_number("prompt_length", prompt_length, 0, integer=True)
+        return partial(self._allowed_after, prompt_length)
 
     def __call__(self, batch_id: int, ids: Any) -> list[int]:  # noqa: ARG002
         """Refused: ids alone do not say where the prompt ends. In a config the loop knows it."""
         do = "call `after(prompt_length)(batch_id, ids)`, or `allowed(new_ids)`"
         raise InputError("ids", "must come without a prompt, whose length nobody tells", ids, do)
 
-    def _after(self, prompt_length: int, batch_id: int, ids: Any) -> list[int]:  # noqa: ARG002
+    def _allowed_after(self, prompt_length: int, batch_id: int, ids: Any) -> list[int]:  # noqa: ARG002
         if len(ids) < prompt_length:
             raise InputError("ids", f"must begin with the {prompt_length} tokens of the prompt", ids)
         return self.allowed(ids[prompt_length:])
 
-    def _found(self, prefix: Sequence[int]) -> int:
+    def _find_node(self, prefix: Sequence[int]) -> int:
         """The node of a prefix, -1 where there is none."""
         node = 0
         for token in prefix:
@@ -125,57 +125,57 @@ class AllowedSequences:
         return at + 1 if at < last and self._tokens[at] == token else -1
 
     # -------------------------------------------------------------------- asked for many lines at once
-    def widest(self, depth: int) -> int:
+    def max_children(self, depth: int) -> int:
         """The most tokens that may follow so many."""
-        return int(self._widest[min(depth, len(self._widest) - 1)])
+        return int(self._max_children[min(depth, len(self._max_children) - 1)])
 
-    def walked(self, tokens: Tensor, count: Tensor) -> Tensor:
+    def walk(self, tokens: Tensor, count: Tensor) -> Tensor:
         """The nodes [N] that lines come to by the first `count` [N] of their tokens [N, T]."""
         nodes = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
         for depth, chosen in enumerate(tokens.unbind(1)):
-            nodes = torch.where(depth < count, self._moved(nodes, chosen, depth), nodes)
+            nodes = torch.where(depth < count, self._child_nodes(nodes, chosen, depth), nodes)
         return nodes
 
-    def beginning(self, device: torch.device) -> Tensor:
+    def first_token_mask(self, device: torch.device) -> Tensor:
         """Which tokens may come first, of the first `size` [size]."""
-        return self._on(device).first < len(self._tokens) + 1
+        return self._on_device(device).root_children < len(self._tokens) + 1
 
-    def following(self, nodes: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def next_tokens(self, nodes: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The tokens that may follow the nodes [N], the first repeated up to the width [N, W]; if any [N, 1].
 
         Where there are none it is token 0, which then is not allowed.
         """
-        offsets, tokens, _ = self._on(nodes.device)
+        offsets, tokens, _ = self._on_device(nodes.device)
         first, last = offsets[nodes].long()[:, None], offsets[nodes + 1].long()[:, None]
         at = first + torch.arange(max(width, 1), device=nodes.device)
         at = torch.where(at < last, at, first).clamp(max=len(tokens) - 1)
         return torch.where(first < last, tokens[at].long(), 0), first < last
 
-    def _moved(self, nodes: Tensor, chosen: Tensor, depth: int) -> Tensor:
+    def _child_nodes(self, nodes: Tensor, chosen: Tensor, depth: int) -> Tensor:
         """The nodes [N], so deep, after a token each [N]: by a table from the root, else by bisection."""
-        offsets, tokens, first = self._on(nodes.device)
+        offsets, tokens, first = self._on_device(nodes.device)
         nowhere = len(tokens) + 1
         if depth == 0:
             known = (chosen >= 0) & (chosen < len(first))
             return torch.where(known, first[chosen.clamp(0, len(first) - 1)], nowhere)
         low, last = offsets[nodes].long(), offsets[nodes + 1].long()
         high = last
-        for _ in range(self.widest(depth).bit_length()):
+        for _ in range(self.max_children(depth).bit_length()):
             middle = (low + high) >> 1
             below = (low < high) & (tokens[middle.clamp(max=len(tokens) - 1)] < chosen)
             low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
         found = (low < last) & (tokens[low.clamp(max=len(tokens) - 1)] == chosen)
         return torch.where(found, low + 1, nowhere)
 
-    def _on(self, device: torch.device) -> _Arrays:
+    def _on_device(self, device: torch.device) -> _DeviceTrie:
         """Its arrays on a device, where they are put once."""
-        if device not in self._copies:
-            first = np.full(self.size, len(self._tokens) + 1)
+        if device not in self._device_tries:
+            first = np.full(self.min_vocab_size, len(self._tokens) + 1)
             edges = self._tokens[: self._offsets[1]]
             first[edges] = np.arange(1, len(edges) + 1)
             arrays = (self._offsets, self._tokens, first)
-            self._copies[device] = _Arrays(*(torch.from_numpy(one).to(device) for one in arrays))
-        return self._copies[device]
+            self._device_tries[device] = _DeviceTrie(*(torch.from_numpy(one).to(device) for one in arrays))
+        return self._device_tries[device]
 
     # -------------------------------------------------------------------- kept
     def save(self, path: str | Path) -> None:
@@ -183,8 +183,8 @@ class AllowedSequences:
         arrays = {
             "offsets": self._offsets,
             "tokens": self._tokens,
-            "widest": self._widest,
-            "eos_token_id": self._ends,
+            "widest": self._max_children,
+            "eos_token_id": self._eos_token_ids,
         }
         save_file(arrays, path)
 
@@ -196,14 +196,14 @@ class AllowedSequences:
         except (SafetensorError, ValueError, TypeError) as error:
             raise InputError("path", f"must be a file that `save` wrote ({error})", str(path)) from None
         names = ("offsets", "tokens", "widest", "eos_token_id")
-        if set(arrays) != set(names) or not _sound(*(arrays[name] for name in names)):
+        if set(arrays) != set(names) or not _is_valid_trie(*(arrays[name] for name in names)):
             raise InputError("path", "must be a file that `save` wrote", str(path))
         made = cls.__new__(cls)
-        made._hold(*(arrays[name] for name in names))
+        made._set_arrays(*(arrays[name] for name in names))
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_copies": {}}
+        return {**vars(self), "_device_tries": {}}
 
     def __copy__(self) -> Self:
         return self  # it never changes
@@ -212,12 +212,12 @@ class AllowedSequences:
         return self
 
 
-class _Arrays(NamedTuple):
+class _DeviceTrie(NamedTuple):
     """A trie on a device."""
 
     offsets: Tensor
     tokens: Tensor
-    first: Tensor  # [size] the node that each token leads to from the root
+    root_children: Tensor  # [size] the node that each token leads to from the root
 
 
 class AllowedSequencesLogitsProcessor(LogitsProcessor):
@@ -233,65 +233,65 @@ class AllowedSequencesLogitsProcessor(LogitsProcessor):
         if not isinstance(allowed_sequences, AllowedSequences):
             raise InputError("allowed_sequences", "must be an AllowedSequences", allowed_sequences)
         self.allowed_sequences = allowed_sequences
-        self.prompt = number("prompt_length", prompt_length, 0, whole=True)
+        self.prompt_length = check_number("prompt_length", prompt_length, 0, integer=True)
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:  # noqa: ARG003
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
         """The trie."""
         return {"allowed_sequences": config.prefix_allowed_tokens_fn}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """New scores [N, V] after the ids [N, L], all of which count as real."""
-        if input_ids.shape[1] < self.prompt:
-            must = f"must begin with the {self.prompt} tokens of the prompt"
+        if input_ids.shape[1] < self.prompt_length:
+            must = f"must begin with the {self.prompt_length} tokens of the prompt"
             raise InputError("input_ids", must, input_ids)
         return self.process(Context.standalone(input_ids, vars(self)), scores)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """The scores of the allowed tokens."""
-        tries = context.objects("allowed_sequences")
+        tries = context.object_param("allowed_sequences")
         depths = (context._length - context._prompt).numpy()  # `context.generated`, without asking the device
-        new = _generated(context, int(depths.max()))
+        new = _generated_tokens(context, int(depths.max()))
         answer = torch.full_like(scores, -torch.inf)
         places = np.array([id(trie) for trie in tries])
         for place in dict.fromkeys(places.tolist()):
             mine = np.flatnonzero(places == place)
             trie = tries[int(mine[0])]
-            if trie.size > scores.shape[1]:
+            if trie.min_vocab_size > scores.shape[1]:
                 must = f"must name tokens below {scores.shape[1]}, the vocabulary"
-                raise InputError("allowed_sequences", must, trie.size - 1)
+                raise InputError("allowed_sequences", must, trie.min_vocab_size - 1)
             lines = torch.from_numpy(mine).to(scores.device, non_blocking=True)
-            nodes = trie.walked(new[lines], context.generated[lines, 0])
+            nodes = trie.walk(new[lines], context.generated[lines, 0])
             for depth in np.unique(depths[mine]).tolist():
                 some = torch.from_numpy(np.flatnonzero(depths[mine] == depth))
                 some = some.to(scores.device, non_blocking=True)
-                _allow(answer, scores, lines[some], trie, nodes[some], depth)
+                _copy_allowed_scores(answer, scores, lines[some], trie, nodes[some], depth)
         return answer
 
 
-def _generated(context: Context, most: int) -> Tensor:
+def _generated_tokens(context: Context, most: int) -> Tensor:
     """The new tokens of each line, with rubbish after its end [N, most]."""
     tokens, start = context.tokens, context.length - context.generated
     at = start + torch.arange(most, device=tokens.device)
     return tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
 
 
-def _allow(
+def _copy_allowed_scores(
     answer: Tensor, scores: Tensor, lines: Tensor, trie: AllowedSequences, nodes: Tensor, depth: int
 ) -> None:
     """Put the scores of the allowed tokens into the lines of the answer, which are equally deep."""
     if depth == 0:  # often nearly all tokens, and the same for all lines
-        mask = trie.beginning(scores.device)
+        mask = trie.first_token_mask(scores.device)
         answer[lines, : len(mask)] = scores[lines, : len(mask)].masked_fill(~mask, -torch.inf)
         return
     # As wide as the widest node so deep, so that the device need not be asked how many there are.
-    ids, any_left = trie.following(nodes, trie.widest(depth))
+    ids, any_left = trie.next_tokens(nodes, trie.max_children(depth))
     at = lines[:, None]
     answer[at, ids] = torch.where(any_left, scores[at, ids], -torch.inf)
 
 
 # ------------------------------------------------------------------------ from sequences to arrays
-class _Flat(NamedTuple):
+class _FlatSequences(NamedTuple):
     """Sequences one after the other."""
 
     tokens: Array  # [T]
@@ -299,7 +299,7 @@ class _Flat(NamedTuple):
     lengths: Array  # [N]
 
 
-def _listed(sequences: Any, ends: Array) -> _Flat:
+def _flatten_sequences(sequences: Any, ends: Array) -> _FlatSequences:
     """The sequences, checked, without an end token at their end."""
     if isinstance(sequences, Tensor):
         sequences = sequences.cpu().numpy()
@@ -321,8 +321,8 @@ def _listed(sequences: Any, ends: Array) -> _Flat:
         raise InputError("sequences", "must hold at least one", sequences)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
         raise InputError("sequences", "must hold integers", tokens)
-    if len(tokens) and (tokens.min() < 0 or tokens.max() > LARGEST):
-        odd = tokens[(tokens < 0) | (tokens > LARGEST)][0]
+    if len(tokens) and (tokens.min() < 0 or tokens.max() > MAX_TOKEN_ID):
+        odd = tokens[(tokens < 0) | (tokens > MAX_TOKEN_ID)][0]
         raise InputError("sequences", "must hold token ids", int(odd))
     tokens = tokens.astype(np.int32, copy=False)
     starts = np.cumsum(lengths) - lengths
@@ -337,10 +337,10 @@ def _listed(sequences: Any, ends: Array) -> _Flat:
         raise InputError("sequences", must, sequences)
     if not lengths.min():
         raise InputError("sequences", "must have at least one token each", [])
-    return _Flat(tokens, starts, lengths)
+    return _FlatSequences(tokens, starts, lengths)
 
 
-def _compiled(given: _Flat, ends: Array) -> tuple[Array, Array, Array]:
+def _build_trie(given: _FlatSequences, ends: Array) -> tuple[Array, Array, Array]:
     """The edges of the trie level by level: `offsets`, `tokens` and `widest`.
 
     A level's edges are the different pairs of a node and a token, so that one sort makes a level.
@@ -365,12 +365,12 @@ def _compiled(given: _Flat, ends: Array) -> tuple[Array, Array, Array]:
         depth += 1
     nothing = np.zeros(1, dtype=np.int32)
     nodes = np.concatenate((nothing, *counts, nothing))
-    kind = np.int32 if len(nodes) <= LARGEST else np.int64
+    kind = np.int32 if len(nodes) <= MAX_TOKEN_ID else np.int64
     widest = np.array([int(level.max()) for level in counts])
     return np.cumsum(nodes, dtype=kind), np.concatenate(tokens), widest
 
 
-def _sound(offsets: Array, tokens: Array, widest: Array, ends: Array) -> bool:
+def _is_valid_trie(offsets: Array, tokens: Array, widest: Array, ends: Array) -> bool:
     """Whether arrays fit together, so that no walk can leave them or miss an edge."""
     return bool(
         all(one.ndim == 1 and one.dtype.kind == "i" for one in (offsets, tokens, widest, ends))
@@ -384,11 +384,11 @@ def _sound(offsets: Array, tokens: Array, widest: Array, ends: Array) -> bool:
         and tokens.min() >= 0
         and ends.min() >= 0
         and np.isin(np.flatnonzero(np.diff(tokens) <= 0) + 1, offsets).all()  # ascending in every node
-        and widest.tolist() == _widths(offsets)
+        and widest.tolist() == _max_children_per_level(offsets)
     )
 
 
-def _widths(offsets: Array) -> list[int]:
+def _max_children_per_level(offsets: Array) -> list[int]:
     """The most edges of a node at each depth; nothing where the nodes do not lie level by level."""
     first, last, found = 0, 1, []
     while first < last:
@@ -399,7 +399,7 @@ def _widths(offsets: Array) -> list[int]:
     return found if last == len(offsets) - 2 else []
 
 
-def _prefix(given: object, name: str) -> list[int]:
+def _check_ids(given: object, name: str) -> list[int]:
     """Token ids as a list, whether of a sequence, an array or a tensor."""
     try:
         ids = torch.as_tensor(given)

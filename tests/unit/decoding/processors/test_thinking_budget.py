@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from descant.decoding.processors.thinking import ThinkingBudgetLogitsProcessor
+from descant.decoding.processors.thinking_budget import ThinkingBudgetLogitsProcessor
 from descant.errors import InputError
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, spoil
 
@@ -57,7 +57,9 @@ def test_what_is_forced_is_what_the_slow_one_forces():
         params = [chance_params(rng, vocabulary) for _ in rows]
         lines = [chance_scores(rng, vocabulary) for _ in rows]
         given, nan = spoil(rng, torch.tensor(lines))
-        found = ThinkingBudgetLogitsProcessor.bare().process(context(rng, rows, prompts, params), given)
+        found = ThinkingBudgetLogitsProcessor.make_unbound().process(
+            context(rng, rows, prompts, params), given
+        )
         for at, row in enumerate(rows):
             token = slow(row, prompts[at], **params[at])
             forced, free = forced + (token is not None), free + (token is None)
@@ -76,7 +78,7 @@ def test_lines_of_drafts_count_the_drafts_before_them():
         params = [chance_params(rng, vocabulary) for _ in rows]
         drafts = [[rng.randrange(vocabulary) for _ in range(width)] for _ in rows]
         lines = [chance_scores(rng, vocabulary) for _ in range(count * (width + 1))]
-        found = ThinkingBudgetLogitsProcessor.bare().process(
+        found = ThinkingBudgetLogitsProcessor.make_unbound().process(
             drafted(rng, rows, prompts, params, drafts), torch.tensor(lines)
         )
         for at, line in enumerate(lines):

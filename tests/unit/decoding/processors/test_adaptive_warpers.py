@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from descant.core.context import Context
-from descant.decoding.processors.feedback import AdaptivePLogitsWarper, MirostatLogitsWarper
+from descant.decoding.processors.adaptive_warpers import AdaptivePLogitsWarper, MirostatLogitsWarper
 from descant.errors import InputError
 from tests.unit.decoding.processors import reference
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, softmax, spoil
@@ -105,7 +105,7 @@ def test_rows_are_followed_through_steps_and_forks(name):
         states = {key: torch.full((count,), start) for key, start in kind.state.items()}
         for _ in range(12):
             lines = [chance_line(rng, vocabulary) for _ in rows]
-            here = context(rng, [[0]] * len(rows), [0] * len(rows), params).after(states)
+            here = context(rng, [[0]] * len(rows), [0] * len(rows), params).with_states(states)
             before, nan = spoil(rng, torch.tensor(lines))
             after = kind.bare().process(here, before)
             tokens = [rng.randrange(vocabulary) for _ in rows]
@@ -164,9 +164,11 @@ def test_a_token_nobody_could_choose_leaves_the_state():
     before = torch.tensor([[0.0, -math.inf]])
     chosen = torch.tensor([1])
     here = Context.standalone(IDS, vars(MirostatLogitsWarper(2.0)))
-    assert MirostatLogitsWarper.bare().advance(here, before, before, chosen)["mirostat_mu"].tolist() == [4.0]
+    assert MirostatLogitsWarper.make_unbound().advance(here, before, before, chosen)[
+        "mirostat_mu"
+    ].tolist() == [4.0]
     here = Context.standalone(IDS, vars(AdaptivePLogitsWarper(0.5, 0.5)))
-    state = AdaptivePLogitsWarper.bare().advance(here, before, before, chosen)
+    state = AdaptivePLogitsWarper.make_unbound().advance(here, before, before, chosen)
     assert [value.tolist() for value in state.values()] == [[1.0], [2.0]]
 
 
@@ -176,7 +178,7 @@ def closed_loop(warper, scores, steps=600, rows=64):
     before = scores.expand(rows, -1)
     chances, states, seen = before.softmax(-1), {}, []
     for _ in range(steps):
-        here = Context.standalone(torch.zeros(rows, 1, dtype=torch.long), vars(warper)).after(states)
+        here = Context.standalone(torch.zeros(rows, 1, dtype=torch.long), vars(warper)).with_states(states)
         after = warper.process(here, before)
         tokens = torch.multinomial(after.softmax(-1), 1, generator=generator)[:, 0]
         states = warper.advance(here, before, after, tokens)

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from descant import GenerationConfig, Request, Session
-from descant.core.context import Context, Params, table
+from descant.core.context import Context, RowParams, columns_from_rows
 from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.decoding.processors import PrefixConstrainedLogitsProcessor
-from descant.decoding.processors.sequences import AllowedSequences, AllowedSequencesLogitsProcessor
+from descant.decoding.processors.allowed_sequences import AllowedSequences, AllowedSequencesLogitsProcessor
 from descant.decoding.strategies.sampling import Sampling
 from descant.engine.session import Failed, Finished
-from descant.engine.strategy_group import Lane
+from descant.engine.strategy_group import StrategyGroup
 from descant.errors import InputError, RowError
 from descant.testing import check_admission, check_batch, check_processor, check_seed
 from tests.support.markov_model import Chain
@@ -61,7 +61,7 @@ def test_it_allows_what_a_search_finds(seed):
         assert [*one, 0] not in trie
     assert len(trie) == len({tuple(one) for one in sequences})
     assert trie.depth == max(map(len, sequences))
-    assert trie.size == 13
+    assert trie.min_vocab_size == 13
     assert trie.eos_token_id == ENDS
 
 
@@ -104,13 +104,13 @@ def test_it_is_called_only_where_the_prompt_is_known():
     trie = AllowedSequences([[4, 5], [4, 6]], 2)
     with pytest.raises(InputError, match=r"`ids` must come without a prompt.*after\(prompt_length\)"):
         trie(0, torch.tensor([9, 9, 4]))
-    after = trie.after(2)
+    after = trie.prefix_fn(2)
     assert after(0, torch.tensor([9, 9, 4])) == [5, 6]
     assert after(3, [9, 9]) == [4]
     with pytest.raises(InputError, match="`ids` must begin with the 2 tokens of the prompt"):
         after(0, [9])
     with pytest.raises(InputError, match="`prompt_length` must be an integer"):
-        trie.after(-1)
+        trie.prefix_fn(-1)
     scores = torch.randn(2, 9)
     ids = torch.tensor([[8, 8, 4], [8, 8, 4]])
     theirs = PrefixConstrainedLogitsProcessor(after, 2)(ids, scores)
@@ -232,7 +232,8 @@ def test_the_law_of_processors():
     tries = [AllowedSequences(drawn(seed, 60, vocabulary=23), 0) for seed in (0, 1, 2)]
     every = AllowedSequences([[a, b] for a in range(1, 23) for b in range(1, 23)], 0)
     check_processor(
-        AllowedSequencesLogitsProcessor.bare(), [{"allowed_sequences": trie} for trie in (*tries, every)]
+        AllowedSequencesLogitsProcessor.make_unbound(),
+        [{"allowed_sequences": trie} for trie in (*tries, every)],
     )
     check_processor(AllowedSequencesLogitsProcessor(every))
 
@@ -382,11 +383,13 @@ def test_drafts_at_once_are_judged_as_one_by_one(users):
         rows = Rows(
             torch.tensor([one + [7] * (8 - len(one)) for one in tokens]),
             length, zeros, zeros, torch.full((3,), 2), torch.arange(3), zeros,
-            {"params": Params(table([{"pad": 0, "allowed_sequences": trie}] * 3))},
+            {"params": RowParams(columns_from_rows([{"pad": 0, "allowed_sequences": trie}] * 3))},
         )  # fmt: skip
         drafts = torch.tensor([[rng.choice(trie.allowed(one)), rng.randrange(1, 5)] for one in prefixes])
         logits = torch.randn(3, 3, VOCABULARY, generator=chance)
-        lane = Lane(Sampling(None, None), None, [(AllowedSequencesLogitsProcessor.bare(), users)])
+        lane = StrategyGroup(
+            Sampling(None, None), None, [(AllowedSequencesLogitsProcessor.make_unbound(), users)]
+        )
         tried = Proposal(None, drafts, torch.tensor([2, 2, 2]))
         scores = lane.process(rows, tried, logits)
         for row in range(3):
@@ -414,10 +417,10 @@ def test_many_rows_ask_for_no_loop_over_them():
     trie = AllowedSequences(sequences, 2)
     length = torch.full((256,), 3)
     ids = torch.from_numpy(np.concatenate((np.ones((256, 1), np.int64), sequences[:256, :2]), 1))
-    values = table([{"allowed_sequences": trie}] * 256)
+    values = columns_from_rows([{"allowed_sequences": trie}] * 256)
     context = Context(ids, length, torch.ones_like(length), values)
     scores = torch.randn(256, 32_000)
-    processor = AllowedSequencesLogitsProcessor.bare()
+    processor = AllowedSequencesLogitsProcessor.make_unbound()
     answer = processor.process(context, scores)
     assert torch.equal(answer, expected(scores, [trie] * 256, ids[:, 1:].tolist()))
     times = {}

@@ -13,10 +13,10 @@ import pytest
 
 from descant import InputError
 from descant.decoding.watermark.detection import Detection
-from descant.decoding.watermark.explain import GENERALLY, chance, facts, meaning
-from descant.decoding.watermark.page import page
-from descant.decoding.watermark.scores import Evidence
-from descant.decoding.watermark.spans import parts, visible
+from descant.decoding.watermark.explain import VERDICT_TEXTS, explain_verdict, format_p_value, summary_items
+from descant.decoding.watermark.html_report import render_report
+from descant.decoding.watermark.scores import TokenScores
+from descant.decoding.watermark.spans import split_spans, to_printable
 
 MEANS = {"green list": 0.25, "synthid": 0.5, "gumbel": 1.0}
 
@@ -43,7 +43,7 @@ def detection(values: Any, scheme: str = "green list", **more: Any) -> Detection
             "span": None,
             "characters": None,
             "ids": tuple(range(100, 100 + len(values))),
-            "evidence": Evidence(scored, value),
+            "evidence": TokenScores(scored, value),
             "offsets": None,
             **more,
         }
@@ -93,7 +93,7 @@ class Reader(HTMLParser):
 
 
 def test_a_green_list_is_green_and_red() -> None:
-    seen = Reader(page([detection([None, 1, 0, 1])], [["The", " cat", " sat", "\n"]]))
+    seen = Reader(render_report([detection([None, 1, 0, 1])], [["The", " cat", " sat", "\n"]]))
     assert seen.spans == [
         ["none", "'The', id 100, not scored", "The"],
         ["f2", "' cat', id 101, green", " cat"],
@@ -111,7 +111,7 @@ def test_a_green_list_is_green_and_red() -> None:
     ],
 )  # fmt: skip
 def test_the_others_have_a_scale_around_unmarked_text(scheme: str, values: Any, kinds: list[str]) -> None:
-    made = page([detection(values, scheme)], [[f"{at} " for at in range(len(values))]])
+    made = render_report([detection(values, scheme)], [[f"{at} " for at in range(len(values))]])
     seen = Reader(made)
     assert [kind for kind, _, _ in seen.spans] == kinds
     assert f"value {values[0]:.2f} (unmarked: {MEANS[scheme]:.2f})" in seen.spans[0][1]
@@ -121,7 +121,7 @@ def test_the_others_have_a_scale_around_unmarked_text(scheme: str, values: Any, 
 def test_in_unmarked_text_all_levels_are_about_as_frequent(scheme: str) -> None:
     chances = np.random.default_rng(3)
     values = chances.exponential(1.0, 7000) if scheme == "gumbel" else chances.normal(0.5, 0.1, 7000)
-    levels = [part.level for part in parts(detection(values, scheme), ["x"] * 7000)]
+    levels = [part.level for part in split_spans(detection(values, scheme), ["x"] * 7000)]
     counts = [levels.count(level) for level in range(-3, 4)]
     assert sum(counts) == 7000
     assert all(abs(count - 1000) < 120 for count in counts), counts
@@ -131,9 +131,9 @@ def test_the_text_is_whole_and_in_order() -> None:
     text = "  The café 🙂 sat.  "
     offsets = ((0, 0), (2, 5), (5, 10), (11, 12), (11, 12), (12, 16), (16, 17))
     made = detection([None, 1, None, 0, 1, 0, 1], offsets=offsets, span=(3, 6))
-    found = parts(made, text)
+    found = split_spans(made, text)
     assert "".join(part.text for part in found) == text
-    assert [(part.text, part.tokens, part.level, part.inside) for part in found] == [
+    assert [(part.text, part.token_indices, part.level, part.in_passage) for part in found] == [
         ("  ", (), None, False),
         ("The", (1,), 2, False),
         (" café", (2,), None, False),
@@ -144,15 +144,15 @@ def test_the_text_is_whole_and_in_order() -> None:
         ("  ", (), None, False),
     ]
     assert [len(part.titles) for part in found] == [0, 1, 1, 0, 2, 1, 1, 0]
-    seen = Reader(page([made], [text]))
+    seen = Reader(render_report([made], [text]))
     assert "".join(data for _, _, data in seen.spans) == text
     assert seen.outlined == ["🙂", " sat"]
 
 
 def test_a_gap_inside_the_passage_is_of_the_passage() -> None:
     offsets = ((0, 1), (2, 3), (4, 5))
-    found = parts(detection([1, 1, 1], offsets=offsets, span=(0, 2)), "a b c")
-    assert [(part.text, part.inside) for part in found] == [
+    found = split_spans(detection([1, 1, 1], offsets=offsets, span=(0, 2)), "a b c")
+    assert [(part.text, part.in_passage) for part in found] == [
         ("a", True), (" ", True), ("b", True), (" ", False), ("c", False),
     ]  # fmt: skip
 
@@ -169,25 +169,28 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE)
 def test_nothing_of_the_text_is_obeyed(text: str) -> None:
     made = detection([1, 0], key=text, offsets=((0, 4), (4, len(text))))
-    seen, plain = Reader(page([made], [text], [text])), Reader(page([detection([1, 0])], [["a", "b"]]))
+    seen, plain = (
+        Reader(render_report([made], [text], [text])),
+        Reader(render_report([detection([1, 0])], [["a", "b"]])),
+    )
     assert seen.tags == plain.tags
     assert "".join(data for _, _, data in seen.spans) == text
-    pieces = Reader(page([detection([1])], [[text]]))
+    pieces = Reader(render_report([detection([1])], [[text]]))
     assert pieces.spans[0][2] == text
 
 
 def test_what_turns_or_hides_text_is_shown() -> None:
-    assert visible("a\u202eb\x07\u200b\ud800\u2028 é\n\t") == (
+    assert to_printable("a\u202eb\x07\u200b\ud800\u2028 é\n\t") == (
         "a‹U+202E›b‹U+0007›‹U+200B›‹U+D800›‹U+2028› é\n\t"
     )
-    assert visible("👩\u200d👧") == "👩\u200d👧"
-    made = page([detection([1])], [["\u202etxt\ud800"]], ["\u202ename"])
+    assert to_printable("👩\u200d👧") == "👩\u200d👧"
+    made = render_report([detection([1])], [["\u202etxt\ud800"]], ["\u202ename"])
     made.encode()
     assert "\u202e" not in made
 
 
 def test_the_page_fetches_nothing_and_runs_nothing() -> None:
-    made = page([detection([1] * 60, span=(0, 5))], [["x"] * 60])
+    made = render_report([detection([1] * 60, span=(0, 5))], [["x"] * 60])
     assert "script" not in made
     assert not re.search(r"https?:|url\(|@import", made)
     assert "default-src 'none'; style-src 'unsafe-inline'" in made
@@ -195,45 +198,47 @@ def test_the_page_fetches_nothing_and_runs_nothing() -> None:
     assert "prefers-color-scheme: dark" in made
 
 
-@pytest.mark.parametrize("verdict", GENERALLY)
+@pytest.mark.parametrize("verdict", VERDICT_TEXTS)
 def test_the_summary_says_it_all(verdict: str) -> None:
     one = detection([1, 0], verdict=verdict, tests=32, span=(0, 1), characters=(0, 3), needed=240)
-    made = html.unescape(page([one], [["a", "b"]], ["essay.txt"]))
-    assert meaning(one) in made
-    assert all(f"<dt>{name}</dt><dd>{value}</dd>" in made for name, value in facts(one) if name != "verdict")
+    made = html.unescape(render_report([one], [["a", "b"]], ["essay.txt"]))
+    assert explain_verdict(one) in made
+    assert all(
+        f"<dt>{name}</dt><dd>{value}</dd>" in made for name, value in summary_items(one) if name != "verdict"
+    )
     assert re.search(rf'<span class="badge \w+">. {verdict}</span>', made)
     assert "essay.txt" in made
-    assert ("p", "2.5e-06 (corrected for 32 tests)") in facts(one)
-    assert ("passage", "tokens 0 to 0, characters 0 to 2") in facts(one)
-    assert ("score", "0.500 (unmarked text: 0.250)") in facts(one)
+    assert ("p", "2.5e-06 (corrected for 32 tests)") in summary_items(one)
+    assert ("passage", "tokens 0 to 0, characters 0 to 2") in summary_items(one)
+    assert ("score", "0.500 (unmarked text: 0.250)") in summary_items(one)
 
 
 def test_what_the_verdicts_mean() -> None:
     one = detection([1])
-    assert meaning(one).startswith(
+    assert explain_verdict(one).startswith(
         "A text written without this key would score as high with a chance of 1 in 400,000."
     )
-    assert "1 in 50." in meaning(replace(one, p_value=0.02))
-    assert "less than 1 in a million billions" in meaning(replace(one, p_value=0.0))
+    assert "1 in 50." in explain_verdict(replace(one, p_value=0.02))
+    assert "less than 1 in a million billions" in explain_verdict(replace(one, p_value=0.0))
     short = replace(one, verdict="too short to tell", needed=240)
-    assert meaning(short).endswith("About 240 scored tokens would tell.")
-    assert "None" not in meaning(replace(short, needed=None))
-    assert [chance(p) for p in (0.5, 0.0123, 0.001, 9.9e-4, 1e-20)] == [
+    assert explain_verdict(short).endswith("About 240 scored tokens would tell.")
+    assert "None" not in explain_verdict(replace(short, needed=None))
+    assert [format_p_value(p) for p in (0.5, 0.0123, 0.001, 9.9e-4, 1e-20)] == [
         "0.500", "0.012", "0.001", "9.9e-04", "< 1e-15",
     ]  # fmt: skip
 
 
 def test_nothing_scored_is_no_number() -> None:
     one = detection([None], verdict="too short to tell", score=float("nan"), interval=(0.0, float("inf")))
-    made = page([one], [["a"]])
-    assert "nan" not in dict(facts(one)).values()
+    made = render_report([one], [["a"]])
+    assert "nan" not in dict(summary_items(one)).values()
     assert "none (unmarked text: 0.250)" in made
-    assert page([detection([])], [[]]).count("<section") == 1
+    assert render_report([detection([])], [[]]).count("<section") == 1
 
 
 def test_a_curve_shows_where_the_mark_is() -> None:
     values = [0.0] * 60 + [1.0] * 60
-    made = page([detection(values, span=(60, 120))], [["x"] * 120])
+    made = render_report([detection(values, span=(60, 120))], [["x"] * 120])
     [points] = re.findall(r'points="([^"]+)"', made)
     heights = [float(pair.split(",")[1]) for pair in points.split()]
     assert heights[0] > heights[-1]
@@ -241,11 +246,11 @@ def test_a_curve_shows_where_the_mark_is() -> None:
     [(left, width)] = re.findall(r'<rect x="([\d.]+)" y="0" width="([\d.]+)"', made)
     assert float(left) == pytest.approx(1000 * 60 / 119, abs=0.1)
     assert float(left) + float(width) == pytest.approx(1000, abs=0.2)
-    assert "<svg" not in page([detection([1] * 30)], [["x"] * 30])
+    assert "<svg" not in render_report([detection([1] * 30)], [["x"] * 30])
 
 
 def test_all_tokens_are_in_the_table_too() -> None:
-    made = html.unescape(page([detection([1, None])], [["<b>", " cat"]]))
+    made = html.unescape(render_report([detection([1, None])], [["<b>", " cat"]]))
     assert "<tr><td>0</td><td>'<b>', id 100, green</td></tr>" in made
     assert "<tr><td>1</td><td>' cat', id 101, not scored</td></tr>" in made
 
@@ -254,8 +259,8 @@ def test_texts_must_fit() -> None:
     with pytest.raises(
         InputError, match="must be the strings of the tokens where a detection has no offsets"
     ):
-        page([detection([1])], ["a"])
+        render_report([detection([1])], ["a"])
     with pytest.raises(InputError, match="`texts` must have 1 tokens, as the detection, got 2"):
-        page([detection([1])], [["a", "b"]])
+        render_report([detection([1])], [["a", "b"]])
     with pytest.raises(ValueError, match="shorter"):
-        page([detection([1])], [])
+        render_report([detection([1])], [])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from descant import GenerationConfig
-from descant.core.context import Prompt
-from descant.decoding.processors.green_list import CANDIDATES, WatermarkLogitsProcessor
+from descant.core.context import PromptInfo
+from descant.decoding.processors.green_list import SELFHASH_CANDIDATES, WatermarkLogitsProcessor
 from descant.decoding.watermark.schemes import WatermarkingConfig
 from descant.decoding.watermark.schemes.green_list import GreenList
 from descant.decoding.watermark.schemes.keys import PublicKeyWarning
@@ -39,10 +39,10 @@ def marked(row: list[int], scores: torch.Tensor, settings: WatermarkingConfig) -
         tokens = list(range(len(scores)))
     else:
         order = sorted(range(len(scores)), key=lambda at: -scores[at])
-        tokens = [token for token in order[:CANDIDATES] if scores[token] > -torch.inf]
-    before = np.array([row[len(row) - some.width :]]).reshape(1, -1)
+        tokens = [token for token in order[:SELFHASH_CANDIDATES] if scores[token] > -torch.inf]
+    before = np.array([row[len(row) - some.context_size :]]).reshape(1, -1)
     seeds = some.seeds(before, np.array([tokens]))[0]
-    for token, green in zip(tokens, some.member(seeds, np.array(tokens)), strict=True):
+    for token, green in zip(tokens, some.is_green(seeds, np.array(tokens)), strict=True):
         if green:
             answer[token] = scores[token] + settings.bias
     return answer
@@ -64,7 +64,7 @@ def test_ragged_lines_with_settings_of_their_own(one_setting):
         lines = context(rng, rows, [0] * len(rows), params)
         scores = chance_scores(rng, len(rows))
         kept = scores.clone()
-        answer = WatermarkLogitsProcessor.bare().process(lines, scores)
+        answer = WatermarkLogitsProcessor.make_unbound().process(lines, scores)
         assert torch.equal(scores, kept)
         for line, row in enumerate(rows):
             assert torch.equal(answer[line], marked(row, scores[line], params[line]["watermark"]))
@@ -79,7 +79,9 @@ def test_lines_of_drafts():
         drafts = [[rng.randrange(SIZE) for _ in range(3)] for _ in rows]
         params = [{"watermark": settings_of(rng)} for _ in rows]
         scores = chance_scores(rng, 12)
-        answer = WatermarkLogitsProcessor.bare().process(drafted(rng, rows, [1] * 3, params, drafts), scores)
+        answer = WatermarkLogitsProcessor.make_unbound().process(
+            drafted(rng, rows, [1] * 3, params, drafts), scores
+        )
         for line in range(12):
             row = rows[line // 4] + drafts[line // 4][: line % 4]
             assert torch.equal(answer[line], marked(row, scores[line], params[line // 4]["watermark"]))
@@ -114,9 +116,9 @@ def test_scores_narrower_than_the_vocabulary_are_refused():
 
 def test_selfhash_asks_about_the_best_only_and_not_about_what_is_ruled_out(monkeypatch):
     asked = []
-    member = GreenList.member
+    member = GreenList.is_green
     monkeypatch.setattr(
-        GreenList, "member", lambda self, *two: asked.append(two[1].tolist()) or member(self, *two)
+        GreenList, "is_green", lambda self, *two: asked.append(two[1].tolist()) or member(self, *two)
     )
     by_hand = WatermarkLogitsProcessor(200, "cpu", 0.5, hashing_key=5, seeding_scheme="selfhash")
     scores = torch.arange(200.0)[None]
@@ -143,7 +145,7 @@ def test_a_score_is_raised_by_one_addition(dtype):
     scores = torch.randn(4, SIZE).to(dtype)
     scores[0, 5], scores[1, 6], scores[2, 7] = torch.nan, torch.inf, -torch.inf
     answer = by_hand(torch.arange(4)[:, None], scores)
-    green = GreenList(by_hand.watermark, SIZE).mask(range(4))
+    green = GreenList(by_hand.watermark, SIZE).green_mask(range(4))
     assert answer.dtype == dtype
     assert torch.equal(answer.nan_to_num(7.0), torch.where(green, scores + 2.3, scores).nan_to_num(7.0))
 
@@ -151,7 +153,9 @@ def test_a_score_is_raised_by_one_addition(dtype):
 def test_a_row_is_given_its_settings():
     given = {"bias": 1.5, "hashing_key": 99}
     for config in (given, WatermarkingConfig(**given)):
-        columns = WatermarkLogitsProcessor.columns(GenerationConfig(watermarking_config=config), Prompt(3))
+        columns = WatermarkLogitsProcessor.params_from_config(
+            GenerationConfig(watermarking_config=config), PromptInfo(3)
+        )
         assert columns == {"watermark": WatermarkingConfig(bias=1.5, hashing_key=99)}
 
 

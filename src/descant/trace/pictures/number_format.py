@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["amount", "nats", "percent", "points", "several", "share"]
+__all__ = ["format_bytes", "format_nats", "format_percent", "format_score", "pluralize", "probability"]
 
-_TINY = 0.0005  # below it a percentage is told as less than the smallest that is written
+_MIN_SHOWN_PROBABILITY = 0.0005  # below it a percentage is told as less than the smallest that is written
 
 
-def share(log: float | None) -> float:
+def probability(log: float | None) -> float:
     """The probability of a logarithm; 0 for one that is not known."""
     return 0.0 if log is None else math.exp(min(log, 0.0))
 
 
-def percent(log: float | None) -> str:
+def format_percent(log: float | None) -> str:
     """The probability of a logarithm, such as "12.3 %"."""
     if log is None:
         return "not kept"
     if log == -math.inf:
         return "0 %"
-    value = share(log)
-    return "< 0.1 %" if value < _TINY else f"{100 * value:.1f} %"
+    value = probability(log)
+    return "< 0.1 %" if value < _MIN_SHOWN_PROBABILITY else f"{100 * value:.1f} %"
 
 
-def points(score: float | None) -> str:
+def format_score(score: float | None) -> str:
     """A score as beams rank it, or any logarithm."""
     if score is None:
         return ""
@@ -34,17 +34,17 @@ def points(score: float | None) -> str:
     return said if score >= 0 or not float(said) else f"−{said}"
 
 
-def nats(entropy: float) -> str:
+def format_nats(entropy: float) -> str:
     """An entropy."""
     return f"{entropy:.2f} nats"
 
 
-def several(count: int, noun: str, many: str = "") -> str:
+def pluralize(count: int, noun: str, many: str = "") -> str:
     """A count with its noun: "1 token", "2 tokens"."""
     return f"{count} {noun if count == 1 else many or noun + 's'}"
 
 
-def amount(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Bytes, in the unit that leaves one to three digits."""
     value, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB"):

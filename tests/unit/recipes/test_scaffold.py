@@ -11,25 +11,25 @@ import torch
 
 import descant
 from descant.errors import InputError
-from descant.recipes.recipe import KINDS
-from descant.recipes.recipe_files import Contents
-from descant.recipes.template import files_of, new_recipe
+from descant.recipes.recipe import RECIPE_KINDS
+from descant.recipes.recipe_files import RecipeFiles
+from descant.recipes.scaffold import new_recipe, template_files
 from tools.docs import doc_blocks
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECIPE_KINDS)
 def test_a_new_folder_is_a_recipe_of_its_kind(tmp_path, kind):
     folder = new_recipe("my-method", kind, tmp_path)
-    contents = Contents.of_folder(folder)
-    assert contents.kinds() == (kind,)
-    assert {name: data.decode() for name, data in contents.files.items()} == files_of("my-method", kind)
+    contents = RecipeFiles.from_folder(folder)
+    assert contents.defined_kinds() == (kind,)
+    assert {name: data.decode() for name, data in contents.files.items()} == template_files("my-method", kind)
     assert len(contents.files["generate.py"].splitlines()) < 80
     assert contents.readme.startswith("---\nlibrary_name: transformers\ntags:\n- custom_generate\n")
     assert "# my-method\n" in contents.readme
     assert "$" not in contents.readme
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECIPE_KINDS)
 def test_its_code_is_tidy(tmp_path, kind):
     folder = new_recipe("my-method", kind, tmp_path)
     for words in (["check", "--select", "B,C4,E,F,I,PT,RET,RUF,SIM,UP,W"], ["format", "--check", "--diff"]):
@@ -40,7 +40,7 @@ def test_its_code_is_tidy(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind != "strategy"]
+    "kind", [kind for kind in RECIPE_KINDS if kind != "strategy"]
 )  # see tests/e2e/cli/test_recipe.py
 def test_it_keeps_the_laws_and_passes_its_own_tests(tmp_path, own_lock, kind):
     folder = new_recipe("my-method", kind, tmp_path)
@@ -53,7 +53,7 @@ def test_it_keeps_the_laws_and_passes_its_own_tests(tmp_path, own_lock, kind):
         one(recipe)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECIPE_KINDS)
 def test_the_example_of_its_readme_runs(tmp_path, monkeypatch, capsys, real, kind):
     monkeypatch.chdir(tmp_path)
     folder = new_recipe("my-method", kind, tmp_path)
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path):
 
 def test_the_function_leaves_no_padding_of_samples_it_did_not_take(tiny, tmp_path):
     names: dict[str, object] = {}
-    exec(files_of("my-method", "generate")["generate.py"], names)  # noqa: S102 - our own text
+    exec(template_files("my-method", "generate")["generate.py"], names)  # noqa: S102 - our own text
     model = tiny("llama").model
     for seed in range(8):
         ids = names["generate"](model, torch.tensor([[5, 9, 14]]), seed=seed, max_new_tokens=20)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from descant.errors import RecipeError
 from descant.recipes import folder as reading
-from descant.recipes import source
-from descant.recipes.recipe import KINDS
-from descant.recipes.recipe_files import LARGEST, Contents, wanted
+from descant.recipes import source_checks
+from descant.recipes.recipe import RECIPE_KINDS
+from descant.recipes.recipe_files import MAX_FILE_BYTES, RecipeFiles, select_files
 
 MAIN = b"def generate(model, left_padding=None, **kwargs):\n    return model\n"
 FLAT = {
@@ -72,8 +72,8 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("files", [FLAT, INNER], ids=["flat", "inner"])
 def test_a_folder_and_the_hub_give_the_same(files: dict[str, bytes], place: Path) -> None:
-    on_disk = Contents.of_folder(laid(place, files), "mine")
-    fetched = Contents.of_files(dict(reversed(files.items())), "owner/name")
+    on_disk = RecipeFiles.from_folder(laid(place, files), "mine")
+    fetched = RecipeFiles.from_files(dict(reversed(files.items())), "owner/name")
     assert dict(on_disk.files) == dict(fetched.files) == files
     assert list(on_disk.files) == list(fetched.files) == sorted(files)
     assert on_disk.digest == fetched.digest
@@ -81,51 +81,54 @@ def test_a_folder_and_the_hub_give_the_same(files: dict[str, bytes], place: Path
 
 
 def test_what_it_says_of_a_flat_folder(place: Path) -> None:
-    found = Contents.of_folder(laid(place, FLAT))
+    found = RecipeFiles.from_folder(laid(place, FLAT))
     assert found.name == str(place)
-    assert found.code == ""
+    assert found.code_prefix == ""
     assert found.modules == {"generate": MAIN, "other": FLAT["other.py"], "third": FLAT["third.py"]}
     assert found.requirements == ["torch>=2"]
     assert found.readme == FLAT["README.md"].decode()
     assert found.configs == ("generation_config.json", "short.json")
-    assert found.kinds() == ("generate",)
+    assert found.defined_kinds() == ("generate",)
     assert found.hashes["third.py"] == f"sha256:{hashlib.sha256(b'x = 1' + bytes([10])).hexdigest()}"
     assert found.hashes.keys() == FLAT.keys()
 
 
 def test_what_it_says_of_the_layout_of_transformers(place: Path) -> None:
-    found = Contents.of_folder(laid(place, INNER))
-    assert found.code == "custom_generate/"
+    found = RecipeFiles.from_folder(laid(place, INNER))
+    assert found.code_prefix == "custom_generate/"
     assert found.modules == {"generate": MAIN, "other": b"x = 1\n"}
     assert found.requirements == ["numpy"]
     assert found.readme == "# Model and recipe"
     assert found.configs == ("generation_config.json", "translation_generation_config.json")
     laid(place, {}).joinpath("README.md").unlink()
-    assert Contents.of_folder(place).readme == "# Recipe"
+    assert RecipeFiles.from_folder(place).readme == "# Recipe"
 
 
 def test_a_models_own_files_beside_the_code_folder_are_left_alone(place: Path) -> None:
     laid(place, {**INNER, **MODEL})
     (place / "blobs").symlink_to("/etc")
     os.mkfifo(place / "pipe")
-    assert dict(Contents.of_folder(place).files) == INNER
-    assert dict(Contents.of_files({**INNER, **MODEL}, "owner/name").files) == INNER
+    assert dict(RecipeFiles.from_folder(place).files) == INNER
+    assert dict(RecipeFiles.from_files({**INNER, **MODEL}, "owner/name").files) == INNER
     sizes = {path: len(data) for path, data in {**INNER, **MODEL}.items()}
-    assert wanted({**sizes, "model.safetensors": 1 << 40}, "owner/name") == tuple(sorted(INNER))
+    assert select_files({**sizes, "model.safetensors": 1 << 40}, "owner/name") == tuple(sorted(INNER))
 
 
 def test_the_same_files_are_refused_where_they_are_part_of_it(place: Path) -> None:
     for path, data in MODEL.items():
         with pytest.raises(RecipeError):
-            Contents.of_files({"generate.py": MAIN, "config.json": b"{}", path: data}, "owner/name")
+            RecipeFiles.from_files({"generate.py": MAIN, "config.json": b"{}", path: data}, "owner/name")
 
 
 def test_a_listing_is_refused_before_anything_is_fetched() -> None:
-    assert wanted({"generate.py": 10, "big.txt": LARGEST}, "owner/name") == ("big.txt", "generate.py")
-    with pytest.raises(RecipeError, match=f"'big.txt' has {LARGEST + 1} bytes"):
-        wanted({"generate.py": 10, "big.txt": LARGEST + 1}, "owner/name")
+    assert select_files({"generate.py": 10, "big.txt": MAX_FILE_BYTES}, "owner/name") == (
+        "big.txt",
+        "generate.py",
+    )
+    with pytest.raises(RecipeError, match=f"'big.txt' has {MAX_FILE_BYTES + 1} bytes"):
+        select_files({"generate.py": 10, "big.txt": MAX_FILE_BYTES + 1}, "owner/name")
     with pytest.raises(RecipeError, match="compiled, pickled or packed"):
-        wanted({"generate.py": 10, "model.bin": 1}, "owner/name")
+        select_files({"generate.py": 10, "model.bin": 1}, "owner/name")
 
 
 @pytest.mark.parametrize(
@@ -134,24 +137,24 @@ def test_a_listing_is_refused_before_anything_is_fetched() -> None:
 def test_hidden_files_are_passed_over(hidden: str, place: Path) -> None:
     plain = {"generate.py": MAIN, "a/b.txt": b""}
     files = {**plain, hidden: b"\x80\x04." * (1 << 20)}
-    assert dict(Contents.of_folder(laid(place, files)).files) == plain
-    assert dict(Contents.of_files(files, "r").files) == plain
+    assert dict(RecipeFiles.from_folder(laid(place, files)).files) == plain
+    assert dict(RecipeFiles.from_files(files, "r").files) == plain
 
 
 def test_hidden_links_are_passed_over(place: Path) -> None:
     laid(place, {"generate.py": MAIN})
     (place / ".venv").symlink_to("/")
-    assert list(Contents.of_folder(place).files) == ["generate.py"]
+    assert list(RecipeFiles.from_folder(place).files) == ["generate.py"]
 
 
 def test_the_digest_is_of_names_and_bytes_alone(place: Path, tmp_path: Path) -> None:
-    first = Contents.of_folder(laid(place, FLAT)).digest
+    first = RecipeFiles.from_folder(laid(place, FLAT)).digest
     again = laid(tmp_path / "again", dict(reversed(FLAT.items())))
     for path in FLAT:
         os.chmod(again / path, 0o755)
         os.utime(again / path, (1, 1))
     (again / "empty").mkdir()
-    assert Contents.of_folder(again, "another name").digest == first
+    assert RecipeFiles.from_folder(again, "another name").digest == first
     assert first.startswith("sha256:")
     assert len(first) == 7 + 64
 
@@ -170,18 +173,18 @@ def test_the_digest_is_of_names_and_bytes_alone(place: Path, tmp_path: Path) -> 
 )
 def test_any_change_changes_the_digest(change: dict[str, bytes | None]) -> None:
     changed = {path: data for path, data in {**FLAT, **change}.items() if data is not None}
-    assert Contents.of_files(changed, "r").digest != Contents.of_files(FLAT, "r").digest
+    assert RecipeFiles.from_files(changed, "r").digest != RecipeFiles.from_files(FLAT, "r").digest
 
 
 def test_names_and_bytes_cannot_run_into_each_other() -> None:
     one = {"generate.py": MAIN, "a": b"bc", "d": b""}
     two = {"generate.py": MAIN, "a": b"b", "cd": b""}
-    assert Contents.of_files(one, "r").digest != Contents.of_files(two, "r").digest
+    assert RecipeFiles.from_files(one, "r").digest != RecipeFiles.from_files(two, "r").digest
 
 
 def test_the_digest_stays_what_it_was() -> None:
     """Lock files hold it: a way to hash that changes refuses everybody's recipes."""
-    found = Contents.of_files({"generate.py": b"def generate(model): ...\n", "a.txt": b"a"}, "r").digest
+    found = RecipeFiles.from_files({"generate.py": b"def generate(model): ...\n", "a.txt": b"a"}, "r").digest
     whole = b"descant recipe 1\0"
     for part in (b"a.txt", b"a", b"generate.py", b"def generate(model): ...\n"):
         whole += len(part).to_bytes(8, "big") + part
@@ -189,7 +192,7 @@ def test_the_digest_stays_what_it_was() -> None:
 
 
 def test_what_was_read_is_kept(place: Path) -> None:
-    found = Contents.of_folder(laid(place, FLAT))
+    found = RecipeFiles.from_folder(laid(place, FLAT))
     digest = found.digest
     (place / "generate.py").write_bytes(b"raise SystemExit\n")
     assert found.files["generate.py"] == MAIN
@@ -201,7 +204,7 @@ def test_what_was_read_is_kept(place: Path) -> None:
 def test_given_files_are_copied() -> None:
     data = bytearray(MAIN)
     files: Any = {"generate.py": data}
-    found = Contents.of_files(files, "r")
+    found = RecipeFiles.from_files(files, "r")
     data[:3] = b"#ef"
     files["more.py"] = b""
     assert dict(found.files) == {"generate.py": MAIN}
@@ -210,7 +213,7 @@ def test_given_files_are_copied() -> None:
 # --- What it defines.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECIPE_KINDS)
 @pytest.mark.parametrize(
     "text",
     [
@@ -232,8 +235,8 @@ def test_given_files_are_copied() -> None:
     ],
 )
 def test_every_way_to_define(kind: str, text: str) -> None:
-    found = Contents.of_files({"generate.py": text.format(kind).encode()}, "r")
-    assert found.kinds() == (kind,)
+    found = RecipeFiles.from_files({"generate.py": text.format(kind).encode()}, "r")
+    assert found.defined_kinds() == (kind,)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +255,8 @@ def test_every_way_to_define(kind: str, text: str) -> None:
     ],
 )
 def test_what_is_no_definition(text: str) -> None:
-    found = Contents.of_files({"generate.py": f"{text}\n".encode() + MAIN}, "r")
-    assert found.kinds() == ("generate",)
+    found = RecipeFiles.from_files({"generate.py": f"{text}\n".encode() + MAIN}, "r")
+    assert found.defined_kinds() == ("generate",)
 
 
 @pytest.mark.parametrize(
@@ -274,16 +277,16 @@ def test_ordinary_python_is_let_through(text: str) -> None:
     files = {"generate.py": text.encode() + b"\n" + MAIN, "empty.py": b"", "__init__.py": b" \n"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what Python thinks of it is not for us to say
-        assert Contents.of_files(files, "r").kinds() == ("generate",)
+        assert RecipeFiles.from_files(files, "r").defined_kinds() == ("generate",)
 
 
 def test_a_tree_that_is_deeper_than_the_compiler_minds(monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(text: str) -> None:
         raise RecursionError
 
-    monkeypatch.setattr(source.ast, "parse", parse)
+    monkeypatch.setattr(source_checks.ast, "parse", parse)
     with pytest.raises(RecipeError, match=r"'generate.py' is nested too deep"):
-        Contents.of_files({"generate.py": MAIN}, "r")
+        RecipeFiles.from_files({"generate.py": MAIN}, "r")
 
 
 # --- Who changes a folder while it is read.
@@ -331,7 +334,7 @@ def test_an_entry_swapped_between_the_look_and_the_opening(
     laid(place, FLAT)
     on_call(monkeypatch, "open", swapped(place, entry, by), lambda path, *_, **__: path == entry)
     with pytest.raises(RecipeError, match=r"became another thing|neither a file nor a folder"):
-        Contents.of_folder(place, "mine")
+        RecipeFiles.from_folder(place, "mine")
 
 
 def test_a_folder_that_becomes_a_link_to_another(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +343,7 @@ def test_a_folder_that_becomes_a_link_to_another(place: Path, monkeypatch: pytes
     evil = laid(place.parent / "evil", {"words.txt": b"evil"})
     change = swapped(place, "data", lambda at: at.symlink_to(evil))
     on_call(monkeypatch, "open", change, lambda path, *_, **__: path == "words.txt")
-    assert dict(Contents.of_folder(place).files) == FLAT
+    assert dict(RecipeFiles.from_folder(place).files) == FLAT
 
 
 @pytest.mark.parametrize("size", [len(MAIN) + 1, 1 << 20, 9], ids=["more", "much-more", "less"])
@@ -356,7 +359,7 @@ def test_a_file_that_grows_or_shrinks_while_it_is_read(
 
     on_call(monkeypatch, "read", resize, lambda _, wanted: wanted == len(MAIN) + 1)
     with pytest.raises(RecipeError, match=r"'generate.py' changed while it was read"):
-        Contents.of_folder(place, "mine")
+        RecipeFiles.from_folder(place, "mine")
 
 
 def test_a_file_that_is_overwritten_while_it_is_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,14 +372,14 @@ def test_a_file_that_is_overwritten_while_it_is_read(place: Path, monkeypatch: p
         lambda _, size: size == len(MAIN) + 1,
     )
     with pytest.raises(RecipeError, match=r"'generate.py' changed while it was read"):
-        Contents.of_folder(place, "mine")
+        RecipeFiles.from_folder(place, "mine")
 
 
 def test_a_file_that_vanishes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     laid(place, FLAT)
     on_call(monkeypatch, "open", (place / "other.py").unlink, lambda path, *_, **__: path == "other.py")
     with pytest.raises(RecipeError, match="cannot be read: No such file"):
-        Contents.of_folder(place, "mine")
+        RecipeFiles.from_folder(place, "mine")
 
 
 def test_a_folder_under_constant_change(place: Path) -> None:
@@ -398,7 +401,7 @@ def test_a_folder_under_constant_change(place: Path) -> None:
     try:
         for _ in range(300):
             try:
-                found = Contents.of_folder(place, "mine").files.get("other.py")
+                found = RecipeFiles.from_folder(place, "mine").files.get("other.py")
             except RecipeError:
                 continue
             assert found in (None, b"x = 1\n")
@@ -414,10 +417,10 @@ def test_no_file_stays_open(place: Path) -> None:
         if name:
             (place / name).symlink_to("x")
             with pytest.raises(RecipeError):
-                Contents.of_folder(place)
+                RecipeFiles.from_folder(place)
             (place / name).unlink()
         else:
-            Contents.of_folder(place)
+            RecipeFiles.from_folder(place)
     after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     assert after == before
 
@@ -429,7 +432,7 @@ def test_a_giant_costs_no_memory(place: Path) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(RecipeError):
-            Contents.of_folder(place)
+            RecipeFiles.from_folder(place)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -448,7 +451,7 @@ def test_reading_ends_where_it_is_too_much(
     opened: list[object] = []
     on_call(monkeypatch, "open", lambda: None, lambda path, *_, **__: bool(opened.append(path)))
     with pytest.raises(RecipeError, match="has more than"):
-        Contents.of_folder(place)
+        RecipeFiles.from_folder(place)
     assert 1 < len(opened) <= most + 1  # the folder itself is opened first
 
 
@@ -456,13 +459,13 @@ def test_where_links_cannot_be_told_nothing_is_read(place: Path, monkeypatch: py
     laid(place, FLAT)
     monkeypatch.setattr(reading.os, "supports_dir_fd", set())
     with pytest.raises(RecipeError, match="this system cannot read a folder without following links"):
-        Contents.of_folder(place)
+        RecipeFiles.from_folder(place)
 
 
 def test_parents_of_the_folder_may_be_links(place: Path) -> None:
     laid(place / "mine", FLAT)
     (place.parent / "home").symlink_to(place)
-    assert dict(Contents.of_folder(place.parent / "home" / "mine").files) == FLAT
+    assert dict(RecipeFiles.from_folder(place.parent / "home" / "mine").files) == FLAT
 
 
 # --- Anything at all.
@@ -482,12 +485,12 @@ def test_any_files_are_a_recipe_or_refused(files: dict[str, bytes], sound: bool)
     if sound:
         files = {**files, "generate.py": MAIN}
     try:
-        found = Contents.of_files(files, "owner/name")
+        found = RecipeFiles.from_files(files, "owner/name")
     except RecipeError as error:
         told = str(error)
     else:
         told = "recipe `owner/name`: "
-        assert len(found.kinds()) == 1
+        assert len(found.defined_kinds()) == 1
         for path, data in found.files.items():
             assert files[path] == data
             assert path == unicodedata.normalize("NFC", path)
@@ -501,7 +504,7 @@ def test_any_files_are_a_recipe_or_refused(files: dict[str, bytes], sound: bool)
 def test_any_python_is_let_through_or_refused(text: str) -> None:
     data = text.encode("utf-8", "surrogatepass")
     try:
-        Contents.of_files({"generate.py": MAIN, "other.py": data}, "owner/name")
+        RecipeFiles.from_files({"generate.py": MAIN, "other.py": data}, "owner/name")
     except RecipeError as error:
         refused = str(error)
     else:

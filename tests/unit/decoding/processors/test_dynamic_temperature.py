@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from descant.decoding.processors.temperatures import DynamicTemperatureLogitsWarper
+from descant.decoding.processors.dynamic_temperature import DynamicTemperatureLogitsWarper
 from descant.errors import InputError
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, entropy, softmax, spoil
 
@@ -54,7 +54,7 @@ def test_every_line_has_its_own_temperature():
         params = [chance_params(rng) for _ in lines]
         given, nan = spoil(rng, torch.tensor(lines))
         here = context(rng, [[0] * rng.randint(1, 3) for _ in lines], [0] * count, params)
-        found = DynamicTemperatureLogitsWarper.bare().process(here, given)
+        found = DynamicTemperatureLogitsWarper.make_unbound().process(here, given)
         for at, line in enumerate(lines):
             if at != nan:
                 tried, checked = tried + 1, checked + same(found[at], line, params[at])
@@ -66,7 +66,7 @@ def test_lines_of_drafts():
     params = [chance_params(rng) for _ in range(20)]
     lines = [chance_scores(rng, 7) for _ in range(60)]
     here = drafted(rng, [[1, 2]] * 20, [1] * 20, params, [[3, 4]] * 20)
-    found = DynamicTemperatureLogitsWarper.bare().process(here, torch.tensor(lines))
+    found = DynamicTemperatureLogitsWarper.make_unbound().process(here, torch.tensor(lines))
     assert sum(same(found[at], line, params[at // 3]) for at, line in enumerate(lines)) > 50
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from descant.decoding.processors.green_list import WatermarkLogitsProcessor
-from descant.decoding.watermark.green import GreenScheme, WatermarkDetector
+from descant.decoding.watermark.green_list import GreenListScheme, WatermarkDetector
 from descant.decoding.watermark.schemes import WatermarkingConfig
 from descant.decoding.watermark.schemes.green_list import GreenList
 from descant.decoding.watermark.schemes.keys import PublicKeyWarning
@@ -44,22 +44,22 @@ def written(mark: WatermarkingConfig | None, length: int, seed: int, spread: flo
 def test_what_is_asked_twice_is_scored_once(scheme):
     rng, repeats = random.Random(1), 0
     for width in (1, 2, 4):
-        one = GreenScheme(settings(scheme, context_width=width), SIZE)
+        one = GreenListScheme(settings(scheme, context_width=width), SIZE)
         some = GreenList(one.settings, SIZE)
-        assert one.width == (1 if scheme == "lefthash" else width - 1)
+        assert one.context_size == (1 if scheme == "lefthash" else width - 1)
         ids = np.array([rng.randrange(1, 9) for _ in range(120)])
-        scored, value = one.evidence(ids)
+        scored, value = one.score_tokens(ids)
         seen = set()
         for place, token in enumerate(ids.tolist()):
-            if place < one.width:
+            if place < one.context_size:
                 assert not scored[place]
                 continue
-            before = ids[None, place - one.width : place]
+            before = ids[None, place - one.context_size : place]
             seed = some.seeds(before, np.array([[token]]))[0, 0]
             new = (seed, token) not in seen
             seen.add((seed, token))
             assert scored[place] == new
-            assert value[place] == (new and some.member(np.array([seed]), np.array([token]))[0])
+            assert value[place] == (new and some.is_green(np.array([seed]), np.array([token]))[0])
             repeats += not new
     assert repeats > 100
 
@@ -67,25 +67,25 @@ def test_what_is_asked_twice_is_scored_once(scheme):
 def test_lefthash_hangs_on_the_last_token_whatever_the_context():
     ids = np.array([7, 3, 5, 8, 3, 5])  # (3, 5) after 7 and after 8
     for width in (1, 2, 4):
-        scored = GreenScheme(settings(context_width=width), SIZE).evidence(ids).scored
+        scored = GreenListScheme(settings(context_width=width), SIZE).score_tokens(ids).mask
         assert scored.tolist() == [False, True, True, True, True, False]
 
 
 def test_selfhash_of_one_token_asks_about_that_token_alone():
-    scored = GreenScheme(settings("selfhash"), SIZE).evidence(np.array([4, 5, 4, 6])).scored
+    scored = GreenListScheme(settings("selfhash"), SIZE).score_tokens(np.array([4, 5, 4, 6])).mask
     assert scored.tolist() == [True, True, False, True]
 
 
 def test_a_list_that_every_key_shares_is_no_evidence():
     """After token 0; and with a key of 33 zero bits after every token."""
-    scored = GreenScheme(settings(), SIZE).evidence(np.array([0, 5, 0, 6, 7])).scored
+    scored = GreenListScheme(settings(), SIZE).score_tokens(np.array([0, 5, 0, 6, 7])).mask
     assert scored.tolist() == [False, False, True, False, True]
-    whole = GreenScheme(settings(hashing_key=2**33), SIZE).evidence(np.arange(50)).scored
+    whole = GreenListScheme(settings(hashing_key=2**33), SIZE).score_tokens(np.arange(50)).mask
     assert not whole.any()
 
 
 def test_what_is_no_token_is_not_scored():
-    scored, value = GreenScheme(settings(), SIZE).evidence(np.array([5, SIZE, 5, -1, 6]))
+    scored, value = GreenListScheme(settings(), SIZE).score_tokens(np.array([5, SIZE, 5, -1, 6]))
     assert scored.tolist() == [False, False, True, False, True]
     assert not value[~scored].any()
 
@@ -93,31 +93,31 @@ def test_what_is_no_token_is_not_scored():
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("length", [0, 1, 2, 3])
 def test_short_texts(scheme, length):
-    one = GreenScheme(settings(scheme, context_width=3), SIZE)
-    scored, value = one.evidence(np.arange(4, 4 + length))
+    one = GreenListScheme(settings(scheme, context_width=3), SIZE)
+    scored, value = one.score_tokens(np.arange(4, 4 + length))
     assert scored.shape == value.shape == (length,)
-    assert scored.sum() == max(0, length - one.width)
+    assert scored.sum() == max(0, length - one.context_size)
 
 
 def test_a_bias_below_zero_makes_red_count():
     ids = np.array(written(None, 200, 1))
-    green, red = (GreenScheme(settings(bias=bias), SIZE) for bias in (2.0, -2.0))
-    mine, theirs = green.evidence(ids), red.evidence(ids)
-    assert (mine.value + theirs.value == mine.scored).all()
-    assert red.mean == 1 - green.mean == 1 - int(SIZE * 0.25) / SIZE
-    marked = red.evidence(np.array(written(red.settings, 200, 2)))
-    assert red.tail(int(marked.scored.sum()), marked.value.sum()) < 1e-4
+    green, red = (GreenListScheme(settings(bias=bias), SIZE) for bias in (2.0, -2.0))
+    mine, theirs = green.score_tokens(ids), red.score_tokens(ids)
+    assert (mine.values + theirs.values == mine.mask).all()
+    assert red.null_mean == 1 - green.null_mean == 1 - int(SIZE * 0.25) / SIZE
+    marked = red.score_tokens(np.array(written(red.settings, 200, 2)))
+    assert red.p_value(int(marked.mask.sum()), marked.values.sum()) < 1e-4
 
 
 # ----------------------------------------------------------------------------------- statistics
 def test_the_tail_is_that_of_the_binomial_law():
-    one = GreenScheme(settings(greenlist_ratio=0.5), 64)
-    assert (one.mean, one.sd) == (0.5, 0.5)
+    one = GreenListScheme(settings(greenlist_ratio=0.5), 64)
+    assert (one.null_mean, one.null_std) == (0.5, 0.5)
     for count, hits in ((10, 7), (10, 0), (40, 33)):
         exact = sum(math.comb(count, k) for k in range(hits, count + 1)) / 2**count
-        assert one.tail(count, hits) == pytest.approx(exact)
-        assert one.tail(count, hits + 1e-5) == pytest.approx(exact - math.comb(count, hits) / 2**count)
-    assert one.tail(0, 0.0) == 1.0
+        assert one.p_value(count, hits) == pytest.approx(exact)
+        assert one.p_value(count, hits + 1e-5) == pytest.approx(exact - math.comb(count, hits) / 2**count)
+    assert one.p_value(0, 0.0) == 1.0
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -132,11 +132,11 @@ def test_an_unmarked_text_that_repeats_itself_says_nothing(scheme):
         mark = settings(
             scheme, hashing_key=key * 7_368_787 + 1, context_width=1 if scheme == "lefthash" else 3
         )
-        one = GreenScheme(mark, SIZE)
-        scored, value = one.evidence(ids)
+        one = GreenListScheme(mark, SIZE)
+        scored, value = one.score_tokens(ids)
         count = int(scored.sum())
-        sums.append((value.sum() - count * one.mean) / (one.sd * math.sqrt(count)))
-        small += one.tail(count, value.sum()) <= 0.05
+        sums.append((value.sum() - count * one.null_mean) / (one.null_std * math.sqrt(count)))
+        small += one.p_value(count, value.sum()) <= 0.05
     assert abs(np.mean(sums)) < 4 / math.sqrt(keys)
     assert np.var(sums) < 1 + 4 * math.sqrt(2 / keys)
     assert small <= 0.05 * keys + 4 * math.sqrt(0.05 * 0.95 * keys)
@@ -145,23 +145,29 @@ def test_an_unmarked_text_that_repeats_itself_says_nothing(scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_marked_text_is_found_and_only_with_its_key(scheme):
     mark = settings(scheme, context_width=2)
-    one, other = GreenScheme(mark, SIZE), GreenScheme(settings(scheme, context_width=2, hashing_key=5), SIZE)
+    one, other = (
+        GreenListScheme(mark, SIZE),
+        GreenListScheme(settings(scheme, context_width=2, hashing_key=5), SIZE),
+    )
     for seed in range(3):
         ids = np.array(written(mark, 150, seed, spread=2.0))
-        scored, value = one.evidence(ids)
-        assert one.tail(int(scored.sum()), value.sum()) < 1e-4
-        assert value.sum() / scored.sum() > one.weakest
-        scored, value = other.evidence(ids)
-        assert other.tail(int(scored.sum()), value.sum()) > 1e-3
+        scored, value = one.score_tokens(ids)
+        assert one.p_value(int(scored.sum()), value.sum()) < 1e-4
+        assert value.sum() / scored.sum() > one.min_marked_mean
+        scored, value = other.score_tokens(ids)
+        assert other.p_value(int(scored.sum()), value.sum()) > 1e-3
 
 
 def test_the_weakest_mark_lies_between_none_and_a_free_one():
     for ratio, bias in ((0.25, 2.0), (0.5, 1.0), (0.25, 0.5), (0.25, -2.0), (0.25, 1e4)):
-        one = GreenScheme(settings(greenlist_ratio=ratio, bias=bias), 100)
+        one = GreenListScheme(settings(greenlist_ratio=ratio, bias=bias), 100)
         pull = math.exp(min(abs(bias), 50))
-        free = pull * one.mean / (1 - one.mean + pull * one.mean)
-        assert one.mean < one.weakest < free
-    assert GreenScheme(settings(bias=0.0), SIZE).weakest == GreenScheme(settings(bias=0.0), SIZE).mean
+        free = pull * one.null_mean / (1 - one.null_mean + pull * one.null_mean)
+        assert one.null_mean < one.min_marked_mean < free
+    assert (
+        GreenListScheme(settings(bias=0.0), SIZE).min_marked_mean
+        == GreenListScheme(settings(bias=0.0), SIZE).null_mean
+    )
 
 
 # ------------------------------------------------------------------------- the documented detector
@@ -229,8 +235,10 @@ def test_the_documented_key_is_known_to_everybody():
 
 def test_lists_are_remembered_from_call_to_call(monkeypatch):
     made = []
-    whole = GreenList._whole
-    monkeypatch.setattr(GreenList, "_whole", lambda self, swaps: made.extend(swaps) or whole(self, swaps))
+    whole = GreenList._build_masks
+    monkeypatch.setattr(
+        GreenList, "_build_masks", lambda self, swaps: made.extend(swaps) or whole(self, swaps)
+    )
     ids = torch.tensor([[one for token in range(10, 20) for one in (5, token)]])  # ten questions after 5
     for size, expected in ((128, 1), (0, 2)):
         made.clear()

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from descant.decoding.watermark.explain import facts, meaning, number
-from descant.decoding.watermark.spans import STRONGEST, Part, parts, visible
+from descant.decoding.watermark.explain import explain_verdict, format_number, summary_items
+from descant.decoding.watermark.spans import MAX_LEVEL, TextSpan, split_spans, to_printable
 
 if TYPE_CHECKING:
     from descant.decoding.watermark.detection import Detection
 
-__all__ = ["page"]
+__all__ = ["render_report"]
 
 _SYMBOLS: Final = {"marked": "●", "not marked": "○", "too short to tell": "?"}
-_KINDS: Final = {"marked": "yes", "not marked": "no", "too short to tell": "open"}
-_SMOOTH: Final = 25  # scored tokens whose mean is a point of the curve
-_WIDTH, _HEIGHT, _EDGE = 1000, 120, 6  # of the curve, in the units of its view box
+_VERDICT_CLASSES: Final = {"marked": "yes", "not marked": "no", "too short to tell": "open"}
+_SMOOTHING_WINDOW: Final = 25  # scored tokens whose mean is a point of the curve
+_WIDTH, _HEIGHT, _MARGIN = 1000, 120, 6  # of the curve, in the units of its view box
 
 # The colours are told apart by hue; the underlines, solid or dotted and thin or thick, say the same without.
 _STYLE: Final = """
@@ -63,7 +63,7 @@ th, td { text-align: left; padding: .15rem 1rem .15rem 0; border-bottom: 1px sol
 """
 
 
-def page(
+def render_report(
     detections: Sequence[Detection],
     texts: Sequence[str | Sequence[str]],
     names: Sequence[str] | None = None,
@@ -95,47 +95,47 @@ def page(
 
 
 def _section(place: int, detection: Detection, text: str | Sequence[str], title: str) -> str:
-    shown = parts(detection, text)
+    shown = split_spans(detection, text)
     figures = [
-        f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}</dd></div>"
-        for name, value in facts(detection)
+        f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>"
+        for name, value in summary_items(detection)
         if name != "verdict"
     ]
-    kind = _KINDS[detection.verdict]
+    kind = _VERDICT_CLASSES[detection.verdict]
     return "\n".join(
         [
             f'<section aria-labelledby="text-{place}">',
-            f'<header><h2 id="text-{place}">{_escaped(title)}</h2>'
-            f'<span class="badge {kind}">{_SYMBOLS[detection.verdict]} {_escaped(detection.verdict)}</span>'
+            f'<header><h2 id="text-{place}">{_escape(title)}</h2>'
+            f'<span class="badge {kind}">{_SYMBOLS[detection.verdict]} {_escape(detection.verdict)}</span>'
             "</header>",
             f"<dl>{''.join(figures)}</dl>",
-            f'<p class="means">{_escaped(meaning(detection))}</p>',
-            *_curve(detection),
+            f'<p class="means">{_escape(explain_verdict(detection))}</p>',
+            *_score_chart(detection),
             _legend(detection),
-            f'<div class="text">{_text(shown)}</div>',
-            _table(shown),
+            f'<div class="text">{_highlighted_text(shown)}</div>',
+            _token_table(shown),
             "</section>",
         ]
     )
 
 
-def _text(shown: Sequence[Part]) -> str:
+def _highlighted_text(shown: Sequence[TextSpan]) -> str:
     """The text, a span for each part; the passage that a windowed detection found has an outline."""
     pieces, inside = [], False
     for part in shown:
-        if part.inside != inside:
-            inside = part.inside
+        if part.in_passage != inside:
+            inside = part.in_passage
             pieces.append("<mark>" if inside else "</mark>")
-        body = _escaped(part.text).replace("\n", '<i aria-hidden="true">↵</i>\n')
-        if part.tokens:
-            title = _escaped("\n".join(part.titles))
-            pieces.append(f'<span class="{_kind(part)}" title="{title}">{body}</span>')
+        body = _escape(part.text).replace("\n", '<i aria-hidden="true">↵</i>\n')
+        if part.token_indices:
+            title = _escape("\n".join(part.titles))
+            pieces.append(f'<span class="{_css_class(part)}" title="{title}">{body}</span>')
         else:
             pieces.append(body)
     return "".join(pieces) + ("</mark>" if inside else "")
 
 
-def _kind(part: Part) -> str:
+def _css_class(part: TextSpan) -> str:
     """The class of a part in the style sheet."""
     if part.level is None:
         return "none"
@@ -147,11 +147,11 @@ def _legend(detection: Detection) -> str:
         entries = [("f2", "green", "on the green list"), ("a2", "red", "not on it")]
     else:
         entries = [
-            (f"f{STRONGEST}", "high", "speaks for the mark"),
+            (f"f{MAX_LEVEL}", "high", "speaks for the mark"),
             ("f1", "above", "a little"),
             ("zero", "even", "as in unmarked text"),
             ("a1", "below", "a little"),
-            (f"a{STRONGEST}", "low", "speaks against it"),
+            (f"a{MAX_LEVEL}", "low", "speaks against it"),
         ]
     entries.append(("none", "grey", "not scored: nothing before it, or asked before"))
     items = [f'<div><span class="{kind}">{word}</span> {about}</div>' for kind, word, about in entries]
@@ -160,25 +160,25 @@ def _legend(detection: Detection) -> str:
     return f'<div class="legend" aria-label="Legend">{"".join(items)}</div>'
 
 
-def _table(shown: Sequence[Part]) -> str:
+def _token_table(shown: Sequence[TextSpan]) -> str:
     """Every token in words, for those who do not see the colours."""
     lines = [
-        f"<tr><td>{token}</td><td>{_escaped(title)}</td></tr>"
+        f"<tr><td>{token}</td><td>{_escape(title)}</td></tr>"
         for part in shown
-        for token, title in zip(part.tokens, part.titles, strict=True)
+        for token, title in zip(part.token_indices, part.titles, strict=True)
     ]
     head = "<tr><th>place</th><th>token, id and value</th></tr>"
     return f"<details><summary>All tokens as a table</summary><table>{head}{''.join(lines)}</table></details>"
 
 
-def _curve(detection: Detection) -> list[str]:
+def _score_chart(detection: Detection) -> list[str]:
     """The mean value of neighbouring tokens along the text, over the level of unmarked text."""
-    places = np.flatnonzero(detection.evidence.scored)
-    if len(places) < 2 * _SMOOTH or not isfinite(detection.expected):
+    places = np.flatnonzero(detection.evidence.mask)
+    if len(places) < 2 * _SMOOTHING_WINDOW or not isfinite(detection.expected):
         return []
-    sums = np.cumsum(np.concatenate(([0.0], detection.evidence.value[places])))
-    means = (sums[_SMOOTH:] - sums[:-_SMOOTH]) / _SMOOTH
-    middles = places[_SMOOTH // 2 : _SMOOTH // 2 + len(means)]
+    sums = np.cumsum(np.concatenate(([0.0], detection.evidence.values[places])))
+    means = (sums[_SMOOTHING_WINDOW:] - sums[:-_SMOOTHING_WINDOW]) / _SMOOTHING_WINDOW
+    middles = places[_SMOOTHING_WINDOW // 2 : _SMOOTHING_WINDOW // 2 + len(means)]
     low, high = min(float(means.min()), detection.expected), max(float(means.max()), detection.expected)
     room, across = (high - low) or 1.0, max(len(detection.ids) - 1, 1)
 
@@ -186,7 +186,7 @@ def _curve(detection: Detection) -> list[str]:
         return f"{_WIDTH * token / across:.1f}"
 
     def y(value: float) -> str:
-        return f"{_EDGE + (_HEIGHT - 2 * _EDGE) * (high - value) / room:.1f}"
+        return f"{_MARGIN + (_HEIGHT - 2 * _MARGIN) * (high - value) / room:.1f}"
 
     line = " ".join(f"{x(token)},{y(value)}" for token, value in zip(middles, means, strict=True))
     band = ""
@@ -198,8 +198,8 @@ def _curve(detection: Detection) -> list[str]:
         )
     level = y(detection.expected)
     words = (
-        f"Mean value of {_SMOOTH} neighbouring scored tokens along the text, {number(float(means.min()))} to "
-        f"{number(float(means.max()))}; dashed: unmarked text, {number(detection.expected)}."
+        f"Mean value of {_SMOOTHING_WINDOW} neighbouring scored tokens along the text, {format_number(float(means.min()))} to "
+        f"{format_number(float(means.max()))}; dashed: unmarked text, {format_number(detection.expected)}."
     )
     return [
         "<figure>",
@@ -214,5 +214,5 @@ def _curve(detection: Detection) -> list[str]:
     ]
 
 
-def _escaped(text: str) -> str:
-    return html.escape(visible(text))
+def _escape(text: str) -> str:
+    return html.escape(to_printable(text))

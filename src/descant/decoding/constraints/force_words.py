@@ -10,10 +10,10 @@ from descant.decoding.constraints.disjunctive import DisjunctiveConstraint
 from descant.decoding.constraints.phrasal import PhrasalConstraint
 from descant.errors import InputError
 
-__all__ = ["forced"]
+__all__ = ["parse_force_words"]
 
 
-def forced(words: Sequence[Any]) -> list[Constraint]:
+def parse_force_words(words: Sequence[Any]) -> list[Constraint]:
     """The constraints of `force_words_ids`: a phrase for each list of token ids, a disjunction for each list
     of such lists.
     """

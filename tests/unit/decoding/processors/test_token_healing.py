@@ -8,7 +8,7 @@ import torch
 from descant import GenerationConfig, InputError, Request, RowError, generate, stream
 from descant.decoding.processors import HealingLogitsProcessor
 from descant.testing import check_admission, check_batch, check_processor, outcomes
-from descant.tokenization.token_healing import Tail
+from descant.tokenization.token_healing import HealedSuffix
 from tests.support.byte_tokenizer import TEXTS, tokenizer
 from tests.support.tiny_models import pad
 
@@ -49,7 +49,7 @@ def request(prompt: list[int], **given) -> Request:
 # ------------------------------------------------------------------------ by hand
 def test_by_hand_what_does_not_agree_is_ruled_out():
     prompt = ids("a", " un", "ivers")
-    processor = HealingLogitsProcessor(Tail.of(tokenizer(), prompt), prompt_length=1)
+    processor = HealingLogitsProcessor(HealedSuffix.from_prompt(tokenizer(), prompt), prompt_length=1)
 
     def left(*new):
         scores = processor(torch.tensor([ids("a", *new)]), torch.zeros(1, len(TEXTS)))
@@ -66,8 +66,8 @@ def test_by_hand_it_wants_a_tail():
 
 
 def test_each_line_is_judged_by_itself():
-    tails = [Tail.of(tokenizer(), prompt) for prompt in PROMPTS]
-    check_processor(HealingLogitsProcessor.bare(), [{"healing": tail} for tail in tails], len(TEXTS))
+    tails = [HealedSuffix.from_prompt(tokenizer(), prompt) for prompt in PROMPTS]
+    check_processor(HealingLogitsProcessor.make_unbound(), [{"healing": tail} for tail in tails], len(TEXTS))
 
 
 # ------------------------------------------------------------------------ in a session
@@ -75,7 +75,7 @@ def test_each_line_is_judged_by_itself():
 def test_new_tokens_say_the_text_again(tiny, method):
     given = [request(prompt, **METHODS[method]) for prompt in PROMPTS]
     for prompt, found in zip(PROMPTS, outcomes(tiny("llama").model, given), strict=True):
-        tail = Tail.of(tokenizer(), prompt)
+        tail = HealedSuffix.from_prompt(tokenizer(), prompt)
         for new in found.tokens:
             assert text(new).startswith(tail.text), (prompt, new)
             assert len(new) <= 6 + len(tail)
@@ -94,7 +94,7 @@ def test_it_equals_a_model_asked_with_the_mask(tiny):
     # The reference: the shortened prompt, and a processor of the user's own that knows what is allowed.
     model = tiny("llama").model
     for prompt in PROMPTS:
-        tail = Tail.of(tokenizer(), prompt)
+        tail = HealedSuffix.from_prompt(tokenizer(), prompt)
         short = prompt[: len(prompt) - len(tail)]
 
         def only(given, scores, tail=tail, short=short):
@@ -117,10 +117,10 @@ def test_generate_shows_the_shortened_prompts(tiny):
         out = generate(
             model, rows, attention_mask=mask, max_new_tokens=5, token_healing=True, tokenizer=tokenizer()
         )
-        wide = max(len(prompt) - len(Tail.of(tokenizer(), prompt)) for prompt in PROMPTS)
+        wide = max(len(prompt) - len(HealedSuffix.from_prompt(tokenizer(), prompt)) for prompt in PROMPTS)
         for prompt, line in zip(PROMPTS, out.tolist(), strict=True):
             alone = outcomes(model, [request(prompt, max_new_tokens=5)])[0].tokens[0]
-            short = prompt[: len(prompt) - len(Tail.of(tokenizer(), prompt))]
+            short = prompt[: len(prompt) - len(HealedSuffix.from_prompt(tokenizer(), prompt))]
             whole = [0] * (wide - len(short)) + short + alone
             assert line == whole + [0] * (len(line) - len(whole))
             assert text([at for at in line if at > 0]).startswith(text([at for at in prompt if at > 0]))
@@ -181,7 +181,7 @@ def test_a_stream_tells_what_the_reader_does_not_have(tiny):
             told = list(events)
         new = [token for event in told for token in event.token_ids]
         assert new == outcomes(model, [request(prompt)])[0].tokens[0]
-        tail = Tail.of(tokenizer(), prompt).text.decode()
+        tail = HealedSuffix.from_prompt(tokenizer(), prompt).text.decode()
         shown = "".join(event.text for event in told)
         assert tail + shown == tokenizer().decode(new, skip_special_tokens=True)
 

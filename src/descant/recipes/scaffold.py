@@ -8,19 +8,19 @@ from string import Template
 from typing import Final
 
 from descant.errors import InputError
-from descant.recipes.recipe import KINDS
-from descant.recipes.templates import STARTS
+from descant.recipes.recipe import RECIPE_KINDS
+from descant.recipes.templates import RECIPE_TEMPLATES
 
-__all__ = ["files_of", "new_recipe"]
+__all__ = ["new_recipe", "template_files"]
 
 # As the Hub takes them, so that a folder can be shared under its name.
-_NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
-_ODD: Final = ("--", "..", ".git")
+_RECIPE_NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
+_FORBIDDEN_PARTS: Final = ("--", "..", ".git")
 
 
 def new_recipe(name: str, kind: str, parent: Path = Path()) -> Path:
     """Make a folder of that name with a recipe of that kind; the folder."""
-    files = files_of(name, kind)
+    files = template_files(name, kind)
     folder = parent / name
     try:
         folder.mkdir()
@@ -36,20 +36,20 @@ def new_recipe(name: str, kind: str, parent: Path = Path()) -> Path:
     return folder
 
 
-def files_of(name: str, kind: str) -> dict[str, str]:
+def template_files(name: str, kind: str) -> dict[str, str]:
     """The texts of a new recipe by path."""
-    if not _NAME.fullmatch(name) or any(part in name for part in _ODD):
+    if not _RECIPE_NAME.fullmatch(name) or any(part in name for part in _FORBIDDEN_PARTS):
         must = "must be letters, digits, and single - . _ between them, 96 at the most"
         raise InputError("name", must, name, "for instance my-method")
-    if kind not in KINDS:
-        raise InputError("kind", f"must be one of {', '.join(KINDS)}", kind)
-    start = STARTS[kind]
+    if kind not in RECIPE_KINDS:
+        raise InputError("kind", f"must be one of {', '.join(RECIPE_KINDS)}", kind)
+    start = RECIPE_TEMPLATES[kind]
     lines = [f"| `{argument}` | {what} |" for argument, what in start.arguments.items()]
-    use = start.use.replace(", ", ",\n    ") + ","
+    use = start.example_arguments.replace(", ", ",\n    ") + ","
     readme = Template(_README).substitute(
         name=name,
         kind=kind,
-        about=start.about,
+        about=start.description,
         arguments="\n".join(lines),
         use=use,
     )

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from descant.core.context import Context
-from descant.decoding.processors.base import LogitsProcessor, number
-from descant.decoding.processors.filters import NEVER
-from descant.decoding.processors.truncation import cut
+from descant.decoding.processors.base import LogitsProcessor, check_number
+from descant.decoding.processors.filters import NEG_INF
+from descant.decoding.processors.truncation import mask_dropped
 from descant.errors import InputError
 
 __all__ = ["AdaptivePLogitsWarper", "MirostatLogitsWarper"]
@@ -24,32 +24,34 @@ class MirostatLogitsWarper(LogitsProcessor):
     is -log2 p in the distribution that comes in. A call by hand starts afresh: mu lives in the loop's rows.
     """
 
-    reads = ("mirostat_tau", "mirostat_eta")
+    config_fields = ("mirostat_tau", "mirostat_eta")
     state = {"mirostat_mu": math.nan}  # noqa: RUF012 - never written to
-    filter_value = NEVER
+    filter_value = NEG_INF
 
     def __init__(
         self,
         mirostat_tau: float,
         mirostat_eta: float = 0.1,
-        filter_value: float = NEVER,
+        filter_value: float = NEG_INF,
         min_tokens_to_keep: int = 1,
     ) -> None:
-        if number("mirostat_tau", mirostat_tau, 0.0) <= 0:
+        if check_number("mirostat_tau", mirostat_tau, 0.0) <= 0:
             raise InputError("mirostat_tau", "must be > 0", mirostat_tau)
         self.mirostat_tau = float(mirostat_tau)
-        self.mirostat_eta = float(number("mirostat_eta", mirostat_eta, 0.0))
-        self.min_tokens_to_keep = number("min_tokens_to_keep", min_tokens_to_keep, 1, whole=True)
+        self.mirostat_eta = float(check_number("mirostat_eta", mirostat_eta, 0.0))
+        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
         self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """What is too surprising is gone."""
-        drop = surprise(scores) > self._mu(context)
-        return cut(context, scores, drop & (scores < scores.amax(-1, keepdim=True)), self.filter_value)
+        drop = surprisal(scores) > self._mu(context)
+        return mask_dropped(
+            context, scores, drop & (scores < scores.amax(-1, keepdim=True)), self.filter_value
+        )
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
         """The new mu [N]; a token that mirostat was given no chance of leaves it as it was."""
-        mu, seen = self._mu(context), surprise(before).gather(1, tokens[:, None])
+        mu, seen = self._mu(context), surprisal(before).gather(1, tokens[:, None])
         moved = mu - context.param("mirostat_eta") * (seen - context.param("mirostat_tau"))
         return {"mirostat_mu": torch.where(seen.isfinite(), moved, mu)[:, 0]}
 
@@ -68,25 +70,25 @@ class AdaptivePLogitsWarper(LogitsProcessor):
     Origin: llama.cpp, pull request 17927, by ddh0 after MrJackSpade.
     """
 
-    reads = ("adaptive_p_target", "adaptive_p_decay")
+    config_fields = ("adaptive_p_target", "adaptive_p_decay")
     state = {"adaptive_p_sum": math.nan, "adaptive_p_weight": math.nan}  # noqa: RUF012 - never written to
     WIDTH, PEAK, SHARPNESS = 0.3, 5.0, 10.0
 
     def __init__(self, adaptive_p_target: float, adaptive_p_decay: float = 0.9) -> None:
-        self.adaptive_p_target = float(number("adaptive_p_target", adaptive_p_target, 0.0, 1.0))
-        self.adaptive_p_decay = float(number("adaptive_p_decay", adaptive_p_decay, 0.0, 0.99))
+        self.adaptive_p_target = float(check_number("adaptive_p_target", adaptive_p_target, 0.0, 1.0))
+        self.adaptive_p_decay = float(check_number("adaptive_p_decay", adaptive_p_decay, 0.0, 0.99))
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """New scores by the distance from the step's target; what was ruled out stays so."""
-        total, weight = self._average(context)
+        total, weight = self._running_average(context)
         target = (2 * context.param("adaptive_p_target") - total / weight).clamp(0.0, 1.0)
         distance = (scores.softmax(-1) - target).abs() / self.WIDTH
         near = self.PEAK - self.SHARPNESS * distance * distance / (1 + distance)
-        return torch.where(scores == NEVER, scores, near)
+        return torch.where(scores == NEG_INF, scores, near)
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
         """The new average [N]; a token that it was given no chance of leaves it as it was."""
-        total, weight = self._average(context)
+        total, weight = self._running_average(context)
         chosen = before.softmax(-1).gather(1, tokens[:, None])
         decay, own = context.param("adaptive_p_decay"), chosen > 0
         return {
@@ -94,7 +96,7 @@ class AdaptivePLogitsWarper(LogitsProcessor):
             "adaptive_p_weight": torch.where(own, 1 + decay * weight, weight)[:, 0],
         }
 
-    def _average(self, context: Context) -> tuple[Tensor, Tensor]:
+    def _running_average(self, context: Context) -> tuple[Tensor, Tensor]:
         """The decayed sum of the chosen probabilities and its weight, at first as if all met the target."""
         total, weight = context.state("adaptive_p_sum"), context.state("adaptive_p_weight")
         start = 1 / (1 - context.param("adaptive_p_decay"))
@@ -104,6 +106,6 @@ class AdaptivePLogitsWarper(LogitsProcessor):
         )
 
 
-def surprise(scores: Tensor) -> Tensor:
+def surprisal(scores: Tensor) -> Tensor:
     """-log2 p of each token [N, V]."""
     return scores.log_softmax(-1) / -math.log(2)

@@ -10,48 +10,48 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Final
 
-from descant.errors import RecipeError, shown
+from descant.errors import RecipeError, format_value
 
-__all__ = ["bound", "checked_json", "checked_python", "opaque", "text_of"]
+__all__ = ["check_json", "check_python", "decode_text", "is_binary", "top_level_names"]
 
 # How files begin that run or unpickle, or hide others, whatever their name says.
-_BEGINS: Final = (
+_BINARY_SIGNATURES: Final = (
     *(b"\x7fELF", b"PK\x03\x04", b"PK\x05\x06", b"\x1f\x8b", b"BZh9", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"),
     *(b"7z\xbc\xaf", b"Rar!\x1a", b"\xca\xfe\xba\xbe", b"\xfe\xed\xfa\xce", b"\xfe\xed\xfa\xcf"),
     *(b"\xce\xfa\xed\xfe", b"\xcf\xfa\xed\xfe", b"\0asm", b"\x93NUMPY", b"\x89HDF\r\n", b"!<arch>\n"),
 )
 _PICKLE: Final = re.compile(rb"\x80[\x01-\x08]")
-_COOKIE: Final = re.compile(r"[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
+_ENCODING_COOKIE: Final = re.compile(r"[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 # Letters, marks and symbols that are drawn as nothing, beyond those of the categories below.
-_BLANK: Final = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0") | {
+_INVISIBLE_CHARS: Final = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0") | {
     *map(chr, range(0x180B, 0x1810)),
     *map(chr, range(0xFE00, 0xFE0F)),  # U+FE0F is left out: it is in many an emoji, and no harm in a comment
     *map(chr, (0x2065, *range(0xFFF0, 0xFFF9), *range(0xE0000, 0xE1000))),
 }
-_UNSEEN: Final = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_INVISIBLE_CATEGORIES: Final = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _ASCII: Final = frozenset(map(chr, range(32, 127))) | {"\t", "\n", "\f"}
 # Keys by which a file names code that lies elsewhere, and values "owner/name--module.Class" of such keys.
-_REDIRECTS: Final = re.compile(r"auto_?map|custom_generate|custom_pipelines?|trust_remote_code")
-_ELSEWHERE: Final = re.compile(r"[\w.-]+/[\w.-]+--[\w./-]+\Z")
+_REMOTE_CODE_KEYS: Final = re.compile(r"auto_?map|custom_generate|custom_pipelines?|trust_remote_code")
+_REMOTE_CODE_VALUE: Final = re.compile(r"[\w.-]+/[\w.-]+--[\w./-]+\Z")
 
 
-def opaque(data: bytes) -> bool:
+def is_binary(data: bytes) -> bool:
     """Whether a file is compiled, pickled or packed, by its first bytes."""
-    if data.startswith(_BEGINS) or _PICKLE.match(data):
+    if data.startswith(_BINARY_SIGNATURES) or _PICKLE.match(data):
         return True
     compiled = data[2:4] == b"\r\n" and b"\0" in data[4:8]  # a .pyc
     return compiled or (data[:2] == b"MZ" and b"\0" in data[:64]) or data[257:262] == b"ustar"
 
 
-def text_of(data: bytes, path: str, recipe: str) -> str:
+def decode_text(data: bytes, path: str, recipe: str) -> str:
     """A file's text, which must be UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise RecipeError(recipe, f"its file {shown(path)} must be UTF-8: save it as such") from None
+        raise RecipeError(recipe, f"its file {format_value(path)} must be UTF-8: save it as such") from None
 
 
-def checked_python(data: bytes, path: str, recipe: str) -> None:
+def check_python(data: bytes, path: str, recipe: str) -> None:
     """Refuse Python that does not compile, or that a reader sees otherwise than the compiler.
 
     Characters that are not drawn, or change the order in which others are ("Trojan Source", Boucher and
@@ -59,36 +59,38 @@ def checked_python(data: bytes, path: str, recipe: str) -> None:
     the same. Letters beyond ASCII are refused outside of these: they can look like others, and Python reads
     several as one.
     """
-    text = text_of(data, path, recipe).replace("\r\n", "\n")
-    what = f"its file {shown(path)}"
-    odd = next((one for one in sorted(set(text) - _ASCII) if _unseen(one)), None)
+    text = decode_text(data, path, recipe).replace("\r\n", "\n")
+    what = f"its file {format_value(path)}"
+    odd = next((one for one in sorted(set(text) - _ASCII) if _is_invisible(one)), None)
     if odd is not None:
         line = text[: text.index(odd)].count("\n") + 1
         which = f"U+{ord(odd):04X} in line {line}"
         raise RecipeError(recipe, f"{what} has the unseen character {which}: remove it")
-    for cookie in map(_COOKIE.match, text.split("\n", 2)[:2]):
+    for cookie in map(_ENCODING_COOKIE.match, text.split("\n", 2)[:2]):
         if cookie and cookie[1].lower() not in ("utf-8", "utf8"):
-            raise RecipeError(recipe, f"{what} says that it is {shown(cookie[1])}: save it as UTF-8")
-    _compiled(text, what, recipe)
+            raise RecipeError(recipe, f"{what} says that it is {format_value(cookie[1])}: save it as UTF-8")
+    _check_compiles(text, what, recipe)
     if not text.isascii():
         # No `$` can stand in code, so that what still compiles has every other character in strings.
         try:
-            _parsed(re.sub(r"[^\0-\x7f]", "$", text))
+            _parse(re.sub(r"[^\0-\x7f]", "$", text))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             at = getattr(error, "lineno", None)
             where = f" in line {at}" if at else ""
             raise RecipeError(recipe, f"{what} has a name that is not ASCII{where}: rename it") from None
 
 
-def bound(data: bytes, path: str, recipe: str) -> frozenset[str]:
+def top_level_names(data: bytes, path: str, recipe: str) -> frozenset[str]:
     """The names that a module binds at its top level, as far as its text says."""
     try:
-        return frozenset(_bound(_parsed(text_of(data, path, recipe))))
+        return frozenset(_bound_names(_parse(decode_text(data, path, recipe))))
     except (RecursionError, MemoryError):  # where the compiler bears more than the tree of its objects
-        raise RecipeError(recipe, f"its file {shown(path)} is nested too deep: make it flatter") from None
+        raise RecipeError(
+            recipe, f"its file {format_value(path)} is nested too deep: make it flatter"
+        ) from None
 
 
-def _bound(module: ast.Module) -> Iterator[str]:
+def _bound_names(module: ast.Module) -> Iterator[str]:
     stack: list[ast.AST] = list(module.body)
     while stack:
         node = stack.pop()
@@ -107,52 +109,56 @@ def _bound(module: ast.Module) -> Iterator[str]:
             stack.extend(ast.iter_child_nodes(node))
 
 
-def checked_json(data: bytes, path: str, recipe: str, config: bool = False) -> None:
+def check_json(data: bytes, path: str, recipe: str, config: bool = False) -> None:
     """Refuse JSON that is none, or names code elsewhere, as `auto_map` does; a config must be an object."""
-    what = f"its file {shown(path)}"
-    text = text_of(data, path, recipe)
+    what = f"its file {format_value(path)}"
+    text = decode_text(data, path, recipe)
     try:
         # Pairs, and not a dict: of a key that is there twice, both are looked at.
-        held = json.loads(text, object_pairs_hook=_Pairs, parse_constant=_no_number)
+        held = json.loads(text, object_pairs_hook=_JsonPairs, parse_constant=_reject_constant)
     except (ValueError, RecursionError, MemoryError):
         raise RecipeError(recipe, f"{what} must be JSON") from None
-    if config and not isinstance(held, _Pairs):
+    if config and not isinstance(held, _JsonPairs):
         raise RecipeError(recipe, f"{what} must hold an object, as a generation config does")
     stack = [held]
     while stack:
         value = stack.pop()
-        if isinstance(value, _Pairs):
+        if isinstance(value, _JsonPairs):
             for key, inner in value:
-                if _REDIRECTS.fullmatch(key.strip().casefold()):
-                    raise RecipeError(recipe, f"{what} names other code by its key {shown(key)}: remove it")
+                if _REMOTE_CODE_KEYS.fullmatch(key.strip().casefold()):
+                    raise RecipeError(
+                        recipe, f"{what} names other code by its key {format_value(key)}: remove it"
+                    )
                 stack += [key, inner]
             if len({key for key, _ in value}) < len(value):
                 raise RecipeError(recipe, f"{what} has a key twice in one object: keep one")
         elif isinstance(value, list):
             stack += value
-        elif isinstance(value, str) and _ELSEWHERE.match(value.strip()):
-            raise RecipeError(recipe, f"{what} points at {shown(value)}, code that lies elsewhere: remove it")
+        elif isinstance(value, str) and _REMOTE_CODE_VALUE.match(value.strip()):
+            raise RecipeError(
+                recipe, f"{what} points at {format_value(value)}, code that lies elsewhere: remove it"
+            )
 
 
-class _Pairs(list[tuple[str, Any]]):
+class _JsonPairs(list[tuple[str, Any]]):
     """The pairs of a JSON object, in order."""
 
 
-def _no_number(text: str) -> Any:
+def _reject_constant(text: str) -> Any:
     raise ValueError(text)  # NaN and Infinity, which are no JSON
 
 
-def _unseen(one: str) -> bool:
-    return unicodedata.category(one) in _UNSEEN or one in _BLANK
+def _is_invisible(one: str) -> bool:
+    return unicodedata.category(one) in _INVISIBLE_CATEGORIES or one in _INVISIBLE_CHARS
 
 
-def _parsed(text: str) -> ast.Module:
+def _parse(text: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of somebody else's escapes and comparisons
         return ast.parse(text)
 
 
-def _compiled(text: str, what: str, recipe: str) -> None:
+def _check_compiles(text: str, what: str, recipe: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -162,5 +168,5 @@ def _compiled(text: str, what: str, recipe: str) -> None:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         where = f" in line {line}" if line else ""
-        why = shown(getattr(error, "msg", str(error)))
+        why = format_value(getattr(error, "msg", str(error)))
         raise RecipeError(recipe, f"{what} is no Python of this version{where}: {why}") from None

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from descant.core.context import Context
-from descant.decoding.processors.base import LogitsProcessor, number
+from descant.decoding.processors.base import LogitsProcessor, check_number
 from descant.errors import InputError
 
 __all__ = ["DynamicTemperatureLogitsWarper"]
 
-COLDEST = 1e-6  # below it a quotient could overflow, and only the best has a chance anyway
+MIN_TEMPERATURE = 1e-6  # below it a quotient could overflow, and only the best has a chance anyway
 
 
 class DynamicTemperatureLogitsWarper(LogitsProcessor):
@@ -23,7 +23,7 @@ class DynamicTemperatureLogitsWarper(LogitsProcessor):
     temperature. Origin: llama.cpp, pull request 4972.
     """
 
-    reads = ("temperature", "dynamic_temperature_range", "dynamic_temperature_exponent")
+    config_fields = ("temperature", "dynamic_temperature_range", "dynamic_temperature_exponent")
 
     def __init__(
         self,
@@ -31,16 +31,16 @@ class DynamicTemperatureLogitsWarper(LogitsProcessor):
         dynamic_temperature_range: float,
         dynamic_temperature_exponent: float = 1.0,
     ) -> None:
-        if number("temperature", temperature, 0.0) <= 0:
+        if check_number("temperature", temperature, 0.0) <= 0:
             raise InputError(
                 "temperature", "must be > 0", temperature, "for greedy search use do_sample=False"
             )
         self.temperature = float(temperature)
         self.dynamic_temperature_range = float(
-            number("dynamic_temperature_range", dynamic_temperature_range, 0.0)
+            check_number("dynamic_temperature_range", dynamic_temperature_range, 0.0)
         )
         self.dynamic_temperature_exponent = float(
-            number("dynamic_temperature_exponent", dynamic_temperature_exponent, 0.0)
+            check_number("dynamic_temperature_exponent", dynamic_temperature_exponent, 0.0)
         )
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
@@ -54,5 +54,5 @@ class DynamicTemperatureLogitsWarper(LogitsProcessor):
 
         best = scores.amax(-1, keepdim=True)
         frozen = scores.masked_fill(scores < best, -torch.inf)
-        scaled = torch.where(heat < COLDEST, frozen, scores / heat)
+        scaled = torch.where(heat < MIN_TEMPERATURE, frozen, scores / heat)
         return torch.where(count > 1, scaled, scores)

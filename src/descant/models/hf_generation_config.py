@@ -10,12 +10,12 @@ import transformers
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.errors import InputError
 
-__all__ = ["completed", "given_of"]
+__all__ = ["explicit_values", "fill_defaults"]
 
-_LENGTHS: Final = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
+_LENGTH_FIELDS: Final = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
 
 
-def completed(model: Any, given: Any, call: Mapping[str, Any]) -> Any:
+def fill_defaults(model: Any, given: Any, call: Mapping[str, Any]) -> Any:
     """A config of transformers' own kind: the call over what was given over the model's over the defaults.
 
     transformers 5 has None for what is not set, with which a function that follows the documents cannot
@@ -25,14 +25,14 @@ def completed(model: Any, given: Any, call: Mapping[str, Any]) -> Any:
     if isinstance(given, list | tuple):
         return given
     values: dict[str, Any] = {}
-    for level in (_told(getattr(model, "generation_config", None)), _told(given), call):
-        for new, whole in _LENGTHS:
+    for level in (_non_null_values(getattr(model, "generation_config", None)), _non_null_values(given), call):
+        for new, whole in _LENGTH_FIELDS:
             # How many are new and how many there are in all say the same thing: the later level counts.
             for name, other in ((new, whole), (whole, new)):
                 if level.get(name) is not None and level.get(other) is None:
                     values.pop(other, None)
         values |= {name: value for name, value in level.items() if value is not None}
-    pairs = {one: other for new, whole in _LENGTHS for one, other in ((new, whole), (whole, new))}
+    pairs = {one: other for new, whole in _LENGTH_FIELDS for one, other in ((new, whole), (whole, new))}
     config: Any = transformers.GenerationConfig()  # type: ignore[no-untyped-call]
     missing = {
         name: FIELDS[name].default
@@ -41,12 +41,12 @@ def completed(model: Any, given: Any, call: Mapping[str, Any]) -> Any:
     }
     for name, value in {**missing, **values}.items():
         setattr(config, name, value)
-    told = _told(given).keys() | call.keys()
+    told = _non_null_values(given).keys() | call.keys()
     config._filled = {name: value for name, value in vars(config).items() if name not in told}
     return config
 
 
-def given_of(config: Any) -> dict[str, Any]:
+def explicit_values(config: Any) -> dict[str, Any]:
     """What was really given of a config of transformers' own kind, one that `completed` made among them.
 
     A function that hands its config on has not asked for what was only filled in, unless it changed that.
@@ -59,7 +59,7 @@ def given_of(config: Any) -> dict[str, Any]:
     }
 
 
-def _told(config: Any) -> dict[str, Any]:
+def _non_null_values(config: Any) -> dict[str, Any]:
     """The values that a config has, of ours or transformers' own."""
     if config is None:
         return {}

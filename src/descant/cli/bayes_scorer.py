@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from descant.decoding.watermark.detection import Detection
-from descant.decoding.watermark.schemes import Settings, SynthIDTextWatermarkingConfig
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig, SynthIDTextWatermarkingConfig
 from descant.decoding.watermark.schemes.keys import fingerprint
-from descant.decoding.watermark.schemes.synthid import repeated, tournament
+from descant.decoding.watermark.schemes.synthid import get_tournament, repetition_mask
 from descant.errors import InputError
 
-__all__ = ["Bayes", "Posterior"]
+__all__ = ["BayesianScorer", "Posterior"]
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Posterior:
         return f"posterior {self.value:.4f} (1 % of unmarked texts are above {self.threshold:.4f})"
 
 
-class Bayes:
+class BayesianScorer:
     """A trained detector, and the key among those given that it was trained for."""
 
-    def __init__(self, folder: str, keys: Mapping[str, Settings]) -> None:
-        from descant.models.bayesian_detector import read_detector  # slow to load, and few commands need it
+    def __init__(self, folder: str, keys: Mapping[str, BaseWatermarkingConfig]) -> None:
+        from descant.models.bayesian_detector import load_detector  # slow to load, and few commands need it
 
-        self.model = read_detector(folder)
+        self.model = load_detector(folder)
         trained = self.model.config.key_fingerprint
         fit = [
             one
@@ -60,12 +60,12 @@ class Bayes:
 
     def posterior(self, detection: Detection) -> Posterior:
         """The answer about a text in the reading of its detection, the prompt left out."""
-        asked = tournament(self.settings)
+        asked = get_tournament(self.settings)
         ids = torch.tensor([detection.ids[len(detection.ids) - detection.tokens :]], dtype=torch.long)
-        if ids.shape[1] > asked.width:
-            contexts = asked.contexts(ids[:, :-1])
-            mask = ~repeated(contexts, self.settings.context_history_size)
-            coins = asked.values(contexts, ids[:, asked.width :])
+        if ids.shape[1] > asked.context_size:
+            contexts = asked.context_hashes(ids[:, :-1])
+            mask = ~repetition_mask(contexts, self.settings.context_history_size)
+            coins = asked.g_values(contexts, ids[:, asked.context_size :])
         else:  # nothing to see: the prior remains
             coins, mask = torch.zeros(1, 0, asked.depth), torch.zeros(1, 0, dtype=torch.bool)
         with torch.no_grad():

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, Prompt
-from descant.decoding.processors.base import LogitsProcessor, number
-from descant.decoding.processors.lengths import Ids, forced, ids_of
+from descant.core.context import Context, PromptInfo
+from descant.decoding.processors.base import LogitsProcessor, check_number
+from descant.decoding.processors.lengths import TokenIds, as_id_list, force_tokens
 from descant.errors import InputError
 
 __all__ = ["ThinkingBudgetLogitsProcessor"]
@@ -26,28 +26,28 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
     with. By hand, the first `prompt_length` ids are the prompt.
     """
 
-    reads = ("thinking_budget",)
+    config_fields = ("thinking_budget",)
 
     def __init__(
         self,
         thinking_budget: int,
-        thinking_end: Ids,
-        thinking_start: Ids | None = None,
+        thinking_end: TokenIds,
+        thinking_start: TokenIds | None = None,
         prompt_length: int = 0,
     ) -> None:
-        self.thinking_budget = number("thinking_budget", thinking_budget, 0, whole=True)
-        self.thinking_end = ids_of(thinking_end)
+        self.thinking_budget = check_number("thinking_budget", thinking_budget, 0, integer=True)
+        self.thinking_end = as_id_list(thinking_end)
         if not self.thinking_end:
             raise InputError("thinking_end", "must name at least one token", thinking_end)
-        self.thinking_start = [] if thinking_start is None else ids_of(thinking_start)
-        self.prompt = number("prompt_length", prompt_length, 0, whole=True)
+        self.thinking_start = [] if thinking_start is None else as_id_list(thinking_start)
+        self.prompt_length = check_number("prompt_length", prompt_length, 0, integer=True)
 
     @classmethod
-    def columns(cls, config: GenerationConfig, prompt: Prompt) -> dict[str, Any]:
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
         """Its budget, and the two sequences as lists."""
         names = ("thinking_start", "thinking_end")
         sequences = {name: list(getattr(config, name, None) or ()) for name in names}
-        return {**super().columns(config, prompt), **sequences}
+        return {**super().params_from_config(config, prompt), **sequences}
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """Certainty for the next token of the end where a thought is too long."""
@@ -56,15 +56,17 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         tokens = pad(torch.where(context.valid, context.tokens, -1), (0, 1), value=-1)  # [N, L + 1]
         at = torch.arange(tokens.shape[1], device=tokens.device)
         size = (start >= 0).sum(1, keepdim=True)
-        last = torch.where(occurrences(tokens, start), at, -1).amax(1, keepdim=True)
+        last = torch.where(sequence_starts(tokens, start), at, -1).amax(1, keepdim=True)
         begin = torch.where(size > 0, last + size, context.length - context.generated)
-        over = (occurrences(tokens, end) & (at >= begin)).any(1, keepdim=True)
+        over = (sequence_starts(tokens, end) & (at >= begin)).any(1, keepdim=True)
         thinking = ((size == 0) | (last >= 0)) & ~over
         here = thinking & (context.length - begin >= context.param("thinking_budget"))
-        return forced(scores, end.gather(1, written(tokens, end, begin, context.length)), here)
+        return force_tokens(
+            scores, end.gather(1, matched_end_tokens(tokens, end, begin, context.length)), here
+        )
 
 
-def occurrences(tokens: Tensor, sequence: Tensor) -> Tensor:
+def sequence_starts(tokens: Tensor, sequence: Tensor) -> Tensor:
     """Where each line's own sequence [N, W], padded with -1, begins in its tokens [N, L], if not empty."""
     found = (tokens >= 0) & (sequence[:, :1] >= 0)
     for place in range(sequence.shape[1]):
@@ -74,7 +76,7 @@ def occurrences(tokens: Tensor, sequence: Tensor) -> Tensor:
     return found
 
 
-def written(tokens: Tensor, end: Tensor, begin: Tensor, length: Tensor) -> Tensor:
+def matched_end_tokens(tokens: Tensor, end: Tensor, begin: Tensor, length: Tensor) -> Tensor:
     """How many tokens of `end` [N, W], but not all, each line has at its own end, from `begin` on [N, 1]."""
     wide = end.shape[1]
     place = length + torch.arange(1 - wide, 0, device=end.device)  # the last W - 1 places

@@ -8,23 +8,23 @@ import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from descant.errors import RecipeError, shown
+from descant.errors import RecipeError, format_value
 
 __all__ = [
-    "FOLDER",
+    "CODE_FOLDER",
     "LIMITS",
-    "MAIN",
-    "belongs",
-    "layout",
-    "measured",
-    "module",
-    "named",
-    "skipped",
-    "wanted",
+    "MAIN_FILE",
+    "check_path",
+    "check_size",
+    "code_prefix",
+    "is_recipe_file",
+    "is_skipped",
+    "module_name",
+    "select_files",
 ]
 
-MAIN: Final = "generate.py"
-FOLDER: Final = "custom_generate"  # the sub-folder that transformers looks in
+MAIN_FILE: Final = "generate.py"
+CODE_FOLDER: Final = "custom_generate"  # the sub-folder that transformers looks in
 # How much a recipe may be. Python has less, since it is compiled to be looked at.
 LIMITS: Final = {
     "file": 1 << 20,  # bytes of a file
@@ -37,54 +37,60 @@ LIMITS: Final = {
 }
 
 # What runs or unpickles when somebody opens it, and what hides other files: none can be read before trust.
-_OPAQUE: Final = re.compile(
+_BINARY_SUFFIXES: Final = re.compile(
     r"\.(so[.\d]*|pyd|dll|dylib|exe|com|msi|o|a|lib|class|jar|wasm|pyc|pyo|pth|egg|whl"
     r"|pkl|pickle|pckl|pk|p|dill|cloudpickle|joblib|shelve|marshal|pt|pt2|ptl|bin|ckpt|npy|npz|h5|hdf5|keras|mar"
     r"|zip|tar|gz|tgz|bz2|xz|lzma|zst|7z|rar|iso|dmg|deb|rpm)\Z"
 )
-_CONFIG: Final = re.compile(r"[^/]*generation_config[^/]*\.json\Z")
-_MODULE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_BESIDE: Final = ("README.md", "requirements.txt")
+_GENERATION_CONFIG: Final = re.compile(r"[^/]*generation_config[^/]*\.json\Z")
+_MODULE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_ROOT_FILES: Final = ("README.md", "requirements.txt")
 # Names under which a module of a recipe could be taken for another's.
-_TAKEN: Final = sys.stdlib_module_names | {
+_RESERVED_MODULES: Final = sys.stdlib_module_names | {
     *("descant", "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "packaging"),
     *("numpy", "sitecustomize", "usercustomize"),
 }
 
 
-def skipped(part: str) -> bool:
+def is_skipped(part: str) -> bool:
     """Whether a file or folder of this name is passed over: hidden, or Python's own."""
     return part.startswith(".") or part == "__pycache__"
 
 
-def layout(names: Collection[str], recipe: str) -> str:
+def code_prefix(names: Collection[str], recipe: str) -> str:
     """Where the code is, by what lies at the root: "" or "custom_generate/"."""
-    if FOLDER not in names:
+    if CODE_FOLDER not in names:
         return ""
-    if MAIN in names:
-        raise RecipeError(recipe, f"has both `{MAIN}` and `{FOLDER}/`: keep one, so that one thing can run")
-    return f"{FOLDER}/"
+    if MAIN_FILE in names:
+        raise RecipeError(
+            recipe, f"has both `{MAIN_FILE}` and `{CODE_FOLDER}/`: keep one, so that one thing can run"
+        )
+    return f"{CODE_FOLDER}/"
 
 
-def named(path: str, recipe: str) -> None:
+def check_path(path: str, recipe: str) -> None:
     """Refuse a name that no file of a recipe may have."""
-    _within(path, recipe)
-    what = f"its file {shown(path)}"
+    _check_relative(path, recipe)
+    what = f"its file {format_value(path)}"
     parts = path.split("/")
     if len(parts) - 1 > LIMITS["depth"]:
         raise RecipeError(recipe, f"{what} lies more than {LIMITS['depth']} folders deep: make it flat")
     if len(path) > 1024 or any(len(part) > 200 for part in parts):
         raise RecipeError(recipe, f"{what} has a name of {len(path)} characters: rename it")
-    if not path.isprintable() or re.search(r'[:*?"<>|]', path) or any(_ends(part) for part in parts):
+    if (
+        not path.isprintable()
+        or re.search(r'[:*?"<>|]', path)
+        or any(_has_trimmable_ends(part) for part in parts)
+    ):
         raise RecipeError(recipe, f"{what} has characters that some systems or eyes misread: rename it")
     if unicodedata.normalize("NFC", path) != path:
         raise RecipeError(recipe, f"{what} has a name that is not in Unicode's normal form C: rename it")
-    if _OPAQUE.search(parts[-1].casefold()):
+    if _BINARY_SUFFIXES.search(parts[-1].casefold()):
         do = "keep to source and text"
         raise RecipeError(recipe, f"{what} is compiled, pickled or packed by its name: {do}")
 
 
-def wanted(sizes: Mapping[str, int], recipe: str) -> tuple[str, ...]:
+def select_files(sizes: Mapping[str, int], recipe: str) -> tuple[str, ...]:
     """The files of a listing (name -> bytes) that are the recipe's, refused where a recipe may not have them.
 
     Where the code is in `custom_generate/`, the rest of the root is the model's own: of it only README.md,
@@ -93,64 +99,71 @@ def wanted(sizes: Mapping[str, int], recipe: str) -> tuple[str, ...]:
     if len(sizes) > LIMITS["entries"]:
         raise RecipeError(recipe, f"has {len(sizes)} files: no more than {LIMITS['files']} can be a recipe's")
     for path in sizes:
-        _within(path, recipe)  # all of them: a name like ".." is not one to pass over
-    seen = [path for path in sizes if not any(map(skipped, path.split("/")))]
-    code = layout({path.split("/")[0] for path in seen}, recipe)
-    mine = sorted(path for path in seen if not code or belongs(path))
+        _check_relative(path, recipe)  # all of them: a name like ".." is not one to pass over
+    seen = [path for path in sizes if not any(map(is_skipped, path.split("/")))]
+    code = code_prefix({path.split("/")[0] for path in seen}, recipe)
+    mine = sorted(path for path in seen if not code or is_recipe_file(path))
     for path in mine:
-        named(path, recipe)
-    _measured({path: sizes[path] for path in mine}, recipe)
-    _distinct(mine, recipe)
-    _modules(mine, code, recipe)
+        check_path(path, recipe)
+    _check_sizes({path: sizes[path] for path in mine}, recipe)
+    _check_distinct(mine, recipe)
+    _check_modules(mine, code, recipe)
     return tuple(mine)
 
 
-def belongs(path: str) -> bool:
+def is_recipe_file(path: str) -> bool:
     """Whether a file is the recipe's, where the code is in `custom_generate/`."""
-    return path in _BESIDE or path.startswith(f"{FOLDER}/") or path == FOLDER or bool(_CONFIG.match(path))
+    return (
+        path in _ROOT_FILES
+        or path.startswith(f"{CODE_FOLDER}/")
+        or path == CODE_FOLDER
+        or bool(_GENERATION_CONFIG.match(path))
+    )
 
 
-def module(path: str, code: str) -> str | None:
+def module_name(path: str, code: str) -> str | None:
     """The name of the module that a file of the code folder is, if it is one."""
     stem = path.removeprefix(code).removesuffix(".py")
-    return stem if path == f"{code}{stem}.py" and _MODULE.match(stem) else None
+    return stem if path == f"{code}{stem}.py" and _MODULE_NAME.match(stem) else None
 
 
-def _within(path: str, recipe: str) -> None:
+def _check_relative(path: str, recipe: str) -> None:
     """Refuse a path that could lead out of the folder it is said to be in."""
     odd = not path or "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/"))
     if odd:
-        raise RecipeError(recipe, f"its file {shown(path)} has a path that leads elsewhere: name it plainly")
+        raise RecipeError(
+            recipe, f"its file {format_value(path)} has a path that leads elsewhere: name it plainly"
+        )
 
 
-def _ends(part: str) -> bool:
+def _has_trimmable_ends(part: str) -> bool:
     return part != part.strip() or part.endswith(".")
 
 
-def _measured(sizes: Mapping[str, int], recipe: str) -> None:
+def _check_sizes(sizes: Mapping[str, int], recipe: str) -> None:
     if len(sizes) > LIMITS["files"]:
         raise RecipeError(recipe, f"has {len(sizes)} files: keep to {LIMITS['files']}")
     for path, size in sizes.items():
-        measured(path, size, recipe)
+        check_size(path, size, recipe)
     python = sum(size for path, size in sizes.items() if _is_python(path))
     for what, size, most in (("bytes", sum(sizes.values()), "total"), ("bytes of Python", python, "pythons")):
         if size > LIMITS[most]:
             raise RecipeError(recipe, f"has {size} {what}: keep to {LIMITS[most]}")
 
 
-def measured(path: str, size: int, recipe: str) -> None:
+def check_size(path: str, size: int, recipe: str) -> None:
     """Refuse a file that is too large to be a recipe's."""
     most = LIMITS["python" if _is_python(path) else "file"]
     if size > most:
-        do = f"keep to {most}, or put the code in `{FOLDER}/` and a model's own files beside it"
-        raise RecipeError(recipe, f"its file {shown(path)} has {size} bytes: {do}")
+        do = f"keep to {most}, or put the code in `{CODE_FOLDER}/` and a model's own files beside it"
+        raise RecipeError(recipe, f"its file {format_value(path)} has {size} bytes: {do}")
 
 
 def _is_python(path: str) -> bool:
     return path.casefold().endswith(".py")
 
 
-def _distinct(paths: Iterable[str], recipe: str) -> None:
+def _check_distinct(paths: Iterable[str], recipe: str) -> None:
     """Refuse two names, of files or folders, that some file systems cannot tell apart."""
     names: dict[str, tuple[str, bool]] = {}
     for path in paths:
@@ -159,25 +172,29 @@ def _distinct(paths: Iterable[str], recipe: str) -> None:
             name, is_file = "/".join(parts[:end]), end == len(parts)
             first = names.setdefault(unicodedata.normalize("NFKC", name).casefold(), (name, is_file))
             if first != (name, is_file):
-                both = f"{shown(first[0])} and {shown(name)}"
+                both = f"{format_value(first[0])} and {format_value(name)}"
                 raise RecipeError(recipe, f"some systems cannot tell its files {both} apart: rename one")
 
 
-def _modules(paths: list[str], code: str, recipe: str) -> None:
+def _check_modules(paths: list[str], code: str, recipe: str) -> None:
     """Refuse a code folder without its main file, or with a module that could be taken for another."""
-    if code + MAIN not in paths:
-        below = any(path.startswith(f"{code}{MAIN}/") for path in paths)
-        what = f"its `{code}{MAIN}` must be a file, got a folder" if below else f"has no `{code}{MAIN}`"
+    if code + MAIN_FILE not in paths:
+        below = any(path.startswith(f"{code}{MAIN_FILE}/") for path in paths)
+        what = (
+            f"its `{code}{MAIN_FILE}` must be a file, got a folder"
+            if below
+            else f"has no `{code}{MAIN_FILE}`"
+        )
         raise RecipeError(recipe, f"{what}: write one that defines its method")
     tops = {path.removeprefix(code).split("/")[0] for path in paths if path.startswith(code)}
     for top in sorted(tops):
         stem = top[:-3] if _is_python(top) else None
         if stem is None or f"{code}{top}" not in paths:
             continue
-        what = f"its module `{top}`" if top.isascii() else f"its module {shown(top)}"
+        what = f"its module `{top}`" if top.isascii() else f"its module {format_value(top)}"
         if not top.isascii():
             raise RecipeError(recipe, f"{what} can be mistaken for another: name it in ASCII")
-        if stem.casefold() in _TAKEN or (stem.startswith("__") and stem != "__init__"):
+        if stem.casefold() in _RESERVED_MODULES or (stem.startswith("__") and stem != "__init__"):
             raise RecipeError(recipe, f"{what} has the name of another, or of Python's own: rename it")
         if stem in tops:
             raise RecipeError(recipe, f"{what} has a folder of the same name beside it: rename one")
