@@ -2,7 +2,6 @@
 
 import typing as _typing
 
-import descant.engine.explain  # noqa: F401 - it answers GenerationConfig.explain
 from descant.api.estimate import Estimate, estimate
 from descant.api.generate import attach, compute_transition_scores, detach, generate
 from descant.api.outputs import (
@@ -101,6 +100,7 @@ from descant.decoding.watermark.schemes import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from descant.engine.explain import explain_config as _explain_config
 from descant.engine.session import Event, Failed, Finished, Report, Request, Session, Tokens
 from descant.errors import (
     ChangedRecipe,
@@ -153,6 +153,9 @@ if _typing.TYPE_CHECKING:
     from descant.models.bayesian_detector import BayesianDetectorConfig, BayesianDetectorModel
 
 __version__ = "0.1.0"
+
+# The engine implements `GenerationConfig.explain`; only this module imports both packages.
+GenerationConfig.explainer = _explain_config
 
 __all__ = [
     "AdaptivePLogitsWarper",
@@ -311,7 +314,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """What is a model of transformers' own kind: all that it needs takes seconds to load, and few ask."""
+    """Load the detector models on first use: their base classes in transformers take seconds to import."""
     if name in ("BayesianDetectorConfig", "BayesianDetectorModel"):
         from descant.models import bayesian_detector
 
@@ -320,5 +323,5 @@ def __getattr__(name: str) -> _typing.Any:
 
 
 def __dir__() -> list[str]:
-    """All names, those among them that come when they are asked for."""
+    """All public names, lazily loaded ones included."""
     return sorted({*globals(), *__all__})

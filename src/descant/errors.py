@@ -1,20 +1,20 @@
-"""Descant's exceptions: every error says what is wrong, what was got, and what to do.
+"""Descant's exceptions: every error says what must be, what was given, and what to do.
 
 DescantError (Exception)
 ├── ConfigError (ValueError)        a generation parameter is wrong; `.field` names it
-│   └── NotInThisVersion            right, but its method is not built yet
+│   └── NotInThisVersion            a documented parameter that this version does not support
 ├── InputError (ValueError)         a tensor or another argument is wrong; `.field` names it
-├── UnsupportedModel (ValueError)   the model cannot be decoded this way
-├── NotEnoughMemory (MemoryError)   a cache would not fit; `.needed`, `.free` in bytes, `.fitting` caches
+├── UnsupportedModel (ValueError)   the model is not supported, or not with this method
+├── NotEnoughMemory (MemoryError)   the cache would not fit; `.needed`, `.free` in bytes, `.fitting` caches
 ├── RecipeError (ValueError)        a recipe cannot be loaded or run; `.recipe` is its name
-│   ├── UntrustedRecipe             it is somebody else's code, and nobody said that it is trusted
-│   │   └── ChangedRecipe           it is no longer what was trusted
-│   └── MissingRequirements         packages that it needs are not there; `.missing` says which
+│   ├── UntrustedRecipe             it is third-party code that was not explicitly trusted
+│   │   └── ChangedRecipe           it has changed since it was trusted
+│   └── MissingRequirements         required packages are not installed; `.missing` lists them
 ├── TraceError (ValueError)         a trace cannot be read or drawn
-├── HubError (OSError)              the Hub did not give or take what was asked; `.repo` says of which
-├── RankError (RuntimeError)        another process of a tensor-parallel model failed; `.rank` says which
-├── RowError (ValueError)           one request failed, its neighbours did not; `.request` is its number
-│   └── ConstraintError             its result does not meet its constraints; `.unmet` says which
+├── HubError (OSError)              a download from or upload to the Hub failed; `.repo` names the repository
+├── RankError (RuntimeError)        another process of a tensor-parallel model failed; `.rank` is its rank
+├── RowError (ValueError)           one request failed, the others are unaffected; `.request` is its id
+│   └── ConstraintError             its result does not meet its constraints; `.unmet` lists them
 └── MissingExtra (ImportError)      an optional dependency is absent; `.extra` names the extra
 """
 
@@ -47,24 +47,24 @@ FieldNames = str | tuple[str, ...]
 
 
 def format_value(value: object, limit: int = 80) -> str:
-    """A value as an error message shows it: one short line, tensors by shape and dtype."""
+    """A value for an error message: one short line, tensors as shape and dtype."""
     kind = type(value).__name__
     try:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is not None and dtype is not None and len(shape) > 0:
             return f"{kind} {list(shape)} {dtype}"
         text = " ".join(repr(value).split())
-    except Exception:  # a value whose own repr fails must not hide the error it caused
+    except Exception:  # a failing repr must not hide the error itself
         return f"<{kind}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 class DescantError(Exception):
-    """The root of everything Descant raises on purpose."""
+    """The base class of all errors that Descant raises."""
 
 
 class _FieldError(DescantError, ValueError):
-    """An error about one named value (or several): "`field` must ..., got value: do this"."""
+    """An error about a named value: "`field` must ..., got value: do this"."""
 
     field: FieldNames
 
@@ -74,7 +74,7 @@ class _FieldError(DescantError, ValueError):
         super().__init__(f"`{name}` {must}, got {format_value(got)}" + (f": {do}" if do else ""))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default rebuilds from `args`, which hold the finished sentence and not its parts.
+        # The default calls the class with `args`, which hold the message and not its parts.
         return _rebuild, (type(self), self.field, str(self))
 
 
@@ -85,23 +85,23 @@ def _rebuild(kind: type[_FieldError], field: FieldNames, message: str) -> _Field
 
 
 class ConfigError(_FieldError):
-    """A generation parameter that is wrong by itself, contradicts another, or has no use."""
+    """A generation parameter that is invalid, contradicts another, or has no effect."""
 
 
 class NotInThisVersion(ConfigError):
-    """A documented parameter whose method this version does not have."""
+    """A documented parameter that this version does not support."""
 
 
 class InputError(_FieldError):
-    """A tensor, path or other argument that is wrong."""
+    """An invalid tensor, path or other argument."""
 
 
 class UnsupportedModel(DescantError, ValueError):
-    """A model that cannot be decoded as asked."""
+    """A model that is not supported, or not with the requested method."""
 
 
 class RowError(DescantError, ValueError):
-    """The failure of one request; the others of its batch are unharmed."""
+    """The failure of one request; the others of its batch are unaffected."""
 
     def __init__(self, message: str, request: int | None = None) -> None:
         self.request = request
@@ -112,7 +112,7 @@ class RowError(DescantError, ValueError):
 
 
 class ConstraintError(RowError):
-    """A result that does not meet its constraints, where no record would say so."""
+    """A result that does not meet its constraints, where the output has no field to say so."""
 
     def __init__(self, message: str, request: int | None = None, unmet: tuple[int, ...] = ()) -> None:
         super().__init__(message, request)
@@ -121,7 +121,7 @@ class ConstraintError(RowError):
 
 
 class RecipeError(DescantError, ValueError):
-    """A recipe that cannot be loaded, or not run as asked."""
+    """A recipe that cannot be loaded or run."""
 
     def __init__(self, recipe: str, message: str) -> None:
         self.recipe = recipe
@@ -133,15 +133,15 @@ class RecipeError(DescantError, ValueError):
 
 
 class UntrustedRecipe(RecipeError):
-    """Somebody else's code that was not said to be trusted; none of it has run."""
+    """Third-party code that was not explicitly trusted; none of it has run."""
 
 
 class ChangedRecipe(UntrustedRecipe):
-    """A recipe that is no longer what was trusted; none of it has run."""
+    """A recipe that has changed since it was trusted; none of it has run."""
 
 
 class MissingRequirements(RecipeError):
-    """Packages that a recipe needs and that are not installed, or not as it needs them."""
+    """Packages that a recipe requires and that are missing or have the wrong version."""
 
     def __init__(self, recipe: str, missing: list[str]) -> None:
         DescantError.__init__(self, "\n".join((f"Missing requirements for {recipe}:", *missing)))
@@ -150,11 +150,11 @@ class MissingRequirements(RecipeError):
 
 
 class TraceError(DescantError, ValueError):
-    """A trace that cannot be read, or not drawn as asked."""
+    """A trace that cannot be read or drawn."""
 
 
 class HubError(DescantError, OSError):
-    """What the Hub did not give, or not take."""
+    """A failed download from or upload to the Hub."""
 
     def __init__(self, repo: str, message: str) -> None:
         self.repo = repo
@@ -166,13 +166,13 @@ class HubError(DescantError, OSError):
 
 
 def printable(text: object) -> str:
-    """Text of somebody else's as a message shows it: one short line without control characters."""
-    told = "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(text))
-    return told if len(told) <= 160 else told[:157] + "..."
+    """Untrusted text for a message: one short line without control characters."""
+    escaped = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
+    return escaped if len(escaped) <= 160 else escaped[:157] + "..."
 
 
 class NotEnoughMemory(DescantError, MemoryError):
-    """A run whose cache would come to more than there is; nothing was allocated for it."""
+    """A cache that would exceed the free memory; nothing was allocated for it."""
 
     def __init__(self, message: str, needed: int = 0, free: int = 0, fitting: tuple[str, ...] = ()) -> None:
         self.needed, self.free, self.fitting = needed, free, fitting
@@ -183,11 +183,11 @@ class NotEnoughMemory(DescantError, MemoryError):
 
 
 class RankError(DescantError, RuntimeError):
-    """The failure of another process that holds a part of the same model."""
+    """The failure of another process that runs the same model."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        super().__init__(f"rank {rank} has failed, and no rank goes on alone: look at its error")
+        super().__init__(f"rank {rank} has failed, so all ranks stop: see its error")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank,)

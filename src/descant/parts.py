@@ -1,14 +1,15 @@
-"""The parts that a method of your own is made of, under one name, for recipes to import from.
+"""The building blocks of decoding methods, for recipes to import.
 
 | To change | Write | From here |
 |---|---|---|
-| the choice | a strategy | `Sampling`, `Rewinding` and `Doubt`, or the port `Strategy` |
-| the logits | a processor | `LogitsProcessor`, its lines in a `Context` |
-| the distribution | a wrapper | `Wrapped`, or the port `Wrapper` |
-| the guesses ahead | a drafter | the port `Drafter`, which answers with a `Proposal` |
+| the choice of tokens | a strategy | `Sampling`, `Backtracking` with `Retraction`, or `Strategy` |
+| the logits | a processor | `LogitsProcessor`, whose lines are in a `Context` |
+| the distribution | a wrapper | `ModelWrapper`, or the interface `Wrapper` |
+| the drafts | a drafter | the interface `Drafter`, which returns a `Proposal` |
 
-What a step hands around are `Rows`, `Proposal`, `Output`, `Selection`, `Tokens` and `Hypothesis`; `params_of`
-gives the parameters of each row, `pick` some rows of a column, `marked` the columns that token ids name.
+The records of a step are `Rows`, `Proposal`, `ForwardOutput`, `Selection`, `Tokens` and `Hypothesis`.
+`row_params` gives the parameters of each row, `index_rows` some rows of a column, `vocab_mask` the mask of
+token ids.
 """
 
 from descant.config.generation_config import GenerationConfig

@@ -1,4 +1,4 @@
-"""What processors see: the parameters of every row, and where each line of logits stands."""
+"""What processors read: the parameters of every row, and what each line of logits follows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from descant.core.counter_rng import uniform
-from descant.core.rows import Rows, concat_padded, index_rows, pad_right
+from descant.core.rows import Column, Rows, concat_padded, index_rows, new_rows_column, pad_right
 from descant.tokenization.token_healing import HealedSuffix
 
 __all__ = ["Context", "ParamValues", "PromptInfo", "RowParams", "columns_from_rows", "row_params"]
@@ -25,19 +25,19 @@ ParamValues = Mapping[str, "Tensor | ObjectArray"]
 class PromptInfo:
     """What the parameters of a row may depend on besides its config."""
 
-    length: int  # tokens
+    length: int  # tokens, a healed suffix included
     offset: int = 0  # positions without a token
-    padded_width: int = 0  # tokens of the padded prompts it came with
-    prompt_index: int = 0  # which prompt of its call it is
+    padded_width: int = 0  # width of the padded prompts of its call
+    prompt_index: int = 0  # index of the prompt in its call
     source_ids: Callable[[], list[int]] = list  # ids of the encoder's input; without an encoder, the prompt's
-    healed_suffix: HealedSuffix | None = None  # what token healing has taken off its end; `length` counts it
+    healed_suffix: HealedSuffix | None = None  # the tokens that token healing has removed
 
 
 @dataclass(frozen=True)
 class RowParams:
-    """The column of parameters: `values[name]` is [R], [R, W] or [R, K, W] (host), equal inside a request.
+    """The column of parameters: `values[name]` is [R], [R, W] or [R, K, W] (host), equal within a request.
 
-    It holds what somebody uses; for a row that does not use it a value is -1, or None where it is an object.
+    It holds the parameters that any row uses; a row that does not use one has -1, or None for an object.
     """
 
     values: ParamValues
@@ -56,12 +56,12 @@ class RowParams:
         return type(self)({name: _index_values(value, parents) for name, value in self.values.items()})
 
     def cat(self, other: Self) -> Self:
-        """These rows' parameters with another table's below."""
-        mine, theirs = self.values, other.values
-        if mine.keys() != theirs.keys():
-            mine = {**mine, **_missing_values(theirs, mine, len(self))}
-            theirs = {**theirs, **_missing_values(mine, theirs, len(other))}
-        return type(self)({name: _concat_values(value, theirs[name]) for name, value in mine.items()})
+        """These rows' parameters, followed by another table's."""
+        first, second = self.values, other.values
+        if first.keys() != second.keys():
+            first = {**first, **_missing_values(second, first, len(self))}
+            second = {**second, **_missing_values(first, second, len(other))}
+        return type(self)({name: _concat_values(value, second[name]) for name, value in first.items()})
 
 
 def row_params(rows: Rows) -> RowParams:
@@ -72,26 +72,26 @@ def row_params(rows: Rows) -> RowParams:
 
 
 def columns_from_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | ObjectArray]:
-    """Parameters row by row as columns: numbers [R], lists [R, W] or [R, K, W] padded with -1."""
+    """The parameters of rows as columns: numbers [R], lists [R, W] or [R, K, W] padded with -1."""
     names = dict.fromkeys(name for row in rows for name in row)
     given = {name: [row.get(name) for row in rows] for name in names}
     kinds = {name: _value_type(values) for name, values in given.items()}
     columns: dict[str, Tensor | ObjectArray] = {}
-    # All numbers of a kind as one tensor, of which each column is a line: most of the time is torch's entry.
+    # One tensor for all numbers of a type, of which each column is a line: calls into torch dominate here.
     for kind, dtype in ((int, torch.long), (float, torch.float64)):
-        mine = [name for name in names if kinds[name] is kind]
-        lines = [[-1 if value is None else value for value in given[name]] for name in mine]
-        columns |= dict(zip(mine, torch.tensor(lines, dtype=dtype), strict=True))
+        of_kind = [name for name in names if kinds[name] is kind]
+        lines = [[-1 if value is None else value for value in given[name]] for name in of_kind]
+        columns |= dict(zip(of_kind, torch.tensor(lines, dtype=dtype), strict=True))
     return {name: columns[name] if name in columns else _make_column(given[name]) for name in names}
 
 
 class _LazySelect(Mapping[str, Any]):
-    """Some lines of columns, each picked when it is asked for: a stage reads few of those a table has."""
+    """Some lines of columns, each selected on first use: a processor reads few of a table's columns."""
 
     def __init__(self, columns: Mapping[str, Any], index: Tensor) -> None:
         self._columns, self._index = columns, index
 
-    def __getitem__(self, name: str) -> Tensor | ObjectArray:
+    def __getitem__(self, name: str) -> Any:
         return _index_values(self._columns[name], self._index)
 
     def __contains__(self, name: object) -> bool:
@@ -105,11 +105,11 @@ class _LazySelect(Mapping[str, Any]):
 
 
 class Context:
-    """Where each line of logits stands: line `i` follows `tokens[i, :length[i]]`.
+    """What each line of logits follows: line `i` follows `tokens[i, :length[i]]`.
 
     `param(name)` is that line's own parameter, [N, 1] for a number and [N, W] for a list padded with -1;
-    `largest(name)` is its maximum over the lines, known on the host. `state(name)` is what a processor
-    keeps of a line's past, [N, 1].
+    `max_on_host(name)` is its maximum over the lines. `state(name)` is a processor's state of each line,
+    [N, 1] for a number.
     """
 
     def __init__(  # noqa: PLR0913 - the columns of a table
@@ -129,11 +129,14 @@ class Context:
         self._params = params  # [N] or [N, ...] each (host)
         self._device_params: dict[str, Tensor] = {} if cache is None else cache
         self._slot = torch.zeros_like(length) if slot is None else slot  # [N] (host)
-        self._states = {} if states is None else states  # [N] each
+        self._states = {} if states is None else states  # [N, ...] each, or a Column
 
     @classmethod
     def from_rows(cls, rows: Rows, drafts: Tensor | None, cache: dict[str, Tensor]) -> Context:
-        """The lines of a table and its drafts [R, K], `K + 1` lines a row, in the state of their row."""
+        """The lines of a table: one per row, or `K + 1` per row with drafts [R, K].
+
+        Drafts are written in place behind the rows' tokens. All lines of a row have the row's state.
+        """
         params = row_params(rows)
         if drafts is None:
             return cls(
@@ -154,34 +157,36 @@ class Context:
 
     @classmethod
     def standalone(
-        cls, input_ids: Tensor, params: Mapping[str, Any], state: Mapping[str, float] | None = None
+        cls,
+        input_ids: Tensor,
+        params: Mapping[str, Any],
+        state: Mapping[str, float | Tensor | Column] | None = None,
     ) -> Context:
-        """A processor called by hand, as `(input_ids, scores)`: every id counts as real, its state begins."""
+        """For a processor called directly with `input_ids`: all ids are valid and its state is initial."""
         count, length = input_ids.shape
         prompt = torch.full((count,), int(params.get("prompt_length", 0)))
         states = {
-            name: torch.full((count,), value, device=input_ids.device)
-            for name, value in (state or {}).items()
+            name: new_rows_column(start, count, input_ids.device) for name, start in (state or {}).items()
         }
         values = _repeat_params(params, count)
         return cls(input_ids, torch.full((count,), length), prompt, values, states=states)
 
     def with_params(self, params: Mapping[str, Any]) -> Context:
-        """The same lines, with some parameters the same for all of them."""
+        """The same lines, with these parameters for all of them."""
         return self._replace(params={**self._params, **_repeat_params(params, len(self._length))})
 
-    def with_states(self, states: Mapping[str, Tensor]) -> Context:
-        """The same lines, of whose states these [N] are known."""
+    def with_states(self, states: Mapping[str, Tensor | Column]) -> Context:
+        """The same lines with these states of [N] lines."""
         return self._replace(states=states, cache=self._device_params)
 
     @property
     def tokens(self) -> Tensor:
-        """What each line follows, right padded [N, L]."""
+        """The tokens that each line follows, right padded [N, L]."""
         return self._tokens[:, : int(self._length.max())]
 
     @cached_property
     def length(self) -> Tensor:
-        """How many tokens each line follows [N, 1]."""
+        """The number of tokens that each line follows [N, 1]."""
         return self._length.to(self._tokens.device, non_blocking=True)[:, None]
 
     @cached_property
@@ -191,64 +196,69 @@ class Context:
 
     @cached_property
     def generated_on_host(self) -> list[int]:
-        """The same, known on the host."""
+        """The same on the host."""
         return [int(one) for one in (self._length - self._prompt).tolist()]
 
     def new_tokens(self, line: int) -> list[int]:
         """The new tokens of a line, on the host."""
-        return [
-            int(one) for one in self._tokens[line, int(self._prompt[line]) : int(self._length[line])].tolist()
-        ]
+        start, stop = int(self._prompt[line]), int(self._length[line])
+        return [int(token) for token in self._tokens[line, start:stop].tolist()]
 
     @cached_property
     def valid(self) -> Tensor:
-        """Which of `tokens` are real [N, L]."""
+        """Which of `tokens` are no padding [N, L]."""
         return torch.arange(self.tokens.shape[1], device=self._tokens.device) < self.length
 
     def param(self, name: str) -> Tensor:
-        """That parameter on the device, [N, 1] or [N, W]."""
+        """A parameter on the device, [N, 1] or [N, W]."""
         if name not in self._device_params:
             value = self._params[name]
             assert isinstance(value, Tensor)
-            kind = torch.float32 if value.is_floating_point() else value.dtype
-            value = value.to(self._tokens.device, kind, non_blocking=True)
+            dtype = torch.float32 if value.is_floating_point() else value.dtype
+            value = value.to(self._tokens.device, dtype, non_blocking=True)
             self._device_params[name] = value if value.ndim > 1 else value[:, None]
         return self._device_params[name]
 
     def object_param(self, name: str) -> list[Any]:
-        """A parameter that is an object, one a line."""
+        """A parameter that is an object, one per line."""
         value = self._params[name]
         assert not isinstance(value, Tensor)
         return list(value)
 
     def state(self, name: str) -> Tensor:
-        """What a processor keeps of each line's past [N, 1]; NaN where it has not begun."""
+        """A processor's state of each line, [N, 1] for a number, [N, 1, ...] else; NaN if it has none."""
         value: Tensor | None = self._states.get(name)
         if value is None:
             return torch.full((len(self._length), 1), torch.nan, device=self._tokens.device)
         return value[:, None]
 
+    def state_column(self, name: str) -> Tensor | Column:
+        """A processor's state as it is stored: a tensor [N, ...] or a Column of N rows."""
+        if name not in self._states:
+            return torch.full((len(self._length),), torch.nan, device=self._tokens.device)
+        value: Tensor | Column = self._states[name]
+        return value
+
     def uniform_per_token(self, salt: int) -> Tensor:
-        """A number between 0 and 1 for each line [N, 1], the same whenever the row asks at this place."""
+        """A number in (0, 1) for each line [N, 1], fixed by the row's seed and its length."""
         return self._uniform(self._length, salt)
 
     def uniform_per_sequence(self, salt: int) -> Tensor:
-        """A number between 0 and 1 for each line [N, 1], the same wherever its sequence asks."""
+        """A number in (0, 1) for each line [N, 1], fixed by the row's seed at every length."""
         return self._uniform(torch.zeros_like(self._length), salt)
 
-    def _uniform(self, place: Tensor, salt: int) -> Tensor:
-        """What the dice of each line show at a place [N] (host)."""
-        if "processor_seed" not in self._params:  # called by hand
+    def _uniform(self, position: Tensor, salt: int) -> Tensor:
+        """A number in (0, 1) for each line [N, 1] at a position [N] (host)."""
+        if "processor_seed" not in self._params:  # the processor was called directly
             return torch.rand(len(self._length), 1, device=self._tokens.device)
-        value = self._params["processor_seed"]
-        assert isinstance(value, Tensor)
-        drawn = uniform(value, self._slot, place, salt)[:, None]
-        return drawn.to(self._tokens.device, torch.float32, non_blocking=True)
+        seed = self._params["processor_seed"]
+        assert isinstance(seed, Tensor)
+        values = uniform(seed, self._slot, position, salt)[:, None]
+        return values.to(self._tokens.device, torch.float32, non_blocking=True)
 
     def max_on_host(self, name: str) -> int:
-        """The largest value of an integer parameter, without asking the device."""
-        value = self._params[name]
-        return int(value.max())
+        """The largest value of an integer parameter, without a device sync."""
+        return int(self._params[name].max())
 
     def is_uniform(self, name: str) -> bool:
         """Whether the parameter is the same for every line."""
@@ -256,29 +266,30 @@ class Context:
         return bool((value == value[0]).all())
 
     def equal_width_groups(self) -> list[Tensor | None]:
-        """The lines (host) in parts that a documented processor is shown at once; None: all of them.
+        """The lines (host) in groups that a user's processor gets in one call; None: all of them.
 
-        It may read the width of the ids, so lines share a call only where each would be as wide alone.
+        It may read the width of the ids, so lines share a call only if each would be as wide alone.
         """
-        wide = self._padded_widths()
-        if bool((wide == wide[0]).all()):
+        widths = self._padded_widths()
+        if bool((widths == widths[0]).all()):
             return [None]
-        return [(wide == one).nonzero().squeeze(1) for one in sorted(set(wide.tolist()))]
+        return [(widths == width).nonzero().squeeze(1) for width in sorted(set(widths.tolist()))]
 
     def _padded_widths(self) -> Tensor:
-        """How wide the ids of each line are, padding included [N] (host).
+        """The width of each line's ids, padding included [N] (host).
 
-        That is the width of the call's padded prompts and what is new, also when the longest has left.
+        It is the width of the call's padded prompts plus the new tokens, also when the longest prompt's
+        rows have ended.
         """
         if "padded_width" not in self._params:
             return self._length
         return torch.as_tensor(self._params["padded_width"]) - self._prompt + self._length
 
     def left_padded(self) -> Tensor:
-        """The tokens as a documented processor expects them: aligned at the right, padded before [N, W]."""
-        wide = int(self._padded_widths().max())
-        at = torch.arange(wide, device=self._tokens.device) - (wide - self.length)
-        return torch.where(at >= 0, self._tokens.gather(1, at.clamp(min=0)), self.param("pad_token_id"))
+        """The tokens as transformers' processors expect them: left padded [N, W]."""
+        width = int(self._padded_widths().max())
+        index = torch.arange(width, device=self._tokens.device) - (width - self.length)
+        return torch.where(index >= 0, self._tokens.gather(1, index.clamp(min=0)), self.param("pad_token_id"))
 
     def take(self, index: Tensor, cache: dict[str, Tensor] | None = None) -> Context:
         """The lines `index` (host) alone."""
@@ -309,8 +320,10 @@ class Context:
         )
 
 
-def _index_values(value: Tensor | ObjectArray, index: Tensor) -> Tensor | ObjectArray:
-    return index_rows(value, index) if isinstance(value, Tensor) else value[index.numpy()]
+def _index_values(value: Any, index: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return index_rows(value, index)
+    return value[index.numpy()] if isinstance(value, np.ndarray) else value.take(index)
 
 
 def _concat_values(first: Tensor | ObjectArray, second: Tensor | ObjectArray) -> Tensor | ObjectArray:
@@ -319,60 +332,60 @@ def _concat_values(first: Tensor | ObjectArray, second: Tensor | ObjectArray) ->
     return np.concatenate((first, second))
 
 
-def _missing_values(there: ParamValues, here: ParamValues, count: int) -> dict[str, Tensor | ObjectArray]:
-    """What `count` rows hold of the parameters that only others use."""
+def _missing_values(source: ParamValues, target: ParamValues, count: int) -> dict[str, Tensor | ObjectArray]:
+    """The values of `count` rows for the parameters of `source` that `target` does not have."""
     return {
         name: value.new_full((count, *value.shape[1:]), -1)
         if isinstance(value, Tensor)
         else np.full(count, None)
-        for name, value in there.items()
-        if name not in here
+        for name, value in source.items()
+        if name not in target
     }
 
 
 def _value_type(values: Sequence[Any]) -> type:
-    """Of what kind a parameter is: int (also for bools), float, list or object."""
+    """The type of a parameter: int (also for bools), float, list or object."""
     first = next(value for value in values if value is not None)
     return next((kind for kind in (float, int, list) if isinstance(first, kind)), object)
 
 
 def _make_column(values: Sequence[Any]) -> Tensor | ObjectArray:
-    """A parameter of several rows that is no number, None where a row does not use it."""
+    """The column of a parameter that is no number; None where a row does not use it."""
     first = next(value for value in values if value is not None)
     if isinstance(first, list):
-        if all(value is first or value == first for value in values):  # mostly: one config for all
+        if all(value is first or value == first for value in values):  # most often one config for all
             block = _stack_blocks([_to_block(first)])
             return block.repeat(len(values), *[1] * (block.ndim - 1))
         return _stack_blocks([_to_block(value or []) for value in values])
     objects = np.full(len(values), None)
-    for place, value in enumerate(values):  # one by one, since numpy would take a sequence apart
-        objects[place] = value
+    for index, value in enumerate(values):  # one by one, since numpy would convert sequences
+        objects[index] = value
     return objects
 
 
 def _to_block(value: list[Any]) -> Tensor:
     """A list of numbers [1, W], or of lists of numbers [1, K, W] padded with -1."""
     if value and isinstance(value[0], list):
-        wide = max(1, *(len(part) for part in value))
-        return torch.tensor([[*part, *[-1] * (wide - len(part))] for part in value])[None]
+        width = max(1, *(len(part) for part in value))
+        return torch.tensor([[*part, *[-1] * (width - len(part))] for part in value])[None]
     if any(isinstance(part, float) for part in value):
         return torch.tensor(value, dtype=torch.float64)[None]
     return torch.tensor(value, dtype=torch.long)[None]
 
 
 def _stack_blocks(blocks: list[Tensor]) -> Tensor:
-    """Blocks of different size one below the other, none of them empty."""
+    """Blocks of different sizes as one column, padded to at least one entry."""
     deepest = max(blocks, key=lambda block: block.ndim)
     blocks = [block if block.ndim == deepest.ndim else deepest.new_full((1, 1, 1), -1) for block in blocks]
     if all(block.shape == deepest.shape for block in blocks) and deepest.numel():
         return torch.cat(blocks)
-    wide = [max(1, *(block.shape[at] for block in blocks)) for at in range(1, deepest.ndim)]
-    kind = next((block.dtype for block in blocks if block.is_floating_point()), torch.long)
-    return torch.cat([pad_right(block.to(kind), wide) for block in blocks])
+    sizes = [max(1, *(block.shape[axis] for block in blocks)) for axis in range(1, deepest.ndim)]
+    dtype = next((block.dtype for block in blocks if block.is_floating_point()), torch.long)
+    return torch.cat([pad_right(block.to(dtype), sizes) for block in blocks])
 
 
 def _repeat_params(params: Mapping[str, Any], count: int) -> dict[str, Tensor | ObjectArray]:
-    """Parameters repeated for so many lines."""
+    """Parameters repeated for `count` lines."""
     one = columns_from_rows([{name: value for name, value in params.items() if value is not None}])
     return {
         name: value.expand(count, *value.shape[1:]) if isinstance(value, Tensor) else np.repeat(value, count)

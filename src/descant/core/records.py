@@ -1,20 +1,19 @@
-"""The records of a step: what is proposed, heard, selected and told."""
+"""The records of a step: proposal, model output, selection, emitted tokens, observation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from descant.core.cache_interfaces import RowCache
 from descant.core.context import Context, RowParams, row_params
+from descant.core.processor_interfaces import Processor
 from descant.core.rows import Column, Rows
-
-if TYPE_CHECKING:
-    from descant.core.interfaces import Processor, RowCache
 
 __all__ = [
     "Context",
@@ -34,101 +33,96 @@ __all__ = [
 ]
 
 
-# Named tuples: as immutable as frozen dataclasses, and several times cheaper to make, every step.
+# Named tuples: immutable as frozen dataclasses are, and several times cheaper to create in every step.
 class Proposal(NamedTuple):
-    """Rows to feed: row `i` forks row `parents[i]` and tries `drafts[i, :n[i]]` after its pending tokens.
+    """Rows to feed: row `i` forks row `parents[i]` and feeds `drafts[i, :num_drafts[i]]` after its tokens.
 
-    Nothing given is the commonest proposal: every row as it is, nothing tried.
+    The default is the most common proposal: every row as it is, without drafts.
     """
 
     parents: Tensor | None = None  # [R] (host); None: every row as it is
-    drafts: Tensor | None = None  # [R, K]; None: nothing is tried
-    num_drafts: Tensor | None = None  # [R] (host); None: all of them
-    draft_probs: Tensor | None = None  # [R, K, V] the drafter's own law; None: certain
+    drafts: Tensor | None = None  # [R, K]; None: no drafts
+    num_drafts: Tensor | None = None  # [R] (host); None: K for every row
+    draft_probs: Tensor | None = None  # [R, K, V] the drafter's distribution; None: one-hot
 
     @property
     def width(self) -> int:
-        """How many tokens are tried at the most."""
+        """The largest number of drafts of a row."""
         return 0 if self.drafts is None else self.drafts.shape[1]
 
     def draft_counts(self, index: Tensor | None = None) -> Tensor | int:
-        """How many tokens each row tries [R] (host), of the rows `index`; 0 when none does."""
+        """The number of drafts of each row [R] (host), or of the rows `index`; 0 if no row has any."""
         if self.drafts is None:
             return 0
-        n = torch.full((len(self.drafts),), self.width) if self.num_drafts is None else self.num_drafts
-        return n if index is None else n[index]
+        counts = self.num_drafts
+        if counts is None:
+            counts = torch.full((len(self.drafts),), self.width)
+        return counts if index is None else counts[index]
 
 
 class DraftContext(NamedTuple):
-    """What a step offers to whoever guesses ahead."""
+    """What a strategy offers its drafter."""
 
-    # The scores [R, V] that the lane's processors make of logits [R, V] that follow its rows, which may
-    # have further tokens by then.
+    # Processed scores [R, V] of logits [R, V] after the group's rows, which may have more tokens by then.
     process: Callable[[Rows, Tensor], Tensor]
-    cache: RowCache  # the table's
-    row_index: Tensor | None = (
-        None  # [R] (host) where the lane's rows lie in the table; None: they are the table
-    )
+    cache: RowCache  # of the table
+    row_index: Tensor | None = None  # [R] (host) the group's rows in the table; None: all
 
 
 class ForwardOutput(NamedTuple):
-    """What the model says: `logits[:, j]` predicts what follows draft `j - 1`, slot 0 what follows the row.
+    """The output of a forward: `logits[:, j]` predicts what follows draft `j - 1`; `logits[:, 0]` the row.
 
-    `states` holds whatever else was asked for (hidden states, attentions), one entry a forward, with
-    the fed rows and where each row's positions lie in it.
+    `states` holds the requested hidden states and attentions, one entry per forward, with the fed rows and
+    the positions of each row.
     """
 
     logits: Tensor  # [R, K + 1, V], float32
     states: Sequence[Mapping[str, Any]] = ()
-    base_logits: Tensor | None = (
-        None  # [R, K + 1, V] what the network itself says, where `logits` are not that
-    )
-    row_index: Tensor | None = (
-        None  # [R] (host) which fed row of the table each is; None: the first the first
-    )
-    # The processed scores [N, V] of some rows [N] with further columns, for a strategy that asks by itself.
+    base_logits: Tensor | None = None  # [R, K + 1, V] of the network, where a wrapper changed `logits`
+    row_index: Tensor | None = None  # [R] (host) the fed row of the table; None: row `i` is row `i`
+    # Processed scores [N, V] of some rows [N] with further columns, for a strategy with `has_groups`.
     process_rows: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None
 
 
 class Tokens(NamedTuple):
-    """New tokens of a step, one for each of several rows: columns on the host, not one object a token."""
+    """New tokens of a step, one for each of several rows, as columns on the host."""
 
     request: Tensor  # [N]
-    slot: Tensor  # [N] which of the request's sequences
+    slot: Tensor  # [N] the index of the sequence in its request
     token: Tensor  # [N]
-    row: Tensor | None = None  # [N] the fed row that each follows; None: the first the first, and so on
-    raw: Tensor | None = None  # [N] log-probabilities before the processors, where a row asks for them
-    processed: Tensor | None = None  # [N] and after them
-    finished: Mapping[int, Hypothesis] = MappingProxyType({})  # by place: the sequences that these tokens end
+    row: Tensor | None = None  # [N] the fed row that each follows; None: row `i`
+    raw: Tensor | None = None  # [N] log-probabilities before the processors, where a row requests them
+    processed: Tensor | None = None  # [N] log-probabilities after the processors
+    finished: Mapping[int, Hypothesis] = MappingProxyType({})  # by index: the sequences these tokens end
     already_appended: bool = False  # chosen in an earlier step: each is its row's last token already
-    new_index: Tensor | None = None  # [N] which new token of its row each is; None: the one after its row
-    num_drafts: Tensor | None = None  # [N] how many guesses its row tried in this step
-    is_draft: Tensor | None = None  # [N] whether it was guessed
+    new_index: Tensor | None = None  # [N] the index among its row's new tokens; None: the next one
+    num_drafts: Tensor | None = None  # [N] the number of drafts of its row in this step
+    is_draft: Tensor | None = None  # [N] whether it was a draft
 
 
 class Speculation(NamedTuple):
-    """What became of a sequence's guesses: how many were tried and stood at each place of a run."""
+    """The drafts of a sequence: how many were fed and accepted at each index of a draft."""
 
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
-    forwards: int  # steps of the model, the prompt's among them
+    forwards: int  # of the model, the prefill included
 
     @property
     def saved_forwards(self) -> int:
-        """How many forwards it would have taken more without them."""
+        """How many more forwards it would have taken without drafts."""
         return sum(self.accepted)
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of the guesses that stood; 0 where there was none."""
+        """The share of accepted drafts; 0 if there was none."""
         return self.saved_forwards / max(sum(self.drafted), 1)
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """The log-probability of each token of a sequence before and after the processors, and the likeliest.
+    """The log-probability of each token of a sequence before and after the processors.
 
-    `top` holds the `n` tokens that the model itself found likeliest at each place, best first.
+    `top` holds the `n` most probable tokens of the model itself at each index, best first.
     """
 
     raw: Tensor  # [T] (host)
@@ -145,67 +139,61 @@ class Hypothesis:
     tokens: Tensor  # [T] (host)
     reason: str  # "eos", "length", "time", "stop"
     score: float | None = None
-    beam_indices: tuple[int, ...] | None = None  # which slot of its request each token was chosen from
+    beam_indices: tuple[int, ...] | None = None  # the slot of its request each token was chosen from
     logprobs: Logprobs | None = None  # where its request asks for them
-    unmet_constraints: tuple[int, ...] | None = (
-        None  # places of the constraints it does not meet; None: it had none
-    )
-    constraint_steps: int | None = None  # steps of its constraints that it has met; None: it had none
-    speculation: Speculation | None = None  # of its guesses; None: nothing guessed
+    unmet_constraints: tuple[int, ...] | None = None  # indices of constraints; None: it had none
+    constraint_steps: int | None = None  # met steps of its constraints; None: it had none
+    speculation: Speculation | None = None  # None: no drafter
 
 
 class RecordedLines(NamedTuple):
-    """Which lines of a step count for the record, where not every fed row is one of them."""
+    """The lines of a step that outputs and traces record, where these are not the fed rows."""
 
-    rows: Tensor  # [N] (host) the fed row that each is of
-    slot: Tensor  # [N] (host) which of its request's lines it is
-    scores: Tensor | None = None  # [N, V] processed; None: as the lane processed them
-    draft_index: Tensor | None = (
-        None  # [N] (host) after which of the row's drafts; None: after the row itself
-    )
+    rows: Tensor  # [N] (host) the fed row of each
+    slot: Tensor  # [N] (host) the index of the line in its request
+    scores: Tensor | None = None  # [N, V] processed; None: those of the step
+    draft_index: Tensor | None = None  # [N] (host) the draft it follows; None: it follows the row
 
 
 class Selection(NamedTuple):
     """Rows to keep: new row `i` continues fed row `parents[i]`, keeps `accepted[i]` drafts, then `tokens[i]`.
 
-    `slot` and `columns` are aligned to the new rows. Where `accepted` is below 0 the row takes back so many
-    of its own last tokens. `emits` is False (0) where no token is chosen yet, and -1 where in addition the
-    row's last token is to be fed again.
+    `slot` and `columns` are aligned to the new rows. A negative `accepted` takes back that many of the row's
+    last tokens. `emit_mode` is False (0) where no token is chosen yet, and -1 where in addition the row's
+    last token is fed again.
     """
 
     tokens: Tensor  # [R']
     parents: Tensor | None = None  # [R'] (host); None: every row as it is
-    accepted: Tensor | None = None  # [R'] (host); None: no draft
+    accepted: Tensor | None = None  # [R'] (host); None: no drafts
     slot: Tensor | None = None  # [R'] (host); None: the parent's
     columns: Mapping[str, Tensor | Column] = MappingProxyType({})
     emit_mode: bool | Tensor = True  # or [R'] of 1, 0 and -1 (host)
     emitted: Tokens | None = None
     finished: Sequence[int] = ()  # requests that have ended
-    failed: Sequence[int] = ()  # requests with a row that has no token to choose
-    nonfinite: Sequence[int] = ()  # those of them that the model itself left none
+    failed: Sequence[int] = ()  # requests with a row without a candidate
+    nonfinite: Sequence[int] = ()  # those of them whose raw logits were not finite
     host_tokens: Tensor | None = None  # [R'] `tokens` on the host
-    finished_sequences: Sequence[
-        tuple[int, Hypothesis]
-    ] = ()  # sequences that ended, each with the fed row it continued
-    recorded_lines: RecordedLines | None = None  # None: every fed row is a line of the record
+    finished_sequences: Sequence[tuple[int, Hypothesis]] = ()  # each with the fed row it continued
+    recorded_lines: RecordedLines | None = None  # None: every fed row is recorded
 
 
 class ProcessorTrace(NamedTuple):
-    """What one processor was given and made of it, for who traces."""
+    """The input and output of one processor call, for traces."""
 
     processor: Processor
-    line_index: Tensor | None  # [N] (host) which lines of the lane, row by row, K + 1 each; None: all
+    line_index: Tensor | None  # [N] (host) lines of the group, K + 1 per row; None: all
     before: Tensor  # [N, V]
     after: Tensor
-    call_index: int = 0  # which call of a strategy that asks by itself; 0: of the lane
+    call_index: int = 0  # the index of a strategy's own call of the processors; 0: the engine's call
 
 
 class Observation(NamedTuple):
-    """What a step looked like to one lane: for scores, traces and pictures."""
+    """A step of one group of rows, for outputs and traces."""
 
     rows: Rows
     logits: Tensor  # [R, K + 1, V] raw
     scores: Tensor  # [R, K + 1, V] processed
     output: ForwardOutput
     recorded_lines: RecordedLines | None = None
-    processor_traces: Sequence[ProcessorTrace] = ()  # for followers alone, and only where somebody traces
+    processor_traces: Sequence[ProcessorTrace] = ()  # for observers, if the session traces

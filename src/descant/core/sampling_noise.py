@@ -1,8 +1,8 @@
-"""Chance: torch's own stream for a seeded call, or a stream of its own for every seeded row.
+"""Sampling noise: torch's generator for a seeded call, or a stream of its own for every seeded row.
 
-A token is drawn by the exponential race: divide each probability by an independent exponential
-variable and take the largest; the largest `k` are `k` draws without replacement. torch.multinomial
-draws just so, which is why the same torch seed gives the same tokens as transformers.
+A token is drawn by the exponential race: divide each probability by an independent exponential variable and
+take the largest; the largest `k` are `k` draws without replacement. torch.multinomial does the same, which
+is why the same torch seed gives the same tokens as transformers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def keyed_exponential(
 ) -> Tensor:
     """Exponential variables that depend on nothing but (seed, slot, position, index) [R, size].
 
-    The first three are on the host [R]. Being counters and not a sequence, they are the same whoever
-    else is in the batch, in whatever order, on whatever device.
+    The first three are on the host [R]. They are counter-based: the same in any batch, order or device.
     """
     first = counter_bits(seed, slot, position)
     second = murmur_mix((first + 0x2545F491) & UINT32_MASK)
@@ -34,26 +33,27 @@ def keyed_exponential(
 
 
 class SamplingNoise:
-    """The noise of a table: rows with a seed draw from their own stream, the others from torch's.
+    """The noise of a table: seeded rows draw from their own stream, the others from torch's generator.
 
-    Torch's stream is drawn for every line of the admitted batch, also for rows that have ended, so
-    that a row's luck does not depend on when its neighbours end; transformers does the same.
+    torch's generator is advanced for every row of the admitted batch, also for rows that have ended, so
+    that a row's noise does not depend on when its neighbours end; transformers does the same.
     """
 
     def __init__(self) -> None:
-        self.num_rows = 0  # how many lines the call that draws from torch's stream has
+        self.num_rows = 0  # rows of the call that draws from torch's generator
 
     def draw(self, rows: Rows, size: int) -> Tensor:
-        """One line of `size` exponential variables for each row [R, size]."""
+        """`size` exponential variables for each row [R, size]."""
         params = row_params(rows)
         seed, device = params["seed"], rows.tokens.device
-        shared = seed < 0
-        if not bool(shared.any()):
+        unseeded = seed < 0
+        if not bool(unseeded.any()):
             return keyed_exponential(seed, rows.slot, rows.position, size, device)
-        line = params["noise_row"] + rows.slot
+        noise_row = params["noise_row"] + rows.slot
         stream = torch.empty(self.num_rows, size, device=device).exponential_()
-        if bool(shared.all()):
-            return stream if torch.equal(line, torch.arange(self.num_rows)) else index_rows(stream, line)
+        if bool(unseeded.all()):
+            in_order = torch.equal(noise_row, torch.arange(self.num_rows))
+            return stream if in_order else index_rows(stream, noise_row)
         noise = keyed_exponential(seed, rows.slot, rows.position, size, device)
-        here = shared.nonzero().squeeze(1)
-        return noise.index_copy(0, here.to(device), index_rows(stream, line[here]))
+        index = unseeded.nonzero().squeeze(1)
+        return noise.index_copy(0, index.to(device), index_rows(stream, noise_row[index]))

@@ -1,4 +1,4 @@
-"""Admission: what requests come to before they join a table, each checked by itself."""
+"""Admission: from requests to resolved requests, each checked by itself before any joins the table."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from descant.engine.request import (
     validate_callables,
     validate_negative_prompt,
 )
+from descant.engine.row_params import PromptParams
 from descant.errors import InputError
 from descant.recipes.recipe import Recipe
 
@@ -28,74 +29,78 @@ __all__ = ["Admission", "ResolvedRequest"]
 
 
 class ResolvedRequest(NamedTuple):
-    """What a request comes to before it is admitted."""
+    """A request with its plan and its prompt as it will be fed."""
 
     request: Request
     plan: DecodingPlan
-    row_params: dict[str, Any]  # its row's parameters
-    prompt: Tensor  # [L] what is read of its tokens
+    prompt_params: PromptParams
+    method_params: Mapping[str, Any]
+    prompt: Tensor  # [L] the tokens to feed, without a healed suffix
     offset: int  # positions before these that have no token
     inputs: Mapping[str, Any]
 
     @property
     def max_slots(self) -> int:
-        """How many positions a row of it may come to, or one that is read beside it."""
-        return int(self.row_params["max_length"]) + max(self.offset, negative_prompt_excess(self.request))
+        """The most positions of one of its rows, or of its unconditional row."""
+        return self.prompt_params.max_length + max(self.offset, negative_prompt_excess(self.request))
 
 
 class Admission:
-    """The way into a table of one model: `given` as the user has it, `model` as the loop runs it."""
+    """Resolves requests for a model: `user_model` as it was passed, `model` behind the interface."""
 
-    def __init__(self, given: Any, model: Model) -> None:
-        self._user_model, self._model = given, model
+    def __init__(self, user_model: Any, model: Model) -> None:
+        self._user_model, self._model = user_model, model
 
-    def make_plan(self, request: Request, facts: ModelTraits) -> DecodingPlan:
-        """What a request's config comes to."""
+    def make_plan(self, request: Request, traits: ModelTraits) -> DecodingPlan:
+        """The plan of one request."""
         config = request.generation_config
         if not request.config_merged:
             config = GenerationConfig.merge({}, config, _model_generation_config(self._user_model))
         recipe = _engine_recipe(request)
-        given = DraftInputs(
+        inputs = DraftInputs(
             request.assistant_model,
             request.tokenizer,
             request.assistant_tokenizer,
             recipe if recipe is not None and recipe.kind == "drafter" else None,
         )
-        return make_plan(config, facts, drafter_spec(config, self._model, given), recipe)
+        return make_plan(config, traits, drafter_spec(config, self._model, inputs), recipe)
 
-    def resolve(self, requests: Sequence[Request], facts: ModelTraits) -> list[ResolvedRequest]:
-        """What requests come to; those alike share a plan."""
+    def resolve(self, requests: Sequence[Request], traits: ModelTraits) -> list[ResolvedRequest]:
+        """The resolved requests; those with the same config and models share a plan."""
         plans: dict[tuple[int, ...], DecodingPlan] = {}
-        asked = []
+        resolved = []
         for request in requests:
-            known = plans.get(_plan_key(request))
-            if known is None:
-                known = plans[_plan_key(request)] = self.make_plan(request, facts)
-            asked.append(_resolve_one(request, known, facts))
-        return asked
+            key = _plan_key(request)
+            if key not in plans:
+                plans[key] = self.make_plan(request, traits)
+            resolved.append(_resolve_one(request, plans[key], traits))
+        return resolved
 
 
-def _resolve_one(request: Request, known: DecodingPlan, facts: ModelTraits) -> ResolvedRequest:
-    """What one request comes to by its plan."""
-    ids = _checked_ids(request, facts.vocab_size)
-    tail = healed_suffix(request, known.config, ids)
-    embeds = request.inputs.get("inputs_embeds") if not facts.is_encoder_decoder else None
+def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> ResolvedRequest:
+    """One request by its plan."""
+    ids = _checked_ids(request, traits.vocab_size)
+    suffix = healed_suffix(request, plan.config, ids)
+    embeds = request.inputs.get("inputs_embeds") if not traits.is_encoder_decoder else None
     offset = 0 if embeds is None else len(embeds) - len(ids)
     if not len(ids) + offset:
         raise InputError("prompt", "must have at least one token", request.prompt)
-    if known.refeeds_last and not len(ids):
+    if plan.refeeds_last and not len(ids):
         must = "must come with `input_ids` of at least the last token, which is fed again"
         raise InputError("inputs_embeds", must, embeds)
-    row = known.row_params(prompt_info(request, ids, offset, tail), facts)
-    count = 0 if tail is None else len(tail)
-    cut = bool(count) and not facts.is_encoder_decoder
-    inputs = drop_last_tokens(request.inputs, count) if cut else request.inputs
+    info = prompt_info(request, ids, offset, suffix)
+    prompt_params, method_params = plan.prompt_params(info, traits), plan.row_method_params(info)
+    num_healed = 0 if suffix is None else len(suffix)
+    inputs = request.inputs
+    if num_healed and not traits.is_encoder_decoder:
+        inputs = drop_last_tokens(inputs, num_healed)
     validate_callables(request)
-    validate_negative_prompt(request, known.wrappers, facts, row["max_length"] - len(ids))
-    return ResolvedRequest(request, known, row, ids[: len(ids) - count], offset, inputs)
+    validate_negative_prompt(request, plan.wrappers, traits, prompt_params.max_length - len(ids))
+    prompt = ids[: len(ids) - num_healed]
+    return ResolvedRequest(request, plan, prompt_params, method_params, prompt, offset, inputs)
 
 
-def _checked_ids(request: Request, vocabulary: int) -> Tensor:
+def _checked_ids(request: Request, vocab_size: int) -> Tensor:
     """A request's prompt, checked [L]."""
     try:
         ids = torch.as_tensor(request.prompt)
@@ -105,32 +110,32 @@ def _checked_ids(request: Request, vocabulary: int) -> Tensor:
         return ids.long().reshape(-1)
     if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InputError("prompt", "must be one sequence of token ids", request.prompt)
-    if not request.config_merged and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
-        raise InputError("prompt", f"must hold ids from 0 to {vocabulary - 1}", request.prompt)
+    if not request.config_merged and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        raise InputError("prompt", f"must hold ids from 0 to {vocab_size - 1}", request.prompt)
     return ids.long()
 
 
 def _plan_key(request: Request) -> tuple[int, ...]:
-    """What tells requests apart that come to the same plan."""
-    told = (request.generation_config, request.assistant_model, request.assistant_tokenizer, request.recipe)
-    return tuple(map(id, told))
+    """Identities of the objects that determine a plan."""
+    parts = (request.generation_config, request.assistant_model, request.assistant_tokenizer, request.recipe)
+    return tuple(map(id, parts))
 
 
 def _engine_recipe(request: Request) -> Recipe | None:
-    """A request's recipe, which must be a part of the loop."""
+    """A request's recipe, which must not be a function with its own loop."""
     if request.recipe is None:
         return None
     recipe = Recipe.from_object(request.recipe)
     if recipe.kind == "generate":
-        must = "must be a part of the loop here, a function has a loop of its own"
+        must = "must be a strategy, drafter, processor or wrapper here, not a function with its own loop"
         raise InputError("recipe", must, recipe, "use descant.generate")
     return recipe
 
 
 def _model_generation_config(model: Any) -> GenerationConfig | None:
-    """The model's own generation config."""
-    theirs = getattr(getattr(model, "model", model), "generation_config", None)
-    theirs = getattr(model, "generation_config", theirs)
-    if theirs is None or isinstance(theirs, GenerationConfig):
-        return theirs
-    return GenerationConfig.from_transformers(theirs)
+    """The generation config that a user's model carries, wherever it keeps it."""
+    config = getattr(getattr(model, "model", model), "generation_config", None)
+    config = getattr(model, "generation_config", config)
+    if config is None or isinstance(config, GenerationConfig):
+        return config
+    return GenerationConfig.from_transformers(config)

@@ -1,8 +1,8 @@
-"""Which cache a table of rows works on: by name, or the one that suits what is asked for."""
+"""The registry of cache types, and the choice of a table's cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 
 from descant.config.compile_config import CompileConfig
 from descant.config.generation_config import GenerationConfig
-from descant.core.interfaces import ModelTraits, RowCache
+from descant.core.interfaces import Model, ModelTraits, RowCache
 from descant.errors import ConfigError, UnsupportedModel
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.evicting import H2OStore, SnapKVStore
@@ -32,32 +32,32 @@ __all__ = [
     "CacheSpec",
     "build_cache",
     "cache_name",
+    "choose_cache",
     "default_cache",
     "missing_requirement",
     "quantized_cache_config",
 ]
 
-# A prompt shorter than this is as cheap to copy as to share.
+# A shorter prompt is as cheap to copy as to share.
 _MIN_SHARED_PROMPT: Final = 64
 
 CACHE_FIELD: Final = "cache_implementation"
 
 
 class CacheRequest(NamedTuple):
-    """What a cache is made for."""
+    """What a cache is built for."""
 
-    model: Any  # behind the Model port
+    model: Model
     config: GenerationConfig
-    max_slots: int  # how many positions a row may come to
+    max_slots: int  # the most positions of a row
 
     @property
     def traits(self) -> ModelTraits:
         """The traits of the model."""
-        facts: ModelTraits = self.model.traits
-        return facts
+        return self.model.traits
 
     def settings(self, **known: Any) -> dict[str, Any]:
-        """The settings of the config, of which only these are known, with what stands for those not given."""
+        """The config's `cache_config` with these defaults; raises for a name without a default."""
         given = dict(self.config.cache_config or {})
         for name, value in given.items():
             if name not in known:
@@ -68,7 +68,7 @@ class CacheRequest(NamedTuple):
         return {**known, **given}
 
 
-# The least that a setting may be.
+# The minimum of each integer setting.
 _MIN_SETTINGS: Final = {
     "max_cache_len": 1, "batch_size": 1, "window_length": 1, "num_sink_tokens": 0, "budget": 1, "window": 1,
     "kernel": 1, "recent": 1, "nbits": 1, "q_group_size": 1, "residual_length": 0,
@@ -76,159 +76,161 @@ _MIN_SETTINGS: Final = {
 
 
 def _check_setting(name: str, value: Any, optional: bool) -> None:
-    """Raise for a setting that no cache can be made with."""
+    """Raise for an invalid setting."""
     if value is None and (optional or name == "compute_dtype"):
         return
     if name in _MIN_SETTINGS:
-        least = _MIN_SETTINGS[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-            raise ConfigError("cache_config", f"must have an integer >= {least} as `{name}`", value)
+        minimum = _MIN_SETTINGS[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**31:
+            raise ConfigError("cache_config", f"must have an integer >= {minimum} as `{name}`", value)
     elif name == "compute_dtype" and not isinstance(value, str | torch.dtype):
         raise ConfigError("cache_config", "must have a dtype or its name as `compute_dtype`", value)
     elif name == "offload_device":
         try:
             torch.empty(0, device=torch.device(value))
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-            must = "must have a device that is here as `offload_device`"
+            must = "must have an available device as `offload_device`"
             raise ConfigError("cache_config", must, value) from error
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """A cache that can be named: how it is made, what it is for, and what it asks of a model."""
+    """A cache type: how it is built, what it is for, and what it needs of a model."""
 
     build: Callable[[CacheRequest], RowCache]
     description: str  # when to use it
-    drops_tokens: bool = False  # it keeps no more than some of a row, so that a row cannot be cut at will
-    unsupported_reason: Callable[[CacheRequest], str | None] = lambda _: None  # what a model lacks for it
+    drops_tokens: bool = False  # it evicts positions, so a row cannot be cut to any length
+    unsupported_reason: Callable[[CacheRequest], str | None] = lambda _: None  # what the model lacks
 
 
-def _mask_requirement(want: CacheRequest) -> str | None:
-    """What a cache needs whose slots are not positions."""
-    return None if want.traits.supports_custom_mask else "a model that takes positions and masks of ours"
-
-
-def _has_windows(want: CacheRequest) -> bool:
-    """Whether any layer of the model sees no further than a window."""
-    return any(window is not None for window in want.traits.sliding_windows.values())
-
-
-def _window_requirement(want: CacheRequest) -> str | None:
-    return _mask_requirement(want) or (None if _has_windows(want) else "a model with sliding windows")
-
-
-def _rope_requirement(want: CacheRequest) -> str | None:
-    if _has_windows(want):
-        return "a model without windows of its own"
-    return _mask_requirement(want) or (
-        None if _rope_of(want) is not None else "a model with rotary positions"
+def _mask_requirement(request: CacheRequest) -> str | None:
+    """What a cache needs if its slots are not positions."""
+    return (
+        None if request.traits.supports_custom_mask else "a model that takes position ids and attention masks"
     )
 
 
-def _sdpa_requirement(want: CacheRequest) -> str | None:
-    if _has_windows(want):
+def _has_windows(request: CacheRequest) -> bool:
+    """Whether any layer of the model has a sliding window."""
+    return any(window is not None for window in request.traits.sliding_windows.values())
+
+
+def _window_requirement(request: CacheRequest) -> str | None:
+    return _mask_requirement(request) or (None if _has_windows(request) else "a model with sliding windows")
+
+
+def _rope_requirement(request: CacheRequest) -> str | None:
+    if _has_windows(request):
         return "a model without windows of its own"
-    asks = 'a model loaded with attn_implementation="sdpa"'
-    return _mask_requirement(want) or (None if want.traits.attn_implementation == "sdpa" else asks)
+    return _mask_requirement(request) or (
+        None if _rope_of(request) is not None else "a model with rotary position embeddings"
+    )
 
 
-def _rope_of(want: CacheRequest) -> Any:
-    model = getattr(want.model, "model", None)
-    return None if model is None else rope_of_model(model)
+def _sdpa_requirement(request: CacheRequest) -> str | None:
+    if _has_windows(request):
+        return "a model without windows of its own"
+    needs = 'a model loaded with attn_implementation="sdpa"'
+    return _mask_requirement(request) or (None if request.traits.attn_implementation == "sdpa" else needs)
 
 
-def _make_window(want: CacheRequest) -> RowCache:
-    want.settings()
-    return WindowStore([want.traits.sliding_windows.get(kind) for kind in want.traits.layer_types])
+def _rope_of(request: CacheRequest) -> Any:
+    network = request.model.network
+    return None if network is None else rope_of_model(network)
 
 
-def _make_sink(want: CacheRequest) -> RowCache:
-    given = want.settings(window_length=256, num_sink_tokens=4)
-    return SinkStore(given["window_length"], given["num_sink_tokens"], _rope_of(want))
+def _make_window(request: CacheRequest) -> RowCache:
+    request.settings()
+    return WindowStore([request.traits.sliding_windows.get(kind) for kind in request.traits.layer_types])
 
 
-def quantized_cache_config(want: CacheRequest) -> QuantizedCacheConfig:
-    """How a quantized cache is made."""
-    config = QuantizedCacheConfig(**want.settings(**vars(QuantizedCacheConfig())))
+def _make_sink(request: CacheRequest) -> RowCache:
+    given = request.settings(window_length=256, num_sink_tokens=4)
+    return SinkStore(given["window_length"], given["num_sink_tokens"], _rope_of(request))
+
+
+def quantized_cache_config(request: CacheRequest) -> QuantizedCacheConfig:
+    """The settings of a quantized cache."""
+    config = QuantizedCacheConfig(**request.settings(**vars(QuantizedCacheConfig())))
     config.validate(config.backend)
     return config
 
 
-def _make_quantized(want: CacheRequest) -> RowCache:
-    config = quantized_cache_config(want)
+def _make_quantized(request: CacheRequest) -> RowCache:
+    config = quantized_cache_config(request)
     return QuantizedStore(build_quantizer(config), config.residual_length)
 
 
-def _capacity(want: CacheRequest) -> tuple[int, int | None]:
-    # Documented; blocks lie where keys come from, whatever `device` says.
-    given = want.settings(max_cache_len=None, batch_size=None, device=None)
-    return given["max_cache_len"] or want.max_slots, given["batch_size"]
+def _capacity(request: CacheRequest) -> tuple[int, int | None]:
+    # `device` is accepted, as in transformers, but blocks are allocated where the keys are.
+    given = request.settings(max_cache_len=None, batch_size=None, device=None)
+    return given["max_cache_len"] or request.max_slots, given["batch_size"]
 
 
-def _compile_config(want: CacheRequest) -> CompileConfig | None:
-    """How the decode step is to be compiled: where asked for, and by itself where a device pays for calls."""
-    config, model = want.config, getattr(want.model, "model", None)
+def _compile_config(request: CacheRequest) -> CompileConfig | None:
+    """How the decode step is compiled: as requested, and by default on CUDA; None: it is not."""
+    config, network = request.config, request.model.network
     if config.disable_compile:
         return None
-    cannot = None if model is None else uncompilable_reason(model, want.traits)
-    if config.compile_config is not None and (cannot is None or config.source("compile_config") != "model"):
-        if cannot is not None:
-            raise UnsupportedModel(f"{cannot}: leave out compile_config")
+    reason = None if network is None else uncompilable_reason(network, request.traits)
+    if config.compile_config is not None and (reason is None or config.source("compile_config") != "model"):
+        if reason is not None:
+            raise UnsupportedModel(f"{reason}: leave out compile_config")
         return CompileConfig.of(config.compile_config)
-    return CompileConfig() if want.model.device.type == "cuda" and cannot is None else None
+    return CompileConfig() if request.model.device.type == "cuda" and reason is None else None
 
 
-def _make_static(want: CacheRequest) -> RowCache:
-    return StaticStore(*_capacity(want), compile_config=_compile_config(want))
+def _make_static(request: CacheRequest) -> RowCache:
+    return StaticStore(*_capacity(request), compile_config=_compile_config(request))
 
 
-def _make_offloaded_static(want: CacheRequest) -> RowCache:
-    return OffloadedStaticStore(*_capacity(want))
+def _make_offloaded_static(request: CacheRequest) -> RowCache:
+    return OffloadedStaticStore(*_capacity(request))
 
 
-def _make_state(want: CacheRequest) -> RowCache:
-    want.settings()
-    return RecurrentStateCache(want.traits.cache_argument)
+def _make_state(request: CacheRequest) -> RowCache:
+    request.settings()
+    return RecurrentStateCache(request.traits.cache_argument)
 
 
-def _make_offloaded(want: CacheRequest) -> RowCache:
-    return OffloadedStore(want.settings(offload_device="cpu")["offload_device"])
+def _make_offloaded(request: CacheRequest) -> RowCache:
+    return OffloadedStore(request.settings(offload_device="cpu")["offload_device"])
 
 
-def _make_snapkv(want: CacheRequest) -> RowCache:
-    return SnapKVStore(**want.settings(budget=1024, window=32, kernel=7))
+def _make_snapkv(request: CacheRequest) -> RowCache:
+    return SnapKVStore(**request.settings(budget=1024, window=32, kernel=7))
 
 
-def _make_h2o(want: CacheRequest) -> RowCache:
-    return H2OStore(**want.settings(budget=1024, recent=None))
+def _make_h2o(request: CacheRequest) -> RowCache:
+    return H2OStore(**request.settings(budget=1024, recent=None))
 
 
 def _maker_of(kind: type[RowCache]) -> Callable[[CacheRequest], RowCache]:
-    def build(want: CacheRequest) -> RowCache:
-        want.settings()
+    def build(request: CacheRequest) -> RowCache:
+        request.settings()
         return kind()
 
     return build
 
 
-# One line a cache: how it is made, what it is for, whether it forgets, what it asks of a model.
+# One line per cache: how it is built, what it is for, whether it evicts, what it needs of a model.
 # fmt: off
 CACHES: Final[Mapping[str, CacheSpec]] = {
-    "dynamic": CacheSpec(_maker_of(DenseStore), "always right"),
-    "paged": CacheSpec(_maker_of(PagedStore), "beams, many sequences, prompts used again"),
+    "dynamic": CacheSpec(_maker_of(DenseStore), "the default, exact"),
+    "paged": CacheSpec(_maker_of(PagedStore), "beams, many sequences, shared prompts"),
     "static": CacheSpec(_make_static, "compiled decoding"),
-    "offloaded": CacheSpec(_make_offloaded, "long texts on a small accelerator"),
+    "offloaded": CacheSpec(_make_offloaded, "long sequences on a small accelerator"),
     "offloaded_static": CacheSpec(_make_offloaded_static, "the same at a fixed size"),
     "sliding_window": CacheSpec(_make_window, "models with sliding windows", True, _window_requirement),
     "hybrid": CacheSpec(_make_window, "models with windows in some layers", True, _mask_requirement),
     "mamba": CacheSpec(_make_state, "recurrent models", True),
-    "quantized": CacheSpec(_make_quantized, "long texts in little memory, at some loss"),
-    "sink": CacheSpec(_make_sink, "endless texts that need no far past", True, _rope_requirement),
-    "snapkv": CacheSpec(_make_snapkv, "long prompts of which little matters", True, _sdpa_requirement),
-    "h2o": CacheSpec(_make_h2o, "long texts of which little matters", True, _sdpa_requirement),
+    "quantized": CacheSpec(_make_quantized, "long sequences in little memory, lossy"),
+    "sink": CacheSpec(_make_sink, "endless sequences that need no distant context", True, _rope_requirement),
+    "snapkv": CacheSpec(_make_snapkv, "long prompts of which few positions matter", True, _sdpa_requirement),
+    "h2o": CacheSpec(_make_h2o, "long sequences of which few positions matter", True, _sdpa_requirement),
 }
 # fmt: on
-# Names that 4.x used for the same.
+# Names of transformers 4 for the same caches.
 ALIASES: Final = {
     "hybrid_chunked": "hybrid",
     "offloaded_hybrid": "offloaded",
@@ -237,46 +239,64 @@ ALIASES: Final = {
 
 
 def cache_name(config: GenerationConfig) -> str | None:
-    """The cache that a config names."""
+    """The name of the cache that a config selects; None: it selects none."""
     name = config.cache_implementation
     return None if name is None else ALIASES.get(name, name)
 
 
-def build_cache(want: CacheRequest) -> RowCache:
-    """The cache that a config names, or a ConfigError that says what it lacks."""
-    name = cache_name(want.config)
+def build_cache(request: CacheRequest) -> RowCache:
+    """The cache that a config selects, or a ConfigError that says what the model lacks."""
+    name = cache_name(request.config)
     assert name is not None
-    compiling = want.config.compile_config is not None and want.config.source("compile_config") != "model"
+    compiling = (
+        request.config.compile_config is not None and request.config.source("compile_config") != "model"
+    )
     if compiling and name != "static":
         do = 'set cache_implementation="static" or leave it out'
         raise ConfigError("compile_config", f"has no use with the {name} cache", name, do)
-    missing = missing_requirement(name, want)
-    if missing is None and want.traits.cache_type == "recurrent":
-        return _make_state(want)  # whatever 4.x called it
+    missing = missing_requirement(name, request)
+    if missing is None and request.traits.cache_type == "recurrent":
+        return _make_state(request)  # whatever name it was requested by
     if missing is None:
-        return CACHES[name].build(want)
-    if want.config.source(CACHE_FIELD) == "model":
-        return default_cache(want, 0)  # a model's own config may name what a later version of it does without
-    raise ConfigError(CACHE_FIELD, f"needs {missing}", want.config.cache_implementation, "leave it out")
+        return CACHES[name].build(request)
+    if request.config.source(CACHE_FIELD) == "model":
+        return default_cache(request, 0)  # a model's own config is only a hint
+    raise ConfigError(CACHE_FIELD, f"needs {missing}", request.config.cache_implementation, "leave it out")
 
 
-def missing_requirement(name: str, want: CacheRequest) -> str | None:
-    """What a model lacks for a cache."""
-    memory = want.traits.cache_type
-    if memory == "recurrent":
-        does = name in ("mamba", "hybrid", "dynamic")
-        return None if does else "a model that remembers keys and values only"
-    if memory == "none":
-        return None if name == "dynamic" else "a model that remembers anything"
+def missing_requirement(name: str, request: CacheRequest) -> str | None:
+    """What a model lacks for a cache; None: nothing."""
+    cache_type = request.traits.cache_type
+    if cache_type == "recurrent":
+        supported = name in ("mamba", "hybrid", "dynamic")
+        return None if supported else "a model without a recurrent state"
+    if cache_type == "none":
+        return None if name == "dynamic" else "a model with a cache"
     if name == "mamba":
-        return "a model with a state of its own"
-    return CACHES[name].unsupported_reason(want)
+        return "a model with a recurrent state"
+    return CACHES[name].unsupported_reason(request)
 
 
-def default_cache(want: CacheRequest, shared: int) -> RowCache:
-    """The cache that suits a model, whose rows come to share so many positions."""
-    facts = want.traits
-    if facts.cache_type == "recurrent":
-        return RecurrentStateCache(facts.cache_argument)
-    plain = facts.cache_type == "kv" and not facts.is_encoder_decoder and facts.attn_implementation == "sdpa"
-    return PagedStore() if plain and shared >= _MIN_SHARED_PROMPT else DenseStore()
+def default_cache(request: CacheRequest, shared: int) -> RowCache:
+    """The default cache of a model whose rows will share `shared` positions."""
+    traits = request.traits
+    if traits.cache_type == "recurrent":
+        return RecurrentStateCache(traits.cache_argument)
+    can_share = (
+        traits.cache_type == "kv" and not traits.is_encoder_decoder and traits.attn_implementation == "sdpa"
+    )
+    return PagedStore() if can_share and shared >= _MIN_SHARED_PROMPT else DenseStore()
+
+
+def choose_cache(model: Model, configs: Sequence[GenerationConfig], num_slots: int, shared: int) -> RowCache:
+    """The cache of a table: the one that the first config names, or the default for the model.
+
+    `num_slots` is the most positions of a row, `shared` how many positions rows will share.
+    """
+    name = cache_name(configs[0])
+    if model.traits.needs_own_cache:
+        if name not in (None, "dynamic") and configs[0].source(CACHE_FIELD) != "model":
+            raise ConfigError(CACHE_FIELD, "is for one model, not for several", name, "leave it out")
+        return model.new_cache()
+    request = CacheRequest(model, configs[0], num_slots)
+    return default_cache(request, shared) if name is None else build_cache(request)

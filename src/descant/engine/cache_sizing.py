@@ -1,4 +1,4 @@
-"""What a run's cache will take: the cache itself, fed one byte for a key and one for a value."""
+"""The memory of a workload's cache: the cache itself is workload, with keys and values of one byte."""
 
 from __future__ import annotations
 
@@ -25,258 +25,274 @@ from descant.models.kv_shape import KVShape, LayerKVShape
 
 __all__ = ["CacheCost", "Workload", "cache_cost", "cache_costs", "cache_request"]
 
-# Tokens are written in strides, so many or a little more: every cache is as large after a stride as after its
-# tokens one by one, but for where it last grew. Up to some length no stride may pass for a prompt of its own.
+# Tokens are written in strides, for speed: a cache is as large after a stride as after its tokens one by one,
+# except for where it last grew. In short runs a stride must not be long enough to count as a prompt.
 _NUM_STRIDES: Final = 256
 _MAX_STRIDE: Final = 48
 _LONG_RUN: Final = 2**16
-# With more positions than this nobody rehearses: the bytes are counted.
+# Workloads with more positions are not simulated: the bytes are counted.
 _MAX_SIMULATED_POSITIONS: Final = 2**26
 
 
 class Workload(NamedTuple):
-    """The rows of a run: prompts that fork once they are read, and grow to the end."""
+    """Prompts that fork after their prefill, and grow to their final length."""
 
     num_prompts: int
-    rows_per_prompt: int  # of each prompt
+    rows_per_prompt: int
     prompt_length: int  # positions
     final_length: int  # positions of a row at the end
-    num_candidates: int = 1  # candidates of each row, tried in rows of their own and dropped again
-    has_cfg_rows: bool = False  # every row has one after another prompt
-    encoder_length: int = 0  # positions that an encoder gives for each prompt
+    num_candidates: int = 1  # rows that each row becomes while its next token is chosen
+    has_cfg_rows: bool = False  # every row has an unconditional row
+    encoder_length: int = 0  # positions of the encoder per prompt
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are in all."""
+        """The number of rows."""
         return self.num_prompts * self.rows_per_prompt * (1 + self.has_cfg_rows)
 
     @property
     def total_positions(self) -> int:
-        """How many positions its rows have in all, at the end."""
+        """The number of positions of all rows at the end."""
         return self.num_rows * self.final_length
 
 
 class CacheCost(NamedTuple):
-    """What a cache takes."""
+    """The memory of a cache."""
 
-    final_bytes: int  # at the end of the run
-    peak_bytes: int  # at the most, between two forwards
-    offloaded_bytes: int = 0  # of the first, where the model is not
+    final_bytes: int  # at the end
+    peak_bytes: int  # the maximum between two forwards, on the model's device
+    offloaded_bytes: int = 0  # those of `final_bytes` on the offload device
 
 
 def cache_costs(
-    model: Any, config: GenerationConfig, run: Workload, geometry: KVShape
+    model: Any, config: GenerationConfig, workload: Workload, kv_shape: KVShape
 ) -> dict[str, CacheCost | None]:
-    """What every cache that a model can use would take; None where that cannot be known."""
-    found: dict[str, CacheCost | None] = {}
+    """The memory of every cache that a model can use; None: unknown."""
+    costs: dict[str, CacheCost | None] = {}
     for name in CACHES:
-        want = cache_request(model, config, name, run)
-        if missing_requirement(name, want) is None:
-            found[name] = cache_cost(name, want, run, geometry)
-    return found
+        request = cache_request(model, config, name, workload)
+        if missing_requirement(name, request) is None:
+            costs[name] = cache_cost(name, request, workload, kv_shape)
+    return costs
 
 
-def cache_request(model: Any, config: GenerationConfig, name: str, run: Workload) -> CacheRequest:
-    """What a cache of that name is made for, by the config's settings where they are for that one."""
+def cache_request(model: Any, config: GenerationConfig, name: str, workload: Workload) -> CacheRequest:
+    """What a cache of that name is built for, with the config's settings if it selects that cache."""
     if cache_name(config) != name:
         config = config.replace(cache_implementation=name, cache_config=None, compile_config=None)
-    return CacheRequest(model, config, run.final_length + 1)
+    return CacheRequest(model, config, workload.final_length + 1)
 
 
-def cache_cost(name: str, want: CacheRequest, run: Workload, geometry: KVShape) -> CacheCost | None:
-    """What a cache of that name takes for a run; None where that cannot be known."""
-    facts = want.traits
-    cross = run.num_prompts * run.encoder_length * geometry.cross_bytes
-    if facts.cache_type == "recurrent":
-        windows = [window for window in facts.sliding_windows.values() if window is not None]
-        if geometry.state_bytes is None or (
-            geometry.state_bytes_per_token and windows and run.final_length > min(windows)
+def cache_cost(name: str, request: CacheRequest, workload: Workload, kv_shape: KVShape) -> CacheCost | None:
+    """The memory of a cache of that name for a workload; None: unknown."""
+    traits = request.traits
+    cross = workload.num_prompts * workload.encoder_length * kv_shape.cross_bytes
+    if traits.cache_type == "recurrent":
+        windows = [window for window in traits.sliding_windows.values() if window is not None]
+        if kv_shape.state_bytes is None or (
+            kv_shape.state_bytes_per_token and windows and workload.final_length > min(windows)
         ):
             return None
-        total = cross + run.num_rows * run.num_candidates * (
-            geometry.state_bytes + run.final_length * geometry.state_bytes_per_token
+        total = cross + workload.num_rows * workload.num_candidates * (
+            kv_shape.state_bytes + workload.final_length * kv_shape.state_bytes_per_token
         )
         return CacheCost(total, total)
-    if run.total_positions * run.num_candidates > _MAX_SIMULATED_POSITIONS:
-        return _count_bytes(name, run, geometry)
-    end = most = largest = 0
-    for (layer, shape), count in _layer_groups(geometry, facts.layer_types).items():
-        small, high = _SIMULATORS.get(name, _simulate_cache)(
-            CACHES[name].build, want, _LayerShape(layer, shape), run
+    if workload.total_positions * workload.num_candidates > _MAX_SIMULATED_POSITIONS:
+        return _count_bytes(name, workload, kv_shape)
+    final = peak = largest = 0
+    for (layer, shape), count in _layer_groups(kv_shape, traits.layer_types).items():
+        head_final, head_peak = _SIMULATORS.get(name, _simulate_cache)(
+            CACHES[name].build, request, _LayerShape(layer, shape), workload
         )
-        end, most = end + count * shape.num_heads * small, most + count * shape.num_heads * high
-        largest = max(largest, shape.num_heads * small)
-    if name in _OFFLOADED_CACHES and torch.device(_offload_device(want)) != want.model.device:
-        # The model's device has the layer at hand and the next.
-        return CacheCost(end + cross, min(2 * largest, end) + cross, end)
-    return CacheCost(end + cross, most + cross)
+        final += count * shape.num_heads * head_final
+        peak += count * shape.num_heads * head_peak
+        largest = max(largest, shape.num_heads * head_final)
+    if name in _OFFLOADED_CACHES and torch.device(_offload_device(request)) != request.model.device:
+        # The model's device holds the current layer and the next.
+        return CacheCost(final + cross, min(2 * largest, final) + cross, final)
+    return CacheCost(final + cross, peak + cross)
 
 
-def _count_bytes(name: str, run: Workload, geometry: KVShape) -> CacheCost | None:
-    """What keys and values take without any slack, where a cache keeps all of them as they are."""
+def _count_bytes(name: str, workload: Workload, kv_shape: KVShape) -> CacheCost | None:
+    """The bytes of all keys and values; None: the cache evicts or compresses them."""
     if CACHES[name].drops_tokens or name == "quantized":
         return None
-    positions = run.total_positions * run.num_candidates
+    positions = workload.total_positions * workload.num_candidates
     if name == "paged":
-        positions -= (run.num_rows - run.num_prompts * (1 + run.has_cfg_rows)) * run.prompt_length
-    total = positions * geometry.bytes_per_token + run.num_prompts * run.encoder_length * geometry.cross_bytes
+        positions -= (
+            workload.num_rows - workload.num_prompts * (1 + workload.has_cfg_rows)
+        ) * workload.prompt_length
+    total = (
+        positions * kv_shape.bytes_per_token
+        + workload.num_prompts * workload.encoder_length * kv_shape.cross_bytes
+    )
     return CacheCost(total, total)
 
 
-def _layer_groups(geometry: KVShape, kinds: tuple[str, ...]) -> Mapping[tuple[int, LayerKVShape], int]:
-    """How many layers are like each other: the first of them, and what it keeps of a token."""
+def _layer_groups(kv_shape: KVShape, layer_types: tuple[str, ...]) -> Mapping[tuple[int, LayerKVShape], int]:
+    """The layers of each kind, as the first of them and its shape, with their number."""
     first: dict[tuple[LayerKVShape, str], int] = {}
-    count: dict[tuple[int, LayerKVShape], int] = {}
-    for layer, shape in geometry.layers.items():
-        like = first.setdefault((shape, kinds[layer] if layer < len(kinds) else ""), layer)
-        count[like, shape] = count.get((like, shape), 0) + 1
-    return count
+    counts: dict[tuple[int, LayerKVShape], int] = {}
+    for layer, shape in kv_shape.layers.items():
+        same = first.setdefault((shape, layer_types[layer] if layer < len(layer_types) else ""), layer)
+        counts[same, shape] = counts.get((same, shape), 0) + 1
+    return counts
 
 
 # ------------------------------------------------------------------------ one head of one layer
 class _LayerShape(NamedTuple):
-    """A layer, and what it keeps of a token."""
+    """A layer and the shape of its keys and values."""
 
     layer: int
     shape: LayerKVShape
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a key and a value of one head."""
+        """The bytes of a key and a value of one head."""
         return self.shape.nbytes // self.shape.num_heads
 
 
 CacheBuilder = Callable[[CacheRequest], Any]
 
 
-def _growth_strides(run: Workload) -> Iterator[tuple[int, int]]:
-    """From where to where rows grow after the prompt, stride by stride."""
-    left = run.final_length - run.prompt_length
-    stride = max(1, -(-left // _NUM_STRIDES))
-    stride = stride if left > _LONG_RUN else min(stride, _MAX_STRIDE)
-    for start in range(run.prompt_length, run.final_length, stride):
-        yield start, min(start + stride, run.final_length)
+def _growth_strides(workload: Workload) -> Iterator[tuple[int, int]]:
+    """The start and stop of each stride in which rows grow after the prompt."""
+    growth = workload.final_length - workload.prompt_length
+    stride = max(1, -(-growth // _NUM_STRIDES))
+    stride = stride if growth > _LONG_RUN else min(stride, _MAX_STRIDE)
+    for start in range(workload.prompt_length, workload.final_length, stride):
+        yield start, min(start + stride, workload.final_length)
 
 
 def _simulate_cache(
-    build: CacheBuilder, want: CacheRequest, layer: _LayerShape, run: Workload
+    build: CacheBuilder, request: CacheRequest, layer: _LayerShape, workload: Workload
 ) -> tuple[int, int]:
-    """The bytes of one head at the end of a run, and at the most: the cache goes through all of it."""
-    return _simulate(build(want), layer, run)
+    """The final and peak bytes of one head, by running the cache."""
+    return _simulate(build(request), layer, workload)
 
 
-def _simulate(store: Any, layer: _LayerShape, run: Workload) -> tuple[int, int]:
-    most = 0
+def _simulate(store: Any, layer: _LayerShape, workload: Workload) -> tuple[int, int]:
+    peak = 0
 
     def write(start: int, stop: int) -> None:
-        nonlocal most
+        nonlocal peak
         part = torch.zeros(len(store), 1, stop - start, 1, dtype=torch.uint8)
         span = KVSpan(None, start, stop - start, stop)
         store.visible_slots(layer.layer, span)
         store.update(layer.layer, part, part, span)
-        most = max(most, store.nbytes)
+        peak = max(peak, store.nbytes)
 
     def commit(parents: Tensor | None, length: int) -> None:
         store.commit(parents, torch.full((len(store) if parents is None else len(parents),), length))
 
-    prompts = run.num_prompts * (1 + run.has_cfg_rows)
+    prompts = workload.num_prompts * (1 + workload.has_cfg_rows)
     store.extend(prompts)
-    write(0, run.prompt_length)
-    commit(torch.arange(prompts).repeat_interleave(run.rows_per_prompt), run.prompt_length)
-    for start, stop in _growth_strides(run):
-        if run.num_candidates > 1:
-            commit(torch.arange(run.num_rows).repeat_interleave(run.num_candidates), start)
+    write(0, workload.prompt_length)
+    commit(torch.arange(prompts).repeat_interleave(workload.rows_per_prompt), workload.prompt_length)
+    for start, stop in _growth_strides(workload):
+        if workload.num_candidates > 1:
+            commit(torch.arange(workload.num_rows).repeat_interleave(workload.num_candidates), start)
         write(start, stop)
-        commit(torch.arange(0, len(store), run.num_candidates) if run.num_candidates > 1 else None, stop)
-    return store.nbytes // 2 * layer.slot_bytes, most // 2 * layer.slot_bytes
+        commit(
+            torch.arange(0, len(store), workload.num_candidates) if workload.num_candidates > 1 else None,
+            stop,
+        )
+    return store.nbytes // 2 * layer.slot_bytes, peak // 2 * layer.slot_bytes
 
 
 def _simulate_sink(
-    build: CacheBuilder, want: CacheRequest, layer: _LayerShape, run: Workload
+    build: CacheBuilder, request: CacheRequest, layer: _LayerShape, workload: Workload
 ) -> tuple[int, int]:
-    """Sinks, which take as much whether they are turned or not."""
-    length, sinks, _, *rest = build(want)._init_args
-    return _simulate(SinkStore(length, sinks, None, *rest), layer, run)
+    """The sink cache, without the rotation of its sinks, which does not change its size."""
+    length, sinks, _, *rest = build(request)._init_args
+    return _simulate(SinkStore(length, sinks, None, *rest), layer, workload)
 
 
 def _simulate_evicting(
-    build: CacheBuilder, want: CacheRequest, layer: _LayerShape, run: Workload
+    build: CacheBuilder, request: CacheRequest, layer: _LayerShape, workload: Workload
 ) -> tuple[int, int]:
-    """What is kept by votes: how much that is does not depend on them."""
-    store = build(want)
+    """An evicting cache: which slots it keeps depends on attention, but not how many."""
+    store = build(request)
     slots = SlotBlocks(store._accumulates_scores)
     byte = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
-    prompts = run.num_prompts * (1 + run.has_cfg_rows)
+    prompts = workload.num_prompts * (1 + workload.has_cfg_rows)
 
-    def kept(held: int, grown: int, reading: bool) -> int:
-        found: Tensor = store._num_to_keep(
-            torch.tensor([held]), torch.tensor([grown]), torch.tensor([reading])
+    def num_to_keep(held: int, num_new: int, is_prefill: bool) -> int:
+        count: Tensor = store._num_to_keep(
+            torch.tensor([held]), torch.tensor([num_new]), torch.tensor([is_prefill])
         )
-        return int(found)
+        return int(count)
 
-    held = kept(run.prompt_length, run.prompt_length, True)
-    slots.ensure_capacity(0, (byte, byte), run.num_rows, held)
-    for start, stop in _growth_strides(run):
-        slots.ensure_capacity(0, (byte, byte), run.num_rows * run.num_candidates, held + 1)
-        held = kept(held + stop - start, 1, False)
-        slots.ensure_capacity(0, (byte, byte), run.num_rows * run.num_candidates, held)
-        slots.shrink_to_fit(run.num_rows, held)
-    votes = torch.float32.itemsize if store._accumulates_scores else 0
-    end = slots.nbytes // (2 + votes) * (layer.slot_bytes + votes)
-    # A prompt lies beside the slots until it is known what stays of it, and so do its queries.
-    return end, max(end, prompts * run.prompt_length * (layer.slot_bytes + layer.slot_bytes // 2))
+    held = num_to_keep(workload.prompt_length, workload.prompt_length, True)
+    slots.ensure_capacity(0, (byte, byte), workload.num_rows, held)
+    for start, stop in _growth_strides(workload):
+        slots.ensure_capacity(0, (byte, byte), workload.num_rows * workload.num_candidates, held + 1)
+        held = num_to_keep(held + stop - start, 1, False)
+        slots.ensure_capacity(0, (byte, byte), workload.num_rows * workload.num_candidates, held)
+        slots.shrink_to_fit(workload.num_rows, held)
+    score_bytes = torch.float32.itemsize if store._accumulates_scores else 0
+    end = slots.nbytes // (2 + score_bytes) * (layer.slot_bytes + score_bytes)
+    # Until the first eviction the prompt and its queries are held beside the slots.
+    return end, max(end, prompts * workload.prompt_length * (layer.slot_bytes + layer.slot_bytes // 2))
 
 
 def _simulate_quantized(
-    _: CacheBuilder, want: CacheRequest, layer: _LayerShape, run: Workload
+    _: CacheBuilder, request: CacheRequest, layer: _LayerShape, workload: Workload
 ) -> tuple[int, int]:
-    """Chunks of codes, those of prompts shared, and the latest positions of every row as they came."""
-    config = quantized_cache_config(want)
-    # No package is needed to know how large codes are.
+    """The quantized cache: chunks, shared for prompts, and the unquantized residual of every row."""
+    config = quantized_cache_config(request)
+    # Quantized sizes are known without the backend's package.
     blank = type(
         "Blank",
         (BACKENDS[config.backend.lower()],),
         {"_package": lambda _: None, "quantize_groups": _empty_groups},
     )
-    made = blank(config.nbits, config.axis_key, config.axis_value, config.q_group_size, config.compute_dtype)
-    prompts, every = run.num_prompts * (1 + run.has_cfg_rows), max(config.residual_length, 1)
-    full, rest = divmod(run.final_length - run.prompt_length, every)
-    chunks = prompts * _chunk_bytes(made, layer.shape, run.prompt_length)
+    quantizer = blank(
+        config.nbits, config.axis_key, config.axis_value, config.q_group_size, config.compute_dtype
+    )
+    prompts, every = workload.num_prompts * (1 + workload.has_cfg_rows), max(config.residual_length, 1)
+    full, rest = divmod(workload.final_length - workload.prompt_length, every)
+    chunks = prompts * _chunk_bytes(quantizer, layer.shape, workload.prompt_length)
     if full:
-        chunks += run.num_rows * full * _chunk_bytes(made, layer.shape, every)
-    latest = DenseStore()
-    latest.extend(run.num_rows * run.num_candidates)
+        chunks += workload.num_rows * full * _chunk_bytes(quantizer, layer.shape, every)
+    residual = DenseStore()
+    residual.extend(workload.num_rows * workload.num_candidates)
     for stop in range(1, (every if full else rest) + 1):
-        part = torch.zeros(len(latest), 1, 1, 1, dtype=torch.uint8)
-        latest.update(0, part, part, KVSpan(None, stop - 1, 1, stop))
-    end = chunks + latest.nbytes // 2 * layer.slot_bytes
-    return end, max(end, prompts * run.prompt_length * layer.slot_bytes)
+        part = torch.zeros(len(residual), 1, 1, 1, dtype=torch.uint8)
+        residual.update(0, part, part, KVSpan(None, stop - 1, 1, stop))
+    end = chunks + residual.nbytes // 2 * layer.slot_bytes
+    return end, max(end, prompts * workload.prompt_length * layer.slot_bytes)
 
 
-def _chunk_bytes(made: Quantizer, shape: LayerKVShape, length: int) -> int:
-    """The bytes of so many positions as codes."""
+def _chunk_bytes(quantizer: Quantizer, shape: LayerKVShape, length: int) -> int:
+    """The bytes of `length` quantized positions."""
     total = 0
     for size, across in (
-        (shape.key_dim, made.key_codec.over_positions),
-        (shape.value_dim, made.value_codec.over_positions),
+        (shape.key_dim, quantizer.key_codec.over_positions),
+        (shape.value_dim, quantizer.value_codec.over_positions),
     ):
         content = torch.empty(1, length, size, dtype=shape.dtype, device="meta")
-        total += GroupCodec(made, across).encode(content).nbytes
+        total += GroupCodec(quantizer, across).encode(content).nbytes
     return total
 
 
 def _empty_groups(_: Any, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of numbers [G, g], all of them nothing."""
+    """Placeholder codes [G, g], scales [G, 1] and offsets [G, 1] of groups [G, g], for their sizes."""
     scale = content[:, :1]
     return content.to(torch.uint8), scale, scale
 
 
-def _offload_device(want: CacheRequest) -> Any:
-    """Where blocks rest that are not kept with the model."""
-    return dict(want.config.cache_config or {}).get("offload_device", "cpu")
+def _offload_device(request: CacheRequest) -> Any:
+    """The device of offloaded layers."""
+    return dict(request.config.cache_config or {}).get("offload_device", "cpu")
 
 
-_SIMULATORS: Final[Mapping[str, Callable[[CacheBuilder, CacheRequest, _LayerShape, Workload], tuple[int, int]]]] = {
-    "sink": _simulate_sink, "snapkv": _simulate_evicting, "h2o": _simulate_evicting, "quantized": _simulate_quantized,
-}  # fmt: skip
+Simulator = Callable[[CacheBuilder, CacheRequest, _LayerShape, Workload], tuple[int, int]]
+
+_SIMULATORS: Final[Mapping[str, Simulator]] = {
+    "sink": _simulate_sink,
+    "snapkv": _simulate_evicting,
+    "h2o": _simulate_evicting,
+    "quantized": _simulate_quantized,
+}
 _OFFLOADED_CACHES: Final = frozenset({"offloaded", "offloaded_static"})

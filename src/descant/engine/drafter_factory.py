@@ -1,4 +1,4 @@
-"""From a config to what guesses ahead: the drafter and its parameters."""
+"""From a config to its drafter and the drafter's row parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.interfaces import Drafter, Model, ModelTraits, NoiseSource, RowCache
+from descant.core.interfaces import Drafter, Model, ModelTraits, NoiseSource
 from descant.decoding.speculative.acceptance import DRAFT_SCHEDULES
 from descant.decoding.speculative.cross_tokenizer import RetokenizingDrafter, SharedVocabDrafter
 from descant.decoding.speculative.draft_model import AssistantDrafter
@@ -19,66 +19,59 @@ from descant.models.truncated_model import truncate_model
 from descant.recipes.recipe import Recipe
 from descant.tokenization.token_bytes import TokenBytes
 
-__all__ = ["DraftInputs", "DrafterSpec", "ModelFactory", "describe_drafter", "make_drafter_spec"]
+__all__ = ["DraftInputs", "DrafterSpec", "describe_drafter", "make_drafter_spec"]
 
-# What only a draft model or early layers read.
+# Fields that only a draft model or early exit uses.
 _DRAFT_MODEL_FIELDS: Final = ("num_assistant_tokens", "assistant_confidence_threshold")
 _CROSS_TOKENIZER_FIELDS: Final = ("assistant_lookbehind", "target_lookbehind")
 
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """What a request brings along to be guessed with: a draft model, and what tells both models' tokens."""
+    """What a request brings for drafting: a draft model, and the tokenizers of both models."""
 
     model: Any = None
     tokenizer: Any = None  # the target's
     assistant_tokenizer: Any = None
-    recipe: Recipe | None = None  # whose kind is a drafter
+    recipe: Recipe | None = None  # of kind "drafter"
 
     @property
     def requested_by(self) -> str | None:
-        """The argument by which something is to guess."""
+        """The argument that requests drafting; None: none does."""
         return "recipe" if self.recipe is not None else None if self.model is None else "assistant_model"
 
 
-class ModelFactory(NamedTuple):
-    """How a model that is given becomes one behind the port, with an empty cache."""
-
-    as_model: Callable[[Any], Model]
-    new_cache: Callable[[Model], RowCache]
-
-
 class DrafterSpec(NamedTuple):
-    """A drafter to be: requests of one key share it."""
+    """A drafter to be built: requests with equal keys share one."""
 
     key: tuple[Any, ...]
     make_drafter: Callable[[NoiseSource], Drafter]
-    row_params: Mapping[str, Any]  # parameters of the rows
+    row_params: Mapping[str, Any]
 
 
 def make_drafter_spec(
-    config: GenerationConfig, target: Model, given: DraftInputs, make: ModelFactory
+    config: GenerationConfig, target: Model, given: DraftInputs, as_model: Callable[[Any], Model]
 ) -> DrafterSpec | None:
-    """The drafter that a config and what came with it ask for: one line a drafter."""
+    """The drafter that a config or a request's inputs select; None: no drafting."""
     _check_unused_options(config, given)
-    maker = _DrafterFactory(config, target, given, make)
-    # As documented, a look-up that is asked for is made, also where a draft model stands by.
+    factory = _DrafterFactory(config, target, given, as_model)
+    # As in transformers, a lookup takes precedence over a draft model.
     choices: tuple[tuple[Any, str, Callable[[], DrafterSpec]], ...] = (
-        (given.recipe, "recipe", maker.recipe),
-        (config.assistant_early_exit, "assistant_early_exit", maker.early_exit),
-        (config.prompt_lookup_num_tokens, "prompt_lookup_num_tokens", maker.lookup),
-        (config.suffix_lookup_num_tokens, "suffix_lookup_num_tokens", maker.suffix),
-        (given.model, "assistant_model", maker.assistant),
+        (given.recipe, "recipe", factory.recipe),
+        (config.assistant_early_exit, "assistant_early_exit", factory.early_exit),
+        (config.prompt_lookup_num_tokens, "prompt_lookup_num_tokens", factory.lookup),
+        (config.suffix_lookup_num_tokens, "suffix_lookup_num_tokens", factory.suffix),
+        (given.model, "assistant_model", factory.assistant),
     )
-    for asked, name, made in choices:
-        if asked is not None:
-            _check_drafts_supported(name, asked, target.traits)
-            return made()
+    for value, name, make in choices:
+        if value is not None:
+            _check_drafts_supported(name, value, target.traits)
+            return make()
     return None
 
 
 def describe_drafter(config: GenerationConfig) -> str | None:
-    """What a config itself has guessed ahead, in words."""
+    """The drafter that a config itself selects, in words."""
     schedule = config.num_assistant_tokens_schedule
     if config.assistant_early_exit is not None:
         count = config.num_assistant_tokens
@@ -92,15 +85,15 @@ def describe_drafter(config: GenerationConfig) -> str | None:
 
 @dataclass(frozen=True)
 class _DrafterFactory:
-    """Makes drafters for a config on a model."""
+    """Builds the specs of drafters for a config on a model."""
 
     config: GenerationConfig
     target: Model
     inputs: DraftInputs
-    models: ModelFactory
+    as_model: Callable[[Any], Model]  # puts a user's model behind the interface
 
     def lookup(self) -> DrafterSpec:
-        """Copies what followed the same n-gram."""
+        """Prompt lookup: drafts what followed the same n-gram."""
         count = self.config.prompt_lookup_num_tokens or 0
         values = _schedule_params(self.config, None, count)
         values["prompt_lookup_num_tokens"] = count
@@ -108,34 +101,34 @@ class _DrafterFactory:
         return DrafterSpec(("lookup",), lambda _: PromptLookup(), values)
 
     def suffix(self) -> DrafterSpec:
-        """Copies what followed the longest repeated end."""
+        """Suffix lookup: drafts what followed the longest repeated suffix."""
         count, shared = self.config.suffix_lookup_num_tokens or 0, self.config.suffix_lookup_shared
         values = _schedule_params(self.config, None, count) | {"suffix_lookup_num_tokens": count}
         return DrafterSpec(("suffix", shared), lambda _: SuffixLookup(shared), values)
 
     def early_exit(self) -> DrafterSpec:
-        """Asks the model's own first layers."""
-        layers, facts = self.config.assistant_early_exit or 0, self.target.traits
-        check_early_exit(layers, facts)
-        network: Any = getattr(self.target, "model", None)
+        """Early exit: drafts with the model's first layers."""
+        layers, traits = self.config.assistant_early_exit or 0, self.target.traits
+        check_early_exit(layers, traits)
+        network = self.target.network
 
         def build(noise: NoiseSource) -> Drafter:
             return EarlyExit(
-                self.models.as_model(truncate_model(network, layers)), noise, vocabulary=facts.vocab_size
+                self.as_model(truncate_model(network, layers)), noise, vocabulary=traits.vocab_size
             )
 
         return DrafterSpec(("early exit", layers), build, _draft_model_params(self.config, None))
 
     def recipe(self) -> DrafterSpec:
-        """Asks whoever a recipe makes."""
+        """The drafter of a recipe."""
         recipe = self.inputs.recipe
         assert recipe is not None
         return DrafterSpec(recipe.key, lambda _: recipe.build(), _draft_model_params(self.config, None))
 
     def assistant(self) -> DrafterSpec:
-        """Asks a draft model, in the target's tokens or in its own."""
-        given, make, size = self.inputs, self.models, self.target.traits.vocab_size
-        if hasattr(given.model, "draft"):  # behind the port already
+        """A draft model, with the target's tokenizer or its own."""
+        given, size = self.inputs, self.target.traits.vocab_size
+        if hasattr(given.model, "draft"):  # it is a drafter already
             return DrafterSpec(
                 ("own", id(given.model)), lambda _: given.model, _draft_model_params(self.config, None)
             )
@@ -143,64 +136,64 @@ class _DrafterFactory:
             do = "pass a transformers model, or an object with `draft`"
             raise InputError("assistant_model", "must be a model or a drafter", given.model, do)
         try:
-            helper = make.as_model(given.model)
+            draft_model = self.as_model(given.model)
         except UnsupportedModel as error:
             do = "pass its language model"
             raise InputError("assistant_model", "must be a model that decodes by itself", error, do) from None
-        own = getattr(given.model, "generation_config", None)
-        _check_same_architecture(helper.traits, self.target.traits)
-        values = _draft_model_params(self.config, own)
+        draft_config = getattr(given.model, "generation_config", None)
+        _check_same_architecture(draft_model.traits, self.target.traits)
+        values = _draft_model_params(self.config, draft_config)
         key: tuple[Any, ...] = ("assistant", id(given.model))
-        if _has_same_tokens(given, helper.traits, self.target.traits):
+        if _has_same_tokens(given, draft_model.traits, self.target.traits):
             return DrafterSpec(
                 key,
-                lambda noise: AssistantDrafter(helper, make.new_cache(helper), noise, vocabulary=size),
+                lambda noise: AssistantDrafter(draft_model, draft_model.new_cache(), noise, vocabulary=size),
                 values,
             )
-        values |= {name: _draft_option(self.config, own, name) for name in _CROSS_TOKENIZER_FIELDS}
+        values |= {name: _draft_option(self.config, draft_config, name) for name in _CROSS_TOKENIZER_FIELDS}
         both = (given.tokenizer, given.assistant_tokenizer)
         key += (*map(id, both), self.config.do_sample)
         if not self.config.do_sample:
             return DrafterSpec(
                 key,
-                lambda _: RetokenizingDrafter(helper, make.new_cache(helper), *both, vocabulary=size),
+                lambda _: RetokenizingDrafter(draft_model, draft_model.new_cache(), *both, vocabulary=size),
                 values,
             )
 
         def build(noise: NoiseSource) -> Drafter:
-            return SharedVocabDrafter(helper, make.new_cache(helper), noise, *both, vocabulary=size)
+            return SharedVocabDrafter(draft_model, draft_model.new_cache(), noise, *both, vocabulary=size)
 
         return DrafterSpec(key, build, values)
 
 
-def _schedule_params(config: GenerationConfig, own: Any, count: int) -> dict[str, Any]:
-    """How many tokens to guess, and how that changes."""
-    schedule = _draft_option(config, own, "num_assistant_tokens_schedule")
+def _schedule_params(config: GenerationConfig, draft_config: Any, count: int) -> dict[str, Any]:
+    """The number of draft tokens, and the schedule of that number."""
+    schedule = _draft_option(config, draft_config, "num_assistant_tokens_schedule")
     return {"draft_tokens": count, "draft_schedule": DRAFT_SCHEDULES.index(schedule)}
 
 
-def _draft_model_params(config: GenerationConfig, own: Any) -> dict[str, Any]:
-    """The parameters of rows for which a network guesses."""
-    count = int(_draft_option(config, own, "num_assistant_tokens"))
-    threshold = float(_draft_option(config, own, "assistant_confidence_threshold"))
-    return _schedule_params(config, own, count) | {"assistant_confidence_threshold": threshold}
+def _draft_model_params(config: GenerationConfig, draft_config: Any) -> dict[str, Any]:
+    """The parameters of rows with a draft network."""
+    count = int(_draft_option(config, draft_config, "num_assistant_tokens"))
+    threshold = float(_draft_option(config, draft_config, "assistant_confidence_threshold"))
+    return _schedule_params(config, draft_config, count) | {"assistant_confidence_threshold": threshold}
 
 
-def _draft_option(config: GenerationConfig, own: Any, name: str) -> Any:
-    """A field of the call, else of the draft model's own config, else of the model's, else its default."""
-    theirs = getattr(own, name, None)
+def _draft_option(config: GenerationConfig, draft_config: Any, name: str) -> Any:
+    """A field of the call, else of the draft model's config, else of the model's, else its default."""
+    draft_value = getattr(draft_config, name, None)
     given = name in config.given and config.source(name) != "model"
-    return getattr(config, name) if given or theirs is None else theirs
+    return getattr(config, name) if given or draft_value is None else draft_value
 
 
-def _has_same_tokens(given: DraftInputs, mine: ModelTraits, theirs: ModelTraits) -> bool:
-    """Whether draft model and target speak in the same tokens."""
+def _has_same_tokens(given: DraftInputs, draft: ModelTraits, target: ModelTraits) -> bool:
+    """Whether draft model and target have the same vocabulary."""
     tokenizers = (given.tokenizer, given.assistant_tokenizer)
     if tokenizers[1] is None:
-        if mine.vocab_size != theirs.vocab_size:
-            must = f"must have the {theirs.vocab_size} tokens of the model where no tokenizers are given"
+        if draft.vocab_size != target.vocab_size:
+            must = f"must have the {target.vocab_size} tokens of the model where no tokenizers are given"
             do = "pass `tokenizer` and `assistant_tokenizer`"
-            raise InputError("assistant_model", must, f"{mine.vocab_size} tokens", do)
+            raise InputError("assistant_model", must, f"{draft.vocab_size} tokens", do)
         return True
     if tokenizers[0] is None:
         do = "pass the model's tokenizer as well"
@@ -210,54 +203,53 @@ def _has_same_tokens(given: DraftInputs, mine: ModelTraits, theirs: ModelTraits)
 
 
 def _check_unused_options(config: GenerationConfig, given: DraftInputs) -> None:
-    """Raise for what has no use here, and for a draft model beside what nothing is guessed for."""
+    """Raise for fields without effect, and for drafting with a method that does not support it."""
     if config.is_assistant and config.source("is_assistant") != "model":
         do = "pass the draft model as `assistant_model`"
         raise ConfigError("is_assistant", "belongs into a draft model's own config", True, do)
     if given.assistant_tokenizer is not None and given.model is None:
         do = "pass `assistant_model` or leave it out"
         raise InputError("assistant_tokenizer", "has no use without a draft model", "a tokenizer", do)
-    guesses = given.requested_by is not None or config.assistant_early_exit is not None
-    looks = config.prompt_lookup_num_tokens is not None or config.suffix_lookup_num_tokens is not None
-    idle = [
-        *(() if guesses else _DRAFT_MODEL_FIELDS),
+    has_network = given.requested_by is not None or config.assistant_early_exit is not None
+    has_lookup = config.prompt_lookup_num_tokens is not None or config.suffix_lookup_num_tokens is not None
+    unused = [
+        *(() if has_network else _DRAFT_MODEL_FIELDS),
         *(() if given.model is not None else _CROSS_TOKENIZER_FIELDS),
     ]
-    idle += [] if guesses or looks else ["num_assistant_tokens_schedule"]
-    for name in idle:
+    unused += [] if has_network or has_lookup else ["num_assistant_tokens_schedule"]
+    for name in unused:
         if name in config.given and config.source(name) != "model":
-            must = "has no use where nothing is guessed by a network"
+            must = "has no use without a draft model"
             do = "pass `assistant_model` or leave it out"
             raise ConfigError(name, must, getattr(config, name), do)
     if given.requested_by is None:
         return
-    who = type(given.model).__name__ if given.recipe is None else given.recipe
+    drafter = type(given.model).__name__ if given.recipe is None else given.recipe
     for name, off in (("num_beams", 1), ("penalty_alpha", None), ("banned_phrases", None)):
         if getattr(config, name) not in (off, (), 0.0):
-            must = f"must be None with `{name}`, for which nothing is guessed ahead"
-            raise InputError(given.requested_by, must, who, f"leave out `{name}`")
+            must = f"must be None with `{name}`, which does not support drafting"
+            raise InputError(given.requested_by, must, drafter, f"leave out `{name}`")
     if given.recipe is None:
         return
     others = ("prompt_lookup_num_tokens", "suffix_lookup_num_tokens", "assistant_early_exit")
-    found = [name for name in others if getattr(config, name) is not None]
-    found += ["assistant_model"] if given.model is not None else []
-    if found:
-        raise InputError(
-            "recipe", f"must be None with `{found[0]}`, since one alone guesses", who, "leave one out"
-        )
+    selected = [name for name in others if getattr(config, name) is not None]
+    selected += ["assistant_model"] if given.model is not None else []
+    if selected:
+        must = f"must be None with `{selected[0]}`: there can be only one drafter"
+        raise InputError("recipe", must, drafter, "leave one out")
 
 
-def _check_drafts_supported(name: str, asked: Any, facts: ModelTraits) -> None:
-    """Raise for guesses on a model that cannot take back what it has read."""
-    if facts.cache_type == "recurrent":
-        must = "needs a model that can forget tokens, this one remembers more than keys and values"
-        got = asked if isinstance(asked, int) else type(asked).__name__
+def _check_drafts_supported(name: str, value: Any, traits: ModelTraits) -> None:
+    """Raise for drafts on a model with a recurrent state, which cannot drop rejected tokens."""
+    if traits.cache_type == "recurrent":
+        must = "needs a model that can drop tokens from its cache, this one has a recurrent state"
+        got = value if isinstance(value, int) else type(value).__name__
         raise ConfigError(name, must, got, "leave it out")
 
 
-def _check_same_architecture(mine: ModelTraits, theirs: ModelTraits) -> None:
-    """Raise for a draft model that cannot follow the target."""
-    if mine.is_encoder_decoder != theirs.is_encoder_decoder:
+def _check_same_architecture(draft: ModelTraits, target: ModelTraits) -> None:
+    """Raise unless both models have an encoder or neither has."""
+    if draft.is_encoder_decoder != target.is_encoder_decoder:
         kinds = {True: "an encoder", False: "no encoder"}
-        must = f"must have {kinds[theirs.is_encoder_decoder]}, as the model has"
-        raise InputError("assistant_model", must, f"one with {kinds[mine.is_encoder_decoder]}")
+        must = f"must have {kinds[target.is_encoder_decoder]}, as the model has"
+        raise InputError("assistant_model", must, f"one with {kinds[draft.is_encoder_decoder]}")

@@ -1,4 +1,4 @@
-"""What a config would do, in words: `GenerationConfig.explain`; and what is said of a request."""
+"""`GenerationConfig.explain`, the trace record of a request, and the error of one without candidates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from descant.config.generation_config import FIELDS, GenerationConfig, register_explainer
+from descant.config.generation_config import DEFAULT_NEW_TOKENS, FIELDS, GenerationConfig
 from descant.core.interfaces import Drafter
 from descant.decoding.processors.pipeline import (
     LOGITS_WARPERS,
@@ -16,7 +16,6 @@ from descant.decoding.processors.pipeline import (
 )
 from descant.engine.drafter_factory import DraftInputs, describe_drafter
 from descant.engine.planner import (
-    DEFAULT_NEW_TOKENS,
     WRAPPERS,
     DecodingPlan,
     as_model,
@@ -32,45 +31,45 @@ __all__ = ["explain_config", "no_candidates_error", "request_record"]
 
 
 def explain_config(config: GenerationConfig, model: object = None) -> str:
-    """What a config would run on a model, and where each of its values comes from."""
+    """The methods that a config selects on a model, and the source of each of its values."""
     if model is not None:
-        theirs = getattr(model, "generation_config", None)
-        merged = GenerationConfig.merge(
-            {}, config, None if theirs is None else GenerationConfig.from_transformers(theirs)
-        )
+        model_config = getattr(model, "generation_config", None)
+        if model_config is not None:
+            model_config = GenerationConfig.from_transformers(model_config)
+        merged = GenerationConfig.merge({}, config, model_config)
         target = as_model(model)
-        made = make_plan(merged, target.traits, drafter_spec(merged, target, DraftInputs()))
+        plan = make_plan(merged, target.traits, drafter_spec(merged, target, DraftInputs()))
     else:
         merged = GenerationConfig.merge({}, config)
-        made = None
+        plan = None
     order = processor_order(merged)
-    stages = sorted(
-        (stage for stage in PROCESSOR_SPECS if stage.is_enabled(merged)),
-        key=lambda one: order.index(one.name),
+    processors = sorted(
+        (spec for spec in PROCESSOR_SPECS if spec.is_enabled(merged)),
+        key=lambda spec: order.index(spec.name),
     )
     lines = [f"strategy    {_strategy_name(merged)}"]
-    around = [wrap.name for wrap in WRAPPERS.values() if wrap.is_enabled(merged)]
-    if around:
-        lines.append("model       " + ", ".join(f"with {name}" for name in around))
-    guesses = describe_drafter(merged)
-    lines += [f"guesses     {guesses}"] if guesses else []
-    lines.append("processors  " + (", ".join(type(stage.processor).__name__ for stage in stages) or "none"))
+    wrappers = [spec.name for spec in WRAPPERS.values() if spec.is_enabled(merged)]
+    if wrappers:
+        lines.append("model       " + ", ".join(f"with {name}" for name in wrappers))
+    drafter = describe_drafter(merged)
+    lines += [f"drafts      {drafter}"] if drafter else []
+    lines.append("processors  " + (", ".join(type(one.processor).__name__ for one in processors) or "none"))
     lines.append("stops       " + ", ".join(_describe_stops(merged)))
-    if made is not None:
-        lines.append(f"padding     token {made.base_params['pad']}")
+    if plan is not None:
+        lines.append(f"padding     token {plan.params.pad_token_id}")
     lines.append("values")
     shown = [name for name in FIELDS if name in merged.given]
     width = max((len(name) for name in shown), default=0)
     lines += [f"  {name:<{width}}  {getattr(merged, name)!r}  ({merged.source(name)})" for name in shown]
     lines += [
-        f"  {name:<{width}}  {value!r}  (set aside: no use in this mode)"
+        f"  {name:<{width}}  {value!r}  (unused: no effect in this mode)"
         for name, value in merged.unused.items()
     ]
     return "\n".join(lines)
 
 
 def _strategy_name(config: GenerationConfig) -> str:
-    """The strategy of a config in words."""
+    """The name of a config's strategy."""
     if config.num_beams == 1:
         single = "sampling" if config.do_sample else "greedy search"
         return f"contrastive search, {config.top_k} candidates" if is_contrastive(config) else single
@@ -81,59 +80,59 @@ def _strategy_name(config: GenerationConfig) -> str:
 
 
 def request_record(
-    number: int, prompt: Sequence[int], known: DecodingPlan, stages: Sequence[str], drafter: Drafter | None
+    number: int, prompt: Sequence[int], plan: DecodingPlan, processors: Sequence[str], drafter: Drafter | None
 ) -> RequestRecord:
-    """What a trace says of a request, with these stages; its root is for the tracer to say."""
-    config, recipe, demands = known.config, known.recipe, known.base_params.get("constraint_state")
+    """The trace record of a request with these processors; the tracer sets its root."""
+    config, recipe, constraints = plan.config, plan.recipe, plan.method_params.get("constraint_state")
     method = _strategy_name(config)
     if recipe is not None and recipe.kind == "strategy":
         method = f"recipe {recipe.name}"
     return RequestRecord(
         number,
         0,
-        tuple(max(token, 0) for token in prompt),  # what stands for a medium may have no token
+        tuple(max(token, 0) for token in prompt),  # placeholders of media may be negative
         method,
         {name: _jsonable(getattr(config, name)) for name in sorted(config.given)},
-        tuple(stages),
+        tuple(processors),
         config.num_beams,
         config.num_beam_groups,
         config.num_return_sequences,
         None if drafter is None else type(drafter).__name__,
-        None if demands is None else demands.total_steps,
+        None if constraints is None else constraints.total_steps,
     )
 
 
 def no_candidates_error(
     number: int,
-    known: DecodingPlan,
-    brought: bool,
+    plan: DecodingPlan,
+    has_own_processors: bool,
     got: str = "only scores of -inf or NaN",
     nonfinite: bool = False,
 ) -> RowError:
-    """The error of a request that cannot go on, naming what may have ruled everything out.
+    """The error of a request without candidates, which names the fields that may have ruled out all tokens.
 
-    `brought` says whether it has processors of its own, `hopeless` that it was the model itself.
+    `nonfinite` says that the model's own logits were not finite.
     """
-    config = known.config
-    # A sampler leaves something of what there is, but a number that was asked for may overflow.
+    config = plan.config
+    # A warper always leaves a token, but a value that the user set may overflow.
     names = [
         f"`{name}`"
-        for _, stage in known.processors
-        if stage.is_enabled(config)
-        for name in stage.fields
-        if stage not in LOGITS_WARPERS or config.source(name) != "default"
+        for _, spec in plan.processors
+        if spec.is_enabled(config)
+        for name in spec.fields
+        if spec not in LOGITS_WARPERS or config.source(name) != "default"
     ]
-    names += ["`recipe`"] if known.recipe is not None else []
-    names += ["`logits_processor`"] if brought else []
+    names += ["`recipe`"] if plan.recipe is not None else []
+    names += ["`logits_processor`"] if has_own_processors else []
     names += ["`num_return_sequences`"] if config.num_return_sequences > 1 else []
-    whose = "the model" if nonfinite or not names else " and ".join(names)
-    do = "look at its logits" if nonfinite or not names else "loosen it"
-    must = f"{whose} must leave enough to choose from"
+    source = "the model" if nonfinite or not names else " and ".join(names)
+    do = "check its logits" if nonfinite or not names else "loosen it"
+    must = f"{source} must leave enough to choose from"
     return RowError(f"{must}, got {got}: {do} (request {number})", number)
 
 
 def _jsonable(value: Any) -> Any:
-    """A parameter as JSON can say it in few words; of anything else its kind."""
+    """A value as short JSON; of anything else the name of its type."""
     try:
         plain = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
@@ -156,6 +155,3 @@ def _describe_stops(config: GenerationConfig) -> list[str]:
     if config.max_time is not None:
         stops.append(f"{config.max_time} s")
     return stops
-
-
-register_explainer(explain_config)

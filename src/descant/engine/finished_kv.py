@@ -1,4 +1,4 @@
-"""The archive: the keys and values of sequences that have ended, kept while anybody holds the sequence."""
+"""The keys and values of finished sequences, kept as long as the sequence itself."""
 
 from __future__ import annotations
 
@@ -17,47 +17,48 @@ __all__ = ["FinishedKV"]
 
 
 class FinishedKV:
-    """What the rows hold that sequences ended on: all of their tokens but the last, which is never fed.
+    """Copies of the cached rows on which sequences ended: all tokens but the last, which is never fed.
 
-    An entry goes when its sequence does, so that what a beam search throws out again takes no room.
+    An entry is freed with its sequence, so that sequences that beam search discards cost no memory.
     """
 
     def __init__(self) -> None:
-        self._requests: set[int] = set()  # requests
-        self._entries: dict[int, tuple[weakref.ref[Hypothesis], CachedRow]] = {}  # by the sequence's identity
+        self._requests: set[int] = set()
+        self._entries: dict[int, tuple[weakref.ref[Hypothesis], CachedRow]] = {}  # by the sequence's id()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, request: int) -> None:
-        """Keep what this request's sequences hold."""
+        """Capture the sequences of this request."""
         self._requests.add(request)
 
     def remove(self, request: int) -> None:
-        """Keep no more of this request."""
+        """Stop capturing the sequences of this request."""
         self._requests.discard(request)
 
     def get(self, sequences: Sequence[Hypothesis]) -> list[CachedRow]:
-        """What these sequences hold, if they were of requests that are kept."""
+        """The rows of those sequences that were captured."""
         return [self._entries[id(one)][1] for one in sequences if id(one) in self._entries]
 
     def capture(
-        self, cache: RowCache, rows: Rows, ended: Sequence[tuple[int, Hypothesis]], going: Tensor
+        self, cache: RowCache, rows: Rows, ended: Sequence[tuple[int, Hypothesis]], kept_lengths: Tensor
     ) -> None:
-        """Copy what the fed rows hold that sequences ended on, before the cache lets them go.
+        """Copy the fed rows on which sequences ended, before the cache drops them.
 
-        `going` [R] (host) is how much of every row will go on.
+        `kept_lengths` [R] (host) is how much of every row remains in use.
         """
-        mine = [(row, one) for row, one in ended if int(rows.request[row]) in self._requests]
-        if not mine:
+        selected = [(row, one) for row, one in ended if int(rows.request[row]) in self._requests]
+        if not selected:
             return
-        place = torch.tensor([row for row, _ in mine])
-        new = torch.tensor([len(one.tokens) for _, one in mine])
-        # Only what is committed can be taken, and some caches cannot take back what is.
-        cache.commit(None, going.scatter(0, place, (rows.offset + rows.prompt_length)[place] + new - 1))
-        whole, lies = unwrap_cache(cache, place)
-        store = whole.select(lies)
-        for line, (_, one) in enumerate(mine):
-            key = id(one)
-            gone = weakref.ref(one, lambda _, key=key: self._entries.pop(key, None))  # type: ignore[misc]
-            self._entries[key] = (gone, CachedRow(store, line))
+        index = torch.tensor([row for row, _ in selected])
+        num_new = torch.tensor([len(one.tokens) for _, one in selected])
+        # Only committed positions can be copied, and some caches cannot cut committed positions.
+        lengths = (rows.offset + rows.prompt_length)[index] + num_new - 1
+        cache.commit(None, kept_lengths.scatter(0, index, lengths))
+        store, store_rows = unwrap_cache(cache, index)
+        copied = store.select(store_rows)
+        for row, (_, sequence) in enumerate(selected):
+            key = id(sequence)
+            ref = weakref.ref(sequence, lambda _, key=key: self._entries.pop(key, None))  # type: ignore[misc]
+            self._entries[key] = (ref, CachedRow(copied, row))

@@ -1,4 +1,4 @@
-"""What a session need not read: pasts that requests bring or a prefix cache knows, and what it keeps."""
+"""Prefix reuse: cached prefixes of prompts, prefill in chunks, and the keys and values that are returned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KVCache, ModelTraits, RowCache
+from descant.core.interfaces import (
+    KVCache,
+    Model,
+    ModelTraits,
+    ReadableCache,
+    RowCache,
+    SelectableCache,
+    StateCache,
+)
 from descant.core.records import Hypothesis, Proposal
 from descant.core.rows import Rows
 from descant.decoding.guidance.cfg import NEGATIVE_PROMPT_KEY
@@ -28,87 +36,77 @@ _NO_ROWS = torch.zeros(0, dtype=torch.long)
 
 
 class CachedPrefix(NamedTuple):
-    """What a request's row begins with: the first `length` positions of a past."""
+    """What a new row starts with: the first `length` positions of a cached row."""
 
     cached_row: CachedRow | None = None
     length: int = 0
 
 
 class _PrefixKey(NamedTuple):
-    """What a request's prefixes are known by."""
+    """The key of a request in the prefix cache."""
 
     prompt: Tensor  # [L] (host)
     cache_salt: bytes
 
 
 class PrefixReuse:
-    """What rows begin with, and what is kept of them when they end."""
+    """Cached prefixes at admission, chunked prefill, and the keys and values of finished requests."""
 
-    def __init__(self, model: Any, prefixes: PrefixCache | None = None) -> None:
-        self._traits: ModelTraits = model.traits
-        self._has_several_caches = hasattr(
-            model, "new_cache"
-        )  # whether each part of it has a cache of its own
-        self._prefix_cache = prefixes
+    def __init__(self, model: Model, prefix_cache: PrefixCache | None = None) -> None:
+        self._traits = model.traits
+        self._prefix_cache = prefix_cache
         self._finished_kv = FinishedKV()
-        self._returning: set[int] = set()  # requests whose sequences' keys and values are asked for
+        self._returning: set[int] = set()  # requests that return their keys and values
         self._prefix_keys: dict[int, _PrefixKey] = {}  # requests that use the prefix cache
-        self._unpublished: set[int] = set()  # those of them that have not been read yet
-        self._chunk_sizes: dict[int, int] = {}  # requests whose prompts are read in parts
-        if prefixes is not None:
-            prefixes.bind_model(getattr(model, "model", model))
+        self._unpublished: set[int] = set()  # those of them that are not prefilled yet
+        self._chunk_sizes: dict[int, int] = {}  # requests with chunked prefill
+        if prefix_cache is not None:
+            prefix_cache.bind_model(model if model.network is None else model.network)
 
     @property
     def finished_kv(self) -> FinishedKV | None:
-        """What has to see the sequences that end; None where nothing is kept of any."""
+        """What captures finished sequences; None: no running request needs it."""
         return self._finished_kv if self._returning or self._prefix_keys else None
 
     def report(self) -> PrefixReport | None:
-        """What the prefix cache has done."""
+        """The report of the prefix cache."""
         return None if self._prefix_cache is None else self._prefix_cache.report()
 
-    # -------------------------------------------------------------------- requests come
-    def lookup(self, request: Request, known: DecodingPlan, ids: Tensor, cache: RowCache) -> CachedPrefix:
-        """What a request's row with the prompt `ids` [L] begins with."""
-        given = as_cached_row(request.past_key_values)
-        self._check_use_cache(request, known, cache)
+    # -------------------------------------------------------------------- admission
+    def lookup(self, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache) -> CachedPrefix:
+        """The cached prefix of a request with the prompt `ids` [L]; raises where it cannot be used."""
+        past = as_cached_row(request.past_key_values)
+        self._check_use_cache(request, plan, cache)
         if request.return_past_key_values:
-            self._check_returnable(known, cache)
-        if _prefill_chunk_size(known) is not None:
-            self._check_chunkable(known)
-        if given is not None and given.length:
-            self._check_past(request, given, len(ids))
-        elif given is None and self._is_prefix_cacheable(request, cache) and not needs_full_prefill(known):
+            self._check_returnable(plan, cache)
+        if plan.prefill_chunk_size is not None:
+            self._check_chunkable(plan)
+        if past is not None and past.length:
+            _check_past_fits(self._traits, request, past, len(ids))
+        elif past is None and self._is_prefix_cacheable(request, cache) and not plan.needs_full_prefill:
             assert self._prefix_cache is not None
-            given = self._prefix_cache.lookup(ids, request.cache_salt)
-        size = 0 if given is None else min(given.length, len(ids) - 1)
-        return CachedPrefix() if size <= 0 or needs_full_prefill(known) else CachedPrefix(given, size)
+            past = self._prefix_cache.lookup(ids, request.cache_salt)
+        size = 0 if past is None else min(past.length, len(ids) - 1)
+        return CachedPrefix() if size <= 0 or plan.needs_full_prefill else CachedPrefix(past, size)
 
-    def add(self, number: int, request: Request, known: DecodingPlan, ids: Tensor, cache: RowCache) -> None:
-        """Follow a request that was admitted."""
-        if (
-            request.past_key_values is not None
-            and self._traits.cache_type == "recurrent"
-            and not needs_full_prefill(known)
-        ):
-            self._chunk_sizes[number] = 1  # few models that keep a state read several tokens after it
+    def add(self, number: int, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache) -> None:
+        """Register an admitted request."""
+        recurrent = self._traits.cache_type == "recurrent"
+        if request.past_key_values is not None and recurrent and not plan.needs_full_prefill:
+            self._chunk_sizes[number] = 1  # few recurrent models can feed several tokens after a state
         if request.return_past_key_values:
             self._returning.add(number)
         if self._is_prefix_cacheable(request, cache):
             self._prefix_keys[number] = _PrefixKey(ids.cpu(), request.cache_salt)
             self._unpublished.add(number)
-        size = _prefill_chunk_size(known)
-        if (
-            size is not None
-            and not request.inputs
-            and not isinstance(unwrap_cache(cache, _NO_ROWS)[0], NoCache)
-        ):
+        size = plan.prefill_chunk_size
+        if size is not None and not request.inputs and not _is_no_cache(cache):
             self._chunk_sizes[number] = size
         if request.return_past_key_values or number in self._prefix_keys:
             self._finished_kv.add(number)
 
     def remove(self, number: int) -> None:
-        """Forget a request."""
+        """Drop a request."""
         self._finished_kv.remove(number)
         self._returning.discard(number)
         self._unpublished.discard(number)
@@ -117,9 +115,9 @@ class PrefixReuse:
 
     # -------------------------------------------------------------------- steps
     def run_prefill_chunks(self, model: Any, cache: RowCache, rows: Rows) -> Rows:
-        """Read long prompts in parts, as far as only the last part of each is pending."""
+        """Prefill long prompts in chunks, until only the last chunk of each is pending."""
         while self._chunk_sizes:
-            size = torch.tensor([self._chunk_sizes.get(one, 0) for one in rows.request.tolist()])
+            size = torch.tensor([self._chunk_sizes.get(number, 0) for number in rows.request.tolist()])
             index = ((size > 0) & (rows.pending > size)).nonzero().squeeze(1)
             if not len(index):
                 self._chunk_sizes.clear()
@@ -128,154 +126,149 @@ class PrefixReuse:
         return rows
 
     def publish_prompts(self, cache: RowCache, rows: Rows) -> None:
-        """Give the prefix cache the prompts that were read in this step."""
+        """Insert the prompts that were prefilled in this step into the prefix cache."""
         if not self._unpublished:
             return
         assert self._prefix_cache is not None
-        first = {request: row for row, request in reversed(list(enumerate(rows.request.tolist())))}
-        for number in sorted(self._unpublished & first.keys()):
-            whole, place = unwrap_cache(cache, torch.tensor([first[number]]))
-            text = self._prefix_keys[number]
-            self._prefix_cache.insert(text.prompt, CachedRow(whole, int(place[0])), text.cache_salt)
+        first_row = {number: row for row, number in reversed(list(enumerate(rows.request.tolist())))}
+        for number in sorted(self._unpublished & first_row.keys()):
+            store, index = unwrap_cache(cache, torch.tensor([first_row[number]]))
+            key = self._prefix_keys[number]
+            self._prefix_cache.insert(key.prompt, CachedRow(store, int(index[0])), key.cache_salt)
         self._unpublished.clear()
 
     def collect_finished(self, number: int, sequences: Sequence[Hypothesis]) -> tuple[CachedRow, ...]:
-        """What the sequences of a request hold, where that is asked for; the prefix cache is given it."""
-        pasts = self._finished_kv.get(sequences)
-        text = self._prefix_keys.get(number)
-        if text is not None and self._prefix_cache is not None:
-            for one, past in zip(sequences, pasts, strict=True):
-                self._prefix_cache.insert(torch.cat((text.prompt, one.tokens)), past, text.cache_salt)
-        return tuple(pasts) if number in self._returning else ()
+        """Insert the sequences of a request into the prefix cache; return their rows if it asks for them."""
+        cached_rows = self._finished_kv.get(sequences)
+        key = self._prefix_keys.get(number)
+        if key is not None and self._prefix_cache is not None:
+            for sequence, row in zip(sequences, cached_rows, strict=True):
+                self._prefix_cache.insert(torch.cat((key.prompt, sequence.tokens)), row, key.cache_salt)
+        return tuple(cached_rows) if number in self._returning else ()
 
-    # -------------------------------------------------------------------- what cannot be
+    # -------------------------------------------------------------------- checks
     def _is_prefix_cacheable(self, request: Request, cache: RowCache) -> bool:
-        """Whether a request uses the prefix cache: its keys hang on nothing but its tokens."""
-        facts = self._traits
+        """Whether a request uses the prefix cache: its keys depend on nothing but its tokens."""
+        traits = self._traits
         if (
             self._prefix_cache is None
-            or facts.is_encoder_decoder
-            or facts.cache_type != "kv"
-            or facts.has_own_position_ids
+            or traits.is_encoder_decoder
+            or traits.cache_type != "kv"
+            or traits.has_own_position_ids
         ):
             return False
-        return not (request.inputs.keys() - {NEGATIVE_PROMPT_KEY}) and is_lossless(
-            unwrap_cache(cache, _NO_ROWS)[0]
-        )
+        return not _side_inputs(request) and is_lossless(unwrap_cache(cache, _NO_ROWS)[0])
 
-    def _check_past(self, request: Request, given: CachedRow, length: int) -> None:
-        """Raise for a past that this model or this request cannot begin with."""
-        facts = self._traits
-        held = f"{given.length} positions"
-        if facts.is_encoder_decoder:
-            must = "must hold nothing for a model with an encoder, which is looked at while reading"
-            raise InputError(_PAST_ARGUMENT, must, held, "pass an empty cache, or none")
-        if facts.cache_type == "none":
-            raise InputError(_PAST_ARGUMENT, "must not be given to a model that remembers nothing", held)
-        if self._has_several_caches:
-            raise InputError(_PAST_ARGUMENT, "must not be given to several models, each has its own", held)
-        beside = sorted(request.inputs.keys() - {NEGATIVE_PROMPT_KEY})
-        if beside:
-            must = f"must not be given beside `{beside[0]}`, which is read with the beginning of the prompt"
-            raise InputError(_PAST_ARGUMENT, must, held)
-        if facts.cache_argument == "mems":
-            must = "must hold nothing for a model that looks both ways in its prompt, which it reads as one"
-            raise InputError(_PAST_ARGUMENT, must, held)
-        if facts.cache_type == "recurrent":
-            if not hasattr(given.store, "read_state"):
-                raise InputError(
-                    _PAST_ARGUMENT, "must hold the state of a model that keeps more than keys", held
-                )
-            if given.length > length - 1:
-                must = f"must hold less than the prompt's {length} tokens: this model cannot take any back"
-                raise InputError(_PAST_ARGUMENT, must, held)
-            return
-        if facts.has_own_position_ids:
-            must = "must hold nothing for a model that counts positions by itself"
-            raise InputError(_PAST_ARGUMENT, must, held)
-        back = given.store.max_rewind
-        if back is not None and given.length - (length - 1) > back:
-            must = f"must be cut to {length - 1} positions, and this kind can take back {back}"
-            raise InputError(_PAST_ARGUMENT, must, held, "pass a cache that is not longer than the prompt")
-        layers = getattr(given.store, "layers", ())
-        if layers and max(layer_indices(given.store)) >= facts.num_layers:
-            must = f"must have been made by this model, which has {facts.num_layers} layers"
-            raise InputError(_PAST_ARGUMENT, must, f"{max(layer_indices(given.store)) + 1} layers")
-
-    def _check_use_cache(self, request: Request, known: DecodingPlan, cache: RowCache) -> None:
-        """Raise for a request without a cache that a session has, or that needs one."""
-        if isinstance(unwrap_cache(cache, _NO_ROWS)[0], NoCache):
-            beside = sorted(request.inputs.keys() - {NEGATIVE_PROMPT_KEY})
-            if beside and not self._traits.is_encoder_decoder:
-                must = f"must not be False with `{beside[0]}`, which goes in with the prompt, once"
+    def _check_use_cache(self, request: Request, plan: DecodingPlan, cache: RowCache) -> None:
+        """Raise for `use_cache=False` in a session with a cache, and for inputs that cannot be fed again."""
+        if _is_no_cache(cache):
+            inputs = _side_inputs(request)
+            if inputs and not self._traits.is_encoder_decoder:
+                must = f"must not be False with `{inputs[0]}`, which is fed once, with the prompt"
                 raise ConfigError("use_cache", must, False)
-        elif known.config.use_cache is False and known.config.source("use_cache") != "model":
+        elif plan.config.use_cache is False and plan.config.source("use_cache") != "model":
             must = "must be True in a session, whose requests share a cache"
             raise ConfigError("use_cache", must, False, "use descant.generate")
 
-    def _check_returnable(self, known: DecodingPlan, cache: RowCache) -> None:
-        """Raise where what sequences hold cannot be given back."""
-        facts = self._traits
-        why = None
-        if facts.is_encoder_decoder:
-            why = "of a model with an encoder is not given back"
-        elif facts.cache_type == "none":
-            why = "cannot be given back by a model that remembers nothing"
-        elif not hasattr(unwrap_cache(cache, _NO_ROWS)[0], "select"):
-            why = "cannot be given back of this kind of cache"
-        elif facts.cache_type == "recurrent" and known.strategy_key[0] not in (
-            "sampling",
-            "beam",
-            "constrained",
-        ):
-            why = "cannot be given back where tokens are tried, by a model that cannot take them back"
-        if why is not None:
-            raise InputError(_PAST_ARGUMENT, why, known.strategy_key[0], "leave it out")
+    def _check_returnable(self, plan: DecodingPlan, cache: RowCache) -> None:
+        """Raise where the keys and values of sequences cannot be returned."""
+        traits = self._traits
+        reason = None
+        if traits.is_encoder_decoder:
+            reason = "of a model with an encoder is not returned"
+        elif traits.cache_type == "none":
+            reason = "cannot be returned for a model without a cache"
+        elif not isinstance(unwrap_cache(cache, _NO_ROWS)[0], SelectableCache):
+            reason = "cannot be returned for this type of cache"
+        elif traits.cache_type == "recurrent" and plan.strategy.traits.feeds_rejected_tokens:
+            reason = "cannot be returned for a recurrent model by a method that feeds tokens it rejects"
+        if reason is not None:
+            raise InputError(_PAST_ARGUMENT, reason, plan.strategy.name, "leave it out")
 
-    def _check_chunkable(self, known: DecodingPlan) -> None:
-        """Raise where a prompt cannot be read in parts."""
-        facts, size = self._traits, _prefill_chunk_size(known)
-        why = None
-        if facts.cache_type != "kv":
-            why = "needs a model that remembers keys and values"
-        elif facts.is_encoder_decoder or facts.has_own_position_ids:
-            why = "has no use here: this model's prompt is read as a whole"
-        elif needs_full_prefill(known):
-            why = "cannot be combined with contrastive search, which looks at the states of the whole prompt"
-        if why is not None:
-            raise ConfigError("prefill_chunk_size", why, size, "leave it out")
+    def _check_chunkable(self, plan: DecodingPlan) -> None:
+        """Raise where a prompt cannot be prefilled in chunks."""
+        traits = self._traits
+        reason = None
+        if traits.cache_type != "kv":
+            reason = "needs a model with a cache of keys and values"
+        elif traits.is_encoder_decoder or traits.has_own_position_ids:
+            reason = "has no use here: this model's prompt is fed as a whole"
+        elif plan.needs_full_prefill:
+            reason = "cannot be combined with contrastive search, which needs the states of the whole prompt"
+        if reason is not None:
+            raise ConfigError("prefill_chunk_size", reason, plan.prefill_chunk_size, "leave it out")
 
 
-def _prefill_chunk_size(known: DecodingPlan) -> int | None:
-    """The size of the parts in which a prompt is read, where that was asked for."""
-    config = known.config
-    return None if config.source("prefill_chunk_size") == "model" else config.prefill_chunk_size
+def _check_past_fits(traits: ModelTraits, request: Request, past: CachedRow, prompt_length: int) -> None:
+    """Raise for a past that this model or this request cannot start with."""
+    got = f"{past.length} positions"
+    if traits.is_encoder_decoder:
+        must = "must be empty for a model with an encoder, since it depends on the encoder's output"
+        raise InputError(_PAST_ARGUMENT, must, got, "pass an empty cache, or none")
+    if traits.cache_type == "none":
+        raise InputError(_PAST_ARGUMENT, "must not be given to a model without a cache", got)
+    if traits.needs_own_cache:
+        raise InputError(_PAST_ARGUMENT, "must not be given to several models, each has its own", got)
+    inputs = _side_inputs(request)
+    if inputs:
+        must = f"must not be given beside `{inputs[0]}`, which is fed with the beginning of the prompt"
+        raise InputError(_PAST_ARGUMENT, must, got)
+    if traits.cache_argument == "mems":
+        must = "must be empty for a model with bidirectional attention in its prompt"
+        raise InputError(_PAST_ARGUMENT, must, got)
+    if traits.cache_type == "recurrent":
+        if not isinstance(past.store, StateCache):
+            raise InputError(_PAST_ARGUMENT, "must hold the state of a recurrent model", got)
+        if past.length > prompt_length - 1:
+            must = f"must hold less than the prompt's {prompt_length} tokens: a state cannot be cut"
+            raise InputError(_PAST_ARGUMENT, must, got)
+        return
+    if traits.has_own_position_ids:
+        must = "must be empty for a model that computes its own positions"
+        raise InputError(_PAST_ARGUMENT, must, got)
+    max_rewind = past.store.max_rewind
+    if max_rewind is not None and past.length - (prompt_length - 1) > max_rewind:
+        must = f"must be cut to {prompt_length - 1} positions, and this type can be cut by {max_rewind}"
+        raise InputError(_PAST_ARGUMENT, must, got, "pass a cache that is not longer than the prompt")
+    store: SelectableCache = past.store
+    layers = layer_indices(store) if isinstance(store, ReadableCache) else ()
+    if layers and max(layers) >= traits.num_layers:
+        must = f"must have been made by this model, which has {traits.num_layers} layers"
+        raise InputError(_PAST_ARGUMENT, must, f"{max(layers) + 1} layers")
 
 
-def needs_full_prefill(known: DecodingPlan) -> bool:
-    """Whether a plan needs the whole prompt read, for its hidden states, whatever is known of it."""
-    return known.strategy_key[0] in ("contrastive", "sequential")
+def _side_inputs(request: Request) -> list[str]:
+    """The names of a request's inputs besides its prompts."""
+    return sorted(request.inputs.keys() - {NEGATIVE_PROMPT_KEY})
+
+
+def _is_no_cache(cache: RowCache) -> bool:
+    return isinstance(unwrap_cache(cache, _NO_ROWS)[0], NoCache)
 
 
 def empty_cache_like(request: Request) -> KVCache | None:
-    """An empty cache of the kind that a request's past is of, so that it can be shared and not copied."""
+    """An empty cache of the type of a request's past, so that it can be shared and need not be copied."""
     past = as_cached_row(request.past_key_values)
     return None if past is None or not past.length else past.store.select(_NO_ROWS)
 
 
-def as_cached_row(given: Any) -> CachedRow | None:
-    """What a request was given as its past: a row of a cache, or a cache of one row."""
-    if given is None or isinstance(given, CachedRow):
-        return given
-    store = getattr(given, "store", given)
-    if not hasattr(store, "lengths") or not hasattr(store, "select") or len(store) != 1:
-        must = "must be a `Past`, or a cache of one row"
-        raise InputError("past", must, given)
+def _is_selectable(store: object) -> bool:
+    return isinstance(store, SelectableCache)
+
+
+def as_cached_row(past: Any) -> CachedRow | None:
+    """A request's past as a row: it may be one, or a cache of one row."""
+    if past is None or isinstance(past, CachedRow):
+        return past
+    commit_store = getattr(past, "commit_store", None)  # a cache with the transformers API
+    store = past if commit_store is None else commit_store()
+    if not _is_selectable(store) or len(store) != 1:
+        raise InputError("past_key_values", "must be a `CachedRow`, or a cache of one row", past)
     return CachedRow(store)
 
 
 def prefill_chunk(model: Any, cache: RowCache, rows: Rows, index: Tensor, size: Tensor) -> Rows:
-    """The rows after those of `index` (host) have read `size` [N] further positions, without a choice."""
+    """Feed the next `size` [N] positions of the rows `index` (host), without choosing a token."""
     part = rows.replace(columns={}).take(index)
     stop = part.cached_length + size
     part = part.replace(length=stop - part.offset)

@@ -1,4 +1,4 @@
-"""A shelf: things that rows name by number, each kept once and as long as somebody names it."""
+"""A registry of objects that rows refer to by id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class RefCountedRegistry(Generic[Item]):
-    """Things by number; what has the same key has the same number."""
+    """Objects by id, with reference counts; objects with equal keys share an id."""
 
     def __init__(self) -> None:
         self.items: dict[int, Item] = {}
@@ -21,17 +21,17 @@ class RefCountedRegistry(Generic[Item]):
         self._refcounts: dict[int, int] = {}
         self._next_id = count()
 
-    def acquire(self, key: Hashable, thing: Item) -> int:
-        """The number of a thing, which has one user more."""
+    def acquire(self, key: Hashable, item: Item) -> int:
+        """Add a reference to an item; return its id."""
         number = self._ids.get(key)
         if number is None:
             number = next(self._next_id)
-            self.items[number], self._ids[key], self._keys[number] = thing, number, key
+            self.items[number], self._ids[key], self._keys[number] = item, number, key
         self._refcounts[number] = self._refcounts.get(number, 0) + 1
         return number
 
     def release(self, number: int) -> None:
-        """Say that a user has gone; the last one takes the thing along. -1 stands for nothing."""
+        """Drop a reference; the last one removes the item. -1 refers to nothing."""
         if number < 0:
             return
         self._refcounts[number] -= 1

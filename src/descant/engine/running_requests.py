@@ -1,9 +1,9 @@
-"""A roster: who runs in a table, with which strategy, processors and stops, and who keeps a record of it."""
+"""The running requests of a table, with the strategies, processors and stop conditions they share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,251 +14,286 @@ from torch import Tensor
 from descant.core.context import RowParams, row_params
 from descant.core.interfaces import Drafter, Processor, RankGroup, StepObserver, Strategy
 from descant.core.records import ProcessorTrace
-from descant.core.rows import Column, Rows
+from descant.core.rows import Column, Rows, new_rows_column
 from descant.core.sampling_noise import SamplingNoise
 from descant.decoding.processors import as_processor
 from descant.decoding.processors.pipeline import LOGITS_WARPERS
 from descant.decoding.stopping.checker import StopChecker
+from descant.engine.admission import ResolvedRequest
 from descant.engine.logprobs import LogprobsColumn, LogprobsRecorder
 from descant.engine.planner import DecodingPlan
 from descant.engine.registry import RefCountedRegistry
 from descant.engine.request import Request, build_text_matchers
+from descant.engine.row_params import RowIds, row_values
 from descant.engine.strategy_group import StrategyGroup, as_stateful
 from descant.errors import InputError
 from descant.trace.tracer import Tracer
 
 __all__ = ["RunningRequest", "RunningRequests"]
 
-ProcessorChain = tuple[tuple[tuple[int, int], Processor], ...]  # processors, each with its place in the order
+# Processors, each with its position: (position in the order, position among the user's own).
+ProcessorChain = tuple[tuple[tuple[int, int], Processor], ...]
+
+_MAX_SEED = 2**62
 
 
 @dataclass
 class RunningRequest:
-    """What is kept of a request while it runs."""
+    """A request while it runs."""
 
-    plan: DecodingPlan
+    resolved: ResolvedRequest
     strategy: Strategy
-    registry_ids: Mapping[str, int]  # where its processors, criteria and texts lie on their shelves
-    has_own_processors: bool  # whether it has processors of its own
+    ids: RowIds
+    method_params: Mapping[str, Any]
+
+    @property
+    def plan(self) -> DecodingPlan:
+        """How it is decoded."""
+        return self.resolved.plan
 
     @property
     def drafter(self) -> Drafter | None:
-        """Who guesses ahead for it."""
-        drafter: Drafter | None = getattr(self.strategy, "drafter", None)
-        return drafter
+        """What drafts its tokens."""
+        return self.strategy.drafter
+
+    @property
+    def has_own_processors(self) -> bool:
+        """Whether the user gave it processors."""
+        return bool(self.resolved.request.logits_processor)
+
+    def row_values(self) -> dict[str, Any]:
+        """All parameters of its row."""
+        return row_values(self.plan.params, self.resolved.prompt_params, self.ids, self.method_params)
 
 
 class RunningRequests:
-    """The running requests by number, and what their rows name by number: strategies, processors, stops.
+    """The running requests by id, and the objects that their rows refer to by id.
 
-    What two requests have alike is there once, and goes with the last of them.
+    Requests share equal objects; an object is dropped with its last request.
     """
 
     def __init__(
-        self, device: torch.device, peers: RankGroup | None = None, tracer: Tracer | None = None
+        self, device: torch.device, rank_group: RankGroup | None = None, tracer: Tracer | None = None
     ) -> None:
         self.requests: dict[int, RunningRequest] = {}
-        self.noise, self.stop_checker, self.logprobs_recorder = (
-            SamplingNoise(),
-            StopChecker(),
-            LogprobsRecorder(),
-        )
+        self.noise = SamplingNoise()
+        self.stop_checker = StopChecker()
+        self.logprobs_recorder = LogprobsRecorder()
         self.strategies: dict[tuple[Any, ...], Strategy] = {}
-        self.strategy_order: list[Strategy] = []  # the strategies by the number of their lane
+        self.strategy_order: list[Strategy] = []  # by strategy id
         self.processor_chains: RefCountedRegistry[ProcessorChain] = RefCountedRegistry()
         self.registries: dict[str, RefCountedRegistry[Any]] = {
-            "processor_chain_id": self.processor_chains, "criteria_id": RefCountedRegistry(), "stop_strings_id": RefCountedRegistry(), "stop_regex_id": RefCountedRegistry(),
-        }  # fmt: skip
-        self.adapted_processors: WeakValueDictionary[int, Any] = (
-            WeakValueDictionary()
-        )  # users' processors, by identity
-        self.stop_checker.rank_group = peers
+            "processor_chain_id": self.processor_chains,
+            "criteria_id": RefCountedRegistry(),
+            "stop_strings_id": RefCountedRegistry(),
+            "stop_regex_id": RefCountedRegistry(),
+        }
+        # User processors behind the interface, by the id of the user's object.
+        self.adapted_processors: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.stop_checker.rank_group = rank_group
         self.stop_checker.criteria = self.registries["criteria_id"].items
         self.stop_checker.string_matchers = self.registries["stop_strings_id"].items
         self.stop_checker.regex_stops = self.registries["stop_regex_id"].items
-        self._device, self._rank_group, self._tracer = device, peers, tracer
-        self._groups: tuple[object, list[StrategyGroup]] | None = None
+        self._device, self._rank_group, self._tracer = device, rank_group, tracer
+        self._groups: tuple[object, list[StrategyGroup]] | None = None  # of the table with that version
 
-    # -------------------------------------------------------------------- who comes and goes
-    def add(self, number: int, request: Request, known: DecodingPlan, row: dict[str, Any]) -> RunningRequest:
-        """Give a request its strategy, processors and stops, and its row the places of these."""
-        if known.strategy_key not in self.strategies:
-            self.strategies[known.strategy_key] = known.make_strategy(
-                self.noise, self.stop_checker, self._rank_group
-            )
-            self.strategy_order.append(self.strategies[known.strategy_key])
-        strategy = self.strategies[known.strategy_key]
-        row["strategy_id"] = self.strategy_order.index(strategy)
-        # Before anything is drawn, for whoever is refused must not have moved torch's generator.
-        given = (*request.logits_processor, *_recipe_processors(known))
-        chain, texts = self._build_chain(known, given), build_text_matchers(request, known.config)
-        if known.max_rewind is None:
-            _check_stateless(chain, known)
-        if row["seed"] < 0 and request.noise_row < 0 and known.config.do_sample:
-            # Without a seed a request outside a batch gets one by chance, so that its luck is its own.
-            row["seed"] = int(torch.randint(2**62, ()))
-        if any(getattr(processor, "is_random", False) for _, processor in chain):
-            row["processor_seed"] = row["seed"] if row["seed"] >= 0 else int(torch.randint(2**62, ()))
-        own = tuple(request.stopping_criteria) or None
-        keys = {
-            "processor_chain_id": (chain, tuple((place, id(one)) for place, one in chain)),
-            "criteria_id": (own, tuple(map(id, own or ()))),
+    # -------------------------------------------------------------------- requests come and go
+    def add(self, number: int, resolved: ResolvedRequest, is_encoder_decoder: bool) -> RunningRequest:
+        """Register a request with its strategy, processors and stop conditions."""
+        request, plan = resolved.request, resolved.plan
+        strategy = self._strategy_of(plan)
+        chain = self._build_chain(plan, (*request.logits_processor, *_recipe_processors(plan)))
+        texts = build_text_matchers(request, plan.config)
+        if plan.max_rewind is None:
+            _check_stateless(chain, plan)
+        # Seeds are drawn after all checks: a refused request must not advance torch's generator.
+        seed, processor_seed = _draw_seeds(request, plan, chain)
+        criteria = tuple(request.stopping_criteria) or None
+        shared = {
+            "processor_chain_id": (chain, tuple((position, id(one)) for position, one in chain)),
+            "criteria_id": (criteria, tuple(map(id, criteria or ()))),
             "stop_strings_id": (texts.stop_strings, id(texts.stop_strings)),
             "stop_regex_id": (texts.stop_regex, texts.stop_regex),
         }
-        places = {
-            name: -1 if thing is None else self.registries[name].acquire(key, thing)
-            for name, (thing, key) in keys.items()
+        registry_ids = {
+            name: -1 if item is None else self.registries[name].acquire(key, item)
+            for name, (item, key) in shared.items()
         }
-        row |= places
-        if texts.banned_phrases is not None:
-            row["phrase_matcher"] = texts.banned_phrases
-        if texts.sequence_breakers is not None:
-            row["dry_sequence_breakers"] = texts.sequence_breakers
-        self.requests[number] = RunningRequest(known, strategy, places, bool(request.logits_processor))
+        ids = RowIds(
+            strategy_id=self.strategy_order.index(strategy),
+            seed=seed,
+            noise_row=max(request.noise_row, 0),
+            has_side_inputs=int(bool(request.inputs) and not is_encoder_decoder),
+            processor_seed=processor_seed,
+            **registry_ids,
+        )
+        method_params = {**resolved.method_params, **texts.row_params()}
+        self.requests[number] = RunningRequest(resolved, strategy, ids, method_params)
         return self.requests[number]
 
-    def _build_chain(self, known: DecodingPlan, given: Sequence[Any]) -> ProcessorChain:
-        """A request's processors in order: the built-in ones and, at their place, those it brings along."""
+    def _strategy_of(self, plan: DecodingPlan) -> Strategy:
+        """The strategy of a plan, built for its first request."""
+        key = plan.strategy.key
+        if key not in self.strategies:
+            self.strategies[key] = plan.strategy.make(self.noise, self.stop_checker, self._rank_group)
+            self.strategy_order.append(self.strategies[key])
+        return self.strategies[key]
+
+    def _build_chain(self, plan: DecodingPlan, given: Sequence[Any]) -> ProcessorChain:
+        """A request's processors in order: those of its plan and, at their position, the user's."""
         kinds = {type(one) for one in given}
-        # A processor given by hand takes the place of the one that the config would make, if that is a rule.
+        # A user processor replaces the one of its type that the config enables, unless that is a warper.
         chain: list[tuple[tuple[int, int], Processor]] = [
-            ((place, 0), stage.processor)
-            for place, stage in known.processors
-            if stage in LOGITS_WARPERS or type(stage.processor) not in kinds
+            ((position, 0), spec.processor)
+            for position, spec in plan.processors
+            if spec in LOGITS_WARPERS or type(spec.processor) not in kinds
         ]
-        for number, one in enumerate(given):
-            wrapped = self.adapted_processors.get(id(one))
-            if wrapped is None:
-                wrapped = self.adapted_processors[id(one)] = as_processor(one)
-            chain.append(((known.custom_position, number), wrapped))
+        for index, one in enumerate(given):
+            adapted = self.adapted_processors.get(id(one))
+            if adapted is None:
+                adapted = self.adapted_processors[id(one)] = as_processor(one)
+            chain.append(((plan.custom_position, index), adapted))
         _check_distinct_states(chain)
         return tuple(sorted(chain, key=lambda entry: entry[0]))
 
+    def sync_processor_seeds(self, numbers: Sequence[int]) -> None:
+        """Use the first rank's processor seeds on all ranks, so that all have the same scores."""
+        if self._rank_group is None:
+            return
+        running = [self.requests[number] for number in numbers]
+        seeds = [-1 if one.ids.processor_seed is None else one.ids.processor_seed for one in running]
+        for one, seed in zip(running, self._rank_group.broadcast(torch.tensor(seeds)).tolist(), strict=True):
+            if one.ids.processor_seed is not None:
+                one.ids = replace(one.ids, processor_seed=seed)
+
     def remove(self, number: int) -> None:
-        """Forget a request, and the processors and criteria that only it used."""
-        gone = self.requests.pop(number)
-        if gone.drafter is not None:
-            gone.drafter.remove_requests([number])
-        for name, place in gone.registry_ids.items():
-            self.registries[name].release(place)
+        """Drop a request, and the objects that only it used."""
+        running = self.requests.pop(number)
+        if running.drafter is not None:
+            running.drafter.remove_requests([number])
+        for name, registry in self.registries.items():
+            registry.release(getattr(running.ids, name))
         if not self.requests:
-            self._groups = None  # it holds on to what the last ones used
+            self._groups = None  # it refers to the objects of the last requests
 
     def processors(self, number: int) -> list[Processor]:
         """The processors of a running request in order."""
-        return [
-            processor
-            for _, processor in self.processor_chains.items[
-                self.requests[number].registry_ids["processor_chain_id"]
-            ]
-        ]
+        chain_id = self.requests[number].ids.processor_chain_id
+        return [processor for _, processor in self.processor_chains.items[chain_id]]
 
     # -------------------------------------------------------------------- the layout of the table
     def new_columns(
         self, count: int, params: RowParams, prompts: Sequence[Tensor] = ()
     ) -> dict[str, Tensor | Column]:
-        """The columns that anybody in the table needs, as rows have them that begin."""
+        """The columns that any running request needs, with the values of `count` new rows."""
         columns: dict[str, Tensor | Column] = {}
         for strategy in self.strategy_order:
             for name, start in strategy.columns.items():
-                columns[name] = (
-                    start.repeat(count, *[1] * (start.ndim - 1))
-                    if isinstance(start, Tensor)
-                    else start.take(torch.zeros(count, dtype=torch.long))
-                )
+                columns[name] = new_rows_column(start, count)
         for chain in self.processor_chains.items.values():
             for _, processor in chain:
-                keeps = as_stateful(processor)
-                for name, value in keeps.state.items() if keeps is not None else ():
-                    columns[name] = torch.full((count,), value, device=self._device)
+                stateful = as_stateful(processor)
+                for name, value in stateful.state.items() if stateful is not None else ():
+                    columns[name] = new_rows_column(value, count, self._device)
         if self.stop_checker.string_matchers:
-            own = params["stop_strings_id"].tolist()
-            state = (
-                [
-                    self.stop_checker.string_matchers[place].state_after(prompt.tolist()) if place >= 0 else 0
-                    for place, prompt in zip(own, prompts, strict=True)
-                ]
-                if prompts
-                else [0] * count
-            )
-            columns[self.stop_checker.state_column] = torch.tensor(state)
-        deepest = max((one.plan.base_params["logprobs"] for one in self.requests.values()), default=-1)
-        if deepest >= 0:
-            columns[self.logprobs_recorder.column_name] = LogprobsColumn.empty(count, deepest, self._device)
+            columns[self.stop_checker.state_column] = self._stop_string_states(count, params, prompts)
+        num_logprobs = max((one.plan.params.logprobs for one in self.requests.values()), default=-1)
+        if num_logprobs >= 0:
+            empty = LogprobsColumn.empty(count, num_logprobs, self._device)
+            columns[self.logprobs_recorder.column_name] = empty
         return columns
 
+    def _stop_string_states(self, count: int, params: RowParams, prompts: Sequence[Tensor]) -> Tensor:
+        """The states of the stop-string matchers after the prompts [R]; 0 for rows without prompts."""
+        if not prompts:
+            return torch.zeros(count, dtype=torch.long)
+        matchers = self.stop_checker.string_matchers
+        states = [
+            matchers[index].state_after(prompt.tolist()) if index >= 0 else 0
+            for index, prompt in zip(params["stop_strings_id"].tolist(), prompts, strict=True)
+        ]
+        return torch.tensor(states)
+
     def strategy_groups(self, rows: Rows) -> Sequence[StrategyGroup]:
-        """The table by strategy, with the processors its rows use; kept while nobody comes or goes."""
+        """The rows by strategy, with the processors they use; cached while the table's version lasts."""
         if self._groups is None or self._groups[0] != rows.version:
             params = row_params(rows)
-            lane, chain = params["strategy_id"], params["processor_chain_id"]
-            lanes = []
-            for number in sorted(set(lane.tolist())):
-                index: Tensor | None = (lane == number).nonzero().squeeze(1)
+            strategy_ids, chain_ids = params["strategy_id"], params["processor_chain_id"]
+            groups = []
+            for number in sorted(set(strategy_ids.tolist())):
+                index: Tensor | None = (strategy_ids == number).nonzero().squeeze(1)
                 if index is not None and len(index) == len(rows):
                     index = None  # the whole table
-                stages = self._processor_rows(chain if index is None else chain[index])
-                watch: list[ProcessorTrace] | None = None if self._tracer is None else []
-                lanes.append(
-                    StrategyGroup(
-                        self.strategy_order[number], index, stages, self._observers(rows), traces=watch
-                    )
-                )
-            self._groups = (rows.version, lanes)
+                processors = self._processor_rows(chain_ids if index is None else chain_ids[index])
+                traces: list[ProcessorTrace] | None = None if self._tracer is None else []
+                strategy, observers = self.strategy_order[number], self._observers(rows)
+                groups.append(StrategyGroup(strategy, index, processors, observers, traces=traces))
+            self._groups = (rows.version, groups)
         return self._groups[1]
 
-    def _processor_rows(self, chain: Tensor) -> list[tuple[Processor, Tensor | None]]:
-        """The processors of the rows' chains in order, each with the rows that use it."""
-        places = chain.numpy()
+    def _processor_rows(self, chain_ids: Tensor) -> list[tuple[Processor, Tensor | None]]:
+        """The processors of these rows' chains in order, each with the rows that use it."""
+        ids = chain_ids.numpy()
         users: dict[tuple[tuple[int, int], int], tuple[Processor, list[int]]] = {}
-        for number in sorted(set(places.tolist())):
-            for place, processor in self.processor_chains.items[number]:
-                users.setdefault((place, id(processor)), (processor, []))[1].append(number)
-        stages: list[tuple[Processor, Tensor | None]] = []
+        for number in sorted(set(ids.tolist())):
+            for position, processor in self.processor_chains.items[number]:
+                users.setdefault((position, id(processor)), (processor, []))[1].append(number)
+        result: list[tuple[Processor, Tensor | None]] = []
         for _, (processor, chains) in sorted(users.items(), key=lambda entry: entry[0][0]):
-            mine = np.isin(places, chains)
-            stages.append((processor, None if mine.all() else torch.from_numpy(np.flatnonzero(mine))))
-        return stages
+            uses = np.isin(ids, chains)
+            result.append((processor, None if uses.all() else torch.from_numpy(np.flatnonzero(uses))))
+        return result
 
     def _observers(self, rows: Rows) -> list[StepObserver]:
-        """Who keeps a record of these rows."""
-        followers: list[StepObserver] = []
+        """What records the steps of these rows."""
+        observers: list[StepObserver] = []
         if self.stop_checker.state_column in rows.columns:
-            followers.append(self.stop_checker)
+            observers.append(self.stop_checker)
         if self.logprobs_recorder.column_name in rows.columns:
-            followers.append(self.logprobs_recorder)
+            observers.append(self.logprobs_recorder)
         if self._tracer is not None:
-            followers.append(self._tracer)
-        return followers
+            observers.append(self._tracer)
+        return observers
 
 
-def _recipe_processors(known: DecodingPlan) -> tuple[Any, ...]:
-    """What a plan's recipe adds to the user's own processors."""
-    recipe = known.recipe
+def _draw_seeds(request: Request, plan: DecodingPlan, chain: ProcessorChain) -> tuple[int, int | None]:
+    """The seed of a request's sampling (-1: none) and of its random processors (None: it has none)."""
+    seed = plan.params.seed
+    if seed < 0 and request.noise_row < 0 and plan.config.do_sample:
+        # An unseeded request outside a batch gets a random seed, so that it does not depend on the others.
+        seed = int(torch.randint(_MAX_SEED, ()))
+    if not any(getattr(processor, "is_random", False) for _, processor in chain):
+        return seed, None
+    return seed, seed if seed >= 0 else int(torch.randint(_MAX_SEED, ()))
+
+
+def _recipe_processors(plan: DecodingPlan) -> tuple[Any, ...]:
+    """The processor that a plan's recipe adds to the user's own."""
+    recipe = plan.recipe
     return (recipe.processor,) if recipe is not None and recipe.kind == "processor" else ()
 
 
 def _check_distinct_states(chain: Sequence[tuple[Any, Processor]]) -> None:
-    """Raise for two processors of one request that would write each other's column."""
-    seen: dict[str, Processor] = {}
+    """Raise for two processors of one request with a state column of the same name."""
+    names: set[str] = set()
     for _, processor in chain:
-        keeps = as_stateful(processor)
-        for name in keeps.state if keeps is not None else ():
-            if name in seen:
+        stateful = as_stateful(processor)
+        for name in stateful.state if stateful is not None else ():
+            if name in names:
                 must = f"must not hold a second processor that keeps `{name}`"
-                raise InputError("logits_processor", must, getattr(processor, "function", processor))
-            seen[name] = processor
+                raise InputError("logits_processor", must, _user_object(processor))
+            names.add(name)
 
 
-def _check_stateless(chain: Sequence[tuple[Any, Processor]], known: DecodingPlan) -> None:
-    """Raise for a processor whose state cannot follow a row that takes tokens back."""
+def _check_stateless(chain: Sequence[tuple[Any, Processor]], plan: DecodingPlan) -> None:
+    """Raise for a stateful processor in a plan that takes tokens back, which a state cannot follow."""
     for _, processor in chain:
         if as_stateful(processor) is not None:
-            who = (
-                "`banned_phrases`, which take"
-                if known.recipe is None
-                else f"{known.recipe.name}, which takes"
-            )
-            must = f"must not hold a processor with a state beside {who} tokens back"
-            raise InputError("logits_processor", must, getattr(processor, "function", processor))
+            method = "`banned_phrases`" if plan.recipe is None else plan.recipe.name
+            must = f"must not hold a processor with a state beside {method}: its rows take tokens back"
+            raise InputError("logits_processor", must, _user_object(processor))
+
+
+def _user_object(processor: Processor) -> Any:
+    """What the user passed, where the engine runs an adapter around it."""
+    return getattr(processor, "function", processor)

@@ -4,80 +4,88 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from descant.core.records import Hypothesis, Observation, Proposal, Selection
+from descant.core.interfaces import Model, RowCache
+from descant.core.records import ForwardOutput, Hypothesis, Observation, Proposal, Selection
 from descant.core.rows import Rows, index_rows, stable_row_order, take_rows
-from descant.engine.strategy_group import StrategyGroup, merge_proposals, merge_selections, slice_group
-
-if TYPE_CHECKING:
-    from descant.core.interfaces import Model, RowCache
+from descant.engine.group_merge import merge_proposals, merge_selections, slice_group
+from descant.engine.strategy_group import StrategyGroup
 
 __all__ = ["run_step"]
+
+Observe = Callable[[Observation], None]
+Capture = Callable[[Rows, Sequence[tuple[int, Hypothesis]], Tensor], None]
 
 
 def run_step(
     model: Model,
     cache: RowCache,
     rows: Rows,
-    lanes: Callable[[Rows], Sequence[StrategyGroup]],
-    observe: Callable[[Observation], None] | None = None,
-    retire: Callable[[Rows, Sequence[tuple[int, Hypothesis]], Tensor], None] | None = None,
+    strategy_groups: Callable[[Rows], Sequence[StrategyGroup]],
+    observe: Observe | None = None,
+    capture: Capture | None = None,
 ) -> tuple[Rows, list[Selection]]:
-    """Advance every row: one forward for all, one choice per strategy, one commit.
+    """Advance every row: one forward for all, one selection per strategy, one commit.
 
-    `retire` is shown the sequences that ended, each with the fed row it continued, while the cache still has
-    these rows, and how much of every fed row goes on [R] (host).
+    `capture` gets the sequences that ended, each with the fed row it continued, before the cache drops these
+    rows, and how much of every fed row remains [R] (host).
     """
-    present = lanes(rows)
-    proposal = merge_proposals(rows, present, cache)
+    groups = strategy_groups(rows)
+    proposal = merge_proposals(rows, groups, cache)
     if proposal.parents is not None:
         rows = rows.take(proposal.parents)
         cache.commit(proposal.parents, rows.cached_length)
-        present = lanes(rows)
-
+        groups = strategy_groups(rows)
     output = model.forward(rows, proposal, cache)
-
-    chosen: list[tuple[Tensor | None, Selection]] = []
-    for lane in present:
-        mine, tried, heard = slice_group(rows, proposal, output, lane.index)
-        scores = lane.process(mine, tried, heard.logits)
-        asked = partial(lane.process_subset, mine, scores)
-        selected = lane.strategy.select(mine, tried, heard._replace(logits=scores, process_rows=asked))
-        raw = heard.logits if heard.base_logits is None else heard.base_logits
-        seen = Observation(mine, raw, scores, heard, selected.recorded_lines)
-        if observe is not None:
-            observe(seen)
-        if lane.traces is not None:
-            seen = seen._replace(processor_traces=tuple(lane.traces))
-            lane.traces.clear()
-        chosen.append((lane.index, lane.observe(seen, tried, selected)))
-
+    chosen = [
+        (group.index, _select(group, *slice_group(rows, proposal, output, group.index), observe))
+        for group in groups
+    ]
     selection = _minimise_moves(merge_selections(rows, chosen), len(rows))
-    kept = _append_tokens(rows, proposal, selection)
-    if retire is not None:
+    next_rows = _append_tokens(rows, proposal, selection)
+    if capture is not None:
         ended = [
             (row if index is None else int(index[row]), sequence)
             for index, one in chosen
             for row, sequence in one.finished_sequences
         ]
         if ended:
-            retire(rows, ended, _kept_lengths(rows, selection.parents, kept))
-    cache.commit(selection.parents, kept.cached_length)
-    return kept, [one for _, one in chosen]
+            capture(rows, ended, _kept_lengths(rows, selection.parents, next_rows))
+    cache.commit(selection.parents, next_rows.cached_length)
+    return next_rows, [one for _, one in chosen]
 
 
-def _kept_lengths(rows: Rows, parents: Tensor | None, kept: Rows) -> Tensor:
-    """How many positions of each fed row the rows that continue it keep [R]; what it had, where none does."""
+def _select(
+    group: StrategyGroup, rows: Rows, proposal: Proposal, output: ForwardOutput, observe: Observe | None
+) -> Selection:
+    """Process the logits of a group, let its strategy select, and show both to its observers."""
+    scores = group.process(rows, proposal, output.logits)
+    process_rows = partial(group.process_subset, rows, scores)
+    selection = group.strategy.select(
+        rows, proposal, output._replace(logits=scores, process_rows=process_rows)
+    )
+    raw = output.logits if output.base_logits is None else output.base_logits
+    observation = Observation(rows, raw, scores, output, selection.recorded_lines)
+    if observe is not None:
+        observe(observation)
+    if group.traces is not None:
+        observation = observation._replace(processor_traces=tuple(group.traces))
+        group.traces.clear()
+    return group.observe(observation, proposal, selection)
+
+
+def _kept_lengths(rows: Rows, parents: Tensor | None, next_rows: Rows) -> Tensor:
+    """How many positions of each fed row its children keep [R]; all that are cached, if it has none."""
     if parents is None:
-        return kept.cached_length
-    return rows.cached_length.scatter(0, parents, kept.cached_length)
+        return next_rows.cached_length
+    return rows.cached_length.scatter(0, parents, next_rows.cached_length)
 
 
 def _minimise_moves(selection: Selection, rows: int) -> Selection:
-    """The same selection with as few rows moved as can be."""
+    """The same selection, ordered so that as few rows as possible move."""
     if selection.parents is None:
         return selection
     order = stable_row_order(selection.parents, rows)
@@ -94,26 +102,25 @@ def _minimise_moves(selection: Selection, rows: int) -> Selection:
 
 
 def _append_tokens(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
-    """The kept rows with their accepted drafts and next token decided; all but that token is cached."""
+    """The kept rows with their accepted drafts and next token; all but that token is cached."""
     parents = selection.parents
-    kept = rows if parents is None else rows.take(parents)
+    next_rows = rows if parents is None else rows.take(parents)
     fields: dict[str, Any] = {}
     if selection.slot is not None:
         fields["slot"] = selection.slot
     if selection.columns:
-        fields["columns"] = {**kept.columns, **selection.columns}
+        fields["columns"] = {**next_rows.columns, **selection.columns}
     if selection.accepted is not None:
-        length = kept.length + selection.accepted
+        length = next_rows.length + selection.accepted
         if proposal.drafts is not None:
-            kept = kept.append(
-                proposal.drafts if parents is None else index_rows(proposal.drafts, parents), length
-            )
+            drafts = proposal.drafts if parents is None else index_rows(proposal.drafts, parents)
+            next_rows = next_rows.append(drafts, length)
         else:
-            kept = kept.replace(length=length)
+            next_rows = next_rows.replace(length=length)
     if selection.emit_mode is True:
-        return kept.advance(selection.tokens, **fields)
+        return next_rows.advance(selection.tokens, **fields)
     if selection.emit_mode is False:
-        return kept.replace(cached_length=kept.position, **fields)
-    cached = kept.position + selection.emit_mode.clamp(max=0)
-    length = kept.length + selection.emit_mode.clamp(min=0)
-    return kept.append(selection.tokens[:, None], length, cached_length=cached, **fields)
+        return next_rows.replace(cached_length=next_rows.position, **fields)
+    cached = next_rows.position + selection.emit_mode.clamp(max=0)
+    length = next_rows.length + selection.emit_mode.clamp(min=0)
+    return next_rows.append(selection.tokens[:, None], length, cached_length=cached, **fields)

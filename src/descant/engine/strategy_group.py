@@ -1,23 +1,21 @@
-"""A lane: the rows of one strategy in a table, their processors, and several lanes' words as one."""
+"""The rows of one strategy in a table, and the processors that run on them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from descant.core.context import Context
-from descant.core.records import DraftContext, ForwardOutput, Observation, ProcessorTrace, Proposal, Selection
-from descant.core.rows import Column, Rows, concat_padded, index_rows, stable_row_order, take_rows
+from descant.core.interfaces import Processor, StatefulProcessor, StepObserver, Strategy
+from descant.core.records import Observation, ProcessorTrace, Proposal, Selection
+from descant.core.rows import Column, Rows, concat_columns, index_rows, take_rows
 
-if TYPE_CHECKING:
-    from descant.core.interfaces import Processor, RowCache, StatefulProcessor, StepObserver, Strategy
-
-__all__ = ["StrategyGroup", "as_stateful", "merge_proposals", "merge_selections", "slice_group"]
+__all__ = ["StrategyGroup", "as_stateful"]
 
 
 def as_stateful(processor: Processor) -> StatefulProcessor | None:
@@ -26,11 +24,11 @@ def as_stateful(processor: Processor) -> StatefulProcessor | None:
 
 
 class _PendingState(NamedTuple):
-    """What a processor with a state was given and made of it, until the choice is known."""
+    """A call of a stateful processor, whose state advances once the tokens are chosen."""
 
     processor: StatefulProcessor
-    row_index: Tensor | None  # the lane's rows that use it (host); None: all
-    context: Context  # in the state of each line
+    row_index: Tensor | None  # the group's rows that use it (host); None: all
+    context: Context  # with the state of each line
     before: Tensor  # [N * (K + 1), V]
     after: Tensor
 
@@ -41,90 +39,87 @@ class StrategyGroup:
 
     strategy: Strategy
     index: Tensor | None  # [N] (host); None: the whole table
-    processors: Sequence[tuple[Processor, Tensor | None]]  # each with the lane's rows that use it; None: all
+    processors: Sequence[tuple[Processor, Tensor | None]]  # each with the group's rows that use it; None: all
     observers: Sequence[StepObserver] = ()
-    device_params: dict[int, dict[str, Tensor]] = field(
-        default_factory=dict
-    )  # parameters on the device, by stage
-    traces: list[ProcessorTrace] | None = None  # what each processor did in this step; None: nobody traces
+    device_params: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by index of the processor
+    traces: list[ProcessorTrace] | None = None  # of this step; None: the session does not trace
     _pending_states: list[_PendingState] = field(default_factory=list)
 
     def process(self, rows: Rows, proposal: Proposal, logits: Tensor) -> Tensor:
-        """The logits as the strategy reads them [R, K + 1, V]."""
+        """The scores that the strategy reads [R, K + 1, V]."""
         scores = logits.log_softmax(-1) if self.strategy.needs_log_probs else logits
         self._pending_states.clear()
         if self.traces is not None:
             self.traces.clear()
-        if not self.processors or getattr(self.strategy, "has_groups", False):
+        if not self.processors or self.strategy.has_groups:
             return scores
         context = Context.from_rows(rows, proposal.drafts, self.device_params.setdefault(-1, {}))
         lines, flat = logits.shape[1], scores.flatten(0, 1)
         for number, (processor, index) in enumerate(self.processors):
-            part, before, place = context, flat, None
+            part, before, line_index = context, flat, None
             if index is not None:
-                place = index if lines == 1 else (index[:, None] * lines + torch.arange(lines)).flatten()
+                line_index = index if lines == 1 else (index[:, None] * lines + torch.arange(lines)).flatten()
                 cache = self.device_params.setdefault(number, {}) if lines == 1 else None
-                part, before = context.take(place, cache), index_rows(flat, place)
-            keeps = as_stateful(processor)
-            if keeps is not None:
-                after = self._process_stateful(keeps, index, part, before, proposal)
+                part, before = context.take(line_index, cache), index_rows(flat, line_index)
+            stateful = as_stateful(processor)
+            if stateful is not None:
+                after = self._process_stateful(stateful, index, part, before, proposal)
             else:
                 after = processor.process(part, before)
             if self.traces is not None:
-                self.traces.append(ProcessorTrace(processor, place, before, after))
-            flat = after if place is None else flat.index_copy(0, place.to(flat.device), after)
+                self.traces.append(ProcessorTrace(processor, line_index, before, after))
+            flat = after if line_index is None else flat.index_copy(0, line_index.to(flat.device), after)
         return flat.view_as(scores)
 
     def process_draft_logits(self, rows: Rows, logits: Tensor) -> Tensor:
-        """What the processors make of logits [R, V] that follow the rows, of which nothing is remembered."""
+        """The scores of logits [R, V] that follow the rows; no processor state advances."""
         scores = logits.log_softmax(-1) if self.strategy.needs_log_probs else logits
         if not self.processors:
             return scores
-        lane = StrategyGroup(_NoStrategy(), None, self.processors, device_params=self.device_params)  # type: ignore[arg-type]
-        return lane.process(rows, Proposal(), scores[:, None])[:, 0]
+        group = StrategyGroup(_NoStrategy(), None, self.processors, device_params=self.device_params)  # type: ignore[arg-type]
+        return group.process(rows, Proposal(), scores[:, None])[:, 0]
 
     def process_subset(
         self, rows: Rows, scores: Tensor, index: Tensor, columns: Mapping[str, Tensor]
     ) -> Tensor:
-        """The processed scores [N, V] of the rows `index` (host), which have further columns [N, ...]."""
+        """The processed scores [N, V] of the rows `index` (host), with further columns [N, ...]."""
         if not self.processors:
             return index_rows(scores[:, 0], index)
-        place = torch.full((len(rows),), -1)
-        place[index] = torch.arange(len(index))
-        stages = []
+        position = torch.full((len(rows),), -1)  # of each row in `index`
+        position[index] = torch.arange(len(index))
+        processors = []
         for processor, users in self.processors:
-            mine = None if users is None else place[users][place[users] >= 0]
-            if mine is None or len(mine):
-                stages.append((processor, mine))
+            selected = None if users is None else position[users][position[users] >= 0]
+            if selected is None or len(selected):
+                processors.append((processor, selected))
         part = rows.take(index)
         part = part.replace(columns={**part.columns, **columns}, version=object())
-        watch: list[ProcessorTrace] | None = None if self.traces is None else []
-        lane = StrategyGroup(_NoStrategy(), None, stages, traces=watch)  # type: ignore[arg-type]
-        answer = lane.process(part, Proposal(), index_rows(scores[:, :1], index))
+        traces: list[ProcessorTrace] | None = None if self.traces is None else []
+        group = StrategyGroup(_NoStrategy(), None, processors, traces=traces)  # type: ignore[arg-type]
+        result = group.process(part, Proposal(), index_rows(scores[:, :1], index))
         if self.traces is not None:
-            turn = 1 + max((one.call_index for one in self.traces), default=0)
-            for one in watch or ():
-                mine = index if one.line_index is None else index[one.line_index]
-                self.traces.append(one._replace(line_index=mine, call_index=turn))
-        for kept in lane._pending_states:
-            self._pending_states.append(
-                kept._replace(row_index=index if kept.row_index is None else index[kept.row_index])
-            )
-        return answer[:, 0]
+            call_index = 1 + max((one.call_index for one in self.traces), default=0)
+            for one in traces or ():
+                line_index = index if one.line_index is None else index[one.line_index]
+                self.traces.append(one._replace(line_index=line_index, call_index=call_index))
+        for pending in group._pending_states:
+            row_index = index if pending.row_index is None else index[pending.row_index]
+            self._pending_states.append(pending._replace(row_index=row_index))
+        return result[:, 0]
 
-    def observe(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
-        """The selection with the columns of processors and followers brought up to it."""
+    def observe(self, observation: Observation, proposal: Proposal, selection: Selection) -> Selection:
+        """The selection with the columns of stateful processors and observers updated."""
         if self._pending_states:
             columns = dict(selection.columns)
-            for kept in self._pending_states:
-                # Two processors may keep a column of one name, each for its own rows.
-                columns |= _advance_states(kept, seen, selection, columns)
+            for pending in self._pending_states:
+                # Two processors may have a column of one name, each for its own rows.
+                columns |= _advance_states(pending, observation, selection, columns)
             self._pending_states.clear()
             selection = selection._replace(columns=columns)
-        for follower in self.observers:
-            selection = follower.observe(seen, proposal, selection)
+        for observer in self.observers:
+            selection = observer.observe(observation, proposal, selection)
         if selection.failed:
-            selection = selection._replace(nonfinite=_nonfinite_requests(seen, selection.failed))
+            selection = selection._replace(nonfinite=_nonfinite_requests(observation, selection.failed))
         return selection
 
     def _process_stateful(
@@ -135,191 +130,94 @@ class StrategyGroup:
         before: Tensor,
         proposal: Proposal,
     ) -> Tensor:
-        """The answer of a processor with a state, which each draft brings forward."""
+        """The scores of a stateful processor, whose state advances with each draft."""
         width = proposal.width
         if proposal.drafts is None:
             after = processor.process(context, before)
             self._pending_states.append(_PendingState(processor, index, context, before, after))
             return after
         drafts = proposal.drafts if index is None else index_rows(proposal.drafts, index)
-        count = len(drafts)
-        first = torch.arange(count) * (width + 1)
-        answers, states = [], {name: context.state(name)[:: width + 1, 0] for name in processor.state}
-        trail = {name: [value] for name, value in states.items()}
-        for place in range(width + 1):
-            here, given = context.take(first + place).with_states(states), index_rows(before, first + place)
-            answers.append(processor.process(here, given))
-            if place < width:
-                states = processor.advance(here, given, answers[-1], drafts[:, place])
+        first = torch.arange(len(drafts)) * (width + 1)  # the line of each row before its drafts
+        states = {name: take_rows(context.state_column(name), first) for name in processor.state}
+        history = {name: [value] for name, value in states.items()}
+        results = []
+        for draft in range(width + 1):
+            line_context = context.take(first + draft).with_states(states)
+            line_scores = index_rows(before, first + draft)
+            results.append(processor.process(line_context, line_scores))
+            if draft < width:
+                states = dict(processor.advance(line_context, line_scores, results[-1], drafts[:, draft]))
                 for name, value in states.items():
-                    trail[name].append(value)
-        after = torch.stack(answers, 1).flatten(0, 1)
+                    history[name].append(value)
+        after = torch.stack(results, 1).flatten(0, 1)
         context = context.with_states(
-            {name: torch.stack(values, 1).flatten() for name, values in trail.items()}
+            {name: _interleave(values, len(drafts)) for name, values in history.items()}
         )
         self._pending_states.append(_PendingState(processor, index, context, before, after))
         return after
 
 
 class _NoStrategy:
-    """In the place of a strategy: scores are processed as they are."""
+    """In place of a strategy: scores are processed as they are."""
 
     needs_log_probs = False
+    has_groups = False
 
 
-def _nonfinite_requests(seen: Observation, failed: Sequence[int]) -> list[int]:
-    """The requests among those that failed of which the model itself said nothing that can be chosen from."""
-    mine = torch.from_numpy(np.isin(seen.rows.request.numpy(), list(failed))).nonzero().squeeze(1)
-    best = index_rows(seen.logits[:, 0], mine).max(-1).values.cpu()  # NaN where any is
-    return sorted(set(seen.rows.request[mine[~best.isfinite()]].tolist()))
+def _interleave(parts: Sequence[Tensor | Column], rows: int) -> Tensor | Column:
+    """K columns of the same rows [R, ...] as one [R * K, ...], all entries of a row side by side."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if len(tensors) == len(parts):
+        return torch.stack(tensors, 1).flatten(0, 1)
+    column = parts[0]
+    for part in parts[1:]:
+        column = concat_columns(column, part)
+    order = (torch.arange(len(parts)) * rows)[None] + torch.arange(rows)[:, None]
+    return take_rows(column, order.flatten())
+
+
+def _nonfinite_requests(observation: Observation, failed: Sequence[int]) -> list[int]:
+    """The failed requests for which the model's own logits were not finite."""
+    index = torch.from_numpy(np.isin(observation.rows.request.numpy(), list(failed))).nonzero().squeeze(1)
+    best = index_rows(observation.logits[:, 0], index).max(-1).values.cpu()  # NaN where any is
+    return sorted(set(observation.rows.request[index[~best.isfinite()]].tolist()))
 
 
 def _advance_states(
-    kept: _PendingState, seen: Observation, selection: Selection, done: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """The state columns of a processor for the new rows, `done` holding what others have made of them."""
-    rows, lines, count = seen.rows, seen.logits.shape[1], len(selection.tokens)
+    pending: _PendingState, observation: Observation, selection: Selection, columns: Mapping[str, Any]
+) -> dict[str, Tensor | Column]:
+    """The state columns of a processor for the new rows; `columns` holds those already updated."""
+    rows, lines, count = observation.rows, observation.logits.shape[1], len(selection.tokens)
     parents = torch.arange(count) if selection.parents is None else selection.parents
-    old: dict[str, Tensor] = {
-        name: done[name] if name in done else index_rows(rows.column(name), parents)
-        for name in kept.processor.state
+    old: dict[str, Tensor | Column] = {
+        name: columns[name] if name in columns else take_rows(rows.columns[name], parents)
+        for name in pending.processor.state
     }
-    place = torch.full((len(rows),), -1)
-    users = torch.arange(len(rows)) if kept.row_index is None else kept.row_index
-    place[users] = torch.arange(len(users))
-    mine = (place[parents] >= 0).nonzero().squeeze(1)  # the new rows that use it
-    line = place[parents[mine]] * lines
-    if selection.accepted is not None:
-        line = line + selection.accepted[mine]
-    if not len(mine):
+    position = torch.full((len(rows),), -1)  # of each row among those that use the processor
+    users = torch.arange(len(rows)) if pending.row_index is None else pending.row_index
+    position[users] = torch.arange(len(users))
+    index = (position[parents] >= 0).nonzero().squeeze(1)  # the new rows that use it
+    if not len(index):
         return old
-    new = kept.processor.advance(
-        kept.context.take(line),
-        index_rows(kept.before, line),
-        index_rows(kept.after, line),
-        index_rows(selection.tokens, mine),
+    line = position[parents[index]] * lines
+    if selection.accepted is not None:
+        line = line + selection.accepted[index]
+    new = pending.processor.advance(
+        pending.context.take(line),
+        index_rows(pending.before, line),
+        index_rows(pending.after, line),
+        index_rows(selection.tokens, index),
     )
-    at = mine.to(selection.tokens.device)
-    return {name: value.index_copy(0, at, new[name].to(value.dtype)) for name, value in old.items()}
+    return {name: _write_rows(value, index, new[name], count) for name, value in old.items()}
 
 
-# ------------------------------------------------------------------------ several strategies in one table
-def merge_proposals(rows: Rows, lanes: Sequence[StrategyGroup], cache: RowCache) -> Proposal:
-    """All lanes' proposals as one."""
-    if len(lanes) == 1:
-        return lanes[0].strategy.propose(rows, DraftContext(lanes[0].process_draft_logits, cache))
-    parts = [
-        (
-            lane.index,
-            lane.strategy.propose(
-                _group_rows(rows, lane.index), DraftContext(lane.process_draft_logits, cache, lane.index)
-            ),
-        )
-        for lane in lanes
-    ]
-    if all(part.parents is None and part.drafts is None for _, part in parts):
-        return Proposal()
-    width = max(part.width for _, part in parts)
-    parents = torch.cat([_table_parents(part.parents, index, len(rows)) for index, part in parts])
-    counts = [len(_table_parents(part.parents, index, len(rows))) for index, part in parts]
-    drafts = [_pad_drafts(part, count, width, rows) for (_, part), count in zip(parts, counts, strict=True)]
-    n = [
-        torch.as_tensor(part.draft_counts()).expand(count)
-        for (_, part), count in zip(parts, counts, strict=True)
-    ]
-    laws = _merge_draft_probs([part for _, part in parts], drafts)
-    # Lanes are slices of one table, not blocks of it: rows keep their places unless somebody forks.
-    order = stable_row_order(parents, len(rows))
-    if order is None:
-        return Proposal(None, torch.cat(drafts), torch.cat(n), laws)
-    probs = None if laws is None else index_rows(laws, order)
-    return Proposal(parents[order], index_rows(torch.cat(drafts), order), torch.cat(n)[order], probs)
-
-
-def _table_parents(parents: Tensor | None, index: Tensor | None, rows: int) -> Tensor:
-    """A lane's parents as rows of the table."""
-    index = torch.arange(rows) if index is None else index
-    return index if parents is None else index[parents]
-
-
-def _pad_drafts(part: Proposal, count: int, width: int, rows: Rows) -> Tensor:
-    """A lane's drafts, as wide as the widest lane's [R, K]."""
-    if part.drafts is None:
-        return rows.tokens.new_zeros(count, width)
-    return torch.nn.functional.pad(part.drafts, (0, width - part.width))
-
-
-def _merge_draft_probs(parts: Sequence[Proposal], drafts: Sequence[Tensor]) -> Tensor | None:
-    """The drafters' laws one below the other, certainty spelt out where another lane has a law [R, K, V]."""
-    size = max((part.draft_probs.shape[2] for part in parts if part.draft_probs is not None), default=0)
-    if not size:
-        return None
-    laws = []
-    for part, padded in zip(parts, drafts, strict=True):
-        law = (
-            torch.nn.functional.one_hot(padded, size).float()
-            if part.draft_probs is None
-            else part.draft_probs
-        )
-        laws.append(torch.nn.functional.pad(law, (0, 0, 0, padded.shape[1] - law.shape[1])))
-    return torch.cat(laws)
-
-
-def _group_rows(rows: Rows, index: Tensor | None) -> Rows:
-    """The rows of a lane, named after the table and the lane: what is compiled for it lasts as long."""
-    return rows if index is None else rows.take(index).replace(version=(rows.version, int(index[0])))
-
-
-def slice_group(
-    rows: Rows, proposal: Proposal, output: ForwardOutput, index: Tensor | None
-) -> tuple[Rows, Proposal, ForwardOutput]:
-    """What one lane sees of a step."""
-    if index is None:
-        return rows, proposal, output
-    # No wider than the lane's own drafts, whatever others try.
-    n = torch.as_tensor(proposal.draft_counts(index))
-    wide, tried = int(n.max()), Proposal()
-    if proposal.drafts is not None and wide:
-        probs = None if proposal.draft_probs is None else index_rows(proposal.draft_probs[:, :wide], index)
-        tried = Proposal(None, index_rows(proposal.drafts[:, :wide], index), n, probs)
-    plain = None if output.base_logits is None else index_rows(output.base_logits[:, : wide + 1], index)
-    heard = ForwardOutput(index_rows(output.logits[:, : wide + 1], index), output.states, plain, index)
-    return _group_rows(rows, index), tried, heard
-
-
-def merge_selections(rows: Rows, chosen: Sequence[tuple[Tensor | None, Selection]]) -> Selection:
-    """The lanes' selections as one; a column that a lane does not write follows its row."""
-    if len(chosen) == 1:
-        return chosen[0][1]
-    ones = [one for _, one in chosen]
-    parents = [_table_parents(one.parents, index, len(rows)) for index, one in chosen]
-    columns: dict[str, Tensor | Column] = {}
-    for name in {name for one in ones for name in one.columns}:
-        parts = [
-            one.columns[name] if name in one.columns else take_rows(rows.columns[name], whence)
-            for one, whence in zip(ones, parents, strict=True)
-        ]
-        columns[name] = parts[0]
-        for part in parts[1:]:
-            columns[name] = _concat_columns(columns[name], part)
-    both = [(one, torch.zeros_like(whence)) for one, whence in zip(ones, parents, strict=True)]
-    return Selection(
-        torch.cat([one.tokens for one in ones]),
-        torch.cat(parents),
-        torch.cat([zero if one.accepted is None else one.accepted for one, zero in both]),
-        torch.cat([_selected_slots(one, rows, at) for one, at in zip(ones, parents, strict=True)]),
-        columns,
-        torch.cat([zero + one.emit_mode for one, zero in both]),
-    )
-
-
-def _selected_slots(selection: Selection, rows: Rows, parents: Tensor) -> Tensor:
-    return rows.slot[parents] if selection.slot is None else selection.slot
-
-
-def _concat_columns(first: Tensor | Column, second: Tensor | Column) -> Tensor | Column:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return concat_padded(first, second)
-    if isinstance(first, Tensor) or isinstance(second, Tensor):
-        raise TypeError("a column is a tensor in one lane and Python state in another")
-    return first.cat(second)
+def _write_rows(
+    column: Tensor | Column, index: Tensor, values: Tensor | Column, count: int
+) -> Tensor | Column:
+    """A copy of a column of `count` rows, with the rows `index` (host) replaced by `values`."""
+    if isinstance(column, Tensor):
+        assert isinstance(values, Tensor)
+        return column.index_copy(0, index.to(column.device), values.to(column.dtype))
+    source = torch.arange(count)
+    source[index] = count + torch.arange(len(index))
+    return take_rows(concat_columns(column, values), source)

@@ -1,0 +1,134 @@
+"""Checks of a config against a model's traits, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from descant.config.generation_config import DEFAULT_NEW_TOKENS, GenerationConfig
+from descant.core.context import PromptInfo
+from descant.core.interfaces import ModelTraits
+from descant.decoding.processors import AllowedSequences
+from descant.decoding.processors.base import as_id_list
+from descant.decoding.watermark.schemes import as_watermarking_config
+from descant.decoding.watermark.schemes.keys import warn_if_public
+from descant.engine.strategy_choice import is_contrastive
+from descant.errors import ConfigError
+
+__all__ = ["check_config", "resolve_max_length"]
+
+
+_MAX_COUNTS: Final = {
+    "num_beams": 2**14, "num_return_sequences": 2**16, "max_new_tokens": 2**31, "max_length": 2**31,
+}  # fmt: skip
+
+# Fields with token ids that must be in the vocabulary, since they are chosen or used as an index.
+_TOKEN_FIELDS: Final = (
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "logit_bias",
+    "sequence_bias",
+    "bad_words_ids",
+    "force_words_ids",
+    "thinking_end",
+    "no_timestamps_token_id",
+)
+
+
+def check_config(config: GenerationConfig, traits: ModelTraits) -> None:
+    """Raise a ConfigError for a config that cannot run on a model with these traits."""
+    _check_token_ids(config, traits)
+    _check_counts(config, traits)
+    _check_rewindable(config, traits)
+    _check_watermark(config)
+
+
+def resolve_max_length(config: GenerationConfig, prompt: PromptInfo, traits: ModelTraits) -> int:
+    """The most tokens that a row may have, prompt included."""
+    length, offset = prompt.length, prompt.offset
+    if config.max_new_tokens is not None:
+        name, limit = "max_new_tokens", length + config.max_new_tokens
+    elif "max_length" in config.given:
+        name, limit = "max_length", config.max_length - offset
+        if limit <= length:
+            must = f"must be > the {length + offset} tokens of the prompt"
+            raise ConfigError("max_length", must, config.max_length, "raise it or set max_new_tokens")
+    else:
+        name, limit = "max_length", length + DEFAULT_NEW_TOKENS
+        if traits.context_length is not None:
+            limit = min(limit, max(traits.context_length - offset, length + 1))
+    # The last token is never fed, except by contrastive search, which ranks it.
+    num_fed = offset + limit - (not is_contrastive(config))
+    if traits.max_positions is not None and num_fed > traits.max_positions:
+        reason = f"the model has {traits.max_positions} positions and the prompt takes {length + offset}"
+        do = "lower it or shorten the prompt"
+        raise ConfigError(name, f"must leave room: {reason}", getattr(config, name), do)
+    _check_min_length(config, limit - length, length + offset)
+    return limit
+
+
+def _check_min_length(config: GenerationConfig, max_new: int, prompt_length: int) -> None:
+    by_new_tokens = config.min_new_tokens is not None
+    min_new = config.min_new_tokens if by_new_tokens else (config.min_length or 0) - prompt_length
+    if min_new is not None and min_new > max_new:
+        name = "min_new_tokens" if by_new_tokens else "min_length"
+        must = f"must not ask for more than the {max_new} new tokens allowed"
+        raise ConfigError(name, must, getattr(config, name), "lower it or raise max_new_tokens")
+
+
+def _check_counts(config: GenerationConfig, traits: ModelTraits) -> None:
+    """Raise for counts that would exhaust memory."""
+    for name, limit in {**_MAX_COUNTS, "logprobs": traits.vocab_size}.items():
+        value = getattr(config, name)
+        if value is not None and value > limit:
+            raise ConfigError(name, f"must be <= {limit}", value, "lower it")
+
+
+def _check_token_ids(config: GenerationConfig, traits: ModelTraits) -> None:
+    """Raise for token ids outside the vocabulary, and if all tokens are suppressed."""
+    size = traits.vocab_size
+    for name in _TOKEN_FIELDS:
+        unknown = [token for token in _iter_token_ids(getattr(config, name)) if not 0 <= token < size]
+        if unknown:
+            raise ConfigError(name, f"must name tokens below {size}, the vocabulary", unknown[0])
+    allowed = config.prefix_allowed_tokens_fn
+    if isinstance(allowed, AllowedSequences) and allowed.min_vocab_size > size:
+        must = f"must name tokens below {size}, the vocabulary"
+        raise ConfigError("prefix_allowed_tokens_fn", must, allowed.min_vocab_size - 1)
+    if len(set(as_id_list(config.suppress_tokens))) >= size:
+        raise ConfigError("suppress_tokens", "must leave at least one token", config.suppress_tokens)
+
+
+def _iter_token_ids(value: Any) -> Iterator[int]:
+    """Every token id in a field's value."""
+    if isinstance(value, Mapping | tuple | list):
+        for part in value:  # the keys of a mapping
+            yield from _iter_token_ids(part)
+    elif value is not None:
+        yield int(value)
+
+
+def _check_rewindable(config: GenerationConfig, traits: ModelTraits) -> None:
+    """Raise for a method that takes tokens back, on a model with a recurrent state."""
+    if traits.cache_type != "recurrent":
+        return
+    if config.low_memory and is_contrastive(config):
+        must = "needs a model that can drop a token from its cache, this one has a recurrent state"
+        raise ConfigError(("low_memory", "penalty_alpha"), must, True, "leave it out")
+    if config.banned_phrases:
+        must = "needs a model that can drop tokens from its cache, this one has a recurrent state"
+        raise ConfigError("banned_phrases", must, config.banned_phrases, "use bad_words_ids")
+
+
+def _check_watermark(config: GenerationConfig) -> None:
+    """Raise for a watermark that the method cannot carry; warn about a public key."""
+    if config.watermarking_config is None:
+        return
+    settings = as_watermarking_config(config.watermarking_config)
+    if settings.scheme == "gumbel" and (not config.do_sample or config.num_beams > 1):
+        must = "replaces the sampling noise (Gumbel), and so needs do_sample=True and num_beams=1"
+        do = "sample, or use a WatermarkingConfig"
+        raise ConfigError("watermarking_config", must, settings, do)
+    warn_if_public(settings)

@@ -1,0 +1,39 @@
+"""From what a user passes as a model to the `Model` interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from descant.core.interfaces import ModelTraits, RowCache
+from descant.decoding.guidance.arithmetic import JointModel, LogitArithmetic
+from descant.errors import UnsupportedModel
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.multi_model import MultiModelCache
+from descant.kv_cache.recurrent_state import RecurrentStateCache
+from descant.models.transformers_model import TransformersModel
+from descant.models.whisper import is_whisper
+
+__all__ = ["as_model", "new_cache"]
+
+
+def as_model(model: Any, states: Sequence[str] = ()) -> Any:
+    """The model behind the `Model` interface; an object that implements it is returned as it is."""
+    if hasattr(model, "traits"):
+        return model
+    if isinstance(model, LogitArithmetic):
+        # One per session, since it holds requests; only the first model returns states.
+        parts = [as_model(part, states if index == 0 else ()) for index, part in enumerate(model.models)]
+        return JointModel(model, parts, lambda parts: MultiModelCache([part.new_cache() for part in parts]))
+    # A late import: it loads transformers' models, which a caller who has a model has loaded already.
+    from descant.models.custom_generate import as_custom_generate
+
+    if not is_whisper(model) and as_custom_generate(model) is not None:
+        kind = type(model).__name__
+        raise UnsupportedModel(f"{kind} prepares prompts in its own generate(): use descant.generate")
+    return TransformersModel(model, states)
+
+
+def new_cache(traits: ModelTraits) -> RowCache:
+    """An empty cache of the type that models with these traits work on by default."""
+    return RecurrentStateCache(traits.cache_argument) if traits.cache_type == "recurrent" else DenseStore()
