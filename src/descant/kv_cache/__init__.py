@@ -1,1 +1,1 @@
-"""Caches: what remembers."""
+"""KV caches, recurrent state, the prefix cache, and attention over shared prefixes."""

@@ -1,4 +1,4 @@
-"""Keys and values that are not laid out until somebody insists."""
+"""Stand-ins for key and value tensors that intercept attention, so a cache need not build the tensors."""
 
 from __future__ import annotations
 
@@ -10,76 +10,82 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["AttentionCall", "KVProxy", "sdpa"]
+__all__ = ["AttentionCall", "KVProxy", "TensorKVProxy", "TransposedKVProxy", "sdpa"]
 
-_ALL = slice(None)
+# The index by which transformers' `repeat_kv` adds a dimension for the repeats: `kv[:, :, None, :, :]`.
+_REPEAT_KV_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
 
 
 class AttentionCall(NamedTuple):
-    """What scaled_dot_product_attention is asked for beside keys and values."""
+    """The arguments of one scaled_dot_product_attention call besides keys and values."""
 
     query: Tensor  # [N, Hq, T, D]
-    mask: Tensor | None = None  # [N or 1, Hq or 1, T, S], of bits or to be added
+    mask: Tensor | None = None  # [N or 1, Hq or 1, T, S], boolean or additive
     dropout: float = 0.0
     is_causal: bool = False
     scale: float | None = None
-    enable_gqa: bool = False  # several query heads share a head of keys
+    enable_gqa: bool = False  # several query heads share one key head
 
 
 class KVProxy:
-    """The keys or values [N, H, S, D] of some rows as a cache holds them.
+    """Stand-in for the keys or values [N, H, S, D] of one forward.
 
-    torch's attention asks the cache itself (`attend`), which can then do better than lay everything out, or
-    see who looks at what; for anything else it is the tensor that `dense` makes. So it can be given to any
-    model, of which nothing has to be changed.
+    torch's scaled_dot_product_attention calls `attend`, which a cache may compute without the full tensor.
+    Every other use sees the tensor of `materialize`, so models need no changes. The head repeats of grouped
+    query attention (transformers' `repeat_kv`) are only counted: `attend` always gets unrepeated heads.
+    Subclasses must stay traceable by torch.compile.
     """
 
     def __init__(self, shape: Sequence[int], like: Tensor) -> None:
         self.shape = torch.Size(shape)
         self.dtype, self.device = like.dtype, like.device
-        self.head_repeats = 1  # how often every head is repeated, beside the next one
-        self._dense: Tensor | None = None
+        self.head_repeats = 1  # how often each head is repeated; repeats of a head are adjacent
+        self._materialized: Tensor | None = None
 
     def build_tensor(self) -> Tensor:
-        """All of it as a tensor [N, H, S, D], without repeats."""
+        """The full tensor [N, H, S, D], without head repeats."""
         raise NotImplementedError
 
-    def attend(self, values: KVProxy, asked: AttentionCall) -> Tensor:
-        """What the query sees in these keys and those values [N, Hq, T, D]."""
-        return sdpa(self.materialize(), values.materialize(), asked)
+    def attend(self, values: KVProxy, call: AttentionCall) -> Tensor:
+        """The attention output [N, Hq, T, E] over these keys and those values, both without repeats."""
+        return sdpa(self.materialize(), values.materialize(), call)
+
+    def scores(self, query: Tensor) -> Tensor:
+        """The product [N, Hq, T, S] of queries [N, Hq, T, D] with these keys."""
+        return query @ self.materialize().mT
 
     def materialize(self) -> Tensor:
-        """All of it as a tensor [N, H, S, D]."""
-        if self._dense is None:
-            plain = self.build_tensor()
-            self._dense = plain if self.head_repeats == 1 else plain.repeat_interleave(self.head_repeats, 1)
-        return self._dense
+        """The full tensor [N, H, S, D], with head repeats."""
+        if self._materialized is None:
+            tensor = self.build_tensor()
+            if self.head_repeats > 1:
+                tensor = tensor.repeat_interleave(self.head_repeats, 1)
+            self._materialized = tensor
+        return self._materialized
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """The number of dimensions."""
         return len(self.shape)
 
     def dim(self) -> int:
-        """How many dimensions it has."""
+        """The number of dimensions."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """Its shape, or one side of it."""
+        """The shape, or one dimension of it."""
         return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        # How heads of keys are repeated for the query heads that share them, which need not be done.
-        if isinstance(index, tuple) and len(index) == 5 and index[2] is None:
-            rest = (*index[:2], *index[3:])
-            return _RepeatedKVProxy(self) if all(part == _ALL for part in rest) else self.materialize()[index]
+        if self.head_repeats == 1 and isinstance(index, tuple) and index == _REPEAT_KV_INDEX:
+            return _ExpandedKVProxy(self)
         return self.materialize()[index]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_dense":
+        if name.startswith("__") or name == "_materialized":
             raise AttributeError(name)
         return getattr(self.materialize(), name)
 
@@ -89,35 +95,32 @@ class KVProxy:
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            query, keys, values, asked = _bind_sdpa_args(*args, **kwargs)
-            if isinstance(keys, KVProxy) and isinstance(values, KVProxy) and isinstance(query, Tensor):
-                grouped = asked.enable_gqa or keys.head_repeats > 1
-                return keys.without_repeats().attend(
-                    values.without_repeats(), asked._replace(enable_gqa=grouped)
-                )
+            keys, values, call = _bind_sdpa_args(*args, **kwargs)
+            if isinstance(keys, KVProxy) and isinstance(values, KVProxy) and isinstance(call.query, Tensor):
+                grouped = call.enable_gqa or keys.head_repeats > 1
+                call = call._replace(enable_gqa=grouped)
+                return keys.with_repeats(1).attend(values.with_repeats(1), call)
         return func(*tree_map(_as_tensor, tuple(args)), **tree_map(_as_tensor, dict(kwargs)))
 
-    def without_repeats(self) -> KVProxy:
-        """The same without repeats."""
-        return self if self.head_repeats == 1 else self.with_repeats(1)
-
     def with_repeats(self, count: int) -> KVProxy:
-        """The same with every head so many times."""
+        """The same keys or values with every head `count` times."""
+        if count == self.head_repeats:
+            return self
         other = copy.copy(self)
         heads = self.shape[1] // self.head_repeats
         other.shape = torch.Size((self.shape[0], heads * count, *self.shape[2:]))
-        other.head_repeats, other._dense = count, None
+        other.head_repeats, other._materialized = count, None
         return other
 
 
 def _make_operator(name: str) -> Any:
     def operate(self: KVProxy, *others: Any) -> Any:
-        return getattr(self.materialize(), name)(*(_as_tensor(one) for one in others))
+        return getattr(self.materialize(), name)(*(_as_tensor(other) for other in others))
 
     return operate
 
 
-# Python looks these up on the class, past `__getattr__`.
+# Python looks operators up on the class and bypasses `__getattr__`.
 for _name in ("add", "sub", "mul", "truediv", "matmul"):
     setattr(KVProxy, f"__{_name}__", _make_operator(f"__{_name}__"))
     setattr(KVProxy, f"__r{_name}__", _make_operator(f"__r{_name}__"))
@@ -125,31 +128,43 @@ for _name in ("neg", "pow", "abs", "iter"):
     setattr(KVProxy, f"__{_name}__", _make_operator(f"__{_name}__"))
 
 
-class _RepeatedKVProxy:
-    """Lazy keys with a dimension for repeats put in [N, H, 1, S, D], or already widened."""
+class TensorKVProxy(KVProxy):
+    """A proxy over keys or values that exist as a tensor; a subclass changes how they are attended."""
 
-    def __init__(self, lazy: KVProxy, count: int = 1) -> None:
-        self._proxy, self._head_repeats = lazy, count
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.shape, tensor)
+        self.tensor = tensor
+
+    def build_tensor(self) -> Tensor:
+        """The tensor itself."""
+        return self.tensor
+
+
+class _ExpandedKVProxy:
+    """The intermediate [N, H, repeats, S, D] of transformers' `repeat_kv`: index, `expand`, `reshape`."""
+
+    def __init__(self, proxy: KVProxy, count: int = 1) -> None:
+        self._proxy, self._head_repeats = proxy, count
 
     def expand(self, *sizes: int) -> Any:
-        rows, heads, length, size = self._proxy.shape
+        rows, heads, slots, size = self._proxy.shape
         if (
             len(sizes) == 5
             and self._head_repeats == 1
-            and sizes[:2] + sizes[3:] == (rows, heads, length, size)
+            and sizes[:2] + sizes[3:] == (rows, heads, slots, size)
         ):
-            return _RepeatedKVProxy(self._proxy, sizes[2])
+            return _ExpandedKVProxy(self._proxy, sizes[2])
         return self._materialize().expand(*sizes)
 
     def reshape(self, *sizes: int) -> Any:
-        rows, heads, length, size = self._proxy.shape
-        if sizes == (rows, heads * self._head_repeats, length, size) and self._proxy.head_repeats == 1:
+        rows, heads, slots, size = self._proxy.shape
+        if sizes == (rows, heads * self._head_repeats, slots, size):
             return self._proxy.with_repeats(self._head_repeats)
         return self._materialize().reshape(*sizes)
 
     def _materialize(self) -> Tensor:
-        rows, heads, length, size = self._proxy.shape
-        return self._proxy.materialize()[:, :, None].expand(rows, heads, self._head_repeats, length, size)
+        rows, heads, slots, size = self._proxy.shape
+        return self._proxy.materialize()[:, :, None].expand(rows, heads, self._head_repeats, slots, size)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -157,21 +172,44 @@ class _RepeatedKVProxy:
         return getattr(self._materialize(), name)
 
 
-def sdpa(keys: Tensor, values: Tensor, asked: AttentionCall) -> Tensor:
-    """torch's own attention."""
+class TransposedKVProxy:
+    """Keys [N, H, D, S] as transposed by eager attention; a product with queries calls `KVProxy.scores`."""
+
+    def __init__(self, keys: KVProxy) -> None:
+        self._keys = keys
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._keys.materialize().mT, name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
+            query, keys = args
+            if isinstance(keys, cls) and isinstance(query, Tensor):
+                return keys._keys.scores(query)
+        tensors = [part._keys.materialize().mT if isinstance(part, cls) else part for part in args]
+        return func(*tensors, **(kwargs or {}))
+
+
+def sdpa(keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
+    """torch's scaled_dot_product_attention."""
     return torch.nn.functional.scaled_dot_product_attention(
-        asked.query,
+        call.query,
         keys,
         values,
-        attn_mask=asked.mask,
-        dropout_p=asked.dropout,
-        is_causal=asked.is_causal,
-        scale=asked.scale,
-        enable_gqa=asked.enable_gqa,
+        attn_mask=call.mask,
+        dropout_p=call.dropout,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
     )
 
 
-def _bind_sdpa_args(  # noqa: PLR0913 - torch's own arguments
+def _bind_sdpa_args(  # noqa: PLR0913 - the signature of scaled_dot_product_attention
     query: Any,
     key: Any,
     value: Any,
@@ -180,10 +218,10 @@ def _bind_sdpa_args(  # noqa: PLR0913 - torch's own arguments
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> tuple[Any, Any, Any, AttentionCall]:
-    """The arguments of scaled_dot_product_attention, however they were given."""
-    return query, key, value, AttentionCall(query, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+) -> tuple[Any, Any, AttentionCall]:
+    """Keys, values and the other arguments of scaled_dot_product_attention, positional or by keyword."""
+    return key, value, AttentionCall(query, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _as_tensor(thing: Any) -> Any:
-    return thing.materialize() if isinstance(thing, KVProxy) else thing
+def _as_tensor(value: Any) -> Any:
+    return value.materialize() if isinstance(value, KVProxy) else value

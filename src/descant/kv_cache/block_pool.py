@@ -1,10 +1,8 @@
-"""The blocks of a paged cache: who holds which, and where they lie."""
+"""The block pool of the paged cache: slabs of memory, block ids and reference counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -14,77 +12,73 @@ from descant.core.interfaces import Array
 
 __all__ = ["BlockPool", "BlockSlab"]
 
-# What grows token by token starts with so many blocks, and grows by a quarter: little is held in vain.
+# The growing slab starts with this many blocks and grows by a quarter, so little memory stays unused.
 _MIN_GROWTH_BLOCKS = 16
 
 
 class BlockSlab:
-    """Room for a number of blocks: keys [H, slots, D] and values a layer, made when a layer first writes."""
+    """Memory for a number of blocks: by layer keys and values [H, slots, D], allocated at the first write."""
 
-    def __init__(self, blocks: int) -> None:
-        self.num_blocks = blocks
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
-        return sum(part.nbytes for part in (*self.keys.values(), *self.values.values()))
+        """The memory of all tensors in bytes."""
+        return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))
 
     def kv_tensors(self) -> Iterator[dict[int, Tensor]]:
-        """Its keys and its values."""
+        """The keys by layer, then the values by layer."""
         yield self.keys
         yield self.values
 
-    def ensure_capacity(self, store: dict[int, Tensor], layer: int, like: Tensor, block: int) -> Tensor:
-        """A layer's tensor with room for all blocks; stale slots must be numbers, so they begin as zeros."""
-        slots = self.num_blocks * block
-        held = store.get(layer)
-        if held is None or held.shape[1] < slots:
+    def ensure_capacity(
+        self, tensors: dict[int, Tensor], layer: int, like: Tensor, block_size: int
+    ) -> Tensor:
+        """A layer's tensor, grown to all blocks; zero-filled, because stale slots must be finite."""
+        slots = self.num_blocks * block_size
+        tensor = tensors.get(layer)
+        if tensor is None or tensor.shape[1] < slots:
             grown = like.new_zeros(like.shape[1], slots, like.shape[3])
-            if held is not None:
-                grown[:, : held.shape[1]] = held
-            held = store[layer] = grown
-        return held
+            if tensor is not None:
+                grown[:, : tensor.shape[1]] = tensor
+            tensor = tensors[layer] = grown
+        return tensor
 
 
 class BlockPool:
-    """Blocks of `block` slots with a count of the table entries that name each; none is copied to be shared.
+    """Reference-counted blocks of `block_size` slots; sharing a block copies nothing.
 
-    A prompt gets an arena as large as it is, gone when its last block is; what rows write token by token
-    goes to the first arena, which grows. Block 7 is a number: `arena[7]` and `local[7]` say where it lies.
+    A prompt gets a slab of its own, freed with its last block. Tokens written one by one go to slab 0,
+    which grows. Block `b` is block `index_in_slab[b]` of slab `slab_of[b]`.
     """
 
-    def __init__(self, block: int) -> None:
-        self.block_size = block
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
         self.slabs: dict[int, BlockSlab] = {0: BlockSlab(0)}
         self.ref_counts: Array = np.zeros(0, dtype=np.int64)
         self.slab_of: Array = np.zeros(0, dtype=np.int64)
         self.index_in_slab: Array = np.zeros(0, dtype=np.int64)
-        self.block_tables: WeakSet[Any] = WeakSet()  # whoever names blocks
-        self.copied_slots = 0  # slots of keys and values copied to part rows, for reports and tests
-        self._unused_ids: list[int] = []  # of no block
-        self._free_blocks: list[int] = []  # blocks of the first arena that nobody names
-        self._live_blocks: dict[int, int] = {}  # arena of a prompt -> how many of its blocks are named
+        self.copied_slots = 0  # slots copied on write; part of what bench/beams.py measures
+        self._unused_ids: list[int] = []  # ids without memory
+        self._free_blocks: list[int] = []  # unreferenced blocks of slab 0
+        self._live_blocks: dict[int, int] = {}  # slab of a prompt -> its number of referenced blocks
         self._next_slab_id = 1
 
     @property
     def nbytes(self) -> int:
-        """What all arenas take in memory."""
-        return sum(arena.nbytes for arena in self.slabs.values())
-
-    @property
-    def num_used_blocks(self) -> int:
-        """How many blocks are named."""
-        return int((self.ref_counts > 0).sum())
+        """The memory of all slabs in bytes."""
+        return sum(slab.nbytes for slab in self.slabs.values())
 
     def allocate(self, count: int, contiguous: bool = False) -> list[int]:
-        """So many blocks that nobody names, named once now; `together` in an arena of their own."""
+        """Free blocks, with a reference count of 1; `contiguous`: in a new slab of their own."""
         if contiguous:
-            number, self._next_slab_id = self._next_slab_id, self._next_slab_id + 1
-            self.slabs[number] = BlockSlab(count)
-            self._live_blocks[number] = count
-            blocks = self._assign_ids(number, range(count))
+            slab_id, self._next_slab_id = self._next_slab_id, self._next_slab_id + 1
+            self.slabs[slab_id] = BlockSlab(count)
+            self._live_blocks[slab_id] = count
+            blocks = self._assign_ids(slab_id, range(count))
         else:
             if len(self._free_blocks) < count:
                 self._grow(count - len(self._free_blocks))
@@ -93,105 +87,85 @@ class BlockPool:
         return blocks
 
     def incref(self, blocks: Array) -> None:
-        """Count further entries that name these blocks."""
+        """Add one reference per entry; a block may occur several times."""
         self.ref_counts += np.bincount(blocks, minlength=len(self.ref_counts))
 
     def decref(self, blocks: Array) -> None:
-        """Count entries less; what nobody names any more is free."""
+        """Remove one reference per entry, and free the blocks without references."""
         if not len(blocks):
             return
         counts = np.bincount(blocks, minlength=len(self.ref_counts))
         if (counts > self.ref_counts).any():
             raise RuntimeError("a block was freed twice")
         self.ref_counts -= counts
-        for one in np.flatnonzero((counts > 0) & (self.ref_counts == 0)).tolist():
-            home = int(self.slab_of[one])
-            if home == 0:
-                self._free_blocks.append(one)
+        for block in np.flatnonzero((counts > 0) & (self.ref_counts == 0)).tolist():
+            slab_id = int(self.slab_of[block])
+            if slab_id == 0:
+                self._free_blocks.append(block)
                 continue
-            self._unused_ids.append(one)
-            self.slab_of[one] = -1
-            self._live_blocks[home] -= 1
-            if not self._live_blocks[home]:
-                del self._live_blocks[home], self.slabs[home]
+            self._unused_ids.append(block)
+            self.slab_of[block] = -1
+            self._live_blocks[slab_id] -= 1
+            if not self._live_blocks[slab_id]:
+                del self._live_blocks[slab_id], self.slabs[slab_id]
         if len(self._free_blocks) > 3 * self.slabs[0].num_blocks // 4:
             self._shrink()
 
     def copy_slots(self, old: int, new: int, slots: int) -> None:
-        """Copy the first slots of a block to another, in every layer."""
+        """Copy the first slots of a block to another block, in every layer."""
         source, target = self.slabs[int(self.slab_of[old])], self.slabs[int(self.slab_of[new])]
-        first, begin = (
-            int(self.index_in_slab[old]) * self.block_size,
-            int(self.index_in_slab[new]) * self.block_size,
-        )
-        for mine, theirs in zip(source.kv_tensors(), target.kv_tensors(), strict=True):
-            for layer, held in mine.items():
-                room = target.ensure_capacity(theirs, layer, held.unsqueeze(0), self.block_size)
-                room[:, begin : begin + slots] = held[:, first : first + slots]
+        read_start = int(self.index_in_slab[old]) * self.block_size
+        write_start = int(self.index_in_slab[new]) * self.block_size
+        for source_tensors, target_tensors in zip(source.kv_tensors(), target.kv_tensors(), strict=True):
+            for layer, tensor in source_tensors.items():
+                like = tensor.unsqueeze(0)
+                copied = target.ensure_capacity(target_tensors, layer, like, self.block_size)
+                copied[:, write_start : write_start + slots] = tensor[:, read_start : read_start + slots]
         self.copied_slots += slots
 
-    def check_ref_counts(self) -> None:
-        """Raise if a block is counted otherwise than the tables name it, or lies where it cannot."""
-        named = np.zeros_like(self.ref_counts)
-        for table in self.block_tables:
-            named += np.bincount(table.referenced_blocks(), minlength=len(named))
-        if (named != self.ref_counts).any():
-            wrong = np.flatnonzero(named != self.ref_counts).tolist()
-            raise RuntimeError(
-                f"blocks {wrong} are named {named[wrong]} times and counted {self.ref_counts[wrong]}"
-            )
-        idle = sorted([*self._free_blocks, *self._unused_ids])
-        if idle != np.flatnonzero(self.ref_counts == 0).tolist():
-            raise RuntimeError("what is free is not what nobody names")
-        held = {
-            number: int((self.ref_counts[self.slab_of == number] > 0).sum()) for number in self._live_blocks
-        }
-        if held != self._live_blocks or set(self.slabs) != {0, *self._live_blocks}:
-            raise RuntimeError("an arena outlives its blocks")
-
     def _shrink(self) -> None:
-        """Give up the end of the first arena, where nobody holds anything of it."""
-        arena = self.slabs[0]
-        held = self.index_in_slab[(self.slab_of == 0) & (self.ref_counts > 0)]
-        blocks = int(held.max()) + 1 if len(held) else 0
-        if arena.num_blocks - blocks <= max(_MIN_GROWTH_BLOCKS, arena.num_blocks // 2):
-            return  # not worth a copy of what stays
-        arena.num_blocks = blocks
-        gone = [one for one in self._free_blocks if self.index_in_slab[one] >= blocks]
-        self._free_blocks = [one for one in self._free_blocks if self.index_in_slab[one] < blocks]
-        self._unused_ids += gone
-        self.slab_of[gone] = -1
-        for store in arena.kv_tensors():
-            for layer, room in list(store.items()):
-                if blocks:
-                    store[layer] = room[:, : blocks * self.block_size].clone()
+        """Free the end of slab 0, behind its last referenced block."""
+        slab = self.slabs[0]
+        used = self.index_in_slab[(self.slab_of == 0) & (self.ref_counts > 0)]
+        num_blocks = int(used.max()) + 1 if len(used) else 0
+        if slab.num_blocks - num_blocks <= max(_MIN_GROWTH_BLOCKS, slab.num_blocks // 2):
+            return  # not worth copying what stays
+        slab.num_blocks = num_blocks
+        dropped = [block for block in self._free_blocks if self.index_in_slab[block] >= num_blocks]
+        self._free_blocks = [block for block in self._free_blocks if self.index_in_slab[block] < num_blocks]
+        self._unused_ids += dropped
+        self.slab_of[dropped] = -1
+        for tensors in slab.kv_tensors():
+            for layer, tensor in list(tensors.items()):
+                if num_blocks:
+                    tensors[layer] = tensor[:, : num_blocks * self.block_size].clone()
                 else:
-                    del store[layer]
+                    del tensors[layer]
 
     def _grow(self, count: int) -> None:
-        """Add blocks to the first arena; its tensors follow when they are written."""
-        arena = self.slabs[0]
-        more = max(count, _MIN_GROWTH_BLOCKS, arena.num_blocks // 4)
-        self._free_blocks += reversed(self._assign_ids(0, range(arena.num_blocks, arena.num_blocks + more)))
-        arena.num_blocks += more
+        """Add blocks to slab 0; its tensors grow at the next write."""
+        slab = self.slabs[0]
+        added = max(count, _MIN_GROWTH_BLOCKS, slab.num_blocks // 4)
+        self._free_blocks += reversed(self._assign_ids(0, range(slab.num_blocks, slab.num_blocks + added)))
+        slab.num_blocks += added
 
-    def _assign_ids(self, arena: int, places: Sequence[int]) -> list[int]:
-        """Numbers for blocks that lie at these places of an arena."""
-        lacking = len(places) - len(self._unused_ids)
+    def _assign_ids(self, slab_id: int, indices: Sequence[int]) -> list[int]:
+        """Ids for the blocks at these indices of a slab."""
+        lacking = len(indices) - len(self._unused_ids)
         if lacking > 0:
-            first, more = len(self.ref_counts), max(lacking, len(self.ref_counts) // 2)
+            first, added = len(self.ref_counts), max(lacking, len(self.ref_counts) // 2)
             self.ref_counts, self.slab_of, self.index_in_slab = (
-                np.concatenate((old, np.full(more, empty, dtype=np.int64)))
-                for old, empty in ((self.ref_counts, 0), (self.slab_of, -1), (self.index_in_slab, 0))
+                np.concatenate((column, np.full(added, empty, dtype=np.int64)))
+                for column, empty in ((self.ref_counts, 0), (self.slab_of, -1), (self.index_in_slab, 0))
             )
-            self._unused_ids += range(first, first + more)
-        numbers = [self._unused_ids.pop() for _ in places]
-        self.slab_of[numbers], self.index_in_slab[numbers] = arena, list(places)
-        return numbers
+            self._unused_ids += range(first, first + added)
+        ids = [self._unused_ids.pop() for _ in indices]
+        self.slab_of[ids], self.index_in_slab[ids] = slab_id, list(indices)
+        return ids
 
     def to(self, device: torch.device | str) -> None:
-        """Move all arenas."""
-        for arena in self.slabs.values():
-            for store in arena.kv_tensors():
-                for layer, held in store.items():
-                    store[layer] = held.to(device)
+        """Move all slabs."""
+        for slab in self.slabs.values():
+            for tensors in slab.kv_tensors():
+                for layer, tensor in tensors.items():
+                    tensors[layer] = tensor.to(device)

@@ -1,15 +1,15 @@
-"""What is known of a text before it is read: a row of keys and values in some cache."""
+"""References to single cache rows, and copies of rows between caches of any kind."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KVCache, KVSpan, RowCache
+from descant.core.interfaces import CacheWrapper, KVCache, KVSpan, ReadableCache, RowCache
 
 __all__ = [
     "CachedRow",
@@ -24,82 +24,77 @@ __all__ = [
 
 
 class CachedRow(NamedTuple):
-    """One row of a cache, which stays as it is."""
+    """One row of a cache; the cache must not change while the reference is in use."""
 
     store: KVCache
     row: int = 0
 
     @property
     def length(self) -> int:
-        """How many positions it holds."""
+        """The number of positions of the row."""
         return int(self.store.lengths[self.row])
 
 
-def append_rows(cache: RowCache, pasts: Sequence[CachedRow | None]) -> None:
-    """Append a row for each to a cache, with what its past holds; empty where there is none.
+def append_rows(cache: RowCache, cached_rows: Sequence[CachedRow | None]) -> None:
+    """Append one row per entry to a cache, with the entry's content; None appends an empty row.
 
-    A past of another kind of cache is written anew, one of the same kind joins as it is, so that what
-    its rows share stays shared.
+    Rows of the same cache type are joined and keep sharing memory. Others are copied.
     """
-    stores = [None if past is None else past.store for past in pasts]
-    for _, some in groupby(range(len(pasts)), lambda place: id(stores[place])):
-        places = list(some)
-        store = stores[places[0]]
+    stores = [None if cached is None else cached.store for cached in cached_rows]
+    for _, group in groupby(range(len(cached_rows)), lambda index: id(stores[index])):
+        indices = list(group)
+        store = stores[indices[0]]
         if store is None:
-            cache.extend(len(places))
+            cache.extend(len(indices))
             continue
-        rows = torch.tensor([cast(CachedRow, pasts[place]).row for place in places])
+        rows = torch.tensor([cast(CachedRow, cached_rows[index]).row for index in indices])
         if type(store) is type(cache):
             cache.join(store.select(rows))
         else:
             first = len(cache)
-            cache.extend(len(places))
-            whole, place = unwrap_cache(cache, torch.arange(first, len(cache)))
-            copy_rows(whole, place, store, rows)
+            cache.extend(len(indices))
+            target, target_rows = unwrap_cache(cache, torch.arange(first, len(cache)))
+            copy_rows(target, target_rows, store, rows)
 
 
-def copy_rows(cache: KVCache, place: Tensor, store: KVCache, rows: Tensor) -> None:
-    """Write what rows of one cache hold to empty rows of another, of any kind; a commit has to follow."""
+def copy_rows(cache: KVCache, target_rows: Tensor, store: ReadableCache, rows: Tensor) -> None:
+    """Copy rows of `store` to empty rows of `cache`, which may be of another type; call `commit` after."""
     size = int(store.lengths[rows].max())
-    span: dict[torch.device, KVSpan] = {}
+    spans: dict[torch.device, KVSpan] = {}
     for layer, (key, value) in read_layers(store, rows).items():
-        if key.device not in span:
-            span[key.device] = KVSpan(place.to(key.device), 0, size, size)
-        cache.update(layer, key[:, :, :size], value[:, :, :size], span[key.device])
+        if key.device not in spans:
+            spans[key.device] = KVSpan(target_rows.to(key.device), 0, size, size)
+        cache.update(layer, key[:, :, :size], value[:, :, :size], spans[key.device])
 
 
 def unwrap_cache(cache: RowCache, rows: Tensor) -> tuple[KVCache, Tensor]:
-    """The cache that is written to and where those rows lie in it: rows may have twins beside them."""
-    while (inner := getattr(cache, "inner", None)) is not None:
-        rows, cache = cast(Any, cache).row_index[rows], inner
+    """The innermost cache and the index of those rows in it; `PairedRowCache` stores rows elsewhere."""
+    while isinstance(cache, CacheWrapper):
+        rows, cache = cache.row_index[rows], cache.inner
     return cast(KVCache, cache), rows
 
 
 def is_lossless(store: object) -> bool:
-    """Whether what a cache holds can be read position by position, just as it was written."""
-    return (
-        hasattr(store, "read")
-        and getattr(store, "max_rewind", 0) is None
-        and getattr(store, "lossless", True)
-    )
+    """Whether a cache returns every position exactly as it was written."""
+    return isinstance(store, ReadableCache) and store.max_rewind is None and store.lossless
 
 
-def layer_indices(store: KVCache) -> Sequence[int]:
-    """The layers that a cache holds anything of."""
-    return sorted(cast(Any, store).layers)
+def layer_indices(store: ReadableCache) -> Sequence[int]:
+    """The layers that were written to a cache."""
+    return sorted(store.layers)
 
 
-def read_layers(store: KVCache, rows: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-    """The keys and values [N, H, S, D] that rows hold of each layer, position by position."""
-    return {layer: cast(Any, store).read(layer, rows) for layer in layer_indices(store)}
+def read_layers(store: ReadableCache, rows: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """By layer the keys and values [N, H, S, D] of rows, in order of position."""
+    return {layer: store.read(layer, rows) for layer in layer_indices(store)}
 
 
-def gather_rows(pasts: Sequence[CachedRow]) -> KVCache:
-    """One cache with a row for each past, in that order; one that has just these is taken as it is."""
-    first = pasts[0].store
-    if all(past.store is first for past in pasts):
-        rows = [past.row for past in pasts]
+def gather_rows(cached_rows: Sequence[CachedRow]) -> KVCache:
+    """A cache with these rows in this order; their own cache where it has exactly these rows."""
+    first = cached_rows[0].store
+    if all(cached.store is first for cached in cached_rows):
+        rows = [cached.row for cached in cached_rows]
         return first if rows == list(range(len(first))) else first.select(torch.tensor(rows))
-    whole = first.select(torch.zeros(0, dtype=torch.long))
-    append_rows(whole, pasts)
-    return whole
+    gathered = first.select(torch.zeros(0, dtype=torch.long))
+    append_rows(gathered, cached_rows)
+    return gathered

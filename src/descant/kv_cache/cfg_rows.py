@@ -1,4 +1,4 @@
-"""A cache in which rows can have twins that go wherever they go."""
+"""A cache with conditional and unconditional rows for classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -12,81 +12,87 @@ __all__ = ["PairedRowCache"]
 
 
 class PairedRowCache:
-    """Rows and twins side by side in one cache, so that one forward can read both.
+    """Conditional rows and their unconditional rows in one inner cache, so that one forward feeds both.
 
-    Row `i` lies in row `place[i]` of the cache inside, its twin in `twin[i]`; a twin is always `shift[i]`
-    positions longer than its row (or shorter), once both hold anything.
+    Row `i` is inner row `row_index[i]`, its unconditional row is inner row `uncond_row[i]`. Once both are
+    fed, the unconditional row is `uncond_offset[i]` positions longer (or shorter) than its row.
     """
 
     def __init__(self, inner: RowCache) -> None:
         self.inner = inner
         count = len(inner)
         self.row_index = torch.arange(count)  # [R] (host)
-        self.uncond_row = torch.full((count,), -1)  # [R] -1 where a row has none
+        self.uncond_row = torch.full((count,), -1)  # [R] -1: no unconditional row
         self.uncond_offset = torch.zeros(count, dtype=torch.long)  # [R]
-        self._num_inner_rows = count  # rows inside
+        self._num_inner_rows = count
 
     @property
     def max_rewind(self) -> int | None:
-        """How far rows may be cut."""
+        """How many positions a row may be cut by."""
         return self.inner.max_rewind
+
+    @property
+    def capacity(self) -> int | None:
+        """The most positions a row can have."""
+        return self.inner.capacity
 
     def __len__(self) -> int:
         return len(self.row_index)
 
     @property
     def outer_row(self) -> Tensor:
-        """The row that each row inside is [N]; -1 where it is a twin."""
-        whose = torch.full((self._num_inner_rows,), -1)
-        whose[self.row_index] = torch.arange(len(self.row_index))
-        return whose
+        """The row of each inner row [N]; -1 for unconditional rows."""
+        outer_row = torch.full((self._num_inner_rows,), -1)
+        outer_row[self.row_index] = torch.arange(len(self.row_index))
+        return outer_row
 
-    def inner_order(self, mine: Tensor) -> Tensor | None:
-        """Which of `[rows; twins of mine]` lies in each row inside [N]; None: they lie like that."""
-        lies = torch.cat((self.row_index, self.uncond_row[mine]))
-        if torch.equal(lies, torch.arange(len(lies))):
+    def inner_order(self, guided: Tensor) -> Tensor | None:
+        """For each inner row its index in `[rows; unconditional rows of guided]` [N]; None: the identity."""
+        inner_rows = torch.cat((self.row_index, self.uncond_row[guided]))
+        if torch.equal(inner_rows, torch.arange(len(inner_rows))):
             return None
-        order = torch.empty_like(lies)
-        order[lies] = torch.arange(len(lies))
+        order = torch.empty_like(inner_rows)
+        order[inner_rows] = torch.arange(len(inner_rows))
         return order
 
     def extend(self, rows: int) -> None:
-        """Append empty rows, without twins."""
+        """Append empty rows without unconditional rows."""
         self.inner.extend(rows)
         self.row_index = torch.cat((self.row_index, self._num_inner_rows + torch.arange(rows)))
         self.uncond_row = torch.cat((self.uncond_row, torch.full((rows,), -1)))
         self.uncond_offset = torch.cat((self.uncond_offset, torch.zeros(rows, dtype=torch.long)))
         self._num_inner_rows += rows
 
-    def add_uncond_rows(self, rows: Tensor, shifts: Tensor) -> None:
-        """Give rows that hold nothing yet twins that hold nothing yet."""
+    def add_uncond_rows(self, rows: Tensor, offsets: Tensor) -> None:
+        """Append an empty unconditional row for each of these empty rows."""
         self.inner.extend(len(rows))
         self.uncond_row[rows] = self._num_inner_rows + torch.arange(len(rows))
-        self.uncond_offset[rows] = shifts
+        self.uncond_offset[rows] = offsets
         self._num_inner_rows += len(rows)
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]` cut to `lengths[i]`, and so is its twin."""
+        """New row `i` is old row `parents[i]` cut to `lengths[i]`; its unconditional row is cut alike."""
         if parents is not None:
             self.row_index, self.uncond_row, self.uncond_offset = (
                 self.row_index[parents],
                 self.uncond_row[parents],
                 self.uncond_offset[parents],
             )
-        has = (self.uncond_row >= 0).nonzero().squeeze(1)
-        whence = torch.cat((self.row_index, self.uncond_row[has]))
-        held = torch.cat((lengths, torch.where(lengths[has] > 0, lengths[has] + self.uncond_offset[has], 0)))
+        guided = (self.uncond_row >= 0).nonzero().squeeze(1)
+        uncond_lengths = torch.where(lengths[guided] > 0, lengths[guided] + self.uncond_offset[guided], 0)
+        inner_parents = torch.cat((self.row_index, self.uncond_row[guided]))
+        inner_lengths = torch.cat((lengths, uncond_lengths))
         if parents is None:
-            inside = torch.empty_like(held)
-            inside[whence] = held
-            self.inner.commit(None, inside)
+            lengths_by_row = torch.empty_like(inner_lengths)
+            lengths_by_row[inner_parents] = inner_lengths
+            self.inner.commit(None, lengths_by_row)
             return
-        order = stable_row_order(whence, self._num_inner_rows)
-        order = torch.arange(len(whence)) if order is None else order
-        self.inner.commit(whence[order], held[order])
-        lies = torch.empty_like(order)
-        lies[order] = torch.arange(len(order))
-        self.row_index = lies[: len(parents)]
+        order = stable_row_order(inner_parents, self._num_inner_rows)
+        order = torch.arange(len(inner_parents)) if order is None else order
+        self.inner.commit(inner_parents[order], inner_lengths[order])
+        new_index = torch.empty_like(order)
+        new_index[order] = torch.arange(len(order))
+        self.row_index = new_index[: len(parents)]
         self.uncond_row = torch.full((len(parents),), -1)
-        self.uncond_row[has] = lies[len(parents) :]
+        self.uncond_row[guided] = new_index[len(parents) :]
         self._num_inner_rows = len(order)

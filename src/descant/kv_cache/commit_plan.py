@@ -1,4 +1,4 @@
-"""Fates: what a commit makes of rows that forget, found once for all layers (all of it on the host)."""
+"""The host-side plan of a commit that evicts slots, computed once for all layers (all tensors host)."""
 
 from __future__ import annotations
 
@@ -13,80 +13,85 @@ __all__ = ["CommitPlan", "RowMove", "RowOutcomes", "plan_commit"]
 
 
 class RowOutcomes(NamedTuple):
-    """Each new row is one of U old rows, cut to some length."""
+    """The U distinct outcomes (old row, new length) of a commit, and the outcome of each new row."""
 
-    source_row: Tensor  # [R'] its old row
-    outcome: Tensor  # [R'] its cut row
+    source_row: Tensor  # [R'] the old row of each new row
+    outcome: Tensor  # [R'] the index of its outcome
     parent: Tensor  # [U] the old row
     length: Tensor  # [U] positions
-    num_old_slots: Tensor  # [U] slots that it had and still has
-    num_slots: Tensor  # [U] slots with those that were written
-    num_keep: Tensor  # [U] slots that stay
-    is_restarted: Tensor  # [U] whether it was read from its first position on
+    num_old_slots: Tensor  # [U] slots from before the last forwards that remain
+    num_slots: Tensor  # [U] slots including the new ones
+    num_keep: Tensor  # [U] slots after eviction
+    is_restarted: Tensor  # [U] whether the row was written from position 0
 
 
 class RowMove(NamedTuple):
-    """Rows whose slots are laid elsewhere."""
+    """New rows that have to be copied."""
 
-    source: int  # where they lie: -1 in the block, else in the write of that number
+    source: int  # where they are: -1 in the block, else the index of a pending write
     rows: Tensor  # [N] the new rows
-    outcomes: Tensor  # [n] the cut rows that they are, each once
-    repeat_index: Tensor | None  # [N] which of those each is; None: in order
-    scored_index: Tensor | None  # [n] which of those that are voted on they are; None: they lose nothing
+    outcomes: Tensor  # [n] their outcomes, each once
+    repeat_index: Tensor | None  # [N] the outcome of each row as an index into `outcomes`; None: in order
+    scored_index: Tensor | None  # [n] their index among the scored outcomes; None: nothing is evicted
 
 
 class CommitPlan(NamedTuple):
-    """What a commit has to do in a layer."""
+    """What a commit does in one layer."""
 
-    scored_rows: Tensor  # [V] the old rows that are voted on
-    max_slots: int  # the most slots that one of them holds
-    old_score_mask: Tensor  # [V, 1, S] the slots whose old votes count
+    scored_rows: Tensor  # [V] the old rows whose slots are scored
+    max_slots: int  # the most slots of a scored row
+    old_score_mask: Tensor  # [V, 1, S] the slots whose accumulated scores still count
     scoring_queries: list[ScoringQueries]
     moves: list[RowMove]
 
 
 def plan_commit(
-    fate: RowOutcomes, writes: list[PendingWrite], everybody: bool, last: int | None
+    outcomes: RowOutcomes, writes: list[PendingWrite], score_all: bool, max_queries: int | None
 ) -> CommitPlan:
-    """What is to do in layers that were written like that.
+    """The plan for layers with these pending writes.
 
-    `everybody`: all rows are voted on, not only those that lose something; by the `last` queries, or by all.
+    `score_all`: score every row, not only those that evict. Scores come from the last `max_queries` queries
+    of a row; None: from all.
     """
-    lost = fate.num_keep < fate.num_slots
-    voted = torch.arange(len(lost)) if everybody else lost.nonzero().squeeze(1)
-    parent, length, held = fate.parent[voted], fate.length[voted], fate.num_slots[voted]
-    wide = int(held.max()) if len(held) else 0
-    stays = (torch.arange(wide) < fate.num_old_slots[voted][:, None])[:, None]
-    ballots = []
+    evicts = outcomes.num_keep < outcomes.num_slots
+    scored = torch.arange(len(evicts)) if score_all else evicts.nonzero().squeeze(1)
+    parent, length, num_slots = outcomes.parent[scored], outcomes.length[scored], outcomes.num_slots[scored]
+    max_slots = int(num_slots.max()) if len(num_slots) else 0
+    old_score_mask = (torch.arange(max_slots) < outcomes.num_old_slots[scored][:, None])[:, None]
+    scoring_queries = []
     for number, (write, end) in enumerate(zip(writes, valid_ends(writes), strict=True)):
-        line = index_of_rows(write.region.rows, parent)
-        start = write.region.start[line.clamp(min=0)]
-        stop = torch.minimum(length, end[line.clamp(min=0)]) - start
-        first = torch.zeros_like(stop) if last is None else (length - last - start).clamp(min=0)
-        mine = ((line >= 0) & (first < stop)).nonzero().squeeze(1)
-        if len(mine):
-            whole = torch.equal(line[mine], torch.arange(len(write.region.rows)))
-            lines = None if whole else line[mine]
-            ballots.append(ScoringQueries(number, mine, parent[mine], lines, first[mine], stop[mine]))
-    return CommitPlan(
-        parent, wide, stays, ballots, _plan_moves(fate, writes, index_of_rows(voted, torch.arange(len(lost))))
-    )
+        index = index_of_rows(write.region.rows, parent)
+        start = write.region.start[index.clamp(min=0)]
+        stop = torch.minimum(length, end[index.clamp(min=0)]) - start
+        first = torch.zeros_like(stop) if max_queries is None else (length - max_queries - start).clamp(min=0)
+        counted = ((index >= 0) & (first < stop)).nonzero().squeeze(1)
+        if len(counted):
+            in_order = torch.equal(index[counted], torch.arange(len(write.region.rows)))
+            write_rows = None if in_order else index[counted]
+            scoring_queries.append(
+                ScoringQueries(number, counted, parent[counted], write_rows, first[counted], stop[counted])
+            )
+    moves = _plan_moves(outcomes, writes, index_of_rows(scored, torch.arange(len(evicts))))
+    return CommitPlan(parent, max_slots, old_score_mask, scoring_queries, moves)
 
 
-def _plan_moves(fate: RowOutcomes, writes: list[PendingWrite], voted: Tensor) -> list[RowMove]:
-    """Which rows are laid elsewhere, by where they lie and whether they lose something."""
-    lost = fate.num_keep < fate.num_slots
-    moved = (fate.source_row != torch.arange(len(fate.source_row))) | (lost | fate.is_restarted)[fate.outcome]
-    moved &= fate.num_keep[fate.outcome] > 0
-    lies = torch.full_like(fate.parent, -1)
+def _plan_moves(outcomes: RowOutcomes, writes: list[PendingWrite], scored_index: Tensor) -> list[RowMove]:
+    """The rows to copy, grouped by where they are and whether they evict."""
+    evicts = outcomes.num_keep < outcomes.num_slots
+    reordered = outcomes.source_row != torch.arange(len(outcomes.source_row))
+    moved = reordered | (evicts | outcomes.is_restarted)[outcomes.outcome]
+    moved &= outcomes.num_keep[outcomes.outcome] > 0
+    sources = torch.full_like(outcomes.parent, -1)
     for number, write in enumerate(writes):
         if write.prompt_kv is not None:
-            lies[torch.isin(fate.parent, write.region.rows)] = number
-    kinds = torch.stack((lies, lost.long()), 1)[fate.outcome]  # [R', 2]
+            sources[torch.isin(outcomes.parent, write.region.rows)] = number
+    groups = torch.stack((sources, evicts.long()), 1)[outcomes.outcome]  # [R', 2]
     moves = []
-    for source, loses in sorted(set(map(tuple, kinds[moved].tolist()))):
-        rows = (moved & (kinds == torch.tensor([source, loses])).all(1)).nonzero().squeeze(1)
-        which, line = torch.unique(fate.outcome[rows], return_inverse=True)
-        again = None if torch.equal(line, torch.arange(len(which))) else line
-        moves.append(RowMove(source, rows, which, again, voted[which] if loses else None))
+    for source, evicting in sorted(set(map(tuple, groups[moved].tolist()))):
+        rows = (moved & (groups == torch.tensor([source, evicting])).all(1)).nonzero().squeeze(1)
+        distinct, index = torch.unique(outcomes.outcome[rows], return_inverse=True)
+        repeat_index = None if torch.equal(index, torch.arange(len(distinct))) else index
+        moves.append(
+            RowMove(source, rows, distinct, repeat_index, scored_index[distinct] if evicting else None)
+        )
     return moves

@@ -1,4 +1,4 @@
-"""Rounds: guesses that are tried in one forward, each seeing what the one before it would have left."""
+"""H2O eviction simulated draft by draft, so that each draft sees the slots its predecessor would leave."""
 
 from __future__ import annotations
 
@@ -14,59 +14,57 @@ __all__ = ["EvictionBudget", "EvictionState", "simulate_draft_eviction"]
 
 
 class EvictionBudget(NamedTuple):
-    """How much a row may hold."""
+    """The limits of a row."""
 
-    budget: int  # slots
-    num_protected: int  # how many of the newest are never dropped
+    budget: int  # the most slots
+    num_protected: int  # the number of newest slots that are never evicted
 
-    def surviving_slots(self, score: Tensor, seen: Tensor, top: Tensor, keep: Tensor) -> Tensor:
-        """Which of the slots that are seen [N, H, S] stay, `keep` of them, the newest being below `top`."""
+    def surviving_slots(self, score: Tensor, alive: Tensor, end: Tensor, num_keep: Tensor) -> Tensor:
+        """The alive slots [N, H, S] that stay, `num_keep` of them; the newest slot is `end - 1`."""
         slots = torch.arange(score.shape[2], device=score.device)
-        weight = score.masked_fill(slots >= top - self.num_protected, torch.inf).masked_fill(
-            ~seen, -torch.inf
-        )
-        order = weight.sort(stable=True, dim=-1, descending=True).indices
-        return torch.zeros_like(seen).scatter(2, order, (slots < keep).expand_as(seen))
+        priority = score.masked_fill(slots >= end - self.num_protected, torch.inf)
+        order = priority.masked_fill(~alive, -torch.inf).sort(stable=True, dim=-1, descending=True).indices
+        return torch.zeros_like(alive).scatter(2, order, (slots < num_keep).expand_as(alive))
 
 
 class EvictionState(NamedTuple):
-    """Where rows stand when so many guesses are accepted."""
+    """The slots of rows after a number of accepted drafts."""
 
-    score: Tensor  # [N, H, S] what each slot has been looked at
-    alive: Tensor  # [N, H, S] whether it is still there
+    score: Tensor  # [N, H, S] accumulated attention
+    alive: Tensor  # [N, H, S] whether the slot is still there
 
 
 def simulate_draft_eviction(
     pair: tuple[Tensor, Tensor],
-    asked: AttentionCall,
+    call: AttentionCall,
     out: Tensor,
     score: Tensor,
-    where: WriteRegion,
+    region: WriteRegion,
     limit: EvictionBudget,
 ) -> tuple[Tensor, list[EvictionState]]:
-    """What queries find where slots are dropped before every guess [N, Hq, T, E], and how rows stand then.
+    """The attention output [N, Hq, T, E] with an eviction before every draft, and the states in between.
 
-    `out` is what they find where none are, `score` [N, H, S] that of slots after all queries that are no
-    guesses. The first round is that without guesses.
+    `out` is the output without eviction, `score` [N, H, S] the scores after all queries that are not drafts.
+    State `i` is that after `i` accepted drafts.
     """
     keys, values = pair
-    device, width = keys.device, where.span.width
-    assert where.num_committed is not None
+    device, width = keys.device, region.span.width
+    assert region.num_committed is not None
     slots = torch.arange(keys.shape[2], device=device)
-    top = (where.past_lengths + where.num_committed).to(device)[:, None, None]
-    keep = top.clamp(max=limit.budget)
-    seen = limit.surviving_slots(score, (slots < top).expand(keys.shape[:3]), top, keep)
-    trail = [EvictionState(score, seen)]
-    for guess in range(width - int(where.num_committed.min())):
-        place = where.num_committed + guess
-        at = place.clamp(max=width - 1)[:, None].to(device)
-        seen = seen | (slots == top)
-        weights = attention_weights(select_queries(asked, None, at), keys, at, seen)  # [N, H, G, 1, S]
-        found = (weights.to(values.dtype) @ values[:, :, None]).view(len(out), -1, 1, values.shape[3])
-        index = at[:, None, :, None].expand_as(found)
-        there = (place < width).to(device)[:, None, None, None]
-        out = out.scatter(2, index, torch.where(there, found, out.gather(2, index)))
-        score, top, keep = score + weights.sum((2, 3)), top + 1, (keep + 1).clamp(max=limit.budget)
-        seen = limit.surviving_slots(score, seen, top, keep)
-        trail.append(EvictionState(score, seen))
-    return out, trail
+    end = (region.past_lengths + region.num_committed).to(device)[:, None, None]
+    num_keep = end.clamp(max=limit.budget)
+    alive = limit.surviving_slots(score, (slots < end).expand(keys.shape[:3]), end, num_keep)
+    states = [EvictionState(score, alive)]
+    for draft in range(width - int(region.num_committed.min())):
+        query_index = region.num_committed + draft
+        at = query_index.clamp(max=width - 1)[:, None].to(device)
+        alive = alive | (slots == end)
+        weights = attention_weights(select_queries(call, None, at), keys, at, alive)  # [N, H, G, 1, S]
+        draft_out = (weights.to(values.dtype) @ values[:, :, None]).view(len(out), -1, 1, values.shape[3])
+        index = at[:, None, :, None].expand_as(draft_out)
+        exists = (query_index < width).to(device)[:, None, None, None]
+        out = out.scatter(2, index, torch.where(exists, draft_out, out.gather(2, index)))
+        score, end, num_keep = score + weights.sum((2, 3)), end + 1, (num_keep + 1).clamp(max=limit.budget)
+        alive = limit.surviving_slots(score, alive, end, num_keep)
+        states.append(EvictionState(score, alive))
+    return out, states

@@ -1,4 +1,4 @@
-"""Caches that forget what nobody looks at: SnapKV and H2O."""
+"""SnapKV and H2O: caches that evict the slots with the least attention."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ __all__ = ["H2OStore", "SnapKVStore"]
 
 
 class SnapKVStore(EvictingStore):
-    """SnapKV: the end of a prompt says what of it is needed (Li et al. 2024, arXiv 2404.14469).
+    """SnapKV: evict from the prompt what its last queries do not attend (Li et al. 2024, arXiv 2404.14469).
 
-    At the commit that ends a prompt, the attention of its last `window` queries is summed, smoothed over
-    `kernel` neighbouring slots, and each head keeps the `budget - window` slots that got the most, and the
-    window. All that comes later stays.
+    At the commit that ends a prompt, the attention of its last `window` queries is summed and average-pooled
+    over `kernel` neighbouring slots. Each head keeps the window and the `budget - window` slots with the
+    highest sums. Later tokens are never evicted.
 
-    A prompt may come in pieces: while nothing was fed token by token, whatever a forward gives a row that is
-    more than one token is a piece of it, after which what the row keeps and the piece are cut down to the
-    budget together, by the last queries of the piece. Guesses that are accepted along with a prompt count as
-    its end.
+    A prompt may be chunked: until a row is fed single tokens, every forward with more than one token for it
+    is a prompt chunk. After each chunk the row is cut to the budget, by the last queries of the chunk.
+    Drafts accepted together with a prompt count as its end.
     """
 
     def __init__(self, budget: int, window: int = 32, kernel: int = 7) -> None:
@@ -39,26 +38,30 @@ class SnapKVStore(EvictingStore):
         self.window, self.kernel = window, kernel
         self._num_scoring_queries = window
 
-    def _needs_queries(self, where: WriteRegion) -> bool:
-        """While a prompt is read."""
-        return where.span.is_first_write or bool(self._row_state["reading"][where.rows].any())
+    def _needs_queries(self, region: WriteRegion) -> bool:
+        """During a prompt."""
+        return region.span.is_first_write or bool(self._row_state["reading"][region.rows].any())
 
     def _on_attention(
-        self, layer: int, write: PendingWrite, pair: tuple[Tensor, Tensor], asked: AttentionCall
-    ) -> Tensor:  # noqa: ARG002
-        """What queries find; those that may be among the last are held."""
-        sure = write.region.num_committed
-        write.record_queries(asked, 0 if sure is None else max(0, int(sure.min()) - self.window))
-        return sdpa(*pair, asked)
+        self,
+        layer: int,  # noqa: ARG002 - the interface
+        write: PendingWrite,
+        pair: tuple[Tensor, Tensor],
+        call: AttentionCall,
+    ) -> Tensor:
+        """The attention output; records the queries that may be among the last `window`."""
+        committed = write.region.num_committed
+        write.record_queries(call, 0 if committed is None else max(0, int(committed.min()) - self.window))
+        return sdpa(*pair, call)
 
-    def _num_to_keep(self, held: Tensor, given: Tensor, reading: Tensor) -> Tensor:
-        """All, but of a prompt the budget."""
-        return torch.where(reading & (given > 1), held.clamp(max=self.budget), held)
+    def _num_to_keep(self, num_slots: Tensor, num_fed: Tensor, reading: Tensor) -> Tensor:
+        """The budget during a prompt, everything later."""
+        return torch.where(reading & (num_fed > 1), num_slots.clamp(max=self.budget), num_slots)
 
-    def _eviction_scores(self, score: Tensor, held: Tensor) -> Tensor:
-        """The mean of neighbouring slots, so that what stays is no heap of single tokens."""
-        late = torch.arange(score.shape[2]) >= held[:, None, None] - self.window
-        score = score.masked_fill(late.to(score.device), 0.0)
+    def _eviction_scores(self, score: Tensor, num_slots: Tensor) -> Tensor:
+        """Scores averaged over neighbouring slots, so that runs of tokens are kept."""
+        in_window = torch.arange(score.shape[2]) >= num_slots[:, None, None] - self.window
+        score = score.masked_fill(in_window.to(score.device), 0.0)
         return torch.nn.functional.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _make_empty(self) -> Self:
@@ -66,12 +69,12 @@ class SnapKVStore(EvictingStore):
 
 
 class H2OStore(EvictingStore):
-    """H2O: what has been looked at most stays, and what is recent (Zhang et al. 2023, arXiv 2306.14048).
+    """H2O: keep recent slots and those with the most attention (Zhang et al. 2023, arXiv 2306.14048).
 
-    At every commit the attention of its queries is added to what each slot had before. Where a row then holds
-    more than `budget` slots, each head keeps the last `recent` and of the others those with the highest sum.
-    Votes of queries that are taken back later remain. Guesses that are tried in one forward change nothing:
-    each sees what the one before it, were it accepted, would have left.
+    At every commit the attention of the new queries is added to each slot's score. A row with more than
+    `budget` slots then keeps, per head, the last `recent` slots and those with the highest scores. Scores
+    from queries that are rewound later remain. Drafts give the same result as single tokens: each draft
+    sees the slots that would remain if the drafts before it were accepted.
     """
 
     _accumulates_scores = True
@@ -84,52 +87,55 @@ class H2OStore(EvictingStore):
         self.recent = recent
 
     def _on_attention(
-        self, layer: int, write: PendingWrite, pair: tuple[Tensor, Tensor], asked: AttentionCall
+        self, layer: int, write: PendingWrite, pair: tuple[Tensor, Tensor], call: AttentionCall
     ) -> Tensor:
-        """What queries find; those that are no guesses vote at once, the others are held."""
-        where, out, again = write.region, sdpa(*pair, asked), write.is_attended
-        if where.num_committed is None:
-            write.record_queries(asked, 0)
+        """The attention output; scores the committed queries at once and records the drafts."""
+        region, out, repeated = write.region, sdpa(*pair, call), write.is_attended
+        if region.num_committed is None:
+            write.record_queries(call, 0)
             return out
-        everyone = torch.arange(len(where.rows))
-        firm = ScoringQueries(0, everyone, where.rows, None, torch.zeros_like(everyone), where.num_committed)
-        found = score_slots(PendingWrite(where, attention_calls=[asked], is_attended=True), firm, pair[0])
-        write.committed_scores = found if write.committed_scores is None else write.committed_scores + found
-        write.record_queries(asked, int(where.num_committed.min()))
-        if again:  # layers that share their keys: a second vote would come too late for the first
+        all_rows = torch.arange(len(region.rows))
+        start = torch.zeros_like(all_rows)
+        committed = ScoringQueries(0, all_rows, region.rows, None, start, region.num_committed)
+        scores = score_slots(
+            PendingWrite(region, attention_calls=[call], is_attended=True), committed, pair[0]
+        )
+        if write.committed_scores is not None:
+            scores = write.committed_scores + scores
+        write.committed_scores = scores
+        write.record_queries(call, int(region.num_committed.min()))
+        if repeated:  # layers that share keys: the first layer's drafts cannot see the second's scores
             write.draft_states = []
-        elif self._needs_draft_eviction(where):
+        elif self._needs_draft_eviction(region):
             block, size = self._slots.blocks[layer], pair[0].shape[2]
-            old = block.score[where.rows.to(block.score.device), :, :size]
-            stays = torch.arange(size) < where.past_lengths[:, None, None]
-            score = torch.where(stays.to(old.device), old, 0.0) + write.committed_scores
+            old = block.score[region.rows.to(block.score.device), :, :size]
+            is_old = torch.arange(size) < region.past_lengths[:, None, None]
+            score = torch.where(is_old.to(old.device), old, 0.0) + write.committed_scores
             limit = EvictionBudget(self.budget, self.recent)
-            out, write.draft_states = simulate_draft_eviction(pair, asked, out, score, where, limit)
+            out, write.draft_states = simulate_draft_eviction(pair, call, out, score, region, limit)
         return out
 
-    def _needs_draft_eviction(self, where: WriteRegion) -> bool:
-        """Whether guesses are tried for which slots have to go."""
-        assert where.num_committed is not None
-        now = torch.equal(where.start, self.lengths[where.rows])
-        now = now and torch.equal(where.past_lengths, self.slot_counts[where.rows])
-        full = bool((where.past_lengths + where.span.width > self.budget).any())
-        return (
-            not where.span.is_first_write
-            and now
-            and full
-            and where.span.width > int(where.num_committed.min())
-        )
+    def _needs_draft_eviction(self, region: WriteRegion) -> bool:
+        """Whether the forward has drafts that would cause evictions."""
+        assert region.num_committed is not None
+        up_to_date = torch.equal(region.start, self.lengths[region.rows])
+        up_to_date = up_to_date and torch.equal(region.past_lengths, self.slot_counts[region.rows])
+        over_budget = bool((region.past_lengths + region.span.width > self.budget).any())
+        has_drafts = region.span.width > int(region.num_committed.min())
+        return not region.span.is_first_write and up_to_date and over_budget and has_drafts
 
-    def _num_to_keep(self, held: Tensor, given: Tensor, reading: Tensor) -> Tensor:  # noqa: ARG002 - the rule
-        """The budget."""
-        return held.clamp(max=self.budget)
+    def _num_to_keep(self, num_slots: Tensor, num_fed: Tensor, reading: Tensor) -> Tensor:  # noqa: ARG002 - the interface
+        """At most the budget."""
+        return num_slots.clamp(max=self.budget)
 
     def _make_empty(self) -> Self:
         return type(self)(self.budget, self.recent)
 
 
-def _check_int(name: str, value: object, least: int, most: int | None = None, whose: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(name, f"must be an integer >= {least}", value)
-    if most is not None and value > most:
-        raise ConfigError(name, f"must be at most {whose}, {most}", value)
+def _check_int(
+    name: str, value: object, minimum: int, maximum: int | None = None, maximum_name: str = ""
+) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(name, f"must be an integer >= {minimum}", value)
+    if maximum is not None and value > maximum:
+        raise ConfigError(name, f"must be at most {maximum_name}, {maximum}", value)

@@ -1,4 +1,4 @@
-"""What caches that forget by attention have in common: slots, votes, and what a commit makes of them."""
+"""The base of caches that evict slots by attention: slots, scores, and the commit that evicts."""
 
 from __future__ import annotations
 
@@ -27,53 +27,55 @@ __all__ = ["EvictingStore"]
 
 
 class EvictingStore:
-    """A cache of at most so many slots a row: every head of every layer has those that it looked at most.
+    """A cache with a limited number of slots per row; each head of each layer keeps the most attended ones.
 
-    What a row keeps lies packed and in order, the newest last, as many slots in every layer and head. Keys
-    stay as they were rotated, queries stand at their true positions. Which queries of a forward count is
-    known at commit, so those that may be padding or wrong guesses are held until then. Slots are dropped
-    there and nowhere else. Query heads that share a head of keys vote together.
+    The slots of a row are packed in order of position, the same number in every layer and head. Keys keep
+    their rotation, queries their true positions. Whether a query is padding or a rejected draft is known
+    only at commit, so queries are recorded until then, and only a commit evicts. Query heads that share a
+    key head are scored together.
     """
 
-    _accumulates_scores = False  # whether votes add up from commit to commit
-    _num_scoring_queries: int | None = None  # how many of the last queries vote; None: all
+    lossless = True
+    capacity: int | None = None
+    _accumulates_scores = False  # whether scores add up from commit to commit
+    _num_scoring_queries: int | None = None  # how many of the last queries count; None: all
 
-    def __init__(self, budget: int, spared: int) -> None:
+    def __init__(self, budget: int, num_protected: int) -> None:
         self.budget = budget
-        self._num_protected = spared  # how many of the newest slots are never dropped
+        self._num_protected = num_protected  # the number of newest slots that are never evicted
         self._slots = SlotBlocks(self._accumulates_scores)
         self._pending_writes: dict[int, list[PendingWrite]] = {}  # since the last commit
         self._regions: list[WriteRegion] = []
-        # `floor`: what a row cannot be cut below; `reading`: whether its prompt may still go on.
+        # `held`: slots of a row; `floor`: the least length it can be cut to; `reading`: its prompt may go on.
         self._row_state = {name: torch.zeros(0, dtype=torch.long) for name in ("lengths", "held", "floor")}
         self._row_state["reading"] = torch.zeros(0, dtype=torch.bool)
 
-    def _needs_queries(self, where: WriteRegion) -> bool:  # noqa: ARG002 - for those that need not
-        """Whether queries of this forward may have to vote."""
+    def _needs_queries(self, region: WriteRegion) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether queries of this forward may count."""
         return True
 
     def _on_attention(
-        self, layer: int, write: PendingWrite, pair: tuple[Tensor, Tensor], asked: AttentionCall
+        self, layer: int, write: PendingWrite, pair: tuple[Tensor, Tensor], call: AttentionCall
     ) -> Tensor:
-        """What queries find in keys and values [N, Hq, T, E]; they are held."""
+        """The attention output [N, Hq, T, E] over keys and values; records the queries."""
         raise NotImplementedError
 
-    def _num_to_keep(self, held: Tensor, given: Tensor, reading: Tensor) -> Tensor:
-        """How many of `held` slots are kept by rows that were given so many tokens at once [U]."""
+    def _num_to_keep(self, num_slots: Tensor, num_fed: Tensor, reading: Tensor) -> Tensor:
+        """The number of slots to keep [U], for rows fed `num_fed` tokens in one forward."""
         raise NotImplementedError
 
-    def _eviction_scores(self, score: Tensor, held: Tensor) -> Tensor:  # noqa: ARG002 - for those that do
-        """What decides, of votes [N, H, S] for so many slots [N] (host)."""
+    def _eviction_scores(self, score: Tensor, num_slots: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
+        """The scores that decide, from summed attention [N, H, S] of so many slots [N] (host)."""
         return score
 
     def _make_empty(self) -> Self:
-        """Another one like it that holds nothing."""
+        """An empty store with the same settings."""
         raise NotImplementedError
 
-    # -------------------------------------------------------------------- what is held
+    # -------------------------------------------------------------------- content
     @property
     def max_rewind(self) -> int | None:
-        """The newest slots are all there, so a row can be cut by so many."""
+        """The protected slots: a row can be cut by that many positions."""
         return self._num_protected
 
     def __len__(self) -> int:
@@ -81,12 +83,12 @@ class EvictingStore:
 
     @property
     def lengths(self) -> Tensor:
-        """How many positions each row has [R] (host), those that it forgot included."""
+        """The number of positions of each row [R] (host), evicted ones included."""
         return self._row_state["lengths"]
 
     @property
     def slot_counts(self) -> Tensor:
-        """How many slots each row holds [R] (host)."""
+        """The number of slots of each row [R] (host)."""
         return self._row_state["held"]
 
     @property
@@ -96,12 +98,12 @@ class EvictingStore:
 
     @property
     def nbytes(self) -> int:
-        """What slots, votes and whatever waits for a commit take in memory."""
-        waiting = sum(write.nbytes for writes in self._pending_writes.values() for write in writes)
-        return waiting + self._slots.nbytes
+        """The memory of slots, scores and uncommitted writes in bytes."""
+        pending = sum(write.nbytes for writes in self._pending_writes.values() for write in writes)
+        return pending + self._slots.nbytes
 
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What these rows (host) hold of a layer as last committed, packed [N, H, S, D]."""
+        """The committed slots of rows [N] (host) in a layer, packed [N, H, S, D]."""
         block = self._slots.select_rows(rows, _max_or_zero(self.slot_counts[rows]), [layer]).blocks[layer]
         return block.keys, block.values
 
@@ -111,220 +113,229 @@ class EvictingStore:
             self._row_state[name] = torch.cat((column, column.new_full((rows,), name == "reading")))
 
     # -------------------------------------------------------------------- a forward
-    def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:  # noqa: ARG002 - all layers hold as much
-        """What `update` is about to show."""
+    def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:  # noqa: ARG002 - layers are alike
+        """The slots that `update` will return."""
         if torch.equal(self.slot_counts, self.lengths):
             return None
-        where = self._region(span)
-        return VisibleSlots(where.past_lengths, where.num_slots)
+        region = self._region(span)
+        return VisibleSlots(region.past_lengths, region.num_slots)
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
-        """Write [N, H, T, D] at the span; what its rows hold then [N, H, S, D], stale slots included."""
-        where = self._region(span)
-        write = PendingWrite(where)
+        """Write [N, H, T, D] at the span; returns the slots of its rows [N, H, S, D], stale ones included."""
+        region = self._region(span)
+        write = PendingWrite(region)
         if span.is_first_write:
-            # A prompt lies beside the block until it is known what stays of it.
+            # A prompt stays outside the block until the commit decides what is kept of it.
             write.prompt_kv = key, value
         else:
-            self._flush_prompts(layer, where.rows)
-            key, value = self._write_block(layer, key, value, where)
+            self._flush_prompts(layer, region.rows)
+            key, value = self._write_block(layer, key, value, region)
         if not span.width:
             return key, value
-        where.is_written = True
+        region.is_written = True
         self._pending_writes.setdefault(layer, []).append(write)
-        if not self._needs_queries(where):
+        if not self._needs_queries(region):
             return key, value
-        hear = partial(self._on_attention, layer, write)
-        return cast(Tensor, RecordingKV(key, hear)), cast(Tensor, RecordingKV(value, hear))
+        attend_fn = partial(self._on_attention, layer, write)
+        return cast(Tensor, RecordingKV(key, attend_fn)), cast(Tensor, RecordingKV(value, attend_fn))
 
     def _region(self, span: KVSpan) -> WriteRegion:
-        for known in reversed(self._regions):
-            if known.span is span:
-                return known
+        """The span in slots, computed once per forward."""
+        for region in reversed(self._regions):
+            if region.span is span:
+                return region
         rows, start = map(torch.from_numpy, span.on_host(len(self)))
-        gone = self.lengths - self.slot_counts
-        for known in self._regions:
-            if known.is_written and known.span.is_first_write:
-                gone[known.rows] = 0  # what is read from its first position on replaces all that there was
-        held = start if span.is_first_write else start - gone[rows]
-        self._regions.append(
-            WriteRegion(span, rows, start, held, _max_or_zero(held) + span.width, span.num_committed)
-        )
+        num_evicted = self.lengths - self.slot_counts
+        for region in self._regions:
+            if region.is_written and region.span.is_first_write:
+                num_evicted[region.rows] = 0  # a write from position 0 replaces the row
+        past_lengths = start if span.is_first_write else start - num_evicted[rows]
+        num_slots = _max_or_zero(past_lengths) + span.width
+        self._regions.append(WriteRegion(span, rows, start, past_lengths, num_slots, span.num_committed))
         return self._regions[-1]
 
     def _write_block(
-        self, layer: int, key: Tensor, value: Tensor, where: WriteRegion
+        self, layer: int, key: Tensor, value: Tensor, region: WriteRegion
     ) -> tuple[Tensor, Tensor]:
-        """Write to the block; what the rows have there."""
-        block = self._slots.ensure_capacity(layer, (key, value), len(self), where.num_slots)
-        rows, at = where.index_on(key.device)
-        every = where.span.rows is None
-        first = where.num_slots - where.span.width
-        level = every and bool((where.past_lengths == first).all())
-        shown = []
-        for part, new in ((block.keys, key), (block.values, value)):
-            if level:
-                part[: len(rows), :, first : where.num_slots] = new
+        """Write to the layer's block; returns the slots of the rows there."""
+        block = self._slots.ensure_capacity(layer, (key, value), len(self), region.num_slots)
+        rows, at = region.index_on(key.device)
+        all_rows = region.span.rows is None
+        first = region.num_slots - region.span.width
+        uniform = all_rows and bool((region.past_lengths == first).all())
+        visible = []
+        for tensor, new in ((block.keys, key), (block.values, value)):
+            if uniform:
+                tensor[: len(rows), :, first : region.num_slots] = new
             else:
-                part[rows[:, None], :, at] = new.transpose(1, 2)
-            shown.append(
-                part[: len(rows), :, : where.num_slots] if every else part[rows, :, : where.num_slots]
-            )
-        return shown[0], shown[1]
+                tensor[rows[:, None], :, at] = new.transpose(1, 2)
+            fed = slice(len(rows)) if all_rows else rows
+            visible.append(tensor[fed, :, : region.num_slots])
+        return visible[0], visible[1]
 
     def _flush_prompts(self, layer: int, rows: Tensor) -> None:
-        """Lay what rows began with into the block where more of them is written before the next commit."""
-        waiting = [write for write in self._pending_writes.get(layer, ()) if write.prompt_kv is not None]
-        if any(bool(torch.isin(rows, write.region.rows).any()) for write in waiting):
-            for write in waiting:  # all, in order: a row may have begun more than once
+        """Write pending prompts to the block if one of their rows is written again before the commit."""
+        pending = [write for write in self._pending_writes.get(layer, ()) if write.prompt_kv is not None]
+        if any(bool(torch.isin(rows, write.region.rows).any()) for write in pending):
+            for write in pending:  # all, in order: a row may have been restarted more than once
                 self._write_block(layer, *cast(tuple[Tensor, Tensor], write.prompt_kv), write.region)
                 write.prompt_kv = None
 
     # -------------------------------------------------------------------- a commit
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]` cut to `lengths[i]`, less what it can do without."""
-        fate, columns = self._row_outcomes(parents, lengths)
+        """New row `i` is old row `parents[i]` cut to `lengths[i]`, with slots over the budget evicted."""
+        outcomes, columns = self._row_outcomes(parents, lengths)
         plans: dict[object, CommitPlan] = {}
         for layer in sorted(self._slots.blocks.keys() | self._pending_writes.keys()):
             writes = self._pending_writes.get(layer, [])
-            alike = tuple((id(write.region), write.prompt_kv is None) for write in writes)
-            if alike not in plans:
-                plans[alike] = plan_commit(fate, writes, self._accumulates_scores, self._num_scoring_queries)
-            self._commit_layer(layer, fate, plans[alike])
-        self._row_state = {name: column[fate.outcome] for name, column in columns.items()}
+            signature = tuple((id(write.region), write.prompt_kv is None) for write in writes)
+            if signature not in plans:
+                plans[signature] = plan_commit(
+                    outcomes, writes, self._accumulates_scores, self._num_scoring_queries
+                )
+            self._commit_layer(layer, outcomes, plans[signature])
+        self._row_state = {name: column[outcomes.outcome] for name, column in columns.items()}
         self._pending_writes, self._regions = {}, []
         self._slots.shrink_to_fit(len(self), _max_or_zero(self.slot_counts))
 
     def _row_outcomes(self, parents: Tensor | None, lengths: Tensor) -> tuple[RowOutcomes, dict[str, Tensor]]:
-        """What becomes of the rows, and the columns of the cut rows [U]."""
-        whence = torch.arange(len(lengths)) if parents is None else parents
+        """The outcomes of a commit, and the row state of each outcome [U]."""
+        source_row = torch.arange(len(lengths)) if parents is None else parents
         base = _max_or_zero(lengths) + 1
-        both, which = torch.unique(whence * base + lengths, return_inverse=True)
-        parent, length = both // base, both % base
-        fresh = [where.rows for where in self._regions if where.is_written and where.span.is_first_write]
-        begun = torch.isin(parent, torch.cat([*fresh, parent[:0]]))
-        old = {name: column[parent].masked_fill(begun, 0) for name, column in self._row_state.items()}
-        short = (length < old["floor"]).nonzero()
-        if len(short):
-            row, floor = int(parent[short[0]]), int(old["floor"][short[0]])
-            must = f"must leave row {row}, which has forgotten some of them, at least {floor} positions"
-            raise InputError("lengths", must, int(length[short[0]]), "read its text again")
+        pairs, outcome = torch.unique(source_row * base + lengths, return_inverse=True)
+        parent, length = pairs // base, pairs % base
+        restarts = [
+            region.rows for region in self._regions if region.is_written and region.span.is_first_write
+        ]
+        restarted = torch.isin(parent, torch.cat([*restarts, parent[:0]]))
+        old = {name: column[parent].masked_fill(restarted, 0) for name, column in self._row_state.items()}
+        self._check_floor(parent, length, old["floor"])
         grown = length - old["lengths"]
-        held, reading = old["held"] + grown, old["reading"] | begun
-        given = torch.zeros(len(self), dtype=torch.long)
-        for where in self._regions:
-            if where.is_written:
-                told = (
-                    where.num_committed
-                    if where.num_committed is not None
-                    else torch.full_like(where.rows, where.span.width)
-                )
-                given[where.rows] = torch.maximum(given[where.rows], told)
-        piece = torch.minimum(grown, given[parent])
-        keep = self._num_to_keep(held, piece, reading)
+        num_slots, reading = old["held"] + grown, old["reading"] | restarted
+        num_fed = torch.minimum(grown, self._max_fed()[parent])
+        num_keep = self._num_to_keep(num_slots, num_fed, reading)
         columns = {
             "lengths": length,
-            "held": keep,
-            "floor": torch.where(keep < held, length - self._num_protected, old["floor"]),
-            # A text that is written comes a token at a time, guesses aside.
-            "reading": reading & ((old["lengths"] == 0) | (grown <= 0) | (piece > 1)),
+            "held": num_keep,
+            "floor": torch.where(num_keep < num_slots, length - self._num_protected, old["floor"]),
+            # Generated text is fed one token at a time, drafts aside.
+            "reading": reading & ((old["lengths"] == 0) | (grown <= 0) | (num_fed > 1)),
         }
-        before = torch.minimum(old["held"], held)
-        return RowOutcomes(whence, which, parent, length, before, held, keep, begun), columns
+        num_old = torch.minimum(old["held"], num_slots)
+        outcomes = RowOutcomes(source_row, outcome, parent, length, num_old, num_slots, num_keep, restarted)
+        return outcomes, columns
 
-    def _commit_layer(self, layer: int, fate: RowOutcomes, plan: CommitPlan) -> None:
-        """Vote, evict and move in one layer."""
-        score, seen = self._layer_scores(layer, plan) if plan.max_slots else (None, None)
-        parts = [self._gather_move(layer, fate, move, score, seen) for move in plan.moves]
-        if not parts and (score is None or not self._accumulates_scores):
+    def _check_floor(self, parent: Tensor, length: Tensor, floor: Tensor) -> None:
+        """Refuse lengths whose positions were partly evicted."""
+        short = (length < floor).nonzero()
+        if len(short):
+            row, minimum, given = (int(column[short[0]]) for column in (parent, floor, length))
+            must = f"must be >= {minimum} for row {row}, which has evicted earlier positions"
+            raise InputError("lengths", must, given, "prefill the row again")
+
+    def _max_fed(self) -> Tensor:
+        """The most tokens that a forward since the last commit fed each row [R], drafts excluded."""
+        most = torch.zeros(len(self), dtype=torch.long)
+        for region in self._regions:
+            if region.is_written:
+                fed = region.num_committed
+                fed = torch.full_like(region.rows, region.span.width) if fed is None else fed
+                most[region.rows] = torch.maximum(most[region.rows], fed)
+        return most
+
+    def _commit_layer(self, layer: int, outcomes: RowOutcomes, plan: CommitPlan) -> None:
+        """Score, evict and copy in one layer."""
+        score, alive = self._layer_scores(layer, plan) if plan.max_slots else (None, None)
+        gathered = [self._gather_move(layer, outcomes, move, score, alive) for move in plan.moves]
+        if not gathered and (score is None or not self._accumulates_scores):
             return
-        wide = _max_or_zero(fate.num_keep)
-        block = self._slots.ensure_capacity(layer, self._layer_kv(layer), len(fate.outcome), wide)
-        for move, (keys, values) in zip(plan.moves, parts, strict=True):
+        rows, slots = len(outcomes.outcome), _max_or_zero(outcomes.num_keep)
+        block = self._slots.ensure_capacity(layer, self._layer_kv(layer), rows, slots)
+        for move, (keys, values) in zip(plan.moves, gathered, strict=True):
             at = move.rows.to(keys.device)
             block.keys[at, :, : keys.shape[2]], block.values[at, :, : keys.shape[2]] = keys, values
         if score is not None and self._accumulates_scores:
-            block.score[: len(fate.outcome), :, :wide] = score[fate.outcome.to(score.device), :, :wide]
+            block.score[:rows, :, :slots] = score[outcomes.outcome.to(score.device), :, :slots]
 
     def _layer_scores(self, layer: int, plan: CommitPlan) -> tuple[Tensor, Tensor | None]:
-        """The votes for what rows hold [V, H, S], and where slots went before every guess what is left."""
+        """The scores of the scored rows [V, H, S], and the slots alive after draft evictions, if any."""
         keys = self._layer_kv(layer)[0]
         score = torch.zeros(len(plan.scored_rows), keys.shape[1], plan.max_slots, device=keys.device)
-        seen: Tensor | None = None
+        alive: Tensor | None = None
         block = self._slots.blocks.get(layer)
         if block is not None and self._accumulates_scores and len(block.score):
             at = plan.scored_rows.clamp(max=len(block.score) - 1).to(keys.device)
             old = block.score[at, :, : plan.max_slots]
-            stays = plan.old_score_mask[..., : old.shape[2]].to(keys.device)
-            score[:, :, : old.shape[2]] = torch.where(stays, old, 0.0)
-        for ballot in plan.scoring_queries:
-            write = self._pending_writes[layer][ballot.write_index]
-            stop, mine = min(plan.max_slots, write.region.num_slots), ballot.scored_index.to(keys.device)
-            line = torch.arange(len(ballot.scored_index)) if ballot.write_rows is None else ballot.write_rows
-            at = line.to(keys.device)
+            counts = plan.old_score_mask[..., : old.shape[2]].to(keys.device)
+            score[:, :, : old.shape[2]] = torch.where(counts, old, 0.0)
+        for scoring in plan.scoring_queries:
+            write = self._pending_writes[layer][scoring.write_index]
+            stop, scored = min(plan.max_slots, write.region.num_slots), scoring.scored_index.to(keys.device)
+            write_rows = scoring.write_rows
+            write_rows = torch.arange(len(scoring.scored_index)) if write_rows is None else write_rows
+            at = write_rows.to(keys.device)
             if write.draft_states:
                 assert write.region.num_committed is not None
-                accepted = (ballot.stop - write.region.num_committed[line]).to(keys.device)
-                seen = torch.ones_like(score, dtype=torch.bool) if seen is None else seen
-                score[mine, :, :stop], seen[mine, :, :stop] = (
-                    torch.stack(parts)[accepted, at, :, :stop]
-                    for parts in zip(*write.draft_states, strict=True)
+                accepted = (scoring.stop - write.region.num_committed[write_rows]).to(keys.device)
+                alive = torch.ones_like(score, dtype=torch.bool) if alive is None else alive
+                score[scored, :, :stop], alive[scored, :, :stop] = (
+                    torch.stack(states)[accepted, at, :, :stop]
+                    for states in zip(*write.draft_states, strict=True)
                 )
                 continue
             if write.committed_scores is not None and write.region.num_committed is not None:
-                score[mine, :, :stop] += write.committed_scores[at, :, :stop]
-                ballot = ballot._replace(start=torch.maximum(ballot.start, write.region.num_committed[line]))
-            source = -1 if write.prompt_kv is None else ballot.write_index
-            found = score_slots(write, ballot, self._read_rows(layer, source, ballot.rows, stop)[0])
-            score[mine, :, :stop] += found
-        return score, seen
+                score[scored, :, :stop] += write.committed_scores[at, :, :stop]
+                first_draft = write.region.num_committed[write_rows]
+                scoring = scoring._replace(start=torch.maximum(scoring.start, first_draft))
+            source = -1 if write.prompt_kv is None else scoring.write_index
+            read_keys, _ = self._read_rows(layer, source, scoring.rows, stop)
+            score[scored, :, :stop] += score_slots(write, scoring, read_keys)
+        return score, alive
 
     def _gather_move(
-        self, layer: int, fate: RowOutcomes, move: RowMove, score: Tensor | None, seen: Tensor | None
+        self, layer: int, outcomes: RowOutcomes, move: RowMove, score: Tensor | None, alive: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The keys and values of rows that are laid elsewhere [N, H, S, D]; scores go with what they keep."""
-        held, keep, parent = (
-            fate.num_slots[move.outcomes],
-            fate.num_keep[move.outcomes],
-            fate.parent[move.outcomes],
-        )
+        """The keys and values of rows to copy [N, H, S, D]; accumulated scores are packed alike."""
+        num_slots, num_keep = outcomes.num_slots[move.outcomes], outcomes.num_keep[move.outcomes]
+        parent = outcomes.parent[move.outcomes]
         if move.scored_index is None:
-            # Copies, for others may be laid there first.
-            pair = tuple(
-                one.clone() for one in self._read_rows(layer, move.source, parent, _max_or_zero(held))
-            )
+            # Copies, because another move may be written there first.
+            keys, values = self._read_rows(layer, move.source, parent, _max_or_zero(num_slots))
+            pair = keys.clone(), values.clone()
         else:
             assert score is not None
             at = move.scored_index.to(score.device)
-            mine = score[at]
-            left = None if seen is None else seen[at]
-            kept = select_slots(self._eviction_scores(mine, held), held, keep, self._num_protected, left)
-            lies, line = self._locate_rows(layer, move.source, parent)
-            row, head = line.to(score.device)[:, None, None], torch.arange(kept.shape[1], device=score.device)
-            pair = tuple(one[row, head[:, None], kept] for one in lies)
+            move_score, move_alive = score[at], None if alive is None else alive[at]
+            priority = self._eviction_scores(move_score, num_slots)
+            kept_slots = select_slots(priority, num_slots, num_keep, self._num_protected, move_alive)
+            (keys, values), index = self._locate_rows(layer, move.source, parent)
+            row = index.to(score.device)[:, None, None]
+            head = torch.arange(kept_slots.shape[1], device=score.device)[:, None]
+            pair = keys[row, head, kept_slots], values[row, head, kept_slots]
             if self._accumulates_scores:
-                score[at, :, : kept.shape[2]] = mine.gather(2, kept)
+                score[at, :, : kept_slots.shape[2]] = move_score.gather(2, kept_slots)
         if move.repeat_index is not None:
-            pair = tuple(one[move.repeat_index.to(one.device)] for one in pair)
-        return pair[0], pair[1]
+            repeats = move.repeat_index.to(pair[0].device)
+            pair = pair[0][repeats], pair[1][repeats]
+        return pair
 
     def _locate_rows(self, layer: int, source: int, rows: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """The keys and values among which rows [N] (host) lie, and their lines there."""
+        """The tensors with rows [N] (host), the block or a pending prompt, and their index there."""
         pair = self._pending_writes[layer][source].prompt_kv if source >= 0 else None
         if pair is None:
             return self._layer_kv(layer), rows
         return pair, index_of_rows(self._pending_writes[layer][source].region.rows, rows)
 
     def _read_rows(self, layer: int, source: int, rows: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of rows [N] (host) where they lie [N, H, S, D]."""
-        (keys, values), line = self._locate_rows(layer, source, rows)
-        if torch.equal(line, torch.arange(len(line))):
-            return keys[: len(line), :, :stop], values[: len(line), :, :stop]
-        at = line.to(keys.device)
+        """The first slots of rows [N] (host) [N, H, S, D], from the block or from a pending prompt."""
+        (keys, values), index = self._locate_rows(layer, source, rows)
+        if torch.equal(index, torch.arange(len(index))):
+            return keys[: len(index), :, :stop], values[: len(index), :, :stop]
+        at = index.to(keys.device)
         return keys[at, :, :stop], values[at, :, :stop]
 
     def _layer_kv(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's block, or what a forward brought where there is none yet."""
+        """The layer's block, or a pending prompt if there is no block yet."""
         block = self._slots.blocks.get(layer)
         if block is not None:
             return block.keys, block.values
@@ -332,17 +343,17 @@ class EvictingStore:
 
     # -------------------------------------------------------------------- whole rows
     def select(self, rows: Tensor) -> Self:
-        """A copy of these rows [N] (host), as last committed."""
+        """A copy of the committed content of these rows [N] (host)."""
         other = self._make_empty()
         other._row_state = {name: column[rows] for name, column in self._row_state.items()}
         other._slots = self._slots.select_rows(rows, _max_or_zero(other.slot_counts))
         return other
 
     def join(self, other: Self) -> None:
-        """Take the rows of another one below its own."""
+        """Append the rows of another store."""
         self._slots.append(other._slots, len(self), len(other), _max_or_zero(other.slot_counts))
         self._row_state = {
-            name: torch.cat((mine, other._row_state[name])) for name, mine in self._row_state.items()
+            name: torch.cat((column, other._row_state[name])) for name, column in self._row_state.items()
         }
 
     def to(self, device: torch.device | str) -> None:
@@ -350,13 +361,14 @@ class EvictingStore:
         self._slots.to(device)
 
     def state(self) -> dict[str, Tensor]:
-        """All rows as last committed: what is known of each, and its slots in every layer."""
+        """All committed rows: row state, and by layer the slots."""
         columns = {name: column.clone() for name, column in self._row_state.items()}
         return columns | self._slots.state(len(self), _max_or_zero(self.slot_counts))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state` gave, into an empty cache."""
-        self._row_state = {name: state[name].cpu().to(mine.dtype) for name, mine in self._row_state.items()}
+        """Load the result of `state` into an empty store."""
+        for name, column in self._row_state.items():
+            self._row_state[name] = state[name].cpu().to(column.dtype)
         self._slots.load(state)
 
 

@@ -1,4 +1,4 @@
-"""The caches of several models that are fed the same rows."""
+"""The caches of several models that decode the same rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["MultiModelCache"]
 
 
 class MultiModelCache:
-    """A cache for each of several models, all of which follow the rows."""
+    """One cache per model; every row operation is applied to all of them."""
 
     max_rewind: int | None
+    capacity: int | None = None
 
     def __init__(self, parts: Sequence[RowCache]) -> None:
         self.parts = tuple(parts)
@@ -28,7 +29,7 @@ class MultiModelCache:
 
     @property
     def lengths(self) -> Tensor:
-        """How many positions each row holds [R] (host), in every part."""
+        """The number of positions of each row [R] (host), equal in all parts."""
         return self._lengths
 
     def extend(self, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""The offloaded caches: layers rest on another device than the model's, and come for their turn."""
+"""Offloaded caches: blocks are stored on another device and fetched layer by layer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Device = torch.device | str
 
 
 class _PrefetchedLayer(NamedTuple):
-    """What the rows of a span hold in one layer, on the model's device [N, H, S, D]."""
+    """The blocks of a span's rows in one layer, copied to the compute device [N, H, S, D]."""
 
     layer: int
     span: KVSpan
     keys: Tensor
     values: Tensor
-    ready_event: Any = None  # the event after which they may be read; None: at once
+    ready_event: Any = None  # CUDA event of the copy; None: the copy is complete
 
 
 class OffloadedStore(DenseStore):
-    """A dense cache whose blocks rest on `device`; the model's device has two layers at the most.
+    """A dense cache stored on `device`; the compute device holds at most two layers.
 
-    A layer's turn brings what its rows hold, and sends for the next layer meanwhile (on CUDA on a stream of
-    its own, from pinned memory). What is written goes to both places at once, so that what is aboard can be
-    forgotten and needs no way back. Commits move rows where they rest.
+    `update` uses the fetched layer and prefetches the next one (on CUDA in a separate stream, from pinned
+    memory). Writes go to both devices, so a fetched layer can be dropped without copying back. Commits move
+    rows on the offload device.
     """
 
     def __init__(self, device: Device = "cpu") -> None:
@@ -41,47 +41,43 @@ class OffloadedStore(DenseStore):
     def _init_offload(self, device: Device) -> None:
         self._offload_device = torch.device(device)
         self._prefetched_layer: _PrefetchedLayer | None = None
-        self._offload_span: tuple[KVSpan, KVSpan] | None = (
-            None  # the span at hand, and as it is where the blocks rest
-        )
+        self._offload_span: tuple[KVSpan, KVSpan] | None = None  # the last span, as given and offloaded
         self._streams: dict[torch.device, Any] = {}
-        self._compute_devices: dict[int, torch.device] = {}  # by layer, where the model computes it
+        self._compute_devices: dict[int, torch.device] = {}  # by layer
 
     @property
     def nbytes(self) -> int:
-        """What the blocks take in memory, and the layer that was sent for."""
+        """The memory of all blocks and of the prefetched layer in bytes."""
         return super().nbytes + self.prefetched_bytes
 
     @property
     def prefetched_bytes(self) -> int:
-        """What the layer that was sent for takes on the model's device."""
-        return (
-            0
-            if self._prefetched_layer is None
-            else self._prefetched_layer.keys.nbytes + self._prefetched_layer.values.nbytes
-        )
+        """The memory of the prefetched layer on the compute device in bytes."""
+        layer = self._prefetched_layer
+        return 0 if layer is None else layer.keys.nbytes + layer.values.nbytes
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
-        """Write [N, H, T, D] at the span; what its rows hold then [N, H, S, D], on the device of the keys."""
-        here = key.device
-        if here == self._offload_device:
+        """Write [N, H, T, D] at the span; returns the slots of its rows [N, H, S, D] on the keys' device."""
+        compute_device = key.device
+        if compute_device == self._offload_device:
             return super().update(layer, key, value, span)
-        self._compute_devices[layer] = here
-        home = self._to_offload_span(span)
-        if span.is_first_write:  # what is written is all there is
-            super().update(layer, key.to(self._offload_device), value.to(self._offload_device), home)
+        self._compute_devices[layer] = compute_device
+        offload_span = self._to_offload_span(span)
+        if span.is_first_write:  # the new keys and values are everything there is to read
+            super().update(layer, key.to(self._offload_device), value.to(self._offload_device), offload_span)
             return key, value
         if not self._has_capacity(span):
-            seen = super().update(layer, key.to(self._offload_device), value.to(self._offload_device), home)
-            return seen[0].to(here), seen[1].to(here)
-        for store, new in ((self._keys, key), (self._values, value)):
-            self._ensure_capacity(store, layer, new, span.read_length)
-        aboard = self._take_layer(layer, span, here)
+            offloaded = key.to(self._offload_device), value.to(self._offload_device)
+            keys, values = super().update(layer, *offloaded, offload_span)
+            return keys.to(compute_device), values.to(compute_device)
+        for blocks, new in ((self._keys, key), (self._values, value)):
+            self._ensure_capacity(blocks, layer, new, span.read_length)
+        fetched = self._take_layer(layer, span, compute_device)
         self.prefetch(layer + 1, span)
-        self._write(aboard.keys, aboard.values, key, value, span)
-        stowed = key.to(self._offload_device), value.to(self._offload_device)
-        self._write(self._keys[layer], self._values[layer], *stowed, home)
-        return aboard.keys[:, :, : span.read_length], aboard.values[:, :, : span.read_length]
+        self._write(fetched.keys, fetched.values, key, value, span)
+        offloaded = key.to(self._offload_device), value.to(self._offload_device)
+        self._write(self._keys[layer], self._values[layer], *offloaded, offload_span)
+        return fetched.keys[:, :, : span.read_length], fetched.values[:, :, : span.read_length]
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`."""
@@ -89,24 +85,24 @@ class OffloadedStore(DenseStore):
         super().commit(parents, lengths)
 
     def drop_prefetched(self) -> None:
-        """Let go of the layer that was sent for."""
+        """Drop the prefetched layer."""
         self._prefetched_layer = None
 
     def to(self, device: Device) -> None:
-        """Let everything rest elsewhere."""
+        """Make `device` the offload device and move all blocks there."""
         self._offload_device, self._prefetched_layer, self._offload_span = torch.device(device), None, None
         super().to(device)
 
-    def _has_capacity(self, span: KVSpan) -> bool:  # noqa: ARG002 - for those that do not grow
-        """Whether there is a slot for everything that is written."""
+    def _has_capacity(self, span: KVSpan) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether blocks can hold all slots of the span."""
         return True
 
-    # -------------------------------------------------------------------- to and fro
+    # -------------------------------------------------------------------- transfers
     def _to_offload_span(self, span: KVSpan) -> KVSpan:
-        """The span where the blocks rest, one for all layers."""
+        """The span on the offload device; one object for all layers."""
         if self._offload_span is None or self._offload_span[0] is not span:
-            places, starts = (torch.from_numpy(one) for one in span.on_host(self._num_rows))
-            rows = None if span.rows is None else places.to(self._offload_device)
+            host_rows, starts = (torch.from_numpy(column) for column in span.on_host(self._num_rows))
+            rows = None if span.rows is None else host_rows.to(self._offload_device)
             start = span.start if isinstance(span.start, int) else starts.to(self._offload_device)
             self._offload_span = (
                 span,
@@ -114,56 +110,56 @@ class OffloadedStore(DenseStore):
             )
         return self._offload_span[1]
 
-    def _take_layer(self, layer: int, span: KVSpan, here: torch.device) -> _PrefetchedLayer:
-        """The layer aboard, which was sent for or has to be fetched now; it is no longer held here."""
-        ahead, self._prefetched_layer = self._prefetched_layer, None
-        known = ahead is not None and ahead.layer == layer and ahead.span is span
-        if ahead is None or not known or ahead.keys.device != here:
-            return self._fetch_layer(layer, span, here)
-        if ahead.ready_event is not None:
-            stream = torch.cuda.current_stream(here)
-            stream.wait_event(ahead.ready_event)
-            for block in (ahead.keys, ahead.values):
+    def _take_layer(self, layer: int, span: KVSpan, device: torch.device) -> _PrefetchedLayer:
+        """The layer on the compute device, prefetched or fetched now; ownership goes to the caller."""
+        prefetched, self._prefetched_layer = self._prefetched_layer, None
+        matches = prefetched is not None and prefetched.layer == layer and prefetched.span is span
+        if prefetched is None or not matches or prefetched.keys.device != device:
+            return self._fetch_layer(layer, span, device)
+        if prefetched.ready_event is not None:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(prefetched.ready_event)
+            for block in (prefetched.keys, prefetched.values):
                 block.record_stream(stream)
-        return ahead
+        return prefetched
 
     def prefetch(self, layer: int, span: KVSpan) -> None:
-        """Begin to fetch a layer for that span, if it was ever written from elsewhere."""
-        here = self._compute_devices.get(layer)
-        if here is None or layer not in self._keys:
+        """Start fetching a layer for a span; no-op unless another device has written the layer."""
+        device = self._compute_devices.get(layer)
+        if device is None or layer not in self._keys:
             return
-        if here.type != "cuda":
-            self._prefetched_layer = self._fetch_layer(layer, span, here)
+        if device.type != "cuda":
+            self._prefetched_layer = self._fetch_layer(layer, span, device)
             return
-        stream = self._streams.get(here)
+        stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[here] = torch.cuda.Stream(here)
+            stream = self._streams[device] = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
-            found = self._fetch_layer(layer, span, here)
-            self._prefetched_layer = found._replace(ready_event=stream.record_event())
+            fetched = self._fetch_layer(layer, span, device)
+            self._prefetched_layer = fetched._replace(ready_event=stream.record_event())
 
-    def _fetch_layer(self, layer: int, span: KVSpan, here: torch.device) -> _PrefetchedLayer:
-        """The blocks of a span's rows, with room for what it writes, on the model's device."""
+    def _fetch_layer(self, layer: int, span: KVSpan, device: torch.device) -> _PrefetchedLayer:
+        """The blocks of a span's rows on the compute device, with capacity for its write."""
         rows = self._to_offload_span(span).rows
-        found = []
-        for store in (self._keys, self._values):
-            block = self._ensure_capacity(store, layer, store[layer], span.read_length)
-            if here.type == "cuda" and block.device.type == "cpu" and not block.is_pinned():
-                block = store[layer] = block.pin_memory()
-            # Whole lines, for only what is in one piece can be copied while something else goes on.
-            lines = block[: self._num_rows] if rows is None else block[rows]
-            found.append(lines.to(here, non_blocking=True))
-        return _PrefetchedLayer(layer, span, *found)
+        fetched = []
+        for blocks in (self._keys, self._values):
+            block = self._ensure_capacity(blocks, layer, blocks[layer], span.read_length)
+            if device.type == "cuda" and block.device.type == "cpu" and not block.is_pinned():
+                block = blocks[layer] = block.pin_memory()
+            # Full rows, because only contiguous memory is copied asynchronously.
+            selected = block[: self._num_rows] if rows is None else block[rows]
+            fetched.append(selected.to(device, non_blocking=True))
+        return _PrefetchedLayer(layer, span, *fetched)
 
     def _write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor, span: KVSpan) -> None:
-        """Write at a span into blocks: of its own rows, or of all rows where they rest."""
-        aboard = keys.device != self._offload_device
-        if isinstance(span.start, int) and (aboard or span.rows is None):
+        """Write at a span to blocks: fetched blocks have the span's rows, offloaded blocks all rows."""
+        is_fetched = keys.device != self._offload_device
+        if isinstance(span.start, int) and (is_fetched or span.rows is None):
             slots = slice(span.start, span.start + span.width)
             keys[: len(key), :, slots], values[: len(key), :, slots] = key, value
             return
         rows, at = self._write_index(span, keys.device)
-        if aboard:
+        if is_fetched:
             rows = torch.arange(len(key), device=keys.device)
         keys[rows[:, None], :, at] = key.transpose(1, 2)
         values[rows[:, None], :, at] = value.transpose(1, 2)
@@ -175,14 +171,14 @@ class OffloadedStore(DenseStore):
     def _prepare_block(self, block: Tensor) -> Tensor:
         return super()._prepare_block(block.to(self._offload_device))
 
-    def _ensure_capacity(self, store: dict[int, Tensor], layer: int, like: Tensor, slots: int) -> Tensor:
+    def _ensure_capacity(self, blocks: dict[int, Tensor], layer: int, like: Tensor, slots: int) -> Tensor:
         if like.device != self._offload_device:
             like = like.new_empty((0, like.shape[1], 0, like.shape[3]), device=self._offload_device)
-        return super()._ensure_capacity(store, layer, like, slots)
+        return super()._ensure_capacity(blocks, layer, like, slots)
 
 
 class OffloadedStaticStore(OffloadedStore, StaticStore):
-    """A static cache whose blocks rest on `device`."""
+    """A static cache stored on `device`."""
 
     def __init__(self, capacity: int, rows: int | None = None, device: Device = "cpu") -> None:
         StaticStore.__init__(self, capacity, rows)

@@ -1,4 +1,4 @@
-"""The prefix cache: keys and values of what many prompts begin with, block by block, found by its hash."""
+"""The prefix cache: keys and values of prompt prefixes, in hashed blocks, reused across requests."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["PrefixCache", "PrefixReport"]
 
 @dataclass(frozen=True)
 class PrefixReport:
-    """What a prefix cache has done so far, and what it holds now."""
+    """Statistics of a prefix cache."""
 
-    hits: int  # requests that began with something known
-    misses: int  # requests that did not
-    tokens_read: int  # of prompts, all told
-    tokens_found: int  # of those, known already
+    hits: int  # requests with a cached prefix
+    misses: int  # requests without
+    tokens_read: int  # prompt tokens looked up
+    tokens_found: int  # prompt tokens found
     bytes: int
     blocks: int
-    evicted: int  # blocks
+    evicted: int  # evicted blocks
 
 
 class _PrefixBlock(NamedTuple):
@@ -39,13 +39,14 @@ class _PrefixBlock(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for pair in self.layers.values() for part in pair)
+        return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
 
 
 class _BlockChain:
-    """Blocks that follow each other, read like a cache of one row."""
+    """Consecutive blocks, readable as a cache with one row."""
 
     max_rewind: int | None = None
+    lossless = True
 
     def __init__(self, blocks: Sequence[_PrefixBlock], block: int) -> None:
         self._blocks = blocks
@@ -53,25 +54,25 @@ class _BlockChain:
 
     @property
     def layers(self) -> Sequence[int]:
-        """The layers that it holds."""
+        """The layers of the blocks."""
         return list(self._blocks[0].layers)
 
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of its row [N, H, S, D], as often as it is asked for."""
-        pairs = [one.layers[layer] for one in self._blocks]
+        """The keys and values of its only row, expanded to [N, H, S, D]."""
+        pairs = [block.layers[layer] for block in self._blocks]
         key, value = (torch.cat([pair[side] for pair in pairs], 1)[None] for side in (0, 1))
         return key.expand(len(rows), -1, -1, -1), value.expand(len(rows), -1, -1, -1)
 
 
 class PrefixCache:
-    """What prompts begin with, kept from request to request: `Session(model, prefix_cache=PrefixCache())`.
+    """Prompt prefixes reused across requests: `Session(model, prefix_cache=PrefixCache())`.
 
-    Prompts and answers are cut into blocks of `block` tokens. A block is known by the SHA-256 of its tokens,
-    of all blocks before it, and of the salts: the cache's own, and the request's (`Request.salt`), so that
-    no request can tell by its speed what others with another salt have said. When more than `max_bytes` are
-    held the least recently used go first, the end of a text before its beginning.
+    Prompts and outputs are cut into blocks of `block` tokens. The key of a block is the SHA-256 of its
+    tokens, the key of the block before it, and two salts: the cache's and the request's
+    (`Request.cache_salt`). Requests with different salts share nothing, so timing reveals nothing between
+    them. Above `max_bytes` the least recently used blocks are evicted, the end of a text before its start.
 
-    It belongs to the first model that it is used with, as that is: call `clear` when weights change.
+    A cache serves one model, the first it is used with. Call `clear` when weights change.
     """
 
     def __init__(self, max_bytes: int = 2**30, *, salt: bytes = b"", block: int = 32) -> None:
@@ -84,21 +85,20 @@ class PrefixCache:
         self._blocks: OrderedDict[bytes, _PrefixBlock] = OrderedDict()  # the least recently used first
         self._chains: weakref.WeakValueDictionary[bytes, _BlockChain] = weakref.WeakValueDictionary()
         self._model: weakref.ref[Any] | None = None
-        self._total_bytes = self._hits = self._misses = self._tokens_read = self._tokens_found = (
-            self._num_evicted
-        ) = 0
+        self._hits = self._misses = self._tokens_read = self._tokens_found = 0
+        self._total_bytes = self._num_evicted = 0
 
     def __len__(self) -> int:
-        """How many blocks it holds."""
+        """The number of blocks."""
         return len(self._blocks)
 
     @property
     def nbytes(self) -> int:
-        """What its blocks take in memory."""
+        """The memory of all blocks in bytes."""
         return self._total_bytes
 
     def report(self) -> PrefixReport:
-        """What it has done so far."""
+        """The statistics so far."""
         return PrefixReport(
             self._hits,
             self._misses,
@@ -110,77 +110,77 @@ class PrefixCache:
         )
 
     def clear(self) -> None:
-        """Forget everything, and whose it is."""
+        """Remove all blocks and the bound model."""
         self._blocks.clear()
         self._chains.clear()
         self._total_bytes, self._model = 0, None
 
     def bind_model(self, model: object) -> None:
-        """Belong to a model, or raise where it belongs to another."""
-        mine = None if self._model is None else self._model()
-        if mine is None:
+        """Bind the cache to a model; raise if it is bound to another one."""
+        bound = None if self._model is None else self._model()
+        if bound is None:
             if self._model is not None:
                 self.clear()
             self._model = weakref.ref(model)
-        elif mine is not model:
-            do = "give each model a cache of its own, or clear() it"
-            raise InputError("prefix_cache", "must not hold what another model read", type(mine).__name__, do)
+        elif bound is not model:
+            do = "use one prefix cache per model, or call clear()"
+            raise InputError("prefix_cache", "must not be bound to another model", type(bound).__name__, do)
 
     def lookup(self, tokens: Tensor, salt: bytes = b"") -> CachedRow | None:
-        """The longest known beginning of a prompt [L] (host), short of the last token, which is fed."""
-        known: list[bytes] = []
+        """The longest cached prefix of a prompt [L] (host); the last token is always left to feed."""
+        matched: list[bytes] = []
         for digest in self._digests(tokens[: len(tokens) - 1], salt):
             if digest not in self._blocks:
                 break
-            known.append(digest)
+            matched.append(digest)
         self._tokens_read += len(tokens)
-        self._tokens_found += len(known) * self.block
-        self._hits, self._misses = self._hits + bool(known), self._misses + (not known)
-        if not known:
+        self._tokens_found += len(matched) * self.block
+        self._hits, self._misses = self._hits + bool(matched), self._misses + (not matched)
+        if not matched:
             return None
-        self._touch(known)
-        chain = self._chains.get(known[-1])
+        self._touch(matched)
+        chain = self._chains.get(matched[-1])
         if chain is None:
-            chain = _BlockChain([self._blocks[one] for one in known], self.block)
-            self._chains[known[-1]] = chain
+            chain = _BlockChain([self._blocks[digest] for digest in matched], self.block)
+            self._chains[matched[-1]] = chain
         return CachedRow(cast(KVCache, chain))
 
-    def insert(self, tokens: Tensor, past: CachedRow, salt: bytes = b"") -> None:
-        """Take the full blocks of a text [L] (host), of which `past` holds the keys and values."""
-        digests = list(self._digests(tokens[: past.length], salt))
+    def insert(self, tokens: Tensor, cached: CachedRow, salt: bytes = b"") -> None:
+        """Copy the full blocks of tokens [L] (host) from their cached row."""
+        digests = list(self._digests(tokens[: cached.length], salt))
         if not digests:
             return
-        new = [place for place, digest in enumerate(digests) if digest not in self._blocks]
+        new = [index for index, digest in enumerate(digests) if digest not in self._blocks]
         if new:
-            layers = read_layers(past.store, torch.tensor([past.row]))
-            for place in new:
-                here = slice(place * self.block, (place + 1) * self.block)
+            layers = read_layers(cached.store, torch.tensor([cached.row]))
+            for index in new:
+                slots = slice(index * self.block, (index + 1) * self.block)
                 pairs = {
-                    layer: (key[0, :, here].clone(), value[0, :, here].clone())
+                    layer: (key[0, :, slots].clone(), value[0, :, slots].clone())
                     for layer, (key, value) in layers.items()
                 }
-                self._blocks[digests[place]] = _PrefixBlock(pairs)
-                self._total_bytes += self._blocks[digests[place]].nbytes
+                self._blocks[digests[index]] = _PrefixBlock(pairs)
+                self._total_bytes += self._blocks[digests[index]].nbytes
         self._touch(digests)
         while self._total_bytes > self.max_bytes:
-            _, gone = self._blocks.popitem(last=False)
-            self._total_bytes -= gone.nbytes
+            _, evicted = self._blocks.popitem(last=False)
+            self._total_bytes -= evicted.nbytes
             self._num_evicted += 1
 
     def _touch(self, digests: Sequence[bytes]) -> None:
-        """Count blocks as used, the first of a text last: it must not go before what follows it."""
+        """Mark blocks as used, the first block last: it must not be evicted before its successors."""
         for digest in reversed(digests):
             self._blocks.move_to_end(digest)
 
     def _digests(self, tokens: Tensor, salt: bytes) -> Iterator[bytes]:
-        """The name of each full block: a hash of it, of all before it, and of the salts."""
+        """The key of each full block: a hash of its tokens, all blocks before it, and the salts."""
         salt = _check_bytes("salt", salt)
-        sizes = b"".join(len(part).to_bytes(8, "little") for part in (self._salt, salt))
-        link = hashlib.sha256(b"descant prefix" + sizes + self._salt + salt).digest()
+        sizes = b"".join(len(salt_bytes).to_bytes(8, "little") for salt_bytes in (self._salt, salt))
+        digest = hashlib.sha256(b"descant prefix" + sizes + self._salt + salt).digest()
         ids = tokens.cpu().numpy().astype("<i8")
         for start in range(0, len(ids) - self.block + 1, self.block):
-            link = hashlib.sha256(link + ids[start : start + self.block].tobytes()).digest()
-            yield link
+            digest = hashlib.sha256(digest + ids[start : start + self.block].tobytes()).digest()
+            yield digest
 
 
 def _check_bytes(name: str, value: object) -> bytes:

@@ -1,4 +1,4 @@
-"""Which rows of a cache descend from one, and how much they still share of it."""
+"""Groups of rows that share a prefix after forks, and the length of that prefix."""
 
 from __future__ import annotations
 
@@ -12,56 +12,54 @@ __all__ = ["PrefixGroups"]
 
 
 class PrefixGroups:
-    """Families of rows: those of one family have the same in their first positions.
+    """Groups of rows with a common ancestor; rows of a group hold the same in their shared positions.
 
-    Rows that descend from one ancestor hold the same wherever neither was cut since they parted, so that a
-    row that takes the place of its kin need only copy what comes after: a beam search never moves its prompt.
+    A row that replaces another of its group copies only the positions after the shared prefix, so beam
+    search never copies the prompt.
     """
 
     def __init__(self) -> None:
         self._group_ids: Array = np.zeros(0, dtype=np.int64)  # [R]
-        self._shared_lengths: Array = np.zeros(0, dtype=np.int64)  # [R] how many positions that is
+        self._shared_lengths: Array = np.zeros(0, dtype=np.int64)  # [R] positions shared within the group
         self._next_id = count(1)
 
     def extend(self, rows: int) -> None:
-        """Append rows that are nobody's kin."""
-        names = np.array([next(self._next_id) for _ in range(rows)], dtype=np.int64)
-        self._group_ids = np.concatenate((self._group_ids, names))
+        """Append rows, each in a group of its own."""
+        ids = np.array([next(self._next_id) for _ in range(rows)], dtype=np.int64)
+        self._group_ids = np.concatenate((self._group_ids, ids))
         self._shared_lengths = np.concatenate((self._shared_lengths, np.zeros(rows, dtype=np.int64)))
 
-    def shared_length(self, one: Array, other: Array) -> Array:
-        """How many first positions each of some rows shares with another [N]; 0 if there is no such row."""
-        there = one < len(self._group_ids)
-        held = np.where(there, one, 0)
-        kin = there & (self._group_ids[held] == self._group_ids[other])
-        return np.where(kin, np.minimum(self._shared_lengths[held], self._shared_lengths[other]), 0)
+    def shared_length(self, rows: Array, others: Array) -> Array:
+        """The length of the prefix that `rows[i]` shares with `others[i]` [N]; 0 if `rows[i]` is new."""
+        exists = rows < len(self._group_ids)
+        rows = np.where(exists, rows, 0)
+        related = exists & (self._group_ids[rows] == self._group_ids[others])
+        return np.where(related, np.minimum(self._shared_lengths[rows], self._shared_lengths[others]), 0)
 
     def commit(self, parents: Array | None, lengths: Array) -> None:
         """New row `i` is old row `parents[i]` (None: `i`) cut to `lengths[i]`."""
         if parents is not None:
-            old, family, shared = (
-                len(self._group_ids),
-                self._group_ids[parents],
-                self._shared_lengths[parents],
-            )
-            _, number = np.unique(family, return_inverse=True)
-            first, last = np.full(len(family), old), np.full(len(family), -1)
-            np.minimum.at(first, number, parents)
-            np.maximum.at(last, number, parents)
-            # A family whose rows all continue one row has in common all that this row had.
-            self._group_ids, self._shared_lengths = family, np.where((first == last)[number], lengths, shared)
+            num_old = len(self._group_ids)
+            group_ids, shared = self._group_ids[parents], self._shared_lengths[parents]
+            _, group = np.unique(group_ids, return_inverse=True)
+            first, last = np.full(len(group_ids), num_old), np.full(len(group_ids), -1)
+            np.minimum.at(first, group, parents)
+            np.maximum.at(last, group, parents)
+            # Where all rows of a group continue one row, they share everything that row had.
+            self._group_ids = group_ids
+            self._shared_lengths = np.where((first == last)[group], lengths, shared)
         self._shared_lengths = np.minimum(self._shared_lengths, lengths)
 
     def select(self, rows: Array, lengths: Array) -> PrefixGroups:
-        """The same of copies of some rows: those of one row have all in common that it has."""
+        """The groups of copies of some rows: copies of one row share all of it."""
         other = PrefixGroups()
         other._group_ids, other._shared_lengths = rows + 1, lengths.copy()
         other._next_id = count(int(rows.max(initial=0)) + 2)
         return other
 
     def join(self, other: PrefixGroups) -> None:
-        """Take the rows of another table below these."""
-        names, number = np.unique(other._group_ids, return_inverse=True)
-        fresh = np.array([next(self._next_id) for _ in names], dtype=np.int64)
-        self._group_ids = np.concatenate((self._group_ids, fresh[number] if len(number) else number))
+        """Append the rows of another table."""
+        old_ids, group = np.unique(other._group_ids, return_inverse=True)
+        new_ids = np.array([next(self._next_id) for _ in old_ids], dtype=np.int64)
+        self._group_ids = np.concatenate((self._group_ids, new_ids[group] if len(group) else group))
         self._shared_lengths = np.concatenate((self._shared_lengths, other._shared_lengths))

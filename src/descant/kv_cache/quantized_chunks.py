@@ -1,4 +1,4 @@
-"""Chunks: what rows are made of that share what they hold, and how it is read."""
+"""Immutable quantized chunks that rows share, and the plan to decode them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["ChunkReadPlan", "ChunkRef", "QuantizedChunk", "truncate_chunks"]
 
 @dataclass(frozen=True, eq=False)
 class QuantizedChunk:
-    """Some positions of a row in every layer, as codes; never changed, so that rows can share it."""
+    """Consecutive positions of a row in every layer, quantized; immutable, so rows can share it."""
 
     length: int
     layers: Mapping[int, tuple[QuantizedTensor, QuantizedTensor]]  # keys and values
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
-        return sum(part.nbytes for pair in self.layers.values() for part in pair)
+        """The memory in bytes."""
+        return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
 
     def to(self, device: torch.device | str) -> QuantizedChunk:
-        """The same on a device."""
+        """A copy on a device."""
         layers = {
             layer: (
-                QuantizedTensor(*(one.to(device) for one in keys)),
-                QuantizedTensor(*(one.to(device) for one in values)),
+                QuantizedTensor(*(tensor.to(device) for tensor in keys)),
+                QuantizedTensor(*(tensor.to(device) for tensor in values)),
             )
             for layer, (keys, values) in self.layers.items()
         }
@@ -38,14 +38,14 @@ class QuantizedChunk:
 
 
 class ChunkRef(NamedTuple):
-    """A chunk in a row, and how many of its positions count there."""
+    """A chunk in a row, and how many of its positions the row uses."""
 
     chunk: QuantizedChunk
     used_length: int
 
 
 class ChunkCopy(NamedTuple):
-    """Positions that come from one place of what was decoded and go to one place of some lines."""
+    """A slice of the decoded positions, copied to a slice of positions of some rows."""
 
     rows: slice
     target: slice
@@ -54,71 +54,71 @@ class ChunkCopy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkReadPlan:
-    """How lines of pieces are read: each chunk is decoded once, whoever shares it."""
+    """How the chunks of rows are decoded: each distinct chunk once."""
 
-    base_lengths: Sequence[int]  # how many positions each line has
-    chunks: Sequence[QuantizedChunk]  # what is decoded, in that order
-    copies: Sequence[ChunkCopy] | None  # what goes where then; None: one after the other they are the lines
+    base_lengths: Sequence[int]  # the number of positions in chunks, by row
+    chunks: Sequence[QuantizedChunk]  # the chunks to decode, in order
+    copies: Sequence[ChunkCopy] | None  # copies to rows; None: the decoded chunks are the rows in order
 
     @classmethod
-    def from_rows(cls, lines: Sequence[Sequence[ChunkRef]]) -> Self:
-        """That of lines."""
-        return cls([sum(piece.used_length for piece in pieces) for pieces in lines], *_plan_copies(lines))
+    def from_rows(cls, rows: Sequence[Sequence[ChunkRef]]) -> Self:
+        """The plan for rows of chunks."""
+        return cls([sum(ref.used_length for ref in refs) for refs in rows], *_plan_copies(rows))
 
     @property
     def is_uniform(self) -> bool:
-        """Whether lines have equally many positions."""
+        """Whether all rows have the same number of positions."""
         return min(self.base_lengths) == max(self.base_lengths)
 
     @property
     def total_length(self) -> int:
-        """How many positions are decoded."""
+        """The number of decoded positions."""
         return sum(chunk.length for chunk in self.chunks)
 
 
-def truncate_chunks(pieces: Sequence[ChunkRef], length: int) -> tuple[ChunkRef, ...]:
-    """The pieces of no more than so many positions."""
-    kept = []
-    for chunk, used in pieces:
+def truncate_chunks(refs: Sequence[ChunkRef], length: int) -> tuple[ChunkRef, ...]:
+    """The chunks of a row cut to `length` positions."""
+    truncated = []
+    for chunk, used in refs:
         if length > 0:
-            kept.append(ChunkRef(chunk, min(used, length)))
+            truncated.append(ChunkRef(chunk, min(used, length)))
         length -= used
-    return tuple(kept)
+    return tuple(truncated)
 
 
-def _plan_copies(lines: Sequence[Sequence[ChunkRef]]) -> tuple[list[QuantizedChunk], list[ChunkCopy] | None]:
-    """Which chunks lines are made of, each once, and what goes where when they are decoded in that order."""
-    places: dict[QuantizedChunk, int] = {}
+def _plan_copies(rows: Sequence[Sequence[ChunkRef]]) -> tuple[list[QuantizedChunk], list[ChunkCopy] | None]:
+    """The distinct chunks of rows in decoding order, and the copies from decoded positions to rows."""
+    offsets: dict[QuantizedChunk, int] = {}  # chunk -> its first decoded position
     total = 0
-    runs: list[tuple[int, int, int, int]] = []  # line, from, to, length
-    for line, pieces in enumerate(lines):
-        into, open_ = 0, False
-        for chunk, used in pieces:
-            if chunk not in places:
-                places[chunk] = total
+    runs: list[tuple[int, int, int, int]] = []  # row, source, target, length
+    for row, refs in enumerate(rows):
+        target, has_run = 0, False
+        for chunk, used in refs:
+            if chunk not in offsets:
+                offsets[chunk] = total
                 total += chunk.length
-            out_of = places[chunk]
-            if open_ and runs[-1][1] + runs[-1][3] == out_of:
+            source = offsets[chunk]
+            if has_run and runs[-1][1] + runs[-1][3] == source:
                 runs[-1] = (*runs[-1][:3], runs[-1][3] + used)
             else:
-                runs.append((line, out_of, into, used))
-            into, open_ = into + used, True
-    size = total // max(len(lines), 1)
-    if total == size * len(lines) and runs == [(line, line * size, 0, size) for line in range(len(lines))]:
-        return list(places), None
-    shared: dict[tuple[int, int, int], list[int]] = {}
-    for line, *run in runs:
-        shared.setdefault((run[0], run[1], run[2]), []).append(line)
-    moves = [
-        ChunkCopy(some, slice(into, into + length), slice(out_of, out_of + length))
-        for (out_of, into, length), which in shared.items()
-        for some in _contiguous_slices(which)
+                runs.append((row, source, target, used))
+            target, has_run = target + used, True
+    size = total // max(len(rows), 1)
+    if total == size * len(rows) and runs == [(row, row * size, 0, size) for row in range(len(rows))]:
+        return list(offsets), None
+    rows_by_run: dict[tuple[int, int, int], list[int]] = {}
+    for row, source, target, length in runs:
+        rows_by_run.setdefault((source, target, length), []).append(row)
+    copies = [
+        ChunkCopy(row_slice, slice(target, target + length), slice(source, source + length))
+        for (source, target, length), run_rows in rows_by_run.items()
+        for row_slice in _contiguous_slices(run_rows)
     ]
-    return list(places), moves
+    return list(offsets), copies
 
 
 def _contiguous_slices(numbers: Sequence[int]) -> Iterator[slice]:
-    """Ascending numbers as slices."""
+    """Ascending numbers as slices of consecutive numbers."""
     begin = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:

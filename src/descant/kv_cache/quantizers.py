@@ -1,8 +1,7 @@
-"""Quantizers: how keys and values become few bits, with what optimum-quanto or hqq choose for each group.
+"""Quantizers of keys and values, on top of optimum-quanto or hqq.
 
-A package chooses the codes, the scale and the offset of groups of numbers. Which numbers make a group, how
-codes are packed and how they are read again is the same for all, so that chunks of any origin can be read
-together, and nothing has to be compiled.
+The package chooses codes, scale and offset of each group. Grouping, packing and decoding are common to all
+backends, so chunks of any backend are read the same way and no extension has to be compiled.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ __all__ = ["BACKENDS", "HQQ", "GroupCodec", "QuantizedTensor", "Quantizer", "Qua
 
 
 class QuantizedTensor(NamedTuple):
-    """Keys or values of some positions of a row: `code * scale + offset`, group by group."""
+    """Quantized keys or values of consecutive positions of a row: `code * scale + offset` per group."""
 
-    codes: Tensor  # [H, C, B] uint8: the codes of a position, several in a byte
-    scale: Tensor  # [H, C, G]; where groups run over positions [H, G, D]
+    codes: Tensor  # [H, C, B] uint8: packed codes of each position
+    scale: Tensor  # [H, C, G]; [H, G, D] where groups run over positions
     offset: Tensor
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
-        return sum(part.nbytes for part in self)
+        """The memory in bytes."""
+        return sum(tensor.nbytes for tensor in self)
 
 
 @dataclass(frozen=True)
 class Quantizer(ABC):
-    """What chooses the codes of keys and of values; its fields are those of `QuantizedCacheConfig`.
+    """A quantization backend; the fields are those of `QuantizedCacheConfig`.
 
-    `compute_dtype` is what scales and offsets are kept in; None: what keys come in. Keys and values are
-    always given back as they came, for attention takes them in no other dtype.
+    `compute_dtype` is the dtype of scales and offsets; None: the dtype of the keys. Decoded keys and values
+    always have their original dtype, as attention requires.
     """
 
     nbits: int = 4
@@ -49,12 +48,10 @@ class Quantizer(ABC):
     q_group_size: int = 64
     compute_dtype: torch.dtype | None = None
 
-    extra: ClassVar[str]  # what installs its package, and its name as a backend
+    extra: ClassVar[str]  # the extra that installs the package, and the backend's name
     module: ClassVar[str]
-    supported_nbits: ClassVar[tuple[int, ...]]  # how many bits it can make
-    axis_over_positions: ClassVar[
-        Mapping[int, bool]
-    ]  # its name of an axis -> whether groups run over positions
+    supported_nbits: ClassVar[tuple[int, ...]]  # the values of `nbits` it supports
+    axis_over_positions: ClassVar[Mapping[int, bool]]  # axis -> whether groups run over positions
 
     def __post_init__(self) -> None:
         if self.nbits not in self.supported_nbits:
@@ -73,23 +70,23 @@ class Quantizer(ABC):
 
     @property
     def key_codec(self) -> GroupCodec:
-        """How keys are coded."""
+        """The codec of keys."""
         return GroupCodec(self, self.axis_over_positions[self.axis_key])
 
     @property
     def value_codec(self) -> GroupCodec:
-        """How values are coded."""
+        """The codec of values."""
         return GroupCodec(self, self.axis_over_positions[self.axis_value])
 
     @abstractmethod
     def quantize_groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of numbers [G, g], float32."""
+        """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of values [G, g], float32."""
 
     def _package(self) -> Any:
-        """The module that does it."""
+        """The backend's module."""
         try:
             with warnings.catch_warnings():
-                # Both import parts of torch that call themselves deprecated.
+                # Both packages import deprecated parts of torch.
                 warnings.simplefilter("ignore")
                 return import_module(self.module)
         except ImportError as error:
@@ -97,7 +94,7 @@ class Quantizer(ABC):
 
 
 class Quanto(Quantizer):
-    """Between the least and the greatest of each group, in even steps: optimum-quanto."""
+    """optimum-quanto: even steps between the minimum and maximum of each group."""
 
     extra = "quanto"
     module = "optimum.quanto"
@@ -105,19 +102,19 @@ class Quanto(Quantizer):
     axis_over_positions: ClassVar[Mapping[int, bool]] = {0: False, -1: True}
 
     def quantize_groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of numbers [G, g], float32."""
+        """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of values [G, g], float32."""
         package, (count, size) = self._package(), content.shape
-        if count == 1:  # taken for a tensor without groups
+        if count == 1:  # a single group is treated as an ungrouped tensor
             content = content.expand(2, size)
-        kind = package.qint4 if self.nbits == 4 else package.qint2
-        scale, shift = package.MaxOptimizer()(content, kind, 0, size)
+        qtype = package.qint4 if self.nbits == 4 else package.qint2
+        scale, shift = package.MaxOptimizer()(content, qtype, 0, size)
         codes = torch.ops.quanto.quantize_affine(content, self.nbits, 0, size, scale, shift)
-        # A group of equal numbers has a scale of 0, and anything for codes.
+        # A group of equal values has scale 0 and arbitrary codes, so codes are masked to nbits.
         return codes[:count] & (2**self.nbits - 1), scale[:count], -shift[:count]
 
 
 class HQQ(Quantizer):
-    """Steps whose zero fits most of each group well, at the cost of outliers: half-quadratic quantization."""
+    """hqq: half-quadratic quantization, which fits most of each group at the cost of outliers."""
 
     extra = "hqq"
     module = "hqq.core.quantize"
@@ -125,8 +122,8 @@ class HQQ(Quantizer):
     axis_over_positions: ClassVar[Mapping[int, bool]] = {0: True, 1: False}
 
     def quantize_groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of numbers [G, g], float32."""
-        codes, found = self._package().Quantizer.quantize(
+        """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of values [G, g], float32."""
+        codes, meta = self._package().Quantizer.quantize(
             content,
             nbits=self.nbits,
             axis=1,
@@ -134,81 +131,83 @@ class HQQ(Quantizer):
             bitpack=False,
             device=str(content.device),
         )
-        return codes.to(torch.uint8), found["scale"], -found["zero"] * found["scale"]
+        return codes.to(torch.uint8), meta["scale"], -meta["zero"] * meta["scale"]
 
 
 BACKENDS: Mapping[str, type[Quantizer]] = {"quanto": Quanto, "hqq": HQQ}
 
 
 def build_quantizer(config: Any) -> Quantizer:
-    """The quantizer that a `QuantizedCacheConfig` describes."""
-    kind = BACKENDS.get(str(config.backend).lower())
-    if kind is None:
+    """The quantizer of a `QuantizedCacheConfig`."""
+    backend = BACKENDS.get(str(config.backend).lower())
+    if backend is None:
         raise ConfigError("backend", f"must be one of {', '.join(BACKENDS)}", config.backend)
-    return kind(config.nbits, config.axis_key, config.axis_value, config.q_group_size, config.compute_dtype)
+    return backend(
+        config.nbits, config.axis_key, config.axis_value, config.q_group_size, config.compute_dtype
+    )
 
 
 class GroupCodec(NamedTuple):
-    """How keys, or values, are cut into groups: over a position's channels, or over a channel's positions.
+    """Encoder and decoder of keys or values in groups, over the channels of a position or the reverse.
 
-    A group has at most `q_group_size` numbers, all of one row and one head; where that does not go up evenly,
-    groups are smaller and as even as can be.
+    A group has at most `q_group_size` values of one row and one head. Where the size is not divisible,
+    groups are smaller and as even as possible.
     """
 
     quantizer: Quantizer
-    over_positions: bool  # groups run over positions
+    over_positions: bool  # groups run over the positions of a channel
 
     def encode(self, content: Tensor) -> QuantizedTensor:
-        """What stands for [H, C, D] from now on."""
+        """Quantize [H, C, D]."""
         plain = content.detach().float()
         heads, length, size = plain.shape
         count, width = self._group_shape(length if self.over_positions else size)
         plain = _pad_last(plain.transpose(1, 2) if self.over_positions else plain, count * width)
         codes, scale, offset = self.quantizer.quantize_groups(plain.reshape(-1, width).contiguous())
         codes = codes.view(heads, -1, count * width)
-        kept = self.quantizer.compute_dtype or content.dtype
+        dtype = self.quantizer.compute_dtype or content.dtype
         shape = (heads, -1, count)
-        scale, offset = (one.to(kept).view(shape) for one in (scale, offset))
+        scale, offset = scale.to(dtype).view(shape), offset.to(dtype).view(shape)
         if self.over_positions:
             codes = codes[..., :length].transpose(1, 2)
             scale, offset = scale.transpose(1, 2), offset.transpose(1, 2)
         return QuantizedTensor(_pack(codes, self.quantizer.nbits), scale.contiguous(), offset.contiguous())
 
-    def decode(self, parts: Sequence[QuantizedTensor], into: Tensor) -> None:
-        """Write what the parts stand for, one after the other, to `into` [H, N, S, D], line by line."""
-        dtype = into.dtype
+    def decode(self, parts: Sequence[QuantizedTensor], out: Tensor) -> None:
+        """Decode the parts one after the other into `out` [H, N, S, D], row by row."""
+        dtype = out.dtype
         codes = _unpack(_concat([part.codes for part in parts]), self.quantizer.nbits)
         scale = _concat([part.scale for part in parts]).to(dtype)
         offset = _concat([part.offset for part in parts]).to(dtype)
         if self.over_positions:
-            for target, begin, groups in self._decode_runs(parts, into):
+            for target, begin, groups in self._decode_runs(parts, out):
                 shape = target.shape[1:3]
-                source = codes[:, begin : begin + shape.numel(), : into.shape[-1]].unflatten(1, shape)
+                source = codes[:, begin : begin + shape.numel(), : out.shape[-1]].unflatten(1, shape)
                 torch.mul(source, scale[:, groups, None], out=target)
                 target.add_(offset[:, groups, None])
             return
-        count, width = self._group_shape(into.shape[-1])
-        lines = into.shape[1:3]
-        source = codes[..., : count * width].unflatten(1, lines).unflatten(-1, (count, width))
-        scale, offset = scale.unflatten(1, lines)[..., None], offset.unflatten(1, lines)[..., None]
-        if count * width == into.shape[-1]:
-            target = into.unflatten(-1, (count, width))
+        count, width = self._group_shape(out.shape[-1])
+        rows = out.shape[1:3]
+        source = codes[..., : count * width].unflatten(1, rows).unflatten(-1, (count, width))
+        scale, offset = scale.unflatten(1, rows)[..., None], offset.unflatten(1, rows)[..., None]
+        if count * width == out.shape[-1]:
+            target = out.unflatten(-1, (count, width))
             torch.mul(source, scale, out=target)
             target.add_(offset)
         else:
-            into.copy_((source * scale + offset).flatten(-2)[..., : into.shape[-1]])
+            out.copy_((source * scale + offset).flatten(-2)[..., : out.shape[-1]])
 
     def _group_shape(self, size: int) -> tuple[int, int]:
-        """How many groups so many numbers make, and the size of all but the last."""
+        """The number of groups of `size` values, and the width of all but the last."""
         count = -(-size // self.quantizer.q_group_size)
         return count, -(-size // count)
 
     def _decode_runs(
-        self, parts: Sequence[QuantizedTensor], into: Tensor
+        self, parts: Sequence[QuantizedTensor], out: Tensor
     ) -> Iterator[tuple[Tensor, int, slice]]:
-        """Places [H, G, g, D] to write at once, where their codes begin, and which groups they are."""
-        runs: list[list[int]] = []  # where it begins, its length, its first group, the size of a group
-        begin, group, size = 0, 0, into.shape[2]
+        """Slices [H, G, g, D] of `out` to write at once, the start of their codes, and their groups."""
+        runs: list[list[int]] = []  # start, length, first group, group width
+        begin, group, size = 0, 0, out.shape[2]
         for part in parts:
             length = part.codes.shape[1]
             width = self._group_shape(length)[1]
@@ -218,30 +217,30 @@ class GroupCodec(NamedTuple):
                 runs.append([begin, length, group, width])
             begin, group = begin + length, group + part.scale.shape[1]
         for begin, length, group, width in runs:
-            line, at = divmod(begin, size)
-            room, whole = into[:, line, at : at + length], length // width
-            if whole:
-                target = room[:, : whole * width].unflatten(1, (whole, width))
-                yield target, begin, slice(group, group + whole)
-            if whole * width < length:
-                target = room[:, None, whole * width :]
-                yield target, begin + whole * width, slice(group + whole, group + whole + 1)
+            row, position = divmod(begin, size)
+            run, full = out[:, row, position : position + length], length // width
+            if full:
+                target = run[:, : full * width].unflatten(1, (full, width))
+                yield target, begin, slice(group, group + full)
+            if full * width < length:
+                target = run[:, None, full * width :]
+                yield target, begin + full * width, slice(group + full, group + full + 1)
 
-    def split(self, whole: QuantizedTensor, lengths: Sequence[int]) -> list[QuantizedTensor]:
-        """The parts that `joined` made one, by how many positions each has."""
-        groups = [self._group_shape(one)[0] if self.over_positions else one for one in lengths]
-        pieces = zip(
-            whole.codes.split(list(lengths), 1),
-            whole.scale.split(groups, 1),
-            whole.offset.split(groups, 1),
+    def split(self, joined: QuantizedTensor, lengths: Sequence[int]) -> list[QuantizedTensor]:
+        """The inverse of `concat`, for parts of so many positions."""
+        groups = [self._group_shape(length)[0] if self.over_positions else length for length in lengths]
+        parts = zip(
+            joined.codes.split(list(lengths), 1),
+            joined.scale.split(groups, 1),
+            joined.offset.split(groups, 1),
             strict=True,
         )
-        return [QuantizedTensor(*(one.clone() for one in piece)) for piece in pieces]
+        return [QuantizedTensor(*(tensor.clone() for tensor in part)) for part in parts]
 
     @staticmethod
     def concat(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-        """Several parts as one, in memory of its own."""
-        return QuantizedTensor(*(torch.cat(one, 1) for one in zip(*parts, strict=True)))
+        """The parts concatenated along positions, as a copy."""
+        return QuantizedTensor(*(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)))
 
 
 def _concat(parts: Sequence[Tensor]) -> Tensor:
@@ -249,15 +248,15 @@ def _concat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _pad_last(content: Tensor, size: int) -> Tensor:
-    """The last dimension made that long with its last number, which no group's bounds notice."""
+    """Pad the last dimension by repeating its last value, which leaves the bounds of the group unchanged."""
     more = size - content.shape[-1]
     return torch.cat((content, content[..., -1:].expand(*content.shape[:-1], more)), -1) if more else content
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., D] as bytes [..., B]: byte `b` holds those of `b`, `b + B`, `b + 2B`, ..., lowest first.
+    """Pack codes [..., D] to bytes [..., B]: byte `b` has the codes `b`, `b + B`, ..., lowest bits first.
 
-    Three bits are two and one, each packed by itself.
+    Three-bit codes are packed as two bits and one bit.
     """
     if bits == 8:
         return codes.contiguous()
@@ -274,13 +273,13 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """The codes again, and some zeros after them."""
+    """The inverse of `_pack`; codes may be followed by zeros."""
     if bits == 8:
         return packed
     if bits == 3:
         low, high = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], -1)
         return _unpack(low, 2) | (_unpack(high, 1) << 2)
     parts, mask = 8 // bits, 2**bits - 1
-    found = [packed & mask]
-    found += [(packed >> (bits * number)) & mask for number in range(1, parts - 1)]
-    return torch.cat([*found, packed >> (bits * (parts - 1))], -1)
+    codes = [packed & mask]
+    codes += [(packed >> (bits * number)) & mask for number in range(1, parts - 1)]
+    return torch.cat([*codes, packed >> (bits * (parts - 1))], -1)

@@ -1,4 +1,4 @@
-"""The cache of objects: whatever state a model keeps by itself, held for rows that share a forward."""
+"""The cache of recurrent models: opaque state objects, one for all rows fed together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["RecurrentStateCache", "concat_states", "state_signature", "take_state_rows"]
 
-# Where rows are not along the first dimension, by the name of what holds the tensor.
+# The row dimension of tensors where it is not the first, by attribute or key name.
 _ROW_AXES = {"indexer_position_ids": 1, "mems": 1}
 
 _LEAF_TYPES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
@@ -20,24 +20,25 @@ _LEAF_TYPES = (bool, int, float, complex, str, bytes, type(None), type, torch.dt
 
 @dataclass
 class _StateGroup:
-    """A state object and the rows whose state its lines are."""
+    """A state object, and the cache row of each of its rows."""
 
     rows: list[int]
     state: Any
 
 
 class RecurrentStateCache:
-    """State objects of a model's own, one for the rows that were fed together.
+    """State objects of a recurrent model, one for the rows that were fed together.
 
-    Every tensor in such an object has its rows along one dimension, nearly always the first; taking rows
-    takes lines of all of them, and objects that differ in nothing but their rows can be joined. State is
-    not cut: what a recurrent layer has read it cannot unread.
+    Every tensor in a state object has one dimension for rows, nearly always the first. Rows are selected in
+    all tensors alike, and objects that differ only in their rows are concatenated. Recurrent state cannot be
+    rewound.
     """
 
     max_rewind: int | None = 0
+    capacity: int | None = None
 
     def __init__(self, name: str = "") -> None:
-        self._state_name = name  # what the model calls its state
+        self._state_name = name  # the name of the state, looked up in `_ROW_AXES`
         self._groups: list[_StateGroup] = []
         self._lengths = torch.zeros(0, dtype=torch.long)
 
@@ -46,74 +47,73 @@ class RecurrentStateCache:
 
     @property
     def lengths(self) -> Tensor:
-        """How many positions each row has read [R] (host)."""
+        """The number of positions of each row [R] (host)."""
         return self._lengths
 
     def extend(self, rows: int) -> None:
-        """Append rows that have read nothing."""
+        """Append empty rows."""
         self._lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))
 
     def row_batches(self) -> list[Tensor]:
-        """The rows that have a state, in as few parts as can share an object (host)."""
+        """Merge states into as few objects as possible; returns the rows of each (host)."""
         self._merge_groups()
         return [torch.tensor(sorted(group.rows)) for group in self._groups]
 
     def read_state(self, rows: Tensor) -> Any:
-        """The state of those rows (host), a line each, in that order; it may be written to."""
+        """The state of those rows (host), in that order; it may be written to."""
         wanted = rows.tolist()
         for group in self._groups:
             if group.rows == wanted:
                 return group.state
             if set(wanted) <= set(group.rows):
                 return self._take_rows(group, [group.rows.index(row) for row in wanted])
-        raise KeyError(f"rows {wanted} do not share a state")
+        raise KeyError(f"rows {wanted} do not share a state object")
 
     def write_state(self, rows: Tensor, state: Any) -> None:
-        """Hold the state of those rows (host) after a forward."""
-        fed = set(rows.tolist())
-        rest = []
+        """Store the state of those rows (host) after a forward."""
+        written = set(rows.tolist())
+        others = []
         for group in self._groups:
-            left = [row for row in group.rows if row not in fed]
-            if left == group.rows:
-                rest.append(group)
-            elif left:
-                places = [group.rows.index(row) for row in left]
-                rest.append(_StateGroup(left, self._take_rows(group, places)))
-        self._groups = [*rest, _StateGroup(rows.tolist(), state)]
+            remaining = [row for row in group.rows if row not in written]
+            if remaining == group.rows:
+                others.append(group)
+            elif remaining:
+                indices = [group.rows.index(row) for row in remaining]
+                others.append(_StateGroup(remaining, self._take_rows(group, indices)))
+        self._groups = [*others, _StateGroup(rows.tolist(), state)]
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]`; it has read `lengths[i]` positions, all of them still."""
+        """New row `i` is old row `parents[i]`, with `lengths[i]` positions; rows are never cut."""
         self._lengths = lengths
         if parents is None:
             return
         old = parents.tolist()
         groups = []
         for group in self._groups:
-            place = {row: line for line, row in enumerate(group.rows)}
-            rows = [row for row, parent in enumerate(old) if parent in place]
-            lines = [place[old[row]] for row in rows]
+            index = {row: position for position, row in enumerate(group.rows)}
+            rows = [row for row, parent in enumerate(old) if parent in index]
+            indices = [index[old[row]] for row in rows]
             if not rows:
                 continue
-            same = lines == list(range(len(group.rows)))
-            groups.append(_StateGroup(rows, group.state if same else self._take_rows(group, lines)))
+            unchanged = indices == list(range(len(group.rows)))
+            groups.append(_StateGroup(rows, group.state if unchanged else self._take_rows(group, indices)))
         self._groups = groups
 
     def select(self, rows: Tensor) -> Self:
-        """A cache of its own with the states of these rows [N] (host), copied."""
+        """A new cache with copies of the states of these rows [N] (host)."""
         other = type(self)(self._state_name)
         other._lengths = self._lengths[rows].clone()
         wanted = rows.tolist()
         for group in self._groups:
-            lines = {row: line for line, row in enumerate(group.rows)}
-            mine = [place for place, row in enumerate(wanted) if row in lines]
-            if mine:
-                other._groups.append(
-                    _StateGroup(mine, self._take_rows(group, [lines[wanted[place]] for place in mine]))
-                )
+            index = {row: position for position, row in enumerate(group.rows)}
+            new_rows = [row for row, old_row in enumerate(wanted) if old_row in index]
+            if new_rows:
+                indices = [index[wanted[row]] for row in new_rows]
+                other._groups.append(_StateGroup(new_rows, self._take_rows(group, indices)))
         return other
 
     def join(self, other: Self) -> None:
-        """Take the rows of another one below its own."""
+        """Append the rows of another cache, which is emptied."""
         first = len(self)
         self._lengths = torch.cat((self._lengths, other._lengths))
         self._groups += [
@@ -121,56 +121,54 @@ class RecurrentStateCache:
         ]
         other._groups, other._lengths = [], other._lengths[:0]
 
-    def _take_rows(self, group: _StateGroup, lines: Sequence[int]) -> Any:
-        return take_state_rows(group.state, lines, len(group.rows), self._state_name)
+    def _take_rows(self, group: _StateGroup, indices: Sequence[int]) -> Any:
+        return take_state_rows(group.state, indices, len(group.rows), self._state_name)
 
     def _merge_groups(self) -> None:
-        """Join the objects that differ in nothing but their rows."""
+        """Concatenate state objects that differ only in their rows."""
         if len(self._groups) < 2:
             return
-        alike: dict[Any, list[_StateGroup]] = {}
+        by_signature: dict[Any, list[_StateGroup]] = {}
         for group in self._groups:
-            alike.setdefault(state_signature(group.state, len(group.rows), self._state_name), []).append(
-                group
-            )
-        self._groups = [
-            some[0]
-            if len(some) == 1
-            else _StateGroup(
-                [row for one in some for row in one.rows],
-                concat_states([one.state for one in some], [len(one.rows) for one in some], self._state_name),
-            )
-            for some in alike.values()
-        ]
+            signature = state_signature(group.state, len(group.rows), self._state_name)
+            by_signature.setdefault(signature, []).append(group)
+        self._groups = [self._concat_groups(groups) for groups in by_signature.values()]
+
+    def _concat_groups(self, groups: Sequence[_StateGroup]) -> _StateGroup:
+        if len(groups) == 1:
+            return groups[0]
+        rows = [row for group in groups for row in group.rows]
+        sizes = [len(group.rows) for group in groups]
+        return _StateGroup(rows, concat_states([group.state for group in groups], sizes, self._state_name))
 
 
-def take_state_rows(state: Any, lines: Sequence[int], size: int, name: str = "") -> Any:
-    """An object of `size` lines with those lines of it, the given one left as it is."""
+def take_state_rows(state: Any, indices: Sequence[int], size: int, name: str = "") -> Any:
+    """A copy of those rows of a state object with `size` rows."""
 
     def take(leaves: Sequence[Tensor], axis: int) -> Tensor:
         leaf = leaves[0]
         if not _has_row_axis(leaf, axis, size):
             return leaf.clone()
-        return leaf.index_select(axis, torch.tensor(list(lines), device=leaf.device))
+        return leaf.index_select(axis, torch.tensor(list(indices), device=leaf.device))
 
     return _map_tensors([state], take, name)
 
 
 def concat_states(states: Sequence[Any], sizes: Sequence[int], name: str = "") -> Any:
-    """Objects of one shape as one, the lines of the first coming first."""
+    """Concatenate state objects of equal signature along their rows."""
 
     def cat(leaves: Sequence[Tensor], axis: int) -> Tensor:
-        whole = all(_has_row_axis(leaf, axis, size) for leaf, size in zip(leaves, sizes, strict=True))
-        return torch.cat(list(leaves), axis) if whole else leaves[0]
+        per_row = all(_has_row_axis(leaf, axis, size) for leaf, size in zip(leaves, sizes, strict=True))
+        return torch.cat(list(leaves), axis) if per_row else leaves[0]
 
     return _map_tensors(list(states), cat, name)
 
 
 def state_signature(state: Any, size: int, name: str = "") -> Any:
-    """All that tells an object of `size` lines from one with other lines: equal shapes can be joined."""
+    """Everything in a state object of `size` rows except the rows; equal signatures can be concatenated."""
     parts: list[Any] = []
 
-    def note(leaves: Sequence[Tensor], axis: int) -> Tensor:
+    def record(leaves: Sequence[Tensor], axis: int) -> Tensor:
         leaf = leaves[0]
         shape = list(leaf.shape)
         if _has_row_axis(leaf, axis, size):
@@ -178,12 +176,12 @@ def state_signature(state: Any, size: int, name: str = "") -> Any:
         parts.append((tuple(shape), leaf.dtype, leaf.device))
         return leaf
 
-    _map_tensors([state], note, name, parts.append)
+    _map_tensors([state], record, name, parts.append)
     return tuple(parts)
 
 
 def _has_row_axis(leaf: Tensor, axis: int, size: int) -> bool:
-    """Whether a tensor has a line for each row."""
+    """Whether a tensor has one entry per row along an axis."""
     return leaf.ndim > axis and leaf.shape[axis] == size
 
 
@@ -191,25 +189,26 @@ def _map_tensors(
     states: list[Any],
     leaf: Callable[[Sequence[Tensor], int], Tensor],
     name: str,
-    note: Callable[[Any], None] | None = None,
+    on_scalar: Callable[[Any], None] | None = None,
 ) -> Any:
-    """A copy of the first object whose tensors are what `leaf` makes of those at their place."""
+    """A copy of the first object, with each tensor replaced by `leaf(same tensor of all objects, axis)`."""
     first = states[0]
     if isinstance(first, Tensor):
         return leaf(states, _ROW_AXES.get(name, 0))
     if isinstance(first, _LEAF_TYPES) or callable(first) or hasattr(first, "to_dict"):  # the last: configs
-        if note is not None and isinstance(first, bool | int | float | str | type(None)):
-            note(first)
+        if on_scalar is not None and isinstance(first, bool | int | float | str | type(None)):
+            on_scalar(first)
         return first
     if isinstance(first, list | tuple):
-        parts = [_map_tensors(list(some), leaf, name, note) for some in zip(*states, strict=True)]
+        parts = [_map_tensors(list(items), leaf, name, on_scalar) for items in zip(*states, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    whole = copy.copy(first)
+    mapped = copy.copy(first)
     if isinstance(first, dict):
         for key in first:
-            part = str(key) if isinstance(key, str) else name
-            whole[key] = _map_tensors([state[key] for state in states], leaf, part, note)
-        return whole
-    for part in vars(first) if hasattr(first, "__dict__") else ():
-        whole.__dict__[part] = _map_tensors([vars(state)[part] for state in states], leaf, part, note)
-    return whole
+            key_name = str(key) if isinstance(key, str) else name
+            mapped[key] = _map_tensors([state[key] for state in states], leaf, key_name, on_scalar)
+        return mapped
+    for attribute in vars(first) if hasattr(first, "__dict__") else ():
+        values = [vars(state)[attribute] for state in states]
+        mapped.__dict__[attribute] = _map_tensors(values, leaf, attribute, on_scalar)
+    return mapped

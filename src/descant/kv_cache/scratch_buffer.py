@@ -1,4 +1,4 @@
-"""Scratch memory: for what a layer's attention reads once."""
+"""Reusable host memory for tensors that one layer's attention reads once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["ScratchBuffer"]
 
 
 class ScratchBuffer:
-    """Memory on the host that is lent for a tensor and lent again as soon as nobody holds that.
+    """Host memory that is reused once the last tensor on it is gone.
 
-    Pages that are new to a process cost more than to fill them, and large tensors come on new pages. On other
-    devices torch itself keeps what is freed.
+    Large tensors come on fresh pages, and faulting pages in costs more than filling them. On other devices
+    torch's own allocator reuses memory.
     """
 
     def __init__(self) -> None:
@@ -30,27 +30,28 @@ class ScratchBuffer:
 
     @property
     def nbytes(self) -> int:
-        """What is lent or could be."""
-        return sum(one.nbytes for one in self._free) + sum(one.nbytes for _, one in self._in_use.values())
+        """The bytes in use and free."""
+        in_use = sum(array.nbytes for _, array in self._in_use.values())
+        return in_use + sum(array.nbytes for array in self._free)
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """A tensor of that shape, with anything in it, of the dtype and on the device of another."""
+        """An uninitialised tensor of that shape, with the dtype and device of `like`."""
         size = prod(shape) * like.element_size()
         if like.device.type != "cpu" or not size:
             return like.new_empty(shape)
-        array = next((one for one in self._free if one.nbytes >= size), None)
+        array = next((free for free in self._free if free.nbytes >= size), None)
         if array is None:
-            self._free.clear()  # too small for what is read now
+            self._free.clear()  # all too small from now on
             array = np.empty(size, dtype=np.uint8)
         else:
-            self._free = [one for one in self._free if one is not array]
+            self._free = [free for free in self._free if free is not array]
         view, number = array[:size], next(self._next_id)
-        # The tensor's storage is what holds the view, so that it ends with the last tensor upon it.
+        # The tensor's storage owns the view, so the view dies with the last tensor on it.
         self._in_use[number] = weakref.ref(view, lambda _: self._release(number)), array
         return torch.from_numpy(view).view(like.dtype).view(*shape)
 
     def clear(self) -> None:
-        """Keep nothing; what is lent goes when it is done with."""
+        """Drop all memory; what is in use is freed with its tensors."""
         self._free, self._in_use = [], {}
 
     def _release(self, number: int) -> None:

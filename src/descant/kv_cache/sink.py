@@ -1,4 +1,4 @@
-"""Attention sinks: the first positions of a row and its latest, so that it can be as long as one likes."""
+"""The attention-sink cache: the first positions of a row and a window of recent ones, for endless texts."""
 
 from __future__ import annotations
 
@@ -11,157 +11,120 @@ from torch import Tensor
 
 from descant.core.interfaces import KVSpan, VisibleSlots
 from descant.errors import InputError
-from descant.kv_cache.attention_proxy import AttentionCall, KVProxy
+from descant.kv_cache.attention_proxy import AttentionCall, KVProxy, TensorKVProxy, TransposedKVProxy
 from descant.kv_cache.sink_window import SinkWindowBlocks, SinkWindowPlan
 
 __all__ = ["RotateFn", "SinkStore"]
 
-# Keys or queries [N, H, S, D] moved on by so many positions [N], each row by its own number.
+# Rotates keys or queries [N, H, S, D] forward by a number of positions per row [N].
 RotateFn = Callable[[Tensor, Tensor], Tensor]
 
 
 class _SinkAttention:
-    """How the queries of a forward see sinks and window, on a device."""
+    """The scores of one forward's queries over sinks and window, on one device."""
 
-    def __init__(self, plan: SinkWindowPlan, device: torch.device, length: int, sinks: int) -> None:
-        self.plan, self._window_length, self.num_sinks = plan, length, sinks
-        # For the first query of each row how many positions lie forgotten [N]; below 0 where there is room.
+    def __init__(self, plan: SinkWindowPlan, device: torch.device, length: int, num_sinks: int) -> None:
+        self.plan, self._window_length, self.num_sinks = plan, length, num_sinks
+        # [N] the number of dropped positions for the first query of each row; < 0 while the window has room.
         self._sink_shift = torch.from_numpy(plan.start - (length - 1)).to(device, non_blocking=True)
         self._past_lengths = torch.from_numpy(plan.past_lengths).to(device, non_blocking=True)
         self._mask: Tensor | None = None
 
-    def shift_sinks(self, sinks: Tensor, rotation: RotateFn) -> Tensor:
-        """Sinks as the first query of each row sees them."""
-        return rotation(sinks, self._sink_shift.clamp(min=0))
+    def shift_sinks(self, sinks: Tensor, rotate: RotateFn) -> Tensor:
+        """The sinks rotated for the first query of each row."""
+        return rotate(sinks, self._sink_shift.clamp(min=0))
 
-    def scores(self, query: Tensor, keys: Tensor, rotation: RotateFn | None) -> Tensor:
-        """The product of queries [N, Hq, T, D] and keys as each sees them [N, Hq, T, S]; -inf: not seen."""
+    def scores(self, query: Tensor, keys: Tensor, rotate: RotateFn | None) -> Tensor:
+        """The products of queries [N, Hq, T, D] with keys [N, Hq, T, S]; -inf where a key is not visible."""
         scores = _grouped_matmul(query, keys)
-        if rotation is not None:
+        if rotate is not None:
             rows, heads, width, size = query.shape
             shift = (self._sink_shift[:, None] + torch.arange(width, device=query.device)).clamp(min=0)
-            # A query that is moved back sees what it would see of keys that are moved on.
-            lines = query.transpose(1, 2).reshape(rows * width, heads, 1, size)
-            lines = rotation(lines, -shift.flatten()).view(rows, width, heads, size)
-            scores[..., : self.num_sinks] = _grouped_matmul(
-                lines.transpose(1, 2), keys[:, :, : self.num_sinks]
-            )
+            # Rotating a query back gives the same products as rotating the keys forward.
+            flat = query.transpose(1, 2).reshape(rows * width, heads, 1, size)
+            flat = rotate(flat, -shift.flatten()).view(rows, width, heads, size)
+            sink_keys = keys[:, :, : self.num_sinks]
+            scores[..., : self.num_sinks] = _grouped_matmul(flat.transpose(1, 2), sink_keys)
         return scores.masked_fill(~self._visible_mask(keys.shape[2]), -torch.inf)
 
     def _visible_mask(self, size: int) -> Tensor:
-        """Which slots each query sees [N, 1, T, S]."""
+        """The slots that each query sees [N, 1, T, S]."""
         if self._mask is None:
             device = self._past_lengths.device
             slots = torch.arange(size, device=device)
-            own = (
-                self._past_lengths[:, None, None] + torch.arange(self.plan.span.width, device=device)[:, None]
-            )
-            near = (slots > own - (self._window_length - self.num_sinks)) | (slots < self.num_sinks)
-            self._mask = (near & (slots <= own))[:, None]
+            offsets = torch.arange(self.plan.span.width, device=device)[:, None]
+            query_slot = self._past_lengths[:, None, None] + offsets
+            in_window = slots > query_slot - (self._window_length - self.num_sinks)
+            self._mask = ((in_window | (slots < self.num_sinks)) & (slots <= query_slot))[:, None]
         return self._mask
 
 
-class _SinkWindowKeys(KVProxy):
-    """Keys of which each query sees a window of its own, and the sinks at a distance of its own.
+class _SinkWindowKeys(TensorKVProxy):
+    """Keys of a forward of several queries, each with its own window and its own distance to the sinks.
 
-    Laid out, they are as the first query of each row sees them, and later queries see further than they
-    should: only of models whose attention is neither torch's nor a product with the keys transposed.
+    Works for torch's attention and for eager attention (a product with the transposed keys). Any other
+    attention gets the keys as the first query of each row sees them, and later queries see too far back.
     """
 
-    def __init__(self, keys: Tensor, sight: _SinkAttention, rotation: RotateFn | None) -> None:
-        super().__init__(keys.shape, keys)
-        self._keys, self._sink_attention, self._rotation = keys, sight, rotation
+    def __init__(self, keys: Tensor, attention: _SinkAttention, rotate: RotateFn | None) -> None:
+        super().__init__(keys)
+        self._sink_attention, self._rotate = attention, rotate
 
     def build_tensor(self) -> Tensor:
-        """All of it as a tensor [N, H, S, D]."""
-        if self._rotation is None:
-            return self._keys
-        sinks, rest = (
-            self._keys[:, :, : self._sink_attention.num_sinks],
-            self._keys[:, :, self._sink_attention.num_sinks :],
-        )
-        return torch.cat((self._sink_attention.shift_sinks(sinks, self._rotation), rest), 2)
+        """The keys [N, H, S, D] as the first query of each row sees them."""
+        if self._rotate is None:
+            return self.tensor
+        num_sinks = self._sink_attention.num_sinks
+        sinks = self._sink_attention.shift_sinks(self.tensor[:, :, :num_sinks], self._rotate)
+        return torch.cat((sinks, self.tensor[:, :, num_sinks:]), 2)
 
-    def attend(self, values: KVProxy, asked: AttentionCall) -> Tensor:
-        """What the query sees in these keys and those values [N, Hq, T, D]."""
-        query, mask = asked.query, asked.mask
-        scores = self.scores(query) * (1 / sqrt(query.shape[-1]) if asked.scale is None else asked.scale)
+    def attend(self, values: KVProxy, call: AttentionCall) -> Tensor:
+        """The attention output [N, Hq, T, E]."""
+        query, mask = call.query, call.mask
+        scores = self.scores(query) * (1 / sqrt(query.shape[-1]) if call.scale is None else call.scale)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-        return _grouped_matmul(
-            torch.dropout(weights, asked.dropout, asked.dropout > 0), values.materialize().mT
-        )
+        weights = torch.dropout(weights, call.dropout, call.dropout > 0)
+        return _grouped_matmul(weights, values.materialize().mT)
 
     def scores(self, query: Tensor) -> Tensor:
-        """The product of the query [N, Hq, T, D] with each key [N, Hq, T, S]; -inf where it is not seen."""
-        return self._sink_attention.scores(query, self._keys, self._rotation)
+        """The product [N, Hq, T, S] of queries [N, Hq, T, D] with the keys; -inf where not visible."""
+        return self._sink_attention.scores(query, self.tensor, self._rotate)
 
     def transpose(self, first: int, second: int) -> Any:
-        """Keys as attention written out multiplies by them."""
-        sides = {first % 4, second % 4}
-        return _TransposedKeys(self) if sides == {2, 3} else self.materialize().transpose(first, second)
-
-
-class _TransposedKeys:
-    """Keys [N, H, D, S] that a query is multiplied by."""
-
-    def __init__(self, keys: _SinkWindowKeys) -> None:
-        self._keys = keys
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._keys.materialize().mT, name)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
-            query, keys = args
-            if isinstance(keys, cls) and isinstance(query, Tensor):
-                return keys._keys.scores(query)
-        laid = [one._keys.materialize().mT if isinstance(one, cls) else one for one in args]
-        return func(*laid, **(kwargs or {}))
-
-
-class _MaterializedValues(KVProxy):
-    """Values that are laid out already."""
-
-    def __init__(self, values: Tensor) -> None:
-        super().__init__(values.shape, values)
-        self._values = values
-
-    def build_tensor(self) -> Tensor:
-        """All of it as a tensor [N, H, S, D]."""
-        return self._values
+        """The keys transposed; over the last two dimensions a proxy, as in eager attention."""
+        if {first % 4, second % 4} == {2, 3}:
+            return TransposedKVProxy(self)
+        return self.materialize().transpose(first, second)
 
 
 def _grouped_matmul(query: Tensor, keys: Tensor) -> Tensor:
-    """The products of [N, Hq, T, D] and [N, H, S, D], several heads of the first to one of the second."""
+    """The product [N, Hq, T, S] of [N, Hq, T, D] and [N, H, S, D]; several query heads share a key head."""
     rows, heads, width, size = query.shape
-    few = keys.shape[1]
-    lines = query.reshape(rows, few, heads // few * width, size)
-    return (lines @ keys.mT).view(rows, heads, width, keys.shape[2])
+    num_groups = keys.shape[1]
+    grouped = query.reshape(rows, num_groups, heads // num_groups * width, size)
+    return (grouped @ keys.mT).view(rows, heads, width, keys.shape[2])
 
 
 class SinkStore:
-    """Of every row the first `sinks` positions and the latest `length - sinks` (Xiao et al. 2023).
+    """The first `sinks` positions of every row and the latest `length - sinks` (Xiao et al. 2023).
 
-    A query sees the sinks and what comes just before it, `length` positions in all, itself among them, and
-    finds them as far away as if nothing else had ever been there: arXiv 2309.17453 counts positions anew in
-    the cache for that. Rotary positions are known by their distances alone, so here everything stays where
-    it is, but for the sinks: they are read as if they were as many positions further on as lie forgotten
-    between, always from what was first written, so that errors do not add up. The rotation may be one for
-    each layer; where it is None sinks are read as they were written.
+    A query sees `length` positions: the sinks, the positions just before it, and itself. arXiv 2309.17453
+    renumbers positions within the cache, so that dropped positions leave no gap. Rotary embeddings depend on
+    distances only, so here just the sinks are rotated forward, by the number of dropped positions, and
+    always from the keys as first written, so errors do not accumulate. `rotation` may differ by layer; where
+    it is None, sinks are read as written.
 
-    What a row is first fed, its prompt, is read whole: there a query sees all that comes before it, however
-    long, and the window holds from the next forward on (so nothing may be tried along with a prompt).
+    The prompt, the first forward of a row, is attended in full, whatever its length. The window applies
+    from the next forward on, so a prompt must not be fed together with drafts.
 
-    A row takes `length - 1 + slack + room` slots at the most, besides what one forward feeds. Rows may be cut
-    by `slack` positions.
+    A row has at most `length - 1 + slack + room` slots, besides those of the current forward. Rows may be
+    cut by `slack` positions.
     """
+
+    lossless = True
+    capacity: int | None = None
 
     def __init__(
         self,
@@ -174,10 +137,10 @@ class SinkStore:
         if sinks < 0:
             raise InputError("sinks", "must be >= 0", sinks)
         if length <= sinks:
-            raise InputError("length", f"must be > {sinks}, for so many are sinks", length)
-        for name, value, least in (("slack", slack, 0), ("room", room, 1)):
-            if value < least:
-                raise InputError(name, f"must be >= {least}", value)
+            raise InputError("length", f"must be > `sinks`, {sinks}", length)
+        for name, value, minimum in (("slack", slack, 0), ("room", room, 1)):
+            if value < minimum:
+                raise InputError(name, f"must be >= {minimum}", value)
         self._init_args = length, sinks, rotation, slack, room
         self._window_length, self._num_sinks, self._rotation = length, sinks, rotation
         self._blocks = SinkWindowBlocks(sinks, length - 1 - sinks, slack, room)
@@ -189,12 +152,12 @@ class SinkStore:
 
     @property
     def lengths(self) -> Tensor:
-        """How many positions each row has [R] (host), those that it forgot included."""
+        """The number of positions of each row [R] (host), dropped ones included."""
         return self._blocks.lengths
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
+        """The memory in bytes."""
         return self._blocks.nbytes
 
     def extend(self, rows: int) -> None:
@@ -202,25 +165,25 @@ class SinkStore:
         self._blocks.extend(rows)
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]` cut to `lengths[i]`, and what it needs no more is forgotten."""
+        """New row `i` is old row `parents[i]` cut to `lengths[i]`; slots outside the window are dropped."""
         self._blocks.commit(parents, lengths)
 
     def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots:
-        """What `update` is about to show."""
+        """The slots that `update` will return."""
         return self._blocks.visible_slots(layer, span)
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Any, Any]:
-        """Write [N, H, T, D] at the span; the sinks, what comes before the span, and that [N, H, S, D]."""
-        plan, rotation = self._blocks.plan(span), self._layer_rotation(layer)
+        """Write [N, H, T, D] at the span; returns sinks, window and the new slots [N, H, S, D]."""
+        plan, rotate = self._blocks.plan_forward(span), self._layer_rotation(layer)
         if span.is_first_write or int((plan.start + span.width).max(initial=0)) <= self._window_length:
             return self._blocks.update(layer, key, value, span)
-        one = span.width <= 1 and rotation is not None
-        keys, values = self._blocks.update(layer, key, value, span, writable_sinks=one)
-        sight = self._sink_attention(plan, key.device)
+        rotates_in_place = span.width <= 1 and rotate is not None
+        keys, values = self._blocks.update(layer, key, value, span, writable_sinks=rotates_in_place)
+        attention = self._sink_attention(plan, key.device)
         if span.width > 1:
-            return _SinkWindowKeys(keys, sight, rotation), _MaterializedValues(values)
-        if rotation is not None:
-            keys[:, :, : self._num_sinks] = sight.shift_sinks(keys[:, :, : self._num_sinks], rotation)
+            return _SinkWindowKeys(keys, attention, rotate), TensorKVProxy(values)
+        if rotate is not None:
+            keys[:, :, : self._num_sinks] = attention.shift_sinks(keys[:, :, : self._num_sinks], rotate)
         return keys, values
 
     def _layer_rotation(self, layer: int) -> RotateFn | None:
@@ -228,17 +191,16 @@ class SinkStore:
         return rotation[layer] if isinstance(rotation, Sequence) else rotation
 
     def _sink_attention(self, plan: SinkWindowPlan, device: torch.device) -> _SinkAttention:
-        """How the fed queries see what is shown: found once a device and forward."""
-        known = self._attention_by_device.get(device)
-        if known is None or known.plan is not plan:
-            known = self._attention_by_device[device] = _SinkAttention(
-                plan, device, self._window_length, self._num_sinks
-            )
-        return known
+        """The attention of a forward, built once per forward and device."""
+        attention = self._attention_by_device.get(device)
+        if attention is None or attention.plan is not plan:
+            attention = _SinkAttention(plan, device, self._window_length, self._num_sinks)
+            self._attention_by_device[device] = attention
+        return attention
 
     # -------------------------------------------------------------------- whole rows
     def select(self, rows: Tensor) -> Self:
-        """A copy of these rows [N] (host), as last committed."""
+        """A copy of the committed content of these rows [N] (host)."""
         other = type(self)(*self._init_args)
         other._blocks = self._blocks.select(rows)
         return other
@@ -249,11 +211,11 @@ class SinkStore:
         return self._blocks.layers
 
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What these rows [N] (host) hold of a layer as last committed, as written, sinks first, packed."""
+        """The committed slots of rows [N] (host) in a layer, as written, packed, sinks first."""
         return self._blocks.read(layer, rows)
 
     def join(self, other: Self) -> None:
-        """Take the rows of another one below its own."""
+        """Append the rows of another store."""
         if other._init_args[:2] != self._init_args[:2]:
             raise InputError(
                 "other", f"must have the length and sinks {self._init_args[:2]}", other._init_args[:2]
@@ -261,14 +223,14 @@ class SinkStore:
         self._blocks.join(other._blocks)
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything it holds."""
+        """Move all blocks."""
         self._blocks.to(device)
         self._attention_by_device = {}
 
     def state(self) -> dict[str, Tensor]:
-        """All that it holds, as last committed: lengths, gaps, and keys and values by layer."""
+        """The committed content: lengths, dropped positions, and keys and values by layer."""
         return self._blocks.state()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state` gave, into a cache that is made alike and holds nothing."""
+        """Load the result of `state` into an empty store with the same settings."""
         self._blocks.load(state)

@@ -1,4 +1,4 @@
-"""The first and the latest positions of rows, in memory that does not grow with their length."""
+"""Blocks with the first and the latest positions of rows, of bounded size."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from descant.kv_cache.prefix_groups import PrefixGroups
 
 __all__ = ["SinkWindowBlocks", "SinkWindowPlan"]
 
-# Blocks start with so many free slots: few rows need all that they may come to take.
+# Blocks start with this many free slots, because most rows never reach the maximum.
 _GROWTH_STEP = 64
 
 
 @dataclass
 class SinkWindowPlan:
-    """What a forward comes to: found once, for all layers (host)."""
+    """Where a forward writes and reads, computed once for all layers (host)."""
 
     span: KVSpan
-    rows: Array  # [N] which are fed
-    start: Array  # [N] the position that each is fed from
-    write_start: Array  # [N] the slot that each is written from
-    num_skipped: Array  # [N] how many slots behind the head are not shown
-    past_lengths: Array  # [N] how many slots are shown before those that are written
-    prefill_buffer: PrefillBuffer | None  # where the rows are not written to a block
+    rows: Array  # [N] the rows fed
+    start: Array  # [N] the first position fed
+    write_start: Array  # [N] the slot of that position
+    num_skipped: Array  # [N] the number of slots after the sinks that are not visible
+    past_lengths: Array  # [N] the number of visible slots before the written ones
+    prefill_buffer: PrefillBuffer | None  # the target of the write, if it is not a block
 
     @cached_property
     def num_slots(self) -> int:
-        """How many slots are shown."""
+        """The number of visible slots."""
         return int(self.past_lengths.max(initial=0)) + self.span.width
 
     @cached_property
     def required_slots(self) -> int:
-        """How many slots a block must have."""
+        """The number of slots that a block must have."""
         return int(self.write_start.max(initial=0)) + self.span.width
 
     @cached_property
     def common_write_start(self) -> int | None:
-        """The slot from which all rows of the table are written; None: they differ, or only some are."""
+        """The first slot written, if all rows are fed and it is the same for all; else None."""
         return None if self.span.rows is not None else _common_value(self.write_start)
 
     @cached_property
     def common_skip(self) -> int | None:
-        """How many slots all rows skip; None: they differ."""
+        """The number of skipped slots, if it is the same for all rows; else None."""
         return _common_value(self.num_skipped)
 
 
 class _SinkWindowIndex(NamedTuple):
-    """A plan on a device."""
+    """The indices of a plan on a device."""
 
     plan: SinkWindowPlan
     rows: Tensor  # [N]
@@ -65,31 +65,29 @@ class _SinkWindowIndex(NamedTuple):
 
 
 class SinkWindowBlocks:
-    """Of every row the first `head` positions and no fewer than the last `keep + slack`.
+    """The first `num_sinks` positions of every row and at least the last `window + slack`.
 
-    Keys and values are [rows, heads, slots, dim] a layer. A position below `head` lies in the slot of that
-    number, any other so many slots before it as its row has a `gap`: what it forgot. A query is shown the
-    head and the last `keep` positions before it; the slack is there so that rows can be cut. Rows are
-    trimmed when they are committed, every `room` positions and then all of them: so rows that stand level
-    stay so, and are shown without a copy where there is no head.
+    Keys and values are [R, H, S, D] per layer. A sink is at the slot of its position, any other position `p`
+    at slot `p - num_dropped`. A query sees the sinks and the last `window` positions before it; the slack
+    allows rows to be cut. A commit trims all rows at once, about every `room` positions. So rows of equal
+    length keep equal offsets, and without sinks they are read without a copy.
     """
 
-    def __init__(self, head: int, keep: int, slack: int, room: int = 64) -> None:
-        self._init_args = head, keep, slack, room
-        self._num_sinks, self._max_visible = head, head + keep
-        self._trimmed_size = head + keep + slack  # what a row is trimmed to
-        self._max_slots = self._trimmed_size + room  # what a block has slots for
-        self._trim_threshold = self._max_slots - room // 4  # with more than that a row is trimmed
+    def __init__(self, num_sinks: int, window: int, slack: int, room: int = 64) -> None:
+        self._init_args = num_sinks, window, slack, room
+        self._num_sinks, self._max_visible = num_sinks, num_sinks + window
+        self._trimmed_size = num_sinks + window + slack  # slots of a row after a trim
+        self._max_slots = self._trimmed_size + room  # slots of a block
+        self._trim_threshold = self._max_slots - room // 4  # a row with more slots causes a trim
         self.max_rewind: int | None = slack
         self._lengths = torch.zeros(0, dtype=torch.long)
         self._num_dropped: Array = np.zeros(0, dtype=np.int64)
         self._blocks: dict[int, KVPair] = {}
         self._prefill_buffers: list[PrefillBuffer] = []
-        self._saved_slots: dict[
-            int, tuple[int, KVPair]
-        ] = {}  # by layer what a head was laid over, and its first slot
+        # By layer the slots that `_visible_kv` overwrote with the sinks, and the first of them.
+        self._saved_slots: dict[int, tuple[int, KVPair]] = {}
         self._prefix_groups = PrefixGroups()
-        self.copied_slots = 0  # slots of keys and values copied between rows, for reports and tests
+        self.copied_slots = 0  # slots copied between rows, as in DenseStore
         self._plan: SinkWindowPlan | None = None
         self._index_by_device: dict[torch.device, _SinkWindowIndex] = {}
 
@@ -98,17 +96,14 @@ class SinkWindowBlocks:
 
     @property
     def lengths(self) -> Tensor:
-        """How many positions each row has [R] (host), those that it forgot included."""
+        """The number of positions of each row [R] (host), dropped ones included."""
         return self._lengths
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
-        held = [
-            *self._blocks.values(),
-            *(pair for part in self._prefill_buffers for pair in part.layers.values()),
-        ]
-        return sum(one.nbytes for pair in held for one in pair)
+        """The memory of blocks and prefill buffers in bytes."""
+        buffered = (pair for buffer in self._prefill_buffers for pair in buffer.layers.values())
+        return sum(tensor.nbytes for pair in (*self._blocks.values(), *buffered) for tensor in pair)
 
     def extend(self, rows: int) -> None:
         """Append empty rows."""
@@ -118,19 +113,19 @@ class SinkWindowBlocks:
         self._plan = None
 
     # -------------------------------------------------------------------- one forward
-    def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots:  # noqa: ARG002 - all layers are alike
-        """What `update` is about to show."""
-        plan = self.plan(span)
+    def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots:  # noqa: ARG002 - layers are alike
+        """The slots that `update` will return."""
+        plan = self.plan_forward(span)
         return VisibleSlots(torch.from_numpy(plan.past_lengths), plan.num_slots)
 
     def update(
         self, layer: int, key: Tensor, value: Tensor, span: KVSpan, writable_sinks: bool = False
     ) -> KVPair:
-        """Write [N, H, T, D] at the span; what a query of its rows is shown [N, H, S, D], packed.
+        """Write [N, H, T, D] at the span; returns the visible slots of its rows [N, H, S, D], packed.
 
-        With `own` the head that is shown may be written to until the layer's next update, or the next commit.
+        With `writable_sinks` the returned sinks may be overwritten until the layer's next update or commit.
         """
-        plan = self.plan(span)
+        plan = self.plan_forward(span)
         self._restore_slots(layer)
         if plan.prefill_buffer is not None:
             if not plan.prefill_buffer.layers:
@@ -142,198 +137,196 @@ class SinkWindowBlocks:
             for block, new in zip(pair, (key, value), strict=True):
                 block[: len(self), :, plan.common_write_start : plan.common_write_start + span.width] = new
         else:
-            place = self._device_index(plan, key.device)
+            index = self._device_index(plan, key.device)
             for block, new in zip(pair, (key, value), strict=True):
-                block[place.rows[:, None], :, place.write_slots] = new.transpose(1, 2)
+                block[index.rows[:, None], :, index.write_slots] = new.transpose(1, 2)
         return (key, value) if span.is_first_write else self._visible_kv(layer, pair, plan, writable_sinks)
 
-    def plan(self, span: KVSpan) -> SinkWindowPlan:
-        """What a forward comes to."""
+    def plan_forward(self, span: KVSpan) -> SinkWindowPlan:
+        """The plan of a forward; writes buffered prefills to the blocks if their rows are fed again."""
         if self._plan is None or self._plan.span is not span:
             self._plan = self._make_plan(span)
         return self._plan
 
     def _make_plan(self, span: KVSpan) -> SinkWindowPlan:
         rows, start = span.on_host(len(self))
-        if any(np.isin(part.rows, rows).any() for part in self._prefill_buffers):
+        if any(np.isin(buffer.rows, rows).any() for buffer in self._prefill_buffers):
             self._flush_prefills()
-        gap, aside = self._num_dropped[rows], None
-        if span.is_first_write and (span.width > self._max_slots or gap.any()):
-            # Of what is certain to be kept the beginning is never needed again.
-            sure = np.zeros_like(rows) if span.num_committed is None else span.num_committed.numpy()
-            spare = np.maximum(sure - self._trimmed_size, 0)
-            aside = PrefillBuffer(rows, spare if spare.all() else np.zeros_like(spare), self._num_sinks)
-            gap = np.zeros_like(gap)
-        self._check_rewind(start, gap)
-        first = start - gap
-        skip = np.maximum(first - self._max_visible, 0)
-        return SinkWindowPlan(span, rows, start, first, skip, first - skip, aside)
+        num_dropped, prefill_buffer = self._num_dropped[rows], None
+        if span.is_first_write and (span.width > self._max_slots or num_dropped.any()):
+            # Committed positions before the window and its slack are never needed again.
+            committed = np.zeros_like(rows) if span.num_committed is None else span.num_committed.numpy()
+            excess = np.maximum(committed - self._trimmed_size, 0)
+            excess = excess if excess.all() else np.zeros_like(excess)
+            prefill_buffer = PrefillBuffer(rows, excess, self._num_sinks)
+            num_dropped = np.zeros_like(num_dropped)
+        self._check_rewind(start, num_dropped)
+        write_start = start - num_dropped
+        skipped = np.maximum(write_start - self._max_visible, 0)
+        return SinkWindowPlan(span, rows, start, write_start, skipped, write_start - skipped, prefill_buffer)
 
-    def _check_rewind(self, lengths: Array, gap: Array) -> None:
-        """Refuse rows that would go on where what they need before is forgotten."""
-        lost = (gap > 0) & (lengths < gap + self._max_visible)
-        if lost.any():
-            row = int(lost.argmax())
+    def _check_rewind(self, lengths: Array, num_dropped: Array) -> None:
+        """Refuse lengths whose window was partly dropped."""
+        too_short = (num_dropped > 0) & (lengths < num_dropped + self._max_visible)
+        if too_short.any():
+            row = int(too_short.argmax())
+            minimum = int(num_dropped[row]) + self._max_visible
             raise InputError(
                 "lengths",
-                f"must leave row {row} at least {int(gap[row]) + self._max_visible} positions, for it forgot "
-                "what lies before those",
+                f"must be >= {minimum} for row {row}, whose earlier positions were dropped",
                 int(lengths[row]),
-                f"cut no more than {self._init_args[2]}, or give more slack",
+                f"cut at most {self._init_args[2]} positions, or set a larger `slack`",
             )
 
     def _device_index(self, plan: SinkWindowPlan, device: torch.device) -> _SinkWindowIndex:
-        """A plan on a layer's device, found once a device and forward."""
-        known = self._index_by_device.get(device)
-        if known is None or known.plan is not plan:
-            rows, first, skip = (
-                torch.from_numpy(one).to(device, non_blocking=True)
-                for one in (plan.rows, plan.write_start, plan.num_skipped)
+        """The indices of a plan on a device, computed once per forward and device."""
+        index = self._index_by_device.get(device)
+        if index is None or index.plan is not plan:
+            rows, write_start, skipped = (
+                torch.from_numpy(array).to(device, non_blocking=True)
+                for array in (plan.rows, plan.write_start, plan.num_skipped)
             )
             slots = torch.arange(plan.num_slots, device=device)
-            known = self._index_by_device[device] = _SinkWindowIndex(
+            index = self._index_by_device[device] = _SinkWindowIndex(
                 plan,
                 rows,
-                first[:, None] + torch.arange(plan.span.width, device=device),
-                slots + skip[:, None] * (slots >= self._num_sinks),
+                write_start[:, None] + torch.arange(plan.span.width, device=device),
+                slots + skipped[:, None] * (slots >= self._num_sinks),
             )
-        return known
+        return index
 
-    def _visible_kv(self, layer: int, pair: KVPair, plan: SinkWindowPlan, own: bool) -> KVPair:
-        """What the fed rows are shown: a slice of the blocks where they lie alike, else a copy."""
+    def _visible_kv(self, layer: int, pair: KVPair, plan: SinkWindowPlan, writable_sinks: bool) -> KVPair:
+        """The visible slots of the fed rows: a view of the blocks if all offsets are equal, else a copy."""
         keys, values = pair
         if plan.common_skip is None or plan.span.rows is not None:
-            place = self._device_index(plan, keys.device)
-            return gather_slots(keys, place.rows, place.read_slots), gather_slots(
-                values, place.rows, place.read_slots
-            )
-        shown = slice(plan.common_skip, plan.common_skip + plan.num_slots)
-        keys, values = keys[: len(self), :, shown], values[: len(self), :, shown]
-        if self._num_sinks and (own or plan.common_skip):
-            # The head is laid over what comes just before the rest; what lay there comes back later.
-            under = slice(0, self._num_sinks)
-            self._saved_slots[layer] = (
-                plan.common_skip,
-                (keys[:, :, under].clone(), values[:, :, under].clone()),
-            )
+            index = self._device_index(plan, keys.device)
+            keys, values = (gather_slots(block, index.rows, index.read_slots) for block in pair)
+            return keys, values
+        visible = slice(plan.common_skip, plan.common_skip + plan.num_slots)
+        keys, values = keys[: len(self), :, visible], values[: len(self), :, visible]
+        if self._num_sinks and (writable_sinks or plan.common_skip):
+            # The sinks overwrite the slots just before the window; `_restore_slots` undoes this.
+            sinks = slice(0, self._num_sinks)
+            saved = keys[:, :, sinks].clone(), values[:, :, sinks].clone()
+            self._saved_slots[layer] = plan.common_skip, saved
             if plan.common_skip:
-                for block, one in zip(pair, (keys, values), strict=True):
-                    one[:, :, under] = block[: len(self), :, under].clone()
+                for block, view in zip(pair, (keys, values), strict=True):
+                    view[:, :, sinks] = block[: len(self), :, sinks].clone()
         return keys, values
 
     def _restore_slots(self, layer: int | None = None) -> None:
-        """Put back what a head was laid over, in a layer or in all."""
-        if layer is None:
-            for lender in list(self._saved_slots):
-                self._restore_slots(lender)
-        elif layer in self._saved_slots:
-            first, lent = self._saved_slots.pop(layer)
-            for block, one in zip(self._blocks[layer], lent, strict=True):
-                block[: one.shape[0], :, first : first + self._num_sinks] = one
+        """Restore the slots that sinks have overwritten, in one layer or in all."""
+        for saved_layer in list(self._saved_slots) if layer is None else [layer]:
+            if saved_layer in self._saved_slots:
+                first, saved = self._saved_slots.pop(saved_layer)
+                for block, slots in zip(self._blocks[saved_layer], saved, strict=True):
+                    block[: slots.shape[0], :, first : first + self._num_sinks] = slots
 
     def _ensure_capacity(self, layer: int, like: KVPair, slots: int) -> KVPair:
-        """The layer's blocks with room for all rows and so many slots."""
+        """The layer's blocks, grown to all rows and at least so many slots."""
         rows, pair = len(self), self._blocks.get(layer)
         if pair is not None and pair[0].shape[0] >= rows and pair[0].shape[2] >= slots:
             return pair
         if pair is None:
-            wide = max(slots, min(slots + _GROWTH_STEP, self._max_slots))
-            keys, values = (one.new_zeros(rows, one.shape[1], wide, one.shape[3]) for one in like)
+            width = max(slots, min(slots + _GROWTH_STEP, self._max_slots))
+            keys, values = (new.new_zeros(rows, new.shape[1], width, new.shape[3]) for new in like)
         else:
-            have = pair[0].shape[2]
-            wide = (
-                have if slots <= have else max(slots, min(slots + have // 2 + _GROWTH_STEP, self._max_slots))
-            )
-            keys, values = (grow_block(one, rows, wide) for one in pair)
+            width = pair[0].shape[2]
+            if slots > width:
+                width = max(slots, min(slots + width // 2 + _GROWTH_STEP, self._max_slots))
+            keys, values = (grow_block(block, rows, width) for block in pair)
         self._blocks[layer] = keys, values
         return keys, values
 
     def _flush_prefills(self) -> None:
-        """Write what was kept aside to the blocks, for it is read again before it was committed."""
-        parts, self._prefill_buffers = self._prefill_buffers, []
+        """Write buffered prefills to the blocks, because their rows are read before the commit."""
+        buffers, self._prefill_buffers = self._prefill_buffers, []
         self._restore_slots()
-        for part in parts:
-            self._num_dropped[part.rows] = part.num_dropped
-            for layer, new in part.layers.items():
-                self._write_first_slots(layer, part.rows, new)
+        for buffer in buffers:
+            self._num_dropped[buffer.rows] = buffer.num_dropped
+            for layer, pair in buffer.layers.items():
+                self._write_first_slots(layer, buffer.rows, pair)
 
     def _write_first_slots(self, layer: int, rows: Array, pair: KVPair) -> None:
-        """Write the first slots of some rows."""
+        """Write the first slots of rows."""
         for block, new in zip(self._ensure_capacity(layer, pair, pair[0].shape[2]), pair, strict=True):
             block[torch.from_numpy(rows).to(new.device), :, : new.shape[2]] = new
 
     # -------------------------------------------------------------------- between forwards
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]` cut to `lengths[i]`, and what it needs no more is forgotten."""
+        """New row `i` is old row `parents[i]` cut to `lengths[i]`; slots outside the window are dropped."""
         self._restore_slots()
-        count, long = len(lengths), lengths.numpy()
-        whence = np.arange(count) if parents is None else parents.numpy()
-        gap, moves = self._num_dropped[whence], whence != np.arange(count)
-        read: list[tuple[PrefillBuffer, Array, Array]] = []
-        for part in self._prefill_buffers:
-            into, lines = part.find_children(whence)
-            least = np.maximum(long[into] - self._trimmed_size, part.num_dropped[lines])
-            gap[into], moves[into] = np.where(long[into] > 0, least, 0), False
-            read.append((part, into, lines))
-        self._check_rewind(long, gap)
-        ends = long - gap
-        # All is read before anything is written: a source may be another move's target.
-        new = [
-            (into, part.read(lines, gap[into], int(ends[into].max())))
-            for part, into, lines in read
-            if len(into)
+        count, new_lengths = len(lengths), lengths.numpy()
+        source = np.arange(count) if parents is None else parents.numpy()
+        num_dropped, moves = self._num_dropped[source], source != np.arange(count)
+        from_buffers: list[tuple[PrefillBuffer, Array, Array]] = []
+        for buffer in self._prefill_buffers:
+            rows, index = buffer.find_children(source)
+            excess = np.maximum(new_lengths[rows] - self._trimmed_size, buffer.num_dropped[index])
+            num_dropped[rows], moves[rows] = np.where(new_lengths[rows] > 0, excess, 0), False
+            from_buffers.append((buffer, rows, index))
+        self._check_rewind(new_lengths, num_dropped)
+        num_slots = new_lengths - num_dropped
+        # Read everything before writing: the source of one move may be the target of another.
+        prefills = [
+            (rows, buffer.read(index, num_dropped[rows], int(num_slots[rows].max())))
+            for buffer, rows, index in from_buffers
+            if len(rows)
         ]
         if moves.any():
-            into = moves.nonzero()[0]
-            self._move_rows(whence[into], into, gap[into], ends[into])
-        self._num_dropped, self._lengths = gap, lengths
-        self._prefix_groups.commit(None if parents is None else whence, long)
-        for into, layers in new:
+            rows = moves.nonzero()[0]
+            self._move_rows(source[rows], rows, num_dropped[rows], int(num_slots[rows].max()))
+        self._num_dropped, self._lengths = num_dropped, lengths
+        self._prefix_groups.commit(None if parents is None else source, new_lengths)
+        for rows, layers in prefills:
             for layer, pair in layers.items():
-                self._write_first_slots(layer, into, pair)
+                self._write_first_slots(layer, rows, pair)
         self._prefill_buffers, self._plan = [], None
         self._trim()
 
-    def _move_rows(self, source: Array, into: Array, gap: Array, ends: Array) -> None:
-        """Copy rows of the blocks; of one that takes the place of its kin what they have not in common."""
-        stop, old = int(ends.max()), len(self)
-        common = self._prefix_groups.shared_length(into, source) - gap
-        alike = (common > 0) & (self._num_dropped[np.minimum(into, old - 1)] == gap)
-        parts = []
-        for which in (alike, ~alike):  # two copies at the most, each of one slice of slots
-            start = (int(common[which].min()) if which is alike else 0) if which.any() else stop
+    def _move_rows(self, source: Array, target: Array, num_dropped: Array, stop: int) -> None:
+        """Copy rows of the blocks up to slot `stop`, without the prefix that source and target share."""
+        num_old = len(self)
+        shared = self._prefix_groups.shared_length(target, source) - num_dropped
+        related = (shared > 0) & (self._num_dropped[np.minimum(target, num_old - 1)] == num_dropped)
+        copies = []
+        for group, shares in ((related, True), (~related, False)):  # at most two copies, each of one slice
+            if not group.any():
+                continue
+            start = int(shared[group].min()) if shares else 0
             if start < stop:
-                parts.append((into[which], source[which], slice(start, stop)))
-                self.copied_slots += int(which.sum()) * (stop - start)
+                copies.append((target[group], source[group], slice(start, stop)))
+                self.copied_slots += int(group.sum()) * (stop - start)
         for layer, pair in self._blocks.items():
             device = pair[0].device
-            places = [
-                (torch.from_numpy(to).to(device), torch.from_numpy(of).to(device), at) for to, of, at in parts
+            on_device = [
+                (torch.from_numpy(targets).to(device), torch.from_numpy(sources).to(device), slots)
+                for targets, sources, slots in copies
             ]
-            keys, values = (grow_block(one, max(old, int(into.max()) + 1), 0) for one in pair)
+            keys, values = (grow_block(block, max(num_old, int(target.max()) + 1), 0) for block in pair)
             for block in (keys, values):
-                content = [block[of, :, at] for _, of, at in places]
-                for (to, _, at), one in zip(places, content, strict=True):
-                    block[to, :, at] = one
+                contents = [block[sources, :, slots] for _, sources, slots in on_device]
+                for (targets, _, slots), content in zip(on_device, contents, strict=True):
+                    block[targets, :, slots] = content
             self._blocks[layer] = keys, values
 
     def _trim(self) -> None:
-        """Forget what no row needs, where one has little room left."""
-        ends = self._lengths.numpy() - self._num_dropped
-        if int(ends.max(initial=0)) > self._trim_threshold:
-            surplus = np.maximum(ends - self._trimmed_size, 0)
-            which = surplus.nonzero()[0]
+        """Drop slots outside window and slack in all rows, once a row is nearly full."""
+        num_slots = self._lengths.numpy() - self._num_dropped
+        if int(num_slots.max(initial=0)) > self._trim_threshold:
+            excess = np.maximum(num_slots - self._trimmed_size, 0)
+            trimmed = excess.nonzero()[0]
             slots = np.arange(self._trimmed_size)
-            shown = slots + surplus[which][:, None] * (slots >= self._num_sinks)
+            kept_slots = slots + excess[trimmed][:, None] * (slots >= self._num_sinks)
             for layer, pair in self._blocks.items():
-                rows = torch.from_numpy(which).to(pair[0].device)
-                index = torch.from_numpy(shown).to(pair[0].device)
+                rows = torch.from_numpy(trimmed).to(pair[0].device)
+                index = torch.from_numpy(kept_slots).to(pair[0].device)
                 for block in self._ensure_capacity(layer, pair, 0):
                     block[rows, :, : self._trimmed_size] = gather_slots(block, rows, index)
-            self._num_dropped = self._num_dropped + surplus
+            self._num_dropped = self._num_dropped + excess
         for layer, pair in self._blocks.items():
             if pair[0].shape[2] > self._max_slots:
-                keys, values = (one[:, :, : self._max_slots].clone() for one in pair)
+                keys, values = (block[:, :, : self._max_slots].clone() for block in pair)
                 self._blocks[layer] = keys, values
 
     # -------------------------------------------------------------------- whole rows
@@ -343,27 +336,28 @@ class SinkWindowBlocks:
         return sorted(self._blocks)
 
     def read(self, layer: int, rows: Tensor) -> KVPair:
-        """What these rows [N] (host) hold of a layer as last committed, packed, stale behind a row's end."""
+        """The committed slots of rows [N] (host) in a layer, packed; stale behind a row's end."""
         self._restore_slots()
         stop = int((self._lengths.numpy() - self._num_dropped)[rows.numpy()].max(initial=0))
         keys, values = (
-            one[rows.to(one.device), :, :stop] for one in self._ensure_capacity(layer, self._blocks[layer], 0)
+            block[rows.to(block.device), :, :stop]
+            for block in self._ensure_capacity(layer, self._blocks[layer], 0)
         )
         return keys, values
 
     def select(self, rows: Tensor) -> Self:
-        """A copy of these rows [N] (host), as last committed."""
+        """A copy of the committed content of these rows [N] (host)."""
         self._restore_slots()
         other = type(self)(*self._init_args)
         other._lengths, other._num_dropped = self._lengths[rows].clone(), self._num_dropped[rows.numpy()]
         other._prefix_groups = self._prefix_groups.select(rows.numpy(), other._lengths.numpy())
         for layer, pair in self._blocks.items():
-            keys, values = (one[rows.to(one.device)] for one in self._ensure_capacity(layer, pair, 0))
+            keys, values = (block[rows.to(block.device)] for block in self._ensure_capacity(layer, pair, 0))
             other._blocks[layer] = keys, values
         return other
 
     def join(self, other: Self) -> None:
-        """Take the rows of another one below its own."""
+        """Append the rows of another one."""
         self._restore_slots()
         other._restore_slots()
         first, count = len(self), len(other)
@@ -373,8 +367,8 @@ class SinkWindowBlocks:
         self._plan = None
         stop = int((other._lengths.numpy() - other._num_dropped).max(initial=0))
         for layer, pair in other._blocks.items():
-            for block, one in zip(self._ensure_capacity(layer, pair, stop), pair, strict=True):
-                block[first : first + count, :, :stop] = one[:count, :, :stop]
+            for block, added in zip(self._ensure_capacity(layer, pair, stop), pair, strict=True):
+                block[first : first + count, :, :stop] = added[:count, :, :stop]
 
     def to(self, device: torch.device | str) -> None:
         """Move all blocks."""
@@ -384,7 +378,7 @@ class SinkWindowBlocks:
         self._index_by_device = {}
 
     def state(self) -> dict[str, Tensor]:
-        """All rows as last committed: lengths, gaps, and a block of keys and one of values a layer."""
+        """All committed rows: lengths, dropped positions, and by layer a block of keys and one of values."""
         self._restore_slots()
         stop = int((self._lengths.numpy() - self._num_dropped).max(initial=0))
         state = {"lengths": self._lengths.clone(), "gaps": torch.from_numpy(self._num_dropped.copy())}
@@ -396,7 +390,7 @@ class SinkWindowBlocks:
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state` gave, into an empty one."""
+        """Load the result of `state` into an empty one."""
         self._lengths = state["lengths"].long().cpu().clone()
         self._num_dropped = state["gaps"].long().cpu().numpy().copy()
         self._check_rewind(self._lengths.numpy(), self._num_dropped)
@@ -409,5 +403,5 @@ class SinkWindowBlocks:
 
 
 def _common_value(numbers: Array) -> int | None:
-    """The number that all are; None where they differ or there is none."""
+    """The value that all entries have; None if they differ or there are none."""
     return int(numbers[0]) if len(numbers) and (numbers == numbers[0]).all() else None

@@ -1,4 +1,4 @@
-"""Slots: blocks of keys, values and, where they are counted, votes, as tall and wide as rows need."""
+"""Growing blocks of keys, values and optional attention scores, one per layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["LayerBlock", "SlotBlocks"]
 
-# Room is added in steps of at least this many slots.
+# Blocks grow by at least this many slots.
 _GROWTH_STEP = 64
 
 
@@ -21,11 +21,11 @@ class LayerBlock:
 
     keys: Tensor  # [R, H, S, D]
     values: Tensor  # [R, H, S, E]
-    score: Tensor  # [R, H, S] in float32; S is 0 where none is kept
+    score: Tensor  # [R, H, S] in float32; S is 0 without scores
 
 
 class SlotBlocks:
-    """A block for every layer; how much of a row counts is for others to know."""
+    """One block per layer; the owner knows how many slots of a row are valid."""
 
     def __init__(self, scored: bool) -> None:
         self.blocks: dict[int, LayerBlock] = {}
@@ -33,81 +33,84 @@ class SlotBlocks:
 
     @property
     def nbytes(self) -> int:
-        """What all blocks take in memory."""
+        """The memory of all blocks in bytes."""
         return sum(
-            getattr(block, part).nbytes for block in self.blocks.values() for part in self._tensor_names
+            getattr(block, name).nbytes for block in self.blocks.values() for name in self._tensor_names
         )
 
     def ensure_capacity(self, layer: int, like: tuple[Tensor, Tensor], rows: int, slots: int) -> LayerBlock:
-        """A layer's block with room for so many rows and slots."""
+        """A layer's block, grown to at least so many rows and slots."""
         block = self.blocks.get(layer)
         if block is None:
-            keys, values = (one.new_zeros(0, one.shape[1], 0, one.shape[3]) for one in like)
+            keys, values = (tensor.new_zeros(0, tensor.shape[1], 0, tensor.shape[3]) for tensor in like)
             score = torch.zeros(0, keys.shape[1], 0, device=keys.device)
             block = self.blocks[layer] = LayerBlock(keys, values, score)
-        tall, wide = block.keys.shape[0], block.keys.shape[2]
-        if tall < rows or wide < slots:
-            tall = tall if tall >= rows else max(rows, 2 * tall)
-            wide = wide if wide >= slots else max(slots + _GROWTH_STEP, wide + wide // 2)
-            self._resize(block, tall, wide)
+        old_rows, old_slots = block.keys.shape[0], block.keys.shape[2]
+        if old_rows < rows or old_slots < slots:
+            new_rows = old_rows if old_rows >= rows else max(rows, 2 * old_rows)
+            new_slots = (
+                old_slots if old_slots >= slots else max(slots + _GROWTH_STEP, old_slots + old_slots // 2)
+            )
+            self._resize(block, new_rows, new_slots)
         return block
 
     def shrink_to_fit(self, rows: int, slots: int) -> None:
-        """Give back what a long prompt or many rows took that have gone."""
+        """Free memory that a long prompt or many rows took and that is no longer needed."""
         for block in self.blocks.values():
             if block.keys.shape[0] > 4 * (rows + 1) or block.keys.shape[2] > 2 * (slots + _GROWTH_STEP):
                 self._resize(block, rows, slots + _GROWTH_STEP if rows else 0)
 
     def _resize(self, block: LayerBlock, rows: int, slots: int) -> None:
-        for part in self._tensor_names:
-            setattr(block, part, _pad_or_crop(getattr(block, part), rows, slots))
+        for name in self._tensor_names:
+            setattr(block, name, _pad_or_crop(getattr(block, name), rows, slots))
 
     def select_rows(self, rows: Tensor, slots: int, layers: Iterable[int] | None = None) -> Self:
-        """The same rows [N] (host) on their own, so many slots of them, of all layers or of some."""
+        """A copy of the first slots of rows [N] (host), of all layers or of the given ones."""
         other = type(self)("score" in self._tensor_names)
-        tall = int(rows.max()) + 1 if len(rows) else 0
+        num_rows = int(rows.max()) + 1 if len(rows) else 0
         for layer in self.blocks if layers is None else layers:
             block = self.blocks[layer]
             at = rows.to(block.keys.device)
             other.blocks[layer] = LayerBlock(block.keys[:0], block.values[:0], block.score[:0])
-            for part in self._tensor_names:
-                setattr(other.blocks[layer], part, _pad_or_crop(getattr(block, part), tall, slots)[at])
+            for name in self._tensor_names:
+                setattr(other.blocks[layer], name, _pad_or_crop(getattr(block, name), num_rows, slots)[at])
         return other
 
     def append(self, other: Self, first: int, rows: int, slots: int) -> None:
-        """Lay the rows of another one from row `first` on."""
-        for layer, theirs in other.blocks.items():
-            mine = self.ensure_capacity(layer, (theirs.keys, theirs.values), first + rows, slots)
-            for part in self._tensor_names:
-                block = _pad_or_crop(getattr(theirs, part), rows, slots)
-                getattr(mine, part)[first : first + rows, :, :slots] = block.to(mine.keys.device)
+        """Copy the rows of another one to the rows from `first` on."""
+        for layer, source in other.blocks.items():
+            target = self.ensure_capacity(layer, (source.keys, source.values), first + rows, slots)
+            for name in self._tensor_names:
+                block = _pad_or_crop(getattr(source, name), rows, slots)
+                getattr(target, name)[first : first + rows, :, :slots] = block.to(target.keys.device)
 
     def to(self, device: torch.device | str) -> None:
         """Move all blocks."""
         for block in self.blocks.values():
-            for part in ("keys", "values", "score"):
-                setattr(block, part, getattr(block, part).to(device))
+            for name in ("keys", "values", "score"):
+                setattr(block, name, getattr(block, name).to(device))
 
     def state(self, rows: int, slots: int) -> dict[str, Tensor]:
-        """All blocks by name, so much of them."""
+        """The first rows and slots of all blocks, by name."""
         return {
-            f"{part}.{layer}": _pad_or_crop(getattr(block, part), rows, slots)
+            f"{name}.{layer}": _pad_or_crop(getattr(block, name), rows, slots)
             for layer, block in self.blocks.items()
-            for part in self._tensor_names
+            for name in self._tensor_names
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state` gave."""
-        for name, block in state.items():
-            part, _, layer = name.partition(".")
-            if layer and part in self._tensor_names:
-                none = torch.zeros(len(block), block.shape[1], 0, device=block.device)
-                setattr(self.blocks.setdefault(int(layer), LayerBlock(none, none, none)), part, block.clone())
+        """Load the result of `state`."""
+        for key, tensor in state.items():
+            name, _, layer = key.partition(".")
+            if layer and name in self._tensor_names:
+                empty = torch.zeros(len(tensor), tensor.shape[1], 0, device=tensor.device)
+                block = self.blocks.setdefault(int(layer), LayerBlock(empty, empty, empty))
+                setattr(block, name, tensor.clone())
 
 
 def _pad_or_crop(block: Tensor, rows: int, slots: int) -> Tensor:
-    """A copy of a block, cut or filled up with zeros."""
+    """A copy of a block, cropped or padded with zeros."""
     other = block.new_zeros(rows, block.shape[1], slots, *block.shape[3:])
-    tall, wide = min(rows, block.shape[0]), min(slots, block.shape[2])
-    other[:tall, :, :wide] = block[:tall, :, :wide]
+    copied_rows, copied_slots = min(rows, block.shape[0]), min(slots, block.shape[2])
+    other[:copied_rows, :, :copied_slots] = block[:copied_rows, :, :copied_slots]
     return other

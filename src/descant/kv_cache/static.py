@@ -1,4 +1,4 @@
-"""The static cache: as many slots for every row as it will ever have, laid out once."""
+"""The static cache: a fixed number of slots per row, allocated once."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from descant.kv_cache.dense import DenseStore
 
 __all__ = ["StaticStore", "round_up_capacity", "round_up_rows"]
 
-# What is compiled for some size is good for every smaller one: sizes come in steps of this many slots.
+# Capacities for compiled steps are multiples of this, so that one compiled step serves many lengths.
 _CAPACITY_STEP = 256
 
-Blocks = dict[int, Tensor]  # by layer, [R, H, S, D]
+Blocks = dict[int, Tensor]  # by layer [R, H, S, D]
 
 
 def round_up_rows(rows: int) -> int:
-    """So many rows or more: a power of two."""
+    """The next power of two."""
     return 1 << max(rows - 1, 0).bit_length()
 
 
 def round_up_capacity(capacity: int) -> int:
-    """So many slots or more: a multiple of 256."""
+    """The next multiple of 256 slots."""
     return -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
 
 
 class StaticStore(DenseStore):
-    """Keys and values as [rows, heads, capacity, dim] a layer, allocated with the first write and kept.
+    """Keys and values [rows, H, capacity, D] per layer, allocated at the first write.
 
-    Position `p` of a row is its slot `p`. A forward is shown the slots that its rows reach, as by the dense
-    cache; a compiled step borrows the blocks as they are (`lend`), and its shape depends on nothing but
-    their size. For `compile` the capacity is rounded up to a multiple of 256. With `rows` there is
-    room for so many and never for more; without, room for twice as many is made where rows run out, the one
-    time when blocks change their address. Commits move rows in place.
+    Position `p` of a row is its slot `p`. A forward sees the slots up to its longest row, as in the dense
+    cache. A compiled step writes to the blocks in place (`layer_views`), so its shapes depend only on their
+    size. With a `compile_config` the capacity is rounded up to a multiple of 256. `rows` fixes the number
+    of rows; without it blocks double when rows run out, the only time their address changes. Commits move
+    rows in place.
     """
+
+    capacity: int = 0
 
     def __init__(
         self, capacity: int, rows: int | None = None, compile_config: CompileConfig | None = None
@@ -60,40 +62,40 @@ class StaticStore(DenseStore):
         super().extend(rows)
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]` cut to `lengths[i]`, moved where it stands."""
+        """New row `i` is old row `parents[i]` cut to `lengths[i]`, moved in place."""
         self._check_lengths(lengths)
         if parents is not None:
             self._check_rows(len(parents))
             self._grow_blocks(len(parents))
         super().commit(parents, lengths)
 
-    def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:  # type: ignore[override]  # noqa: ARG002 - alike in all
-        """None as far as there are slots; all of them where what fills shorter rows up would lie behind."""
+    def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:  # type: ignore[override]  # noqa: ARG002 - layers are alike
+        """None while the span fits; all slots where only padding exceeds the capacity."""
         if span.read_length <= self.capacity:
             return None
         return VisibleSlots(torch.from_numpy(span.on_host(self._num_rows)[1]), self.capacity)
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
-        """Write [N, H, T, D] at the span; what its rows hold then [N, H, S, D], stale slots included."""
+        """Write [N, H, T, D] at the span; returns the slots of its rows [N, H, S, D], stale ones included."""
         if span.read_length <= self.capacity:
             return super().update(layer, key, value, span)
         if isinstance(span.start, int):
             raise self._capacity_error(span.read_length)
-        # Only the longest rows and the widest ones together reach so far: what lies behind is filling.
-        places, starts = (torch.from_numpy(one) for one in span.on_host(self._num_rows))
-        at = starts[:, None] + torch.arange(span.width)
-        line, step = (at < self.capacity).nonzero(as_tuple=True)
-        found = []
-        for store, new in ((self._keys, key), (self._values, value)):
-            block = self._ensure_capacity(store, layer, new, self.capacity)
-            home = block.device
-            into, slot = places[line].to(home), at[line, step].to(home)
-            block[into, :, slot] = new[line.to(home), :, step.to(home)]
-            found.append(block[places.to(home)])
-        return found[0], found[1]
+        # Rows start at different slots: what exceeds the capacity is padding, and is not written.
+        rows, starts = (torch.from_numpy(column) for column in span.on_host(self._num_rows))
+        slots = starts[:, None] + torch.arange(span.width)
+        index, step = (slots < self.capacity).nonzero(as_tuple=True)
+        visible = []
+        for blocks, new in ((self._keys, key), (self._values, value)):
+            block = self._ensure_capacity(blocks, layer, new, self.capacity)
+            device = block.device
+            target_rows, target_slots = rows[index].to(device), slots[index, step].to(device)
+            block[target_rows, :, target_slots] = new[index.to(device), :, step.to(device)]
+            visible.append(block[rows.to(device)])
+        return visible[0], visible[1]
 
     def join(self, other: Self) -> None:
-        """Take the rows of another one below its own."""
+        """Append the rows of another store."""
         self._check_lengths(other.lengths)
         super().join(other)
 
@@ -103,66 +105,65 @@ class StaticStore(DenseStore):
         self._layer_views = {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state` gave, into an empty cache."""
+        """Load the result of `state` into an empty store."""
         self._check_lengths(state["lengths"])
         super().load(state)
 
     def layer_views(self, rows: int) -> tuple[Blocks, Blocks] | None:
-        """The first `rows` lines of the keys and values of every layer, to write and read in place.
+        """Views of the first `rows` rows of every layer's keys and values, to read and write in place.
 
-        Lines behind the last row hold nothing, so that a step for a round number of rows may write there.
-        None before anything was written.
+        Grows the blocks if needed. Rows behind the last one are unused, so a step for a rounded number of
+        rows may write there. None before the first write.
         """
         if not self._keys:
             return None
         self._grow_blocks(rows)
-        lent = self._layer_views.get(rows)
-        if lent is None:
+        views = self._layer_views.get(rows)
+        if views is None:
             keys, values = (
-                {layer: store[layer][:rows] for layer in sorted(store)}
-                for store in (self._keys, self._values)
+                {layer: blocks[layer][:rows] for layer in sorted(blocks)}
+                for blocks in (self._keys, self._values)
             )
-            lent = self._layer_views[rows] = keys, values
-        return lent
+            views = self._layer_views[rows] = keys, values
+        return views
 
     # -------------------------------------------------------------------- blocks
     def _make_empty(self) -> Self:
         return type(self)(self.capacity, self._max_rows, self.compile_config)
 
     def _prepare_block(self, block: Tensor) -> Tensor:
-        """A block as this cache holds it, with room for what will follow."""
+        """A block padded to the capacity."""
         if block.shape[2] > self.capacity:
             raise self._capacity_error(block.shape[2])
-        whole = self._allocate(block, len(block))
-        whole[: len(block), :, : block.shape[2]] = block
-        return whole
+        padded = self._allocate(block, len(block))
+        padded[: len(block), :, : block.shape[2]] = block
+        return padded
 
-    def _ensure_capacity(self, store: Blocks, layer: int, like: Tensor, slots: int) -> Tensor:
+    def _ensure_capacity(self, blocks: Blocks, layer: int, like: Tensor, slots: int) -> Tensor:
         if slots > self.capacity:
             raise self._capacity_error(slots)
-        if layer not in store:
-            store[layer] = self._allocate(like, self._num_rows)
+        if layer not in blocks:
+            blocks[layer] = self._allocate(like, self._num_rows)
             self._layer_views = {}
         self._grow_blocks(self._num_rows)
-        return store[layer]
+        return blocks[layer]
 
     def _allocate(self, like: Tensor, rows: int) -> Tensor:
-        """An empty block."""
-        tall = round_up_rows(max(rows, self._max_rows or 1))
-        # What a step is compiled for must not depend on whether the caller is in inference mode.
+        """A zero-filled block."""
+        num_rows = round_up_rows(max(rows, self._max_rows or 1))
+        # Compiled steps are specialised on inference tensors, so the caller's inference mode must not matter.
         with torch.inference_mode(False):
-            return torch.zeros(
-                tall, like.shape[1], self.capacity, like.shape[3], dtype=like.dtype, device=like.device
-            )
+            shape = (num_rows, like.shape[1], self.capacity, like.shape[3])
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def _grow_blocks(self, rows: int) -> None:
-        """Make room for so many rows where there is less."""
-        for store in (self._keys, self._values):
-            for layer, block in store.items():
+        """Grow all blocks to at least so many rows."""
+        for blocks in (self._keys, self._values):
+            for layer, block in blocks.items():
                 if len(block) < rows:
                     grown = self._allocate(block, rows)
                     grown[: len(block)] = block
-                    store[layer] = grown
+                    blocks[layer] = grown
                     self._layer_views = {}
 
     # -------------------------------------------------------------------- limits

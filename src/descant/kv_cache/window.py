@@ -1,4 +1,4 @@
-"""The windowed cache: layers that see a window keep no more than that."""
+"""The sliding-window cache: windowed layers keep only their window."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ __all__ = ["WindowStore"]
 
 
 class WindowStore:
-    """For each layer all positions (None), or the last that its window shows and `slack` more.
+    """By layer all positions (window None), or the last `window - 1` and `slack` more.
 
-    A query sees itself and `window - 1` positions before it. A windowed layer takes
-    `window - 1 + slack + room` slots a row at the most, however long the row; a forward that feeds more than
-    that at once takes what it feeds besides, until it is committed. Rows may be cut by `slack` positions.
+    A query sees itself and the `window - 1` positions before it. A windowed layer has at most
+    `window - 1 + slack + room` slots per row. A forward that feeds more than that is buffered until the
+    commit. Rows may be cut by `slack` positions.
     """
+
+    lossless = True
+    capacity: int | None = None
 
     def __init__(self, windows: Sequence[int | None], slack: int = 64, room: int = 64) -> None:
         if not windows:
             raise InputError("windows", "must name a window or None for each layer", windows)
         if any(window is not None and window < 1 for window in windows):
             raise InputError("windows", "must be >= 1 where they are not None", windows)
-        for name, value, least in (("slack", slack, 0), ("room", room, 1)):
-            if value < least:
-                raise InputError(name, f"must be >= {least}", value)
+        for name, value, minimum in (("slack", slack, 0), ("room", room, 1)):
+            if value < minimum:
+                raise InputError(name, f"must be >= {minimum}", value)
         self._init_args = tuple(windows), slack, room
         self._windows = tuple(windows)
-        # Those that may refuse a cut come first, so that nothing has changed when one does.
-        kinds = sorted({window for window in windows if window is not None})
+        # Windowed stores may refuse a cut, so they commit first, while nothing has changed yet.
+        sizes = sorted({window for window in windows if window is not None})
         self._stores: dict[int | None, DenseStore | SinkWindowBlocks] = {
-            window: SinkWindowBlocks(0, window - 1, slack, room) for window in kinds
+            window: SinkWindowBlocks(0, window - 1, slack, room) for window in sizes
         }
-        self.max_rewind: int | None = slack if kinds else None
+        self.max_rewind: int | None = slack if sizes else None
         if None in self._windows:
             self._stores[None] = DenseStore()
 
@@ -48,82 +51,82 @@ class WindowStore:
 
     @property
     def lengths(self) -> Tensor:
-        """How many positions each row has [R] (host), those that it forgot included."""
+        """The number of positions of each row [R] (host), dropped ones included."""
         return self._any_store.lengths
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
-        return sum(part.nbytes for part in self._stores.values())
+        """The memory in bytes."""
+        return sum(store.nbytes for store in self._stores.values())
 
     @property
     def _any_store(self) -> DenseStore | SinkWindowBlocks:
         return next(iter(self._stores.values()))
 
     def _layer_store(self, layer: int) -> DenseStore | SinkWindowBlocks:
-        """The part that holds a layer."""
+        """The store of a layer."""
         if layer >= len(self._windows):
             raise InputError("windows", f"must name a window or None for layer {layer} too", self._windows)
         return self._stores[self._windows[layer]]
 
     def extend(self, rows: int) -> None:
         """Append empty rows."""
-        for part in self._stores.values():
-            part.extend(rows)
+        for store in self._stores.values():
+            store.extend(rows)
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]` cut to `lengths[i]`, and what no window needs is forgotten."""
-        for part in self._stores.values():
-            part.commit(parents, lengths)
+        """New row `i` is old row `parents[i]` cut to `lengths[i]`; slots outside the windows are dropped."""
+        for store in self._stores.values():
+            store.commit(parents, lengths)
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
-        """Write [N, H, T, D] at the span; at most `window - 1` slots before it, and that."""
+        """Write [N, H, T, D] at the span; returns at most `window - 1` slots before it, and the new ones."""
         return self._layer_store(layer).update(layer, key, value, span)
 
     def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:
-        """What `update` is about to show of that layer."""
+        """The slots that `update` will return for this layer."""
         return self._layer_store(layer).visible_slots(layer, span)
 
     # -------------------------------------------------------------------- whole rows
     def select(self, rows: Tensor) -> Self:
-        """A copy of these rows [N] (host), as last committed."""
+        """A copy of the committed content of these rows [N] (host)."""
         other = type(self)(*self._init_args)
-        other._stores = {window: part.select(rows) for window, part in self._stores.items()}
+        other._stores = {window: store.select(rows) for window, store in self._stores.items()}
         return other
 
     @property
     def layers(self) -> Sequence[int]:
         """The layers that were written."""
-        return sorted(layer for part in self._stores.values() for layer in part.layers)
+        return sorted(layer for store in self._stores.values() for layer in store.layers)
 
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What these rows [N] (host) hold of a layer as last committed, packed, stale behind a row's end."""
+        """The committed slots of rows [N] (host) in a layer, packed; stale behind a row's end."""
         return self._layer_store(layer).read(layer, rows)
 
     def join(self, other: Self) -> None:
-        """Take the rows of another one below its own."""
+        """Append the rows of another store."""
         if other._windows != self._windows:
             raise InputError("other", f"must have the windows {self._windows}", other._windows)
-        for window, part in self._stores.items():
-            part.join(other._stores[window])  # type: ignore[arg-type]
+        for window, store in self._stores.items():
+            store.join(other._stores[window])  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything it holds."""
-        for part in self._stores.values():
-            part.to(device)
+        """Move all blocks."""
+        for store in self._stores.values():
+            store.to(device)
 
     def state(self) -> dict[str, Tensor]:
-        """All that it holds, as last committed, by window and layer."""
+        """The committed content by window and layer."""
         return {
             f"{window or 'full'}.{name}": value
-            for window, part in self._stores.items()
-            for name, value in part.state().items()
+            for window, store in self._stores.items()
+            for name, value in store.state().items()
         } | {"lengths": self.lengths.clone()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state` gave, into a cache that is made alike and holds nothing."""
-        for window, part in self._stores.items():
-            before = f"{window or 'full'}."
-            part.load(
-                {name.removeprefix(before): one for name, one in state.items() if name.startswith(before)}
+        """Load the result of `state` into an empty store with the same settings."""
+        for window, store in self._stores.items():
+            prefix = f"{window or 'full'}."
+            store.load(
+                {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             )

@@ -1,1 +1,1 @@
-"""Adapters: the only place that imports transformers."""
+"""transformers models behind the Model interface; the only package that imports transformers."""

@@ -1,4 +1,4 @@
-"""The Bayesian detector of a tournament's mark: how likely a text is marked, given its g-values."""
+"""Bayesian detector of the SynthID watermark: the posterior that a text is watermarked, from its g-values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.utils.generic import ModelOutput
 
 from descant.errors import InputError
+from descant.models.error_text import first_line
 from descant.models.loading import silence_transformers
-from descant.models.weight_files import WeightFiles, first_line
+from descant.models.weight_files import WeightFiles
 
 __all__ = [
     "BayesianDetectorConfig",
@@ -25,15 +26,15 @@ __all__ = [
     "save_detector",
 ]
 
-_INITIAL_BETA: Final = -2.5  # of `beta`: at first few rounds are taken to have had two different tokens
-_PROBABILITY_EPS: Final = 1e-5  # how near to 0 and 1 a prior or a posterior in a loss may come
+_INITIAL_BETA: Final = -2.5  # initial `beta`: few tournament rounds are between two different tokens
+_PROBABILITY_EPS: Final = 1e-5  # priors and posteriors in a loss are clamped to [eps, 1 - eps]
 
 
 class BayesianDetectorConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
-    """What a Bayesian detector is: its rounds, its prior, and for which model and key it was trained.
+    """Config of a Bayesian detector: depth, prior, and the model and key it was trained for.
 
-    `key_fingerprint` tells the key where `watermarking_config`, which holds it, is not stored; `threshold` is
-    the posterior that 1 % of unmarked texts exceed, and `figures` are what validation has shown.
+    `key_fingerprint` identifies the key if `watermarking_config`, which holds it, is not stored. `threshold`
+    is the posterior that 1 % of unwatermarked texts exceed. `validation_metrics` are the validation results.
     """
 
     def __init__(self, watermarking_depth: int | None = None, base_rate: float = 0.5, **kwargs: Any) -> None:
@@ -47,7 +48,7 @@ class BayesianDetectorConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         super().__init__(**kwargs)
 
     def set_detector_information(self, model_name: str | None, watermarking_config: Any) -> None:
-        """Note its model and the settings (an object or a dict), which are saved with it, keys and all."""
+        """Set the model name and the watermark settings (an object or a dict); keys are saved with them."""
         self.model_name = model_name
         if watermarking_config is not None and not isinstance(watermarking_config, Mapping):
             watermarking_config = watermarking_config.to_dict()
@@ -56,19 +57,21 @@ class BayesianDetectorConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
 
 @dataclass
 class BayesianWatermarkDetectorModelOutput(ModelOutput):
-    """The posteriors [B] that texts are marked, and the loss where labels were given."""
+    """The posteriors [B] that texts are watermarked, and the loss if labels were given."""
 
     loss: Tensor | None = None
     posterior_probabilities: Tensor | None = None
 
 
 class _WatermarkedLikelihood(nn.Module):
-    """How likely two different tokens met in each round of the tournament, by the g-values before it."""
+    """Probability that a tournament round is between two different tokens, given the earlier g-values."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
         self.beta = nn.Parameter(torch.full((1, 1, depth), _INITIAL_BETA))
-        self.delta = nn.Parameter(torch.zeros(1, 1, depth, depth))  # of round (row) on earlier round (column)
+        self.delta = nn.Parameter(
+            torch.zeros(1, 1, depth, depth)
+        )  # weight of an earlier round (column) on a round (row)
 
     def forward(self, g_values: Tensor) -> Tensor:
         """Probabilities [..., D] for g-values [..., D]."""
@@ -77,11 +80,11 @@ class _WatermarkedLikelihood(nn.Module):
 
 
 class BayesianDetectorModel(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """The posterior that a text is marked, given its g-values (Dathathri et al. 2024, Nature 634).
+    """The posterior that a text is watermarked, given its g-values (Dathathri et al. 2024, Nature 634).
 
-    Unmarked text has g-values of 0 and 1 in equal parts. In a round between two different tokens the marked
-    one is 1 in three of four cases, in a round of a token against itself in two of four. How often tokens
-    differ is learnt, for each round from the g-values before it.
+    In unwatermarked text g-values are 0 or 1 with equal probability. In watermarked text the winner's g-value
+    is 1 with probability 3/4 if the round is between two different tokens, and 1/2 otherwise. The probability
+    of different tokens is learned per round, from the g-values of earlier rounds.
     """
 
     config_class = BayesianDetectorConfig
@@ -91,9 +94,11 @@ class BayesianDetectorModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         super().__init__(config)
         depth, rate = config.watermarking_depth, config.base_rate
         if type(depth) is not int or depth < 1:
-            raise InputError("watermarking_depth", "must be an integer >= 1", depth, "count the keys")
+            raise InputError(
+                "watermarking_depth", "must be an integer >= 1", depth, "set it to the number of keys"
+            )
         if not 0.0 < rate < 1.0:
-            raise InputError("base_rate", "must be between 0 and 1, neither of them", rate)
+            raise InputError("base_rate", "must be > 0 and < 1", rate)
         self.watermarking_depth, self.base_rate = depth, rate
         self.likelihood_model_watermarked = _WatermarkedLikelihood(depth)
         self.prior = nn.Parameter(torch.tensor([float(rate)]))
@@ -101,7 +106,7 @@ class BayesianDetectorModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        # Without chance: a logistic regression has no symmetry to break, and nobody's generator is asked.
+        # Deterministic: a logistic regression has no symmetry to break, so no random generator is used.
         if isinstance(module, _WatermarkedLikelihood):
             initialization.constant_(module.beta, _INITIAL_BETA)
             initialization.zeros_(module.delta)
@@ -116,9 +121,9 @@ class BayesianDetectorModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         loss_batch_weight: float = 1,
         return_dict: bool = False,
     ) -> tuple[Tensor, ...] | BayesianWatermarkDetectorModelOutput:
-        """Posteriors [B] of texts with g-values [B, L, D], 0 or 1, that count where the mask [B, L] is 1.
+        """Posteriors [B] for g-values [B, L, D] of 0 or 1, at the positions where the mask [B, L] is 1.
 
-        With `labels` [B] a loss too: the cross entropy and `loss_batch_weight` times the squares of `delta`.
+        With `labels` [B] also the loss: cross entropy plus `loss_batch_weight` times the squares of `delta`.
         """
         posterior = torch.sigmoid(self.log_odds(g_values, mask))
         loss = None
@@ -132,43 +137,43 @@ class BayesianDetectorModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         return (posterior,) if loss is None else (posterior, loss)
 
     def log_odds(self, g_values: Tensor, mask: Tensor) -> Tensor:
-        """The logits of the posteriors [B], which still tell texts apart where those are all but 1."""
+        """Logits of the posteriors [B], which still differ where the posteriors round to 1."""
         if g_values.ndim != 3 or g_values.shape[2] != self.watermarking_depth:
-            must = f"must be [texts, tokens, {self.watermarking_depth}], one value a round"
+            must = f"must be [texts, tokens, {self.watermarking_depth}], one value per round"
             raise InputError("g_values", must, g_values)
         if mask.shape != g_values.shape[:2]:
-            raise InputError("mask", f"must be {list(g_values.shape[:2])}, as `g_values`", mask)
+            raise InputError("mask", f"must be {list(g_values.shape[:2])}, to match `g_values`", mask)
         values = g_values.to(torch.promote_types(self.prior.dtype, torch.float32))
-        # Against 1/2 in unmarked text: 3/4 or 1/4 where the tokens differ, 1/2 where they do not.
+        # Likelihood ratio to the 1/2 of unwatermarked text: 3/4 or 1/4 if the tokens differ, else 1/2.
         odds = torch.log1p((values - 0.5) * self.likelihood_model_watermarked(values))  # [B, L, D]
         prior = torch.logit(self.prior.to(values.dtype), eps=_PROBABILITY_EPS)
         return prior + (odds.sum(-1) * mask.to(values.dtype)).sum(-1)
 
 
 def load_detector(folder: str | os.PathLike[str]) -> BayesianDetectorModel:
-    """The trained detector in a folder, with all that it has learnt."""
+    """Load a trained detector from a folder."""
     must = "must be the folder of a trained Bayesian detector"
     name = os.fspath(folder)
     try:
         with silence_transformers():
             weights = WeightFiles.locate(name)
             with weights.limit_model_size():
-                found: Any = BayesianDetectorModel.from_pretrained(
+                loaded: Any = BayesianDetectorModel.from_pretrained(
                     folder, output_loading_info=True, use_safetensors=True
                 )
-    except Exception as error:  # each library has its own way to fail over a file that is not as it should be
+    except Exception as error:  # libraries raise many types for malformed files
         raise InputError("bayes", f"{must} ({first_line(error)})", name) from error
-    model, told = found
-    # transformers would go on with what an untrained one has in the place of what is not there.
-    if lacking := sorted(told["missing_keys"]):
-        raise InputError("bayes", f"{must}, and lacks {', '.join(lacking)}", name)
-    if not all(bool(torch.isfinite(part).all()) for part in model.parameters()):
-        raise InputError("bayes", f"{must}, and has numbers that are none", name)
+    model, info = loaded
+    # transformers would initialise missing weights without an error.
+    if missing := sorted(info["missing_keys"]):
+        raise InputError("bayes", f"{must}, and lacks {', '.join(missing)}", name)
+    if not all(bool(torch.isfinite(weight).all()) for weight in model.parameters()):
+        raise InputError("bayes", f"{must}, and has weights that are not finite", name)
     detector: BayesianDetectorModel = model.eval()
     return detector
 
 
 def save_detector(detector: BayesianDetectorModel, folder: str | os.PathLike[str]) -> None:
-    """Save a detector in a folder."""
+    """Save a detector to a folder."""
     with silence_transformers():
         detector.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The decode step of a model, compiled: one token a row, on the blocks of a static store."""
+"""The compiled decode step of a model: one token per row, on the blocks of a static store."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from descant.config.compile_config import CompileConfig
 from descant.core.interfaces import ModelTraits
 from descant.errors import ConfigError, UnsupportedModel
+from descant.kv_cache.attention_proxy import AttentionCall, KVProxy, TensorKVProxy, sdpa
 from descant.models.devices import is_multi_device
+from descant.models.error_text import first_line
 from descant.models.forward_view import SelfAttentionView
 from descant.models.rank_group import rank_group_of
 
@@ -30,112 +31,65 @@ LayerBlocks = Mapping[int, Tensor]  # by layer, [R, H, S, D]
 
 @runtime_checkable
 class CompilableStore(Protocol):
-    """A cache whose blocks keep their size, so that a step on them can be compiled."""
+    """A cache with blocks of fixed size, on which a step can be compiled."""
 
     capacity: int
     compile_config: CompileConfig | None
 
     def layer_views(self, rows: int) -> tuple[LayerBlocks, LayerBlocks] | None:
-        """The first lines of the keys and values of every layer, to write and read in place."""
+        """Views of the first `rows` rows of each layer's keys and values; None before the first write."""
         ...
 
 
-def uncompilable_reason(model: PreTrainedModel, facts: ModelTraits) -> str | None:
-    """Why the step of a model cannot be compiled; None: it can be tried."""
-    kind = type(model).__name__
-    if facts.is_encoder_decoder:
-        return f"{kind} has an encoder, whose outputs differ in size from text to text"
-    if facts.cache_type != "kv":
-        return f"{kind} does not remember by keys and values"
-    if facts.prepares_own_inputs or facts.has_own_position_ids or not facts.supports_custom_mask:
-        return f"{kind} cannot be shown positions and a mask of our own"
+def uncompilable_reason(model: PreTrainedModel, traits: ModelTraits) -> str | None:
+    """Why the step of a model cannot be compiled; None: no known reason."""
+    name = type(model).__name__
+    if traits.is_encoder_decoder:
+        return f"{name} has an encoder, whose outputs vary in size"
+    if traits.cache_type != "kv":
+        return f"{name} does not use a KV cache"
+    if traits.prepares_own_inputs or traits.has_own_position_ids or not traits.supports_custom_mask:
+        return f"{name} does not take position ids and a 4D mask"
     if is_multi_device(model) or rank_group_of(model) is not None:
-        return f"{kind} is spread over several devices"
+        return f"{name} is spread over several devices"
     return None
 
 
-class _GroupedKVProxy:
-    """A block [R, H, S, D], each head `count` times, that is not laid out for torch's attention.
+class _GroupedKVProxy(TensorKVProxy):
+    """A static block [R, H, S, D] whose heads are not repeated for the query heads that share them.
 
-    Several query heads that share a head of keys are to it as several tokens: so nothing is repeated, which
-    with a mask models would do, for all slots at every step. For anything else it is the repeated tensor.
+    In a decode step the query heads of a group are passed to attention as query positions, so no key or
+    value is copied. A model would otherwise repeat every slot in every step.
     """
 
-    def __init__(self, block: Tensor, count: int = 1) -> None:
-        self.block, self.head_repeats = block, count
-
-    @property
-    def shape(self) -> torch.Size:
-        """What the repeated tensor's would be."""
-        rows, heads, slots, size = self.block.shape
-        return torch.Size((rows, heads * self.head_repeats, slots, size))
-
-    def materialize(self) -> Tensor:
-        """The repeated tensor."""
-        return self.block if self.head_repeats == 1 else self.block.repeat_interleave(self.head_repeats, 1)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index == _REPEAT_KV_INDEX and self.head_repeats == 1:
-            return _ExpandedKVProxy(self.block)
-        return self.materialize()[index]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.materialize(), name)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            query, keys, values = args[:3]
-            rows, heads, width, size = query.shape
-            mask, count = kwargs.get("attn_mask"), heads // keys.block.shape[1]
-            if width == 1 and len(args) == 3 and mask is not None and mask.shape[1] == 1:
-                folded = query.reshape(rows, heads // count, count, size)
-                kwargs = {**kwargs, "enable_gqa": False}
-                seen = func(folded, keys.block, values.block, **kwargs)
-                return seen.reshape(rows, heads, 1, seen.shape[3])
-        args, kwargs = (tree_map(_materialize, given) for given in (args, kwargs))
-        return func(*args, **kwargs)
-
-
-class _ExpandedKVProxy:
-    """A block on the way to be repeated [R, H, count, S, D], the way models do it."""
-
-    def __init__(self, block: Tensor, count: int = 1) -> None:
-        self._block, self._head_repeats = block, count
-
-    def expand(self, *sizes: int) -> _ExpandedKVProxy:
-        return _ExpandedKVProxy(self._block, sizes[2])
-
-    def reshape(self, *_: int) -> _GroupedKVProxy:
-        return _GroupedKVProxy(self._block, self._head_repeats)
-
-
-# How models put in a dimension for repeats.
-_REPEAT_KV_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
-
-
-def _materialize(thing: Any) -> Any:
-    return thing.materialize() if isinstance(thing, _GroupedKVProxy) else thing
+    def attend(self, values: KVProxy, call: AttentionCall) -> Tensor:
+        """The attention output [R, Hq, 1, E]."""
+        rows, heads, width, size = call.query.shape
+        if width > 1 or call.is_causal or call.mask is None or call.mask.shape[1] > 1:
+            return super().attend(values, call)
+        grouped = call.query.reshape(rows, self.shape[1], heads // self.shape[1], size)
+        call = call._replace(query=grouped, enable_gqa=False)
+        out = sdpa(self.materialize(), values.materialize(), call)
+        return out.reshape(rows, heads, 1, out.shape[3])
 
 
 class _CompiledStepView(SelfAttentionView):
-    """The borrowed blocks as a model sees them inside the compiled step: all slots, whatever they hold."""
+    """The blocks of a static store as a transformers cache, in the compiled step; all slots are visible."""
 
-    def __init__(self, keys: LayerBlocks, values: LayerBlocks, at: Tensor, shared: bool) -> None:
-        self._grouped_kv = shared
+    def __init__(self, keys: LayerBlocks, values: LayerBlocks, positions: Tensor, grouped_kv: bool) -> None:
+        self._grouped_kv = grouped_kv
         self.layers: list[Any] = []
         self.offloading = False
         self.layer_class_to_replicate = None
         self._is_sliding = (False,)
         self._keys, self._values = keys, values
-        self._row_index = torch.arange(at.shape[0], device=at.device)[:, None, None]
-        self._slot_index = at[:, None, None]
+        self._row_index = torch.arange(positions.shape[0], device=positions.device)[:, None, None]
+        self._slot_index = positions[:, None, None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Any, Any]:
-        """Write one layer's new keys and values [R, H, 1, D]; its whole blocks [R, H, S, D]."""
+        """Write one layer's new keys and values [R, H, 1, D]; returns its whole blocks [R, H, S, D]."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         for block, new in ((keys, key_states), (values, value_states)):
             head = torch.arange(block.shape[1], device=block.device)[None, :, None]
@@ -143,50 +97,50 @@ class _CompiledStepView(SelfAttentionView):
         return (_GroupedKVProxy(keys), _GroupedKVProxy(values)) if self._grouped_kv else (keys, values)
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:  # noqa: ARG002
-        """Not 0, which would say that nothing was read; positions and mask are given."""
+        """1: zero would mean an empty cache; the value is not used, since positions and mask are given."""
         return 1
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
-        """How many keys attention will see, and the position of the first."""
+        """The number of keys that attention will see, and the position of the first."""
         return next(iter(self._keys.values())).shape[2], 0
 
 
 class _StepTraits(NamedTuple):
-    """What a step must know of the model beforehand."""
+    """Model traits that a step is compiled with."""
 
-    windows: tuple[tuple[str, int | None], ...]  # kind of layer, how far back it sees
-    mask_dtype: torch.dtype | None  # of a mask that is added; None: a mask of bools
-    grouped_kv: bool  # whether heads of keys are left as they are for all query heads that share them
+    windows: tuple[tuple[str, int | None], ...]  # layer type and its window
+    mask_dtype: torch.dtype | None  # of an additive mask; None: a bool mask
+    grouped_kv: bool  # whether grouped query attention reads KV heads without repeating them
 
 
 def _decode_step(
-    model: Any, ids: Tensor, at: Tensor, keys: LayerBlocks, values: LayerBlocks, traits: _StepTraits
+    model: Any, ids: Tensor, positions: Tensor, keys: LayerBlocks, values: LayerBlocks, traits: _StepTraits
 ) -> Tensor:
-    """The logits [R, 1, V] after one token a row [R, 1] at its position [R]; the blocks hold it then."""
-    slots = torch.arange(next(iter(keys.values())).shape[2], device=at.device)
+    """Feed one token per row [R, 1] at its position [R] and write the blocks; returns logits [R, 1, V]."""
+    slots = torch.arange(next(iter(keys.values())).shape[2], device=positions.device)
     masks = {}
-    for kind, window in traits.windows:
-        mask = slots <= at[:, None]  # [R, S]
+    for layer_type, window in traits.windows:
+        mask = slots <= positions[:, None]  # [R, S]
         if window is not None:
-            mask = mask & (slots > at[:, None] - window)
+            mask = mask & (slots > positions[:, None] - window)
         if traits.mask_dtype is not None:
-            low = torch.finfo(traits.mask_dtype).min
-            mask = torch.zeros_like(mask, dtype=traits.mask_dtype).masked_fill(~mask, low)
-        masks[kind] = mask[:, None, None]
-    answer = model(
+            min_value = torch.finfo(traits.mask_dtype).min
+            mask = torch.zeros_like(mask, dtype=traits.mask_dtype).masked_fill(~mask, min_value)
+        masks[layer_type] = mask[:, None, None]
+    output = model(
         input_ids=ids,
-        position_ids=at[:, None],
+        position_ids=positions[:, None],
         attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
-        past_key_values=_CompiledStepView(keys, values, at, traits.grouped_kv),
+        past_key_values=_CompiledStepView(keys, values, positions, traits.grouped_kv),
         use_cache=True,
         return_dict=True,
     )
-    logits: Tensor = answer.logits.float()
+    logits: Tensor = output.logits.float()
     return logits
 
 
 class _StepShape(NamedTuple):
-    """What a step is compiled for: nothing else that changes from call to call has a say in it."""
+    """The key of a compiled step: everything that may change between calls and needs another graph."""
 
     compile_config: CompileConfig
     rows: int
@@ -196,7 +150,7 @@ class _StepShape(NamedTuple):
 
 
 class _CompiledStep:
-    """A step for one shape, with the tensors that it is fed from."""
+    """A step compiled for one shape, with its input buffers."""
 
     def __init__(self, shape: _StepShape, traits: _StepTraits) -> None:
         self._shape, self._traits = shape, traits
@@ -205,105 +159,105 @@ class _CompiledStep:
             self._ids = torch.zeros(shape.rows, 1, dtype=torch.long, device=shape.device)
             self._positions = torch.zeros(shape.rows, dtype=torch.long, device=shape.device)
         _mark_static(self._ids, self._positions)
-        # torch counts what it has compiled by code, so that each step needs code of its own.
-        own = FunctionType(_decode_step.__code__.replace(), _decode_step.__globals__, "_step")
+        # torch limits recompilations per code object, so each step gets its own.
+        step = FunctionType(_decode_step.__code__.replace(), _decode_step.__globals__, "_step")
         try:
-            self._run: Callable[..., Tensor] = torch.compile(own, **shape.compile_config.arguments)
-        except RuntimeError as error:  # a backend or an option that torch does not know
-            raise ConfigError(
-                "compile_config",
-                f"is refused by torch ({_first_line(error)})",
-                shape.compile_config.to_dict(),
-            ) from error
+            self._run: Callable[..., Tensor] = torch.compile(step, **shape.compile_config.arguments)
+        except RuntimeError as error:  # an unknown backend or option
+            must = f"must be accepted by torch.compile ({first_line(error)})"
+            raise ConfigError("compile_config", must, shape.compile_config.to_dict()) from error
 
     def __call__(
-        self, model: Any, ids: Tensor, at: Tensor, blocks: tuple[LayerBlocks, LayerBlocks]
+        self, model: Any, ids: Tensor, positions: Tensor, blocks: tuple[LayerBlocks, LayerBlocks]
     ) -> Tensor:
         """The logits [N, 1, V] after the tokens [N, 1] at the positions [N] (host)."""
-        rows = len(ids)  # lines behind them hold nothing: whatever is fed and written there, nobody sees it
-        graphs = self._shape.device.type == "cuda"
-        # The mode of the caller must not decide what is compiled.
+        rows = len(ids)  # the rows after them are unused; what is written there is never read
+        uses_cuda_graphs = self._shape.device.type == "cuda"
+        # The grad mode of the caller must not cause a recompilation.
         with torch.inference_mode(False), torch.no_grad():
             self._ids[:rows].copy_(ids)
-            self._positions[:rows].copy_(at, non_blocking=True)
-            if graphs:
+            self._positions[:rows].copy_(positions, non_blocking=True)
+            if uses_cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             logits = self._run(model, self._ids, self._positions, *blocks, self._traits)[:rows]
-            # A recorded graph writes its next answer where this one lies.
-            return logits.clone() if graphs else logits
+            # A CUDA graph overwrites its output in the next step.
+            return logits.clone() if uses_cuda_graphs else logits
 
 
 class CompiledSteps:
-    """The compiled steps of one model, each for its shape."""
+    """The compiled steps of one model, by shape."""
 
     def __init__(self, traits: _StepTraits) -> None:
         self.traits = traits
         self._steps_by_shape: dict[_StepShape, _CompiledStep] = {}
-        self.num_graphs = 0  # how many were compiled
-        self.compile_seconds = 0.0  # how long that took, by the wall
+        self.num_graphs = 0  # graphs compiled so far
+        self.compile_seconds = 0.0  # wall time of the steps that compiled them
 
-    def run(self, model: PreTrainedModel, ids: Tensor, at: Tensor, cache: CompilableStore) -> Tensor | None:
+    def run(
+        self, model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: CompilableStore
+    ) -> Tensor | None:
         """The logits [N, 1, V] after the tokens [N, 1] at the positions [N] (host) of all rows.
 
-        None where the cache holds nothing yet.
+        None if the cache is empty. The number of rows is rounded up to a power of two, to share steps.
         """
         assert cache.compile_config is not None
         rows = 1 << (len(ids) - 1).bit_length()
         blocks = cache.layer_views(rows)
         if blocks is None:
             return None
-        some = next(iter(blocks[0].values()))
-        if not hasattr(some, _STATIC_MARK):
+        block = next(iter(blocks[0].values()))
+        if not hasattr(block, _STATIC_MARK):
             _mark_static(*blocks[0].values(), *blocks[1].values())
-        shape = _StepShape(cache.compile_config, rows, cache.capacity, some.dtype, some.device)
-        known = self._steps_by_shape.get(shape)
-        if known is not None:
-            return self._run_and_count(known, model, ids, at, blocks)
+        shape = _StepShape(cache.compile_config, rows, cache.capacity, block.dtype, block.device)
+        step = self._steps_by_shape.get(shape)
+        if step is not None:
+            return self._run_and_count(step, model, ids, positions, blocks)
         try:
-            new = _CompiledStep(shape, self.traits)
-            logits = self._run_and_count(new, model, ids, at, blocks)
+            step = _CompiledStep(shape, self.traits)
+            logits = self._run_and_count(step, model, ids, positions, blocks)
         except UnsupportedModel:
             if not self.traits.grouped_kv:
                 raise
-            # It does something with keys that torch cannot follow; they can be plain tensors as well.
-            new = _CompiledStep(shape, self.traits._replace(grouped_kv=False))
-            logits = self._run_and_count(new, model, ids, at, blocks)
-        self._steps_by_shape[shape] = new
+            # torch cannot trace what the model does with the proxies: retry with plain tensors.
+            step = _CompiledStep(shape, self.traits._replace(grouped_kv=False))
+            logits = self._run_and_count(step, model, ids, positions, blocks)
+        self._steps_by_shape[shape] = step
         return logits
 
     def _run_and_count(
         self,
-        compiled: _CompiledStep,
+        step: _CompiledStep,
         model: Any,
         ids: Tensor,
-        at: Tensor,
+        positions: Tensor,
         blocks: tuple[LayerBlocks, LayerBlocks],
     ) -> Tensor:
-        """The step's answer; what is compiled for it is counted, and what cannot be compiled is an error."""
+        """Run a step and count the graphs compiled for it; UnsupportedModel if it cannot be compiled."""
         import torch._dynamo as dynamo
 
-        counted, start = dynamo.utils.counters["stats"], time.perf_counter()
-        before = counted["unique_graphs"]
-        # torch runs uncompiled what it has compiled too often, unless it is one graph or told otherwise.
-        limited = (
-            nullcontext() if compiled.fullgraph else dynamo.config.patch(fail_on_recompile_limit_hit=True)
+        stats, start = dynamo.utils.counters["stats"], time.perf_counter()
+        num_graphs_before = stats["unique_graphs"]
+        # Beyond the recompile limit torch would silently run uncompiled, except with `fullgraph`.
+        fail_at_limit = (
+            nullcontext() if step.fullgraph else dynamo.config.patch(fail_on_recompile_limit_hit=True)
         )
         try:
-            with limited:
-                logits = compiled(model, ids, at, blocks)
+            with fail_at_limit:
+                logits = step(model, ids, positions, blocks)
         except dynamo.exc.FailOnRecompileLimitHit as error:
             raise UnsupportedModel(
-                f"{type(model).__name__} has changed so often that torch compiles its step no more: leave it "
-                "as it is, leave out `compile_config`, or raise `torch._dynamo.config.recompile_limit`"
+                f"the step of {type(model).__name__} hit torch's recompile limit, because the model changed "
+                "too often: do not change it, leave out `compile_config`, or raise "
+                "`torch._dynamo.config.recompile_limit`"
             ) from error
         except dynamo.exc.TorchDynamoException as error:
             raise UnsupportedModel(
-                f"the step of {type(model).__name__} cannot be compiled ({_first_line(error)}): leave out "
+                f"the step of {type(model).__name__} cannot be compiled ({first_line(error)}): leave out "
                 "`compile_config`, or try it with `fullgraph=False`"
             ) from error
-        new = counted["unique_graphs"] - before
-        if new:
-            self.num_graphs += new
+        num_new_graphs = stats["unique_graphs"] - num_graphs_before
+        if num_new_graphs:
+            self.num_graphs += num_new_graphs
             self.compile_seconds += time.perf_counter() - start
         return logits
 
@@ -311,32 +265,28 @@ class CompiledSteps:
 _STEPS_BY_MODEL: WeakKeyDictionary[PreTrainedModel, CompiledSteps] = WeakKeyDictionary()
 
 
-def compiled_steps_of(model: PreTrainedModel, facts: ModelTraits) -> CompiledSteps:
-    """The compiled steps of a model, the same for everybody who asks, as long as there is the model."""
-    if reason := uncompilable_reason(model, facts):
-        raise UnsupportedModel(f"{reason}, so that its step cannot be compiled: leave out `compile_config`")
-    filling = model.dtype if facts.attn_implementation == "eager" else None
-    traits = _StepTraits(tuple(facts.sliding_windows.items()), filling, facts.attn_implementation == "sdpa")
-    found = _STEPS_BY_MODEL.get(model)
-    if found is None or found.traits != traits:  # its attention can be exchanged
-        found = _STEPS_BY_MODEL[model] = CompiledSteps(traits)
-    return found
+def compiled_steps_of(model: PreTrainedModel, traits: ModelTraits) -> CompiledSteps:
+    """The compiled steps of a model, shared by all calls for the lifetime of the model."""
+    if reason := uncompilable_reason(model, traits):
+        raise UnsupportedModel(f"{reason}, so its step cannot be compiled: leave out `compile_config`")
+    mask_dtype = model.dtype if traits.attn_implementation == "eager" else None
+    windows = tuple(traits.sliding_windows.items())
+    step_traits = _StepTraits(windows, mask_dtype, traits.attn_implementation == "sdpa")
+    steps = _STEPS_BY_MODEL.get(model)
+    if steps is None or steps.traits != step_traits:  # the attention implementation can be changed
+        steps = _STEPS_BY_MODEL[model] = CompiledSteps(step_traits)
+    return steps
 
 
-_STATIC_MARK = "_dynamo_static_input_type"  # how torch marks them
+_STATIC_MARK = "_dynamo_static_input_type"  # set by torch on marked tensors
 
 
 def _mark_static(*tensors: Tensor) -> None:
-    """Say that tensors stay where they are: a recorded graph may write to them and need not copy them.
+    """Mark tensors as static: a CUDA graph may write to them and need not copy them.
 
-    Others may take their place, for which nothing is compiled again.
+    Without a guard, other tensors can replace them without a recompilation.
     """
     import torch._dynamo as dynamo
 
     for tensor in tensors:
         dynamo.mark_static_address(tensor, guard=False)
-
-
-def _first_line(error: Exception) -> str:
-    """What an error says first."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Feeding a model that says by itself what it wants to be fed."""
+"""Inputs and state of models that override `prepare_inputs_for_generation` or are recurrent."""
 
 from __future__ import annotations
 
@@ -21,141 +21,148 @@ if TYPE_CHECKING:
 __all__ = ["InputPreparer", "RecurrentStateHandler", "model_position_ids"]
 
 
-# The names under which a model is shown its past again; the others of old models go by the usual name.
+# Cache arguments that `prepare_inputs_for_generation` takes under their own name; other models take the
+# default name.
 _PREPARE_CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 
 
 class InputPreparer:
-    """The inputs of one forward of rows that stand level, by the model's own account.
+    """Builds the inputs of one forward by the model's own `prepare_inputs_for_generation`.
 
-    The model is shown the whole rows, what it remembers and what the request gave, and picks from these;
-    what it picks again at the second forward is what it is given at every later one.
+    The rows of the forward have equal length. The model is passed whole rows, its cache and the inputs of the
+    request, and selects from these. What it selects at the second forward is passed at every later one.
     """
 
-    def __init__(self, model: PreTrainedModel, facts: ModelTraits, extras: RequestInputsMap) -> None:
+    def __init__(self, model: PreTrainedModel, traits: ModelTraits, request_inputs: RequestInputsMap) -> None:
         self.model: Any = model
-        self.traits, self._request_inputs = facts, extras
-        self._skips_position_ids = False  # whether the model has said that it counts positions while it reads
+        self.traits, self._request_inputs = traits, request_inputs
+        self._skips_position_ids = False  # the model computes positions in its forward
 
     def prepare_inputs(
         self, tokens: Tensor, batch: ForwardBatch, past: Any, requests: Sequence[int], more: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What to call the model with: whole rows [N, L] of which the last `width` are new."""
-        first = batch.start == 0
-        facts, extra = self.traits, self._request_inputs[requests[0]]
-        given = self._request_kwargs(extra, len(tokens), first)
-        asked: dict[str, Any] = {**more, **given, "use_cache": facts.cache_type != "none"}
+        """The arguments of a forward, from whole rows [N, L] of which the last `width` tokens are new."""
+        is_first = batch.start == 0
+        traits, extra = self.traits, self._request_inputs[requests[0]]
+        request_kwargs = self._request_kwargs(extra, len(tokens), is_first)
+        kwargs: dict[str, Any] = {**more, **request_kwargs, "use_cache": traits.cache_type != "none"}
         if past is not None:
-            name = (
-                facts.cache_argument
-                if facts.cache_argument in _PREPARE_CACHE_ARGUMENTS
-                else "past_key_values"
-            )
-            asked[name] = past
-        mask = "decoder_attention_mask" if facts.is_encoder_decoder else "attention_mask"
-        if mask in facts.input_names:
-            asked[mask] = tokens.new_ones(len(tokens), batch.read_length)
-        if facts.supports_position_ids:
-            positions = self._position_ids(tokens, batch, requests, asked)
+            is_named = traits.cache_argument in _PREPARE_CACHE_ARGUMENTS
+            kwargs[traits.cache_argument if is_named else "past_key_values"] = past
+        mask = "decoder_attention_mask" if traits.is_encoder_decoder else "attention_mask"
+        if mask in traits.input_names:
+            kwargs[mask] = tokens.new_ones(len(tokens), batch.read_length)
+        if traits.supports_position_ids:
+            positions = self._position_ids(tokens, batch, requests, kwargs)
             if positions is not None:
-                asked["position_ids"] = positions
-        if facts.supports_logits_to_keep:
-            asked["logits_to_keep"] = asked.get("logits_to_keep", 1)
-        wanted: dict[str, Any] = self.model.prepare_inputs_for_generation(
+                kwargs["position_ids"] = positions
+        if traits.supports_logits_to_keep:
+            kwargs["logits_to_keep"] = kwargs.get("logits_to_keep", 1)
+        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             tokens,
-            next_sequence_length=None if first else batch.width,
-            is_first_iteration=first,
-            **asked,
+            next_sequence_length=None if is_first else batch.width,
+            is_first_iteration=is_first,
+            **kwargs,
         )
-        if extra is not None and not first and extra.step_kwargs is None:
-            extra.step_kwargs = {name: value for name, value in given.items() if wanted.get(name) is not None}
+        if extra is not None and not is_first and extra.step_kwargs is None:
+            extra.step_kwargs = {
+                name: value for name, value in request_kwargs.items() if inputs.get(name) is not None
+            }
             extra.media, extra.per_token = {}, {}
-        return wanted
+        return inputs
 
-    def update_model_kwargs(self, answer: Any, requests: Sequence[int]) -> None:
-        """Bring what lasts up to the tokens that were fed."""
+    def update_model_kwargs(self, output: Any, requests: Sequence[int]) -> None:
+        """Update the request's inputs after a forward, by the model's own method."""
         extra = self._request_inputs[requests[0]]
         if extra is None or not (extra.step_kwargs or extra.media or extra.per_token):
             return
-        kept = self._request_kwargs(extra, 1, first=False)
-        both = self.traits.is_encoder_decoder
-        kept = dict(self.model._update_model_kwargs_for_generation(answer, kept, is_encoder_decoder=both))
+        kwargs = dict(
+            self.model._update_model_kwargs_for_generation(
+                output,
+                self._request_kwargs(extra, 1, is_first=False),
+                is_encoder_decoder=self.traits.is_encoder_decoder,
+            )
+        )
         for name in (self.traits.cache_argument, "encoder_outputs"):
-            kept.pop(name, None)
-        kept = {name: value[:1] if isinstance(value, Tensor) else value for name, value in kept.items()}
+            kwargs.pop(name, None)
+        kwargs = {name: value[:1] if isinstance(value, Tensor) else value for name, value in kwargs.items()}
         if extra.step_kwargs is None:
-            extra.media = {name: value for name, value in kept.items() if name not in extra.per_token}
-            extra.per_token = {name: kept[name][0] for name in extra.per_token if name in kept}
+            extra.media = {name: value for name, value in kwargs.items() if name not in extra.per_token}
+            extra.per_token = {name: kwargs[name][0] for name in extra.per_token if name in kwargs}
         else:
-            extra.step_kwargs = kept
+            extra.step_kwargs = kwargs
 
-    def _request_kwargs(self, extra: RequestInputs | None, count: int, first: bool) -> dict[str, Any]:
-        """What the request gave, for as many rows as it has by now."""
+    def _request_kwargs(self, extra: RequestInputs | None, count: int, is_first: bool) -> dict[str, Any]:
+        """The inputs of a request, expanded to its current number of rows."""
         if extra is None:
             return {}
         if extra.step_kwargs is not None:
-            given = dict(extra.step_kwargs)
+            kwargs = dict(extra.step_kwargs)
         else:
-            given = {**extra.media, **{name: value[None] for name, value in extra.per_token.items()}}
-        if first or count == 1:
-            return given
+            kwargs = {**extra.media, **{name: value[None] for name, value in extra.per_token.items()}}
+        if is_first or count == 1:
+            return kwargs
         return {
             name: value.expand(count, *value.shape[1:])
             if isinstance(value, Tensor) and len(value) == 1
             else value
-            for name, value in given.items()
+            for name, value in kwargs.items()
         }
 
     def _position_ids(
-        self, tokens: Tensor, batch: ForwardBatch, requests: Sequence[int], asked: Mapping[str, Any]
+        self, tokens: Tensor, batch: ForwardBatch, requests: Sequence[int], kwargs: Mapping[str, Any]
     ) -> Tensor | None:
-        """The positions of the whole rows [N, L], or [k, N, L] where the model counts in several ways."""
-        count, long = len(tokens), batch.read_length
+        """The positions of whole rows [N, L], or [k, N, L] for multi-dimensional positions (M-RoPE)."""
+        count, length = len(tokens), batch.read_length
         if self.traits.has_own_position_ids and batch.start == 0:
-            found = model_position_ids(self.model, self._request_inputs, tokens, requests, asked)
-            self._skips_position_ids = found is None
-            return found
+            position_ids = model_position_ids(self.model, self._request_inputs, tokens, requests, kwargs)
+            self._skips_position_ids = position_ids is None
+            return position_ids
         if self._skips_position_ids:
             return None
-        plain = torch.arange(long, device=tokens.device).expand(count, long)
-        ahead = self._request_inputs.position_deltas(requests)
-        return plain if ahead is None else plain + ahead[..., None].to(plain.device)
+        positions = torch.arange(length, device=tokens.device).expand(count, length)
+        deltas = self._request_inputs.position_deltas(requests)
+        return positions if deltas is None else positions + deltas[..., None].to(positions.device)
 
 
 def model_position_ids(
-    model: Any, extras: RequestInputsMap, tokens: Tensor, requests: Sequence[int], asked: Mapping[str, Any]
+    model: Any,
+    request_inputs: RequestInputsMap,
+    tokens: Tensor,
+    requests: Sequence[int],
+    kwargs: Mapping[str, Any],
 ) -> Tensor | None:
-    """Positions of fresh rows by the model's own count [k, N, L]; how far ahead each runs is noted."""
+    """Positions of new rows as the model computes them [k, N, L]; stores the offset of each request."""
     with preserve_rope_deltas(model):
-        found: Tensor | None = model._prepare_position_ids_for_generation(tokens, dict(asked))
-    if found is not None and found.ndim == 3:
-        present = asked.get("attention_mask")
-        lengths = [tokens.shape[1]] * len(tokens) if present is None else present.sum(1).tolist()
-        for line, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            extras.set_position_delta(request, found[:, line, length - 1] + 1 - length)
-    return found
+        position_ids: Tensor | None = model._prepare_position_ids_for_generation(tokens, dict(kwargs))
+    if position_ids is not None and position_ids.ndim == 3:
+        mask = kwargs.get("attention_mask")
+        lengths = [tokens.shape[1]] * len(tokens) if mask is None else mask.sum(1).tolist()
+        for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+            request_inputs.set_position_delta(request, position_ids[:, row, length - 1] + 1 - length)
+    return position_ids
 
 
 @contextlib.contextmanager
 def preserve_rope_deltas(model: Any) -> Iterator[None]:
-    """Give a model back what it notes about a prompt on itself while it counts positions."""
-    noted = [(module, module.rope_deltas) for module in model.modules() if "rope_deltas" in vars(module)]
+    """Restore the `rope_deltas` that a model sets on its modules while it computes positions."""
+    saved = [(module, module.rope_deltas) for module in model.modules() if "rope_deltas" in vars(module)]
     try:
         yield
     finally:
-        for module, value in noted:
+        for module, value in saved:
             module.rope_deltas = value
 
 
 class RecurrentStateHandler:
-    """What a model of whatever kind remembers: a cache of its own kind, or what it makes for itself.
+    """State of recurrent models: a cache of their own class, or whatever they return.
 
-    Some keep part of it on their modules; for the time of a forward it is put there, and taken off again.
+    Some keep part of the state on their modules; it is set there for a forward and removed afterwards.
     """
 
-    def __init__(self, model: PreTrainedModel, facts: ModelTraits) -> None:
+    def __init__(self, model: PreTrainedModel, traits: ModelTraits) -> None:
         self.model: Any = model
-        self.traits = facts
+        self.traits = traits
         self._module_attrs = [
             (module, name)
             for module in model.modules()
@@ -164,7 +171,7 @@ class RecurrentStateHandler:
         ]
 
     def new_state(self) -> Any:
-        """What a row begins with."""
+        """The state before the first forward."""
         past: Any = None
         if self.model._supports_default_dynamic_cache():
             text = self.model.config.get_text_config(decoder=True)
@@ -174,25 +181,25 @@ class RecurrentStateHandler:
         return (past, [None] * len(self._module_attrs)) if self._module_attrs else past
 
     def model_cache(self, state: Any) -> Any:
-        """The part of a state that the model is given."""
+        """The part of a state that the model takes as its cache argument."""
         return state[0] if self._module_attrs else state
 
     @contextlib.contextmanager
     def install_state(self, state: Any) -> Iterator[list[Any]]:
-        """Have a state in place for one forward; what is on the modules afterwards is added to the list."""
-        found: list[Any] = []
-        before = [getattr(module, name) for module, name in self._module_attrs]
+        """Set the module part of a state for one forward; the list then holds its new values."""
+        new_values: list[Any] = []
+        saved = [getattr(module, name) for module, name in self._module_attrs]
         try:
-            for place, (module, name) in enumerate(self._module_attrs):
-                setattr(module, name, state[1][place])
-            yield found
-            found += [getattr(module, name) for module, name in self._module_attrs]
+            for index, (module, name) in enumerate(self._module_attrs):
+                setattr(module, name, state[1][index])
+            yield new_values
+            new_values += [getattr(module, name) for module, name in self._module_attrs]
         finally:
-            for (module, name), value in zip(self._module_attrs, before, strict=True):
+            for (module, name), value in zip(self._module_attrs, saved, strict=True):
                 setattr(module, name, value)
 
-    def next_state(self, answer: Any, state: Any, found: list[Any]) -> Any:
-        """The state after a forward: what the model returned, or what it was given and wrote to."""
-        past = answer.get(self.traits.cache_argument) if hasattr(answer, "get") else None
+    def next_state(self, output: Any, state: Any, module_values: list[Any]) -> Any:
+        """The state after a forward: the cache that the model returned, else the one it wrote to."""
+        past = output.get(self.traits.cache_argument) if hasattr(output, "get") else None
         past = self.model_cache(state) if past is None else past
-        return (past, found) if self._module_attrs else past
+        return (past, module_values) if self._module_attrs else past

@@ -1,4 +1,4 @@
-"""Where the parts of a model compute, which need not be where their weights are kept."""
+"""The devices on which a model computes, which may differ from where its weights are kept."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["input_device", "is_multi_device"]
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its inputs: where it embeds them."""
+    """The device on which a model expects its inputs: that of its input embeddings."""
     return _execution_device(_input_embeddings(model)) or torch.device(model.device)
 
 
 def is_multi_device(model: PreTrainedModel) -> bool:
-    """Whether parts of a model compute on different devices, by its `device_map` or by its two ends."""
+    """Whether a model computes on several devices, by its `device_map` or its input and output embeddings."""
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return True
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -27,7 +27,7 @@ def is_multi_device(model: PreTrainedModel) -> bool:
 
 
 def _input_embeddings(model: PreTrainedModel) -> Any:
-    """The table that a model embeds tokens with; None where it names none."""
+    """The input embeddings of a model, None if it declares none."""
     try:
         return model.get_input_embeddings()
     except NotImplementedError:
@@ -35,10 +35,10 @@ def _input_embeddings(model: PreTrainedModel) -> Any:
 
 
 def _execution_device(module: Any) -> torch.device | None:
-    """The device of a module's own computation: as its hook says if weights are brought in from elsewhere."""
+    """The device on which a module computes: that of its accelerate hook, if any, else of its weights."""
     hook = getattr(module, "_hf_hook", None)
-    for one in getattr(hook, "hooks", (hook,)):
-        device = getattr(one, "execution_device", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        device = getattr(part, "execution_device", None)
         if device is not None:
             return torch.device(device)
     weight = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None

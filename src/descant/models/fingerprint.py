@@ -1,4 +1,4 @@
-"""What tells a model from another whose keys and values are not its own."""
+"""Fingerprint of a model, to check that saved keys and values belong to it."""
 
 from __future__ import annotations
 
@@ -11,42 +11,44 @@ from torch import Tensor
 
 __all__ = ["fingerprint"]
 
-# What of a config changes from load to load, or says how to run it and not what it is.
+# Config keys that change from load to load, or affect how the model runs but not what it computes.
 _IGNORED_CONFIG_KEYS = frozenset({
     "_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype", "attn_implementation",
     "_attn_implementation_autoset", "output_attentions", "output_hidden_states", "return_dict",
     "architectures",
 })  # fmt: skip
 
-_SAMPLES_PER_WEIGHT = 32  # numbers looked at of every weight
+_SAMPLES_PER_WEIGHT = 32  # values hashed per weight
 
 
 @torch.no_grad()
 def fingerprint(model: Any) -> dict[str, str]:
-    """A model's kind, config, dtype, and a sample of all its weights, each as a short text.
+    """The class, config digest, dtype and weights digest of a model.
 
-    Two fine-tunes of one model have the same config and other weights; all weights would take too long.
+    Fine-tunes of one model share the config, so weights are included; they are sampled, to be fast.
     """
     model = getattr(model, "model", model) if hasattr(model, "traits") else model
     config: Any = getattr(model, "config", None)
     named = getattr(model, "named_parameters", None)
-    told = {"kind": type(model).__name__}
+    parts = {"kind": type(model).__name__}
     if hasattr(config, "to_dict"):
-        kept = {name: value for name, value in config.to_dict().items() if name not in _IGNORED_CONFIG_KEYS}
-        told["config"] = _digest(json.dumps(kept, sort_keys=True, default=str).encode())
+        settings = {
+            name: value for name, value in config.to_dict().items() if name not in _IGNORED_CONFIG_KEYS
+        }
+        parts["config"] = _digest(json.dumps(settings, sort_keys=True, default=str).encode())
     if callable(named):
-        told["dtype"] = str(getattr(model, "dtype", "")).removeprefix("torch.")
-        told["weights"] = _digest(b"".join(_weight_sample(name, weight) for name, weight in sorted(named())))
-    return told
+        parts["dtype"] = str(getattr(model, "dtype", "")).removeprefix("torch.")
+        parts["weights"] = _digest(b"".join(_weight_sample(name, weight) for name, weight in sorted(named())))
+    return parts
 
 
 def _weight_sample(name: str, weight: Tensor) -> bytes:
-    """Some numbers of a weight, spread over all of it."""
+    """Evenly spaced values of a weight."""
     flat = weight.detach().flatten()
     step = max(1, flat.numel() // _SAMPLES_PER_WEIGHT)
-    some = flat[::step][:_SAMPLES_PER_WEIGHT].float() if weight.device.type != "meta" else torch.zeros(0)
-    return f"{name}{tuple(weight.shape)}".encode() + some.cpu().numpy().tobytes()
+    sample = flat[::step][:_SAMPLES_PER_WEIGHT].float() if weight.device.type != "meta" else torch.zeros(0)
+    return f"{name}{tuple(weight.shape)}".encode() + sample.cpu().numpy().tobytes()
 
 
-def _digest(told: bytes) -> str:
-    return hashlib.sha256(told).hexdigest()[:32]
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Which rows share a forward."""
+"""Splits the rows of a step into forwards."""
 
 from __future__ import annotations
 
@@ -15,104 +15,106 @@ from descant.core.rows import Rows, uniform_value
 
 __all__ = ["ForwardBatch", "ForwardBatcher"]
 
-# At most so many logits are computed in one forward of ragged prompts: 128 MiB in float32.
+# Maximum number of logits of one forward of ragged prompts: 128 MiB in float32.
 _MAX_LOGITS = 2**25
 
-# Padding to so many positions is no waste worth a second forward.
+# Padding up to this many positions is cheaper than a second forward.
 _PADDING_TOLERANCE = 64
 
 
 class ForwardBatch(NamedTuple):
-    """Rows that share a forward."""
+    """The rows of one forward."""
 
     rows: Tensor | None  # [N] (host); None: the whole table
-    num_rows: int  # how many rows
-    cached_length: Tensor  # [N] (host) positions before the fed ones
-    fed_length: Tensor  # [N] (host) how many are fed; not looked at where it is one each
-    start: int | None  # the position that all start at; None: they differ
-    width: int  # how many positions are fed, the longest row's
+    num_rows: int
+    cached_length: Tensor  # [N] (host) cached positions
+    fed_length: Tensor  # [N] (host) fed positions; unused if `width` is 1
+    start: int | None  # first fed position of all rows; None: they differ
+    width: int  # fed positions of the longest row
 
     @classmethod
     def from_lengths(cls, cached: Tensor, fed: Tensor, rows: Tensor | None = None) -> ForwardBatch:
-        """A batch of the rows `rows`."""
+        """The batch of these rows; None: of all rows."""
         if rows is not None:
             cached, fed = cached[rows], fed[rows]
         return cls(rows, len(fed), cached, fed, uniform_value(cached), int(fed.max()))
 
     @property
     def read_length(self) -> int:
-        """How many slots are read: the longest past and everything fed after it."""
+        """The number of slots read: the longest past and the fed positions."""
         return (int(self.cached_length.max()) if self.start is None else self.start) + self.width
 
 
 class ForwardBatcher:
-    """The rows of a step in as few forwards as the model and the rows allow, fresh rows first."""
+    """Splits the rows of a step into as few forwards as possible, new rows first."""
 
-    def __init__(self, facts: ModelTraits) -> None:
-        self.traits = facts
+    def __init__(self, traits: ModelTraits) -> None:
+        self.traits = traits
 
     def split(
-        self, rows: Rows, proposal: Proposal, apart: Mapping[int, object], held: list[Tensor] | None = None
+        self,
+        rows: Rows,
+        proposal: Proposal,
+        request_keys: Mapping[int, object],
+        state_batches: list[Tensor] | None = None,
     ) -> list[ForwardBatch]:
         """The batches of a step.
 
-        `apart` names the requests whose rows share a forward only with rows that give the same; `held` are
-        the rows that have a state of their own, in parts that can share it.
+        Requests in `request_keys` share a forward only with requests of the same key. `state_batches` are the
+        running rows of a recurrent model, grouped by the state they share.
         """
-        cached, even, facts = rows.cached_length, rows.uniform_length, self.traits
+        cached, uniform, traits = rows.cached_length, rows.uniform_length, self.traits
         turns = _low_memory_turns(rows)
-        plain = not apart and turns is None and held is None and not facts.needs_batch_size_one
-        stepping = plain and facts.cache_type == "kv" and proposal.drafts is None
-        if stepping and even is not None and even.length == even.cached_length + 1:
-            return [ForwardBatch(None, len(rows), cached, cached, even.cached_length, 1)]
-        fed = rows.pending + proposal.draft_counts()
-        if facts.cache_type == "none":  # everything is fed again, every time
-            cached, fed = torch.zeros_like(cached), cached + fed
-        whole = ForwardBatch.from_lengths(cached, fed)
-        if facts.needs_batch_size_one:
-            parts = [torch.tensor([row]) for row in range(len(rows))]
-            return (
-                [whole]
-                if len(rows) == 1
-                else [ForwardBatch.from_lengths(cached, fed, part) for part in parts]
-            )
-        if plain and self._fits_one_forward(whole, fed):
-            return [whole]
-        fresh = cached == 0
-        parts = []
-        if bool(fresh.any()):
-            for part in _group_by(_batch_keys(rows, apart, turns), fresh.nonzero().squeeze(1)):
-                parts += self._split_by_length(part, fed)
-        if not bool(fresh.all()):
-            for part in (
-                held if held is not None else self._split_running((~fresh).nonzero().squeeze(1), cached, fed)
-            ):
-                parts += _group_by(_batch_keys(rows, apart, turns), part)
-        return (
-            [whole] if len(parts) == 1 else [ForwardBatch.from_lengths(cached, fed, part) for part in parts]
+        unrestricted = (
+            not request_keys and turns is None and state_batches is None and not traits.needs_batch_size_one
         )
+        is_decode = unrestricted and traits.cache_type == "kv" and proposal.drafts is None
+        if is_decode and uniform is not None and uniform.length == uniform.cached_length + 1:
+            return [ForwardBatch(None, len(rows), cached, cached, uniform.cached_length, 1)]
+        fed = rows.pending + proposal.draft_counts()
+        if traits.cache_type == "none":  # whole rows are fed in every step
+            cached, fed = torch.zeros_like(cached), cached + fed
+        all_rows = ForwardBatch.from_lengths(cached, fed)
+        if unrestricted and self._fits_one_forward(all_rows, fed):
+            return [all_rows]
+        if traits.needs_batch_size_one:
+            parts = [torch.tensor([row]) for row in range(len(rows))]
+        else:
+            keys, is_new = _batch_keys(rows, request_keys, turns), cached == 0
+            parts = []
+            if bool(is_new.any()):
+                for part in _group_by(keys, is_new.nonzero().squeeze(1)):
+                    parts += self._split_by_length(part, fed)
+            if not bool(is_new.all()):
+                if state_batches is None:
+                    state_batches = self._split_running((~is_new).nonzero().squeeze(1), cached, fed)
+                for part in state_batches:
+                    parts += _group_by(keys, part)
+        if len(parts) == 1:
+            return [all_rows]
+        return [ForwardBatch.from_lengths(cached, fed, part) for part in parts]
 
-    def _fits_one_forward(self, whole: ForwardBatch, fed: Tensor) -> bool:
-        """Whether all rows fit one forward as they are."""
+    def _fits_one_forward(self, batch: ForwardBatch, fed: Tensor) -> bool:
+        """Whether all rows fit one forward."""
         if self.traits.needs_equal_lengths:
-            return whole.start is not None and uniform_value(fed) is not None
-        if whole.width == 1 and (
-            whole.start is not None
-            or (self.traits.supports_custom_mask and whole.cached_length.numpy().all())
+            return batch.start is not None and uniform_value(fed) is not None
+        if batch.width == 1 and (
+            batch.start is not None
+            or (self.traits.supports_custom_mask and batch.cached_length.numpy().all())
         ):
             return True
-        return whole.start is not None and not _is_padding_wasteful(fed) and self._logits_fit(fed)
+        return batch.start is not None and not _is_padding_wasteful(fed) and self._logits_fit(fed)
 
     def _split_running(self, index: Tensor, cached: Tensor, fed: Tensor) -> list[Tensor]:
-        """Rows that have a past, in parts that can share a forward."""
+        """Split rows that have a past into groups that can share a forward."""
         parts = [index] if self.traits.supports_custom_mask else _group_by(cached, index)
         if not self.traits.needs_equal_lengths and int(fed[index].max()) <= _PADDING_TOLERANCE:
             return parts
-        # What some have yet to read after a past must not pad all others.
-        return [part for some in parts for part in self._split_by_length(some, fed)]
+        # Chunks of a chunked prefill must not pad decoding rows.
+        return [piece for part in parts for piece in self._split_by_length(part, fed)]
 
     def _split_by_length(self, index: Tensor, fed: Tensor) -> list[Tensor]:
-        """Fresh rows in batches of equal length, or of similar: none padded to over half as much again."""
+        """Split rows into groups of equal or similar length, padded by at most one half."""
         if self.traits.needs_equal_lengths:
             return _group_by(fed, index)
         parts, rest = [], index[fed[index].argsort()]
@@ -126,7 +128,7 @@ class ForwardBatcher:
         return parts
 
     def _logits_fit(self, fed: Tensor) -> bool:
-        """Whether the logits of all rows' last positions fit, each position being computed for every row."""
+        """Whether the logits fit: each distinct last position is computed for every row."""
         return len(set(fed.tolist())) * len(fed) * self.traits.vocab_size <= _MAX_LOGITS
 
 
@@ -137,25 +139,26 @@ def _is_padding_wasteful(fed: Tensor) -> bool:
 
 
 def _group_by(column: Tensor, index: Tensor) -> list[Tensor]:
-    """Rows in parts that have the same in a column."""
-    mine = column[index]
-    return [index[mine == value] for value in sorted(set(mine.tolist()))]
+    """Split rows by their value in a column."""
+    values = column[index]
+    return [index[values == value] for value in sorted(set(values.tolist()))]
 
 
 def _low_memory_turns(rows: Rows) -> Tensor | None:
-    """For rows that take turns to spare memory which turn is theirs, else -1 [R]; None where none does."""
+    """The slot of `low_memory` rows, whose sequences are fed one by one, else -1 [R]; None: no such row."""
     params = rows.columns.get("params")
-    spare = params.values.get("low_memory") if isinstance(params, RowParams) else None
-    if not isinstance(spare, Tensor) or not bool((spare == 1).any()):
+    low_memory = params.values.get("low_memory") if isinstance(params, RowParams) else None
+    if not isinstance(low_memory, Tensor) or not bool((low_memory == 1).any()):
         return None
-    return torch.where(spare == 1, rows.slot, -1)
+    return torch.where(low_memory == 1, rows.slot, -1)
 
 
-def _batch_keys(rows: Rows, apart: Mapping[int, object], turns: Tensor | None) -> Tensor:
-    """A number for each row that is the same where rows can share a forward."""
-    if not apart and turns is None:
+def _batch_keys(rows: Rows, request_keys: Mapping[int, object], turns: Tensor | None) -> Tensor:
+    """A number per row [R], equal for rows that can share a forward."""
+    if not request_keys and turns is None:
         return torch.zeros_like(rows.request)
-    kinds: dict[object, int] = {}
-    turn = [-1] * len(rows) if turns is None else turns.tolist()
-    whose = zip(rows.request.tolist(), turn, strict=True)
-    return torch.tensor([kinds.setdefault((apart.get(one), at), len(kinds)) for one, at in whose])
+    numbers: dict[object, int] = {}
+    row_turns = [-1] * len(rows) if turns is None else turns.tolist()
+    requests = rows.request.tolist()
+    keys = [(request_keys.get(request), turn) for request, turn in zip(requests, row_turns, strict=True)]
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])

@@ -1,4 +1,4 @@
-"""A cache of ours as a transformers model sees it during one forward."""
+"""Descant caches as transformers Cache objects, for the duration of one forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SelfAttentionView(TransformersCache):
     """Self-attention keys and values: writes go to `store` at `span`, reads come from there."""
 
     def __init__(self, store: KVCache, span: KVSpan, sliding: Sequence[bool] = (False,)) -> None:
-        # The base builds layers of its own; this view has none, so its constructor is not for us.
+        # The base constructor would create layers; this view has none, so it is not called.
         self.layers: list[Any] = []
         self.offloading = False
         self.layer_class_to_replicate = None
@@ -30,23 +30,23 @@ class SelfAttentionView(TransformersCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values [N, H, T, D]; everything its rows hold [N, H, S, D]."""
+        """Write one layer's new keys and values [N, H, T, D]; returns all visible ones [N, H, S, D]."""
         return self._store.update(layer_idx, key_states, value_states, self._span)
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:  # noqa: ARG002
-        """How many positions come before the fed ones, of the longest row."""
+        """The number of cached positions of the longest row."""
         return self._span.read_length - self._span.width
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
-        """How many keys attention will see, and the position of the first.
+        """The number of keys that attention will see, and the position of the first.
 
-        Asked of rows that stand level: what a row has kept counts as the positions just before the fed ones.
+        Used for rows of equal length only: visible slots count as the positions just before the fed ones.
         """
         span = self._span
-        reach = self._store.visible_slots(layer_idx, span)
-        if reach is None:
+        slots = self._store.visible_slots(layer_idx, span)
+        if slots is None:
             return span.read_length, 0
-        return reach.num_slots, span.read_length - span.width - int(reach.past_lengths[0])
+        return slots.num_slots, span.read_length - span.width - int(slots.past_lengths[0])
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The position of the first fed token."""
@@ -64,30 +64,30 @@ class SelfAttentionView(TransformersCache):
         return 0
 
     def __bool__(self) -> bool:
-        # Models ask whether there is a cache at all by asking whether it is true.
+        # Models test `if past_key_values` for the presence of a cache, also of an empty one.
         return True
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Which layers see no further than a window: by these a model finds a layer to ask about."""
+        """For each layer, whether it has a window; models pick the layer for `get_mask_sizes` by it."""
         return list(self._is_sliding)
 
     @property
     def is_compileable(self) -> bool:
-        """Never compiled by the model itself."""
+        """False: transformers must not compile the forward."""
         return False
 
     @property
     def is_initialized(self) -> bool:
-        """Always ready."""
+        """True: the store allocates at the first write."""
         return True
 
 
 class _CrossAttentionLayer:
-    """One layer of cross-attention memory, read for the fed rows only when it is asked for."""
+    """One layer of a CrossAttentionCache, gathered for the fed rows on access."""
 
-    def __init__(self, memory: CrossAttentionCache, layer: int, lines: Tensor | None) -> None:
-        self._cross_cache, self._layer, self._entries = memory, layer, lines
+    def __init__(self, cache: CrossAttentionCache, layer: int, entries: Tensor | None) -> None:
+        self._cross_cache, self._layer, self._entries = cache, layer, entries
 
     @property
     def keys(self) -> Tensor:
@@ -99,32 +99,34 @@ class _CrossAttentionLayer:
 
 
 class CrossAttentionView(SelfAttentionView):
-    """Cross-attention keys and values: computed once a request, shared by all its rows."""
+    """Cross-attention keys and values, computed once per request and shared by its rows."""
 
-    def __init__(self, memory: CrossAttentionCache, lines: Tensor | None, span: KVSpan, depth: int) -> None:
-        self.layers = [_CrossAttentionLayer(memory, layer, lines) for layer in range(depth)]
+    def __init__(
+        self, cache: CrossAttentionCache, entries: Tensor | None, span: KVSpan, num_layers: int
+    ) -> None:
+        self.layers = [_CrossAttentionLayer(cache, layer, entries) for layer in range(num_layers)]
         self.offloading = False
         self.layer_class_to_replicate = None
-        self._cross_cache = memory
-        self._entries = lines
+        self._cross_cache = cache
+        self._entries = entries
         self._span = span
         self._is_sliding = (False,)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep what the model made of the encoder's output at a request's first forward [B, H, S, D]."""
+        """Store the keys and values of the encoder's output at a request's first forward [B, H, S, D]."""
         self._cross_cache.write(layer_idx, key_states, value_states, self._entries)
         return key_states, value_states
 
 
 class EncoderDecoderView(EncoderDecoderCache):
-    """Both together, as encoder-decoder models want them."""
+    """A self-attention and a cross-attention view, as encoder-decoder models expect."""
 
-    def __init__(self, own: SelfAttentionView, cross: CrossAttentionView, depth: int) -> None:
+    def __init__(self, own: SelfAttentionView, cross: CrossAttentionView, num_layers: int) -> None:
         self.self_attention_cache: Any = own
         self.cross_attention_cache: Any = cross
-        self.is_updated = dict.fromkeys(range(depth), True)
+        self.is_updated = dict.fromkeys(range(num_layers), True)
 
     def __len__(self) -> int:
         return 0

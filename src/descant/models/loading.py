@@ -1,7 +1,7 @@
-"""Models and tokenizers by name, through transformers' Auto classes; a model's own code never runs.
+"""Loads models and tokenizers by name through transformers' Auto classes, without remote code.
 
-Weights come from safetensors alone. What is read was written by strangers, so that whatever a library raises
-over it is told as one named error.
+Weights are read from safetensors only. Files are untrusted: whatever a library raises on them becomes one
+named error.
 """
 
 from __future__ import annotations
@@ -17,65 +17,64 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from descant.errors import DescantError, InputError, UnsupportedModel, format_value
-from descant.models.weight_files import WeightFiles, first_line
+from descant.models.error_text import first_line
+from descant.models.weight_files import WeightFiles
 
 __all__ = ["DTYPES", "load", "load_meta_model", "load_tokenizer", "silence_transformers"]
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
-_MAX_CONFIG_BYTES: Final = 4 * 2**20  # bytes of a config
-_MAX_CONFIG_VALUES: Final = (
-    2**16
-)  # values in it, each of which transformers copies and checks many times over
+_MAX_CONFIG_BYTES: Final = 4 * 2**20
+_MAX_CONFIG_VALUES: Final = 2**16  # transformers copies and checks each value many times
 
 
 def load(name: str, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any]:
-    """A model ready to decode and its tokenizer, from a folder or a name on the hub.
+    """Load a model in eval mode and its tokenizer, from a folder or by a name on the Hub.
 
-    `dtype` is one of `DTYPES`; None is "auto", what the weights are stored in.
+    `dtype` is one of `DTYPES`; None is "auto", the dtype of the stored weights.
     """
-    wanted, where = _parse_dtype(dtype), _parse_device(device)
+    torch_dtype, torch_device = _parse_dtype(dtype), _parse_device(device)
     with silence_transformers():
         config = _load_config(name)
         with _translate_errors(name):
             weights = WeightFiles.locate(name, getattr(config, "transformers_weights", None))
             tokenizer = _auto_tokenizer(name)
             with weights.limit_model_size():
-                model, told = _auto_class(config).from_pretrained(
+                model, info = _auto_class(config).from_pretrained(
                     name,
                     config=config,
-                    dtype=wanted,
+                    dtype=torch_dtype,
                     trust_remote_code=False,
                     use_safetensors=True,
                     output_loading_info=True,
                 )
-            # transformers would go on with random numbers in the place of what is not there.
-            if lacking := sorted(told["missing_keys"]):
-                few = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
-                raise UnsupportedModel(f"{name} lacks {len(lacking)} of its weights: {few}")
-        return model.eval().to(where), tokenizer
+            # transformers would initialise missing weights randomly, without an error.
+            if missing := sorted(info["missing_keys"]):
+                examples = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+                raise UnsupportedModel(f"{name} lacks {len(missing)} of its weights: {examples}")
+        return model.eval().to(torch_device), tokenizer
 
 
 def load_meta_model(name: str) -> Any:
-    """A model without its weights: enough to say what would run on it."""
+    """A model on the meta device, without weights; enough to inspect its traits."""
     with silence_transformers():
         config = _load_config(name)
         with _translate_errors(name), torch.device("meta"):
             model = _auto_class(config).from_config(config, trust_remote_code=False)
-        # A model need not have one, and then its config speaks.
+        # The file is optional; without it the defaults come from the config.
         with _translate_errors(name), contextlib.suppress(OSError):
             model.generation_config = transformers.GenerationConfig.from_pretrained(name)
         return model
 
 
 def load_tokenizer(name: str) -> tuple[Any, int | None]:
-    """A model's tokenizer, and how many tokens the model scores; None where no config says so."""
+    """The tokenizer of a model, and the model's vocabulary size; None if there is no config that has one."""
     with silence_transformers():
         with _translate_errors(name):
             tokenizer = _auto_tokenizer(name)
         try:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
             size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
-        except Exception:  # a tokenizer may lie alone, or beside what nobody knows
+        except Exception:  # the folder may hold a tokenizer alone, or an unknown config
             return tokenizer, None
         return tokenizer, size if isinstance(size, int) else None
 
@@ -94,9 +93,9 @@ def _auto_tokenizer(name: str) -> Any:
 
 
 def _check_config_size(name: str, *files: str) -> None:
-    """Refuse configs that nobody wrote by hand or needs: to read them takes seconds."""
+    """Raise for oversized configs, which take seconds to read."""
     for file in files:
-        with contextlib.suppress(OSError):  # whether it is missing, and matters, is found out elsewhere
+        with contextlib.suppress(OSError):  # a missing file is reported by the loader if it is needed
             path = Path(str(cached_file(name, file)))
             if path.stat().st_size > _MAX_CONFIG_BYTES:
                 raise InputError("model", f"must have a {file} of at most {_MAX_CONFIG_BYTES} bytes", name)
@@ -105,19 +104,19 @@ def _check_config_size(name: str, *files: str) -> None:
 
 
 def _check_no_hub_kernels(name: str, config: Any) -> None:
-    """Refuse a config that asks for code from the Hub as its attention, or as its experts."""
+    """Raise for a config that names attention or expert kernels on the Hub, which are code."""
     for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
         for kind in ("_attn_implementation", "_experts_implementation"):
-            asked = getattr(part, kind, None)
-            if isinstance(asked, str) and "/" in asked:
+            kernel = getattr(part, kind, None)
+            if isinstance(kernel, str) and "/" in kernel:
                 raise UnsupportedModel(
-                    f"{name} asks for code from the Hub ({format_value(asked)}), which does not run here: "
-                    f"take `{kind[1:]}` out of its config.json"
+                    f"{name} asks for code from the Hub ({format_value(kernel)}), which is not supported: "
+                    f"remove `{kind[1:]}` from its config.json"
                 )
 
 
 def _auto_class(config: Any) -> Any:
-    """The Auto class that makes a text generator of this kind."""
+    """The Auto class for text generation with this config."""
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModelForCausalLM
@@ -134,33 +133,32 @@ def _parse_device(name: str | None) -> torch.device:
         device = torch.device(name or "cpu")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        must = f"must be a device of this machine ({first_line(error)})"
-        raise InputError("device", must, name, "leave it out for the CPU") from None
+        must = f"must be an available device ({first_line(error)})"
+        raise InputError("device", must, name, "leave it out to use the CPU") from None
     return device
 
 
 @contextlib.contextmanager
 def _translate_errors(name: str) -> Iterator[None]:
-    """Say in one line why a model cannot be loaded."""
+    """Turn any error of a block into InputError or UnsupportedModel with a one-line reason."""
     try:
         yield
     except DescantError:
         raise
     except OSError as error:
         if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-            must = "must be a folder that exists, or a name on the hub"
+            must = "must be a folder that exists, or a name on the Hub"
         else:
-            must = (
-                f"must be a folder with a model and a tokenizer, or a name on the hub ({first_line(error)})"
-            )
+            reason = first_line(error)
+            must = f"must be a folder with a model and a tokenizer, or a name on the Hub ({reason})"
         raise InputError("model", must, name) from error
-    except Exception as error:  # each library has its own way to fail over a file that is not as it should be
+    except Exception as error:  # libraries raise many types for malformed files
         raise UnsupportedModel(f"{name} cannot be loaded as a text generator: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and hints off the terminal while something is loaded or saved."""
+    """Disable transformers' progress bars and log messages inside a block."""
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""Images, sounds and marks of a batch, dealt out to its prompts."""
+"""Splits the multimodal inputs of a batch by prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from descant.errors import InputError
 
 __all__ = ["is_per_token", "split_by_prompt"]
 
-# Inputs that have one entry for each token of a prompt, beside those that say which type it is of; and how
-# many dimensions they have for one prompt, where the same name means something else with more.
+# Inputs with one entry per token, besides token types, and their number of dimensions for one prompt: some
+# models use the same name for inputs of more dimensions.
 _PER_TOKEN_DIMS = {
     "bbox": 2,
     "cross_attention_mask": 3,
@@ -23,7 +23,7 @@ _PER_TOKEN_DIMS = {
     "langs": 1,
 }
 
-# What the name of an input says about the medium that it belongs to.
+# Parts of input names that tell the media type.
 _MEDIA_KEYWORDS = {
     "video": ("video",),
     "audio": ("audio", "input_features", "feature", "input_values", "speech", "padding_mask"),
@@ -41,69 +41,73 @@ _MEDIA_KEYWORDS = {
 }
 
 
-# Inputs that point at the features of all media of a batch, one after the other, and the media they are of.
+# Inputs that index into the concatenated features of all media of a batch -> the input of those media.
 _FEATURE_INDEX_INPUTS = {"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"}
 
 
 def is_per_token(name: str, dimensions: int) -> bool:
-    """Whether an input of so many dimensions, for one prompt, has one entry for each of its tokens."""
+    """Whether an input with this many dimensions for one prompt has one entry per token."""
     return _PER_TOKEN_DIMS.get(name) == dimensions or name.endswith("token_type_ids")
 
 
 def split_by_prompt(
-    given: Mapping[str, Any], ids: Tensor | None, here: Tensor | None, marks: Mapping[str, int], count: int
+    given: Mapping[str, Any],
+    ids: Tensor | None,
+    mask: Tensor | None,
+    placeholders: Mapping[str, int],
+    count: int,
 ) -> list[dict[str, Any]]:
-    """What of the inputs belongs to each of `count` prompts.
+    """Split the inputs of a batch into those of each of `count` prompts.
 
-    Marks have one entry for each token [B, L, ...] and lose their padding; media keep their leading
-    dimension: one entry a prompt, or as many as the prompt has places for, which `marks` tells by kind.
+    Per-token inputs [B, L, ...] lose their padding (`mask`). Media keep their leading dimension: one entry
+    per prompt, or one per placeholder token; `placeholders` maps media types to these tokens.
     """
-    lines: list[dict[str, Any]] = [{} for _ in range(count)]
-    deal = _MediaSplitter(given, ids, marks, count)
+    prompts: list[dict[str, Any]] = [{} for _ in range(count)]
+    splitter = _MediaSplitter(given, ids, placeholders, count)
     for name, value in given.items():
         if isinstance(value, Tensor) and ids is not None and is_per_token(name, value.ndim - 1):
-            for line, part in enumerate(_split_per_token(name, value, ids, here)):
-                lines[line][name] = part
+            for inputs, part in zip(prompts, _split_per_token(name, value, ids, mask), strict=True):
+                inputs[name] = part
         elif count == 1 or not isinstance(value, Tensor | list | tuple):
-            for one in lines:
-                one[name] = value
+            for inputs in prompts:
+                inputs[name] = value
         else:
-            for line, part in enumerate(deal.split(name, value)):
-                lines[line][name] = part
+            for inputs, part in zip(prompts, splitter.split(name, value), strict=True):
+                inputs[name] = part
     for name, media in _FEATURE_INDEX_INPUTS.items():
         if name in given and media in given:
-            _rebase_indices(lines, name, media)
-    return [_trim_audio_padding(_drop_empty(line)) for line in lines]
+            _rebase_indices(prompts, name, media)
+    return [_trim_audio_padding(_drop_empty(inputs)) for inputs in prompts]
 
 
-def _rebase_indices(lines: Sequence[dict[str, Any]], name: str, media: str) -> None:
-    """Let the pointers of each prompt count from its own first feature; what is negative points nowhere."""
-    before = 0
-    for line in lines:
-        line[name] = torch.where(line[name] < 0, line[name], line[name] - before)
-        before += line[media].shape[:2].numel()
+def _rebase_indices(prompts: Sequence[dict[str, Any]], name: str, media: str) -> None:
+    """Make the feature indices of each prompt relative to its own first feature; negative ones are unused."""
+    offset = 0
+    for inputs in prompts:
+        inputs[name] = torch.where(inputs[name] < 0, inputs[name], inputs[name] - offset)
+        offset += inputs[media].shape[:2].numel()
 
 
-def _trim_audio_padding(line: dict[str, Any]) -> dict[str, Any]:
-    """A sound without the silence that only fills it up to its neighbours in the batch."""
-    sound, mask = line.get("input_values"), line.get("padding_mask")
-    if sound is None or mask is None or sound.shape[-1] != mask.shape[-1]:
-        return line
-    long = int(mask.long().sum(-1).max())
-    return {**line, "input_values": sound[..., :long], "padding_mask": mask[..., :long]}
+def _trim_audio_padding(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Remove the padding of audio to the longest in the batch."""
+    audio, mask = inputs.get("input_values"), inputs.get("padding_mask")
+    if audio is None or mask is None or audio.shape[-1] != mask.shape[-1]:
+        return inputs
+    length = int(mask.long().sum(-1).max())
+    return {**inputs, "input_values": audio[..., :length], "padding_mask": mask[..., :length]}
 
 
-def _drop_empty(line: dict[str, Any]) -> dict[str, Any]:
-    """What there is of a prompt's media: a batch may hold pictures of its neighbours only."""
-    return {name: value for name, value in line.items() if not isinstance(value, Tensor) or value.numel()}
+def _drop_empty(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Remove empty tensors: only some prompts of a batch may have media."""
+    return {name: value for name, value in inputs.items() if not isinstance(value, Tensor) or value.numel()}
 
 
-def _split_per_token(name: str, value: Tensor, ids: Tensor, here: Tensor | None) -> list[Tensor]:
-    """Marks of each prompt's tokens, those of the padding left out."""
+def _split_per_token(name: str, value: Tensor, ids: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """A per-token input by prompt, without padding."""
     if value.shape[:2] != ids.shape:
         raise InputError(name, f"must have an entry for each token {list(ids.shape)}", value)
-    keep = torch.ones_like(ids, dtype=torch.bool) if here is None else here
-    return [line[kept] for line, kept in zip(value, keep, strict=True)]
+    keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    return [entries[is_token] for entries, is_token in zip(value, keep, strict=True)]
 
 
 def _media_type(name: str) -> str:
@@ -114,7 +118,7 @@ def _media_type(name: str) -> str:
 
 
 def _patch_grids(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """For each kind of medium, the table that says how many patches each one has [M, 2 or 3]."""
+    """The patch grid of each media type [M, 2 or 3], one row per medium."""
     return {
         _media_type(name): value
         for name, value in given.items()
@@ -125,16 +129,16 @@ def _patch_grids(given: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 class _MediaSplitter:
-    """How the media of one batch are dealt out to its prompts."""
+    """Splits the media of one batch by prompt."""
 
     def __init__(
-        self, given: Mapping[str, Any], ids: Tensor | None, marks: Mapping[str, int], count: int
+        self, given: Mapping[str, Any], ids: Tensor | None, placeholders: Mapping[str, int], count: int
     ) -> None:
-        self._ids, self._placeholder_tokens, self._num_prompts = ids, marks, count
+        self._ids, self._placeholder_tokens, self._num_prompts = ids, placeholders, count
         self._patch_grids = _patch_grids(given)
 
     def split(self, name: str, value: Any) -> list[Any]:
-        """What of an input belongs to each prompt."""
+        """The part of an input that belongs to each prompt."""
         kind = _media_type(name)
         token, grid = self._placeholder_tokens.get(kind), self._patch_grids.get(kind)
         size = len(value)
@@ -142,52 +146,54 @@ class _MediaSplitter:
             if size != self._num_prompts:
                 raise InputError(name, f"must have an entry for each of {self._num_prompts} prompts", value)
             return _split_entries(name, value, [1] * size)
-        number = size if grid is None else len(grid)
+        num_media = size if grid is None else len(grid)
         patches = [1] * size if grid is None else grid.prod(1).tolist()
-        each = self._media_per_prompt(name, value, number, patches, self._ids == token)
-        if size == number:
-            return _split_entries(name, value, each)
-        ends, firsts = [0, *accumulate(patches)], [0, *accumulate(each)]
-        shares = [ends[firsts[line + 1]] - ends[firsts[line]] for line in range(self._num_prompts)]
-        if size == 1 and value.shape[-1] % sum(patches) == 0:  # all in one line, one behind the other
-            wide = value.shape[-1] // sum(patches)
-            return list(value.split([share * wide for share in shares], -1))
-        return _split_entries(name, value, shares)
+        media_counts = self._media_per_prompt(name, value, num_media, patches, self._ids == token)
+        if size == num_media:
+            return _split_entries(name, value, media_counts)
+        patch_ends, media_ends = [0, *accumulate(patches)], [0, *accumulate(media_counts)]
+        patch_counts = [patch_ends[stop] - patch_ends[start] for start, stop in pairwise(media_ends)]
+        if size == 1 and value.shape[-1] % sum(patches) == 0:  # all media concatenated in one row
+            width = value.shape[-1] // sum(patches)
+            return list(value.split([count * width for count in patch_counts], -1))
+        return _split_entries(name, value, patch_counts)
 
     def _media_per_prompt(
-        self, name: str, value: Any, number: int, patches: Sequence[int], there: Tensor
+        self, name: str, value: Any, num_media: int, patches: Sequence[int], is_placeholder: Tensor
     ) -> list[int]:
-        """How many of `number` media each prompt has places for."""
-        places = there.sum(1).tolist()
-        if number == self._num_prompts and all(places):
-            return [1] * number
-        runs = ((there[:, 1:] & ~there[:, :-1]).sum(1) + there[:, 0]).tolist()
-        if sum(runs) == number:
+        """How many of `num_media` media each prompt has, by its placeholder tokens."""
+        placeholders = is_placeholder.sum(1).tolist()
+        if num_media == self._num_prompts and all(placeholders):
+            return [1] * num_media
+        runs = ((is_placeholder[:, 1:] & ~is_placeholder[:, :-1]).sum(1) + is_placeholder[:, 0]).tolist()
+        if sum(runs) == num_media:
             return [int(run) for run in runs]
-        if sum(place > 0 for place in places) == number:
-            return [int(place > 0) for place in places]
-        return _count_by_patches(name, value, places, patches)
+        if sum(count > 0 for count in placeholders) == num_media:
+            return [int(count > 0) for count in placeholders]
+        return _count_by_patches(name, value, placeholders, patches)
 
 
-def _count_by_patches(name: str, value: Any, places: Sequence[int], patches: Sequence[int]) -> list[int]:
-    """How many media each prompt holds: their patches fill its places, all at the same rate."""
-    total = sum(places)
-    each, at = [], 0
-    for line, place in enumerate(places):
-        filled, first = 0, at
-        while at < len(patches) and filled * total < place * sum(patches):
-            filled += patches[at]
-            at += 1
-        if filled * total != place * sum(patches):
-            must = f"must fill the places that prompt {line} has for it"
+def _count_by_patches(
+    name: str, value: Any, placeholders: Sequence[int], patches: Sequence[int]
+) -> list[int]:
+    """How many media each prompt has, if all media have the same ratio of patches to placeholder tokens."""
+    num_placeholders, num_patches = sum(placeholders), sum(patches)
+    counts, stop = [], 0
+    for prompt, num_tokens in enumerate(placeholders):
+        filled, start = 0, stop
+        while stop < len(patches) and filled * num_placeholders < num_tokens * num_patches:
+            filled += patches[stop]
+            stop += 1
+        if filled * num_placeholders != num_tokens * num_patches:
+            must = f"must match the placeholder tokens of prompt {prompt}"
             raise InputError(name, must, value, "pass this prompt by itself")
-        each.append(at - first)
-    return each
+        counts.append(stop - start)
+    return counts
 
 
-def _split_entries(name: str, value: Any, shares: Sequence[int]) -> list[Any]:
-    """The entries of an input, so many for each prompt."""
-    ends = list(accumulate(shares))
+def _split_entries(name: str, value: Any, counts: Sequence[int]) -> list[Any]:
+    """Split an input into `counts[i]` entries for prompt `i`."""
+    ends = list(accumulate(counts))
     if ends[-1] != len(value):
         raise InputError(name, f"must have {ends[-1]} entries in all", value)
-    return [value[end - share : end] for end, share in zip(ends, shares, strict=True)]
+    return [value[end - count : end] for end, count in zip(ends, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""No cache at all: every step reads everything again."""
+"""`use_cache=False`: every step feeds whole rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["NoCache", "RecomputeModel"]
 
 
 class NoCache:
-    """A cache that keeps nothing: what is written is shown to the layer that wrote it, and gone."""
+    """A cache that stores nothing; a write returns its own keys and values."""
 
     max_rewind: int | None = None
     nbytes = 0
+    capacity: int | None = None
 
     def __init__(self) -> None:
         self._num_rows = 0
@@ -28,7 +29,7 @@ class NoCache:
 
     @property
     def lengths(self) -> Tensor:
-        """Nothing is held [R] (host)."""
+        """All zero [R] (host)."""
         return torch.zeros(self._num_rows, dtype=torch.long)
 
     def extend(self, rows: int) -> None:
@@ -36,28 +37,28 @@ class NoCache:
         self._num_rows += rows
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """As many rows as there are now."""
+        """Set the number of rows."""
         del parents
         self._num_rows = len(lengths)
 
     def visible_slots(self, layer: int, span: KVSpan) -> None:
-        """Slot `p` is position `p`."""
+        """None: slot `p` is position `p`."""
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """What was written, which is all there is: every row is fed from its beginning."""
+        """The keys and values just written, which are complete: every row is fed from its start."""
         return key, value
 
     # -------------------------------------------------------------------- state
     def row_batches(self) -> list[Tensor]:
-        """No row has a state."""
+        """Empty: no row has a state."""
         return []
 
     def write_state(self, rows: Tensor, state: Any) -> None:
-        """The state after a forward is not held."""
+        """Discard the state."""
 
 
 class RecomputeModel:
-    """A model whose rows are fed from their beginning in every step, as if none of it were cached."""
+    """Wraps a model so that every step feeds rows from their start."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -65,8 +66,8 @@ class RecomputeModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def forward(self, rows: Rows, proposal: Proposal, cache: Any, **how: Any) -> ForwardOutput:
-        """What the model says of rows that it reads as a whole."""
-        whole = rows.replace(cached_length=torch.zeros_like(rows.cached_length))
-        output: ForwardOutput = self.inner.forward(whole, proposal, cache, **how)
+    def forward(self, rows: Rows, proposal: Proposal, cache: Any, **options: Any) -> ForwardOutput:
+        """Forward of whole rows."""
+        uncached = rows.replace(cached_length=torch.zeros_like(rows.cached_length))
+        output: ForwardOutput = self.inner.forward(uncached, proposal, cache, **options)
         return output

@@ -1,4 +1,4 @@
-"""What requests give besides tokens: media, marks for each token, and where their positions went."""
+"""Inputs of requests besides tokens: media, per-token inputs and position offsets."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ __all__ = ["RequestInputs", "RequestInputsMap"]
 
 @dataclass
 class RequestInputs:
-    """What one request gives."""
+    """The inputs of one request besides its tokens."""
 
-    media: dict[str, Any] = field(default_factory=dict)  # fed with the prompt, once
-    per_token: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # one entry for each token of the prompt [L, ...]
-    step_kwargs: dict[str, Any] | None = None  # what the model wants at every forward; None: not yet known
-    position_delta: Tensor | None = None  # [k] how far its positions run ahead of its tokens, where they do
+    media: dict[str, Any] = field(default_factory=dict)  # fed once, with the prompt
+    per_token: dict[str, Tensor] = field(default_factory=dict)  # [L, ...] each, one entry per prompt token
+    step_kwargs: dict[str, Any] | None = None  # inputs of every later forward; None: not yet known
+    position_delta: Tensor | None = None  # [k] offset of its positions from its token count, if it has any
 
 
 class RequestInputsMap:
-    """What the running requests give, by number."""
+    """The RequestInputs of the running requests, by request number."""
 
     def __init__(self) -> None:
         self._by_request: dict[int, RequestInputs] = {}
@@ -41,11 +39,11 @@ class RequestInputsMap:
     def add_requests(
         self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]], device: torch.device
     ) -> None:
-        """Take what new requests give: marks go with the tokens, media with the prompt."""
-        for place, request in enumerate(requests):
+        """Store the inputs of new requests, per-token inputs and media apart."""
+        for index, request in enumerate(requests):
             extra = RequestInputs()
-            for name, lines in inputs.items():
-                value = lines[place]
+            for name, values in inputs.items():
+                value = values[index]
                 if value is None:
                     continue
                 value = value.to(device) if isinstance(value, Tensor) else value
@@ -57,47 +55,48 @@ class RequestInputsMap:
                 self._by_request[request] = extra
 
     def remove_requests(self, requests: Sequence[int]) -> None:
-        """Forget those requests."""
+        """Drop the inputs of finished requests."""
         for request in requests:
             self._by_request.pop(request, None)
 
     def drop_media(self, requests: Sequence[int]) -> None:
-        """Let go of media that have been fed, and will not be again."""
+        """Drop media that have been fed and are not needed again."""
         for request in requests:
             if (extra := self._by_request.get(request)) is not None:
                 extra.media = {}
 
-    def set_position_delta(self, request: int, ahead: Tensor) -> None:
-        """Note how far a request's positions run ahead [k]."""
-        self._by_request.setdefault(request, RequestInputs()).position_delta = ahead
+    def set_position_delta(self, request: int, delta: Tensor) -> None:
+        """Set the position offset of a request [k]."""
+        self._by_request.setdefault(request, RequestInputs()).position_delta = delta
 
     def position_deltas(self, requests: Sequence[int]) -> Tensor | None:
-        """How far the positions of rows run ahead [k, N], where any was noted."""
-        found = [
-            extra.position_delta if (extra := self._by_request.get(one)) is not None else None
-            for one in requests
+        """The position offsets of rows [k, N], zero if a request has none; None if no request has any."""
+        deltas = [
+            extra.position_delta if (extra := self._by_request.get(request)) is not None else None
+            for request in requests
         ]
-        known = [one for one in found if one is not None]
+        known = [delta for delta in deltas if delta is not None]
         if not known:
             return None
-        return torch.stack([torch.zeros_like(known[0]) if one is None else one for one in found], 1)
+        return torch.stack([torch.zeros_like(known[0]) if delta is None else delta for delta in deltas], 1)
 
-    def batch_keys(self, fresh: set[int], asks: bool) -> dict[int, object]:
-        """The requests that share a forward only with those that give the same, by what that is.
+    def batch_keys(self, fresh: set[int], prepares_own_inputs: bool) -> dict[int, object]:
+        """Keys of the requests that share a forward only with requests of the same key.
 
-        `asks` says that the model chooses by itself which of it it wants again.
+        `fresh` are the requests before their first forward; a model with `prepares_own_inputs` may use the
+        inputs of a request again in later forwards.
         """
-        kinds: dict[int, object] = {}
+        keys: dict[int, object] = {}
         for request, extra in self._by_request.items():
             if request in fresh:
-                if extra.media or (asks and extra.per_token):
-                    kinds[request] = request
+                if extra.media or (prepares_own_inputs and extra.per_token):
+                    keys[request] = request
                 elif extra.per_token:
-                    kinds[request] = tuple(sorted(extra.per_token))
-            elif asks and (
+                    keys[request] = tuple(sorted(extra.per_token))
+            elif prepares_own_inputs and (
                 extra.step_kwargs or (extra.step_kwargs is None and (extra.media or extra.per_token))
             ):
-                kinds[request] = request
+                keys[request] = request
             elif "token_type_ids" in extra.per_token:
-                kinds[request] = "token_type_ids"
-        return kinds
+                keys[request] = "token_type_ids"
+        return keys

@@ -1,4 +1,4 @@
-"""How a rotary model turns its keys: what moves a key that was read at one position on to another."""
+"""Rotary position embeddings: detects how a model rotates keys, to move cached keys to other positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from descant.core.interfaces import KVSpan
 from descant.models.devices import input_device
 from descant.models.forward_view import SelfAttentionView
-from descant.models.traits import traits_of
+from descant.models.traits import has_dynamic_rope, traits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,49 +25,46 @@ __all__ = ["RopeShift", "rope_from_config", "rope_of_model"]
 
 _rope_by_model: WeakKeyDictionary[PreTrainedModel, Sequence[RopeShift | None] | None] = WeakKeyDictionary()
 
-# How far a key that is turned by the right rule may be off, by its own length: rounded, it is by thousandths,
-# and by a wrong rule by tenths.
+# Relative error up to which a rotation counts as a match: the right one is off by thousandths (rounding), a
+# wrong one by tenths.
 _TOLERANCE = 0.05
 
-# Their frequencies hang on the length of what is read, so that a key has no one turn.
-_DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
-
-# Kinds of model that weigh their keys after they have turned them, of which no config tells.
+# Model types that scale keys after the rotation, which their configs do not declare.
 _POST_ROPE_NORM_MODELS = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
 
 
 @dataclass(frozen=True, eq=False)
 class RopeShift:
-    """A rotation of keys or queries (Su et al. 2021): pairs of numbers turn, each at a speed of its own."""
+    """A rotation of keys or queries by a number of positions (Su et al. 2021, RoPE)."""
 
-    inv_freq: Tensor  # [P] radians a position
-    interleaved: bool = False  # a pair are neighbours; else they lie half of what turns apart
-    rotates_last_dims: bool = False  # what turns are the last numbers of a head, else the first
+    inv_freq: Tensor  # [P] radians per position
+    interleaved: bool = False  # pairs are adjacent dimensions; else half of the rotated dimensions apart
+    rotates_last_dims: bool = False  # the last dimensions of a head are rotated, else the first
 
     def __call__(self, keys: Tensor, shift: Tensor) -> Tensor:
-        """Keys [N, H, S, D] moved on by so many positions [N]."""
+        """Keys [N, H, S, D] rotated by `shift` positions [N]."""
         size = 2 * len(self.inv_freq)
         first = keys.shape[-1] - size if self.rotates_last_dims else 0
         part = keys[..., first : first + size]
-        # In double: a far position times a speed needs more digits than a single number has.
-        exact = torch.float32 if keys.device.type == "mps" else torch.float64
-        angle = shift.to(exact)[:, None, None, None] * self.inv_freq.to(keys.device, exact)
+        # Float64: the angle of a far position needs more precision than float32 has.
+        angle_dtype = torch.float32 if keys.device.type == "mps" else torch.float64
+        angle = shift.to(angle_dtype)[:, None, None, None] * self.inv_freq.to(keys.device, angle_dtype)
         cos, sin = angle.cos().float(), angle.sin().float()
-        one, two = (part[..., 0::2], part[..., 1::2]) if self.interleaved else part.chunk(2, -1)
-        one, two = one * cos - two * sin, two * cos + one * sin
-        turned = torch.stack((one, two), -1).flatten(-2) if self.interleaved else torch.cat((one, two), -1)
+        x, y = (part[..., 0::2], part[..., 1::2]) if self.interleaved else part.chunk(2, -1)
+        x, y = x * cos - y * sin, y * cos + x * sin
+        rotated = torch.stack((x, y), -1).flatten(-2) if self.interleaved else torch.cat((x, y), -1)
         if size == keys.shape[-1]:
-            return turned.to(keys.dtype)
-        return torch.cat((keys[..., :first], turned.to(keys.dtype), keys[..., first + size :]), -1)
+            return rotated.to(keys.dtype)
+        return torch.cat((keys[..., :first], rotated.to(keys.dtype), keys[..., first + size :]), -1)
 
 
-# -------------------------------------------------------------------- of a model
+# -------------------------------------------------------------------- from a model
 def rope_of_model(model: PreTrainedModel) -> RopeShift | Sequence[RopeShift | None] | None:
-    """The rotation of a model's keys; for each layer where they differ, None for one that has none.
+    """The rotation of a model's keys, or one per layer if they differ (None for layers without one).
 
-    None where a model's positions are not rotary, or not only, or stretch with the length. It is found by
-    trial, once a model: two tokens are read at two positions, each by itself, and whatever turns the keys of
-    the one into those of the other, in every layer, is it.
+    None if positions are not rotary, not only rotary, or depend on the length. Detected once per model: two
+    tokens are fed at two positions, and the candidate that maps the keys of one position to those of the
+    other in every layer is the rotation.
     """
     if model not in _rope_by_model:
         _rope_by_model[model] = _detect_rope(model)
@@ -75,52 +72,52 @@ def rope_of_model(model: PreTrainedModel) -> RopeShift | Sequence[RopeShift | No
 
 
 def _detect_rope(model: PreTrainedModel) -> Sequence[RopeShift | None] | None:
-    facts = traits_of(model)
+    traits = traits_of(model)
     text = model.config.get_text_config(decoder=True)
     if (
-        facts.cache_type != "kv"
-        or facts.prepares_own_inputs
-        or not facts.supports_position_ids
-        or _has_dynamic_rope(text)
+        traits.cache_type != "kv"
+        or traits.prepares_own_inputs
+        or not traits.supports_position_ids
+        or has_dynamic_rope(text)
     ):
         return None
-    turns = [
-        RopeShift(speeds * way, paired, last)
-        for speeds, way, paired, last in product(
+    candidates = [
+        RopeShift(inv_freq * sign, interleaved, last_dims)
+        for inv_freq, sign, interleaved, last_dims in product(
             _candidate_inv_freqs(model, text), (1, -1), (False, True), (False, True)
         )
     ]
-    if not turns:
+    if not candidates:
         return None
-    shift = min(97, (facts.max_positions or facts.context_length or 128) - 1)
-    heard = _record_keys(model, shift)
-    found: list[RopeShift | None] = []
-    for layer in sorted(heard):
-        here, there = heard[layer]
-        fits = [turn for turn in turns if _is_match(turn, here, there, shift)]
-        if not fits and _relative_error(here, there) > _TOLERANCE:
+    shift = min(97, (traits.max_positions or traits.context_length or 128) - 1)
+    recorded = _record_keys(model, shift)
+    rotations: list[RopeShift | None] = []
+    for layer in sorted(recorded):
+        keys, shifted_keys = recorded[layer]
+        matches = [rotation for rotation in candidates if _is_match(rotation, keys, shifted_keys, shift)]
+        if not matches and _relative_error(keys, shifted_keys) > _TOLERANCE:
             return None
-        found.append(fits[0] if fits else None)
-    return found if any(turn is not None for turn in found) else None
+        rotations.append(matches[0] if matches else None)
+    return rotations if any(rotation is not None for rotation in rotations) else None
 
 
 def _candidate_inv_freqs(model: PreTrainedModel, text: Any) -> list[Tensor]:
-    """All that may be the speeds of its pairs."""
-    found: list[Tensor] = []
+    """The possible inverse frequencies: the buffers of the model and the default for `rotary_dim`."""
+    candidates: list[Tensor] = []
     for name, table in model.named_buffers():
         if name.endswith("inv_freq") and "original" not in name and table.ndim == 1:
-            found.append(table.detach().float().cpu())
+            candidates.append(table.detach().float().cpu())
     if isinstance(size := getattr(text, "rotary_dim", None), int):
-        found.append(_default_inv_freq(size, 10000.0))
+        candidates.append(_default_inv_freq(size, 10000.0))
     distinct: list[Tensor] = []
-    for one in found:
-        if not any(torch.equal(one, other) for other in distinct):
-            distinct.append(one)
+    for inv_freq in candidates:
+        if not any(torch.equal(inv_freq, other) for other in distinct):
+            distinct.append(inv_freq)
     return distinct
 
 
 class _KeyRecorder:
-    """In the place of a cache: listens to the keys of every layer and remembers nothing before them."""
+    """Records the keys of every layer in place of a cache; holds no past."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
@@ -135,73 +132,70 @@ class _KeyRecorder:
 
 @torch.no_grad()
 def _record_keys(model: PreTrainedModel, shift: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """By layer the keys of two tokens [2, H, 1, D] at the first position, and so many positions on."""
+    """By layer, the keys of two tokens [2, H, 1, D] at position 0 and at position `shift`."""
     device, size = input_device(model), traits_of(model).vocab_size
     tokens = torch.tensor([[size // 2], [size // 3]] * 2, device=device)
-    places = torch.tensor([[0], [0], [shift], [shift]], device=device)
-    ear: Any = _KeyRecorder()
-    view = SelfAttentionView(ear, KVSpan(None, 0, 1, 1))
-    model(input_ids=tokens, position_ids=places, past_key_values=view, use_cache=True)
-    return {layer: (keys[:2], keys[2:]) for layer, keys in ear.keys.items()}
+    positions = torch.tensor([[0], [0], [shift], [shift]], device=device)
+    recorder: Any = _KeyRecorder()
+    view = SelfAttentionView(recorder, KVSpan(None, 0, 1, 1))
+    model(input_ids=tokens, position_ids=positions, past_key_values=view, use_cache=True)
+    return {layer: (keys[:2], keys[2:]) for layer, keys in recorder.keys.items()}
 
 
-def _is_match(turn: RopeShift, here: Tensor, there: Tensor, shift: int) -> bool:
-    if 2 * len(turn.inv_freq) > here.shape[-1]:
+def _is_match(rotation: RopeShift, keys: Tensor, shifted_keys: Tensor, shift: int) -> bool:
+    if 2 * len(rotation.inv_freq) > keys.shape[-1]:
         return False
-    return _relative_error(turn(here, torch.full((len(here),), shift)), there) <= _TOLERANCE
+    return _relative_error(rotation(keys, torch.full((len(keys),), shift)), shifted_keys) <= _TOLERANCE
 
 
-def _relative_error(one: Tensor, two: Tensor) -> float:
-    """How far keys are from others, by their length."""
-    return float((one - two).norm() / two.norm().clamp(min=1e-9))
+def _relative_error(keys: Tensor, expected: Tensor) -> float:
+    """The distance between keys, relative to the norm of the expected ones."""
+    return float((keys - expected).norm() / expected.norm().clamp(min=1e-9))
 
 
-# -------------------------------------------------------------------- of a config
+# -------------------------------------------------------------------- from a config
 def rope_from_config(config: Any) -> RopeShift | Sequence[RopeShift | None] | None:
-    """The same as far as a config tells, for want of a model; None also where it does not tell.
+    """The rotation as far as a config declares it; None also if it does not.
 
-    That is where layers are of several kinds, or attention is latent: then a model's own code says which of
-    them turn, and what.
+    With several layer types or latent attention only the code of the model determines which layers and
+    dimensions are rotated.
     """
     text = config.get_text_config(decoder=True)
-    several = len(set(getattr(text, "layer_types", None) or ())) > 1
-    if several or hasattr(text, "qk_rope_head_dim") or _has_dynamic_rope(text):
+    has_several_types = len(set(getattr(text, "layer_types", None) or ())) > 1
+    if has_several_types or hasattr(text, "qk_rope_head_dim") or has_dynamic_rope(text):
         return None
-    first = None if text.model_type in _POST_ROPE_NORM_MODELS else _probe_rotate_half(config, text)
-    speeds = None if first is None else _config_inv_freq(text)
-    if first is None or speeds is None:
+    partner = None if text.model_type in _POST_ROPE_NORM_MODELS else _probe_rotate_half(config, text)
+    inv_freq = None if partner is None else _config_inv_freq(text)
+    if partner is None or inv_freq is None:
         return None
-    turn = RopeShift(speeds if first < 0 else -speeds, abs(first) == 2)
-    plain = _no_rope_layers(text)
-    return _collapse_layers([None if layer in plain else turn for layer in range(text.num_hidden_layers)])
+    rotation = RopeShift(inv_freq if partner < 0 else -inv_freq, abs(partner) == 2)
+    skipped = _no_rope_layers(text)
+    return _collapse_layers(
+        [None if layer in skipped else rotation for layer in range(text.num_hidden_layers)]
+    )
 
 
 def _rope_settings(text: Any) -> list[dict[str, Any]]:
-    """The settings of its rotations: one, or one for each kind of layer."""
-    ropes = getattr(text, "rope_parameters", None) or {}
-    nested = [one for one in ropes.values() if isinstance(one, dict)]
-    return nested or ([dict(ropes)] if ropes else [])
-
-
-def _has_dynamic_rope(text: Any) -> bool:
-    return any(one.get("rope_type") in _DYNAMIC_ROPE_TYPES for one in _rope_settings(text))
+    """The RoPE settings of a config: one, or one per layer type."""
+    settings = getattr(text, "rope_parameters", None) or {}
+    nested = [value for value in settings.values() if isinstance(value, dict)]
+    return nested or ([dict(settings)] if settings else [])
 
 
 def _config_inv_freq(text: Any) -> Tensor | None:
-    """The speeds that a config tells of."""
-    ropes = _rope_settings(text)
-    if isinstance(size := getattr(text, "rotary_dim", None), int) and not ropes:
+    """The inverse frequencies that a config declares."""
+    settings = _rope_settings(text)
+    if isinstance(size := getattr(text, "rotary_dim", None), int) and not settings:
         return _default_inv_freq(size, 10000.0)
-    if len(ropes) != 1 or "rope_theta" not in ropes[0]:
+    if len(settings) != 1 or "rope_theta" not in settings[0]:
         return None
-    rope, kind = ropes[0], ropes[0].get("rope_type", "default")
-    if kind != "default":
-        return (
-            ROPE_INIT_FUNCTIONS[kind](text, torch.device("cpu"))[0] if kind in ROPE_INIT_FUNCTIONS else None
-        )
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    share = rope.get("partial_rotary_factor", getattr(text, "partial_rotary_factor", None))
-    return _default_inv_freq(int(head * (1.0 if share is None else share)), float(rope["rope_theta"]))
+    rope, rope_type = settings[0], settings[0].get("rope_type", "default")
+    if rope_type != "default":
+        init = ROPE_INIT_FUNCTIONS.get(rope_type)
+        return None if init is None else init(text, torch.device("cpu"))[0]
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    factor = rope.get("partial_rotary_factor", getattr(text, "partial_rotary_factor", None))
+    return _default_inv_freq(int(head_dim * (1.0 if factor is None else factor)), float(rope["rope_theta"]))
 
 
 def _default_inv_freq(size: int, base: float) -> Tensor:
@@ -209,29 +203,30 @@ def _default_inv_freq(size: int, base: float) -> Tensor:
 
 
 def _probe_rotate_half(config: Any, text: Any) -> float | None:
-    """What the model's own code turns the first of the numbers 1 to 4 to: that with which it makes a pair."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # by now there is a model, and all this is loaded
+    """The first output of the model's `rotate_half` for (1, 2, 3, 4): the partner of dimension 1, signed."""
+    # Imported here: slow to load, and loaded already if there is a model.
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    for kind in (type(config), type(text)):
-        listed = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
-        for model in listed if isinstance(listed, tuple | list) else [listed]:
-            code = None if model is None else sys.modules.get(model.__module__)
-            turns = getattr(code, "rotate_half", None) or getattr(code, "rotate_every_two", None)
-            if turns is not None:
-                return float(turns(torch.arange(1.0, 5.0).view(1, 1, 1, 4)).flatten()[0])
+    for config_class in (type(config), type(text)):
+        mapped = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+        for model_class in mapped if isinstance(mapped, tuple | list) else [mapped]:
+            module = None if model_class is None else sys.modules.get(model_class.__module__)
+            rotate = getattr(module, "rotate_half", None) or getattr(module, "rotate_every_two", None)
+            if rotate is not None:
+                return float(rotate(torch.arange(1.0, 5.0).view(1, 1, 1, 4)).flatten()[0])
     return None
 
 
 def _no_rope_layers(text: Any) -> frozenset[int]:
-    """The layers that a config leaves without rotation."""
-    turned = getattr(text, "no_rope_layers", None)
-    return frozenset(at for at, one in enumerate(turned or ()) if not one)
+    """The layers without rotation; the config's `no_rope_layers` has 0 for these."""
+    has_rope = getattr(text, "no_rope_layers", None)
+    return frozenset(layer for layer, flag in enumerate(has_rope or ()) if not flag)
 
 
 def _collapse_layers(
-    turns: Sequence[RopeShift | None] | None,
+    rotations: Sequence[RopeShift | None] | None,
 ) -> RopeShift | Sequence[RopeShift | None] | None:
-    """What all layers have, or each one's."""
-    if turns and all(turn is turns[0] for turn in turns):
-        return turns[0]
-    return turns
+    """One rotation if all layers share it, else one per layer."""
+    if rotations and all(rotation is rotations[0] for rotation in rotations):
+        return rotations[0]
+    return rotations

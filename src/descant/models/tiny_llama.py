@@ -1,4 +1,4 @@
-"""A toy: a tiny Llama with random weights, on which a method can be tried in seconds."""
+"""`toy`: a tiny Llama with random weights, to try a method in seconds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 __all__ = ["toy"]
 
-# So sharp are its choices that rounding decides none of them, and so blunt that a draw may take several.
+# Logits are sharp enough that rounding decides no choice, and flat enough that sampling varies.
 _OUTPUT_SCALE: Final = 3.0
 _WEIGHT_SCALE: Final = 2.0
 BOS, EOS, PAD = 1, 2, 0
 
 
 def toy(vocab_size: int = 61, seed: int = 0) -> Any:
-    """The toy of that seed; torch's own generator stays as it was. Greedy, it soon says things again."""
+    """A tiny Llama with weights from `seed`; torch's global generator is unused. Greedy text soon repeats."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -39,7 +39,8 @@ def toy(vocab_size: int = 61, seed: int = 0) -> Any:
             if parameter.ndim == 1:  # a norm
                 parameter.copy_(1 + 0.1 * noise)
             else:
-                sharp = 1.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else _WEIGHT_SCALE
-                scale = _OUTPUT_SCALE if parameter is output else sharp
+                is_query_or_key = name.endswith(("q_proj.weight", "k_proj.weight"))
+                inner_scale = 1.0 if is_query_or_key else _WEIGHT_SCALE
+                scale = _OUTPUT_SCALE if parameter is output else inner_scale
                 parameter.copy_(scale * noise / parameter.shape[1] ** 0.5)
     return model.eval()

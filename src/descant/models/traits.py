@@ -1,4 +1,4 @@
-"""What a transformers model needs, found out by looking at what it declares."""
+"""Model traits, found by inspecting a transformers model and its config."""
 
 from __future__ import annotations
 
@@ -17,70 +17,71 @@ from descant.errors import UnsupportedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["MODULE_STATE_ATTRS", "has_override", "traits_of"]
+__all__ = ["MODULE_STATE_ATTRS", "has_dynamic_rope", "has_override", "traits_of"]
 
 _traits_by_model: WeakKeyDictionary[PreTrainedModel, ModelTraits] = WeakKeyDictionary()
 
-# The names under which models take what they remember, and return it.
+# Names under which models take and return their cache or state.
 _CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 
-# State that a model keeps on its own modules, row by row.
+# Per-row state that models keep as attributes of their modules.
 MODULE_STATE_ATTRS = ("recurrent_states", "conv1d_state")
 
-# What no declaration tells: kinds of model that put more into their cache than the tokens fed (a learned
-# prefix, patches of bytes, images), or forget by cutting it, and so have to keep a cache of their own.
+# Model types that cache more than the fed tokens (a learned prefix, byte patches, images) or truncate their
+# cache, which nothing in the model declares. They use their own cache classes.
 _OWN_CACHE_MODELS = frozenset({"blip_text_model", "blt", "cpmant", "git", "mllama", "moshi"})
 
-# Kinds of model whose positions are read off the padding of a batch, so that nothing may be padded.
+# Model types that compute positions from the padding of a batch, so rows must not be padded.
 _EQUAL_LENGTH_MODELS = frozenset({"prophetnet"})
-# Kinds of model that mix up rows: a step of several is broadcast wrongly.
+# Model types whose step broadcasts wrongly over several rows.
 _BATCH_SIZE_ONE_MODELS = frozenset({"rwkv"})
 
-# Inputs that are the loop's own affair, or that would have to be given again at every step.
+# Inputs that the decoding loop sets, or that would be needed at every step.
 _INTERNAL_INPUTS = frozenset(
     {
         "self", "args", "kwargs", "labels", "return_dict", "use_cache", "is_first_iteration",
-        "next_sequence_length", "past_key_values", "cache_params", "state", "mems", "past_buckets_states",
-        "position_ids", "logits_to_keep", "head_mask",
+        "next_sequence_length", "position_ids", "logits_to_keep", "head_mask", *_CACHE_ARGUMENTS,
     }
 )  # fmt: skip
 
-# What a decoder looks at beside its tokens, at every step: only for one that says so by itself.
+# Inputs of every decoder step, accepted only by models that prepare their own inputs.
 _CROSS_ATTENTION_INPUTS = frozenset({"encoder_hidden_states", "encoder_attention_mask"})
 
-# Parts of a model whose positions are not those of its tokens.
+# Names of modules whose position embeddings are not those of the decoder.
 _NON_DECODER_MODULES = ("encoder.", "vision", "visual", "image", "video", "audio", "tower", "relative")
 
 _MEDIA_TYPES = ("image", "video", "audio")
 
+_DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
+
 
 def traits_of(model: PreTrainedModel) -> ModelTraits:
-    """The facts of a model, looked up once."""
+    """The traits of a model, inspected once per attention implementation."""
     attention = str(getattr(model.config, "_attn_implementation", None) or "eager")
-    known = _traits_by_model.get(model)
-    if known is None or known.attn_implementation != attention:
-        known = _traits_by_model[model] = _inspect_model(model, attention)
-    return known
+    traits = _traits_by_model.get(model)
+    if traits is None or traits.attn_implementation != attention:
+        traits = _traits_by_model[model] = _inspect_model(model, attention)
+    return traits
 
 
 def _inspect_model(model: PreTrainedModel, attention: str) -> ModelTraits:
-    # Here, not above: with a model at hand it is loaded, without one it takes seconds.
+    # Imported here: loaded already if there is a model, and slow to load without one.
     from transformers import GenerationMixin
 
     if not isinstance(model, GenerationMixin):
         raise UnsupportedModel(
             f"{type(model).__name__} does not generate: it has no head that predicts tokens"
         )
-    takes = inspect.signature(model.forward).parameters
+    params = inspect.signature(model.forward).parameters
     text = model.config.get_text_config(decoder=True)
-    both = bool(model.config.is_encoder_decoder)
-    memory = _cache_type(model, takes, text)
-    asks = memory != "kv" or has_override(model, "prepare_inputs_for_generation")
+    is_encoder_decoder = bool(model.config.is_encoder_decoder)
+    cache_type = _cache_type(model, params, text)
+    prepares = cache_type != "kv" or has_override(model, "prepare_inputs_for_generation")
     return ModelTraits(
-        is_encoder_decoder=both,
-        supports_position_ids="position_ids" in takes and not both,
-        supports_logits_to_keep="logits_to_keep" in takes,
-        supports_inputs_embeds="inputs_embeds" in takes,
+        is_encoder_decoder=is_encoder_decoder,
+        supports_position_ids="position_ids" in params and not is_encoder_decoder,
+        supports_logits_to_keep="logits_to_keep" in params,
+        supports_inputs_embeds="inputs_embeds" in params,
         vocab_size=_vocab_size(model, text),
         embedding_size=_embedding_size(model),
         num_layers=_num_layers(text),
@@ -89,19 +90,19 @@ def _inspect_model(model: PreTrainedModel, attention: str) -> ModelTraits:
         layer_types=_layer_types(text),
         max_positions=_max_positions(model),
         context_length=_context_length(text),
-        cache_type=memory,
-        cache_argument=next((name for name in _CACHE_ARGUMENTS if name in takes), ""),
-        prepares_own_inputs=asks,
-        needs_equal_lengths=asks
-        or _has_dynamic_rope(text)
+        cache_type=cache_type,
+        cache_argument=next((name for name in _CACHE_ARGUMENTS if name in params), ""),
+        prepares_own_inputs=prepares,
+        needs_equal_lengths=prepares
+        or has_dynamic_rope(text)
         or _has_own_causal_mask(model)
         or text.model_type in _EQUAL_LENGTH_MODELS,
         needs_batch_size_one=text.model_type in _BATCH_SIZE_ONE_MODELS,
         needs_position_ids=_has_padded_positions(model),
         has_own_position_ids=has_override(model, "_prepare_position_ids_for_generation"),
-        main_input_name=_main_input_name(model, both),
-        input_names=_input_names(model, both)
-        - (frozenset() if asks and not both else _CROSS_ATTENTION_INPUTS),
+        main_input_name=_main_input_name(model, is_encoder_decoder),
+        input_names=_input_names(model, is_encoder_decoder)
+        - (frozenset() if prepares and not is_encoder_decoder else _CROSS_ATTENTION_INPUTS),
         placeholder_tokens=_placeholder_tokens(model.config),
         has_tied_embeddings=bool(
             getattr(model.config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False))
@@ -111,32 +112,33 @@ def _inspect_model(model: PreTrainedModel, attention: str) -> ModelTraits:
 
 
 def has_override(model: PreTrainedModel, method: str) -> bool:
-    """Whether a model has a way of its own to do what transformers does alike for most."""
+    """Whether a model class overrides a method of GenerationMixin."""
     from transformers import GenerationMixin
 
     return getattr(type(model), method, None) is not getattr(GenerationMixin, method, None)
 
 
-def _cache_type(model: Any, takes: Mapping[str, Any], text: Any) -> str:
-    """Keys and values where the model's own cache would hold nothing else, or what it makes for itself."""
-    if not any(name in takes for name in _CACHE_ARGUMENTS):
+def _cache_type(model: Any, params: Mapping[str, Any], text: Any) -> str:
+    """The cache type: "kv", "recurrent" or "none"."""
+    if not any(name in params for name in _CACHE_ARGUMENTS):
         return "none"
-    usual = model._supports_default_dynamic_cache() and "past_key_values" in takes
-    usual = usual and not any(
-        name in vars(module) for module in model.modules() for name in MODULE_STATE_ATTRS
-    )
-    usual = usual and not {model.config.model_type, text.model_type} & _OWN_CACHE_MODELS
-    kinds = {type(layer) for layer in DynamicCache(config=text).layers} if usual else set()
-    return "kv" if usual and kinds <= {DynamicLayer, DynamicSlidingWindowLayer} else "recurrent"
+    if not model._supports_default_dynamic_cache() or "past_key_values" not in params:
+        return "recurrent"
+    if any(name in vars(module) for module in model.modules() for name in MODULE_STATE_ATTRS):
+        return "recurrent"
+    if {model.config.model_type, text.model_type} & _OWN_CACHE_MODELS:
+        return "recurrent"
+    layer_classes = {type(layer) for layer in DynamicCache(config=text).layers}
+    return "kv" if layer_classes <= {DynamicLayer, DynamicSlidingWindowLayer} else "recurrent"
 
 
 def _has_own_causal_mask(model: PreTrainedModel) -> bool:
-    """Whether attention has a triangle of its own, which takes the fed tokens for the last of all rows."""
+    """Whether attention has a causal-mask buffer, which needs the fed tokens to be the last of every row."""
     return any(table.ndim == 4 and table.shape[-1] == table.shape[-2] > 1 for table in model.buffers())
 
 
 def _position_embeddings(model: PreTrainedModel) -> list[torch.nn.Embedding]:
-    """The learned tables of positions that the decoder looks up."""
+    """The learned position embeddings of the decoder."""
     return [
         module
         for name, module in model.named_modules()
@@ -147,15 +149,15 @@ def _position_embeddings(model: PreTrainedModel) -> list[torch.nn.Embedding]:
 
 
 def _has_padded_positions(model: PreTrainedModel) -> bool:
-    """Whether the table of positions keeps a line for padding, from where the model would count by itself."""
+    """Whether position embeddings have a padding index, from which the model would count positions itself."""
     return any(table.padding_idx is not None for table in _position_embeddings(model))
 
 
-def _has_dynamic_rope(text: Any) -> bool:
-    """Whether rotary frequencies depend on the longest row of a batch, so that rows would mingle."""
+def has_dynamic_rope(text: Any) -> bool:
+    """Whether rotary frequencies depend on the length of the longest row in a batch."""
     ropes = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = [one for one in (ropes, *ropes.values()) if isinstance(one, dict)]
-    return any(one.get("rope_type", one.get("type")) in ("dynamic", "longrope") for one in kinds)
+    settings = [value for value in (ropes, *ropes.values()) if isinstance(value, dict)]
+    return any(rope.get("rope_type", rope.get("type")) in _DYNAMIC_ROPE_TYPES for rope in settings)
 
 
 def _vocab_size(model: PreTrainedModel, text: Any) -> int:
@@ -170,16 +172,16 @@ def _num_layers(text: Any) -> int:
     return 0
 
 
-def _main_input_name(model: PreTrainedModel, both: bool) -> str:
-    """The name of a model's main input: of its encoder's, where that has another."""
-    encoder = getattr(model, "encoder", None) if both else None
+def _main_input_name(model: PreTrainedModel, is_encoder_decoder: bool) -> str:
+    """The name of a model's main input; that of its encoder takes precedence."""
+    encoder = getattr(model, "encoder", None) if is_encoder_decoder else None
     return str(getattr(encoder, "main_input_name", None) or model.main_input_name or "input_ids")
 
 
-def _input_names(model: Any, both: bool) -> frozenset[str]:
-    """The names of all inputs: of the model itself, of how it prepares them, of its encoder and decoder."""
+def _input_names(model: Any, is_encoder_decoder: bool) -> frozenset[str]:
+    """The names of all inputs: of forward, of prepare_inputs_for_generation, of the encoder and decoder."""
     sources: list[Any] = [model.forward, model.prepare_inputs_for_generation]
-    if both:
+    if is_encoder_decoder:
         parts = [model.get_encoder()] + [
             getattr(model, name, None) for name in ("encoder", "decoder", "model")
         ]
@@ -191,49 +193,52 @@ def _input_names(model: Any, both: bool) -> frozenset[str]:
 
 
 def _placeholder_tokens(config: Any) -> dict[str, int]:
-    """The tokens that stand for media in a prompt."""
-    found: dict[str, int] = {}
+    """The placeholder tokens of media in a prompt, by media type."""
+    tokens: dict[str, int] = {}
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())]
     for part in parts:
-        for kind in _MEDIA_TYPES:
-            for name in (f"{kind}_token_id", f"{kind}_token_index", f"special_{kind}_token_id"):
+        for media in _MEDIA_TYPES:
+            for name in (f"{media}_token_id", f"{media}_token_index", f"special_{media}_token_id"):
                 token = getattr(part, name, None)
                 if isinstance(token, int):
-                    found.setdefault(kind, token)
-    return found
+                    tokens.setdefault(media, token)
+    return tokens
 
 
 def _sliding_windows(text: Any) -> dict[str, int | None]:
-    """How far back each kind of layer sees."""
+    """The window of each layer type; None: full attention."""
     window = getattr(text, "sliding_window", None)
     if not getattr(text, "use_sliding_window", True):
         window = None
-    kinds = getattr(text, "layer_types", None)
-    if not kinds:
+    layer_types = getattr(text, "layer_types", None)
+    if not layer_types:
         chunk = getattr(text, "attention_chunk_size", None)
-        chunked = "chunked_attention" if chunk is not None else "full_attention"
-        kinds = [chunked if window is None else "sliding_attention"]
-    return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
+        without_window = "chunked_attention" if chunk is not None else "full_attention"
+        layer_types = [without_window if window is None else "sliding_attention"]
+    return {
+        layer_type: window if layer_type == "sliding_attention" else None
+        for layer_type in dict.fromkeys(layer_types)
+    }
 
 
 def _layer_types(text: Any) -> tuple[str, ...]:
-    """The kind of each layer."""
-    kinds = getattr(text, "layer_types", None)
-    return tuple(kinds) if kinds else (next(iter(_sliding_windows(text))),) * _num_layers(text)
+    """The type of each layer."""
+    layer_types = getattr(text, "layer_types", None)
+    return tuple(layer_types) if layer_types else (next(iter(_sliding_windows(text))),) * _num_layers(text)
 
 
 def _max_positions(model: PreTrainedModel) -> int | None:
-    """The size of the smallest learned table of positions that the decoder looks up, if it has one."""
-    # Some tables keep their first lines for padding (OPT, BART).
+    """The size of the smallest learned position embedding of the decoder, None if it has none."""
+    # Some models reserve the first embeddings for padding (OPT, BART).
     sizes = [table.num_embeddings - int(getattr(table, "offset", 0)) for table in _position_embeddings(model)]
     return min(sizes) if sizes else None
 
 
 def _embedding_size(model: PreTrainedModel) -> int | None:
-    """How wide the embeddings of tokens are."""
+    """The dimension of the token embeddings, None if there is no single table."""
     try:
         table: Any = model.get_input_embeddings()
-    except NotImplementedError:  # several tables, or none that is named as such
+    except NotImplementedError:  # several tables, or none that is declared
         return None
     return int(table.embedding_dim) if isinstance(table, torch.nn.Embedding) else None
 

@@ -1,4 +1,4 @@
-"""A model's weights: safetensors files and nothing else, and a config that is in proportion to them."""
+"""The safetensors files of a model, and a check that its config matches their size."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from torch.nn.modules import module as registration
 from transformers.utils.hub import cached_file
 
 from descant.errors import InputError, UnsupportedModel, format_value
+from descant.models.error_text import first_line
 
-__all__ = ["WeightFiles", "first_line"]
+__all__ = ["WeightFiles"]
 
 _SINGLE_FILE: Final = "model.safetensors"
 _INDEX_FILE: Final = "model.safetensors.index.json"
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 _UNSAFE_SUFFIXES: Final = (".bin", ".ckpt", ".h5", ".msgpack", ".pkl", ".pt", ".pth")
-_MAX_ERROR_CHARS: Final = 300  # characters of what another library says
-_MAX_INDEX_BYTES: Final = 64 * 2**20  # bytes; the longest in use have about ten million
+_MAX_INDEX_BYTES: Final = 64 * 2**20  # the largest in use have about 10 MB
 
-# A checkpoint may hold two, four or more numbers in one (quantized), and may leave out what is tied or made
-# anew; a config that asks for more than this many times what the files hold is a mistake, or a trap.
+# A checkpoint may pack several values into one (quantized) and omit tied or computed weights. A config that
+# asks for more than these ratios is a mistake or an attack.
 _MAX_BYTES_RATIO: Final = 64
 _EXTRA_BYTES: Final = 32 * 2**20
-_MAX_TENSORS_RATIO: Final = 8  # they are counted once more when the weights are put in
+_MAX_TENSORS_RATIO: Final = 8  # tensors are registered twice: at creation and at loading
 _EXTRA_TENSORS: Final = 200
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors files of a model, with how many tensors they hold and how long they are."""
+    """The safetensors files of a model, their number of tensors and their total size."""
 
     name: str
     files: tuple[Path, ...]
@@ -46,9 +46,9 @@ class WeightFiles:
 
     @classmethod
     def locate(cls, name: str, named: object = None) -> WeightFiles:
-        """The weights in a folder or a repository of the Hub; `named` is the file that its config names.
+        """Find the weights in a folder or Hub repository; `named` is the file that the config names, if any.
 
-        Other files can hold weights too, and some of them run code when they are read: they are never opened.
+        Weights in other formats are never opened: some run code when they are read.
         """
         first = _weights_file(name, named)
         _check_no_adapter(name)
@@ -68,24 +68,25 @@ class WeightFiles:
 
     @contextlib.contextmanager
     def limit_model_size(self) -> Iterator[None]:
-        """Refuse to make a model that is out of all proportion to these weights.
+        """Raise if a model created inside the block is far larger than these weights.
 
-        Its tensors are counted while it is made, on the meta device: a config of a few bytes can ask for a
+        Tensors are counted as they are registered, on the meta device: a config of a few bytes can ask for a
         million layers, or for more memory than there is.
         """
-        here, tensors, size = threading.get_ident(), 0, 0
-        most = _MAX_TENSORS_RATIO * self.num_tensors + _EXTRA_TENSORS
-        room = _MAX_BYTES_RATIO * self.num_bytes + _EXTRA_BYTES
+        thread, num_tensors, num_bytes = threading.get_ident(), 0, 0
+        max_tensors = _MAX_TENSORS_RATIO * self.num_tensors + _EXTRA_TENSORS
+        max_bytes = _MAX_BYTES_RATIO * self.num_bytes + _EXTRA_BYTES
 
         def count(module: Any, name: str, tensor: torch.Tensor | None) -> None:  # noqa: ARG001
-            nonlocal tensors, size
-            if tensor is None or threading.get_ident() != here:
+            nonlocal num_tensors, num_bytes
+            if tensor is None or threading.get_ident() != thread:
                 return
-            tensors, size = tensors + 1, size + tensor.nbytes
-            if tensors > most or size > room:
+            num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.nbytes
+            if num_tensors > max_tensors or num_bytes > max_bytes:
                 raise UnsupportedModel(
-                    f"{self.name} has a config that asks for far more than its weights hold ({self.num_tensors} "
-                    f"tensors, {self.num_bytes} bytes): compare the sizes in its config.json with the files"
+                    f"{self.name} has a config that asks for far more than its weights hold "
+                    f"({self.num_tensors} tensors, {self.num_bytes} bytes): compare the sizes in its "
+                    "config.json with the files"
                 )
 
         handles = [
@@ -99,18 +100,11 @@ class WeightFiles:
                 handle.remove()
 
 
-def first_line(error: BaseException) -> str:
-    """What an error of another library says, as much as fits into one of ours."""
-    lines = str(error).strip().splitlines()
-    line = lines[0].rstrip(".: ") if lines else format_value(error)
-    return line if len(line) <= _MAX_ERROR_CHARS else line[: _MAX_ERROR_CHARS - 3] + "..."
-
-
 def _weights_file(name: str, named: object) -> Path:
-    """The file that holds the weights, or says which files do."""
+    """The weights file, or the index of a sharded checkpoint."""
     if named is not None:
         if not isinstance(named, str) or not _is_safe_path(named):
-            raise _no_safetensors_error(name, "a file that its `transformers_weights` names")
+            raise _no_safetensors_error(name, "the file that its `transformers_weights` names")
         candidates: tuple[str, ...] = (named,)
     else:
         candidates = (_SINGLE_FILE, _INDEX_FILE)
@@ -121,29 +115,29 @@ def _weights_file(name: str, named: object) -> Path:
 
 
 def _local_path(name: str, file: str) -> Path:
-    """A file of a folder, or of a repository of the Hub, here."""
+    """Local path of a file in a folder or Hub repository."""
     return Path(str(cached_file(name, file)))
 
 
 def _no_safetensors_error(name: str, what: str) -> InputError:
-    beside = ""
+    other = ""
     if Path(name).is_dir():
-        there = sorted(one.name for one in Path(name).iterdir() if one.suffix in _UNSAFE_SUFFIXES)
-        beside = f" and not in {format_value(there[0])}" if there else ""
-    do = "save the model once more with save_pretrained, which writes safetensors"
-    return InputError("model", f"must have its weights in {what}, in safetensors{beside}", name, do)
+        unsafe = sorted(file.name for file in Path(name).iterdir() if file.suffix in _UNSAFE_SUFFIXES)
+        other = f" and not in {format_value(unsafe[0])}" if unsafe else ""
+    do = "save the model again with save_pretrained, which writes safetensors"
+    return InputError("model", f"must have its weights in {what}, in safetensors{other}", name, do)
 
 
 def _check_no_adapter(name: str) -> None:
-    # With peft an adapter beside a model is loaded, pickled if need be; without, it is left out silently.
+    # With peft installed an adapter would be loaded, possibly pickled; without, it is silently ignored.
     with contextlib.suppress(OSError):
         _local_path(name, _ADAPTER_CONFIG)
-        do = "merge it into the weights, or load both with peft and pass the model"
-        raise InputError("model", f"must have no adapter beside it ({_ADAPTER_CONFIG})", name, do)
+        do = "merge the adapter into the weights, or load both with peft and pass the model"
+        raise InputError("model", f"must have no adapter in its folder ({_ADAPTER_CONFIG})", name, do)
 
 
 def _shard_names(name: str, index: Path) -> list[str]:
-    """The names of the files that an index names, all of them safetensors inside the model's folder."""
+    """The file names in an index; raises unless all are safetensors files inside the folder of the model."""
     if index.stat().st_size > _MAX_INDEX_BYTES:
         raise InputError("model", f"must have an index of at most {_MAX_INDEX_BYTES} bytes", name)
     try:
@@ -158,9 +152,9 @@ def _shard_names(name: str, index: Path) -> list[str]:
     return shards
 
 
-def _is_safe_path(file: str, *endings: str) -> bool:
-    """Whether this is the name of a safetensors file inside the folder."""
+def _is_safe_path(file: str, *suffixes: str) -> bool:
+    """Whether a name is that of a safetensors file inside the folder."""
     posix, windows = PurePosixPath(file), PureWindowsPath(file)
     if posix.is_absolute() or windows.anchor or ".." in windows.parts or "\0" in file:
         return False
-    return file.endswith(endings or (".safetensors", ".safetensors.index.json"))
+    return file.endswith(suffixes or (".safetensors", ".safetensors.index.json"))

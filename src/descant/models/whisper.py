@@ -1,4 +1,4 @@
-"""What a model that hears through a window of fixed length declares, and how it is made to listen."""
+"""Whisper-like models, whose encoder takes audio windows of fixed length."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["WhisperAdapter", "is_whisper", "language_codes", "whisper_adapter_of
 
 
 def language_codes() -> Mapping[str, str]:
-    """The codes of languages by their names: "english" -> "en"."""
-    # Here, not above: slow to load, and seldom asked for.
+    """Language codes by name: "english" -> "en"."""
+    # Imported here: slow to load and rarely needed.
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
     return TO_LANGUAGE_CODE
@@ -27,29 +27,29 @@ def language_codes() -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class WhisperAdapter:
-    """A model whose encoder takes windows of one length only, so that longer audio is heard in several."""
+    """A model whose encoder takes windows of one length, so that longer audio is split."""
 
     model: Any
-    num_mel_bins: int  # of a frame
-    window_frames: int  # of a window
-    encoder_stride: int  # frames for each position of the encoder
-    max_target_positions: int  # of the decoder, prompt included
+    num_mel_bins: int  # per frame
+    window_frames: int  # per window
+    encoder_stride: int  # frames per encoder position
+    max_target_positions: int  # decoder positions, prompt included
     vocab_size: int
-    median_filter_width: int  # width of the filter over attention weights, for the times of tokens
+    median_filter_width: int  # width of the filter on attention weights, for token timestamps
 
     @property
     def device(self) -> torch.device:
-        """Where it takes its inputs."""
+        """The device of its inputs."""
         return input_device(self.model)
 
     @property
     def attn_implementation(self) -> str:
-        """How it computes attention: "sdpa", "eager", ..."""
+        """Its attention implementation: "sdpa", "eager", ..."""
         return str(getattr(self.model.config, "_attn_implementation", None) or "eager")
 
     @property
     def forced_decoder_ids(self) -> list[list[int | None]] | None:
-        """The pairs of position and token that older checkpoints begin with."""
+        """Pairs of position and token that older checkpoints force at the start."""
         for config in (self.model.generation_config, self.model.config):
             pairs: list[list[int | None]] | None = getattr(config, "forced_decoder_ids", None)
             if pairs is not None:
@@ -58,20 +58,20 @@ class WhisperAdapter:
 
     @torch.no_grad()
     def encode(self, windows: Tensor) -> Tensor:
-        """The encoder's view of windows [N, bins, frames]: [N, positions, size]. It takes no mask."""
+        """Encoder states [N, positions, size] of windows [N, bins, frames]. The encoder takes no mask."""
         encoder = self.model.get_encoder()
         states: Tensor = encoder(windows.to(self.device, self.model.dtype), return_dict=True)[0]
         return states
 
 
 def is_whisper(model: Any) -> bool:
-    """Whether a model declares that it hears by windows: its own generate() counts frames."""
-    kind: Any = type(model)
-    return _has_segment_frames(kind)
+    """Whether a model takes audio in windows: its own generate() has `num_segment_frames`."""
+    model_class: Any = type(model)
+    return _has_segment_frames(model_class)
 
 
 def whisper_adapter_of(model: Any) -> WhisperAdapter | None:
-    """The model as a listener, if it is one."""
+    """The adapter of a Whisper-like model, None for other models."""
     if not is_whisper(model):
         return None
     config, encoder = model.config, model.get_encoder()
@@ -90,6 +90,6 @@ def whisper_adapter_of(model: Any) -> WhisperAdapter | None:
 
 
 @cache
-def _has_segment_frames(kind: Any) -> bool:
-    own = getattr(kind, "generate", None)
-    return own is not None and "num_segment_frames" in inspect.signature(own).parameters
+def _has_segment_frames(model_class: Any) -> bool:
+    generate = getattr(model_class, "generate", None)
+    return generate is not None and "num_segment_frames" in inspect.signature(generate).parameters

@@ -1,4 +1,4 @@
-"""The settings of caches as objects: what users give as `cache_config` where a dict will not do."""
+"""Cache configs: the documented classes that `cache_config` takes in place of a dict."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from typing import Any, Self
 import torch
 
 from descant.errors import ConfigError
+from descant.kv_cache.quantizers import BACKENDS
 
 __all__ = ["CacheConfig", "QuantizedCacheConfig", "StaticCacheConfig"]
 
-_BACKEND_LIMITS = {"quanto": ((2, 4), (0, -1)), "hqq": ((1, 2, 3, 4, 8), (0, 1))}  # widths in bits, axes
-
 
 class CacheConfig:
-    """The settings of one kind of cache, by name."""
+    """Base of the cache configs."""
 
     cache_implementation: str | None = None
 
     def validate(self) -> None:
-        """Raise if any setting is wrong by itself."""
+        """Raise ConfigError if a setting is invalid."""
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **changes: Any) -> Self:
-        """Settings from a dict, and others over them."""
+        """A config from a dict; `changes` take precedence."""
         return cls(**{**config_dict, **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings, copied."""
+        """A deep copy of all settings."""
         return copy.deepcopy(vars(self))
 
     def to_json_string(self) -> str:
-        """All settings as JSON; a dtype or device by its name."""
+        """All settings as JSON, dtypes and devices by name."""
         return json.dumps(vars(self), indent=2, sort_keys=True, default=_json_name) + "\n"
 
     def to_json_file(self, json_file_path: str | Path) -> None:
-        """Write all settings as JSON."""
+        """Write all settings to a JSON file."""
         Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
 
     def update(self, **changes: Any) -> dict[str, Any]:
-        """Change the settings that there are; the rest is given back."""
+        """Set the known settings; returns the unknown ones."""
         for name in [name for name in changes if name in vars(self)]:
             setattr(self, name, changes.pop(name))
         return changes
@@ -63,7 +62,7 @@ class CacheConfig:
 
 
 class QuantizedCacheConfig(CacheConfig):
-    """How keys and values are quantised: by which package, to how many bits, in which groups."""
+    """Settings of a quantized cache: package, bits, axes and group size."""
 
     cache_implementation = "quantized"
 
@@ -84,29 +83,31 @@ class QuantizedCacheConfig(CacheConfig):
         self.axis_value = axis_value
         self.q_group_size = q_group_size
         self.residual_length = residual_length
-        # Documented; keys come back in the dtype and on the device of the model, whatever these say.
+        # Documented, but unused: keys are returned in the dtype and on the device of the model.
         self.compute_dtype = _as_dtype(compute_dtype)
         self.device = device
 
     def validate(self, backend: str | None = None) -> None:
-        """Raise if any setting is wrong by itself, or for that backend."""
+        """Raise ConfigError if a setting is invalid, or not supported by `backend`."""
         for name in {backend or self.backend, self.backend}:
-            if str(name).lower() not in _BACKEND_LIMITS:
-                raise ConfigError("backend", f"must be one of {', '.join(_BACKEND_LIMITS)}", name)
-        bits, axes = ((1, 2, 3, 4, 8), (0, 1, -1)) if backend is None else _BACKEND_LIMITS[backend.lower()]
-        for name, one_of in (("nbits", bits), ("axis_key", axes), ("axis_value", axes)):
+            if str(name).lower() not in BACKENDS:
+                raise ConfigError("backend", f"must be one of {', '.join(BACKENDS)}", name)
+        quantizers = BACKENDS.values() if backend is None else [BACKENDS[backend.lower()]]
+        nbits = sorted({bits for quantizer in quantizers for bits in quantizer.supported_nbits})
+        axes = sorted({axis for quantizer in quantizers for axis in quantizer.axis_over_positions})
+        for name, choices in (("nbits", nbits), ("axis_key", axes), ("axis_value", axes)):
             value = getattr(self, name)
-            if isinstance(value, bool) or value not in one_of:
-                choice = " or ".join(map(str, one_of)) + (f" for {backend}" if backend else "")
-                raise ConfigError(name, f"must be {choice}", value)
-        for name, least in (("q_group_size", 1), ("residual_length", 0)):
+            if isinstance(value, bool) or value not in choices:
+                listed = " or ".join(map(str, choices)) + (f" for {backend}" if backend else "")
+                raise ConfigError(name, f"must be {listed}", value)
+        for name, minimum in (("q_group_size", 1), ("residual_length", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(name, f"must be an integer >= {least}", value)
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ConfigError(name, f"must be an integer >= {minimum}", value)
 
 
 class StaticCacheConfig(CacheConfig):
-    """How large a static cache is made."""
+    """Size of a static cache."""
 
     cache_implementation = "static"
 
@@ -116,7 +117,7 @@ class StaticCacheConfig(CacheConfig):
         self.device = device
 
     def validate(self) -> None:
-        """Raise if any setting is wrong."""
+        """Raise ConfigError if a setting is invalid."""
         for name in ("batch_size", "max_cache_len"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -128,10 +129,10 @@ def _json_name(value: Any) -> str:
 
 
 def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype, which JSON can only name."""
+    """A dtype from its name, as JSON stores it."""
     if isinstance(value, str):
-        found = getattr(torch, value.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
             raise ConfigError("compute_dtype", "must be a torch dtype or its name", value)
-        return found
+        return dtype
     return value

@@ -1,4 +1,4 @@
-"""What users may give as `past_key_values`, as one of our caches."""
+"""Conversion of everything accepted as `past_key_values` to a Descant cache."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _CacheT = TypeVar("_CacheT", bound=Cache)
 
 _ACCEPTED_TYPES = (
     "a cache of descant or of transformers, or a tuple with keys and values [rows, heads, positions, size] "
-    "of every layer (of an encoder-decoder model four tensors: its own, then the encoder's)"
+    "of every layer (four tensors for encoder-decoder models: self-attention, then cross-attention)"
 )
 
 
 def to_descant_cache(past: Any, attention_mask: Tensor | None = None) -> Cache | RecurrentCache:
-    """One of our caches with what `past` holds, or `past` itself where it is one.
+    """Convert `past` to a Descant cache; a Descant cache is returned unchanged if it has no left padding.
 
-    The mask [R, L] of the positions read so far says which are padding at the left of rows: those are left
-    out, so that rows begin with their first token. What is not ours is copied.
+    `attention_mask` [R, L] marks the left padding of the positions read so far. Padding is removed, so that
+    every row starts with its first token. The contents of other caches are copied.
     """
     if isinstance(past, RecurrentCache):
         return past
@@ -55,7 +55,7 @@ def to_descant_cache(past: Any, attention_mask: Tensor | None = None) -> Cache |
 
 
 def _from_legacy_tuple(past: Sequence[Any], mask: Tensor | None) -> Cache:
-    """Tuples as transformers made them once."""
+    """Convert the tuples of transformers 4."""
     sizes = {len(pair) if isinstance(pair, list | tuple) else 0 for pair in past}
     if sizes not in ({2}, {4}):
         raise InputError("past_key_values", f"must be {_ACCEPTED_TYPES}", past)
@@ -68,79 +68,78 @@ def _from_legacy_tuple(past: Sequence[Any], mask: Tensor | None) -> Cache:
 
 
 def _validate_layers(pairs: Sequence[Sequence[Any]]) -> list[KVPair]:
-    """Keys and values of every layer, of which rows and positions agree."""
-    found: list[KVPair] = []
+    """Check that all layers have the same number of rows and positions."""
+    layers: list[KVPair] = []
     shapes = set()
     for key, value in pairs:
-        for one in (key, value):
-            if not isinstance(one, Tensor) or one.ndim != 4 or not one.is_floating_point():
-                raise InputError("past_key_values", f"must be {_ACCEPTED_TYPES}", one)
-            shapes.add((one.shape[0], one.shape[2]))
-        found.append((key, value))
+        for block in (key, value):
+            if not isinstance(block, Tensor) or block.ndim != 4 or not block.is_floating_point():
+                raise InputError("past_key_values", f"must be {_ACCEPTED_TYPES}", block)
+            shapes.add((block.shape[0], block.shape[2]))
+        layers.append((key, value))
     if len(shapes) > 1:
-        both = "must have as many rows and positions in every layer"
-        raise InputError("past_key_values", both, sorted(shapes), "give what one forward returned")
-    return found
+        must = "must have the same number of rows and positions in every layer"
+        raise InputError("past_key_values", must, sorted(shapes), "pass what one forward returned")
+    return layers
 
 
 def _fill_cache(
-    face: _CacheT, pairs: Sequence[KVPair | None], mask: Tensor | None, length: int = 0
+    cache: _CacheT, pairs: Sequence[KVPair | None], mask: Tensor | None, length: int = 0
 ) -> _CacheT:
-    """A cache with what layers hold of the latest of so many positions; what they have forgotten is zero."""
+    """Write layers that hold the last of `length` positions; dropped positions are filled with zeros."""
     length = max((length, *(pair[0].shape[2] for pair in pairs if pair is not None)))
     if mask is not None and length:
         if mask.ndim != 2 or mask.shape[1] < length:
-            must = f"must say which of the {length} positions read are padding"
+            must = f"must cover the {length} positions read"
             raise InputError("attention_mask", must, mask)
         if not bool(mask[:, :length].all()):
-            face.set_padding(mask[:, :length])
-    stretched = [
-        (None, None) if pair is None else tuple(_pad_left(one, length) for one in pair) for pair in pairs
-    ]
-    return face.write_layers(stretched)
+            cache.set_padding(mask[:, :length])
+    return cache.write_layers(
+        [
+            (None, None) if pair is None else tuple(_pad_left(block, length) for block in pair)
+            for pair in pairs
+        ]
+    )
 
 
 def _pad_left(block: Tensor, length: int) -> Tensor:
-    """Slots [R, H, S, D] with zeros before them up to that many."""
-    short = length - block.shape[2]
-    return torch.nn.functional.pad(block, (0, 0, short, 0)) if short else block
+    """A block [R, H, S, D] left-padded with zeros to `length` slots."""
+    missing = length - block.shape[2]
+    return torch.nn.functional.pad(block, (0, 0, missing, 0)) if missing else block
 
 
-def _strip_left_padding(face: Cache, mask: Tensor | None) -> Cache:
-    """A cache of ours whose rows begin with padding, as one of the same kind whose rows do not."""
-    lengths = face.lengths
-    length = face.get_seq_length()
+def _strip_left_padding(cache: Cache, mask: Tensor | None) -> Cache:
+    """A cache of the same class without the left padding that `mask` marks."""
+    lengths = cache.lengths
+    length = cache.get_seq_length()
     if mask is None or not length or bool(mask[:, :length].all()):
-        return face
-    if isinstance(face, EncoderDecoderCache):
+        return cache
+    if isinstance(cache, EncoderDecoderCache):
         return EncoderDecoderCache(
-            _strip_left_padding(face.self_attention_cache, mask), face.cross_attention_cache
+            _strip_left_padding(cache.self_attention_cache, mask), cache.cross_attention_cache
         )
     if bool((lengths != length).any()):
-        return face  # its rows were never padded
-    pairs = list(face)
-    if isinstance(face, HybridCache):
-        # What has left a window is gone, so that nothing may be cut.
-        return _fill_cache(
-            type(face).from_shape(replace(face.cache_shape, max_rewind=0)), pairs, mask, length
-        )
+        return cache  # its rows were never padded
+    pairs = list(cache)
+    if isinstance(cache, HybridCache):
+        # Positions that left a window are gone, so rows cannot be rewound.
+        shape = replace(cache.cache_shape, max_rewind=0)
+        return _fill_cache(type(cache).from_shape(shape), pairs, mask, length)
     if any(pair[0].shape[2] < length for pair in pairs):
-        do = "tell it with `padded` before the first forward"
-        raise InputError(
-            "attention_mask", f"must not pad a {type(face).__name__} that has forgotten", mask, do
-        )
-    other = face.copy()
+        must = f"must have no padding for a {type(cache).__name__} that has dropped positions"
+        raise InputError("attention_mask", must, mask, "call `set_padding` before the first forward")
+    other = cache.copy()
     other.reset()
     return _fill_cache(other, [(key[:, :, :length], value[:, :, :length]) for key, value in pairs], mask)
 
 
-# -------------------------------------------------------------------- caches that transformers made
+# -------------------------------------------------------------------- caches of transformers
 _DYNAMIC_LAYERS = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
 _STATIC_LAYERS = (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer)
 
 
 def _from_transformers_cache(past: cache_utils.Cache, mask: Tensor | None) -> Cache | RecurrentCache:
-    """A cache of transformers 5: by what its layers are."""
+    """Convert a transformers 5 cache by the type of its layers."""
     layers: list[Any] = list(past.layers)
     if any(isinstance(layer, cache_utils.BaseQuantizedLayer) for layer in layers):
         return _from_quantized_layers(layers, mask)
@@ -149,32 +148,33 @@ def _from_transformers_cache(past: cache_utils.Cache, mask: Tensor | None) -> Ca
     pairs, windows = [_layer_kv(layer) for layer in layers], [_layer_window(layer) for layer in layers]
     if any(window is not None for window in windows):
         limits = [layer.max_cache_len for layer in layers if type(layer) is cache_utils.StaticLayer]
-        # What has left a window is gone, so that nothing may be cut.
-        made = CacheShape(windows, max_cache_len=min(limits, default=None), max_rewind=0)
-        read = max((int(layer.get_seq_length()) for layer in layers), default=0)
-        return _fill_cache(HybridCache.from_shape(made), pairs, mask, read)
+        # Positions that left a window are gone, so rows cannot be rewound.
+        shape = CacheShape(windows, max_cache_len=min(limits, default=None), max_rewind=0)
+        length = max((int(layer.get_seq_length()) for layer in layers), default=0)
+        return _fill_cache(HybridCache.from_shape(shape), pairs, mask, length)
     if layers and all(type(layer) is cache_utils.StaticLayer for layer in layers):
-        made = CacheShape(windows, max_cache_len=min(int(layer.max_cache_len) for layer in layers))
-        return _fill_cache(StaticCache.from_shape(made), pairs, mask)
+        shape = CacheShape(windows, max_cache_len=min(int(layer.max_cache_len) for layer in layers))
+        return _fill_cache(StaticCache.from_shape(shape), pairs, mask)
     return _fill_cache(OffloadedCache() if past.offloading else DynamicCache(), pairs, mask)
 
 
 def _from_recurrent_cache(past: cache_utils.Cache) -> RecurrentCache:
-    """Layers that keep more than keys and values, of which one says how much was read."""
+    """Convert a cache with recurrent layers; at least one layer must count its positions."""
     cache = RecurrentCache(past)
     if len(cache.lengths) and not cache.lengths.any():
-        do = "feed a descant MambaCache, which counts, or the whole text"
-        raise InputError("past_key_values", "must say how many tokens it has read", past, do)
+        do = "use a descant MambaCache, which counts them, or feed the whole text"
+        raise InputError("past_key_values", "must know how many tokens it has read", past, do)
     return cache.copy()
 
 
 def _layer_kv(layer: Any) -> KVPair | None:
-    """What a layer of transformers holds, oldest first."""
+    """The keys and values of a transformers layer, oldest position first; None if it is empty."""
     if not layer.is_initialized or not int(layer.get_seq_length()):
         return None
-    key, value, read = layer.keys, layer.values, int(layer.get_seq_length())
+    key, value = layer.keys, layer.values
     if type(layer) in _STATIC_LAYERS:
-        return key[:, :, : min(read, key.shape[2])], value[:, :, : min(read, key.shape[2])]
+        size = min(int(layer.get_seq_length()), key.shape[2])
+        return key[:, :, :size], value[:, :, :size]
     return key, value
 
 
@@ -185,13 +185,13 @@ def _layer_window(layer: Any) -> int | None:
 
 
 def _from_quantized_layers(layers: Sequence[Any], mask: Tensor | None) -> Cache:
-    """Quantised layers: the same settings, and what they hold made numbers again."""
+    """Dequantize the layers and quantize them again with the same settings."""
     pairs, first = [_dequantize_layer(layer) for layer in layers], layers[0]
-    kind = {
+    classes = {
         cache_utils.QuantoQuantizedLayer: QuantoQuantizedCache,
         cache_utils.HQQQuantizedLayer: HQQQuantizedCache,
     }
-    if type(first) not in kind:  # fp8, which we have not
+    if type(first) not in classes:  # fp8 is not supported
         return _fill_cache(DynamicCache(), pairs, mask)
     config = QuantizedCacheConfig(
         nbits=first.nbits,
@@ -201,7 +201,7 @@ def _from_quantized_layers(layers: Sequence[Any], mask: Tensor | None) -> Cache:
         residual_length=first.residual_length,
         compute_dtype=None,
     )
-    return _fill_cache(kind[type(first)](config), pairs, mask)
+    return _fill_cache(classes[type(first)](config), pairs, mask)
 
 
 def _dequantize_layer(layer: Any) -> KVPair | None:

@@ -1,4 +1,4 @@
-"""The cache of an encoder-decoder model: one for each kind of attention."""
+"""The cache of an encoder-decoder model: one cache for self-attention, one for cross-attention."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["EncoderDecoderCache"]
 
 
 class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
-    """What a decoder has read, and what it sees of the encoder's output: a cache for each."""
+    """A self-attention cache and a cross-attention cache."""
 
     def __init__(self, self_attention_cache: Any, cross_attention_cache: Any = None) -> None:
-        if cross_attention_cache is None:  # what `iter` of such a cache gave
+        if cross_attention_cache is None:  # the layers of such a cache, four tensors each
             pairs = [tuple(pair) for pair in self_attention_cache]
             half = [len(pair) // 2 for pair in pairs]
             self_attention_cache = DynamicCache([pair[:n] for pair, n in zip(pairs, half, strict=True)])
             cross_attention_cache = DynamicCache([pair[n:] for pair, n in zip(pairs, half, strict=True)])
-        for name, one in (("self", self_attention_cache), ("cross", cross_attention_cache)):
-            if not isinstance(one, Cache) or isinstance(one, EncoderDecoderCache):
-                raise InputError(f"{name}_attention_cache", "must be a cache of this library", one)
+        for name, cache in (("self", self_attention_cache), ("cross", cross_attention_cache)):
+            if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+                raise InputError(f"{name}_attention_cache", "must be a descant cache", cache)
         self.self_attention_cache: Any = self_attention_cache
         self.cross_attention_cache: Any = cross_attention_cache
         self.offloading = False
@@ -46,14 +46,13 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
         cross: Cache = self.cross_attention_cache
         return cross
 
-    @property
-    def store(self) -> KVCache:
-        """Where the decoder's own keys and values lie."""
-        return self._self_cache.store
+    def commit_store(self) -> KVCache:
+        """Commit the pending forward and return the self-attention store."""
+        return self._self_cache.commit_store()
 
-    @store.setter
-    def store(self, store: KVCache) -> None:
-        self._self_cache.store = store
+    def set_store(self, store: KVCache) -> None:
+        """Replace the self-attention store."""
+        self._self_cache.set_store(store)
 
     @property
     def _store(self) -> KVCache:  # type: ignore[override]
@@ -61,49 +60,49 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
 
     @property
     def read_only(self) -> bool:
-        """Whether it is read and never written."""
+        """Whether writes raise an error."""
         return self._self_cache.read_only
 
     @read_only.setter
-    def read_only(self, frozen: bool) -> None:
-        for one in (self._self_cache, self._cross_cache):
-            one.read_only = frozen
+    def read_only(self, read_only: bool) -> None:
+        for part in (self._self_cache, self._cross_cache):
+            part.read_only = read_only
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *given: Any, **more: Any
     ) -> KVPair:
-        """Write to the decoder's own part."""
+        """Write to the self-attention cache."""
         return self._self_cache.update(key_states, value_states, layer_idx, *given, **more)
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
-        """How many positions the decoder has read."""
+        """The number of positions that the decoder has read."""
         return self._self_cache.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """How many keys self-attention will see, and the position of the first."""
+        """The number of keys that self-attention will see, and the position of the first."""
         return self._self_cache.get_mask_sizes(query_length, layer_idx)
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int | None:
-        """How many positions the decoder can read; None: no limit."""
+        """The maximum number of decoder positions; None: no limit."""
         return self._self_cache.get_max_cache_shape(layer_idx)
 
     def _select_rows(self, rows: Tensor) -> None:
-        for one in (self._self_cache, self._cross_cache):
-            one._select_rows(rows)
+        for part in (self._self_cache, self._cross_cache):
+            part._select_rows(rows)
 
     def set_padding(self, attention_mask: Tensor) -> Self:
-        """Say which of the decoder's first tokens are padding, from its mask [R, T]."""
+        """Declare the left padding of the first decoder forward by its mask [R, T]."""
         self._self_cache.set_padding(attention_mask)
         return self
 
     def crop(self, max_length: int) -> None:
-        """Cut what the decoder has read; what it sees of the encoder stays."""
+        """Truncate the self-attention cache; the cross-attention cache is not changed."""
         self._self_cache.crop(max_length)
 
     def reset(self) -> None:
-        """Forget every row, and what the encoder said."""
-        for one in (self._self_cache, self._cross_cache):
-            one.reset()
+        """Remove every row from both caches."""
+        for part in (self._self_cache, self._cross_cache):
+            part.reset()
         self.is_updated = dict.fromkeys(self.is_updated, False)
 
     def _copy_rows(self, rows: Tensor) -> Self:
@@ -111,23 +110,23 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
 
     @classmethod
     def from_batch_splits(cls, splits: Sequence[Self]) -> Self:
-        """One cache of the rows of several, which stay as they are."""
+        """A new cache with the rows of several; the inputs are not changed."""
         if not splits:
-            raise InputError("splits", "must be caches, one or more", splits)
-        own, cross = zip(*((one._self_cache, one._cross_cache) for one in splits), strict=True)
+            raise InputError("splits", "must contain at least one cache", splits)
+        own, cross = zip(*((part._self_cache, part._cross_cache) for part in splits), strict=True)
         return cls(type(own[0]).from_batch_splits(own), type(cross[0]).from_batch_splits(cross))
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: Sequence[Sequence[Tensor]] | None = None) -> Self:
-        """A cache of what a tuple holds: own keys and values of every layer, then those of the encoder."""
+        """A cache from a tuple of four tensors per layer: self-attention, then cross-attention."""
         pairs = past_key_values or ()
         own, cross = DynamicCache([pair[:2] for pair in pairs]), DynamicCache([pair[2:4] for pair in pairs])
         return cls(own, cross)
 
     def to_legacy_cache(self) -> tuple[tuple[Tensor, ...], ...]:
-        """Own keys and values of every layer, then those of the encoder if it was read, copied."""
+        """Copies of each layer's self-attention tensors, then of its cross-attention tensors, if any."""
         own, cross = self._self_cache.to_legacy_cache(), self._cross_cache.to_legacy_cache()
-        return tuple(pair + cross[at] for at, pair in enumerate(own)) if cross else own
+        return tuple(pair + cross[layer] for layer, pair in enumerate(own)) if cross else own
 
     def __getitem__(self, layer_idx: int) -> Any:
         return (*self._self_cache[layer_idx], *self._cross_cache[layer_idx])
@@ -140,20 +139,25 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
 
     @property
     def layers(self) -> list[Any]:  # type: ignore[override]
-        """The layers of its own part."""
+        """The layers of the self-attention cache."""
         return self._self_cache.layers
 
     @property
     def nbytes(self) -> int:
-        """What both parts take in memory."""
-        return sum(one.nbytes for one in (self._self_cache, self._cross_cache))
+        """Bytes in use by both caches."""
+        return sum(part.nbytes for part in (self._self_cache, self._cross_cache))
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of decoder positions each row has read [R] (host)."""
+        return self._self_cache.lengths
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Which layers of its own part forget what has left their window."""
+        """For each layer of the self-attention cache, whether it drops what leaves its window."""
         return self._self_cache.is_sliding
 
     @property
     def is_compileable(self) -> bool:
-        """Whether the shapes of its own part never change."""
+        """Whether the shapes of the self-attention cache are static."""
         return self._self_cache.is_compileable

@@ -1,4 +1,4 @@
-"""The documented caches by name: each a transformers cache over one of our stores."""
+"""The public cache classes, collected for `descant`."""
 
 from __future__ import annotations
 

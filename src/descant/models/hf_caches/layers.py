@@ -1,4 +1,4 @@
-"""Slots of a cache as transformers looks at them: layers, and rows that stand at the right."""
+"""Layer objects in the form that transformers expects, and helpers on blocks [R, H, S, D]."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ KVPair = tuple[Tensor, Tensor]  # keys and values of a layer, [R, H, S, D] each
 
 
 class HFCacheLayer:
-    """One layer of a cache as transformers looks at it, read when it is asked for."""
+    """One layer of a cache in the form that transformers expects; contents are read lazily."""
 
-    supports_early_init = False  # the store makes room by itself
+    supports_early_init = False  # the store allocates at the first write
 
-    def __init__(self, face: Any, layer: int) -> None:
-        self._cache, self._layer = face, layer
+    def __init__(self, cache: Any, layer: int) -> None:
+        self._cache, self._layer = cache, layer
 
     @property
     def keys(self) -> Tensor:
-        """What its rows hold [R, H, S, D]."""
+        """Keys [R, H, S, D]."""
         return cast(Tensor, self._cache[self._layer][0])
 
     @property
     def values(self) -> Tensor:
-        """What its rows hold [R, H, S, D]."""
+        """Values [R, H, S, D]."""
         return cast(Tensor, self._cache[self._layer][1])
 
     @property
@@ -41,16 +41,16 @@ class HFCacheLayer:
 
     @property
     def is_sliding(self) -> bool:
-        """Whether it forgets what has left its window."""
+        """Whether it drops what leaves its window."""
         return bool(self._cache.is_sliding[self._layer])
 
     @property
     def is_compileable(self) -> bool:
-        """Whether its shape never changes."""
+        """Whether its shape is static."""
         return bool(self._cache.is_compileable)
 
     def get_seq_length(self) -> int:
-        """How many positions it has read."""
+        """The number of positions it has read."""
         return int(self._cache.get_seq_length(self._layer))
 
     def __repr__(self) -> str:
@@ -58,22 +58,22 @@ class HFCacheLayer:
 
 
 def empty_layers(store: KVCache) -> dict[int, KVPair]:
-    """The layers that a store has, and what each looks like: no slots of one row [1, H, 0, D]."""
+    """The layers of a store, each as an empty pair [1, H, 0, D] that carries shape, dtype and device."""
     read, layers = getattr(store, "read", None), getattr(store, "layers", None)
     if read is not None and layers is not None:
         longest = store.lengths.argmax()[None]
-        whole: dict[int, KVPair] = {layer: read(layer, longest) for layer in layers}
-        return {layer: (key[:, :, :0], value[:, :, :0]) for layer, (key, value) in whole.items()}
-    found: dict[int, dict[str, Tensor]] = {}
+        pairs: dict[int, KVPair] = {layer: read(layer, longest) for layer in layers}
+        return {layer: (key[:, :, :0], value[:, :, :0]) for layer, (key, value) in pairs.items()}
+    blocks: dict[int, dict[str, Tensor]] = {}
     for name, block in store.state().items():
         *_, kind, layer = ("", *name.split("."))
         if kind in ("keys", "values"):
-            found.setdefault(int(layer), {})[kind] = block[:1, :, :0]
-    return {layer: (pair["keys"], pair["values"]) for layer, pair in found.items()}
+            blocks.setdefault(int(layer), {})[kind] = block[:1, :, :0]
+    return {layer: (pair["keys"], pair["values"]) for layer, pair in blocks.items()}
 
 
 def to_tensor(block: Any) -> Tensor:
-    """A tensor, laid out if it was not."""
+    """The block as a plain tensor; a KVProxy is materialized."""
     if isinstance(block, KVProxy):
         return block.materialize()
     assert isinstance(block, Tensor), format_value(block)
@@ -81,13 +81,14 @@ def to_tensor(block: Any) -> Tensor:
 
 
 def shift_right(block: Tensor, by: Tensor) -> Tensor:
-    """Slots [R, H, S, D] of every row moved to the right by so many [R] (host); what comes in is zero."""
-    at = torch.arange(block.shape[2]) - by[:, None]  # [R, S]
-    index = at.clamp(0, block.shape[2] - 1).to(block.device)[:, None, :, None]
+    """Shift the slots of each row [R, H, S, D] to the right by `by` [R] (host) and fill with zeros."""
+    source = torch.arange(block.shape[2]) - by[:, None]  # [R, S]
+    clamped = source.clamp(0, block.shape[2] - 1)
+    index = clamped.to(block.device)[:, None, :, None]
     moved = block.gather(2, index.expand(-1, block.shape[1], -1, block.shape[3]))
-    return moved.masked_fill((at != at.clamp(0, block.shape[2] - 1)).to(block.device)[:, None, :, None], 0)
+    return moved.masked_fill((source != clamped).to(block.device)[:, None, :, None], 0)
 
 
-def with_grad(seen: Any, new: Tensor, at: int) -> Tensor:
-    """What was seen, through which a gradient reaches the tokens just fed; the ones before are memory."""
-    return torch.cat((seen[:, :, :at], new, seen[:, :, at + new.shape[2] :]), 2)
+def with_grad(visible: Any, new: Tensor, start: int) -> Tensor:
+    """Replace the slots from `start` on by `new`: gradients reach the fed tokens but not the cache."""
+    return torch.cat((visible[:, :, :start], new, visible[:, :, start + new.shape[2] :]), 2)

@@ -1,4 +1,4 @@
-"""Caches of models that keep a state of their own, with the face of a transformers cache."""
+"""Caches of recurrent models: `RecurrentCache` and the documented `MambaCache`."""
 
 from __future__ import annotations
 
@@ -17,72 +17,71 @@ __all__ = ["MambaCache", "RecurrentCache"]
 
 
 class RecurrentCache(TransformersCache):
-    """A cache that transformers made for a model whose layers keep more than keys and values.
+    """Wrapper of a transformers cache whose layers keep more than keys and values.
 
-    Its layers are the ones of that cache, and `store` holds it for all rows at once.
+    It shares the layers of the wrapped cache. `commit_store` returns the state of all rows as one store.
     """
 
     def __init__(self, state: TransformersCache, lengths: Tensor | None = None) -> None:
-        # The base builds layers of its own; here those of the state are used.
+        # The base constructor would create layers; here those of the state are used.
         self.offloading = False
         self.layer_class_to_replicate = None
         self.read_only = False
-        self._store = RecurrentStateCache()
         self._attach_state(state, lengths)
 
     def _attach_state(self, state: TransformersCache, lengths: Tensor | None) -> None:
         self._state = state
-        self._num_seen = 0  # positions read, where no layer counts them
+        self._num_seen = 0  # positions read; used if no layer counts them
         self._lengths = lengths
         self.layers: list[Any] = state.layers
 
     def _num_rows(self) -> int:
-        """How many rows its tensors have."""
+        """The number of rows, from the first tensor that has any."""
         for layer in self.layers:
-            held = (getattr(layer, name, {}) for name in ("conv_states", "recurrent_states"))
-            states = [*(one for some in held for one in some.values()), getattr(layer, "keys", None)]
-            found = next((one for one in states if isinstance(one, Tensor) and one.ndim), None)
-            if found is not None:
-                return found.shape[0]
+            states = [getattr(layer, "keys", None)]
+            for name in ("recurrent_states", "conv_states"):
+                states = [*getattr(layer, name, {}).values(), *states]
+            tensor = next((state for state in states if isinstance(state, Tensor) and state.ndim), None)
+            if tensor is not None:
+                return tensor.shape[0]
         return 0
 
     def _seq_length(self) -> int:
-        """How many positions were read."""
-        counted = [int(one.get_seq_length()) for one in self.layers if isinstance(one, CacheLayerMixin)]
-        return max(counted, default=self._num_seen)
+        """The number of positions read."""
+        lengths = [int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        return max(lengths, default=self._num_seen)
 
     @property
     def lengths(self) -> Tensor:
-        """How many positions each row has read [R] (host)."""
+        """The number of positions each row has read [R] (host)."""
         if self._lengths is not None and len(self._lengths) == self._num_rows():
             return self._lengths
         return torch.full((self._num_rows(),), self._seq_length())
 
-    @property
-    def store(self) -> RecurrentStateCache:
-        """A store with the state of every row; it is the very state, so take `select` of it to go on."""
+    def commit_store(self) -> RecurrentStateCache:
+        """A new store with the state of every row, not copied: use its `select` for an independent one."""
         rows = self._num_rows()
-        self._store = RecurrentStateCache()
-        self._store.extend(rows)
+        store = RecurrentStateCache()
+        store.extend(rows)
         if rows:
-            self._store.write_state(torch.arange(rows), self._state)
-        self._store.commit(None, self.lengths)
-        return self._store
+            store.write_state(torch.arange(rows), self._state)
+        store.commit(None, self.lengths)
+        return store
 
-    @store.setter
-    def store(self, store: RecurrentStateCache) -> None:
+    def set_store(self, store: RecurrentStateCache) -> None:
+        """Take over the state of a store whose rows share one state."""
         parts = store.row_batches()
         if len(parts) != 1 or len(parts[0]) != len(store):
-            raise InputError("store", "must hold states of one kind for all rows", store.lengths.tolist())
+            raise InputError("store", "must hold one state for all rows", store.lengths.tolist())
         self._attach_state(store.read_state(torch.arange(len(store))), store.lengths)
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
-        return sum(one.nbytes for layer in self.layers for one in _collect_tensors(vars(layer)))
+        """Bytes in use."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in _collect_tensors(vars(layer)))
 
     def copy(self) -> Self:
-        """Another cache with the same rows, which can be written to without this one changing."""
+        """A writable copy that shares no state with this cache."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         rows = self._num_rows()
@@ -93,16 +92,17 @@ class RecurrentCache(TransformersCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
 
-    # A forward of a recurrent model begins by asking for the first layer's state and, but for a single token
-    # after others, goes on to update it: so positions are counted here, since no layer does.
+    # No layer of a recurrent model counts positions, so they are counted in these two methods, whose names
+    # transformers prescribes. A forward reads the state of layer 0 exactly once, which counts one position.
+    # If it feeds several tokens, or is the first, it then calls `update_conv_state`, which adds the rest.
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A layer's convolution state [R, C, K], None before the first forward; models ask once a forward."""
+        """A layer's convolution state [R, C, K], None before the first forward; counts one position."""
         if layer_idx == 0 and state_idx == 0:
             self._num_seen, self._lengths = self._seq_length() + 1, None
         return super().get_conv_state(layer_idx, state_idx)
 
     def update_conv_state(self, conv_states: Any, layer_idx: Any, state_idx: Any = 0, **given: Any) -> Tensor:
-        """Write what a forward fed to a layer's convolution [R, C, T]; the state with it before."""
+        """Write a forward's convolution inputs [R, C, T] and count them; returns the state."""
         if layer_idx == 0 and state_idx == 0:
             self._num_seen += conv_states.shape[-1] - 1
         return super().update_conv_state(conv_states, layer_idx, state_idx, **given)
@@ -115,9 +115,9 @@ class RecurrentCache(TransformersCache):
 
 
 class MambaCache(RecurrentCache):
-    """The convolution and state-space states of a Mamba model, one of each a layer and row.
+    """The convolution and state-space states of a Mamba model.
 
-    A model of transformers 5 takes it as `cache_params`.
+    Models of transformers 5 take it as `cache_params`.
     """
 
     def __init__(
@@ -133,7 +133,9 @@ class MambaCache(RecurrentCache):
         if rows is None or rows < 1:
             raise InputError("batch_size", "must be >= 1", rows)
         if not hasattr(config, "conv_kernel") or not hasattr(config, "state_size"):
-            raise InputError("config", "must be of a Mamba model", type(config).__name__, "use DynamicCache")
+            raise InputError(
+                "config", "must be the config of a Mamba model", type(config).__name__, "use DynamicCache"
+            )
         self.max_batch_size = rows
         self.dtype, self.device = dtype, torch.device(device or "cpu")
         self.intermediate_size = int(config.intermediate_size)
@@ -146,18 +148,18 @@ class MambaCache(RecurrentCache):
 
     @property
     def batch_size(self) -> int:
-        """How many rows it is for."""
+        """The number of rows, or the maximum before the first forward."""
         return self._num_rows() or self.max_batch_size
 
     @property
     def conv_states(self) -> Tensor:
-        """What each layer's convolution will see again [layers, R, intermediate, kernel], copied."""
+        """A copy of the convolution states [layers, R, intermediate, kernel]."""
         shape = self.batch_size, self.intermediate_size, self.conv_kernel_size
         return torch.stack([self._state_or_zeros(layer.conv_states[0], shape) for layer in self.layers])
 
     @property
     def ssm_states(self) -> Tensor:
-        """What each layer remembers [layers, R, intermediate, state], copied."""
+        """A copy of the state-space states [layers, R, intermediate, state]."""
         shape = self.batch_size, self.intermediate_size, self.ssm_state_size
         return torch.stack([self._state_or_zeros(layer.recurrent_states[0], shape) for layer in self.layers])
 
@@ -165,41 +167,40 @@ class MambaCache(RecurrentCache):
         return torch.zeros(shape, dtype=self.dtype, device=self.device) if state is None else state
 
     def update_conv_state(self, conv_states: Any, layer_idx: Any, state_idx: Any = 0, **given: Any) -> Tensor:
-        """Write to a layer's convolution, as models do or as documented.
+        """Write a layer's convolution state, with the arguments of transformers 5 or of transformers 4.
 
-        Documented: `(layer_idx, new_conv_state, cache_position)`: the state moves on by one, then the new
-        columns [R, C, T] are written at their positions, the last column standing for all beyond.
+        transformers 4 passes `(layer_idx, new_conv_state, cache_position)`: the state is rolled by one
+        column, then the new columns [R, C, T] are written at their positions, clamped to the last column.
         """
         if isinstance(conv_states, Tensor):
             return super().update_conv_state(conv_states, layer_idx, state_idx, **given)
         layer, new = self.layers[conv_states], given.pop("new_conv_state", layer_idx)
-        at = given.pop("cache_position", state_idx).clamp(0, self.conv_kernel_size - 1)
+        columns = given.pop("cache_position", state_idx).clamp(0, self.conv_kernel_size - 1)
         state = self._state_or_zeros(
             layer.conv_states[0], (len(new), self.intermediate_size, self.conv_kernel_size)
         )
         state = state.roll(-1, -1).to(new.device)
-        state[:, :, at.to(new.device)] = new.to(state.dtype)
+        state[:, :, columns.to(new.device)] = new.to(state.dtype)
         if not layer.is_conv_states_initialized[0]:
             layer.lazy_initialization(conv_states=state)
         layer.conv_states[0].copy_(state)
         layer.has_previous_state[0] = True
-        found: Tensor = layer.conv_states[0]
-        return found
+        written: Tensor = layer.conv_states[0]
+        return written
 
     def update_ssm_state(self, layer_idx: int, new_ssm_state: Tensor) -> Tensor:
-        """Write what a layer remembers [R, intermediate, state]."""
+        """Write a layer's state-space state [R, intermediate, state]."""
         return self.update_recurrent_state(new_ssm_state, layer_idx)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear all states."""
         super().reset()  # type: ignore[no-untyped-call]
         self._num_seen, self._lengths = 0, None
 
 
-def _collect_tensors(held: Any) -> list[Tensor]:
-    """All tensors in what a layer holds."""
-    if isinstance(held, Tensor):
-        return [held]
-    if isinstance(held, dict):
-        return [one for part in held.values() for one in _collect_tensors(part)]
-    return [one for part in held for one in _collect_tensors(part)] if isinstance(held, list | tuple) else []
+def _collect_tensors(value: Any) -> list[Tensor]:
+    """All tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in parts for tensor in _collect_tensors(part)]

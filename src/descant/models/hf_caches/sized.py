@@ -1,4 +1,4 @@
-"""Caches that are made for a model, for so many rows and positions."""
+"""Caches with a maximum size: static, offloaded static, hybrid and sliding window."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 Device = torch.device | str | int
 
-# Kinds of layer that keep keys and values, and what their window is called; None: they see everything.
+# Layer types that keep keys and values, and the config setting of their window; None: full attention.
 _WINDOW_SETTINGS: dict[str, str | None] = {
     "full_attention": None,
     "sliding_attention": "sliding_window",
@@ -40,19 +40,19 @@ _WINDOW_SETTINGS: dict[str, str | None] = {
 
 @dataclass(frozen=True)
 class CacheShape:
-    """For what a cache is made."""
+    """The limits of a sized cache."""
 
-    windows: Sequence[int | None]  # how far back each layer sees; None: everything
-    max_batch_size: int | None = None  # at the most; None: any
+    windows: Sequence[int | None]  # window of each layer; None: full attention
+    max_batch_size: int | None = None  # None: no limit
     max_cache_len: int | None = None
     device: Device | None = None
     dtype: torch.dtype | None = None
     layer_devices: Mapping[int, Device] | None = None  # by layer
-    max_rewind: int = 64  # by how many positions rows may be cut that have left a window
+    max_rewind: int = 64  # positions by which rows can be rewound after they left a window
 
     @property
     def capacity(self) -> int:
-        """How many positions there must be room for."""
+        """`max_cache_len`; raises if it is not set."""
         if self.max_cache_len is None:
             raise InputError("max_cache_len", "must be given", None)
         return self.max_cache_len
@@ -64,7 +64,7 @@ class CacheShape:
 
 
 class SizedCache(Cache):
-    """A cache that is made for a model, for so many rows and positions at the most."""
+    """Base of the caches that are created for a model, with a maximum batch size and length."""
 
     def __init__(  # noqa: PLR0913 - as documented
         self,
@@ -85,76 +85,79 @@ class SizedCache(Cache):
         )
 
     @classmethod
-    def from_shape(cls, made: CacheShape) -> Self:
-        """One without the config of a model."""
-        face = cls.__new__(cls)
-        face._init_from_shape(made)
-        return face
+    def from_shape(cls, shape: CacheShape) -> Self:
+        """A cache from its limits, without a model config."""
+        cache = cls.__new__(cls)
+        cache._init_from_shape(shape)
+        return cache
 
-    def _init_from_shape(self, made: CacheShape) -> None:
-        self.cache_shape = made
-        self.max_batch_size, self.max_cache_len = made.max_batch_size, made.max_cache_len
-        self.device = None if made.device is None else torch.device(made.device)
-        self.dtype = made.dtype
-        super().__init__(self._make_store(made))
+    def _init_from_shape(self, shape: CacheShape) -> None:
+        self.cache_shape = shape
+        self.max_batch_size, self.max_cache_len = shape.max_batch_size, shape.max_cache_len
+        self.device = None if shape.device is None else torch.device(shape.device)
+        self.dtype = shape.dtype
+        super().__init__(self._make_store(shape))
 
-    def _make_store(self, made: CacheShape) -> KVCache:
+    def _make_store(self, shape: CacheShape) -> KVCache:
         raise NotImplementedError
 
     @property
     def batch_size(self) -> int:
-        """How many rows it has, or is made for."""
+        """The number of rows, or the maximum before the first forward."""
         return len(self._store) or self.max_batch_size or -1
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int | None:  # noqa: ARG002
-        """How many positions it can hold."""
+        """The maximum number of positions."""
         return self.max_cache_len
 
     def _check_capacity(self, layer: int, key: Tensor, span: KVSpan) -> None:
         if self.max_batch_size is not None and key.shape[0] > self.max_batch_size:
             raise InputError("batch_size", f"must be >= the {key.shape[0]} rows fed", self.max_batch_size)
         if self.dtype is not None and key.dtype != self.dtype:
-            raise InputError("dtype", f"must be the model's {key.dtype}", self.dtype)
+            raise InputError("dtype", f"must be {key.dtype}, the dtype of the model", self.dtype)
         device = (self.cache_shape.layer_devices or {}).get(layer, self.device)
         if device is not None and torch.device(device).type != key.device.type:
-            raise InputError("device", f"must be the {key.device} of layer {layer}", device)
-        most = self.max_cache_len
-        if most is not None and span.read_length > most and self._has_full_layers:
-            raise InputError("max_cache_len", f"must be >= the {span.read_length} positions read", most)
+            raise InputError("device", f"must be {key.device}, the device of layer {layer}", device)
+        limit = self.max_cache_len
+        if limit is not None and span.read_length > limit and self._has_full_layers:
+            raise InputError("max_cache_len", f"must be >= the {span.read_length} positions read", limit)
 
     @property
     def _has_full_layers(self) -> bool:
-        """Whether there are layers that keep everything."""
+        """Whether any layer has full attention."""
         return True
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """How far back each layer that has a cache sees; None: everything."""
-    kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    if other := sorted(set(kinds) - set(_WINDOW_SETTINGS)):
-        raise InputError("config", "must be of a model that keeps keys and values only", other)
-    named = zip((_WINDOW_SETTINGS[kind] for kind in kinds), settings, strict=True)
-    return [None if name is None else int(given[name]) for name, given in named]
+    """The window of each layer that has a cache; None: full attention."""
+    layer_types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    if unknown := sorted(set(layer_types) - set(_WINDOW_SETTINGS)):
+        raise InputError("config", "must have attention layers only", unknown)
+    names = (_WINDOW_SETTINGS[layer_type] for layer_type in layer_types)
+    return [
+        None if name is None else int(setting[name]) for name, setting in zip(names, settings, strict=True)
+    ]
 
 
 class StaticCache(SizedCache):
-    """Room for all that will be read, made with the first write: shapes that never change."""
+    """Keys and values in blocks of fixed shape, allocated at the first write."""
 
-    def _make_store(self, made: CacheShape) -> KVCache:
-        return StaticStore(made.capacity, made.max_batch_size)
+    def _make_store(self, shape: CacheShape) -> KVCache:
+        return StaticStore(shape.capacity, shape.max_batch_size)
 
     def _full_blocks(self, layer: int) -> KVPair | None:
-        """All slots of a layer, used or not."""
-        lent = self._store.layer_views(len(self._store)) if isinstance(self._store, StaticStore) else None
-        return None if lent is None else (lent[0][layer], lent[1][layer])
+        """All slots of a layer, used or not; None before the first write."""
+        views = self._store.layer_views(len(self._store)) if isinstance(self._store, StaticStore) else None
+        return None if views is None else (views[0][layer], views[1][layer])
 
-    def _visible_kv(self, layer: int, seen: KVPair) -> KVPair:
-        return self._full_blocks(layer) or seen
+    def _visible_kv(self, layer: int, visible: KVPair) -> KVPair:
+        return self._full_blocks(layer) or visible
 
     def _visible_sizes(self, layer: int, span: KVSpan) -> tuple[int, int, int]:
-        size, first, at = super()._visible_sizes(layer, span)
-        level = not isinstance(span.start, Tensor) and self._left_pads is None
-        return self.cache_shape.capacity if level and self.is_compileable else size, first, at
+        size, first_position, new_slot = super()._visible_sizes(layer, span)
+        uniform = not isinstance(span.start, Tensor) and self._left_pads is None
+        size = self.cache_shape.capacity if uniform and self.is_compileable else size
+        return size, first_position, new_slot
 
     @property
     def key_cache(self) -> list[Tensor]:
@@ -168,12 +171,12 @@ class StaticCache(SizedCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether its shapes never change."""
+        """Whether shapes are static."""
         return True
 
 
 class OffloadedStaticCache(StaticCache):
-    """A static cache that rests on another device than the model's; a layer comes when it is its turn."""
+    """A static cache kept on another device than the model; each layer is fetched when it is needed."""
 
     def __init__(  # noqa: PLR0913 - as documented
         self,
@@ -188,30 +191,30 @@ class OffloadedStaticCache(StaticCache):
         self.offload_device = torch.device(offload_device)
         super().__init__(config, max_batch_size, max_cache_len, device, dtype, layer_device_map)
 
-    def _make_store(self, made: CacheShape) -> KVCache:
-        return OffloadedStaticStore(made.capacity, made.max_batch_size, self.offload_device)
+    def _make_store(self, shape: CacheShape) -> KVCache:
+        return OffloadedStaticStore(shape.capacity, shape.max_batch_size, self.offload_device)
 
     def _full_blocks(self, layer: int) -> KVPair | None:  # noqa: ARG002
-        return None  # it is shown what has come
+        return None  # attention sees only the slots that were fetched
 
     @property
     def is_compileable(self) -> bool:
-        """It is shown no more than was read."""
+        """False: attention sees only the positions read."""
         return False
 
 
 class HybridCache(SizedCache):
-    """For models whose layers see partly a window and partly everything: each keeps what it can see again."""
+    """For models that mix sliding-window and full attention; windowed layers keep their window only."""
 
-    def _make_store(self, made: CacheShape) -> KVCache:
-        if not any(made.windows):
-            none = f"{len(made.windows)} layers without"
-            raise InputError("config", "must be of a model with windows", none, "use StaticCache")
-        return WindowStore(made.windows, made.max_rewind)
+    def _make_store(self, shape: CacheShape) -> KVCache:
+        if not any(shape.windows):
+            must = "must be the config of a model with sliding windows"
+            raise InputError("config", must, f"{len(shape.windows)} layers without", "use StaticCache")
+        return WindowStore(shape.windows, shape.max_rewind)
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Which layers forget what has left their window."""
+        """For each layer, whether it drops what leaves its window."""
         return [window is not None for window in self.cache_shape.windows]
 
     @property
@@ -220,9 +223,9 @@ class HybridCache(SizedCache):
 
 
 class SlidingWindowCache(HybridCache):
-    """For models whose layers see a window: what has left it is forgotten, so any length can be read."""
+    """For models with sliding windows in all layers: positions outside the window are dropped."""
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int | None:
-        """How many positions it holds at once."""
-        both = [one for one in (self.cache_shape.windows[layer_idx], self.max_cache_len) if one is not None]
-        return min(both, default=None)
+        """The maximum number of positions held at once."""
+        limits = [self.cache_shape.windows[layer_idx], self.max_cache_len]
+        return min((limit for limit in limits if limit is not None), default=None)

@@ -1,0 +1,89 @@
+"""Tokens, positions and masks of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from descant.core.interfaces import ModelTraits, VisibleSlots
+from descant.core.records import Proposal
+from descant.core.rows import Rows, index_rows
+from descant.models.forward_batches import ForwardBatch
+
+__all__ = ["attention_mask", "fed_tokens", "full_tokens", "needs_no_mask"]
+
+
+def fed_tokens(rows: Rows, proposal: Proposal, batch: ForwardBatch) -> Tensor:
+    """The pending tokens and drafts of each row [N, T]; the content after a row's last one is arbitrary."""
+    index, width = batch.rows, batch.width
+    tokens = rows.tokens if index is None else index_rows(rows.tokens, index)
+    device = tokens.device
+    start = batch.cached_length - (rows.offset if index is None else rows.offset[index])
+    columns = start.to(device)[:, None] + torch.arange(width, device=device)
+    fed = tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
+    if proposal.drafts is None:
+        return fed
+    drafts = proposal.drafts if index is None else index_rows(proposal.drafts, index)
+    num_pending = batch.fed_length - proposal.draft_counts(index)
+    draft_index = torch.arange(width, device=device) - num_pending.to(device)[:, None]
+    return torch.where(draft_index >= 0, drafts.gather(1, draft_index.clamp(0, drafts.shape[1] - 1)), fed)
+
+
+def full_tokens(rows: Rows, proposal: Proposal, batch: ForwardBatch) -> Tensor:
+    """All tokens of rows with their drafts [N, L], aligned at the right; 0 for positions without a token."""
+    index, length = batch.rows, batch.read_length
+    tokens = rows.tokens if index is None else index_rows(rows.tokens, index)
+    if batch.start is not None and proposal.drafts is None and not rows.offset.any():
+        return tokens[:, :length]
+    offsets = rows.offset if index is None else rows.offset[index]
+    num_tokens = rows.length if index is None else rows.length[index]
+    num_drafts = torch.as_tensor(proposal.draft_counts(index))
+    known = torch.cat((tokens, tokens.new_zeros(len(tokens), proposal.width)), 1)
+    if proposal.drafts is not None:
+        drafts = proposal.drafts if index is None else index_rows(proposal.drafts, index)
+        columns = num_tokens[:, None] + torch.arange(proposal.width)
+        known = known.scatter(1, columns.to(known.device), drafts)
+    padding = length - (offsets + num_tokens + num_drafts)
+    source = torch.arange(length) - (padding + offsets)[:, None]
+    aligned = known.gather(1, source.clamp(min=0).to(known.device))
+    return aligned.masked_fill((source < 0).to(known.device), 0)
+
+
+def attention_mask(
+    positions: Tensor,
+    read_length: int,
+    visible: Mapping[str, VisibleSlots],
+    traits: ModelTraits,
+    dtype: torch.dtype,
+) -> Tensor | dict[str, Tensor]:
+    """The slots that each fed position [N, T] attends to [N, 1, T, S], by layer type if there are several.
+
+    The mask is bool, or additive in `dtype` for eager attention.
+    """
+    device, width = positions.device, positions.shape[1]
+    masks = {}
+    for layer_type, window in traits.sliding_windows.items():
+        own_slots, num_slots = positions, read_length  # by default slot `p` holds position `p`
+        if (slots := visible.get(layer_type)) is not None:
+            past = slots.past_lengths.to(device, non_blocking=True)
+            own_slots, num_slots = past[:, None] + torch.arange(width, device=device), slots.num_slots
+        all_slots = torch.arange(num_slots, device=device)
+        mask = all_slots <= own_slots[..., None]  # [N, T, S]
+        if window is not None:
+            mask = mask & (all_slots > own_slots[..., None] - window)
+        if traits.attn_implementation == "eager":
+            additive = torch.zeros(mask.shape, dtype=dtype, device=device)
+            mask = additive.masked_fill(~mask, torch.finfo(dtype).min)
+        masks[layer_type] = mask[:, None]
+    return next(iter(masks.values())) if len(masks) == 1 else masks
+
+
+def needs_no_mask(visible: Mapping[str, VisibleSlots], width: int) -> bool:
+    """Whether all rows have equally many visible slots, none of them stale."""
+    return all(
+        slots.num_slots == int(slots.past_lengths[0]) + width
+        and bool((slots.past_lengths == slots.past_lengths[0]).all())
+        for slots in visible.values()
+    )
