@@ -1,4 +1,4 @@
-"""Constraints: what a beam's text must come to hold."""
+"""Constraints on the text of constrained beam search."""
 
 from descant.decoding.constraints.base import Constraint
 from descant.decoding.constraints.disjunctive import DisjunctiveConstraint

@@ -1,4 +1,4 @@
-"""The automaton that finds phrases in a text as it grows, and the constraint that it makes."""
+"""The Aho-Corasick automaton over token phrases, and the constraint built on it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["AhoCorasick", "AnyPhraseConstraint"]
 
 
 class AhoCorasick(NamedTuple):
-    """The trie of some phrases and what holds at each node (Aho and Corasick, 1975); node 0 is its root."""
+    """The trie of several phrases with failure links (Aho and Corasick, 1975); node 0 is the root."""
 
-    children: list[dict[int, int]]  # [S] the node after a token that goes on
-    failure_links: list[int]  # [S] the node of the longest proper suffix that is in the trie, too
-    depth: list[int]  # [S] how many tokens lead there
-    is_match: list[bool]  # [S] whether the text there ends with a phrase
-    min_remaining: list[int]  # [S] the fewest tokens to the end of a phrase
+    children: list[dict[int, int]]  # [S] child node by token
+    failure_links: list[int]  # [S] node of the longest proper suffix in the trie
+    depth: list[int]  # [S] tokens from the root
+    is_match: list[bool]  # [S] whether a phrase ends at the node
+    min_remaining: list[int]  # [S] fewest tokens to the end of a phrase
 
     @classmethod
     def from_phrases(cls, phrases: Sequence[Sequence[int]]) -> AhoCorasick:
-        """The automaton of phrases, none of them empty and none a prefix of another."""
+        """The automaton of non-empty phrases, none a prefix of another."""
         children: list[dict[int, int]] = [{}]
         for phrase in phrases:
             node = 0
@@ -31,12 +31,12 @@ class AhoCorasick(NamedTuple):
                     children.append({})
                 node = children[node][token]
         size = len(children)
-        made = cls(children, [0] * size, [0] * size, [not below for below in children], [0] * size)
-        made._build_links()
-        return made
+        automaton = cls(children, [0] * size, [0] * size, [not edges for edges in children], [0] * size)
+        automaton._build_links()
+        return automaton
 
     def _build_links(self) -> None:
-        order = [0]  # shorter paths first: `behind` is always shorter
+        order = [0]  # breadth first: a failure link always leads to a shorter path
         for node in order:
             for token, child in self.children[node].items():
                 order.append(child)
@@ -55,37 +55,37 @@ class AhoCorasick(NamedTuple):
             )
 
     def next_node(self, node: int, token: int) -> int:
-        """The node of the longest suffix of the text, this token included, that is in the trie."""
+        """The node of the longest suffix of the text, this token included, in the trie."""
         while node and token not in self.children[node]:
             node = self.failure_links[node]
         return self.children[node].get(token, 0)
 
 
 class AnyPhraseConstraint(Constraint):
-    """The demand that one of some phrases stands in the text; once it does, it is met for good."""
+    """The text must contain one of several phrases; once met, it stays met."""
 
     def __init__(self, phrases: Sequence[Sequence[int]]) -> None:
-        # No `test`: these are sound, and a subclass may not be ready for it yet.
+        # Skip `test`: these phrases are valid, and a subclass may not be initialised yet.
         self.seqlen = max(map(len, phrases))
         self._automaton = AhoCorasick.from_phrases(phrases)
         self._node = 0
 
     @property
     def completed(self) -> bool:
-        """Whether it is met."""
+        """Whether the constraint is met."""
         return self._automaton.is_match[self._node]
 
     @property
     def min_tokens_left(self) -> int:
-        """The fewest tokens that can meet it from here."""
+        """The fewest tokens that can still meet it."""
         return self._automaton.min_remaining[self._node]
 
     def advance(self) -> int | list[int] | None:
-        """The tokens that go on with the longest phrase begun."""
+        """The tokens that continue the longest started phrase."""
         return None if self.completed else list(self._automaton.children[self._node])
 
     def does_advance(self, token_id: int) -> bool:
-        """Whether this token goes on with the longest phrase begun, or completes any."""
+        """Whether this token continues the longest started phrase or completes any."""
         token, automaton, node = as_token_id(token_id), self._automaton, self._node
         if automaton.is_match[node]:
             return False
@@ -94,24 +94,24 @@ class AnyPhraseConstraint(Constraint):
         )
 
     def update(self, token_id: int) -> UpdateResult:
-        """Read a token; one that breaks a phrase leaves the longest beginning that ends the text."""
+        """Read a token; on a mismatch the longest matching suffix remains."""
         token, automaton, node = as_token_id(token_id), self._automaton, self._node
         if automaton.is_match[node]:
             return False, True, False
-        self._node = now = automaton.next_node(node, token)
-        completed = automaton.is_match[now]
-        return completed or automaton.depth[now] > automaton.depth[node], completed, now == 0
+        self._node = next_node = automaton.next_node(node, token)
+        completed = automaton.is_match[next_node]
+        return completed or automaton.depth[next_node] > automaton.depth[node], completed, next_node == 0
 
     def reset(self) -> None:
-        """Go back to where nothing was read."""
+        """Return to the state before any token."""
         self._node = 0
 
     def remaining(self) -> int:
-        """How many tokens are left of the longest phrase, as if the one begun were that; 0 when it is met."""
+        """The tokens left of the longest phrase, counted from the started one; 0 when met."""
         return 0 if self.completed else self.seqlen - self._automaton.depth[self._node]
 
     def copy(self, stateful: bool = False) -> Self:
-        """The same constraint as another object; the automaton is shared."""
+        """A copy that shares the automaton; `stateful` keeps the progress."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         if not stateful:

@@ -1,4 +1,4 @@
-"""The constraint: a demand on a text that is met one token after another."""
+"""The base class of constraints: conditions on a text that are met token by token."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from descant.errors import InputError
 __all__ = ["Constraint", "UpdateResult", "as_token_id", "as_token_ids", "parse_phrase"]
 
 UpdateResult = tuple[bool, bool, bool]  # stepped, completed, reset
-_MAX_TEST_UPDATES = 10_000  # updates after which a constraint is taken to have no end
+_MAX_TEST_UPDATES = 10_000  # a constraint that needs more updates counts as endless
 
 
 class Constraint(ABC):
-    """A demand on a text, and how much of it the tokens read so far have met.
+    """A condition on a text, with the progress made by the tokens read so far.
 
-    Subclasses set their own fields first and then call `super().__init__()`, which runs `test`.
+    Subclasses set their fields first and then call `super().__init__()`, which runs `test`.
     """
 
     def __init__(self) -> None:
@@ -25,40 +25,40 @@ class Constraint(ABC):
 
     @abstractmethod
     def advance(self) -> int | list[int] | None:
-        """The token, or the tokens, any of which brings it a step nearer; None when it is met."""
+        """The token or tokens that advance it by one step; None when met."""
 
     @abstractmethod
     def does_advance(self, token_id: int) -> bool:
-        """Whether this token would bring it nearer."""
+        """Whether this token advances it."""
 
     @abstractmethod
     def update(self, token_id: int) -> UpdateResult:
-        """Read a token: did it step nearer, is it met now, is nothing left of what it had."""
+        """Read a token: (stepped, completed, reset)."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Go back to where nothing was read."""
+        """Return to the state before any token."""
 
     @abstractmethod
     def remaining(self) -> int:
-        """How many steps are left; 0 when it is met."""
+        """The number of steps left; 0 when met."""
 
     @abstractmethod
     def copy(self, stateful: bool = False) -> Constraint:
-        """The same constraint as another object: with what it has read, or with nothing read."""
+        """A copy of the constraint; `stateful` keeps the progress."""
 
     @property
     def min_tokens_left(self) -> int:
-        """The fewest tokens that can meet it from here."""
+        """The fewest tokens that can still meet it."""
         return self.remaining()
 
     def test(self) -> None:
-        """Refuse a constraint that does not come to its end by its own `advance`; leaves nothing read."""
-        whole = self.remaining()
-        if whole < 1:
-            raise self._invalid_error("remaining() must be >= 1 where nothing was read", whole)
+        """Raise unless following `advance` completes the constraint; ends in the reset state."""
+        total_steps = self.remaining()
+        if total_steps < 1:
+            raise self._invalid_error("remaining() must be >= 1 before any token", total_steps)
         if not self._check_step():
-            self._check_reset(whole)
+            self._check_reset(total_steps)
             for _ in range(_MAX_TEST_UPDATES):
                 if self._check_step():
                     break
@@ -68,29 +68,31 @@ class Constraint(ABC):
                 )
         if self.remaining() != 0:
             raise self._invalid_error("remaining() must be 0 once it is complete", self.remaining())
-        self._check_reset(whole)
+        self._check_reset(total_steps)
 
     def _check_step(self) -> bool:
         tokens = as_token_ids(self.advance())
         if not tokens:
             raise self._invalid_error("advance() must give a token while it is not complete", self.advance())
-        strange = [token for token in tokens if not self.does_advance(token)]
-        if strange:
-            raise self._invalid_error("does_advance() must be true of every token of advance()", strange)
-        answer: Any = self.update(tokens[0])
-        if not isinstance(answer, tuple | list) or len(answer) != 3:
-            raise self._invalid_error("update() must return (stepped, completed, reset)", answer)
-        if not answer[0]:
-            raise self._invalid_error("update() must step where does_advance() is true", answer)
-        return bool(answer[1])
+        rejected = [token for token in tokens if not self.does_advance(token)]
+        if rejected:
+            raise self._invalid_error("does_advance() must be true of every token of advance()", rejected)
+        result: Any = self.update(tokens[0])
+        if not isinstance(result, tuple | list) or len(result) != 3:
+            raise self._invalid_error("update() must return (stepped, completed, reset)", result)
+        if not result[0]:
+            raise self._invalid_error("update() must step where does_advance() is true", result)
+        return bool(result[1])
 
-    def _check_reset(self, whole: int) -> None:
+    def _check_reset(self, total_steps: int) -> None:
         self.reset()
-        if self.remaining() != whole:
-            raise self._invalid_error(f"remaining() must be {whole} again after reset()", self.remaining())
+        if self.remaining() != total_steps:
+            raise self._invalid_error(
+                f"remaining() must be {total_steps} again after reset()", self.remaining()
+            )
 
     def _invalid_error(self, must: str, got: object) -> InputError:
-        return InputError("constraints", f"must hold sound ones, in {type(self).__name__} {must}", got)
+        return InputError("constraints", f"must be valid: in {type(self).__name__} {must}", got)
 
 
 def as_token_id(value: Any) -> int:
@@ -106,21 +108,23 @@ def as_token_id(value: Any) -> int:
 
 
 def as_token_ids(advance: Any) -> list[int]:
-    """What `advance` gave, as a list."""
+    """The return value of `advance` as a list."""
     if advance is None:
         return []
     return (
-        [as_token_id(one) for one in advance] if isinstance(advance, list | tuple) else [as_token_id(advance)]
+        [as_token_id(token) for token in advance]
+        if isinstance(advance, list | tuple)
+        else [as_token_id(advance)]
     )
 
 
 def parse_phrase(name: str, value: Any) -> list[int]:
-    """A phrase given as the argument `name`: token ids, at least one."""
+    """A phrase passed as the argument `name`: a non-empty list of token ids."""
     must = "must be a non-empty list of token ids (ints >= 0)"
     if not isinstance(value, list | tuple) or not value:
         raise InputError(name, must, value)
     try:
-        tokens = [as_token_id(one) for one in value]
+        tokens = [as_token_id(token) for token in value]
     except InputError:
         raise InputError(name, must, value) from None
     if min(tokens) < 0:

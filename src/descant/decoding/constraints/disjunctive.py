@@ -1,4 +1,4 @@
-"""The disjunction: alternatives of which one must stand in the text."""
+"""The disjunctive constraint: one of several phrases."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["DisjunctiveConstraint"]
 
 
 class DisjunctiveConstraint(AnyPhraseConstraint):
-    """The demand that the text holds one of these phrases, none of which begins another."""
+    """The text must contain one of these phrases, none a prefix of another."""
 
     def __init__(self, nested_token_ids: Sequence[Sequence[int]]) -> None:
         name = "nested_token_ids"
         if not isinstance(nested_token_ids, list | tuple) or not nested_token_ids:
             raise InputError(name, "must be a non-empty list of lists of token ids", nested_token_ids)
-        self.token_ids = [parse_phrase(name, one) for one in nested_token_ids]
-        # Sorted, a phrase stands right before those that it begins.
+        self.token_ids = [parse_phrase(name, phrase) for phrase in nested_token_ids]
+        # In sorted order a prefix directly precedes the phrases it begins.
         ordered = sorted(self.token_ids)
-        for one, following in itertools.pairwise(ordered):
-            if following[: len(one)] == one:
-                must = "must hold phrases of which none begins another"
-                raise InputError(name, must, nested_token_ids, f"leave out {one} or {following}")
+        for phrase, following in itertools.pairwise(ordered):
+            if following[: len(phrase)] == phrase:
+                must = "must have no phrase that is a prefix of another"
+                raise InputError(name, must, nested_token_ids, f"remove {phrase} or {following}")
         super().__init__(self.token_ids)
 
     def __repr__(self) -> str:

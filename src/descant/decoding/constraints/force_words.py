@@ -1,4 +1,4 @@
-"""Forced words: the short way to write constraints."""
+"""`force_words_ids`: constraints given as lists of token ids."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ __all__ = ["parse_force_words"]
 
 
 def parse_force_words(words: Sequence[Any]) -> list[Constraint]:
-    """The constraints of `force_words_ids`: a phrase for each list of token ids, a disjunction for each list
-    of such lists.
-    """
+    """One phrase for each list of token ids, one disjunction for each list of such lists."""
     must = "must be a non-empty list of words, each a list of token ids or a list of such lists"
     if not isinstance(words, list | tuple) or not words:
         raise InputError("force_words_ids", must, words)
-    made: list[Constraint] = []
+    constraints: list[Constraint] = []
     for word in words:
         if not isinstance(word, list | tuple):
             raise InputError("force_words_ids", must, words)
         try:
-            choice = any(isinstance(part, list | tuple) for part in word)
-            made.append(DisjunctiveConstraint(word) if choice else PhrasalConstraint(word))
+            is_disjunction = any(isinstance(part, list | tuple) for part in word)
+            constraints.append(DisjunctiveConstraint(word) if is_disjunction else PhrasalConstraint(word))
         except InputError as error:
             raise InputError("force_words_ids", must, words, str(error)) from None
-    return made
+    return constraints

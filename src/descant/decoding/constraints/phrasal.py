@@ -1,4 +1,4 @@
-"""The phrase: tokens that must stand in the text, one right after the other."""
+"""The phrasal constraint: consecutive tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PhrasalConstraint"]
 
 
 class PhrasalConstraint(AnyPhraseConstraint):
-    """The demand that the text holds this phrase."""
+    """The text must contain this phrase."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = parse_phrase("token_ids", token_ids)

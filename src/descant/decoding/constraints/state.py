@@ -1,4 +1,4 @@
-"""The state of a list of constraints: what one text has met of them."""
+"""The progress of one text through a list of constraints."""
 
 from __future__ import annotations
 
@@ -14,44 +14,47 @@ __all__ = ["ConstraintListState"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ConstraintSpec:
-    """What never changes: shared by all states of a list."""
+    """The fixed part, shared by all states of a list."""
 
-    constraints: list[Constraint]  # as they were given
-    initial: tuple[Constraint, ...]  # [C] our own copies; never updated
-    total_steps: tuple[int, ...]  # [C] the steps each of them takes
+    constraints: list[Constraint]  # as given
+    initial: tuple[Constraint, ...]  # [C] private copies, never updated
+    total_steps: tuple[int, ...]  # [C] steps of each constraint
     max_seqlen: int
     ordered: bool
     gap: int
 
     @classmethod
-    def build(cls, given: Sequence[Constraint], ordered: bool, gap: int) -> _ConstraintSpec:
-        """The plan of constraints, checked."""
+    def build(cls, constraints: Sequence[Constraint], ordered: bool, gap: int) -> _ConstraintSpec:
+        """Validate the constraints."""
         must = "must be a non-empty list of Constraint objects"
-        if not isinstance(given, list | tuple) or not given:
-            raise InputError("constraints", must, given)
-        if not all(isinstance(one, Constraint) for one in given):
-            raise InputError("constraints", must, given)
+        if not isinstance(constraints, list | tuple) or not constraints:
+            raise InputError("constraints", must, constraints)
+        if not all(isinstance(constraint, Constraint) for constraint in constraints):
+            raise InputError("constraints", must, constraints)
         if type(gap) is not int or gap < 0:
             raise InputError("constraint_gap", "must be an int >= 0", gap)
-        fresh = tuple(one.copy(stateful=False) for one in given)
-        whole = tuple(one.remaining() for one in fresh)
-        for one, steps in zip(fresh, whole, strict=True):
+        copies = tuple(constraint.copy(stateful=False) for constraint in constraints)
+        total_steps = tuple(constraint.remaining() for constraint in copies)
+        for constraint, steps in zip(copies, total_steps, strict=True):
             if steps < 1:
-                must = "must hold sound ones, of a new copy remaining() must be >= 1"
-                raise InputError("constraints", must, one)
-        # `seqlen` is no documented part of a constraint: a user's may lack it.
-        longest = max(getattr(one, "seqlen", steps) for one, steps in zip(fresh, whole, strict=True))
-        return cls(list(given), fresh, whole, longest, bool(ordered), gap)
+                must = "must be valid: remaining() of a new copy must be >= 1"
+                raise InputError("constraints", must, constraint)
+        # `seqlen` is not part of the documented interface: a user's constraint may lack it.
+        longest = max(
+            getattr(constraint, "seqlen", steps)
+            for constraint, steps in zip(copies, total_steps, strict=True)
+        )
+        return cls(list(constraints), copies, total_steps, longest, bool(ordered), gap)
 
 
 class ConstraintListState:
-    """What one text has met of a list of constraints.
+    """The progress of one text through a list of constraints.
 
-    Each constraint reads every token for itself, so that phrases may overlap; `ordered` lets only the first
-    of those not yet met read. After a constraint is met, `gap` tokens are read by none, and the others, which
-    must lie wholly behind that gap, begin anew; of several met by the same token the first listed counts.
+    Every constraint reads every token, so phrases may overlap; with `ordered` only the first unmet one reads.
+    After a constraint is met, none reads the next `gap` tokens, and the others start again after the gap. If
+    one token meets several, the first listed counts.
 
-    The constraints given are never changed. Copies share their parts until a token changes them.
+    The given constraints are never modified. Copies share state until a token changes it.
     """
 
     __slots__ = (
@@ -65,28 +68,29 @@ class ConstraintListState:
         "unmet_indices",
     )
 
-    unmet_indices: tuple[int, ...]  # places in the list of those not met
+    unmet_indices: tuple[int, ...]  # indices of the unmet constraints
 
     def __init__(self, constraints: Sequence[Constraint], ordered: bool = False, gap: int = 0) -> None:
         self._spec = _ConstraintSpec.build(constraints, ordered, gap)
         self._reset_state()
 
     def _reset_state(self) -> None:
+        """Return to the state before any token."""
         self.unmet_indices = self._pending_order = tuple(range(len(self._spec.initial)))
-        self._met_order: tuple[int, ...] = ()  # places in the order in which they were met
+        self._met_order: tuple[int, ...] = ()  # indices, in the order they were met
         self._current = list(self._spec.initial)  # [C]
         self._remaining = list(self._spec.total_steps)  # [C] remaining() of each
-        self._owned_mask = 0  # a bit for each constraint that no other state holds
-        self._gap_left = 0  # tokens that none will read
+        self._owned_mask = 0  # one bit per constraint not shared with other states
+        self._gap_left = 0  # tokens left of the gap
 
     @property
     def constraints(self) -> list[Constraint]:
-        """The constraints as they were given."""
+        """The constraints as given."""
         return self._spec.constraints
 
     @property
     def max_seqlen(self) -> int:
-        """The steps that the longest constraint takes."""
+        """The steps of the longest constraint."""
         return self._spec.max_seqlen
 
     @property
@@ -96,62 +100,64 @@ class ConstraintListState:
 
     @property
     def total_steps(self) -> int:
-        """The steps that all of them take."""
+        """The steps of all constraints."""
         return sum(self._spec.total_steps)
 
     @property
     def steps_met(self) -> int:
-        """How many of these steps the text has made."""
-        return self.total_steps - sum(self._remaining[place] for place in self.unmet_indices)
+        """The number of steps met."""
+        return self.total_steps - sum(self._remaining[index] for index in self.unmet_indices)
 
     @property
     def complete_constraints(self) -> list[Constraint]:
-        """Those that are met, in the order in which they were."""
-        return [self._current[place] for place in self._met_order]
+        """The met constraints, in the order they were met."""
+        return [self._current[index] for index in self._met_order]
 
     @property
     def pending_constraints(self) -> list[Constraint]:
-        """Those not begun, where one that broke off comes last."""
-        return [self._current[place] for place in self._pending_indices()]
+        """The constraints not started; one that was broken comes last."""
+        return [self._current[index] for index in self._pending_indices()]
 
     @property
     def inprogress_constraint(self) -> Constraint | None:
-        """The one nearest to its end of those begun, the first listed of several; None if none is begun."""
-        begun = self._started_indices()
-        return self._current[min(begun, key=self._remaining.__getitem__)] if begun else None
+        """The started constraint with the fewest steps left, the first listed on ties; None if none."""
+        started = self._started_indices()
+        return self._current[min(started, key=self._remaining.__getitem__)] if started else None
 
     @property
     def min_tokens_left(self) -> int:
-        """A number of tokens below which the rest cannot be met; exact where only one at a time may read."""
+        """A lower bound on the tokens needed; exact if only one constraint reads at a time."""
         if not self.unmet_indices:
             return 0
-        plan = self._spec
-        left = [self._current[place].min_tokens_left for place in self.unmet_indices]
-        if not (plan.ordered or plan.gap):
-            return max(left)  # the shorter ones may lie inside the longest
-        anew = [plan.initial[place].min_tokens_left for place in self.unmet_indices]
-        # Only the next one to be met keeps what it has read.
-        kept = max(whole - rest for whole, rest in zip(anew, left, strict=True))
-        return self._gap_left + sum(anew) - kept + plan.gap * (len(anew) - 1)
+        spec = self._spec
+        remaining = [self._current[index].min_tokens_left for index in self.unmet_indices]
+        if not (spec.ordered or spec.gap):
+            return max(remaining)  # shorter phrases may lie inside the longest
+        from_start = [spec.initial[index].min_tokens_left for index in self.unmet_indices]
+        # Only the next constraint to be met keeps its progress.
+        max_progress = max(
+            whole - tokens_left for whole, tokens_left in zip(from_start, remaining, strict=True)
+        )
+        return self._gap_left + sum(from_start) - max_progress + spec.gap * (len(from_start) - 1)
 
     def get_bank(self) -> int:
-        """How far the text has come, in steps as if all constraints were as long as the longest."""
-        begun = self._started_indices()
-        part = self.max_seqlen - min(self._remaining[place] for place in begun) if begun else 0
-        return len(self._met_order) * self.max_seqlen + part
+        """The progress in steps, counting every constraint as long as the longest."""
+        started = self._started_indices()
+        partial = self.max_seqlen - min(self._remaining[index] for index in started) if started else 0
+        return len(self._met_order) * self.max_seqlen + partial
 
     def advance(self) -> list[int] | None:
-        """The tokens that go on with what is begun, or else that begin something; None if no token does."""
+        """The tokens that continue started constraints, or else start one; None if no token does."""
         if self._gap_left:
             return None
-        places = self._started_indices() or (
+        indices = self._started_indices() or (
             self.unmet_indices[:1] if self._spec.ordered else self._pending_indices()
         )
-        tokens = [token for place in places for token in as_token_ids(self._current[place].advance())]
+        tokens = [token for index in indices for token in as_token_ids(self._current[index].advance())]
         return list(dict.fromkeys(tokens)) or None
 
     def add(self, token_id: int) -> tuple[bool, bool]:
-        """Read a token: whether it met a constraint (or all were met before), and whether any stepped."""
+        """Read a token: whether it met a constraint (or all were met), and whether any advanced."""
         token = as_token_id(token_id)
         if not self.unmet_indices:
             return True, False
@@ -159,21 +165,21 @@ class ConstraintListState:
             self._gap_left -= 1
             return False, False
         complete = stepped = False
-        now, left, whole = self._current, self._remaining, self._spec.total_steps
-        for place in self.unmet_indices[:1] if self._spec.ordered else self.unmet_indices:
-            if left[place] >= whole[place] and not now[place].does_advance(token):
+        current, remaining, total_steps = self._current, self._remaining, self._spec.total_steps
+        for index in self.unmet_indices[:1] if self._spec.ordered else self.unmet_indices:
+            if remaining[index] >= total_steps[index] and not current[index].does_advance(token):
                 continue
-            met, nearer = self._update_constraint(place, token)
-            stepped |= nearer
-            if met:
+            is_met, advanced = self._update_constraint(index, token)
+            stepped |= advanced
+            if is_met:
                 complete = True
-                self._mark_met(place)
+                self._mark_met(index)
                 if self._spec.gap:
                     break
         return complete, stepped
 
     def reset(self, token_ids: Iterable[int] | None = None) -> None:
-        """Begin anew, with a text of these tokens."""
+        """Start again with a text of these tokens."""
         self._reset_state()
         for token in () if token_ids is None else token_ids:
             self.add(token)
@@ -181,7 +187,7 @@ class ConstraintListState:
                 break
 
     def copy(self, stateful: bool = True) -> Self:
-        """Another state of the same list, with what this one has read or with nothing read."""
+        """Another state of the same list; `stateful` keeps the progress."""
         new = object.__new__(type(self))
         new._spec = self._spec
         if not stateful:
@@ -198,52 +204,52 @@ class ConstraintListState:
         return new
 
     def _started_indices(self) -> list[int]:
-        whole, left = self._spec.total_steps, self._remaining
-        return [place for place in self.unmet_indices if left[place] < whole[place]]
+        total_steps, remaining = self._spec.total_steps, self._remaining
+        return [index for index in self.unmet_indices if remaining[index] < total_steps[index]]
 
     def _pending_indices(self) -> list[int]:
-        whole, left = self._spec.total_steps, self._remaining
-        return [place for place in self._pending_order if left[place] >= whole[place]]
+        total_steps, remaining = self._spec.total_steps, self._remaining
+        return [index for index in self._pending_order if remaining[index] >= total_steps[index]]
 
-    def _update_constraint(self, place: int, token: int) -> tuple[bool, bool]:
-        """Let a constraint, begun or to be begun, read a token: is it met, and has it come nearer."""
-        one = self._current[place]
-        begun = self._remaining[place] < self._spec.total_steps[place]
-        if not self._owned_mask >> place & 1:
-            one = self._current[place] = one.copy(stateful=True)
-            self._owned_mask |= 1 << place
-        stepped, completed, broken = one.update(token)
+    def _update_constraint(self, index: int, token: int) -> tuple[bool, bool]:
+        """Pass a token to a constraint: whether it is met, and whether it advanced."""
+        constraint = self._current[index]
+        is_started = self._remaining[index] < self._spec.total_steps[index]
+        if not self._owned_mask >> index & 1:
+            constraint = self._current[index] = constraint.copy(stateful=True)
+            self._owned_mask |= 1 << index
+        stepped, completed, broken = constraint.update(token)
         if completed:
             return True, True
         if broken:
-            self._reset_constraint(place)
-            # The token that broke it may begin it again, which brings it no nearer unless it is met by that.
-            again = (
-                begun
-                and self._current[place].does_advance(token)
-                and self._update_constraint(place, token)[0]
+            self._reset_constraint(index)
+            # The breaking token may start it again; that is progress only if it meets the constraint.
+            is_met = (
+                is_started
+                and self._current[index].does_advance(token)
+                and self._update_constraint(index, token)[0]
             )
-            return again, again
-        if not begun and not stepped:
-            name = type(one).__name__
-            must = f"must hold sound ones, in {name} update() must step where does_advance() is true"
+            return is_met, is_met
+        if not is_started and not stepped:
+            name = type(constraint).__name__
+            must = f"must be valid: in {name} update() must step where does_advance() is true"
             raise InputError("constraints", must, token)
-        self._remaining[place] = one.remaining()
+        self._remaining[index] = constraint.remaining()
         return False, stepped
 
-    def _mark_met(self, place: int) -> None:
-        self.unmet_indices = tuple(other for other in self.unmet_indices if other != place)
-        self._pending_order = tuple(other for other in self._pending_order if other != place)
-        self._met_order += (place,)
+    def _mark_met(self, index: int) -> None:
+        self.unmet_indices = tuple(other for other in self.unmet_indices if other != index)
+        self._pending_order = tuple(other for other in self._pending_order if other != index)
+        self._met_order += (index,)
         if self._spec.gap:
             self._gap_left = self._spec.gap
             for other in self._started_indices():
                 self._reset_constraint(other)
 
-    def _reset_constraint(self, place: int) -> None:
-        self._current[place], self._remaining[place] = (
-            self._spec.initial[place],
-            self._spec.total_steps[place],
+    def _reset_constraint(self, index: int) -> None:
+        self._current[index], self._remaining[index] = (
+            self._spec.initial[index],
+            self._spec.total_steps[index],
         )
-        self._owned_mask &= ~(1 << place)
-        self._pending_order = (*(other for other in self._pending_order if other != place), place)
+        self._owned_mask &= ~(1 << index)
+        self._pending_order = (*(other for other in self._pending_order if other != index), index)

@@ -1,1 +1,1 @@
-"""Guidance: what wraps models and changes their distribution."""
+"""Guidance: model wrappers that change the next-token distribution."""

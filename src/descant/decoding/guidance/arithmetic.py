@@ -1,4 +1,4 @@
-"""Logit arithmetic: several models that read the same text, and one distribution made of what they say."""
+"""Logit arithmetic: several models read the same tokens, a formula combines their logits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Model, ModelTraits, RankGroup, RowCache
+from descant.core.interfaces import Model, ModelTraits, MultiCache, RankGroup, RowCache
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
 from descant.errors import InputError
@@ -20,15 +20,15 @@ __all__ = ["ContrastiveDecoding", "DExperts", "JointModel", "LogitArithmetic", "
 
 _FLOAT32 = torch.finfo(torch.float32)
 
-# Inputs that hold what one model makes of a text, which says nothing to another.
+# Inputs computed by one model, meaningless to another.
 _MODEL_SPECIFIC_INPUTS = ("inputs_embeds", "encoder_outputs")
 
 
 class LogitArithmetic(ABC):
-    """Models and a formula over their logits, given wherever a model is: `generate(ProxyTuning(...), ...)`.
+    """Models and a formula over their logits, usable wherever a model is: `generate(ProxyTuning(...), ...)`.
 
-    The first model leads: what is asked of the whole (its generation config, its states, its own logits) is
-    the first one's. All must have one vocabulary, and the same token must mean the same to all of them.
+    The first model is the main one: generation config, hidden states and raw logits are taken from it. All
+    models must share one vocabulary, with the same meaning of every token.
     """
 
     def __init__(self, **models: Any) -> None:
@@ -38,23 +38,23 @@ class LogitArithmetic(ABC):
                 raise InputError(name, "must be a model", None)
             distinct.setdefault(id(model), (name, model))
         order = list(distinct)
-        self.models = tuple(model for _, model in distinct.values())  # each once, and so fed once
+        self.models = tuple(model for _, model in distinct.values())  # distinct models, each fed once
         self.model_names = tuple(name for name, _ in distinct.values())
-        # Which of them each of those given is.
+        # Index into `models` of each argument.
         self.model_indices = tuple(order.index(id(model)) for model in models.values())
 
     @abstractmethod
     def combine(self, logits: Sequence[Tensor]) -> Tensor:
-        """The logits of the whole from those of the models [..., V], in the order they were given."""
+        """The combined logits from those of the models [..., V], in argument order."""
 
     @property
     def config(self) -> Any:
-        """The first model's."""
+        """The first model's config."""
         return self.models[0].config
 
     @property
     def generation_config(self) -> Any:
-        """The first model's own; None where it has none."""
+        """The first model's generation config; None if it has none."""
         return getattr(self.models[0], "generation_config", None)
 
     @property
@@ -64,17 +64,17 @@ class LogitArithmetic(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the first model is."""
+        """The first model's device."""
         return torch.device(self.models[0].device)
 
 
 class ContrastiveDecoding(LogitArithmetic):
-    """What an expert finds likely and an amateur does not, among the tokens that the expert finds plausible.
+    """Prefer tokens that an expert rates higher than an amateur, among those plausible to the expert.
 
-    A token is plausible if its probability is at least `alpha` times that of the expert's likeliest. Its
-    logit is log p(expert) - log p(amateur) (Li et al. 2023, arXiv 2210.15097), or with `beta`
+    A token is plausible if its probability is at least `alpha` times the expert's maximum. Its logit is
+    log p(expert) - log p(amateur) (Li et al. 2023, arXiv 2210.15097), or with `beta`
     (1 + beta) * expert - beta * amateur in logits (O'Brien and Lewis 2023, arXiv 2309.09117). The amateur's
-    logits are divided by `amateur_temperature` first. Beams score the whole as a distribution, normalised.
+    logits are first divided by `amateur_temperature`. Beam search normalises the combined logits.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ContrastiveDecoding(LogitArithmetic):
         )
 
     def combine(self, logits: Sequence[Tensor]) -> Tensor:
-        """The contrast, -inf where a token is not plausible."""
+        """The contrast, -inf for implausible tokens."""
         expert, amateur = logits
         if self.amateur_temperature != 1:
             amateur = amateur / self.amateur_temperature
@@ -102,13 +102,13 @@ class ContrastiveDecoding(LogitArithmetic):
             contrast = expert.log_softmax(-1) - amateur.log_softmax(-1)
         else:
             contrast = _shift_logits(expert, amateur, expert, self.beta)
-        least = expert.amax(-1, keepdim=True) + (math.log(self.alpha) if self.alpha else -math.inf)
-        # What the expert rules out is never plausible, also where `alpha` rules nothing out.
-        return contrast.masked_fill(~(expert >= least.clamp(min=_FLOAT32.min)), -torch.inf)
+        threshold = expert.amax(-1, keepdim=True) + (math.log(self.alpha) if self.alpha else -math.inf)
+        # Tokens at -inf for the expert are never plausible, even with `alpha` = 0.
+        return contrast.masked_fill(~(expert >= threshold.clamp(min=_FLOAT32.min)), -torch.inf)
 
 
 class ProxyTuning(LogitArithmetic):
-    """A model moved by what tuning did to a smaller one: base + alpha * (tuned - untuned), in logits.
+    """Shift a model by the effect of tuning a smaller one: base + alpha * (tuned - untuned), in logits.
 
     Liu et al. 2024, arXiv 2401.08565.
     """
@@ -118,23 +118,23 @@ class ProxyTuning(LogitArithmetic):
         self.alpha = _check_number("alpha", alpha)
 
     def combine(self, logits: Sequence[Tensor]) -> Tensor:
-        """The base's logits, moved."""
+        """The shifted base logits."""
         base, tuned, untuned = logits
         return _shift_logits(base, untuned, tuned, self.alpha)
 
 
 class DExperts(LogitArithmetic):
-    """A model drawn to an expert, away from an anti-expert: base + alpha * (expert - antiexpert), in logits.
+    """Shift a model towards an expert, away from an anti-expert: base + alpha * (expert - antiexpert).
 
-    Where one of the two is None the base takes its place. With `top_p` only those tokens remain that make
-    up so much of the base's own probability, the likeliest first. Liu et al. 2021, arXiv 2105.03023.
+    If one of the two is None, the base takes its place. With `top_p` only the most likely tokens that make up
+    this share of the base's probability remain. Liu et al. 2021, arXiv 2105.03023.
     """
 
     def __init__(
         self, base: Any, expert: Any, antiexpert: Any, alpha: float = 2.0, *, top_p: float | None = None
     ) -> None:
         if expert is None and antiexpert is None:
-            raise InputError("expert", "must be a model where `antiexpert` is None", None)
+            raise InputError("expert", "must be a model if `antiexpert` is None", None)
         super().__init__(
             base=base,
             expert=base if expert is None else expert,
@@ -148,49 +148,47 @@ class DExperts(LogitArithmetic):
         )
 
     def combine(self, logits: Sequence[Tensor]) -> Tensor:
-        """The base's logits, moved."""
+        """The shifted base logits."""
         base, expert, antiexpert = logits
         if self.top_p is not None:
             base = _keep_top_p(base, self.top_p)
         return _shift_logits(base, antiexpert, expert, self.alpha)
 
 
-class _MultiModelCache(RowCache, Protocol):
-    """A cache of several parts, one a model."""
-
-    parts: Sequence[RowCache]
-
-
 class JointModel:
-    """The models of an Arithmetic behind one port: each is fed all rows and has a cache of its own."""
+    """The models of a `LogitArithmetic` as one model: each is fed all rows and has its own cache."""
 
     def __init__(
-        self, rule: LogitArithmetic, parts: Sequence[Model], caches: Callable[[Sequence[Model]], RowCache]
+        self,
+        arithmetic: LogitArithmetic,
+        parts: Sequence[Model],
+        make_cache: Callable[[Sequence[Model]], RowCache],
     ) -> None:
-        self.arithmetic = rule
-        self.parts = tuple(parts)  # those of `rule.models`, in order
-        self.traits: ModelTraits = _joint_traits(rule.model_names, [part.traits for part in parts])
+        self.arithmetic = arithmetic
+        self.parts = tuple(parts)  # one for each of `arithmetic.models`
+        self.traits: ModelTraits = _joint_traits(arithmetic.model_names, [part.traits for part in parts])
         self.device: torch.device = self.parts[0].device
-        found: list[RankGroup | None] = [getattr(part, "rank_group", None) for part in parts]
-        self.rank_group = next((one for one in found if one is not None), None)
-        self._make_cache = caches
+        self.network: Any = None  # there are several
+        rank_groups = [part.rank_group for part in parts]
+        self.rank_group: RankGroup | None = next((group for group in rank_groups if group is not None), None)
+        self._make_cache = make_cache
 
     @property
     def encoder_output(self) -> Any:
-        """The first model's encoder's last output, with the states asked for."""
+        """The first model's last encoder output."""
         return getattr(self.parts[0], "encoder_output", {})
 
     def new_cache(self) -> RowCache:
-        """An empty cache with a part for each model."""
+        """An empty cache with one part per model."""
         return self._make_cache(self.parts)
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
-        """Give every model what new requests give besides decoder tokens."""
+        """Pass the inputs of new requests to every model."""
         for name in _MODEL_SPECIFIC_INPUTS:
-            given = next((one for one in inputs.get(name, ()) if one is not None), None)
-            if given is not None:
-                must = "is what one model makes of a text, and several read this one"
-                raise InputError(name, must, given, "give `input_ids`")
+            value = next((item for item in inputs.get(name, ()) if item is not None), None)
+            if value is not None:
+                must = "must not be given with several models, as it is computed by one of them"
+                raise InputError(name, must, value, "pass `input_ids`")
         try:
             for part in self.parts:
                 part.add_requests(requests, inputs)
@@ -199,24 +197,24 @@ class JointModel:
             raise
 
     def remove_requests(self, requests: Sequence[int]) -> None:
-        """Forget those requests."""
+        """Remove requests."""
         for part in self.parts:
             part.remove_requests(requests)
 
     def set_output_states(self, states: Sequence[str]) -> None:
-        """Bring these states of the first model along from the next forward on."""
+        """Return these states of the first model from the next forward on."""
         self.parts[0].set_output_states(states)
 
     def forward(self, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:
-        """Feed every model; the logits of the whole, and the first model's own beside them."""
-        own = cast(_MultiModelCache, cache).parts
-        heard = [
-            part.forward(*_to_device(rows, proposal, part.device), mine)
-            for part, mine in zip(self.parts, own, strict=True)
+        """Feed every model; returns the combined logits and the first model's raw logits."""
+        caches = cast(MultiCache, cache).parts
+        outputs = [
+            part.forward(*_to_device(rows, proposal, part.device), part_cache)
+            for part, part_cache in zip(self.parts, caches, strict=True)
         ]
-        first = heard[0]
-        logits = [heard[place].logits.to(self.device) for place in self.arithmetic.model_indices]
-        # What only one model rules out may be infinitely far from it, which no distribution can hold.
+        first = outputs[0]
+        logits = [outputs[index].logits.to(self.device) for index in self.arithmetic.model_indices]
+        # A token at -inf for one model only can become +inf, which softmax cannot handle.
         combined = self.arithmetic.combine(logits).clamp(max=_FLOAT32.max)
         return ForwardOutput(
             combined, first.states, first.logits if first.base_logits is None else first.base_logits
@@ -224,7 +222,7 @@ class JointModel:
 
 
 def _to_device(rows: Rows, proposal: Proposal, device: torch.device) -> tuple[Rows, Proposal]:
-    """The same rows and drafts where a model takes its inputs."""
+    """The rows and drafts on the device of a model."""
     if rows.tokens.device == device:
         return rows, proposal
     drafts = proposal.drafts
@@ -233,61 +231,66 @@ def _to_device(rows: Rows, proposal: Proposal, device: torch.device) -> tuple[Ro
 
 
 def _joint_traits(names: Sequence[str], parts: Sequence[ModelTraits]) -> ModelTraits:
-    """What holds of all models together: the first one's facts, made stricter where another's are."""
+    """The first model's traits, restricted to what all models support."""
     first = parts[0]
-    for name, facts in zip(names, parts, strict=True):
-        if facts.vocab_size != first.vocab_size:
-            must = f"must have the vocabulary of `{names[0]}`, {first.vocab_size} tokens"
-            raise InputError(name, must, f"{facts.vocab_size} tokens", "take models of one tokenizer")
-        if facts.is_encoder_decoder != first.is_encoder_decoder:
-            kinds = {True: "an encoder and a decoder", False: "a decoder alone"}
-            must = f"must be what `{names[0]}` is, {kinds[first.is_encoder_decoder]}"
-            raise InputError(name, must, kinds[facts.is_encoder_decoder])
-        if facts.is_encoder_decoder and facts.main_input_name != first.main_input_name:
+    for name, traits in zip(names, parts, strict=True):
+        if traits.vocab_size != first.vocab_size:
+            must = f"must have the vocabulary size of `{names[0]}`, {first.vocab_size} tokens"
+            raise InputError(name, must, f"{traits.vocab_size} tokens", "use models with the same tokenizer")
+        if traits.is_encoder_decoder != first.is_encoder_decoder:
+            kinds = {True: "an encoder-decoder model", False: "a decoder-only model"}
+            must = f"must be {kinds[first.is_encoder_decoder]} like `{names[0]}`"
+            raise InputError(name, must, kinds[traits.is_encoder_decoder])
+        if traits.is_encoder_decoder and traits.main_input_name != first.main_input_name:
             raise InputError(
-                name, f"must read what `{names[0]}` reads, `{first.main_input_name}`", facts.main_input_name
+                name,
+                f"must have the main input of `{names[0]}`, `{first.main_input_name}`",
+                traits.main_input_name,
             )
     return replace(
         first,
-        supports_position_ids=all(facts.supports_position_ids for facts in parts),
-        has_lm_head=False,  # each has its own, and no hidden state speaks for all
+        supports_position_ids=all(traits.supports_position_ids for traits in parts),
+        has_lm_head=False,  # no single head maps hidden states to the combined logits
         max_positions=min(
-            (facts.max_positions for facts in parts if facts.max_positions is not None), default=None
+            (traits.max_positions for traits in parts if traits.max_positions is not None), default=None
         ),
         context_length=min(
-            (facts.context_length for facts in parts if facts.context_length is not None), default=None
+            (traits.context_length for traits in parts if traits.context_length is not None), default=None
         ),
-        cache_type="own" if any(facts.cache_type == "own" for facts in parts) else first.cache_type,
-        needs_equal_lengths=any(facts.needs_equal_lengths for facts in parts),
-        needs_batch_size_one=any(facts.needs_batch_size_one for facts in parts),
-        input_names=frozenset.intersection(*(facts.input_names for facts in parts)),
+        cache_type="recurrent"
+        if any(traits.cache_type == "recurrent" for traits in parts)
+        else first.cache_type,
+        needs_equal_lengths=any(traits.needs_equal_lengths for traits in parts),
+        needs_batch_size_one=any(traits.needs_batch_size_one for traits in parts),
+        input_names=frozenset.intersection(*(traits.input_names for traits in parts)),
+        needs_own_cache=True,
         placeholder_tokens={
             kind: token
             for kind, token in first.placeholder_tokens.items()
-            if all(facts.placeholder_tokens.get(kind) == token for facts in parts)
+            if all(traits.placeholder_tokens.get(kind) == token for traits in parts)
         },
     )
 
 
 def _shift_logits(start: Tensor, away: Tensor, towards: Tensor, weight: float) -> Tensor:
-    """Logits moved from what one model says towards what another says; what they rule out stays ruled out."""
-    # What both rule out is as far from the one as from the other.
-    way = torch.where(towards == away, 0.0, towards - away)
-    return (start + weight * way).masked_fill(start == -torch.inf, -torch.inf)
+    """`start + weight * (towards - away)`; tokens at -inf in `start` stay there."""
+    # Equal values, -inf included, have distance 0.
+    direction = torch.where(towards == away, 0.0, towards - away)
+    return (start + weight * direction).masked_fill(start == -torch.inf, -torch.inf)
 
 
 def _keep_top_p(logits: Tensor, mass: float) -> Tensor:
-    """The logits of the likeliest tokens that make up so much of the probability, -inf for the rest."""
+    """The logits of the most likely tokens that make up `mass` of the probability, -inf for the rest."""
     probs, order = logits.softmax(-1).sort(stable=True, dim=-1, descending=True)
-    outside = probs.cumsum(-1) - probs >= mass  # of those before it: the first is always inside
+    outside = probs.cumsum(-1) - probs >= mass  # the mass before each token: the first is always inside
     return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
 
 
 def _check_number(
-    name: str, value: Any, which: str = "that is finite", holds: Callable[[float], bool] = lambda _: True
+    name: str, value: Any, expected: str = "that is finite", holds: Callable[[float], bool] = lambda _: True
 ) -> float:
-    """A finite number of which something holds."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if not plain or not math.isfinite(value) or not holds(value):
-        raise InputError(name, f"must be a number {which}", value)
+    """A finite number that satisfies `holds`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not holds(value):
+        raise InputError(name, f"must be a number {expected}", value)
     return float(value)

@@ -1,4 +1,4 @@
-"""DoLa: what the last layer says over and above an earlier one."""
+"""DoLa: contrast the last layer's prediction with that of an earlier layer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from descant.errors import ConfigError, UnsupportedModel
 
 __all__ = ["DoLa", "early_layers"]
 
-# Tokens less likely than this share of the likeliest are ruled out.
+# Tokens below this share of the maximum probability are masked.
 RELATIVE_TOP: Final = 0.1
-_MIN_LOGPROB: Final = -80.0  # the logarithm of the least probability that is told from none
+_MIN_LOGPROB: Final = -80.0  # smaller log-probabilities are treated as equal
 
 
 class DoLa(ModelWrapper):
-    """A model that answers with the contrast of its last layer and an early one (Chuang et al. 2024).
+    """A model whose logits contrast its last layer with an early one (Chuang et al. 2024, arXiv 2309.03883).
 
-    Of a row's early layers the one is taken whose prediction at that position is farthest from the last
-    layer's, by Jensen-Shannon divergence. The early predictions are those of the one forward: hidden
-    states given to the output embeddings. Rows that do not ask for it are left alone.
+    Of a row's early layers, the one whose prediction at that position differs most from the last layer's is
+    used (Jensen-Shannon divergence). Early predictions are the hidden states of the same forward passed
+    through the LM head. Rows that do not enable it are unchanged.
     """
 
     required_states = ("hidden_states",)
@@ -36,94 +36,98 @@ class DoLa(ModelWrapper):
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
         self._layout: tuple[object, Tensor, Tensor, list[int], Tensor] | None = None
-        # Whether the model's logits are its output embeddings of its last states, and no more than that.
+        # Whether the logits are exactly the LM head applied to the last hidden states; None: not yet known.
         self._logits_match_head: bool | None = None
 
     def forward(self, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:
-        """The contrast, for the rows that ask for it."""
-        mine, place, layers, wanted = self._row_layout(rows)
-        alone = bool(self._logits_match_head) and len(mine) == len(rows)
-        output: ForwardOutput = self.inner.forward(rows, proposal, cache, with_logits=not alone)
-        if not len(mine):
+        """The contrast, for the rows that enable it."""
+        active, active_index, layers, wanted = self._row_layout(rows)
+        skip_logits = bool(self._logits_match_head) and len(active) == len(rows)
+        output: ForwardOutput = self.inner.forward(rows, proposal, cache, with_logits=not skip_logits)
+        if not len(active):
             return output
-        # The last layer's prediction with the others', in one pass over the output embeddings.
-        said = self.inner.compute_logits(
-            _early_hidden_states(output, proposal, place, [*layers, -1])
+        # One pass of the LM head over the early layers and the last.
+        layer_logits = self.inner.compute_logits(
+            _early_hidden_states(output, proposal, active_index, [*layers, -1])
         )  # [N, K + 1, L + 1, V]
-        plain = index_rows(output.logits, mine) if output.logits.shape[-1] else said[:, :, -1]
+        last_logits = index_rows(output.logits, active) if output.logits.shape[-1] else layer_logits[:, :, -1]
         if self._logits_match_head is None:
-            self._logits_match_head = torch.allclose(plain, said[:, :, -1], rtol=1e-4, atol=1e-4)
-        final, early = plain.log_softmax(-1), said[:, :, :-1].log_softmax(-1)
-        base = _most_divergent(final, early, wanted) if len(layers) > 1 else early[:, :, 0]
-        least = final.amax(-1, keepdim=True) + log(RELATIVE_TOP)
-        contrast = (final - base).masked_fill(final < least, -torch.inf)
-        if alone:
-            return output._replace(logits=contrast, base_logits=plain)
-        logits = output.logits.index_copy(0, mine.to(final.device), contrast)
+            self._logits_match_head = torch.allclose(
+                last_logits, layer_logits[:, :, -1], rtol=1e-4, atol=1e-4
+            )
+        final, early = last_logits.log_softmax(-1), layer_logits[:, :, :-1].log_softmax(-1)
+        early_logprobs = _most_divergent(final, early, wanted) if len(layers) > 1 else early[:, :, 0]
+        threshold = final.amax(-1, keepdim=True) + log(RELATIVE_TOP)
+        contrast = (final - early_logprobs).masked_fill(final < threshold, -torch.inf)
+        if skip_logits:
+            return output._replace(logits=contrast, base_logits=last_logits)
+        logits = output.logits.index_copy(0, active.to(final.device), contrast)
         return output._replace(logits=logits, base_logits=output.logits)
 
     def _row_layout(self, rows: Rows) -> tuple[Tensor, Tensor, list[int], Tensor]:
-        """The rows that ask for it, each row's place among them, all their layers, and whose is which."""
+        """The active rows, each row's index among them, all their layers, and which row uses which [N, L]."""
         if self._layout is None or self._layout[0] != rows.version:
-            own = row_params(rows).values.get("early_layers")
-            table = torch.full((len(rows), 1), -1) if own is None else own
+            column = row_params(rows).values.get("early_layers")
+            table = torch.full((len(rows), 1), -1) if column is None else column
             assert isinstance(table, Tensor)
-            mine = (table >= 0).any(1).nonzero().squeeze(1)
-            layers = sorted({layer for layer in table[mine].flatten().tolist() if layer >= 0})
-            wanted = (table[mine][:, :, None] == torch.tensor(layers, dtype=torch.long)).any(1)  # [N, L]
-            place = torch.full((len(rows),), -1)
-            place[mine] = torch.arange(len(mine))
-            self._layout = (rows.version, mine, place, layers, wanted.to(self.device))
+            active = (table >= 0).any(1).nonzero().squeeze(1)
+            layers = sorted({layer for layer in table[active].flatten().tolist() if layer >= 0})
+            wanted = (table[active][:, :, None] == torch.tensor(layers, dtype=torch.long)).any(1)  # [N, L]
+            active_index = torch.full((len(rows),), -1)
+            active_index[active] = torch.arange(len(active))
+            self._layout = (rows.version, active, active_index, layers, wanted.to(self.device))
         return self._layout[1:]
 
 
 def _early_hidden_states(
-    output: ForwardOutput, proposal: Proposal, place: Tensor, layers: Sequence[int]
+    output: ForwardOutput, proposal: Proposal, active_index: Tensor, layers: Sequence[int]
 ) -> Tensor:
-    """The early layers' states where logits are [N, K + 1, L, D], for the rows that have a place."""
-    found: Tensor | None = None
-    for part in output.states:
-        if part.get("hidden_states") is None:
-            raise UnsupportedModel("`dola_layers` needs hidden states, which the model does not give")
-        here = (place[part["rows"]] >= 0).nonzero().squeeze(1)
-        if not len(here):
+    """The hidden states of `layers` at the logit positions [N, K + 1, L, D], for the active rows."""
+    stacked: Tensor | None = None
+    for forward_states in output.states:
+        if forward_states.get("hidden_states") is None:
+            raise UnsupportedModel("`dola_layers` needs hidden states, but the model does not return them")
+        batch_index = (active_index[forward_states["rows"]] >= 0).nonzero().squeeze(1)
+        if not len(batch_index):
             continue
-        whose = part["rows"][here]
-        last = part["fed_length"][here] - proposal.draft_counts(whose) - 1
-        states: Sequence[Tensor] = part["hidden_states"]
-        at = (last[:, None] + torch.arange(proposal.width + 1)).clamp(0, states[-1].shape[1] - 1)
+        rows = forward_states["rows"][batch_index]
+        last = forward_states["fed_length"][batch_index] - proposal.draft_counts(rows) - 1
+        states: Sequence[Tensor] = forward_states["hidden_states"]
+        positions = (last[:, None] + torch.arange(proposal.width + 1)).clamp(0, states[-1].shape[1] - 1)
         device = states[-1].device
-        line, at = here.to(device), at.to(device)
-        exits = torch.stack([states[layer].to(device)[line[:, None], at] for layer in layers], 2)
-        if found is None:
-            found = exits.new_empty(int((place >= 0).sum()), *exits.shape[1:])
-        found[place[whose].to(device)] = exits
-    assert found is not None
-    return found
+        batch_rows, positions = batch_index.to(device), positions.to(device)
+        layer_states = torch.stack(
+            [states[layer].to(device)[batch_rows[:, None], positions] for layer in layers], 2
+        )
+        if stacked is None:
+            stacked = layer_states.new_empty(int((active_index >= 0).sum()), *layer_states.shape[1:])
+        stacked[active_index[rows].to(device)] = layer_states
+    assert stacked is not None
+    return stacked
 
 
 def _most_divergent(final: Tensor, early: Tensor, wanted: Tensor) -> Tensor:
-    """The early prediction, of those [N, K + 1, L, V] that a row wants, farthest from the last's."""
+    """The wanted early prediction [N, K + 1, L, V] that differs most from the last layer's."""
     last = final[:, :, None]
-    # A floor keeps probabilities that do not matter from being too small to be computed with quickly.
+    # The floor avoids slow denormal numbers.
     mean = early.clamp(min=_MIN_LOGPROB).exp_().add_(last.clamp(min=_MIN_LOGPROB).exp_()).mul_(0.5)
-    # Both divergences from the mean at once.
+    # Both KL divergences from the mean in one sum.
     logs = mean.log().mul_(2).sub_(early).sub_(last)
-    apart = logs.mul_(mean).sum(-1)
-    best = apart.masked_fill(~wanted[:, None], -torch.inf).argmax(-1)  # [N, K + 1]
+    divergence = logs.mul_(mean).sum(-1)
+    best = divergence.masked_fill(~wanted[:, None], -torch.inf).argmax(-1)  # [N, K + 1]
     return early.gather(2, best[..., None, None].expand(-1, -1, 1, early.shape[-1]))[:, :, 0]
 
 
-def early_layers(wanted: str | Sequence[int], facts: ModelTraits) -> list[int]:
-    """The layers that `dola_layers` stands for on a model, 0 being its embeddings."""
-    count = facts.num_layers
+def early_layers(wanted: str | Sequence[int], traits: ModelTraits) -> list[int]:
+    """The layers that `dola_layers` means for a model; 0 are the embeddings."""
+    count = traits.num_layers
     if not isinstance(wanted, str):
-        odd = [layer for layer in wanted if layer >= count]
-        if odd:
-            raise ConfigError("dola_layers", f"must name layers below {count}, the last", odd[0])
+        invalid = [layer for layer in wanted if layer >= count]
+        if invalid:
+            raise ConfigError("dola_layers", f"must name layers below the last, {count}", invalid[0])
         return sorted(set(wanted))
     if wanted == "high":
         return list(range(count // 2 if count <= 40 else count - 20, count, 2))
-    # With tied embeddings the first layer would only say its own token again.
-    first = 0 if not facts.has_tied_embeddings or count < 2 else min(2, count - 1)
+    # With tied embeddings layer 0 would predict its own input token.
+    first = 0 if not traits.has_tied_embeddings or count < 2 else min(2, count - 1)
     return list(range(first, count // 2 if count <= 40 else 20, 2)) or [first]

@@ -1,4 +1,4 @@
-"""A model around another: what every wrapper hands on."""
+"""The base class of model wrappers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from descant.core.context import row_params
-from descant.core.interfaces import ModelTraits, RowCache
+from descant.core.interfaces import ModelTraits, RankGroup, RowCache
 from descant.core.rows import Rows
 
 __all__ = ["ModelWrapper"]
 
 
 class ModelWrapper:
-    """Answers for the model inside, in everything that a wrapper does not change."""
+    """A model around an inner model; everything a subclass does not override is passed through."""
 
-    required_states: tuple[str, ...] = ()  # what it needs of each forward besides logits
-    row_flag: str = ""  # the parameter that rows have which ask for it, where a recipe made it
+    required_states: tuple[str, ...] = ()  # outputs it needs from each forward besides logits
+    row_flag: str = ""  # row parameter that enables it, for wrappers made by recipes
     _active_rows: tuple[object, Tensor] | None = None
 
     def __init__(self, inner: Any) -> None:
@@ -30,36 +30,52 @@ class ModelWrapper:
 
     @property
     def traits(self) -> ModelTraits:
-        """Those of the model inside."""
-        facts: ModelTraits = self.inner.traits
-        return facts
+        """The inner model's traits."""
+        traits: ModelTraits = self.inner.traits
+        return traits
+
+    @property
+    def network(self) -> Any:
+        """That of the model inside."""
+        return self.inner.network
+
+    @property
+    def rank_group(self) -> RankGroup | None:
+        """That of the model inside."""
+        group: RankGroup | None = self.inner.rank_group
+        return group
+
+    def new_cache(self) -> RowCache:
+        """An empty cache for the model inside."""
+        cache: RowCache = self.inner.new_cache()
+        return cache
 
     @property
     def device(self) -> torch.device:
-        """Where it takes its inputs."""
+        """The inner model's input device."""
         device: torch.device = self.inner.device
         return device
 
     def active_rows(self, rows: Rows) -> Tensor:
-        """The rows that ask for it [N] (host)."""
+        """The rows that enable this wrapper [N] (host)."""
         if self._active_rows is None or self._active_rows[0] != rows.version:
-            told = row_params(rows).values.get(self.row_flag)
-            asks = torch.zeros(len(rows)) if not isinstance(told, Tensor) else told
-            self._active_rows = (rows.version, (asks == 1).nonzero().squeeze(1))
+            column = row_params(rows).values.get(self.row_flag)
+            flags = torch.zeros(len(rows)) if not isinstance(column, Tensor) else column
+            self._active_rows = (rows.version, (flags == 1).nonzero().squeeze(1))
         return self._active_rows[1]
 
     def set_output_states(self, states: Sequence[str]) -> None:
-        """Bring these states along from the next forward on."""
+        """Return these states from the next forward on."""
         self.inner.set_output_states(states)
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
-        """Hand the inputs of new requests on."""
+        """Pass the inputs of new requests to the inner model."""
         self.inner.add_requests(requests, inputs)
 
     def remove_requests(self, requests: Sequence[int]) -> None:
-        """Forget those requests."""
+        """Remove requests."""
         self.inner.remove_requests(requests)
 
     def wrap_cache(self, cache: RowCache) -> RowCache:
-        """The cache as it is."""
+        """The cache this wrapper needs around the inner cache: unchanged by default."""
         return cache

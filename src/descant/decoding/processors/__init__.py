@@ -1,4 +1,4 @@
-"""Processors: what reshapes logits."""
+"""Logits processors and warpers, one module per family."""
 
 from descant.decoding.processors.adaptive_warpers import AdaptivePLogitsWarper, MirostatLogitsWarper
 from descant.decoding.processors.allowed_sequences import AllowedSequences, AllowedSequencesLogitsProcessor

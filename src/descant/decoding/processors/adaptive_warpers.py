@@ -1,4 +1,4 @@
-"""Feedback: samplers that steer by what was chosen before."""
+"""Adaptive samplers: warpers whose threshold follows the tokens chosen so far (mirostat, adaptive-p)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["AdaptivePLogitsWarper", "MirostatLogitsWarper"]
 
 
 class MirostatLogitsWarper(LogitsProcessor):
-    """Holds the surprise of a text at `mirostat_tau` bits a token (Basu et al. 2021, mirostat v2).
+    """Keeps the surprisal of the text near `mirostat_tau` bits per token (Basu et al. 2021, mirostat v2).
 
-    Tokens that would surprise by more than mu bits are dropped, never the likeliest. Mu starts at twice
-    tau, and after each choice moves by `mirostat_eta` times what the surprise fell short of tau. Surprise
-    is -log2 p in the distribution that comes in. A call by hand starts afresh: mu lives in the loop's rows.
+    Tokens with a surprisal above mu bits are dropped, except the most likely one. Mu starts at twice tau.
+    After each token it changes by `mirostat_eta` times the difference between tau and the token's surprisal.
+    Surprisal is -log2 p under the incoming distribution. Mu is row state: a direct call always starts fresh.
     """
 
     config_fields = ("mirostat_tau", "mirostat_eta")
@@ -43,17 +43,17 @@ class MirostatLogitsWarper(LogitsProcessor):
         self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """What is too surprising is gone."""
+        """Mask tokens with a surprisal above mu."""
         drop = surprisal(scores) > self._mu(context)
         return mask_dropped(
             context, scores, drop & (scores < scores.amax(-1, keepdim=True)), self.filter_value
         )
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
-        """The new mu [N]; a token that mirostat was given no chance of leaves it as it was."""
-        mu, seen = self._mu(context), surprisal(before).gather(1, tokens[:, None])
-        moved = mu - context.param("mirostat_eta") * (seen - context.param("mirostat_tau"))
-        return {"mirostat_mu": torch.where(seen.isfinite(), moved, mu)[:, 0]}
+        """Return the new mu [N]; a token with probability 0 before this warper leaves it unchanged."""
+        mu, surprise = self._mu(context), surprisal(before).gather(1, tokens[:, None])
+        updated = mu - context.param("mirostat_eta") * (surprise - context.param("mirostat_tau"))
+        return {"mirostat_mu": torch.where(surprise.isfinite(), updated, mu)[:, 0]}
 
     def _mu(self, context: Context) -> Tensor:
         mu = context.state("mirostat_mu")
@@ -61,12 +61,12 @@ class MirostatLogitsWarper(LogitsProcessor):
 
 
 class AdaptivePLogitsWarper(LogitsProcessor):
-    """Favours tokens near a target probability, so that on average `adaptive_p_target` is met (adaptive-p).
+    """Favours tokens near a target probability, to reach `adaptive_p_target` on average (adaptive-p).
 
-    The target of a step is twice the wanted one less a moving average of the probabilities of the tokens
-    chosen so far, which decays by `adaptive_p_decay`. A token's new score falls with the distance of its
-    probability from it, first by the square, then in proportion. It decides by itself, so it comes last.
-    A call by hand starts afresh: the average lives in the loop's rows.
+    The target of a step is twice the configured one minus a moving average of the chosen tokens'
+    probabilities, which decays by `adaptive_p_decay`. The new score of a token falls with the distance of its
+    probability from that target: quadratically near it, linearly further away. It replaces the scores, so it
+    must come last. The average is row state: a direct call always starts fresh.
     Origin: llama.cpp, pull request 17927, by ddh0 after MrJackSpade.
     """
 
@@ -79,25 +79,25 @@ class AdaptivePLogitsWarper(LogitsProcessor):
         self.adaptive_p_decay = float(check_number("adaptive_p_decay", adaptive_p_decay, 0.0, 0.99))
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """New scores by the distance from the step's target; what was ruled out stays so."""
+        """Replace the scores by their closeness to the step's target; masked tokens stay masked."""
         total, weight = self._running_average(context)
         target = (2 * context.param("adaptive_p_target") - total / weight).clamp(0.0, 1.0)
         distance = (scores.softmax(-1) - target).abs() / self.WIDTH
-        near = self.PEAK - self.SHARPNESS * distance * distance / (1 + distance)
-        return torch.where(scores == NEG_INF, scores, near)
+        closeness = self.PEAK - self.SHARPNESS * distance * distance / (1 + distance)
+        return torch.where(scores == NEG_INF, scores, closeness)
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
-        """The new average [N]; a token that it was given no chance of leaves it as it was."""
+        """Return the new average [N]; a token with probability 0 before this warper leaves it unchanged."""
         total, weight = self._running_average(context)
         chosen = before.softmax(-1).gather(1, tokens[:, None])
-        decay, own = context.param("adaptive_p_decay"), chosen > 0
+        decay, was_possible = context.param("adaptive_p_decay"), chosen > 0
         return {
-            "adaptive_p_sum": torch.where(own, chosen + decay * total, total)[:, 0],
-            "adaptive_p_weight": torch.where(own, 1 + decay * weight, weight)[:, 0],
+            "adaptive_p_sum": torch.where(was_possible, chosen + decay * total, total)[:, 0],
+            "adaptive_p_weight": torch.where(was_possible, 1 + decay * weight, weight)[:, 0],
         }
 
     def _running_average(self, context: Context) -> tuple[Tensor, Tensor]:
-        """The decayed sum of the chosen probabilities and its weight, at first as if all met the target."""
+        """Return the decayed sum and weight, initialised as if all earlier tokens had met the target."""
         total, weight = context.state("adaptive_p_sum"), context.state("adaptive_p_weight")
         start = 1 / (1 - context.param("adaptive_p_decay"))
         return (

@@ -1,4 +1,4 @@
-"""Phrase bans: at a place to which a row was cut back, the tokens that led into a phrase there."""
+"""Mask of the tokens that a backtracking strategy has retracted at the current position."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["BacktrackMaskProcessor"]
 
 
 class BacktrackMaskProcessor(LogitsProcessor):
-    """Rules out what a row has taken back at its place, which the strategy keeps in the column `masked`.
+    """Masks the tokens a row has retracted at its position, read from the column `masked_tokens`.
 
-    A stage, and not part of the choice: what truncates the distribution has to see what is left.
+    This is a processor and not part of selection, because warpers must see the remaining distribution.
     """
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
-        """Nothing: what it reads is the row's own."""
+        """Return no parameters: the mask is row state."""
         return {}
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores without those tokens."""
-        masked = context.state("masked_tokens")[:, 0]  # [N, W] (host), -1 where there is none
+        """Mask the retracted tokens."""
+        masked = context.state("masked_tokens")[:, 0]  # [N, W] (host), padded with -1
         if not bool((masked >= 0).any()):
             return scores
         return scores.masked_fill(vocab_mask(scores.shape, masked.to(scores.device)), -torch.inf)

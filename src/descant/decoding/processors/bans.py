@@ -1,4 +1,4 @@
-"""Bans: tokens that are never chosen, or not at the beginning, or not after what came before."""
+"""Token bans: suppressed tokens, repeated n-grams, bad words, and user-defined prefix constraints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
 from descant.core.context import Context, PromptInfo
-from descant.decoding.processors.base import LogitsProcessor, check_number, vocab_mask
+from descant.decoding.processors.base import LogitsProcessor, TokenIds, as_id_list, check_number, vocab_mask
 from descant.decoding.processors.biases import check_max_token_id, check_sequences, completing_tokens
-from descant.decoding.processors.lengths import TokenIds, as_id_list
 from descant.decoding.processors.penalties import EncoderInputProcessor, as_source_ids
 from descant.errors import InputError
 
@@ -28,7 +27,7 @@ __all__ = [
 
 
 class SuppressTokensLogitsProcessor(LogitsProcessor):
-    """Rules tokens out everywhere."""
+    """Masks tokens at every position."""
 
     config_fields = ("suppress_tokens",)
 
@@ -36,12 +35,12 @@ class SuppressTokensLogitsProcessor(LogitsProcessor):
         self.suppress_tokens = as_id_list(suppress_tokens)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores without those tokens."""
+        """Mask the tokens."""
         return scores.masked_fill(vocab_mask(scores.shape, context.param("suppress_tokens")), -torch.inf)
 
 
 class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
-    """Rules tokens out at one place, `begin_index`: the first that the model may choose freely."""
+    """Masks tokens at one position, `begin_index`: the first that is not forced."""
 
     config_fields = ("begin_suppress_tokens",)
 
@@ -50,33 +49,33 @@ class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
         self.begin_index = check_number("begin_index", begin_index, 0, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores without those tokens at that place."""
-        here = context.length == context.param("begin_index")
+        """Mask the tokens in rows of length `begin_index`."""
+        at_begin = context.length == context.param("begin_index")
         return scores.masked_fill(
-            vocab_mask(scores.shape, context.param("begin_suppress_tokens")) & here, -torch.inf
+            vocab_mask(scores.shape, context.param("begin_suppress_tokens")) & at_begin, -torch.inf
         )
 
 
-def _ngram_completions(context: Context, store: Tensor, size: Tensor, most: int) -> Tensor:
-    """Which tokens of `store` [N, S] end an n-gram, of that `size` [N, 1], that the line's last tokens begin.
+def _ngram_completions(context: Context, source: Tensor, size: Tensor, max_size: int) -> Tensor:
+    """Mask [N, S] of the tokens of `source` that complete an n-gram begun by the row's last tokens.
 
-    `store` holds -1 where it has no token, and `most` is the largest size.
+    `source` [N, S] is padded with -1, `size` [N, 1] is each row's n, and `max_size` the largest of them.
     """
-    same = (store >= 0) & (context.length >= size - 1)
-    before = store
-    for back in range(1, min(most, store.shape[1] + 1, context.tokens.shape[1] + 1)):
-        before = torch.nn.functional.pad(before[:, :-1], (1, 0), value=-1)  # what stands `back` before
+    matches = (source >= 0) & (context.length >= size - 1)
+    before = source
+    for back in range(1, min(max_size, source.shape[1] + 1, context.tokens.shape[1] + 1)):
+        before = torch.nn.functional.pad(before[:, :-1], (1, 0), value=-1)  # `back` tokens earlier
         last = context.tokens.gather(1, (context.length - back).clamp(min=0))  # [N, 1]
-        same = same & ((before == last) | (size <= back))
-    # The loop looks no further back than there are tokens: a longer n-gram is nowhere.
-    return same & (size <= store.shape[1]) & (size > 0)
+        matches = matches & ((before == last) | (size <= back))
+    # The loop compares at most as many tokens as there are: a longer n-gram cannot match.
+    return matches & (size <= source.shape[1]) & (size > 0)
 
 
 class NoRepeatNGramLogitsProcessor(LogitsProcessor):
-    """Rules out every token that would repeat an n-gram of the row, prompt included.
+    """Masks every token that would repeat an n-gram of the row, prompt included.
 
-    With a `window`, n-grams count only as long as all of them lies in the row's last so many tokens;
-    0 means the whole row.
+    With a `window`, only n-grams that lie entirely within the row's last `window` tokens count; 0 means the
+    whole row.
     """
 
     config_fields = ("no_repeat_ngram_size", "no_repeat_ngram_window")
@@ -86,17 +85,17 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
         self.no_repeat_ngram_window = check_number("window", window, 0, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores without what would repeat."""
+        """Mask the tokens that would complete a repeated n-gram."""
         size, window = context.param("no_repeat_ngram_size"), context.param("no_repeat_ngram_window")
         tokens = torch.where(context.valid, context.tokens, -1)
-        again = _ngram_completions(context, tokens, size, context.max_on_host("no_repeat_ngram_size"))
-        first = torch.arange(tokens.shape[1], device=tokens.device) - size + 1  # where each n-gram begins
-        again &= (window <= 0) | (first >= context.length - window)
-        return scores.masked_fill(vocab_mask(scores.shape, torch.where(again, tokens, -1)), -torch.inf)
+        repeats = _ngram_completions(context, tokens, size, context.max_on_host("no_repeat_ngram_size"))
+        ngram_start = torch.arange(tokens.shape[1], device=tokens.device) - size + 1  # [L]
+        repeats &= (window <= 0) | (ngram_start >= context.length - window)
+        return scores.masked_fill(vocab_mask(scores.shape, torch.where(repeats, tokens, -1)), -torch.inf)
 
 
 class EncoderNoRepeatNGramLogitsProcessor(EncoderInputProcessor):
-    """Rules out every token that would repeat an n-gram of the encoder's input."""
+    """Masks every token that would repeat an n-gram of the encoder's input."""
 
     def __init__(self, encoder_ngram_size: int, encoder_input_ids: Tensor) -> None:
         self.encoder_no_repeat_ngram_size = check_number(
@@ -106,21 +105,21 @@ class EncoderNoRepeatNGramLogitsProcessor(EncoderInputProcessor):
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
-        """The size, and whose n-grams."""
+        """Return the n-gram size and the encoder's input ids."""
         name = "encoder_no_repeat_ngram_size"
         return {name: getattr(config, name), "source_ids": prompt.source_ids()}
 
     def process_with_source(self, context: Context, scores: Tensor, sources: Tensor) -> Tensor:
-        """The scores without what would repeat the source."""
+        """Mask the tokens that would complete an n-gram of the source."""
         name = "encoder_no_repeat_ngram_size"
-        again = _ngram_completions(context, sources, context.param(name), context.max_on_host(name))
-        return scores.masked_fill(vocab_mask(scores.shape, torch.where(again, sources, -1)), -torch.inf)
+        repeats = _ngram_completions(context, sources, context.param(name), context.max_on_host(name))
+        return scores.masked_fill(vocab_mask(scores.shape, torch.where(repeats, sources, -1)), -torch.inf)
 
 
 class NoBadWordsLogitsProcessor(LogitsProcessor):
-    """Rules out every token that would complete one of some sequences.
+    """Masks every token that would complete one of the bad words.
 
-    A sequence that is only one of `eos_token_id` is passed over: rows must be able to end.
+    A bad word that is a single end token is ignored, because rows must be able to end.
     """
 
     bad_words_ids: list[list[int]]
@@ -133,11 +132,11 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
-        """The sequences and how long each is."""
+        """Return the bad words and their lengths."""
         return _bad_words_params(config.bad_words_ids or (), as_id_list(config.eos_token_id))
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores without what would complete a sequence."""
+        """Mask the tokens that would complete a bad word."""
         check_max_token_id("bad_words_ids", self.max_token_id, scores)
         complete, token = completing_tokens(
             context, context.param("bad_words_ids"), context.param("bad_words_sizes")
@@ -147,18 +146,18 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
 
 def _bad_words_params(value: Any, eos: list[int]) -> dict[str, Any]:
     if not isinstance(value, list | tuple) or not value:
-        raise InputError("bad_words_ids", "must hold sequences of token ids", value, "write [[5, 6], [7]]")
-    ends = [[one] for one in eos]
-    words = [word for word in check_sequences("bad_words_ids", value) if word not in ends]
+        raise InputError("bad_words_ids", "must be a list of token id lists", value, "write [[5, 6], [7]]")
+    end_words = [[token] for token in eos]
+    words = [word for word in check_sequences("bad_words_ids", value) if word not in end_words]
     return {"bad_words_ids": words or [[-1]], "bad_words_sizes": [len(word) for word in words] or [0]}
 
 
 class PrefixConstrainedLogitsProcessor(LogitsProcessor):
-    """Leaves only the tokens that a function allows after each row (De Cao et al. 2021).
+    """Allows only the tokens that a function returns for each row (De Cao et al. 2021).
 
-    `prefix_allowed_tokens_fn(batch_id, ids)` is told which prompt of the call a row continues and the
-    row's ids [L], without padding, and returns the ids of the tokens that may follow. By hand, every
-    `num_beams` lines belong to one prompt.
+    `prefix_allowed_tokens_fn(batch_id, ids)` receives the index of the row's prompt and the row's ids [L]
+    without padding, and returns the ids of the allowed next tokens. In a direct call, every `num_beams`
+    consecutive rows belong to one prompt.
     """
 
     def __init__(
@@ -172,57 +171,57 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
-        """The function, and which prompt a row continues."""
+        """Return the function and the row's prompt index."""
         return {
             "prefix_allowed_tokens_fn": config.prefix_allowed_tokens_fn,
             "prompt_index": prompt.prompt_index,
         }
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """New scores [N, V] after the ids [N, L], all of which count as real."""
-        batch = [line // self.num_beams for line in range(len(input_ids))]
+        """Return new scores [N, V] for the ids [N, L], none of which is treated as padding."""
+        prompts = [row // self.num_beams for row in range(len(input_ids))]
         context = Context.standalone(input_ids, vars(self))
-        return _mask_disallowed(self._allowed_tokens(context, scores, batch, min_tokens=1), scores)
+        return _mask_disallowed(self._allowed_tokens(context, scores, prompts, min_tokens=1), scores)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores of the allowed tokens, of lines whose prompts the context knows.
+        """Mask the tokens that are not allowed.
 
-        Where nothing is allowed nothing is left, and that row alone fails.
+        If no token is allowed, all are masked, and only that row fails.
         """
-        batch = context.param("prompt_index").squeeze(1).tolist()
-        return _mask_disallowed(self._allowed_tokens(context, scores, batch), scores)
+        prompts = context.param("prompt_index").squeeze(1).tolist()
+        return _mask_disallowed(self._allowed_tokens(context, scores, prompts), scores)
 
     def _allowed_tokens(
-        self, context: Context, scores: Tensor, batch: list[int], min_tokens: int = 0
+        self, context: Context, scores: Tensor, prompts: list[int], min_tokens: int = 0
     ) -> list[list[int]]:
-        """What the function allows after each line."""
+        """Call the function for each row and return the allowed tokens."""
         functions = context.object_param("prefix_allowed_tokens_fn")
         lengths = context.length.squeeze(1).tolist()
-        lines = zip(functions, batch, context.tokens, lengths, strict=True)
+        rows = zip(functions, prompts, context.tokens, lengths, strict=True)
         return [
             _check_allowed(function(prompt, tokens[:length].clone()), prompt, scores.shape[1], min_tokens)
-            for function, prompt, tokens, length in lines
+            for function, prompt, tokens, length in rows
         ]
 
 
-def _mask_disallowed(answers: list[list[int]], scores: Tensor) -> Tensor:
-    """The scores of the tokens allowed, nothing else [N, V]."""
-    wide = max(1, *map(len, answers))
-    ids = torch.tensor([answer + [-1] * (wide - len(answer)) for answer in answers], device=scores.device)
+def _mask_disallowed(allowed: list[list[int]], scores: Tensor) -> Tensor:
+    """Mask all tokens that are not allowed [N, V]."""
+    width = max(1, *map(len, allowed))
+    ids = torch.tensor([tokens + [-1] * (width - len(tokens)) for tokens in allowed], device=scores.device)
     return scores.masked_fill(~vocab_mask(scores.shape, ids), -torch.inf)
 
 
-def _check_allowed(answer: Any, prompt: int, vocabulary: int, least: int) -> list[int]:
-    """What the function returned, as a list of at least so many ids."""
+def _check_allowed(result: Any, prompt: int, vocab_size: int, min_tokens: int) -> list[int]:
+    """Return the function's result as a list of at least `min_tokens` valid ids."""
     name = "prefix_allowed_tokens_fn"
-    ids = answer.tolist() if isinstance(answer, Tensor) else answer
+    ids = result.tolist() if isinstance(result, Tensor) else result
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
-        raise InputError(name, "must return a list of token ids", answer)
+        raise InputError(name, "must return a list of token ids", result)
     ids = list(ids)
-    if len(ids) < least:
-        must = f"must allow at least one token, for prompt {prompt} too"
-        raise InputError(name, must, answer, "return the end token where nothing may follow")
-    odd = [one for one in ids if not isinstance(one, Integral) or not 0 <= int(one) < vocabulary]
-    if odd:
-        raise InputError(name, f"must return token ids below {vocabulary}, the vocabulary", odd[0])
-    return [int(one) for one in ids]
+    if len(ids) < min_tokens:
+        must = f"must allow at least one token, also for prompt {prompt}"
+        raise InputError(name, must, result, "return the end token where no other token may follow")
+    invalid = [token for token in ids if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size]
+    if invalid:
+        raise InputError(name, f"must return token ids below {vocab_size}, the vocabulary size", invalid[0])
+    return [int(token) for token in ids]

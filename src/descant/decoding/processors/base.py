@@ -1,9 +1,9 @@
-"""The documented face of a processor, `(input_ids, scores)`, over the port, `(context, scores)`."""
+"""Base classes of processors: the documented `(input_ids, scores)` and the engine's `(context, scores)`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,69 +19,71 @@ __all__ = [
     "CallableProcessor",
     "LogitsProcessor",
     "LogitsProcessorList",
+    "TokenIds",
+    "as_id_list",
     "as_processor",
     "check_number",
     "to_list",
     "vocab_mask",
 ]
 
+TokenIds = int | Sequence[int] | Tensor
 NO_STATE: Mapping[str, float] = {}
 
 
 class LogitsProcessor:
-    """The base of all processors: a subclass defines `process`, or, knowing nothing of contexts, `__call__`.
+    """Base class of all processors. A subclass defines `process`, or `__call__` if it does not use contexts.
 
-    `process` is pure and reads its parameters from the context, where every line has its own; an
-    instance only holds the parameters of a call by hand, under the same names. One whose answer depends
-    on the row's past beyond its tokens names the columns it keeps in `state`, with what a row starts
-    with, and defines `advance`.
+    `process` is pure and reads its parameters from the context, where every row has its own. An instance only
+    holds the parameters of direct calls, under the same names. A processor that depends on more than the
+    row's tokens declares its columns with their initial values in `state`, and defines `advance`.
     """
 
-    config_fields: ClassVar[tuple[str, ...]] = ()  # the config fields that are its parameters as they are
+    config_fields: ClassVar[tuple[str, ...]] = ()  # config fields passed unchanged as parameters
     state: Mapping[str, float] = NO_STATE
-    is_random: ClassVar[bool] = False  # whether it asks `context.chance`
+    is_random: ClassVar[bool] = False  # whether it uses `context.uniform_per_token` or `uniform_per_sequence`
 
     @classmethod
     def make_unbound(cls) -> Self:
-        """One without parameters of its own, as the loop uses it."""
+        """Return an instance without parameters, as the engine uses it."""
         return cls.__new__(cls)
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
-        """The parameters of a row that uses it: numbers, lists of numbers, or objects."""
+        """Return the row parameters of this processor: numbers, lists of numbers, or objects."""
         return {name: to_list(getattr(config, name)) for name in cls.config_fields}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """New scores [N, V] after the ids [N, L], all of which count as real."""
+        """Return new scores [N, V] for the ids [N, L], none of which is treated as padding."""
         return self.process(Context.standalone(input_ids, vars(self), self.state), scores)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """New scores [N, V] for the lines of `context`."""
+        """Return new scores [N, V] for the rows of `context`."""
         raise NotImplementedError(f"{type(self).__name__} must define `process` or `__call__`")
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """The state of each line [N] after its token [N], of what was given and made of it [N, V]."""
+        """Return the state [N] after the chosen tokens [N]; scores are [N, V] before and after `process`."""
         raise NotImplementedError(f"{type(self).__name__} has a `state` and must define `advance`")
 
 
 class LogitsProcessorList(list[Any]):
-    """Processors applied one after the other."""
+    """A list of processors applied in order."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        """New scores [N, V]; a processor that takes more than two arguments finds them in `kwargs`."""
+        """Return new scores [N, V]; further arguments of a processor are taken from `kwargs`."""
         for processor in self:
             names = list(inspect.signature(processor.__call__).parameters)[2:]
             missing = [name for name in names if name not in kwargs]
             if missing:
                 raise InputError(
-                    "kwargs", f"must hold {missing} for {type(processor).__name__}", list(kwargs)
+                    "kwargs", f"must contain {missing} for {type(processor).__name__}", list(kwargs)
                 )
             scores = processor(input_ids, scores, **{name: kwargs[name] for name in names})
         return scores
 
 
 class BoundProcessor:
-    """One of ours that a user made by hand: it follows the rows, with its own parameters for all of them."""
+    """A built-in processor constructed by the user: its own parameters apply to all rows."""
 
     def __init__(self, function: LogitsProcessor) -> None:
         self.function = function
@@ -89,16 +91,16 @@ class BoundProcessor:
         self.is_random = function.is_random
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """What it makes of the scores."""
+        """Process the scores with the instance's parameters."""
         return self.function.process(context.with_params(vars(self.function)), scores)
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """Its state after the choice."""
+        """Advance the state with the instance's parameters."""
         return self.function.advance(context.with_params(vars(self.function)), before, after, tokens)
 
 
 class CallableProcessor:
-    """A user's own processor, who is shown the ids of the running rows padded on the left."""
+    """A user's callable `(input_ids, scores)`; it receives the running rows' ids, padded on the left."""
 
     state = NO_STATE
     is_random = False
@@ -107,49 +109,58 @@ class CallableProcessor:
         self.function = function
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """What the user's function makes of the scores."""
-        parts = context.equal_width_groups()
-        if parts[0] is None:
+        """Call the function once per group of rows of equal width."""
+        groups = context.equal_width_groups()
+        if groups[0] is None:
             return self._call_function(context, scores)
-        answer = scores.clone()
-        for part in parts:
-            assert part is not None
-            at = part.to(scores.device)
-            answer[at] = self._call_function(context.take(part), scores[at])
-        return answer
+        processed = scores.clone()
+        for group in groups:
+            assert group is not None
+            index = group.to(scores.device)
+            processed[index] = self._call_function(context.take(group), scores[index])
+        return processed
 
     def _call_function(self, context: Context, scores: Tensor) -> Tensor:
-        """The same of lines that are equally wide."""
-        answer: Any = self.function(context.left_padded(), scores.clone())
-        if not isinstance(answer, Tensor) or answer.shape != scores.shape:
+        """Call the function on rows of equal width and check its result."""
+        result: Any = self.function(context.left_padded(), scores.clone())
+        if not isinstance(result, Tensor) or result.shape != scores.shape:
             must = f"must return a tensor of shape {list(scores.shape)}"
-            raise InputError("logits_processor", must, answer, "return the scores")
-        return answer.float()
+            raise InputError("logits_processor", must, result, "return the scores")
+        return result.float()
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
-        """It has no state that we know of."""
+        """Return no state: the engine does not manage a callable's state."""
         return {}
 
 
-def as_processor(given: Any) -> Processor:
-    """A processor that a user brings along, as the loop calls it."""
-    if isinstance(given, LogitsProcessor) and type(given).process is not LogitsProcessor.process:
-        return BoundProcessor(given)
-    if not isinstance(given, LogitsProcessor) and hasattr(given, "process"):
-        port: Processor = given
-        return port
-    if not callable(given):
-        raise InputError("logits_processor", "must hold callables (input_ids, scores) -> scores", given)
-    return CallableProcessor(given)
+def as_processor(candidate: Any) -> Processor:
+    """Wrap a user's processor for the engine."""
+    if isinstance(candidate, LogitsProcessor) and type(candidate).process is not LogitsProcessor.process:
+        return BoundProcessor(candidate)
+    if not isinstance(candidate, LogitsProcessor) and hasattr(candidate, "process"):
+        processor: Processor = candidate
+        return processor
+    if not callable(candidate):
+        raise InputError(
+            "logits_processor", "must contain callables (input_ids, scores) -> scores", candidate
+        )
+    return CallableProcessor(candidate)
+
+
+def as_id_list(value: TokenIds | None) -> list[int]:
+    """Convert no token id, one or several to a list."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else torch.as_tensor(value).reshape(-1).tolist()
 
 
 def to_list(value: Any) -> Any:
-    """A field's value as a parameter: sequences as lists."""
+    """Convert tuples to lists, recursively."""
     return [to_list(part) for part in value] if isinstance(value, tuple) else value
 
 
 def vocab_mask(shape: torch.Size, ids: Tensor) -> Tensor:
-    """Which columns the ids [N, W] name, entries below 0 or too large naming none [N, V]."""
+    """Mask of the token ids [N, W] over the vocabulary [N, V]; ids out of range are ignored."""
     width = shape[1]
     mask = torch.zeros(shape[0], width + 1, dtype=torch.bool, device=ids.device)
     ids = torch.where((ids >= 0) & (ids < width), ids, width)
@@ -157,9 +168,9 @@ def vocab_mask(shape: torch.Size, ids: Tensor) -> Tensor:
 
 
 def check_number(name: str, value: Any, low: float, high: float = float("inf"), integer: bool = False) -> Any:
-    """The value, checked to be a number between the bounds."""
-    kinds = int if integer else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        kind = "an integer" if integer else "a number"
-        raise InputError(name, f"must be {kind} between {low} and {high}", value)
+    """Return the value if it is a number within the bounds, raise otherwise."""
+    types = int if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
+        expected = "an integer" if integer else "a number"
+        raise InputError(name, f"must be {expected} between {low} and {high}", value)
     return value

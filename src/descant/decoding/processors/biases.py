@@ -1,4 +1,4 @@
-"""Biases: tokens, and sequences of tokens, that are made likelier or less likely."""
+"""Biases on single tokens and on token sequences."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ __all__ = ["LogitBiasLogitsProcessor", "SequenceBiasLogitsProcessor", "check_seq
 
 
 def check_sequences(name: str, value: Sequence[Any]) -> list[list[int]]:
-    """Sequences of token ids as lists, checked to be such and none of them empty."""
+    """Return the sequences of token ids as lists; raise if one is empty or invalid."""
     checked = []
-    for one in value:
-        ids = list(one) if isinstance(one, Sequence) and not isinstance(one, str) else []
+    for sequence in value:
+        ids = list(sequence) if isinstance(sequence, Sequence) and not isinstance(sequence, str) else []
         if not ids or any(isinstance(token, bool) or not isinstance(token, Integral) for token in ids):
-            raise InputError(name, "must hold sequences of token ids, none of them empty", one)
+            raise InputError(name, "must contain non-empty sequences of token ids", sequence)
         if min(ids) < 0:
-            raise InputError(name, "must hold token ids >= 0", one)
+            raise InputError(name, "must contain token ids >= 0", sequence)
         checked.append([int(token) for token in ids])
     return checked
 
 
 def completing_tokens(context: Context, ids: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Which sequences one more token would complete [N, K], and which token that is [N, K].
+    """Return which sequences one more token would complete [N, K], and that token [N, K].
 
-    `ids` [N, K, W] are the sequences from the left, `sizes` [N, K] their lengths, below 1 for none.
+    `ids` [N, K, W] are the sequences, padded on the right; `sizes` [N, K] are their lengths, 0 if unused.
     """
     last = sizes.clamp(min=1) - 1  # [N, K]
     complete = (sizes > 0) & (sizes <= context.length + 1)
     for back in range(1, min(ids.shape[2], context.tokens.shape[1] + 1)):
-        wanted = ids.gather(2, (last - back).clamp(min=0)[:, :, None]).squeeze(2)
-        found = context.tokens.gather(1, (context.length - back).clamp(min=0))  # [N, 1]
-        complete &= (found == wanted) | (last < back)
+        expected = ids.gather(2, (last - back).clamp(min=0)[:, :, None]).squeeze(2)
+        actual = context.tokens.gather(1, (context.length - back).clamp(min=0))  # [N, 1]
+        complete &= (actual == expected) | (last < back)
     return complete, ids.gather(2, last[:, :, None]).squeeze(2)
 
 
 class SequenceBiasLogitsProcessor(LogitsProcessor):
-    """Adds a bias to the token that would complete a sequence; to a single token, always.
+    """Adds a bias to the token that would complete a sequence; a single token is always biased.
 
-    `sequence_bias` maps sequences to biases: `{(10, 45): -2.0, (64,): -7.5}` or, as JSON can have it,
+    `sequence_bias` maps sequences to biases: `{(10, 45): -2.0, (64,): -7.5}`, or the JSON form
     `[[[10, 45], -2.0], [[64], -7.5]]`.
     """
 
@@ -62,17 +62,17 @@ class SequenceBiasLogitsProcessor(LogitsProcessor):
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
-        """The sequences, how long each is, and the biases."""
+        """Return the sequences, their lengths and their biases."""
         return _sequence_bias_params(config.sequence_bias or {})
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores with the biases of what would be completed."""
+        """Add the biases of the sequences that would be completed."""
         check_max_token_id("sequence_bias", self.max_token_id, scores)
         complete, token = completing_tokens(
             context, context.param("sequence_bias_ids"), context.param("sequence_bias_sizes")
         )
         bias = torch.where(complete, context.param("sequence_bias").to(scores.dtype), 0.0)
-        # The biases of a token are summed before its score, as the documented processor does.
+        # transformers sums the biases of a token before it adds them to the score.
         return scores + torch.zeros_like(scores).scatter_add_(1, *_drop_unknown_ids(scores, token, bias))
 
 
@@ -82,22 +82,25 @@ def _sequence_bias_params(value: Any) -> dict[str, Any]:
         must = "must map sequences of token ids to biases"
         raise InputError("sequence_bias", must, value, "write {(10, 45): -2.0} or [[[10, 45], -2.0]]")
     if any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs):
-        raise InputError("sequence_bias", "must hold pairs of a sequence and its bias", value)
+        raise InputError("sequence_bias", "must contain pairs of a sequence and its bias", value)
     ids = check_sequences("sequence_bias", [pair[0] for pair in pairs])
-    biases = {tuple(one): _check_bias("sequence_bias", pair[1]) for one, pair in zip(ids, pairs, strict=True)}
-    # Sums of floats depend on their order: single tokens first, as the documented processor does.
-    ordered = sorted(biases, key=lambda one: len(one) > 1)
+    biases = {
+        tuple(sequence): _check_bias("sequence_bias", pair[1])
+        for sequence, pair in zip(ids, pairs, strict=True)
+    }
+    # Float sums depend on the order: single tokens first, as in transformers.
+    ordered = sorted(biases, key=lambda sequence: len(sequence) > 1)
     return {
-        "sequence_bias_ids": [list(one) for one in ordered],
-        "sequence_bias_sizes": [len(one) for one in ordered],
-        "sequence_bias": [biases[one] for one in ordered],
+        "sequence_bias_ids": [list(sequence) for sequence in ordered],
+        "sequence_bias_sizes": [len(sequence) for sequence in ordered],
+        "sequence_bias": [biases[sequence] for sequence in ordered],
     }
 
 
 class LogitBiasLogitsProcessor(LogitsProcessor):
-    """Adds a bias to the scores of single tokens, as the field of that name of the OpenAI API does.
+    """Adds a bias to the scores of single tokens, like the OpenAI API's `logit_bias`.
 
-    A bias of some units makes a token likelier or less likely; -100 or -inf rules it out in practice.
+    -100 or -inf effectively bans a token.
     """
 
     logit_bias: list[float]
@@ -110,11 +113,11 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
-        """The tokens and their biases."""
+        """Return the tokens and their biases."""
         return _logit_bias_params(config.logit_bias or {})
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores with the biases."""
+        """Add the biases."""
         check_max_token_id("logit_bias", self.max_token_id, scores)
         ids = context.param("logit_bias_ids")
         return scores.scatter_add(
@@ -125,23 +128,25 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
 def _logit_bias_params(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not value:
         raise InputError("logit_bias", "must map token ids to biases", value, "write {50256: -100.0}")
-    ids = [one for (one,) in check_sequences("logit_bias", [[token] for token in value])]
+    ids = [token_id for (token_id,) in check_sequences("logit_bias", [[token] for token in value])]
     return {"logit_bias_ids": ids, "logit_bias": [_check_bias("logit_bias", bias) for bias in value.values()]}
 
 
 def _check_bias(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
-        raise InputError(name, "must hold numbers for biases", value)
+        raise InputError(name, "must have numbers as biases", value)
     return float(value)
 
 
 def _drop_unknown_ids(scores: Tensor, ids: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and amounts [N, W] fit to be added to the scores: an id that names no token adds nothing."""
-    real = (ids >= 0) & (ids < scores.shape[1])
-    return torch.where(real, ids, 0), torch.where(real, amounts, 0.0)
+    """Return ids and amounts [N, W] for a scatter-add; an id out of range adds 0."""
+    known = (ids >= 0) & (ids < scores.shape[1])
+    return torch.where(known, ids, 0), torch.where(known, amounts, 0.0)
 
 
-def check_max_token_id(name: str, highest: int, scores: Tensor) -> None:
-    """Raise for a token id that the scores have no place for."""
-    if highest >= scores.shape[1]:
-        raise InputError(name, f"must name tokens below {scores.shape[1]}, the vocabulary", highest)
+def check_max_token_id(name: str, max_token_id: int, scores: Tensor) -> None:
+    """Raise if a token id is outside the vocabulary of the scores."""
+    if max_token_id >= scores.shape[1]:
+        raise InputError(
+            name, f"must have token ids below {scores.shape[1]}, the vocabulary size", max_token_id
+        )

@@ -1,4 +1,4 @@
-"""Diversity: what the groups before have chosen in this step counts against choosing it again."""
+"""Hamming diversity between the groups of diverse beam search."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["HammingDiversityLogitsProcessor", "apply_hamming_penalty"]
 
 
 class HammingDiversityLogitsProcessor(LogitsProcessor):
-    """Takes `diversity_penalty` off a token for each beam of an earlier group that chose it in this step.
+    """Subtracts `diversity_penalty` from a token per beam of an earlier group that chose it in this step.
 
-    Diverse beam search (Vijayakumar et al. 2016). In the loop the tokens that a line must differ from are
-    the column `rivals`, which the strategy keeps.
+    Diverse beam search (Vijayakumar et al. 2016). In the engine, the tokens of earlier groups are the column
+    `earlier_group_tokens`, which the strategy maintains.
     """
 
     config_fields = ("diversity_penalty",)
@@ -35,33 +35,35 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         current_tokens: Tensor,
         beam_group_idx: int,
     ) -> Tensor:
-        """New scores of one group's beams [B * G, V] after the step's tokens of all beams [B * num_beams]."""
-        size = self.num_beams // self.num_beam_groups
+        """Return scores of one group [B * G, V], given this step's tokens of all beams [B * num_beams]."""
+        group_size = self.num_beams // self.num_beam_groups
         check_number("beam_group_idx", beam_group_idx, 0, self.num_beam_groups - 1, integer=True)
-        batch, rest = divmod(len(current_tokens), self.num_beams)
-        if rest or current_tokens.ndim != 1:
-            must = f"must hold {self.num_beams} tokens for each prompt"
+        batch, remainder = divmod(len(current_tokens), self.num_beams)
+        if remainder or current_tokens.ndim != 1:
+            must = f"must have {self.num_beams} tokens per prompt"
             raise InputError("current_tokens", must, current_tokens)
-        if len(scores) != batch * size:
-            must = f"must have {batch * size} lines, {size} for each prompt"
+        if len(scores) != batch * group_size:
+            must = f"must have {batch * group_size} rows, {group_size} per prompt"
             raise InputError("scores", must, scores)
-        rivals = current_tokens.view(batch, self.num_beams)[:, : beam_group_idx * size]
+        earlier = current_tokens.view(batch, self.num_beams)[:, : beam_group_idx * group_size]
         penalty = scores.new_full((1, 1), self.diversity_penalty)
-        return apply_hamming_penalty(scores, rivals.repeat_interleave(size, 0).to(scores.device), penalty)
+        return apply_hamming_penalty(
+            scores, earlier.repeat_interleave(group_size, 0).to(scores.device), penalty
+        )
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """New scores for the lines of `context`."""
-        rivals = context.state("earlier_group_tokens")
-        if rivals.is_floating_point():
-            must = "must not hold a HammingDiversityLogitsProcessor without beam groups"
+        """Apply the penalty to the rows of `context`."""
+        earlier = context.state("earlier_group_tokens")
+        if earlier.is_floating_point():
+            must = "must not contain a HammingDiversityLogitsProcessor without beam groups"
             raise InputError("logits_processor", must, self, "set num_beam_groups and diversity_penalty")
-        return apply_hamming_penalty(scores, rivals.flatten(1), context.param("diversity_penalty"))
+        return apply_hamming_penalty(scores, earlier.flatten(1), context.param("diversity_penalty"))
 
 
-def apply_hamming_penalty(scores: Tensor, rivals: Tensor, penalty: Tensor) -> Tensor:
-    """The scores [N, V] less the penalty [N, 1] for each time a token is a rival [N, W], -1 being none."""
-    width = scores.shape[1]
-    known = torch.where((rivals >= 0) & (rivals < width), rivals, width)
-    counts = scores.new_zeros(len(scores), width + 1)
-    counts = counts.scatter_add(1, known, counts.new_ones(1, 1).expand(known.shape))
-    return scores - penalty * counts[:, :width]
+def apply_hamming_penalty(scores: Tensor, earlier: Tensor, penalty: Tensor) -> Tensor:
+    """Subtract the penalty [N, 1] from scores [N, V] per occurrence in `earlier` [N, W], padded with -1."""
+    vocab_size = scores.shape[1]
+    ids = torch.where((earlier >= 0) & (earlier < vocab_size), earlier, vocab_size)
+    counts = scores.new_zeros(len(scores), vocab_size + 1)
+    counts = counts.scatter_add(1, ids, counts.new_ones(1, 1).expand(ids.shape))
+    return scores - penalty * counts[:, :vocab_size]

@@ -1,4 +1,4 @@
-"""Temperatures that are found for each line."""
+"""Dynamic temperature: a temperature computed from the entropy of each row."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from descant.errors import InputError
 
 __all__ = ["DynamicTemperatureLogitsWarper"]
 
-MIN_TEMPERATURE = 1e-6  # below it a quotient could overflow, and only the best has a chance anyway
+MIN_TEMPERATURE = 1e-6  # below it the division could overflow, so only the best token is kept
 
 
 class DynamicTemperatureLogitsWarper(LogitsProcessor):
     """Divides the scores by a temperature that grows with their entropy (dynamic temperature, by kalomaze).
 
-    From `temperature - dynamic_temperature_range`, but not below 0, where one token is certain, to
-    `temperature + dynamic_temperature_range` where all that are possible are equally likely, by the share
-    of the largest entropy to the power of `dynamic_temperature_exponent`. It stands in the place of the
+    The temperature is `temperature - dynamic_temperature_range`, at least 0, if one token is certain, and
+    `temperature + dynamic_temperature_range` if all unmasked tokens are equally likely. In between it grows
+    with the share of the maximum entropy, raised to `dynamic_temperature_exponent`. It replaces the fixed
     temperature. Origin: llama.cpp, pull request 4972.
     """
 
@@ -44,15 +44,15 @@ class DynamicTemperatureLogitsWarper(LogitsProcessor):
         )
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores scaled; a single candidate stays as it is."""
-        middle, reach = context.param("temperature"), context.param("dynamic_temperature_range")
-        low, high = (middle - reach).clamp(min=0.0), middle + reach
+        """Scale the scores; a row with a single candidate is unchanged."""
+        center, half_range = context.param("temperature"), context.param("dynamic_temperature_range")
+        low, high = (center - half_range).clamp(min=0.0), center + half_range
         count = (scores > -torch.inf).sum(-1, keepdim=True)
         entropy = torch.special.entr(scores.softmax(-1)).sum(-1, keepdim=True)
         share = (entropy / count.clamp(min=2).log()).clamp(0.0, 1.0)
-        heat = low + (high - low) * share ** context.param("dynamic_temperature_exponent")
+        temperature = low + (high - low) * share ** context.param("dynamic_temperature_exponent")
 
         best = scores.amax(-1, keepdim=True)
-        frozen = scores.masked_fill(scores < best, -torch.inf)
-        scaled = torch.where(heat < MIN_TEMPERATURE, frozen, scores / heat)
+        greedy = scores.masked_fill(scores < best, -torch.inf)
+        scaled = torch.where(temperature < MIN_TEMPERATURE, greedy, scores / temperature)
         return torch.where(count > 1, scaled, scores)

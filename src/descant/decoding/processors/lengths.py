@@ -1,8 +1,7 @@
-"""Lengths: no end too early, an end that grows likelier, and fixed tokens at the first and last place."""
+"""Length processors: minimum length, length penalty, and forced first and last tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
 from descant.core.context import Context, PromptInfo
-from descant.decoding.processors.base import LogitsProcessor, check_number, vocab_mask
+from descant.decoding.processors.base import LogitsProcessor, TokenIds, as_id_list, check_number, vocab_mask
 from descant.decoding.processors.penalties import map_token_scores
 from descant.errors import InputError
 
@@ -22,16 +21,9 @@ __all__ = [
     "MinNewTokensLengthLogitsProcessor",
 ]
 
-TokenIds = int | Sequence[int] | Tensor
-
-
-def as_id_list(value: TokenIds | None) -> list[int]:
-    """No token id, one or several as a list."""
-    return [] if value is None else torch.as_tensor(value).reshape(-1).tolist()
-
 
 class MinLengthLogitsProcessor(LogitsProcessor):
-    """Rules the end tokens out while a row, prompt included, is shorter than `min_length`."""
+    """Masks the end tokens while a row, prompt included, is shorter than `min_length`."""
 
     config_fields = ("min_length",)
 
@@ -40,7 +32,7 @@ class MinLengthLogitsProcessor(LogitsProcessor):
         self.end_token_ids = as_id_list(eos_token_id)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores with no way to end too early."""
+        """Mask the end tokens of rows that are too short."""
         early = context.length < context.param("min_length")
         return scores.masked_fill(
             vocab_mask(scores.shape, context.param("end_token_ids")) & early, -torch.inf
@@ -48,7 +40,7 @@ class MinLengthLogitsProcessor(LogitsProcessor):
 
 
 class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
-    """Rules the end tokens out until a row has `min_new_tokens` tokens beyond its prompt."""
+    """Masks the end tokens until a row has `min_new_tokens` generated tokens."""
 
     config_fields = ("min_new_tokens",)
 
@@ -64,22 +56,22 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
         self.end_token_ids = as_id_list(eos_token_id)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores with no way to end too early."""
+        """Mask the end tokens of rows that are too short."""
         early = context.generated < context.param("min_new_tokens")
         return scores.masked_fill(
             vocab_mask(scores.shape, context.param("end_token_ids")) & early, -torch.inf
         )
 
 
-def force_tokens(scores: Tensor, ids: Tensor, here: Tensor) -> Tensor:
-    """Where `here` [N, 1], certainty for the ids [N, W] and nothing else."""
+def force_tokens(scores: Tensor, ids: Tensor, where: Tensor) -> Tensor:
+    """Where `where` [N, 1] is set, score 0 for the ids [N, W] and -inf for all others."""
     mask = vocab_mask(scores.shape, ids)
-    only = torch.where(mask, 0.0, -torch.inf).to(scores.dtype)
-    return torch.where(here, only, scores)
+    forced = torch.where(mask, 0.0, -torch.inf).to(scores.dtype)
+    return torch.where(where, forced, scores)
 
 
 class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
-    """Makes `bos_token_id` the token after the decoder's start token."""
+    """Forces `bos_token_id` right after the decoder's start token."""
 
     config_fields = ("forced_bos_token_id",)
 
@@ -87,16 +79,16 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
         self.forced_bos_token_id = check_number("bos_token_id", bos_token_id, 0, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """Certainty at the second place."""
+        """Force the token in rows of length 1."""
         return force_tokens(scores, context.param("forced_bos_token_id"), context.length == 1)
 
 
 class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
-    """Makes one of `eos_token_id` the last token when a row reaches `max_length`."""
+    """Forces one of `eos_token_id` as the last token before `max_length`."""
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
-        """The tokens that it forces."""
+        """Return the forced tokens."""
         return {"forced_eos_token_id": as_id_list(config.forced_eos_token_id)}
 
     def __init__(self, max_length: int, eos_token_id: TokenIds, device: str = "cpu") -> None:  # noqa: ARG002
@@ -104,18 +96,17 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
         self.forced_eos_token_id = as_id_list(eos_token_id)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """Certainty at the last place."""
+        """Force the tokens in rows that have one token left."""
         return force_tokens(
             scores, context.param("forced_eos_token_id"), context.length == context.param("max_length") - 1
         )
 
 
 class ExponentialDecayLengthPenalty(LogitsProcessor):
-    """Makes the end tokens exponentially likelier once a row has more than so many tokens beyond its prompt.
+    """Makes the end tokens exponentially more likely after a number of generated tokens.
 
-    Of `exponential_decay_length_penalty`, a pair, the first says how many and the second is the factor:
-    `n` tokens later the score of an end token grows by its size times `factor ** n - 1`. An end that is
-    ruled out stays so.
+    `exponential_decay_length_penalty` is a pair `(start, factor)`: `n` tokens after `start`, the score of an
+    end token grows by its absolute value times `factor ** n - 1`. A masked end token stays masked.
     """
 
     def __init__(
@@ -130,31 +121,31 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
-        """Where it begins and how it grows."""
+        """Return the start and the factor."""
         return _decay_params(config.exponential_decay_length_penalty, prompt.length)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores with the end likelier."""
-        late = (context.length - context.param("decay_start")).clamp(min=0)
-        # In float32 the power would be off by its exponent times 6e-8.
-        exact = torch.float32 if scores.device.type == "mps" else torch.float64
-        factor = context.param("decay_factor").to(exact) + context.param("decay_residual").to(exact)
+        """Raise the scores of the end tokens."""
+        overrun = (context.length - context.param("decay_start")).clamp(min=0)
+        # In float32 the relative error of the power would be its exponent times 6e-8.
+        dtype = torch.float32 if scores.device.type == "mps" else torch.float64
+        factor = context.param("decay_factor").to(dtype) + context.param("decay_residual").to(dtype)
         limits = torch.finfo(scores.dtype)
-        growth = (factor**late - 1).clamp(limits.min, limits.max).to(scores.dtype)
+        growth = (factor**overrun - 1).clamp(limits.min, limits.max).to(scores.dtype)
 
         def grown(old: Tensor) -> Tensor:
             new = (old + old.abs() * growth).clamp(limits.min, limits.max)
-            return torch.where((late > 0) & old.isfinite(), new, old)
+            return torch.where((overrun > 0) & old.isfinite(), new, old)
 
         return map_token_scores(scores, context.param("eos_token_ids"), grown)
 
 
-def _decay_params(pair: Any, prompt: int) -> dict[str, Any]:
-    """The parameters of a decay: a row of which length it begins after, and the factor in two parts."""
+def _decay_params(pair: Any, prompt_length: int) -> dict[str, Any]:
+    """Return the row length after which the decay starts, and the factor split into two float32 parts."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise InputError("exponential_decay_length_penalty", "must be a pair (start, factor)", pair)
     start = check_number("exponential_decay_length_penalty", pair[0], 0, integer=True)
     factor = float(check_number("exponential_decay_length_penalty", pair[1], 0.0))
     rounded = float(torch.tensor(factor, dtype=torch.float32))
-    begins = min(start + prompt, 2**62)  # no row is as long, and an int64 holds it
-    return {"decay_start": begins, "decay_factor": factor, "decay_residual": factor - rounded}
+    decay_start = min(start + prompt_length, 2**62)  # longer than any row, and within int64
+    return {"decay_start": decay_start, "decay_factor": factor, "decay_residual": factor - rounded}

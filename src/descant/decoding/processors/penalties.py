@@ -1,4 +1,4 @@
-"""Penalties: what has been said counts against saying it again, or for it."""
+"""Repetition penalties on the row's own tokens and on the encoder's input."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ __all__ = [
 
 
 def map_token_scores(scores: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """The scores with those of the ids [N, W] put through `change`, ids that name no token left out."""
+    """Apply `change` to the scores of the ids [N, W]; ids out of range are ignored."""
     if not ids.shape[1]:
         return scores
-    real = (ids >= 0) & (ids < scores.shape[1])
-    # Writing is cheapest without a mask: an id that names nobody writes what its neighbour writes.
-    stand_in = torch.where(real, ids, -1).amax(1, keepdim=True)  # [N, 1], -1 where a line has no ids
-    at = torch.where(real, ids, stand_in).clamp(min=0)
-    old = scores.gather(1, at)
-    return scores.scatter(1, at, torch.where(stand_in >= 0, change(old), old))
+    known = (ids >= 0) & (ids < scores.shape[1])
+    # A scatter without a mask is cheapest: an unknown id repeats the write of a known one.
+    stand_in = torch.where(known, ids, -1).amax(1, keepdim=True)  # [N, 1], -1 if a row has no ids
+    index = torch.where(known, ids, stand_in).clamp(min=0)
+    selected = scores.gather(1, index)
+    return scores.scatter(1, index, torch.where(stand_in >= 0, change(selected), selected))
 
 
 def repetition_penalty_fn(penalty: Tensor) -> Callable[[Tensor], Tensor]:
-    """Scores / penalty, or * penalty below 0, so that a penalty above 1 always makes less likely."""
+    """Return scores -> scores / penalty, or * penalty below 0, so that a penalty > 1 always lowers them."""
     return lambda scores: torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
 class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
-    """Makes tokens already seen less likely (Keskar et al. 2019): scores / penalty, or * penalty below 0.
+    """Lowers the scores of tokens in the row (Keskar et al. 2019): / penalty, or * penalty below 0.
 
-    By hand, `prompt_ignore_length` leaves the first so many tokens of a row out.
+    In a direct call, `prompt_ignore_length` excludes that many tokens at the start.
     """
 
     config_fields = ("repetition_penalty",)
@@ -54,65 +54,65 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
         )
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores with every token of the row, prompt included and padding not, made less likely."""
-        seen = torch.where(context.valid, context.tokens, -1)[:, self.prompt_ignore_length :]
+        """Apply the penalty to every token of the row, prompt included and padding excluded."""
+        row_ids = torch.where(context.valid, context.tokens, -1)[:, self.prompt_ignore_length :]
         return map_token_scores(
-            scores, seen, repetition_penalty_fn(context.param("repetition_penalty").to(scores.dtype))
+            scores, row_ids, repetition_penalty_fn(context.param("repetition_penalty").to(scores.dtype))
         )
 
 
 class EncoderInputProcessor(LogitsProcessor):
-    """A processor that looks at the encoder's input, or at the prompt where there is no encoder.
+    """Base class of processors that read the encoder's input, or the prompt of a decoder-only model.
 
-    Its parameter `source` is those ids without padding. By hand it is given the ids of a whole batch
-    [B, S], in which every id counts, and `input_ids` has a fixed number of lines for each of them.
+    The parameter `source_ids` holds those ids without padding. In a direct call it holds a whole batch [B, S]
+    in which every id counts, and `input_ids` has a fixed number of rows per batch entry.
     """
 
     source_ids: list[int] | list[list[int]]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """New scores [N, V] after the ids [N, L], all of which count as real."""
+        """Return new scores [N, V] for the ids [N, L], none of which is treated as padding."""
         context = Context.standalone(input_ids, vars(self))
         sources = context.param("source_ids")
         if sources.ndim > 2:
-            lines, prompts = len(sources), sources.shape[1]
-            if lines % prompts:
-                must = f"must have a multiple of {prompts} lines, as the encoder's input has so many"
+            rows, prompts = len(sources), sources.shape[1]
+            if rows % prompts:
+                must = f"must have a multiple of {prompts} rows, the batch size of the encoder's input"
                 raise InputError("input_ids", must, input_ids)
-            batch = torch.arange(lines, device=scores.device) // (lines // prompts)
-            sources = _select_source(sources, batch[:, None])
+            prompt_index = torch.arange(rows, device=scores.device) // (rows // prompts)
+            sources = _select_source(sources, prompt_index[:, None])
         return self.process_with_source(context, scores, sources)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The new scores of lines whose sources the context knows."""
+        """Select the source of each row and process it."""
         sources = context.param("source_ids")
-        if sources.ndim > 2:  # made by hand and used by the loop, whose lines come and go
+        if sources.ndim > 2:  # constructed by the user for a batch, but used by the engine
             sources = _select_source(sources, context.param("prompt_index"))
         return self.process_with_source(context, scores, sources)
 
     def process_with_source(self, context: Context, scores: Tensor, sources: Tensor) -> Tensor:
-        """The new scores of lines with those sources [N, S], padded with -1."""
-        raise NotImplementedError(f"{type(self).__name__} must define `sourced`")
+        """Return new scores of rows with the sources [N, S], padded with -1."""
+        raise NotImplementedError(f"{type(self).__name__} must define `process_with_source`")
 
 
 def as_source_ids(encoder_input_ids: Tensor) -> list[Any]:
-    """The ids of one encoder input [S], or of a batch of them [B, S], as a parameter."""
+    """Convert the ids of one encoder input [S] or of a batch [B, S] to a parameter."""
     ids = torch.as_tensor(encoder_input_ids)
     if ids.ndim not in (1, 2) or ids.is_floating_point() or not ids.numel():
         raise InputError("encoder_input_ids", "must be token ids [batch, length]", encoder_input_ids)
-    listed: list[Any] = (ids[0] if ids.ndim == 2 and len(ids) == 1 else ids).tolist()
-    return listed
+    source_ids: list[Any] = (ids[0] if ids.ndim == 2 and len(ids) == 1 else ids).tolist()
+    return source_ids
 
 
-def _select_source(sources: Tensor, batch: Tensor) -> Tensor:
-    """Of the sources of a whole batch [N, B, S] each line's own, `batch` [N, 1] being its number [N, S]."""
-    return sources.gather(1, batch[:, :, None].expand(-1, -1, sources.shape[2])).squeeze(1)
+def _select_source(sources: Tensor, prompt_index: Tensor) -> Tensor:
+    """Select each row's source [N, S] from the batch [N, B, S] by its index [N, 1]."""
+    return sources.gather(1, prompt_index[:, :, None].expand(-1, -1, sources.shape[2])).squeeze(1)
 
 
 class EncoderRepetitionPenaltyLogitsProcessor(EncoderInputProcessor):
-    """Makes the tokens of the encoder's input likelier (`penalty` > 1) or less likely (< 1).
+    """Raises (`penalty` > 1) or lowers (< 1) the scores of the tokens in the encoder's input.
 
-    It is the inverse of the repetition penalty (Keskar et al. 2019), against made-up facts in summaries.
+    It is the inverse of the repetition penalty (Keskar et al. 2019) and reduces hallucination in summaries.
     """
 
     def __init__(self, penalty: float, encoder_input_ids: Tensor) -> None:
@@ -121,12 +121,12 @@ class EncoderRepetitionPenaltyLogitsProcessor(EncoderInputProcessor):
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
-        """The inverse of the penalty, and whose tokens it concerns."""
-        # Here and not on the device, where float32 would round the quotient.
+        """Return the inverse of the penalty, and the encoder's input ids."""
+        # Computed in float64 on the host; float32 on the device would round it.
         return {"encoder_penalty": 1.0 / config.encoder_repetition_penalty, "source_ids": prompt.source_ids()}
 
     def process_with_source(self, context: Context, scores: Tensor, sources: Tensor) -> Tensor:
-        """The scores with every token of the source made likelier."""
+        """Apply the inverse penalty to every token of the source."""
         return map_token_scores(
             scores, sources, repetition_penalty_fn(context.param("encoder_penalty").to(scores.dtype))
         )

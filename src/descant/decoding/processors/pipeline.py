@@ -1,9 +1,9 @@
-"""The stages: which processors a config calls for, and in which order they stand. One line a processor."""
+"""The processor pipeline: which processors a config enables, and their order."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,6 +55,7 @@ from descant.decoding.processors import (
     WhisperTimeStampLogitsProcessor,
     XTCLogitsWarper,
 )
+from descant.decoding.processors.base import as_id_list
 from descant.decoding.watermark.schemes import as_watermarking_config
 from descant.errors import ConfigError
 
@@ -66,7 +67,6 @@ __all__ = [
     "LOGITS_WARPERS",
     "PROCESSOR_SPECS",
     "ProcessorSpec",
-    "as_id_list",
     "end_token_ids",
     "is_set",
     "processor_order",
@@ -75,7 +75,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ProcessorSpec:
-    """A processor with the config fields that call for it (its name first), and when they do."""
+    """A processor, the config fields that belong to it (its name first), and when it is enabled."""
 
     processor: LogitsProcessor
     fields: tuple[str, ...]
@@ -83,62 +83,65 @@ class ProcessorSpec:
 
     @property
     def name(self) -> str:
-        """What `processor_order` calls it."""
+        """The processor's name in `processor_order`."""
         return self.fields[0]
 
 
 def _make_spec(
-    kind: type[LogitsProcessor], field: str, wanted: Callable[[GenerationConfig], bool], *others: str
+    processor_class: type[LogitsProcessor],
+    field: str,
+    is_enabled: Callable[[GenerationConfig], bool],
+    *other_fields: str,
 ) -> ProcessorSpec:
-    return ProcessorSpec(kind.make_unbound(), (field, *others), wanted)
+    return ProcessorSpec(processor_class.make_unbound(), (field, *other_fields), is_enabled)
 
 
 def is_set(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
-    """Whether a field is set to something that does something."""
+    """Predicate: the field is neither None nor a neutral value."""
     return lambda config: getattr(config, name) not in (None, *neutral)
 
 
 def _is_min_length_set(name: str) -> Callable[[GenerationConfig], bool]:
-    """Whether a field keeps rows from an end that they could otherwise choose."""
+    """Predicate: the minimum length is set and there are end tokens to mask."""
     return lambda config: bool(getattr(config, name)) and bool(end_token_ids(config))
 
 
 def _has_decay_penalty(config: GenerationConfig) -> bool:
-    """Whether an end token's score grows; further stop tokens are left alone."""
+    """Whether the length penalty applies; it affects `eos_token_id`, not `stop_token_ids`."""
     return config.exponential_decay_length_penalty is not None and bool(as_id_list(config.eos_token_id))
 
 
 def _has_allowed_sequences(config: GenerationConfig) -> bool:
-    """Whether what may follow is a compiled set of sequences."""
+    """Whether the allowed tokens come from a compiled `AllowedSequences`."""
     return isinstance(config.prefix_allowed_tokens_fn, AllowedSequences)
 
 
 def _has_prefix_fn(config: GenerationConfig) -> bool:
-    """Whether what may follow is for a function to say."""
+    """Whether the allowed tokens come from a user's function."""
     return config.prefix_allowed_tokens_fn is not None and not _has_allowed_sequences(config)
 
 
 def _is_set_for_sampling(name: str, *neutral: Any) -> Callable[[GenerationConfig], bool]:
-    """The same as `set_to`, of a field that only sampling reads."""
+    """Like `is_set`, for fields that only apply to sampling."""
     return lambda config: config.do_sample and getattr(config, name) not in (None, *neutral)
 
 
 def _uses_watermark(scheme: str) -> Callable[[GenerationConfig], bool]:
-    """Whether what is written is to be marked, by that scheme."""
+    """Predicate: the config's watermark uses this scheme."""
 
-    def wanted(config: GenerationConfig) -> bool:
-        given = config.watermarking_config
-        return given is not None and as_watermarking_config(given).scheme == scheme
+    def is_enabled(config: GenerationConfig) -> bool:
+        settings = config.watermarking_config
+        return settings is not None and as_watermarking_config(settings).scheme == scheme
 
-    return wanted
+    return is_enabled
 
 
 def _has_fixed_temperature(config: GenerationConfig) -> bool:
-    """Whether a fixed temperature is asked for, not one that follows the entropy."""
+    """Whether a fixed temperature is set, not one that follows the entropy."""
     return config.do_sample and config.temperature != 1.0 and not config.dynamic_temperature_range
 
 
-# The documented order: rules, then the user's own processors, then samplers. One line a processor.
+# transformers' documented order: processors, then the user's own, then warpers.
 LOGITS_PROCESSORS: Final[tuple[ProcessorSpec, ...]] = (
     _make_spec(LogitBiasLogitsProcessor, "logit_bias", is_set("logit_bias")),
     _make_spec(SequenceBiasLogitsProcessor, "sequence_bias", is_set("sequence_bias")),
@@ -205,37 +208,30 @@ LOGITS_WARPERS: Final[tuple[ProcessorSpec, ...]] = (
     _make_spec(LogitNormalization, "renormalize_logits", is_set("renormalize_logits", False)),
 )
 PROCESSOR_SPECS: Final = (*LOGITS_PROCESSORS, *LOGITS_WARPERS)
-BACKTRACK_MASK: Final = "banned_phrases"  # the stage of what takes tokens back, a recipe's strategy too
-CUSTOM: Final = "custom"  # what `processor_order` calls the user's own, which stand between the two
+BACKTRACK_MASK: Final = "banned_phrases"  # processor of strategies that backtrack, also those of recipes
+CUSTOM: Final = "custom"  # name of the user's own processors in `processor_order`
 DEFAULT_ORDER: Final = tuple(
     dict.fromkeys(
-        (*(stage.name for stage in LOGITS_PROCESSORS), CUSTOM, *(stage.name for stage in LOGITS_WARPERS))
+        (*(spec.name for spec in LOGITS_PROCESSORS), CUSTOM, *(spec.name for spec in LOGITS_WARPERS))
     )
 )
 
 
 def processor_order(config: GenerationConfig) -> tuple[str, ...]:
-    """The names of all stages in the order in which a config wants them."""
-    wanted = config.processor_order
-    if wanted is None:
+    """Return the names of all processors in the order of a config."""
+    order = config.processor_order
+    if order is None:
         return DEFAULT_ORDER
-    for name in wanted:
+    for name in order:
         if name not in DEFAULT_ORDER:
             close = difflib.get_close_matches(name, DEFAULT_ORDER, n=1)
             do = f"did you mean `{close[0]}`?" if close else f"choose from {', '.join(DEFAULT_ORDER)}"
             raise ConfigError("processor_order", "must name fields that call for a processor", name, do)
-    # Those named take each other's places, everybody else stays.
-    turn = iter(wanted)
-    return tuple(next(turn) if name in wanted else name for name in DEFAULT_ORDER)
+    # The named processors permute among their own slots, all others stay.
+    ordered = iter(order)
+    return tuple(next(ordered) if name in order else name for name in DEFAULT_ORDER)
 
 
 def end_token_ids(config: GenerationConfig) -> list[int]:
-    """Every token that ends a row."""
+    """Return every token that ends a row."""
     return [*as_id_list(config.eos_token_id), *as_id_list(config.stop_token_ids)]
-
-
-def as_id_list(value: int | Sequence[int] | None) -> list[int]:
-    """Token ids as a list, whether none, one or several were given."""
-    if value is None:
-        return []
-    return [int(value)] if isinstance(value, int) else [int(one) for one in value]

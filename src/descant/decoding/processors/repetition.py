@@ -1,4 +1,4 @@
-"""Repetition: what a row has written, token by token or as a sequence, counts against writing it again."""
+"""Presence and frequency penalties, and the DRY penalty on repeated sequences."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from torch.nn.functional import pad
 
 from descant.config.generation_config import GenerationConfig
 from descant.core.context import Context, PromptInfo
-from descant.decoding.processors.base import LogitsProcessor, check_number, vocab_mask
-from descant.decoding.processors.lengths import TokenIds, as_id_list
+from descant.decoding.processors.base import LogitsProcessor, TokenIds, as_id_list, check_number, vocab_mask
 
 __all__ = ["DRYLogitsProcessor", "FrequencyPenaltyLogitsProcessor", "PresencePenaltyLogitsProcessor"]
 
-MAX_PENALTY = 1e30  # a penalty that bans and yet leaves the score finite, should nothing else be allowed
+MAX_PENALTY = 1e30  # bans in practice, but keeps the score finite in case all tokens are banned
 
 
 class PresencePenaltyLogitsProcessor(LogitsProcessor):
-    """Takes `presence_penalty` off every token that was generated, not those of the prompt (OpenAI's API).
+    """Subtracts `presence_penalty` from every generated token, prompt excluded (OpenAI API).
 
-    By hand, the first `prompt_length` ids are the prompt.
+    In a direct call, the first `prompt_length` ids are the prompt.
     """
 
     config_fields = ("presence_penalty",)
@@ -31,15 +30,15 @@ class PresencePenaltyLogitsProcessor(LogitsProcessor):
         self.prompt_length = check_number("prompt_length", prompt_length, 0, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores, lower where a token has come up."""
-        seen = generated_counts(context, scores.shape) > 0
-        return torch.where(seen, scores - context.param("presence_penalty"), scores)
+        """Subtract the penalty from generated tokens."""
+        occurred = generated_counts(context, scores.shape) > 0
+        return torch.where(occurred, scores - context.param("presence_penalty"), scores)
 
 
 class FrequencyPenaltyLogitsProcessor(LogitsProcessor):
-    """Takes `frequency_penalty` off a token for each time it was generated, not in the prompt (OpenAI's API).
+    """Subtracts `frequency_penalty` from a token per generated occurrence, prompt excluded (OpenAI API).
 
-    By hand, the first `prompt_length` ids are the prompt.
+    In a direct call, the first `prompt_length` ids are the prompt.
     """
 
     config_fields = ("frequency_penalty",)
@@ -49,16 +48,16 @@ class FrequencyPenaltyLogitsProcessor(LogitsProcessor):
         self.prompt_length = check_number("prompt_length", prompt_length, 0, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores, lower the more often a token has come up."""
+        """Subtract the penalty times the number of occurrences."""
         return scores - context.param("frequency_penalty") * generated_counts(context, scores.shape)
 
 
 class DRYLogitsProcessor(LogitsProcessor):
-    """Makes a token that would prolong a repeat less likely, the more the longer the repeat (DRY, by p-e-w).
+    """Penalises tokens that would extend a repeated sequence, more for longer repeats (DRY, by p-e-w).
 
-    Where the end of the row has occurred before, prompt included, the token that followed it there loses
-    `dry_multiplier * dry_base ** (match - dry_allowed_length)`, `match` being the length of the longest
-    such end, if that is at least `dry_allowed_length`. A sequence breaker is neither matched nor penalised.
+    Where a suffix of the row has occurred before, prompt included, the token that followed it loses
+    `dry_multiplier * dry_base ** (match - dry_allowed_length)`, `match` being the length of the longest such
+    suffix, if it is at least `dry_allowed_length`. A sequence breaker is neither matched nor penalised.
     Only the last `dry_range` tokens count; 0 means all.
     Origin: text-generation-webui, pull request 5677; llama.cpp, pull request 9702.
     """
@@ -81,68 +80,75 @@ class DRYLogitsProcessor(LogitsProcessor):
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
-        """Its numbers, and the breakers as a list."""
+        """Return the numeric parameters, and the breakers as a list."""
         breakers = list(config.dry_sequence_breakers or ())
         return {**super().params_from_config(config, prompt), "dry_sequence_breakers": breakers}
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores, lower where a token would prolong a repeat."""
-        tokens, length, width = context.tokens, context.length, scores.shape[1]
+        """Subtract the penalty from tokens that would extend a repeat."""
+        tokens, length, vocab_size = context.tokens, context.length, scores.shape[1]
         if tokens.shape[1] < 2:
             return scores.clone()
-        reach, allowed = context.param("dry_range"), context.param("dry_allowed_length")
-        start = torch.where(reach > 0, (length - reach).clamp(min=0), 0)
-        broken = pad(vocab_mask(scores.shape, context.param("dry_sequence_breakers")), (0, 1))  # [N, V + 1]
-        known = torch.where((tokens >= 0) & (tokens < width), tokens, width)
-        breaks = broken.gather(1, known)
+        max_range, allowed = context.param("dry_range"), context.param("dry_allowed_length")
+        start = torch.where(max_range > 0, (length - max_range).clamp(min=0), 0)
+        breaker_mask = pad(
+            vocab_mask(scores.shape, context.param("dry_sequence_breakers")), (0, 1)
+        )  # [N, V + 1]
+        ids = torch.where((tokens >= 0) & (tokens < vocab_size), tokens, vocab_size)
+        is_breaker = breaker_mask.gather(1, ids)
 
-        match = suffix_match_lengths(tokens, breaks, start, length)[:, :-1]
-        follower = torch.where((match >= allowed) & ~breaks[:, 1:], known[:, 1:], width)
-        longest = torch.zeros_like(broken, dtype=torch.long)
-        longest = longest.scatter_reduce(1, follower, match, "amax")[:, :width]
+        match = suffix_match_lengths(tokens, is_breaker, start, length)[:, :-1]
+        follower = torch.where((match >= allowed) & ~is_breaker[:, 1:], ids[:, 1:], vocab_size)
+        longest = torch.zeros_like(breaker_mask, dtype=torch.long)
+        longest = longest.scatter_reduce(1, follower, match, "amax")[:, :vocab_size]
         power = (context.param("dry_base") ** (longest - allowed)).clamp(max=MAX_PENALTY)
         penalty = (context.param("dry_multiplier") * power).clamp(max=MAX_PENALTY)
         return torch.where(longest > 0, scores - penalty, scores)
 
 
 def generated_counts(context: Context, shape: torch.Size) -> Tensor:
-    """How often each token was generated [N, V]."""
-    tokens, width = context.tokens, shape[1]
-    at = torch.arange(tokens.shape[1], device=tokens.device)
-    new = context.valid & (at >= context.length - context.generated) & (tokens >= 0) & (tokens < width)
-    counts = torch.zeros(shape[0], width + 1, device=tokens.device)
+    """Number of generated occurrences of each token [N, V]."""
+    tokens, vocab_size = context.tokens, shape[1]
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    counted = (
+        context.valid
+        & (positions >= context.length - context.generated)
+        & (tokens >= 0)
+        & (tokens < vocab_size)
+    )
+    counts = torch.zeros(shape[0], vocab_size + 1, device=tokens.device)
     ones = torch.ones(1, 1, device=tokens.device).expand(tokens.shape)
-    return counts.scatter_add(1, torch.where(new, tokens, width), ones)[:, :width]
+    return counts.scatter_add(1, torch.where(counted, tokens, vocab_size), ones)[:, :vocab_size]
 
 
-def suffix_match_lengths(tokens: Tensor, breaks: Tensor, start: Tensor, length: Tensor) -> Tensor:
-    """How many tokens that end at each place are those that end the row, without a breaker [N, L].
+def suffix_match_lengths(tokens: Tensor, is_breaker: Tensor, start: Tensor, length: Tensor) -> Tensor:
+    """Length of the longest common suffix of the row and its prefix ending at each position [N, L].
 
-    Runs of 1, 2, 4, ... tokens get a number each, the same for the same run, so that a match is found
-    in as many steps as its length has bits, exactly and without asking the device.
+    A match does not extend over a breaker. Runs of 1, 2, 4, ... tokens get equal ids if they are equal, so
+    that a match is found in as many steps as its length has bits, exactly and without synchronisation.
     """
-    wide = tokens.shape[1]
-    at = torch.arange(wide, device=tokens.device)
-    here = (at >= start) & (at < length)
-    last = torch.where(breaks & here, at, start - 1).amax(1, keepdim=True)  # where a breaker ends the match
-    most = torch.minimum(at - start + 1, length - 1 - last)
-    most = torch.where(here & (at < length - 1), most, 0)
+    width = tokens.shape[1]
+    positions = torch.arange(width, device=tokens.device)
+    in_range = (positions >= start) & (positions < length)
+    last_breaker = torch.where(is_breaker & in_range, positions, start - 1).amax(1, keepdim=True)  # [N, 1]
+    max_match = torch.minimum(positions - start + 1, length - 1 - last_breaker)
+    max_match = torch.where(in_range & (positions < length - 1), max_match, 0)
 
-    numbers = [tokens]
-    while 2 ** len(numbers) < wide:
-        numbers.append(_rank_run_pairs(numbers[-1], 2 ** (len(numbers) - 1)))
-    found = torch.zeros_like(tokens)
-    for power in range(len(numbers) - 1, -1, -1):
-        there = numbers[power].gather(1, (at - found).clamp(min=0))
-        ending = numbers[power].gather(1, (length - 1 - found).clamp(min=0))
-        longer = (there == ending) & (found + 2**power <= most)
-        found = found + longer * 2**power
-    return found
+    run_ids = [tokens]
+    while 2 ** len(run_ids) < width:
+        run_ids.append(_rank_run_pairs(run_ids[-1], 2 ** (len(run_ids) - 1)))
+    matched = torch.zeros_like(tokens)
+    for power in range(len(run_ids) - 1, -1, -1):
+        here_ids = run_ids[power].gather(1, (positions - matched).clamp(min=0))
+        suffix_ids = run_ids[power].gather(1, (length - 1 - matched).clamp(min=0))
+        extends = (here_ids == suffix_ids) & (matched + 2**power <= max_match)
+        matched = matched + extends * 2**power
+    return matched
 
 
-def _rank_run_pairs(numbers: Tensor, step: int) -> Tensor:
-    """Runs twice as long, numbered by the pair of halves that each is made of [N, L]."""
-    earlier = pad(numbers[:, :-step], (step, 0))
-    ordered, order = ((numbers << 32) + earlier).sort(1)
+def _rank_run_pairs(run_ids: Tensor, step: int) -> Tensor:
+    """Ids of runs of twice the length, from the ids of their two halves [N, L]."""
+    earlier = pad(run_ids[:, :-step], (step, 0))
+    ordered, order = ((run_ids << 32) + earlier).sort(1)
     rank = pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).cumsum(1)
     return torch.empty_like(rank).scatter_(1, order, rank)

@@ -1,4 +1,4 @@
-"""The tournament as a processor: SynthID-Text's mark."""
+"""Logits processor of SynthID-Text: tournament sampling."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from descant.errors import InputError
 
 __all__ = ["SynthIDTextWatermarkLogitsProcessor"]
 
-_LARGE_VOCAB = 4096  # tokens from which on a line is so long that many at once would not stay in a cache
+_LARGE_VOCAB = 4096  # vocabulary size above which rows are processed one by one, to stay in the CPU cache
 
 
 class SynthIDTextWatermarkLogitsProcessor(BaseWatermarkProcessor):
-    """Prefers, round after round, tokens to which the key gives a coin (SynthID-Text, Dathathri et al. 2024).
+    """Tournament sampling by keyed g-values (SynthID-Text, Dathathri et al. 2024, Nature 634).
 
-    In each of `len(keys)` rounds a token with a coin becomes likelier by the share of those without one, and
-    a token without one less likely by the share of those with one, so that over all keys the law is what it
-    was (Nature 634). The coins hang on the last `ngram_len - 1` new tokens, zeros before them, and are the
-    same on every device. After a context that is one of the last `context_history_size` nothing is changed,
-    nor, with `skip_first_ngram_calls`, before there are so many new tokens. `debug_mode` marks a uniform law.
+    In each of `len(keys)` rounds, a token with g-value 1 gains the mass share of the tokens with 0, and a
+    token with 0 loses the share of those with 1, so that the distribution is unchanged over random keys. The
+    g-values depend on the last `ngram_len - 1` generated tokens, padded with zeros, and are the same on every
+    device. Rows are unchanged if the context is one of the last `context_history_size`, or, with
+    `skip_first_ngram_calls`, while it is shorter than that. `debug_mode` marks a uniform distribution.
 
-    By hand, what stands in the ids at the first call is the prompt. A text goes on as long as the ids are one
-    token wider than those of the call before; other ids begin another.
+    In direct calls, the ids of the first call are the prompt. A text continues while the ids are one token
+    wider than in the previous call; other ids start a new text.
     """
 
-    def __init__(  # noqa: PLR0913 - the documented face
+    def __init__(  # noqa: PLR0913 - transformers' signature
         self,
         ngram_len: int,
         keys: Sequence[int],
@@ -54,7 +54,7 @@ class SynthIDTextWatermarkLogitsProcessor(BaseWatermarkProcessor):
     ) -> None:
         self.watermark = SynthIDTextWatermarkingConfig(
             ngram_len=ngram_len,
-            keys=keys,  # type: ignore[arg-type]  # made a tuple there
+            keys=keys,  # type: ignore[arg-type]  # converted to a tuple
             context_history_size=context_history_size,
             sampling_table_seed=sampling_table_seed,
             sampling_table_size=sampling_table_size,
@@ -63,42 +63,42 @@ class SynthIDTextWatermarkLogitsProcessor(BaseWatermarkProcessor):
         )
         warn_if_public(self.watermark)
         self.device = torch.device(device)
-        self._last_shape = (0, 0)  # the shape of the last ids by hand
-        self._prompt_length = 0  # how many of them are the prompt
+        self._last_shape = (0, 0)  # shape of the ids of the last direct call
+        self._prompt_length = 0  # prompt tokens among them
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """New scores [N, V] after the ids [N, L], of which those of the first call are the prompt."""
-        count, wide = _check_ids(input_ids).shape
-        if self._last_shape != (count, wide - 1):
-            self._prompt_length = wide
-        self._last_shape = (count, wide)
-        given = {"watermark": self.watermark, "prompt_length": self._prompt_length}
-        return self.process(Context.standalone(input_ids, given), scores)
+        """Return new scores [N, V] for the ids [N, L]; those of the first call are the prompt."""
+        count, width = _check_ids(input_ids).shape
+        if self._last_shape != (count, width - 1):
+            self._prompt_length = width
+        self._last_shape = (count, width)
+        params = {"watermark": self.watermark, "prompt_length": self._prompt_length}
+        return self.process(Context.standalone(input_ids, params), scores)
 
     def _apply_watermark(
         self, context: Context, scores: Tensor, settings: SynthIDTextWatermarkingConfig
     ) -> Tensor:
-        """The logarithms of the law after all rounds, where the context is new; the scores elsewhere."""
+        """Return log-probabilities after all rounds where the context is new, the scores elsewhere."""
         return _run_tournament(get_tournament(settings), context, scores)
 
     @property
     def ngram_len(self) -> int:
-        """How many tokens a coin hangs on, that which gets it among them."""
+        """Number of tokens a g-value depends on, including its own."""
         return self.watermark.ngram_len
 
     @property
     def keys(self) -> Tensor:
-        """The rounds' keys [D]."""
+        """The keys of the rounds [D]."""
         return torch.tensor(self.watermark.keys, dtype=torch.long, device=self.device)
 
     @property
     def sampling_table(self) -> Tensor:
-        """The coins that all questions are answered from [S]."""
+        """The table that g-values are looked up in [S]."""
         return self._tournament.sampling_table.to(self.device, torch.long)
 
     @property
     def context_history_size(self) -> int:
-        """How many contexts are remembered."""
+        """Number of previous contexts that are compared."""
         return self.watermark.context_history_size
 
     @property
@@ -108,7 +108,7 @@ class SynthIDTextWatermarkLogitsProcessor(BaseWatermarkProcessor):
 
     @property
     def debug_mode(self) -> bool:
-        """Whether a uniform law is marked in the place of the model's."""
+        """Whether a uniform distribution is marked instead of the model's."""
         return self.watermark.debug_mode
 
     @property
@@ -116,48 +116,48 @@ class SynthIDTextWatermarkLogitsProcessor(BaseWatermarkProcessor):
         return get_tournament(self.watermark)
 
     def update_scores(self, scores: Tensor, g_values: Tensor) -> Tensor:
-        """The logarithms [N, V] of the law after rounds with these coins [N, V, D]."""
+        """Return log-probabilities [N, V] after rounds with the g-values [N, V, D]."""
         return _clamped_log(_apply_rounds(scores.softmax(1), g_values.unbind(2)))
 
     def accumulate_hash(
         self, current_hash: Tensor, data: Tensor, multiplier: int = LCG_MULTIPLIER, increment: int = 1
     ) -> Tensor:
-        """The hashes [...] after the numbers [..., W]."""
+        """Update the hashes [...] with the numbers [..., W]."""
         return lcg_hash(current_hash, data, multiplier, increment)
 
     def compute_ngram_keys(self, ngrams: Tensor) -> Tensor:
-        """The hashes of n-grams [N, C, ngram_len] with every round's key [N, C, D]."""
+        """Hash n-grams [N, C, ngram_len] with the key of every round [N, C, D]."""
         if ngrams.ndim != 3 or ngrams.shape[2] != self.ngram_len:
             raise InputError("ngrams", f"must be of shape [batch, ngrams, {self.ngram_len}]", ngrams)
         return self._tournament.ngram_keys(lcg_hash(torch.ones_like(ngrams[..., 0]), ngrams))
 
     def sample_g_values(self, ngram_keys: Tensor) -> Tensor:
-        """The coins to such hashes [N, C, D], 0 or 1."""
+        """Look up the g-values, 0 or 1, of hashed n-grams [N, C, D]."""
         return self._tournament.lookup_g_values(ngram_keys).long()
 
     def compute_g_values(self, input_ids: Tensor) -> Tensor:
-        """The coins of all tokens that have a context in the ids [N, L]: [N, L - ngram_len + 1, D]."""
+        """The g-values of all tokens with a full context in the ids [N, L]: [N, L - ngram_len + 1, D]."""
         contexts = self._context_hashes(input_ids)
         return self._tournament.g_values(contexts, input_ids[:, self.ngram_len - 1 :]).long()
 
     def compute_context_repetition_mask(self, input_ids: Tensor) -> Tensor:
-        """Whether the contexts of those tokens are new, as marking sees them [N, L - ngram_len + 1]."""
+        """Mask of the tokens whose context is not repeated [N, L - ngram_len + 1]."""
         return ~repetition_mask(self._context_hashes(input_ids), self.context_history_size)
 
     def compute_eos_token_mask(self, input_ids: Tensor, eos_token_id: int) -> Tensor:
-        """Which ids [N, L] stand before the first end token of their line [N, L]."""
+        """Mask of the ids [N, L] before the first end token of their row."""
         return before_eos_mask(_check_ids(input_ids), eos_token_id)
 
     def expected_mean_g_value(self, vocab_size: int, coinflip_prob: float = 0.5) -> float:
-        """The share of coins that a text marked in one round has where all tokens are equally likely."""
+        """Expected mean g-value of text marked in one round under a uniform distribution."""
         check_number("vocab_size", vocab_size, 1, integer=True)
         check_number("coinflip_prob", coinflip_prob, 0.0, 1.0)
         return float(coinflip_prob + coinflip_prob * (1 - coinflip_prob) * (1 - 1 / vocab_size))
 
     def _context_hashes(self, input_ids: Tensor) -> Tensor:
-        """The hashes of the contexts that a token of the ids follows [N, L - ngram_len + 1]."""
+        """Hashes of all contexts that are followed by a token of the ids [N, L - ngram_len + 1]."""
         if _check_ids(input_ids).shape[1] < self.ngram_len:
-            raise InputError("input_ids", f"must have at least {self.ngram_len} tokens a line", input_ids)
+            raise InputError("input_ids", f"must have at least {self.ngram_len} tokens per row", input_ids)
         return self._tournament.context_hashes(input_ids[:, :-1])
 
 
@@ -167,61 +167,67 @@ def _check_ids(input_ids: Tensor) -> Tensor:
     return input_ids
 
 
-def _run_tournament(rounds: Tournament, context: Context, scores: Tensor) -> Tensor:
-    """The scores [N, V] after the rounds, for lines that have the same key."""
-    if rounds.settings.debug_mode:
+def _run_tournament(tournament: Tournament, context: Context, scores: Tensor) -> Tensor:
+    """Run the rounds on the scores [N, V] of rows with the same key."""
+    if tournament.settings.debug_mode:
         scores = torch.ones_like(scores)
-    most = max(context.generated_on_host)
-    contexts, fresh = rounds.current_contexts(context.tokens, context.length, context.generated, most)
-    few = above_threshold(scores, 0.0)
-    if few is not None:
-        values, ids = few
-        law = _apply_rounds(values.softmax(1), rounds.iter_g_values(contexts, ids))
-        lowest = torch.finfo(scores.dtype).min
+    max_generated = max(context.generated_on_host)
+    contexts, is_new = tournament.current_contexts(
+        context.tokens, context.length, context.generated, max_generated
+    )
+    candidates = above_threshold(scores, 0.0)
+    if candidates is not None:
+        values, ids = candidates
+        probs = _apply_rounds(values.softmax(1), tournament.iter_g_values(contexts, ids))
+        min_score = torch.finfo(scores.dtype).min
         return _restore_unmarked(
-            scatter_candidates(scores, _clamped_log(law), ids).clamp_(min=lowest), scores, fresh
+            scatter_candidates(scores, _clamped_log(probs), ids).clamp_(min=min_score), scores, is_new
         )
-    size = scores.shape[1]
-    if scores.device.type == "cpu" and size > _LARGE_VOCAB and rounds.vocab_g_values(0, size) is not None:
-        return _run_by_line(rounds, contexts, fresh, scores)
-    tokens = torch.arange(size, device=scores.device)
-    law = _apply_rounds(scores.softmax(1), rounds.iter_g_values(contexts, tokens))
-    return torch.where(fresh, _clamped_log(law), scores)
+    vocab_size = scores.shape[1]
+    if (
+        scores.device.type == "cpu"
+        and vocab_size > _LARGE_VOCAB
+        and tournament.vocab_g_values(0, vocab_size) is not None
+    ):
+        return _run_by_row(tournament, contexts, is_new, scores)
+    tokens = torch.arange(vocab_size, device=scores.device)
+    probs = _apply_rounds(scores.softmax(1), tournament.iter_g_values(contexts, tokens))
+    return torch.where(is_new, _clamped_log(probs), scores)
 
 
-def _run_by_line(rounds: Tournament, contexts: Tensor, fresh: Tensor, scores: Tensor) -> Tensor:
-    """The same on the host, where a line of a whole vocabulary stays in the processor's cache."""
-    law = scores.softmax(1)
-    where = zip(contexts.squeeze(1).tolist(), fresh.squeeze(1).tolist(), strict=True)
-    for line, (context, marks) in enumerate(where):
-        window = rounds.vocab_g_values(context, scores.shape[1]) if marks else None
-        if window is not None:
-            _apply_rounds(law[line : line + 1], window[:, None])
-    return _restore_unmarked(_clamped_log(law), scores, fresh)
+def _run_by_row(tournament: Tournament, contexts: Tensor, is_new: Tensor, scores: Tensor) -> Tensor:
+    """The same row by row on the CPU, so that one row stays in its cache."""
+    probs = scores.softmax(1)
+    row_contexts = zip(contexts.squeeze(1).tolist(), is_new.squeeze(1).tolist(), strict=True)
+    for row, (context, is_marked) in enumerate(row_contexts):
+        g_values = tournament.vocab_g_values(context, scores.shape[1]) if is_marked else None
+        if g_values is not None:
+            _apply_rounds(probs[row : row + 1], g_values[:, None])
+    return _restore_unmarked(_clamped_log(probs), scores, is_new)
 
 
-def _restore_unmarked(answer: Tensor, scores: Tensor, fresh: Tensor) -> Tensor:
-    """The answer [N, V] with the scores in the lines that are not marked, mostly none; on the host."""
-    old = ~fresh.squeeze(1)
-    if bool(old.any()):
-        answer[old] = scores[old]
-    return answer
+def _restore_unmarked(marked: Tensor, scores: Tensor, is_new: Tensor) -> Tensor:
+    """Write the scores back into the rows that are not marked, in place."""
+    unmarked = ~is_new.squeeze(1)
+    if bool(unmarked.any()):
+        marked[unmarked] = scores[unmarked]
+    return marked
 
 
-def _apply_rounds(law: Tensor, coins: Iterable[Tensor]) -> Tensor:
-    """The law [N, K] made that of who is left after rounds with these coins, [N, K] each.
+def _apply_rounds(probs: Tensor, g_values: Iterable[Tensor]) -> Tensor:
+    """Apply rounds with the given g-values, [N, K] each, to the probabilities [N, K] in place.
 
-    Of two who are drawn from the law one with a coin goes on, of equal ones either.
+    A round draws two tokens; the one with the larger g-value wins, ties are broken at random.
     """
-    held, factor = torch.empty_like(law), torch.empty_like(law)
-    for coin in coins:
-        held.copy_(coin)
-        mass = torch.mul(held, law, out=factor).sum(1, keepdim=True)
-        law *= torch.sub(held.add_(1), mass, out=factor)
-    return law
+    values, factor = torch.empty_like(probs), torch.empty_like(probs)
+    for round_values in g_values:
+        values.copy_(round_values)
+        mass = torch.mul(values, probs, out=factor).sum(1, keepdim=True)
+        probs *= torch.sub(values.add_(1), mass, out=factor)
+    return probs
 
 
-def _clamped_log(law: Tensor) -> Tensor:
-    """The logarithm of a law, the lowest number where something is impossible; NaN stays."""
-    # Rounding can make a share of the whole more than the whole, and what is left of the others negative.
-    return law.clamp_(min=0).log_().clamp_(min=torch.finfo(law.dtype).min)
+def _clamped_log(probs: Tensor) -> Tensor:
+    """Logarithm of probabilities, in place: the dtype's minimum for 0; NaN stays."""
+    # Rounding can make the subtracted share exceed the whole and leave negative values.
+    return probs.clamp_(min=0).log_().clamp_(min=torch.finfo(probs.dtype).min)

@@ -1,4 +1,4 @@
-"""Token healing: only tokens that agree with what was taken off a prompt's end."""
+"""Token healing: restricts the first tokens to those that reproduce the removed end of the prompt."""
 
 from __future__ import annotations
 
@@ -19,39 +19,44 @@ _NO_SUFFIX = HealedSuffix()
 
 
 class HealingLogitsProcessor(LogitsProcessor):
-    """Leaves only tokens that agree with the text taken off a prompt, until the new tokens have said it.
+    """Allows only tokens consistent with the text removed from the prompt, until it is reproduced.
 
-    By hand, `Tail.of(tokenizer, ids)` tells how many ids to take off, and `prompt_length` is how
-    many are left.
+    In a direct call, `HealedSuffix.from_prompt(tokenizer, ids)` gives the ids to remove, and `prompt_length`
+    is the number of ids that remain.
     """
 
     def __init__(self, healed_suffix: HealedSuffix, prompt_length: int) -> None:
         if not isinstance(healed_suffix, HealedSuffix):
             raise InputError(
-                "healed_suffix", "must be a Tail", healed_suffix, "make it with Tail.of(tokenizer, ids)"
+                "healed_suffix",
+                "must be a HealedSuffix",
+                healed_suffix,
+                "create it with HealedSuffix.from_prompt(tokenizer, ids)",
             )
         self.healed_suffix = healed_suffix
         self.prompt_length = check_number("prompt_length", prompt_length, 0, integer=True)
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
-        """What was taken off the prompt."""
+        """Return the text removed from the prompt."""
         return {"healed_suffix": _NO_SUFFIX if prompt.healed_suffix is None else prompt.healed_suffix}
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores of the tokens that agree."""
-        tails: list[HealedSuffix] = context.object_param("healed_suffix")
-        # Most lines are known to be through by how many new tokens they have.
-        open_ = [line for line, new in enumerate(context.generated_on_host) if new < len(tails[line])]
+        """Mask the tokens that do not match the removed text."""
+        suffixes: list[HealedSuffix] = context.object_param("healed_suffix")
+        # The number of generated tokens already excludes most rows.
+        unfinished = [
+            row for row, count in enumerate(context.generated_on_host) if count < len(suffixes[row])
+        ]
         allowed = {
-            line: ids
-            for line in open_
-            if (ids := tails[line].allowed_ids(context.new_tokens(line))) is not None
+            row: ids
+            for row in unfinished
+            if (ids := suffixes[row].allowed_ids(context.new_tokens(row))) is not None
         }
         if not allowed:
             return scores
         banned = torch.zeros(scores.shape, dtype=torch.bool)
-        for line, ids in allowed.items():
-            banned[line] = True
-            banned[line, torch.from_numpy(ids[ids < scores.shape[1]])] = False
+        for row, ids in allowed.items():
+            banned[row] = True
+            banned[row, torch.from_numpy(ids[ids < scores.shape[1]])] = False
         return scores.masked_fill(banned.to(scores.device), -torch.inf)

@@ -1,4 +1,4 @@
-"""Truncation: filters that find by themselves how much of the distribution to keep."""
+"""Adaptive truncation: top-n-sigma, top-H, p-less and XTC."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["PLessLogitsWarper", "TopHLogitsWarper", "TopNSigmaLogitsWarper", "XT
 class TopNSigmaLogitsWarper(LogitsProcessor):
     """Keeps the scores within `top_n_sigma` standard deviations of the best (Tang et al. 2024, "Top-nσ").
 
-    The deviation is that of the line's finite scores.
+    The deviation is that of the row's finite scores.
     """
 
     config_fields = ("top_n_sigma",)
@@ -26,27 +26,29 @@ class TopNSigmaLogitsWarper(LogitsProcessor):
         self, top_n_sigma: float, filter_value: float = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
         if check_number("top_n_sigma", top_n_sigma, 0.0) <= 0:
-            raise InputError("top_n_sigma", "must be > 0", top_n_sigma, "leave the processor out to keep all")
+            raise InputError(
+                "top_n_sigma", "must be > 0", top_n_sigma, "remove the processor to keep all tokens"
+            )
         self.top_n_sigma = float(top_n_sigma)
         self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
         self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores too far below the best are gone."""
+        """Mask the scores too far below the best."""
         finite = scores.isfinite()
         count = finite.sum(-1, keepdim=True)
         mean = torch.where(finite, scores, 0.0).sum(-1, keepdim=True) / count
-        spread = torch.where(finite, (scores - mean) ** 2, 0.0).sum(-1, keepdim=True) / count
-        least = scores.amax(-1, keepdim=True) - context.param("top_n_sigma") * spread.sqrt()
-        return mask_dropped(context, scores, scores < least, self.filter_value)
+        variance = torch.where(finite, (scores - mean) ** 2, 0.0).sum(-1, keepdim=True) / count
+        threshold = scores.amax(-1, keepdim=True) - context.param("top_n_sigma") * variance.sqrt()
+        return mask_dropped(context, scores, scores < threshold, self.filter_value)
 
 
 class TopHLogitsWarper(LogitsProcessor):
-    """Keeps the likeliest tokens that have at most `top_h` of the entropy (Potraghloo et al. 2025, "Top-H").
+    """Keeps the most likely tokens with at most `top_h` of the entropy (Potraghloo et al. 2025, "Top-H").
 
-    The likeliest is always kept; of tokens that tie, those with lower ids come first. The entropy of the
-    kept tokens is the sum of their terms -p log p, as in the authors' code, which transformers has.
-    Theirs looks at the 100 likeliest tokens only, this at all.
+    The most likely token is always kept; among ties, lower ids come first. The entropy of the kept tokens is
+    the sum of their terms -p log p, as in the authors' code, which transformers uses. That code considers the
+    100 most likely tokens, this one all tokens.
     """
 
     config_fields = ("top_h",)
@@ -60,7 +62,7 @@ class TopHLogitsWarper(LogitsProcessor):
         self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """What would bring the entropy above its share is gone."""
+        """Mask the tokens that would exceed the entropy share."""
         descending, order = scores.sort(descending=True, stable=True)
         entropy = torch.special.entr(descending.softmax(-1)).cumsum(-1)
         drop = entropy > context.param("top_h") * entropy[:, -1:]
@@ -69,9 +71,9 @@ class TopHLogitsWarper(LogitsProcessor):
 
 
 class PLessLogitsWarper(LogitsProcessor):
-    """Keeps the tokens at least as likely as two draws are to be equal (Tan et al. 2025, "p-less sampling").
+    """Keeps tokens with a probability of at least the sum of all squared ones (Tan et al. 2025, "p-less").
 
-    That is, p >= the sum of all p squared; nothing is to be set.
+    That sum is the probability that two draws are equal. It has no parameter.
     """
 
     filter_value = NEG_INF
@@ -81,20 +83,20 @@ class PLessLogitsWarper(LogitsProcessor):
         self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """What is less likely than a coincidence is gone."""
+        """Mask the tokens below the collision probability."""
         best = scores.amax(-1, keepdim=True)
-        # Relative to the best, and both sides times the sum, so that tokens that all tie are exactly level.
+        # Relative to the best, with both sides multiplied by the sum, so that ties compare exactly equal.
         odds = (scores - best).exp()
         drop = odds * odds.sum(-1, keepdim=True) < (odds * odds).sum(-1, keepdim=True)
         return mask_dropped(context, scores, drop & (scores < best), self.filter_value)
 
 
 class XTCLogitsWarper(LogitsProcessor):
-    """Sometimes drops the top choices, all but the least of them (XTC, "exclude top choices", by p-e-w).
+    """Sometimes drops all top choices but the least likely of them (XTC, "exclude top choices", by p-e-w).
 
-    With probability `xtc_probability`, of the tokens whose probability is at least `xtc_threshold` only
-    the least likely stays, with what ties with it; a line with fewer than two such tokens stays as it is,
-    and so does one that would be left with fewer than `min_tokens_to_keep`.
+    With probability `xtc_probability`, only the least likely of the tokens with a probability of at least
+    `xtc_threshold` is kept, with its ties. A row with fewer than two such tokens is unchanged, as is one that
+    would have fewer than `min_tokens_to_keep` left.
     Origin: text-generation-webui, pull request 6335.
     """
 
@@ -116,19 +118,19 @@ class XTCLogitsWarper(LogitsProcessor):
         self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores with or without the top choices."""
+        """Mask the top choices of the rows drawn in this step."""
         probability = context.param("xtc_probability")
-        happens = (context.uniform_per_token(self.SALT) < probability) | (probability >= 1)
+        applies = (context.uniform_per_token(self.SALT) < probability) | (probability >= 1)
         top = (scores.softmax(-1) >= context.param("xtc_threshold")) & (scores > NEG_INF)
         drop = top & (scores > torch.where(top, scores, torch.inf).amin(-1, keepdim=True))
-        left = ((scores > NEG_INF) & ~drop).sum(-1, keepdim=True)
+        num_left = ((scores > NEG_INF) & ~drop).sum(-1, keepdim=True)
         return scores.masked_fill(
-            drop & happens & (left >= context.param("min_tokens_to_keep")), self.filter_value
+            drop & applies & (num_left >= context.param("min_tokens_to_keep")), self.filter_value
         )
 
 
 def mask_dropped(context: Context, scores: Tensor, drop: Tensor, filter_value: float = NEG_INF) -> Tensor:
-    """The scores without what is dropped, save a line's `min_tokens_to_keep` best and what ties with them."""
-    if context.max_on_host("min_tokens_to_keep") > 1:  # the best is kept anyway
+    """Mask the dropped tokens, except a row's `min_tokens_to_keep` best and their ties."""
+    if context.max_on_host("min_tokens_to_keep") > 1:  # the best token is never dropped
         drop = drop & (scores < min_keep_threshold(context, scores))
     return scores.masked_fill(drop, filter_value)

@@ -1,4 +1,4 @@
-"""What the processors of all watermarks have in common: settings by row, lines of one key at a time."""
+"""Base class of watermark processors: settings per row, rows grouped by settings."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ __all__ = ["BaseWatermarkProcessor"]
 
 
 class BaseWatermarkProcessor(LogitsProcessor):
-    """A watermark's processor: a subclass defines `_marked`, for lines that have the same settings.
+    """A watermark processor. A subclass defines `_apply_watermark` for rows with the same settings.
 
-    One made by hand holds those of all lines as `watermark`.
+    An instance for direct calls holds the settings of all rows as `watermark`.
     """
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
-        """The settings of the row."""
+        """Return the settings of the row."""
         assert config.watermarking_config is not None
         return {"watermark": _intern_config(config.watermarking_config)}
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """The scores [N, V], marked."""
-        given = context.object_param("watermark")
-        if all(one is given[0] or one == given[0] for one in given):  # mostly: one config for all
-            return self._apply_watermark(context, scores, given[0])
-        places: dict[BaseWatermarkingConfig, list[int]] = {}
-        for line, one in enumerate(given):
-            places.setdefault(one, []).append(line)
-        answer = scores.clone()
-        for one, lines in places.items():
-            part = torch.tensor(lines)
-            at = part.to(scores.device, non_blocking=True)
-            answer[at] = self._apply_watermark(context.take(part), scores[at], one)
-        return answer
+        """Apply the watermark to the scores [N, V]."""
+        row_settings = context.object_param("watermark")
+        if all(settings is row_settings[0] or settings == row_settings[0] for settings in row_settings):
+            return self._apply_watermark(context, scores, row_settings[0])
+        groups: dict[BaseWatermarkingConfig, list[int]] = {}
+        for row, settings in enumerate(row_settings):
+            groups.setdefault(settings, []).append(row)
+        marked = scores.clone()
+        for settings, rows in groups.items():
+            group = torch.tensor(rows)
+            index = group.to(scores.device, non_blocking=True)
+            marked[index] = self._apply_watermark(context.take(group), scores[index], settings)
+        return marked
 
     def _apply_watermark(self, context: Context, scores: Tensor, settings: Any) -> Tensor:
-        """The scores [N, V] of lines with these settings."""
-        raise NotImplementedError(f"{type(self).__name__} must define `_marked`")
+        """Apply the watermark to the scores [N, V] of rows with these settings."""
+        raise NotImplementedError(f"{type(self).__name__} must define `_apply_watermark`")
 
 
 @lru_cache(maxsize=256)
-def _intern_config(given: Mapping[str, Any]) -> BaseWatermarkingConfig:
-    """One object for equal settings, so that a step can tell by identity that rows share them."""
-    return as_watermarking_config(given)
+def _intern_config(settings: Mapping[str, Any]) -> BaseWatermarkingConfig:
+    """Return one object for equal settings, so that rows can be compared by identity."""
+    return as_watermarking_config(settings)

@@ -1,1 +1,1 @@
-"""What guesses ahead: drafters, whose guesses the model confirms or corrects."""
+"""Drafters for speculative decoding, and their acceptance statistics."""

@@ -1,4 +1,4 @@
-"""What has become of guesses, row by row, and how many to make next."""
+"""Acceptance statistics of drafts per row, and the adaptive draft length."""
 
 from __future__ import annotations
 
@@ -17,89 +17,91 @@ from descant.core.records import Speculation
 
 __all__ = ["DRAFT_SCHEDULES", "AcceptanceStats", "DraftLengthController"]
 
-# How many tokens to guess: always as many, or more after a run that was right and fewer after another
-# ("heuristic" goes on where the last request stopped, "heuristic_transient" begins anew), or as many as
-# pay by what was measured.
+# How the number of drafts changes: "constant" keeps it; "heuristic" raises it when all drafts were accepted
+# and lowers it otherwise, continuing from the last request; "heuristic_transient" does so from the start of
+# each request; "adaptive" chooses the most profitable number from measurements.
 DRAFT_SCHEDULES: Final = ("constant", "heuristic", "heuristic_transient", "adaptive")
 
-_DECAY: Final = 0.9  # what a trial counts for after the next one
-_NUM_SAMPLES: Final = 7  # of which the one in the middle counts
-_PRIOR_COUNTS: Final = (0.4, 1.6)  # right and wrong guesses that a row begins with
+_DECAY: Final = 0.9  # weight of a trial relative to the next one
+_NUM_SAMPLES: Final = 7  # timings kept, of which the median is used
+_PRIOR_COUNTS: Final = (0.4, 1.6)  # accepted and rejected drafts a row starts with
 
 
 @dataclass(frozen=True)
 class AcceptanceStats:
-    """The column: how many guesses each row has tried and how many were right, by place in the run."""
+    """The row column of drafts fed and accepted, by draft position."""
 
-    draft_row: Array  # [R] where the row stood in its lane at the last draft; -1: it was not there
+    draft_row: Array  # [R] the row's index in its group at the last draft; -1: it is new
     forwards: Array  # [R] forwards
     num_drafted: Array  # [R, W]
     num_accepted: Array  # [R, W]
-    draft_length: Array  # [R] how many to guess next, of rows whose schedule says so; 0: not begun
-    accept_weight: Array  # [R] guesses that were right, the older the less they count
-    reject_weight: Array  # [R] and that were wrong
+    draft_length: Array  # [R] next draft length of heuristic schedules; 0: not started
+    accept_weight: Array  # [R] decayed count of accepted drafts
+    reject_weight: Array  # [R] decayed count of rejected drafts
     is_per_request: ClassVar[bool] = False
 
     @classmethod
     def new(cls) -> AcceptanceStats:
-        """Of one row that begins."""
-        none = np.zeros(1, dtype=np.int64)
-        won, lost = (np.array([count]) for count in _PRIOR_COUNTS)
-        return cls(none - 1, none, none[:, None], none[:, None], none, won, lost)
+        """The statistics of one new row."""
+        zero = np.zeros(1, dtype=np.int64)
+        accepted, rejected = (np.array([count]) for count in _PRIOR_COUNTS)
+        return cls(zero - 1, zero, zero[:, None], zero[:, None], zero, accepted, rejected)
 
     def take(self, parents: Tensor) -> Self:
-        """The tallies of the new rows."""
+        """The statistics of the new rows."""
         index = parents.numpy()
-        return type(self)(*(part[index] for part in self._arrays()))
+        return type(self)(*(array[index] for array in self._arrays()))
 
     def cat(self, other: Self) -> Self:
-        """These rows' tallies with another table's below."""
-        wide = max(self.num_drafted.shape[1], other.num_drafted.shape[1])
-        both = zip(self._pad_to(wide)._arrays(), other._pad_to(wide)._arrays(), strict=True)
-        return type(self)(*(np.concatenate(pair) for pair in both))
+        """These rows followed by another table's rows."""
+        width = max(self.num_drafted.shape[1], other.num_drafted.shape[1])
+        pairs = zip(self._pad_to(width)._arrays(), other._pad_to(width)._arrays(), strict=True)
+        return type(self)(*(np.concatenate(pair) for pair in pairs))
 
-    def after_step(self, place: Array, tried: Array, right: Array) -> AcceptanceStats:
-        """The same rows after a step in which each tried and got right so many [R]."""
-        wide = int(tried.max(initial=0))
-        mine = self._pad_to(wide)
-        at = np.arange(mine.num_drafted.shape[1])
-        won, lost = mine.accept_weight, mine.reject_weight
-        here = tried > 0
-        # A row that does not guess learns nothing and forgets nothing.
-        fade = np.where(here, _DECAY, 1.0)
+    def after_step(self, draft_row: Array, num_drafted: Array, num_accepted: Array) -> AcceptanceStats:
+        """The statistics after a step with these drafts and acceptances per row [R]."""
+        width = int(num_drafted.max(initial=0))
+        padded = self._pad_to(width)
+        position = np.arange(padded.num_drafted.shape[1])
+        accept_weight, reject_weight = padded.accept_weight, padded.reject_weight
+        has_drafts = num_drafted > 0
+        # Rows without drafts keep their weights.
+        decay = np.where(has_drafts, _DECAY, 1.0)
         return replace(
-            mine,
-            draft_row=place,
-            forwards=mine.forwards + 1,
-            num_drafted=mine.num_drafted + (at < tried[:, None]),
-            num_accepted=mine.num_accepted + (at < right[:, None]),
-            accept_weight=won * fade + right,
-            reject_weight=lost * fade + (here & (right < tried)),
+            padded,
+            draft_row=draft_row,
+            forwards=padded.forwards + 1,
+            num_drafted=padded.num_drafted + (position < num_drafted[:, None]),
+            num_accepted=padded.num_accepted + (position < num_accepted[:, None]),
+            accept_weight=accept_weight * decay + num_accepted,
+            reject_weight=reject_weight * decay + (has_drafts & (num_accepted < num_drafted)),
         )
 
-    def after_untried(self, right: Array, asked: Array) -> AcceptanceStats:
-        """The same rows, of which some [R] would have had their first guess right [R]."""
-        fade = np.where(asked, _DECAY, 1.0)
+    def after_untried(self, matches: Array, untried: Array) -> AcceptanceStats:
+        """The statistics after checking first drafts that were not fed (`untried` [R])."""
+        decay = np.where(untried, _DECAY, 1.0)
         return replace(
             self,
-            accept_weight=self.accept_weight * fade + (asked & right),
-            reject_weight=self.reject_weight * fade + (asked & ~right),
+            accept_weight=self.accept_weight * decay + (untried & matches),
+            reject_weight=self.reject_weight * decay + (untried & ~matches),
         )
 
-    def with_draft_length(self, size: Array) -> AcceptanceStats:
-        """The same rows, to guess so many [R] next."""
-        return replace(self, draft_length=size)
+    def with_draft_length(self, length: Array) -> AcceptanceStats:
+        """The statistics with this next draft length per row [R]."""
+        return replace(self, draft_length=length)
 
     @property
     def acceptance_rate(self) -> Array:
-        """How likely each row's next guess is right [R]."""
+        """The estimated acceptance probability of each row's next draft [R]."""
         return np.asarray(self.accept_weight / (self.accept_weight + self.reject_weight))
 
     def report(self, row: int) -> Speculation:
-        """What came of a row's guesses."""
+        """The acceptance record of one row."""
         last = int(np.flatnonzero(self.num_drafted[row])[-1]) + 1 if self.num_drafted[row].any() else 0
-        tried, right = (tuple(part[row, :last].tolist()) for part in (self.num_drafted, self.num_accepted))
-        return Speculation(tried, right, int(self.forwards[row]))
+        drafted, accepted = (
+            tuple(array[row, :last].tolist()) for array in (self.num_drafted, self.num_accepted)
+        )
+        return Speculation(drafted, accepted, int(self.forwards[row]))
 
     def _arrays(self) -> Sequence[Array]:
         return (
@@ -112,70 +114,77 @@ class AcceptanceStats:
             self.reject_weight,
         )
 
-    def _pad_to(self, wide: int) -> Self:
-        lacks = wide - self.num_drafted.shape[1]
-        if lacks <= 0:
+    def _pad_to(self, width: int) -> Self:
+        missing = width - self.num_drafted.shape[1]
+        if missing <= 0:
             return self
-        tried, right = (np.pad(part, ((0, 0), (0, lacks))) for part in (self.num_drafted, self.num_accepted))
-        return replace(self, num_drafted=tried, num_accepted=right)
+        num_drafted, num_accepted = (
+            np.pad(array, ((0, 0), (0, missing))) for array in (self.num_drafted, self.num_accepted)
+        )
+        return replace(self, num_drafted=num_drafted, num_accepted=num_accepted)
 
 
 class DraftLengthController:
-    """How wide a step pays: what forwards of so many positions take, measured as they are made.
+    """Chooses the draft length with the best expected tokens per unit of time.
 
-    Before it is measured, and where a result must not depend on a clock, each further position of one row
-    costs `SLOPE` of a forward, and of several rows as the root of their number, which is little: whatever
-    might pay is tried. Time is no even function of the positions (a product of sixteen lines can take less
-    than one of ten), so each count has its own.
+    Forward times are measured per number of positions. Without measurements, and where results must not
+    depend on timings, each further position of a row costs `COST_PER_POSITION` of a forward, scaled by the
+    square root of the number of rows; this is low, so that drafting is tried. Time is not monotonic in the
+    number of positions (a matrix product with 16 rows can be faster than one with 10), so each count is
+    timed separately.
     """
 
     COST_PER_POSITION: Final = 0.1
-    DRAFT_MODEL_COST: Final = 0.15  # what a network takes for one more guess of every row, in forwards
-    MIN_SPEEDUP: Final = 1.1  # by how much guessing must look better: what looks best is partly luck
-    MAX_PROBE_INTERVAL: Final = 64  # steps without a guess, before a network is asked for one again
-    REMEASURE_INTERVAL: Final = 48  # steps after which it is measured again what one without guesses takes
+    DRAFT_MODEL_COST: Final = 0.15  # cost of one draft-model step in target forwards
+    MIN_SPEEDUP: Final = 1.1  # required advantage over no drafts, as the estimate is noisy
+    MAX_PROBE_INTERVAL: Final = 64  # maximum steps without drafts before the draft model is probed
+    REMEASURE_INTERVAL: Final = 48  # steps after which a step without drafts is timed again
 
     def __init__(self) -> None:
-        self._forward_seconds: dict[int, deque[float]] = {}  # positions fed -> seconds, the last few times
-        # Seconds that a network takes for one guess of every row, the last few times.
+        self._forward_seconds: dict[int, deque[float]] = {}  # positions fed -> recent timings
+        # Recent seconds per draft-model step.
         self._draft_seconds: deque[float] = deque(maxlen=_NUM_SAMPLES)
-        self._steps_since_baseline = 0  # steps since one without guesses was measured
-        self._steps_since_draft = 0  # steps since a network last guessed
+        self._steps_since_baseline = 0  # steps since a step without drafts was timed
+        self._steps_since_draft = 0  # steps since the draft model last ran
         self._probe_interval = 1
 
     def record_forward(self, positions: int, seconds: float, width: int = 0) -> None:
-        """Take in that a forward of so many positions took so long, with drafts of that width."""
+        """Record the time of a forward with this many positions and drafts of this width."""
         self._forward_seconds.setdefault(positions, deque(maxlen=_NUM_SAMPLES)).append(seconds)
         self._steps_since_baseline = self._steps_since_baseline + 1 if width else 0
 
     def record_draft(self, count: int, seconds: float) -> None:
-        """Take in that guessing `count` tokens took so long."""
+        """Record the time of drafting `count` tokens."""
         self._draft_seconds.append(seconds / count)
 
-    def choose_length(self, rate: Array, most: Array, is_model_free: bool, use_timings: bool) -> int:
-        """How many tokens to try, where each row could try `most` and is right at that rate [R]."""
-        longest, rows = int(most.max(initial=0)), len(rate)
+    def choose_length(
+        self, acceptance_rates: Array, max_drafts: Array, is_model_free: bool, use_timings: bool
+    ) -> int:
+        """The draft length for rows with these acceptance rates and limits [R]."""
+        longest, rows = int(max_drafts.max(initial=0)), len(acceptance_rates)
         if not longest:
             return 0
-        base = self._baseline_seconds(rows) if use_timings else None
-        if use_timings and (base is None or self._steps_since_baseline >= self.REMEASURE_INTERVAL):
-            return 0  # what a step takes without guesses is to be known
+        baseline = self._baseline_seconds(rows) if use_timings else None
+        if use_timings and (baseline is None or self._steps_since_baseline >= self.REMEASURE_INTERVAL):
+            return 0  # time a step without drafts
         widths = np.arange(longest + 1)
-        chance = np.clip(rate, 0.0, 0.999)[:, None]
-        reach = np.minimum(widths, most[:, None])
-        gain = ((1 - chance ** (reach + 1)) / (1 - chance)).sum(0)  # tokens a step
-        cost = np.array([self._relative_cost(rows, int(one), base) for one in widths])
+        rates = np.clip(acceptance_rates, 0.0, 0.999)[:, None]
+        num_drafts = np.minimum(widths, max_drafts[:, None])
+        expected_tokens = ((1 - rates ** (num_drafts + 1)) / (1 - rates)).sum(0)  # per step
+        cost = np.array([self._relative_cost(rows, int(width), baseline) for width in widths])
         if not is_model_free:
             cost += widths * (
-                median(self._draft_seconds) / base if base and self._draft_seconds else self.DRAFT_MODEL_COST
+                median(self._draft_seconds) / baseline
+                if baseline and self._draft_seconds
+                else self.DRAFT_MODEL_COST
             )
-        worth = gain / cost
-        best = int(worth.argmax())
-        best = best if worth[best] > self.MIN_SPEEDUP * worth[0] else 0
+        throughput = expected_tokens / cost
+        best = int(throughput.argmax())
+        best = best if throughput[best] > self.MIN_SPEEDUP * throughput[0] else 0
         return best if is_model_free else self._probe_if_idle(best)
 
     def _probe_if_idle(self, best: int) -> int:
-        """The same, but now and then one guess where none pays: what is never asked cannot improve."""
+        """The same length, or occasionally 1 in place of 0, to notice when the acceptance rate rises."""
         if best:
             self._steps_since_draft, self._probe_interval = 0, 1
             return best
@@ -189,18 +198,18 @@ class DraftLengthController:
         return 1
 
     def _baseline_seconds(self, rows: int) -> float | None:
-        """What a step of so many rows takes without guesses, or one of nearly as many."""
+        """The time of a step without drafts for about this many rows; None if not measured."""
         nearest = min(self._forward_seconds, key=lambda count: abs(count - rows), default=None)
         if nearest is None or abs(nearest - rows) > rows // 4:
             return None
         return median(self._forward_seconds[nearest])
 
-    def _relative_cost(self, rows: int, width: int, base: float | None) -> float:
-        """What a step of that width costs, in steps without guesses."""
-        wide = rows * (width + 1)
-        usual = 1 + self.COST_PER_POSITION * width * sqrt(rows)
-        if base is None or not width or wide not in self._forward_seconds:
-            return usual
-        known = max(median(self._forward_seconds[wide]) / base, 1.0)
-        # The first time much may have had to be prepared.
-        return min(known, usual) if len(self._forward_seconds[wide]) == 1 else known
+    def _relative_cost(self, rows: int, width: int, baseline: float | None) -> float:
+        """The cost of a step with this draft length, relative to one without drafts."""
+        positions = rows * (width + 1)
+        estimate = 1 + self.COST_PER_POSITION * width * sqrt(rows)
+        if baseline is None or not width or positions not in self._forward_seconds:
+            return estimate
+        measured = max(median(self._forward_seconds[positions]) / baseline, 1.0)
+        # The first forward of a shape may include warm-up.
+        return min(measured, estimate) if len(self._forward_seconds[positions]) == 1 else measured

@@ -1,9 +1,9 @@
-"""Drafters whose model has another tokenizer than the target: by text, or by the tokens that both have.
+"""Drafters whose model has a different tokenizer than the target: by text, or by shared tokens.
 
-By text: the target's tokens are decoded and encoded anew for the assistant, which goes on greedily, and what
-it says is encoded anew for the target (universal assisted decoding). By tokens: the assistant's law is kept
-to the tokens that both vocabularies have and drawn from as it is, so that sampling stays lossless (Timor et
-al. 2025, Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
+By text: the target's tokens are decoded and encoded for the assistant, which continues greedily, and its
+text is encoded for the target (universal assisted decoding). By shared tokens: the assistant's distribution
+is restricted to the tokens of both vocabularies and sampled from, so sampling stays lossless (Timor et al.
+2025, Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
 Vocabularies; token-level intersection).
 """
 
@@ -35,56 +35,56 @@ from descant.kv_cache.row_subset import row_subset
 __all__ = ["RetokenizingDrafter", "SharedVocabDrafter", "check_draft_model", "check_shared_vocab"]
 
 
-def check_draft_model(facts: ModelTraits) -> None:
-    """Raise for a draft model that cannot be shown a text encoded anew."""
-    if facts.is_encoder_decoder and facts.main_input_name == "input_ids":
+def check_draft_model(traits: ModelTraits) -> None:
+    """Raise for a draft model that cannot read a re-encoded text."""
+    if traits.is_encoder_decoder and traits.main_input_name == "input_ids":
         raise UnsupportedModel(
-            "a draft model whose encoder reads tokens needs the target's own tokenizer: leave out "
-            "`assistant_tokenizer`, or give a draft model that has no encoder"
+            "a draft model whose encoder reads tokens must have the target's tokenizer: remove "
+            "`assistant_tokenizer`, or use a draft model without an encoder"
         )
 
 
 def check_shared_vocab(tokenizer: Any, assistant_tokenizer: Any) -> None:
-    """Raise for tokenizers that have no token in common."""
+    """Raise for tokenizers without common tokens."""
     if not shared_tokens(ByteTokenizer(tokenizer), ByteTokenizer(assistant_tokenizer)):
         raise _no_shared_tokens_error(assistant_tokenizer)
 
 
 def _no_shared_tokens_error(tokenizer: Any) -> InputError:
     must = "must have tokens in common with `tokenizer`"
-    return InputError("assistant_tokenizer", must, tokenizer, "draft with another model")
+    return InputError("assistant_tokenizer", must, tokenizer, "use another draft model")
 
 
 @dataclass
 class _DraftRow:
-    """A row as the assistant sees it, and what of it the assistant's cache holds."""
+    """A row in the assistant's tokens, and its part of the assistant's cache."""
 
     aligned_row: AlignedRow
     lookbehind: LookbehindWindows = field(default_factory=LookbehindWindows)
-    cached_tokens: list[int] = field(default_factory=list)  # the tokens that the cache holds of it
-    cached_length: int = 0  # how many it holds in all, before it is cut
-    pending_tokens: list[int] = field(default_factory=list)  # what is to be fed next
-    cache_row: int = -1  # its row in the cache; -1: none
-    buffer_row: int = -1  # its row in the store of tokens
+    cached_tokens: list[int] = field(default_factory=list)  # the cached tokens that are still valid
+    cached_length: int = 0  # cached positions, before truncation
+    pending_tokens: list[int] = field(default_factory=list)  # tokens to feed next
+    cache_row: int = -1  # row in the cache; -1: none
+    buffer_row: int = -1  # row in the token buffer; -1: none
 
     def fork(self) -> _DraftRow:
-        """The same line once more; a row of its own it gets when rows are moved."""
+        """A copy; it gets its own cache row when the cache is rearranged."""
         return replace(self, aligned_row=self.aligned_row.fork(), cached_tokens=list(self.cached_tokens))
 
-    def truncate(self, kept: int, ids: Sequence[int]) -> None:
-        """Forget what was fed beyond the ids as they are now, of which `kept` are as they were."""
-        stop = min(len(self.cached_tokens), len(ids) - 1)  # the last is fed again, for what it says
-        same = min(kept, stop)
-        while same < stop and self.cached_tokens[same] == ids[same]:
-            same += 1
-        del self.cached_tokens[same:]
+    def truncate(self, num_unchanged: int, ids: Sequence[int]) -> None:
+        """Truncate the cached tokens to their common prefix with `ids`, at least `num_unchanged` long."""
+        stop = min(len(self.cached_tokens), len(ids) - 1)  # the last is fed again for its logits
+        num_equal = min(num_unchanged, stop)
+        while num_equal < stop and self.cached_tokens[num_equal] == ids[num_equal]:
+            num_equal += 1
+        del self.cached_tokens[num_equal:]
 
 
 class _CrossTokenizerDrafter:
-    """The draft model with its rows and its cache, which follow the target's rows by their text.
+    """Base: the draft model with its rows and cache, which follow the target's rows by their text.
 
-    What the cache holds of a row and what the row's text comes to now are two sequences of the assistant's
-    tokens: it is cut to what they have in common, whatever has become of the row in between.
+    The cache of a row is truncated to the common prefix of its cached tokens and the current encoding of its
+    text, whatever happened to the row in between.
     """
 
     is_model_free = False
@@ -94,181 +94,200 @@ class _CrossTokenizerDrafter:
         self.forwards = 0
         self._model, self._cache = model, cache
         self._translator = TokenTranslator(ByteTokenizer(tokenizer), ByteTokenizer(assistant_tokenizer))
-        tongue = self._translator.assistant
-        # What a row without any token begins with.
+        assistant = self._translator.assistant
+        # What an empty row is fed.
         self._empty_row_ids = [
-            next((one for one in (tongue.bos_token_id, tongue.eos_token_id) if one is not None), 0)
+            next(
+                (token for token in (assistant.bos_token_id, assistant.eos_token_id) if token is not None), 0
+            )
         ]
         self._draft_rows: list[_DraftRow] = []
         self._token_buffer = torch.zeros(0, 0, dtype=torch.long, device=model.device)  # [R, C]
-        self._assistant_rows: Rows | None = None  # the assistant's rows, while it guesses
+        self._assistant_rows: Rows | None = None  # the assistant's rows during a draft
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
-        """Take what new requests give an encoder; tokens and embeddings are the target's alone."""
+        """Pass encoder inputs to the draft model; tokens and embeddings are only for the target."""
         self._model.add_requests(requests, inputs if self._model.traits.is_encoder_decoder else {})
 
     def remove_requests(self, requests: Sequence[int]) -> None:
-        """Forget those requests."""
+        """Remove requests."""
         self._model.remove_requests(requests)
 
-    def commit(self, parents: Tensor, lengths: Tensor) -> None:  # noqa: ARG002 - the tokens say it all
-        """Follow the rows; what was decided is read when the next guess is asked for."""
-        old, taken, lines = self._draft_rows, set[int](), list[_DraftRow]()
+    def commit(self, parents: Tensor, lengths: Tensor) -> None:  # noqa: ARG002 - tokens are compared instead
+        """Follow the rows; committed tokens are read at the next draft."""
+        previous, used, draft_rows = self._draft_rows, set[int](), list[_DraftRow]()
         for parent in parents.tolist():
             if parent < 0:
-                lines.append(_DraftRow(self._translator.new_row()))
+                draft_rows.append(_DraftRow(self._translator.new_row()))
             else:
-                lines.append(old[parent].fork() if parent in taken else old[parent])
-                taken.add(parent)
-        self._draft_rows = lines
+                draft_rows.append(previous[parent].fork() if parent in used else previous[parent])
+                used.add(parent)
+        self._draft_rows = draft_rows
 
-    # -------------------------------------------------------------------- what is decided
-    def _sync_rows(self, rows: Rows, most: Tensor) -> Tensor:
-        """Read what has been decided: how many tokens each row can try now, at most `most` [R] (host)."""
-        if not bool(most.any()):
-            return most
+    # -------------------------------------------------------------------- committed tokens
+    def _sync_rows(self, rows: Rows, max_drafts: Tensor) -> Tensor:
+        """Read the committed tokens; returns the possible drafts per row, at most `max_drafts` [R] (host)."""
+        if not bool(max_drafts.any()):
+            return max_drafts
         params = row_params(rows).values
-        sizes = [
-            _param_values(params.get(f"{whose}_lookbehind"), 10, len(rows))
-            for whose in ("target", "assistant")
+        windows = [
+            _param_values(params.get(f"{side}_lookbehind"), 10, len(rows)) for side in ("target", "assistant")
         ]
-        for line, target, assistant in zip(self._draft_rows, *sizes, strict=True):
-            line.lookbehind = LookbehindWindows(max(1, int(target)), max(1, int(assistant)))
-        lines = most.nonzero().squeeze(1).tolist()
-        for row, kept in zip(lines, self._read_new_tokens(rows, lines), strict=True):
-            self._draft_rows[row].truncate(kept, self._row_ids(row))
+        for draft_row, target, assistant in zip(self._draft_rows, *windows, strict=True):
+            draft_row.lookbehind = LookbehindWindows(max(1, int(target)), max(1, int(assistant)))
+        row_indices = max_drafts.nonzero().squeeze(1).tolist()
+        for row, num_unchanged in zip(row_indices, self._read_new_tokens(rows, row_indices), strict=True):
+            self._draft_rows[row].truncate(num_unchanged, self._row_ids(row))
         length = torch.tensor([len(self._row_ids(row)) for row in range(len(rows))])
-        whole = torch.tensor([line.aligned_row.is_complete for line in self._draft_rows])
-        most = torch.where(whole, limit_to_positions(most, length, self._model.traits.max_positions), 0)
-        active = most.nonzero().squeeze(1).tolist()
+        is_complete = torch.tensor([draft_row.aligned_row.is_complete for draft_row in self._draft_rows])
+        max_drafts = torch.where(
+            is_complete, limit_to_positions(max_drafts, length, self._model.traits.max_positions), 0
+        )
+        active = max_drafts.nonzero().squeeze(1).tolist()
         if active:
             self._arrange_cache(active)
             self._build_assistant_rows(rows, active)
-        return most
+        return max_drafts
 
     def _row_ids(self, row: int) -> list[int]:
+        """The assistant's ids of a row."""
         return self._draft_rows[row].aligned_row.assistant_ids or self._empty_row_ids
 
-    def _read_new_tokens(self, rows: Rows, lines: Sequence[int]) -> list[int]:
-        """Read what rows have decided since; how many of their ids are as they were."""
-        readings = [self._draft_rows[row].aligned_row for row in lines]
-        length, known = rows.length[lines].tolist(), [len(reading.target_ids) for reading in readings]
-        first = [
-            max(0, min(have, now) - self._draft_rows[row].lookbehind.target)
-            for row, have, now in zip(lines, known, length, strict=True)
+    def _read_new_tokens(self, rows: Rows, row_indices: Sequence[int]) -> list[int]:
+        """Read the new tokens of these rows; returns how many leading ids of each are unchanged."""
+        aligned = [self._draft_rows[row].aligned_row for row in row_indices]
+        lengths, num_known = (
+            rows.length[row_indices].tolist(),
+            [len(aligned_row.target_ids) for aligned_row in aligned],
+        )
+        starts = [
+            max(0, min(known_length, length) - self._draft_rows[row].lookbehind.target)
+            for row, known_length, length in zip(row_indices, num_known, lengths, strict=True)
         ]
-        width = max(1, *(now - start for now, start in zip(length, first, strict=True)))
-        at = torch.tensor(first)[:, None] + torch.arange(width)
-        some = torch.tensor(lines)[:, None]
-        store = rows.tokens if rows.tokens.shape[1] else rows.tokens.new_zeros(len(rows), 1)
-        at = at.clamp(max=store.shape[1] - 1)
-        seen = store[some.to(store.device), at.to(store.device)].tolist()
-        kept = []
-        for row, have, now, start, tokens in zip(lines, known, length, first, seen, strict=True):
-            line = self._draft_rows[row]
-            new = tokens[: now - start]
-            if line.aligned_row.target_ids[start:] == new[: have - start]:
-                kept.append(
-                    self._translator.append_tokens(line.aligned_row, new[have - start :], line.lookbehind)
+        width = max(1, *(length - start for length, start in zip(lengths, starts, strict=True)))
+        positions = torch.tensor(starts)[:, None] + torch.arange(width)
+        row_column = torch.tensor(row_indices)[:, None]
+        buffer = rows.tokens if rows.tokens.shape[1] else rows.tokens.new_zeros(len(rows), 1)
+        positions = positions.clamp(max=buffer.shape[1] - 1)
+        windows = buffer[row_column.to(buffer.device), positions.to(buffer.device)].tolist()
+        num_unchanged = []
+        for row, known_length, length, start, tokens in zip(
+            row_indices, num_known, lengths, starts, windows, strict=True
+        ):
+            draft_row = self._draft_rows[row]
+            window = tokens[: length - start]
+            if draft_row.aligned_row.target_ids[start:] == window[: known_length - start]:
+                num_unchanged.append(
+                    self._translator.append_tokens(
+                        draft_row.aligned_row, window[known_length - start :], draft_row.lookbehind
+                    )
                 )
                 continue
-            # The row does not go on from where it was: it is read from its beginning.
-            line.aligned_row = self._translator.new_row()
-            self._translator.append_tokens(line.aligned_row, rows.tokens[row, :now].tolist(), line.lookbehind)
-            kept.append(0)
-        return kept
+            # The row does not continue its known tokens: read it from the start.
+            draft_row.aligned_row = self._translator.new_row()
+            self._translator.append_tokens(
+                draft_row.aligned_row, rows.tokens[row, :length].tolist(), draft_row.lookbehind
+            )
+            num_unchanged.append(0)
+        return num_unchanged
 
     def _arrange_cache(self, active: Sequence[int]) -> None:
-        """Give every line its row in the cache, cut to what it was fed."""
+        """Give every row its cache row, truncated to its valid cached tokens."""
         for row in active if self._cache.max_rewind is not None else ():
-            line = self._draft_rows[row]
-            # A state that cannot be cut, and that reads one token at a time after its first: begin again.
-            if len(line.cached_tokens) < line.cached_length or len(line.cached_tokens) + 1 < len(
-                self._row_ids(row)
-            ):
-                line.cache_row, line.cached_length = -1, 0
-                line.cached_tokens.clear()
-        held = [line for line in self._draft_rows if line.cache_row >= 0]
-        whence = torch.tensor([line.cache_row for line in held], dtype=torch.long)
-        cuts = torch.tensor([len(line.cached_tokens) for line in held], dtype=torch.long)
-        order = stable_row_order(whence, len(self._cache))
-        self._cache.commit(*((None, cuts) if order is None else (whence[order], cuts[order])))
-        for place, at in enumerate(range(len(held)) if order is None else order.tolist()):
-            held[at].cache_row = place
-        fresh = [line for line in self._draft_rows if line.cache_row < 0]
-        if fresh:
-            self._cache.extend(len(fresh))
-        for place, line in enumerate(fresh, len(held)):
-            line.cache_row = place
+            draft_row = self._draft_rows[row]
+            # A cache that cannot rewind, and takes one token at a time after the first: start again.
+            if len(draft_row.cached_tokens) < draft_row.cached_length or len(
+                draft_row.cached_tokens
+            ) + 1 < len(self._row_ids(row)):
+                draft_row.cache_row, draft_row.cached_length = -1, 0
+                draft_row.cached_tokens.clear()
+        cached = [draft_row for draft_row in self._draft_rows if draft_row.cache_row >= 0]
+        sources = torch.tensor([draft_row.cache_row for draft_row in cached], dtype=torch.long)
+        lengths = torch.tensor([len(draft_row.cached_tokens) for draft_row in cached], dtype=torch.long)
+        order = stable_row_order(sources, len(self._cache))
+        self._cache.commit(*((None, lengths) if order is None else (sources[order], lengths[order])))
+        for cache_row, index in enumerate(range(len(cached)) if order is None else order.tolist()):
+            cached[index].cache_row = cache_row
+        uncached = [draft_row for draft_row in self._draft_rows if draft_row.cache_row < 0]
+        if uncached:
+            self._cache.extend(len(uncached))
+        for cache_row, draft_row in enumerate(uncached, len(cached)):
+            draft_row.cache_row = cache_row
 
     def _build_assistant_rows(self, rows: Rows, active: Sequence[int]) -> None:
-        """The assistant's rows, with the tokens of those that go on which the cache does not hold."""
-        lines, device = self._draft_rows, self._model.device
-        seats = torch.tensor([line.buffer_row for line in lines])
-        if len(self._token_buffer) != len(lines) or not torch.equal(seats, torch.arange(len(lines))):
+        """Build the assistant's rows, with the uncached tokens of the active ones."""
+        draft_rows, device = self._draft_rows, self._model.device
+        buffer_rows = torch.tensor([draft_row.buffer_row for draft_row in draft_rows])
+        if len(self._token_buffer) != len(draft_rows) or not torch.equal(
+            buffer_rows, torch.arange(len(draft_rows))
+        ):
             empty = self._token_buffer.new_zeros(1, self._token_buffer.shape[1])
             self._token_buffer = torch.cat((self._token_buffer, empty))[
-                seats.to(device)
-            ]  # the last is of no row
-        for seat, line in enumerate(lines):
-            line.buffer_row = seat
-        cached = torch.tensor([len(line.cached_tokens) for line in lines])
+                buffer_rows.to(device)
+            ]  # index -1: the empty row
+        for buffer_row, draft_row in enumerate(draft_rows):
+            draft_row.buffer_row = buffer_row
+        cached = torch.tensor([len(draft_row.cached_tokens) for draft_row in draft_rows])
         for row in active:
-            lines[row].pending_tokens = self._row_ids(row)[len(lines[row].cached_tokens) :]
-        pending = [lines[row].pending_tokens for row in active]
+            draft_rows[row].pending_tokens = self._row_ids(row)[len(draft_rows[row].cached_tokens) :]
+        pending = [draft_rows[row].pending_tokens for row in active]
         width = max(map(len, pending))
-        need, have = int(cached.max()) + width, self._token_buffer.shape[1]
-        if need > have:
-            self._token_buffer = torch.nn.functional.pad(self._token_buffer, (0, need + need // 2 - have))
-        block = torch.tensor([part + [0] * (width - len(part)) for part in pending])
-        block = block.clamp(max=self._model.traits.vocab_size - 1).to(device)  # of a model that lacks tokens
+        required, capacity = int(cached.max()) + width, self._token_buffer.shape[1]
+        if required > capacity:
+            self._token_buffer = torch.nn.functional.pad(
+                self._token_buffer, (0, required + required // 2 - capacity)
+            )
+        block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending])
+        block = block.clamp(max=self._model.traits.vocab_size - 1).to(
+            device
+        )  # the tokenizer may have more tokens than the model
         index = torch.tensor(active)
-        at = cached[index][:, None] + torch.arange(width)
-        self._token_buffer[index[:, None].to(device), at.to(device)] = block
+        positions = cached[index][:, None] + torch.arange(width)
+        self._token_buffer[index[:, None].to(device), positions.to(device)] = block
         length = cached.clone()
-        length[index] += torch.tensor([len(part) for part in pending])
-        nothing = torch.zeros_like(length)
+        length[index] += torch.tensor([len(tokens) for tokens in pending])
+        zeros = torch.zeros_like(length)
         self._assistant_rows = Rows(
-            self._token_buffer, length, cached, nothing, length, rows.request, rows.slot
+            self._token_buffer, length, cached, zeros, length, rows.request, rows.slot
         )
 
-    # -------------------------------------------------------------------- what may follow
+    # -------------------------------------------------------------------- forwards
     def _forward_pending(self, index: Tensor) -> Tensor:
-        """Feed some rows what is pending: the logits [N, V'] of their last positions."""
-        own = self._assistant_rows
-        assert own is not None
-        part = own if len(index) == len(own) else own.take(index)
-        lines = [self._draft_rows[row] for row in index.tolist()]
-        place = torch.tensor([line.cache_row for line in lines])
+        """Feed the pending tokens of the rows `index`: the logits [N, V'] at their last positions."""
+        all_rows = self._assistant_rows
+        assert all_rows is not None
+        fed_rows = all_rows if len(index) == len(all_rows) else all_rows.take(index)
+        draft_rows = [self._draft_rows[row] for row in index.tolist()]
+        cache_rows = torch.tensor([draft_row.cache_row for draft_row in draft_rows])
         self.forwards += 1
-        logits = self._model.forward(part, Proposal(), row_subset(self._cache, place)).logits[:, 0]
-        for line in lines:
-            line.cached_tokens += line.pending_tokens
-            line.cached_length, line.pending_tokens = len(line.cached_tokens), []
-        cached = own.cached_length.clone()
-        cached[index] = own.length[index]
-        self._assistant_rows = own.replace(cached_length=cached)
+        logits = self._model.forward(fed_rows, Proposal(), row_subset(self._cache, cache_rows)).logits[:, 0]
+        for draft_row in draft_rows:
+            draft_row.cached_tokens += draft_row.pending_tokens
+            draft_row.cached_length, draft_row.pending_tokens = len(draft_row.cached_tokens), []
+        cached = all_rows.cached_length.clone()
+        cached[index] = all_rows.length[index]
+        self._assistant_rows = all_rows.replace(cached_length=cached)
         return logits
 
-    def _append_tokens(self, index: Tensor, tokens: Tensor, host: Sequence[int]) -> None:
-        """Take a further token [N] of the assistant's after some rows."""
-        own = self._assistant_rows
-        assert own is not None
-        for row, token in zip(index.tolist(), host, strict=True):
+    def _append_tokens(self, index: Tensor, tokens: Tensor, host_tokens: Sequence[int]) -> None:
+        """Append one assistant token [N] to the rows `index`."""
+        all_rows = self._assistant_rows
+        assert all_rows is not None
+        for row, token in zip(index.tolist(), host_tokens, strict=True):
             self._draft_rows[row].pending_tokens = [token]
-        whole = tokens.new_zeros(len(own)).index_copy(0, index.to(tokens.device), tokens)
-        length = own.length.clone()
+        row_tokens = tokens.new_zeros(len(all_rows)).index_copy(0, index.to(tokens.device), tokens)
+        length = all_rows.length.clone()
         length[index] += 1
-        self._assistant_rows = own.append(whole[:, None], length)
+        self._assistant_rows = all_rows.append(row_tokens[:, None], length)
         self._token_buffer = self._assistant_rows.tokens
 
 
 class RetokenizingDrafter(_CrossTokenizerDrafter):
-    """A draft model with another tokenizer, which is shown the text and whose text is tried.
+    """A draft model with another tokenizer that reads the text and whose text is re-encoded as drafts.
 
-    It goes on greedily, for rows that sample as well: what it guesses hangs on nothing but the text. Tried
-    are the target's tokens that begin just where the row ends; where its last token would be another with
-    the text that follows, none are.
+    It continues greedily, also for sampling rows: its drafts depend only on the text. The drafts are the
+    target's tokens that begin exactly where the row ends; if the following text would change the row's last
+    token, there are none.
     """
 
     def __init__(
@@ -280,56 +299,66 @@ class RetokenizingDrafter(_CrossTokenizerDrafter):
         vocabulary: int | None = None,
     ) -> None:
         super().__init__(model, cache, tokenizer, assistant_tokenizer)
-        # How many tokens the target's model knows; its tokenizer may have been given more.
+        # The target model's vocabulary size; its tokenizer may have more tokens.
         self._target_vocab_size = (
             len(self._translator.target.token_bytes) if vocabulary is None else vocabulary
         )
 
     @torch.no_grad()
-    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:  # noqa: ARG002 - the port
-        """Tokens that may follow each row, at most so many [R] (host)."""
-        most = self._sync_rows(rows, most)
-        guesses: list[list[int]] = [[] for _ in self._draft_rows]
-        least = _param_values(row_params(rows).values.get("assistant_confidence_threshold"), -1.0, len(rows))
-        active = most.nonzero().squeeze(1)
+    def draft(self, rows: Rows, max_drafts: Tensor, context: DraftContext) -> Proposal:  # noqa: ARG002 - the interface
+        """Draft up to `max_drafts` [R] (host) tokens after each row."""
+        max_drafts = self._sync_rows(rows, max_drafts)
+        assistant_drafts: list[list[int]] = [[] for _ in self._draft_rows]
+        min_confidence = _param_values(
+            row_params(rows).values.get("assistant_confidence_threshold"), -1.0, len(rows)
+        )
+        active = max_drafts.nonzero().squeeze(1)
         while len(active):
             logits = self._forward_pending(active)
             best, tokens = logits.max(-1)
-            sure = (best - logits.logsumexp(-1)).exp()
-            host, likely = tokens.tolist(), sure.tolist()
-            goes = []
-            for at, row in enumerate(active.tolist()):
-                mine = guesses[row]
-                mine.append(host[at])
-                more = len(mine) < most[row] and likely[at] >= least[row]
-                if more and self._translator.assistant.is_text(host[at]):
-                    goes.append(at)
-            on = torch.tensor(goes, dtype=torch.long)
-            active = active[on]
-            if goes:
-                self._append_tokens(active, tokens[on.to(tokens.device)], [host[at] for at in goes])
-        answers = [
-            self._to_target_tokens(line, mine)[:tries] if mine else []
-            for line, mine, tries in zip(self._draft_rows, guesses, most.tolist(), strict=True)
+            probs = (best - logits.logsumexp(-1)).exp()
+            host_tokens, host_probs = tokens.tolist(), probs.tolist()
+            continuing = []
+            for index, row in enumerate(active.tolist()):
+                row_drafts = assistant_drafts[row]
+                row_drafts.append(host_tokens[index])
+                can_continue = len(row_drafts) < max_drafts[row] and host_probs[index] >= min_confidence[row]
+                if can_continue and self._translator.assistant.is_text(host_tokens[index]):
+                    continuing.append(index)
+            continuing_index = torch.tensor(continuing, dtype=torch.long)
+            active = active[continuing_index]
+            if continuing:
+                self._append_tokens(
+                    active,
+                    tokens[continuing_index.to(tokens.device)],
+                    [host_tokens[index] for index in continuing],
+                )
+        target_drafts = [
+            self._to_target_tokens(draft_row, row_drafts)[:limit] if row_drafts else []
+            for draft_row, row_drafts, limit in zip(
+                self._draft_rows, assistant_drafts, max_drafts.tolist(), strict=True
+            )
         ]
-        n = torch.tensor([len(one) for one in answers], dtype=torch.long)
-        width = int(n.max()) if len(n) else 0
+        num_drafts = torch.tensor([len(tokens_of_row) for tokens_of_row in target_drafts], dtype=torch.long)
+        width = int(num_drafts.max()) if len(num_drafts) else 0
         if not width:
             return Proposal()
-        drafts = torch.tensor([one + [0] * (width - len(one)) for one in answers])
-        return Proposal(None, drafts.to(rows.tokens.device), n)
+        drafts = torch.tensor(
+            [tokens_of_row + [0] * (width - len(tokens_of_row)) for tokens_of_row in target_drafts]
+        )
+        return Proposal(None, drafts.to(rows.tokens.device), num_drafts)
 
-    def _to_target_tokens(self, line: _DraftRow, guesses: Sequence[int]) -> list[int]:
-        """The target's tokens for what the assistant guesses, up to one that its model does not know."""
-        found = self._translator.to_target_tokens(line.aligned_row, guesses, line.lookbehind)
-        return list(itertools.takewhile(lambda token: token < self._target_vocab_size, found))
+    def _to_target_tokens(self, draft_row: _DraftRow, drafts: Sequence[int]) -> list[int]:
+        """The target tokens for the assistant's drafts, up to one outside the target model's vocabulary."""
+        tokens = self._translator.to_target_tokens(draft_row.aligned_row, drafts, draft_row.lookbehind)
+        return list(itertools.takewhile(lambda token: token < self._target_vocab_size, tokens))
 
 
 class SharedVocabDrafter(_CrossTokenizerDrafter):
-    """A draft model with another tokenizer, whose law is kept to the tokens that the target has, too.
+    """A draft model with another tokenizer, restricted to the tokens that the target also has.
 
-    It is shown the text in its own tokens; a token that it draws is the target's of the same bytes, so that
-    its law is known and sampling with it exact.
+    It reads the text in its own tokens; each drafted token is the target's token with the same bytes, so its
+    probability is known and sampling stays exact.
     """
 
     def __init__(
@@ -344,44 +373,55 @@ class SharedVocabDrafter(_CrossTokenizerDrafter):
         super().__init__(model, cache, tokenizer, assistant_tokenizer)
         self._draft_loop = DraftLoop(noise, vocabulary)
         pairs = shared_tokens(self._translator.target, self._translator.assistant).items()
-        both = [(one, other) for one, other in pairs if one < model.traits.vocab_size and other < vocabulary]
-        if not both:
+        shared = [
+            (assistant_id, target_id)
+            for assistant_id, target_id in pairs
+            if assistant_id < model.traits.vocab_size and target_id < vocabulary
+        ]
+        if not shared:
             raise _no_shared_tokens_error(assistant_tokenizer)
         self._shared_assistant_ids, self._shared_target_ids = (
-            torch.tensor(both).to(model.device).T.contiguous()
+            torch.tensor(shared).to(model.device).T.contiguous()
         )
-        self._assistant_by_target = torch.full(
-            (vocabulary,), -1, device=model.device
-        )  # the assistant's token by ours
+        # The assistant's token by the target's, -1: none.
+        self._assistant_by_target = torch.full((vocabulary,), -1, device=model.device)
         self._assistant_by_target[self._shared_target_ids] = self._shared_assistant_ids
 
-    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
-        """Tokens that may follow each row, at most so many [R] (host)."""
-        most = self._sync_rows(rows, most)
+    def draft(self, rows: Rows, max_drafts: Tensor, context: DraftContext) -> Proposal:
+        """Draft up to `max_drafts` [R] (host) tokens after each row."""
+        max_drafts = self._sync_rows(rows, max_drafts)
         return self._draft_loop.run(
-            rows, most, aid, lambda grown, index: self._shared_logits(rows, grown, index)
+            rows, max_drafts, context, lambda grown, index: self._shared_logits(rows, grown, index)
         )
 
     def _shared_logits(self, rows: Rows, grown: Rows, index: Tensor) -> Tensor:
-        """The assistant's logits [N, V] after some rows, of which it knows nothing but what both can say."""
-        device, here = self._model.device, torch.arange(len(index))
+        """The assistant's logits [N, V] after the rows `index`, -inf for tokens that are not shared."""
+        device, usable = self._model.device, torch.arange(len(index))
         if grown is not rows:
             last = grown.tokens.gather(1, (grown.length - 1).to(grown.tokens.device)[:, None])[:, 0]
             tokens = self._assistant_by_target[index_rows(last, index).to(device)]
-            host = tokens.tolist()
-            # A token that only a processor can have put there: the assistant cannot go on from it.
-            here = torch.tensor([at for at, token in enumerate(host) if token >= 0], dtype=torch.long)
-            if len(here):
-                self._append_tokens(index[here], tokens[here.to(device)], [host[at] for at in here.tolist()])
-        laws = torch.full((len(index), self._draft_loop.vocab_size), -torch.inf, device=device)
-        if len(here):
-            logits = self._forward_pending(index[here])
-            laws[here.to(device)[:, None], self._shared_target_ids] = logits[:, self._shared_assistant_ids]
-        return laws
+            host_tokens = tokens.tolist()
+            # A processor may force a token that is not shared; the assistant cannot continue from it.
+            usable = torch.tensor(
+                [position for position, token in enumerate(host_tokens) if token >= 0], dtype=torch.long
+            )
+            if len(usable):
+                self._append_tokens(
+                    index[usable],
+                    tokens[usable.to(device)],
+                    [host_tokens[position] for position in usable.tolist()],
+                )
+        shared_logits = torch.full((len(index), self._draft_loop.vocab_size), -torch.inf, device=device)
+        if len(usable):
+            logits = self._forward_pending(index[usable])
+            shared_logits[usable.to(device)[:, None], self._shared_target_ids] = logits[
+                :, self._shared_assistant_ids
+            ]
+        return shared_logits
 
 
 def _param_values(values: Any, default: float, count: int) -> list[float]:
-    """A parameter of each row; below 0, or absent, it is the default."""
+    """A parameter of each row; the default if it is absent or below 0."""
     if values is None:
         return [default] * count
     return [default if value < 0 else value for value in values.tolist()]

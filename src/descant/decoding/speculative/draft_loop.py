@@ -1,4 +1,4 @@
-"""Guessing with a network: token after token, each row for as long as it is worth it."""
+"""The autoregressive draft loop: a network drafts token by token until each row stops."""
 
 from __future__ import annotations
 
@@ -15,115 +15,123 @@ from descant.core.rows import Rows, index_rows
 
 __all__ = ["DraftLoop", "limit_to_positions"]
 
-# The logits [N, V'] that follow some rows, `lines` (host), of a table to which what was tried is appended.
+# (rows with the drafts appended, index [N] (host)) -> logits [N, V'] that follow those rows.
 LogitsFn = Callable[[Rows, Tensor], Tensor]
 
 
-def limit_to_positions(most: Tensor, position: Tensor, table: int | None) -> Tensor:
-    """How many tokens rows may try [R] (host) when a network has so many positions; None: any number.
+def limit_to_positions(max_drafts: Tensor, position: Tensor, max_positions: int | None) -> Tensor:
+    """Limit the drafts of each row [R] (host) to a network's maximum number of positions; None: no limit.
 
-    To say what follows a row it is fed the row, and all but the last of what it says.
+    The network is fed the row and all drafts but the last.
     """
-    return most if table is None else torch.minimum(most, table - position + 1).clamp(min=0)
+    return (
+        max_drafts
+        if max_positions is None
+        else torch.minimum(max_drafts, max_positions - position + 1).clamp(min=0)
+    )
 
 
 @dataclass(frozen=True)
 class DraftLoop:
-    """The loop over one network's guesses: the law of each, how it is drawn, and when a row stops.
+    """The loop over one network's drafts: their distribution, how they are chosen, and when a row stops.
 
-    A row's law is the softmax of the network's logits after the target's own processors, so that it can
-    agree with the target. A greedy row takes the likeliest token; a sampled one draws, with the noise
-    that the target has at that position. A token that was drawn is tried, whatever it is; that it was
-    unlikely, or an end, only keeps the row from going on.
+    The draft distribution is the softmax of the network's logits after the target's processors, to match the
+    target closely. A greedy row takes the most likely token; a sampling row samples with the noise that the
+    target has at that position. Every chosen token is proposed; a low probability or an end token only stops
+    the row from drafting further.
     """
 
     noise: NoiseSource
     vocab_size: int  # the target's
 
     @torch.no_grad()
-    def run(self, rows: Rows, most: Tensor, aid: DraftContext, ask: LogitsFn) -> Proposal:
-        """Up to `most[i]` tokens (host) after row `i`, with the law of each where somebody has to know it."""
-        terms = _DraftParams.from_rows(rows)
-        active, n, grown = most > 0, torch.zeros_like(most), rows
+    def run(self, rows: Rows, max_drafts: Tensor, context: DraftContext, next_logits: LogitsFn) -> Proposal:
+        """Up to `max_drafts[i]` tokens (host) after row `i`, with probabilities where needed."""
+        params = _DraftParams.from_rows(rows)
+        active, num_drafts, grown = max_drafts > 0, torch.zeros_like(max_drafts), rows
         drafts: list[Tensor] = []
-        laws: list[Tensor] = []
+        draft_probs: list[Tensor] = []
         while bool(active.any()):
-            logits = self._next_logits(ask, grown, active)
-            scores = aid.process(grown, logits)
-            law = scores.softmax(-1)
-            tokens = self._choose_tokens(terms, law, scores, len(drafts))
-            likely = law.gather(1, tokens[:, None])
-            token, likelihood = torch.cat((tokens[:, None], likely.double()), 1).cpu().unbind(1)
-            # Where nothing can be chosen there is no law, and what is not a number is not above 0.
-            tried = active & (likelihood > 0)
-            n += tried
+            logits = self._next_logits(next_logits, grown, active)
+            scores = context.process(grown, logits)
+            probs = scores.softmax(-1)
+            tokens = self._choose_tokens(params, probs, scores, len(drafts))
+            token_probs = probs.gather(1, tokens[:, None])
+            host_tokens, host_probs = torch.cat((tokens[:, None], token_probs.double()), 1).cpu().unbind(1)
+            # A row without possible tokens has NaN probabilities, which are not above 0.
+            proposed = active & (host_probs > 0)
+            num_drafts += proposed
             drafts.append(tokens)
-            if terms.needs_probs is not None:
-                certain = torch.nn.functional.one_hot(tokens, self.vocab_size).to(law.dtype)
-                laws.append(torch.where((terms.needs_probs & tried).to(law.device)[:, None], law, certain))
-            grown = grown.append(tokens[:, None], grown.length + tried)
-            active = tried & (n < most) & ~terms.should_stop(token.long(), likelihood)
-        width = int(n.max()) if len(n) else 0
+            if params.needs_probs is not None:
+                certain = torch.nn.functional.one_hot(tokens, self.vocab_size).to(probs.dtype)
+                draft_probs.append(
+                    torch.where((params.needs_probs & proposed).to(probs.device)[:, None], probs, certain)
+                )
+            grown = grown.append(tokens[:, None], grown.length + proposed)
+            active = (
+                proposed & (num_drafts < max_drafts) & ~params.should_stop(host_tokens.long(), host_probs)
+            )
+        width = int(num_drafts.max()) if len(num_drafts) else 0
         if not width:
             return Proposal()
-        probs = torch.stack(laws[:width], 1) if laws else None
-        return Proposal(None, torch.stack(drafts[:width], 1), n, probs)
+        stacked = torch.stack(draft_probs[:width], 1) if draft_probs else None
+        return Proposal(None, torch.stack(drafts[:width], 1), num_drafts, stacked)
 
-    def _next_logits(self, ask: LogitsFn, rows: Rows, active: Tensor) -> Tensor:
-        """What the network says of the rows that go on, of as many tokens as the target knows [R, V]."""
-        lines = active.nonzero().squeeze(1)
-        logits = ask(rows, lines).to(rows.tokens.device)
-        short = self.vocab_size - logits.shape[1]
-        if short:  # below 0 it cuts
-            logits = torch.nn.functional.pad(logits, (0, short), value=-torch.inf)
-        if len(lines) == len(rows):
+    def _next_logits(self, next_logits: LogitsFn, rows: Rows, active: Tensor) -> Tensor:
+        """The network's logits for the active rows, resized to the target's vocabulary [R, V]."""
+        index = active.nonzero().squeeze(1)
+        logits = next_logits(rows, index).to(rows.tokens.device)
+        missing = self.vocab_size - logits.shape[1]
+        if missing:  # a negative value truncates
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        if len(index) == len(rows):
             return logits
-        # Processors see every row of a lane; nobody looks at what they make of those that have stopped.
-        return logits.new_zeros(len(rows), self.vocab_size).index_copy(0, lines.to(logits.device), logits)
+        # Processors run on every row of the group; the results of inactive rows are ignored.
+        return logits.new_zeros(len(rows), self.vocab_size).index_copy(0, index.to(logits.device), logits)
 
-    def _choose_tokens(self, terms: _DraftParams, law: Tensor, scores: Tensor, ahead: int) -> Tensor:
-        """The token of each row [R], `ahead` tokens after its last decided one."""
-        drawing, index = terms.sampled_rows, terms.sampled_index
-        if drawing is None:
+    def _choose_tokens(self, params: _DraftParams, probs: Tensor, scores: Tensor, ahead: int) -> Tensor:
+        """The token of each row [R], `ahead` positions after its last committed token."""
+        sampled_rows, index = params.sampled_rows, params.sampled_index
+        if sampled_rows is None:
             return scores.argmax(-1)
-        noise = self.noise.draw(drawing.replace(length=drawing.length + ahead), self.vocab_size)
+        noise = self.noise.draw(sampled_rows.replace(length=sampled_rows.length + ahead), self.vocab_size)
         if index is None:
-            return (law / noise).argmax(-1)
-        drawn = (index_rows(law, index) / noise).argmax(-1)
-        return scores.argmax(-1).index_copy(0, index.to(drawn.device), drawn)
+            return (probs / noise).argmax(-1)
+        sampled_tokens = (index_rows(probs, index) / noise).argmax(-1)
+        return scores.argmax(-1).index_copy(0, index.to(sampled_tokens.device), sampled_tokens)
 
 
 @dataclass(frozen=True)
 class _DraftParams:
-    """What rows want of guesses."""
+    """The drafting parameters of the rows."""
 
-    sampled_rows: Rows | None  # those that sample
-    sampled_index: Tensor | None  # [N] (host) which those are; None: all
+    sampled_rows: Rows | None  # the rows that sample
+    sampled_index: Tensor | None  # [N] (host) their indices; None: all rows
     needs_probs: (
         Tensor | None
-    )  # [R] (host) those whose law must be known: they sample without a seed; None: nobody
-    stop_token_ids: Tensor  # [R, E] (host) tokens after which a row has ended
-    min_confidence: Tensor  # [R] (host) a row goes on only after tokens at least so likely
+    )  # [R] (host) rows that sample without a seed, for rejection sampling; None: none
+    stop_token_ids: Tensor  # [R, E] (host) tokens that finish a row
+    min_confidence: Tensor  # [R] (host) minimum token probability to continue drafting
 
     @classmethod
     def from_rows(cls, rows: Rows) -> _DraftParams:
-        """The terms of these rows."""
+        """The drafting parameters of these rows."""
         params = row_params(rows)
         sampled = params["do_sample"] == 1
         index = sampled.nonzero().squeeze(1)
-        drawing: Rows | None = None
+        sampled_rows: Rows | None = None
         if len(index):
-            drawing = rows if len(index) == len(rows) else rows.take(index)
+            sampled_rows = rows if len(index) == len(rows) else rows.take(index)
         unseeded = sampled & (params["seed"] < 0)
         name = "assistant_confidence_threshold"
         return cls(
-            drawing,
-            None if drawing is rows else index,
+            sampled_rows,
+            None if sampled_rows is rows else index,
             unseeded if bool(unseeded.any()) else None,
             params["end_token_ids" if "end_token_ids" in params.values else "eos_token_ids"],
             params[name] if name in params.values else torch.full((len(rows),), -1.0),
         )
 
-    def should_stop(self, tokens: Tensor, likelihood: Tensor) -> Tensor:
-        """Whether a row stops after its token [R], which was so likely (host)."""
-        return (self.stop_token_ids == tokens[:, None]).any(1) | (likelihood < self.min_confidence)
+    def should_stop(self, tokens: Tensor, probs: Tensor) -> Tensor:
+        """Whether a row stops after its token with this probability [R] (host)."""
+        return (self.stop_token_ids == tokens[:, None]).any(1) | (probs < self.min_confidence)

@@ -1,4 +1,4 @@
-"""A draft model: a smaller network that reads the same tokens and is asked first."""
+"""Drafting with a smaller model that has the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from descant.kv_cache.row_subset import row_subset
 
 __all__ = ["AssistantDrafter"]
 
-# What another model's encoder or embeddings have made of an input.
+# Inputs computed by the target's encoder or embeddings.
 _PRECOMPUTED_INPUTS = ("encoder_outputs", "inputs_embeds")
 
 
 class AssistantDrafter:
-    """A draft model with the target's tokenizer, whose rows and cache follow the target's.
+    """A draft model with the target's tokenizer; its rows and cache follow the target's.
 
-    Of each row it holds what it was fed, as far as that was decided; what it lacks it is fed before it is
-    asked again. A cache that cannot be cut (`rewind`) keeps a copy of a row for every token tried: a
-    fork that is not fed. Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
+    Its cache holds the committed tokens of each row; missing tokens are fed before the next draft. A cache
+    that cannot rewind keeps a copy of the row for every drafted token: a fork that is not fed. Leviathan et
+    al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
     """
 
     is_model_free = False
@@ -35,147 +35,166 @@ class AssistantDrafter:
         self._model, self._cache = model, cache
         self._draft_loop = DraftLoop(noise, vocabulary)
         self._can_rewind = cache.max_rewind is None
-        self._unreadable_requests: set[int] = set()  # requests whose input it cannot read
-        # Where each row lies in the cache and how many positions it holds there, the row itself first and
-        # then its copies. [R, J] (host), -1 for none.
+        self._unreadable_requests: set[int] = set()  # requests whose inputs the draft model cannot use
+        # The cache row of each row and its cached positions: the row itself first, then its copies.
+        # [R, J] (host), -1 for none.
         self._cache_rows = torch.zeros(0, 1, dtype=torch.long)
         self._cached_lengths = torch.zeros(0, 1, dtype=torch.long)
 
     @torch.no_grad()
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
-        """Take what new requests give an encoder; those with more beside their tokens get no guesses."""
-        facts = self._model.traits
-        given = {
-            name: lines
-            for name, lines in inputs.items()
-            if name in (*facts.input_names, *_PRECOMPUTED_INPUTS)
+        """Pass encoder inputs to the draft model; requests with inputs it cannot use get no drafts."""
+        traits = self._model.traits
+        known_inputs = {
+            name: values
+            for name, values in inputs.items()
+            if name in (*traits.input_names, *_PRECOMPUTED_INPUTS)
         }
-        read = {name: [self._usable_input(name, line) for line in lines] for name, lines in given.items()}
-        heard = [any(line[at] is not None for line in read.values()) for at in range(len(requests))]
-        if not facts.is_encoder_decoder:
-            # What goes in with a prompt (images, sound) goes in once, and rows may have split up by then.
+        usable = {
+            name: [self._usable_input(name, value) for value in values]
+            for name, values in known_inputs.items()
+        }
+        has_input = [
+            any(value[index] is not None for value in usable.values()) for index in range(len(requests))
+        ]
+        if not traits.is_encoder_decoder:
+            # Prompt inputs (images, audio) are fed once, and rows may already be expanded by then.
             self._unreadable_requests |= {
-                request for request, more in zip(requests, heard, strict=True) if more
+                request for request, has_more in zip(requests, has_input, strict=True) if has_more
             }
             return
-        main = {facts.main_input_name, *_PRECOMPUTED_INPUTS} & read.keys()
-        seeing = [at for at in range(len(requests)) if any(read[name][at] is not None for name in main)]
-        self._unreadable_requests |= set(requests) - {requests[at] for at in seeing}
-        if seeing:
-            lines = {name: [line[at] for at in seeing] for name, line in read.items()}
-            self._model.add_requests([requests[at] for at in seeing], lines)
+        main_inputs = {traits.main_input_name, *_PRECOMPUTED_INPUTS} & usable.keys()
+        readable = [
+            index
+            for index in range(len(requests))
+            if any(usable[name][index] is not None for name in main_inputs)
+        ]
+        self._unreadable_requests |= set(requests) - {requests[index] for index in readable}
+        if readable:
+            values = {name: [value[index] for index in readable] for name, value in usable.items()}
+            self._model.add_requests([requests[index] for index in readable], values)
 
     def remove_requests(self, requests: Sequence[int]) -> None:
-        """Forget requests that have ended."""
+        """Remove requests."""
         self._unreadable_requests -= set(requests)
         self._model.remove_requests(requests)
 
     def commit(self, parents: Tensor, lengths: Tensor) -> None:
-        """Follow the rows: row `i` is what `parents[i]` was at the last draft, -1 if it was not there."""
+        """Follow the rows: row `i` continues row `parents[i]` of the last draft, -1 if it is new."""
         count = len(parents)
-        old = (parents >= 0).nonzero().squeeze(1)
-        place, holds = self._cache_rows[parents[old]], self._cached_lengths[parents[old]]
-        agreed = torch.minimum(holds[:, 0], (lengths[old] - 1).clamp(min=0))
-        fits = (holds >= agreed[:, None]) if self._can_rewind else (holds == agreed[:, None])
-        # A row that cannot be cut to what was agreed, and of which there is no such copy, begins again.
-        known = fits.any(1)
-        old, agreed = old[known], agreed[known]
-        whence = place[known].gather(1, fits[known].int().argmax(1)[:, None])[:, 0]
-        order = stable_row_order(whence, len(self._cache))
+        known_rows = (parents >= 0).nonzero().squeeze(1)
+        cache_rows, cached_lengths = (
+            self._cache_rows[parents[known_rows]],
+            self._cached_lengths[parents[known_rows]],
+        )
+        common = torch.minimum(cached_lengths[:, 0], (lengths[known_rows] - 1).clamp(min=0))
+        is_usable = (
+            (cached_lengths >= common[:, None]) if self._can_rewind else (cached_lengths == common[:, None])
+        )
+        # A row that cannot rewind to the common prefix and has no copy of that length starts again.
+        has_usable = is_usable.any(1)
+        known_rows, common = known_rows[has_usable], common[has_usable]
+        source_rows = cache_rows[has_usable].gather(1, is_usable[has_usable].int().argmax(1)[:, None])[:, 0]
+        order = stable_row_order(source_rows, len(self._cache))
         if order is None:
-            self._cache.commit(None, agreed)
-            order = torch.arange(len(old))
+            self._cache.commit(None, common)
+            order = torch.arange(len(known_rows))
         else:
-            self._cache.commit(whence[order], agreed[order])
-        lies = torch.full((count,), -1)
-        lies[old[order]] = torch.arange(len(old))
-        new = (lies < 0).nonzero().squeeze(1)
+            self._cache.commit(source_rows[order], common[order])
+        row_in_cache = torch.full((count,), -1)
+        row_in_cache[known_rows[order]] = torch.arange(len(known_rows))
+        new = (row_in_cache < 0).nonzero().squeeze(1)
         if len(new):
             self._cache.extend(len(new))
-            lies[new] = len(old) + torch.arange(len(new))
-        held = torch.zeros(count, dtype=torch.long)
-        held[old] = agreed
-        self._cache_rows, self._cached_lengths = lies[:, None], held[:, None]
+            row_in_cache[new] = len(known_rows) + torch.arange(len(new))
+        row_lengths = torch.zeros(count, dtype=torch.long)
+        row_lengths[known_rows] = common
+        self._cache_rows, self._cached_lengths = row_in_cache[:, None], row_lengths[:, None]
 
-    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
-        """Tokens that may follow each row, at most so many [R] (host)."""
-        able = rows.length > 0
+    def draft(self, rows: Rows, max_drafts: Tensor, context: DraftContext) -> Proposal:
+        """Draft up to `max_drafts` [R] (host) tokens after each row."""
+        can_draft = rows.length > 0
         if self._unreadable_requests:
-            able &= torch.tensor([one not in self._unreadable_requests for one in rows.request.tolist()])
-        facts = self._model.traits
-        # Not every table of positions is learned: what lies beyond the length that a model was made for may
-        # be an error, and where it is none the guesses are poor.
-        limit = facts.context_length if facts.max_positions is None else facts.max_positions
-        most = limit_to_positions(torch.where(able, most, 0), rows.length, limit)
+            can_draft &= torch.tensor(
+                [request not in self._unreadable_requests for request in rows.request.tolist()]
+            )
+        traits = self._model.traits
+        # Beyond its context length a model may fail, or else draft poorly, even without a position table.
+        limit = traits.context_length if traits.max_positions is None else traits.max_positions
+        max_drafts = limit_to_positions(torch.where(can_draft, max_drafts, 0), rows.length, limit)
         return self._draft_loop.run(
-            rows, most, aid, lambda grown, lines: self._next_logits(rows, grown, lines)
+            rows, max_drafts, context, lambda grown, index: self._next_logits(rows, grown, index)
         )
 
-    # -------------------------------------------------------------------- asking the model
-    def _next_logits(self, rows: Rows, grown: Rows, lines: Tensor) -> Tensor:
-        """The logits [N, V'] that follow some rows, with what was tried after them."""
-        own = grown.replace(
+    # -------------------------------------------------------------------- forwards
+    def _next_logits(self, rows: Rows, grown: Rows, index: Tensor) -> Tensor:
+        """The logits [N, V'] that follow the rows `index` with their drafts."""
+        draft_rows = grown.replace(
             tokens=self._clamp_tokens(grown.tokens),
             cached_length=self._cached_lengths[:, 0],
             offset=torch.zeros_like(grown.offset),
         )
         if self._can_rewind:
-            return self._forward_pending(own, lines)
+            return self._forward_pending(draft_rows, index)
         if grown is not rows:
-            self._snapshot_rows(lines)
-        return self._forward_stepwise(own, lines)
+            self._snapshot_rows(index)
+        return self._forward_stepwise(draft_rows, index)
 
-    def _forward_pending(self, own: Rows, lines: Tensor) -> Tensor:
-        """Feed some rows what is pending: the logits [N, V'] of their last positions."""
-        part = own if len(lines) == len(own) else own.take(lines)
+    def _forward_pending(self, draft_rows: Rows, index: Tensor) -> Tensor:
+        """Feed the pending tokens of the rows `index`: the logits [N, V'] at their last positions."""
+        fed_rows = draft_rows if len(index) == len(draft_rows) else draft_rows.take(index)
         self.forwards += 1
-        heard = self._model.forward(part, Proposal(), row_subset(self._cache, self._cache_rows[lines, 0]))
-        self._cached_lengths[lines, 0] = own.length[lines]
-        return heard.logits[:, 0]
+        output = self._model.forward(
+            fed_rows, Proposal(), row_subset(self._cache, self._cache_rows[index, 0])
+        )
+        self._cached_lengths[index, 0] = draft_rows.length[index]
+        return output.logits[:, 0]
 
-    def _forward_stepwise(self, own: Rows, lines: Tensor) -> Tensor:
-        """The same token by token where a row has a past: few that have a state read several after it."""
+    def _forward_stepwise(self, draft_rows: Rows, index: Tensor) -> Tensor:
+        """The same one token at a time: most recurrent models take only one token after their state."""
         logits: Tensor | None = None
-        while len(left := lines[self._cached_lengths[lines, 0] < own.length[lines]]):
-            held = self._cached_lengths[:, 0]
-            length = torch.where(held > 0, held + 1, own.length)
-            said = self._forward_pending(own.replace(length=length, cached_length=held), left)
+        while len(unfinished := index[self._cached_lengths[index, 0] < draft_rows.length[index]]):
+            cached = self._cached_lengths[:, 0]
+            length = torch.where(cached > 0, cached + 1, draft_rows.length)
+            step_logits = self._forward_pending(
+                draft_rows.replace(length=length, cached_length=cached), unfinished
+            )
             if logits is None:
-                logits = said.new_zeros(len(own), said.shape[1])
-            logits[left.to(logits.device)] = said
-        assert logits is not None  # a row always has a pending token: the last is never held
-        return logits[lines.to(logits.device)]
+                logits = step_logits.new_zeros(len(draft_rows), step_logits.shape[1])
+            logits[unfinished.to(logits.device)] = step_logits
+        assert logits is not None  # a row always has a pending token: the last is never cached
+        return logits[index.to(logits.device)]
 
-    def _snapshot_rows(self, lines: Tensor) -> None:
-        """Keep some rows as they are, below all others of the cache."""
+    def _snapshot_rows(self, index: Tensor) -> None:
+        """Append copies of the rows `index` to the cache."""
         size = len(self._cache)
-        inside = torch.zeros(size, dtype=torch.long)
-        seats = self._cache_rows >= 0
-        inside[self._cache_rows[seats]] = self._cached_lengths[seats]
-        whence = torch.cat((torch.arange(size), self._cache_rows[lines, 0]))
-        self._cache.commit(whence, inside[whence])
-        more = torch.full((len(self._cache_rows), 1), -1)
-        more[lines, 0] = size + torch.arange(len(lines))
-        held = torch.full_like(more, -1)
-        held[lines] = self._cached_lengths[lines, :1]
-        self._cache_rows = torch.cat((self._cache_rows, more), 1)
-        self._cached_lengths = torch.cat((self._cached_lengths, held), 1)
+        lengths = torch.zeros(size, dtype=torch.long)
+        is_used = self._cache_rows >= 0
+        lengths[self._cache_rows[is_used]] = self._cached_lengths[is_used]
+        sources = torch.cat((torch.arange(size), self._cache_rows[index, 0]))
+        self._cache.commit(sources, lengths[sources])
+        new_rows = torch.full((len(self._cache_rows), 1), -1)
+        new_rows[index, 0] = size + torch.arange(len(index))
+        new_lengths = torch.full_like(new_rows, -1)
+        new_lengths[index] = self._cached_lengths[index, :1]
+        self._cache_rows = torch.cat((self._cache_rows, new_rows), 1)
+        self._cached_lengths = torch.cat((self._cached_lengths, new_lengths), 1)
 
-    # -------------------------------------------------------------------- reading what others can
+    # -------------------------------------------------------------------- inputs
     def _clamp_tokens(self, tokens: Tensor) -> Tensor:
-        """Tokens as the model can read them: ids that it does not know become one that it does.
+        """Token ids limited to the draft model's vocabulary; unknown ids become its last id.
 
-        What it then guesses is worth less, and costs nothing else.
+        This can only lower the acceptance rate.
         """
-        size = self._model.traits.vocab_size
-        known = tokens.clamp(max=size - 1) if size < self._draft_loop.vocab_size else tokens
-        return known.to(self._model.device, non_blocking=True)
+        vocab_size = self._model.traits.vocab_size
+        clamped = tokens.clamp(max=vocab_size - 1) if vocab_size < self._draft_loop.vocab_size else tokens
+        return clamped.to(self._model.device, non_blocking=True)
 
-    def _usable_input(self, name: str, line: Any) -> Any:
-        """One request's input as the model can read it; None where it cannot."""
-        facts = self._model.traits
-        if line is None:
+    def _usable_input(self, name: str, value: Any) -> Any:
+        """One request's input as the draft model can use it, else None."""
+        traits = self._model.traits
+        if value is None:
             return None
-        if name in _PRECOMPUTED_INPUTS:  # by the target, in vectors of its own
-            return line if facts.is_encoder_decoder and line.shape[-1] == facts.embedding_size else None
-        return self._clamp_tokens(line) if name == "input_ids" else line
+        if name in _PRECOMPUTED_INPUTS:  # computed by the target, in its embedding size
+            return value if traits.is_encoder_decoder and value.shape[-1] == traits.embedding_size else None
+        return self._clamp_tokens(value) if name == "input_ids" else value

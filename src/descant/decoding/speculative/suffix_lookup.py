@@ -1,4 +1,4 @@
-"""Suffix lookup: what followed the longest end of a row that occurred before, in it or in other requests."""
+"""Suffix lookup: draft what followed the longest earlier match of a row's suffix, also across requests."""
 
 from __future__ import annotations
 
@@ -15,33 +15,31 @@ from descant.core.rows import Rows
 
 __all__ = ["SuffixLookup"]
 
-_SEPARATOR = -1  # stands where a text ends, and is no token
-_MAX_LINK_UPDATES = 32  # how many ever shorter ends of a text are told of each new token
-_REMATCH_WINDOW = 64  # how many tokens of a row are sought anew in an archive that has changed
+_SEPARATOR = -1  # marks the end of a text; not a token
+_MAX_LINK_UPDATES = 32  # suffix links updated per new token
+_REMATCH_WINDOW = 64  # last tokens of a row to match again when the shared index has changed
 
 
 class SuffixAutomaton:
-    """A text as a suffix automaton, which grows a token at a time (Blumer et al., 1985).
+    """The suffix automaton of a text, extended one token at a time (Blumer et al., 1985).
 
-    A state is a set of strings that end at the same places of the text, each a suffix of the longest;
-    its link is the state of the longest suffix that ends at more places. The link of the whole text is
-    therefore the longest end that occurred before, for which nothing needs to be searched.
+    A state is a set of strings that end at the same positions of the text, each a suffix of the longest. Its
+    suffix link is the state of the longest suffix that ends at more positions. The link of the whole text is
+    therefore its longest suffix that occurred before, found without a search.
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.transitions: list[dict[int, int]] = [{}]  # [S] the state after a token
+        self.transitions: list[dict[int, int]] = [{}]  # [S] next state by token
         self.suffix_link = [-1]  # [S]
-        self.max_length = [0]  # [S] length of the longest string
-        self.next_position = [
-            -1
-        ]  # [S] where it last occurred with a token behind it: the place of that token
-        self.match_length = 0  # length of the longest end that occurred before
-        self.match_position = -1  # where it last did: the place of the token behind it
+        self.max_length = [0]  # [S] length of the state's longest string
+        self.next_position = [-1]  # [S] position after the latest occurrence that has a next token
+        self.match_length = 0  # length of the longest suffix that occurred before
+        self.match_position = -1  # position after its latest earlier occurrence
         self._last_state = 0
 
     def fork(self) -> SuffixAutomaton:
-        """A copy that grows on its own."""
+        """An independent copy."""
         new = SuffixAutomaton()
         new.tokens, new.suffix_link, new.max_length, new.next_position = (
             self.tokens[:],
@@ -49,7 +47,7 @@ class SuffixAutomaton:
             self.max_length[:],
             self.next_position[:],
         )
-        new.transitions = [after.copy() for after in self.transitions]
+        new.transitions = [edges.copy() for edges in self.transitions]
         new.match_length, new.match_position, new._last_state = (
             self.match_length,
             self.match_position,
@@ -58,57 +56,64 @@ class SuffixAutomaton:
         return new
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add tokens to the text."""
+        """Append tokens to the text."""
         for token in tokens:
             self._append(token)
 
     def _append(self, token: int) -> None:
-        after, link, place = self.transitions, self.suffix_link, len(self.tokens)
+        transitions, suffix_link, position = self.transitions, self.suffix_link, len(self.tokens)
         if token != _SEPARATOR:
-            # A run such as `aaaa` has as many ends as tokens: those told last hear of it first, and the
-            # rest, short ones, keep an occurrence that is older than the latest.
+            # A run such as `aaaa` has as many suffixes as tokens. Only the longest ones are updated; the
+            # short ones keep an older occurrence.
             state = self._last_state
             for _ in range(_MAX_LINK_UPDATES):
                 if not state:
                     break
-                self.next_position[state] = place
-                state = link[state]
+                self.next_position[state] = position
+                state = suffix_link[state]
         self.tokens.append(token)
-        new = self._add_state({}, 0, place + 1, -1)
+        new = self._add_state({}, 0, position + 1, -1)
         state, self._last_state = self._last_state, new
-        while state >= 0 and token not in after[state]:
-            after[state][token] = new
-            state = link[state]
+        while state >= 0 and token not in transitions[state]:
+            transitions[state][token] = new
+            state = suffix_link[state]
         if state >= 0:
-            link[new] = self._split_state(state, token)
-        self.match_length, self.match_position = self.max_length[link[new]], self.next_position[link[new]]
+            suffix_link[new] = self._split_state(state, token)
+        self.match_length, self.match_position = (
+            self.max_length[suffix_link[new]],
+            self.next_position[suffix_link[new]],
+        )
 
     def _split_state(self, state: int, token: int) -> int:
-        """The state whose longest string is that of `state` and `token`, split off where there is none."""
-        after, link, size = self.transitions, self.suffix_link, self.max_length
-        old = after[state][token]
-        if size[old] == size[state] + 1:
-            return old
-        new = self._add_state(after[old].copy(), link[old], size[state] + 1, self.next_position[old])
-        link[old] = new
-        while state >= 0 and after[state].get(token) == old:
-            after[state][token] = new
-            state = link[state]
+        """The state whose longest string is that of `state` plus `token`, split off if needed."""
+        transitions, suffix_link, max_length = self.transitions, self.suffix_link, self.max_length
+        target = transitions[state][token]
+        if max_length[target] == max_length[state] + 1:
+            return target
+        new = self._add_state(
+            transitions[target].copy(), suffix_link[target], max_length[state] + 1, self.next_position[target]
+        )
+        suffix_link[target] = new
+        while state >= 0 and transitions[state].get(token) == target:
+            transitions[state][token] = new
+            state = suffix_link[state]
         return new
 
-    def _add_state(self, after: dict[int, int], link: int, size: int, latest: int) -> int:
-        self.transitions.append(after)
-        self.suffix_link.append(link)
-        self.max_length.append(size)
-        self.next_position.append(latest)
+    def _add_state(
+        self, transitions: dict[int, int], suffix_link: int, max_length: int, next_position: int
+    ) -> int:
+        self.transitions.append(transitions)
+        self.suffix_link.append(suffix_link)
+        self.max_length.append(max_length)
+        self.next_position.append(next_position)
         return len(self.suffix_link) - 1
 
 
 class MatchCursor:
-    """The longest end of a row that occurs in another text, followed as the row grows."""
+    """The longest suffix of a row that occurs in another text, updated as the row grows."""
 
-    def __init__(self, there: SuffixAutomaton, tokens: Iterable[int]) -> None:
-        self._automaton = there
+    def __init__(self, automaton: SuffixAutomaton, tokens: Iterable[int]) -> None:
+        self._automaton = automaton
         self._state = self._match_length = 0
         self.extend(tokens)
 
@@ -119,47 +124,47 @@ class MatchCursor:
         return new
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Follow the row over new tokens."""
-        after, link, size = (
+        """Advance over new tokens of the row."""
+        transitions, suffix_link, max_length = (
             self._automaton.transitions,
             self._automaton.suffix_link,
             self._automaton.max_length,
         )
         for token in tokens:
-            while self._state and token not in after[self._state]:
-                self._state = link[self._state]
-                self._match_length = size[self._state]
-            if token in after[self._state]:
-                self._state = after[self._state][token]
+            while self._state and token not in transitions[self._state]:
+                self._state = suffix_link[self._state]
+                self._match_length = max_length[self._state]
+            if token in transitions[self._state]:
+                self._state = transitions[self._state][token]
                 self._match_length += 1
 
     @property
     def longest_match(self) -> tuple[int, int]:
-        """How long the longest end with a token behind it is, and the place of the latest such token."""
-        there, state, size = self._automaton, self._state, self._match_length
-        while state and there.next_position[state] < 0:
-            state = there.suffix_link[state]
-            size = there.max_length[state]
-        return size, there.next_position[state]
+        """The length of the longest match that has a next token, and the position of its latest one."""
+        automaton, state, length = self._automaton, self._state, self._match_length
+        while state and automaton.next_position[state] < 0:
+            state = automaton.suffix_link[state]
+            length = automaton.max_length[state]
+        return length, automaton.next_position[state]
 
-    def continuation(self, place: int, most: int) -> list[int]:
-        """Up to `most` tokens from a place on, as far as the text there goes."""
-        tokens = self._automaton.tokens[place : place + most]
+    def continuation(self, position: int, max_tokens: int) -> list[int]:
+        """Up to `max_tokens` tokens from a position on, within one text."""
+        tokens = self._automaton.tokens[position : position + max_tokens]
         return tokens[: tokens.index(_SEPARATOR)] if _SEPARATOR in tokens else tokens
 
 
 class SharedSuffixIndex:
-    """Texts of earlier requests, the latest `room` tokens or at least half of them.
+    """Texts of earlier requests: the latest `capacity` tokens, or at least half of them.
 
-    There are two generations: when the younger is full, the older is thrown away whole.
+    There are two generations: when the younger one is full, the older one is dropped.
     """
 
-    def __init__(self, room: int) -> None:
-        self._generation_size = room // 2
+    def __init__(self, capacity: int) -> None:
+        self._generation_size = capacity // 2
         self.generations = [SuffixAutomaton()]
 
     def add(self, text: Sequence[int]) -> None:
-        """Put a text in the archive; of one that is too long, its end."""
+        """Add a text; of one that is too long, its end."""
         text = text[-(self._generation_size - 1) :]
         if not text:
             return
@@ -170,67 +175,68 @@ class SharedSuffixIndex:
 
 
 class RowSuffixIndex:
-    """A row as far as it has been seen, with its trails in the archive."""
+    """The suffix automaton of a row, with its cursors into the shared index."""
 
-    def __init__(self, request: int, prompt: int) -> None:
-        self.request, self._prompt_length = request, prompt
+    def __init__(self, request: int, prompt_length: int) -> None:
+        self.request, self._prompt_length = request, prompt_length
         self.automaton = SuffixAutomaton()
-        self._cursors: list[MatchCursor] | None = None  # None: not followed
+        self._cursors: list[MatchCursor] | None = None  # None: not matched yet
 
     @property
     def new_tokens(self) -> list[int]:
-        """What is not prompt."""
+        """The tokens after the prompt."""
         return self.automaton.tokens[self._prompt_length :]
 
     def fork(self) -> RowSuffixIndex:
-        """A copy that grows on its own."""
+        """An independent copy."""
         new = RowSuffixIndex(self.request, self._prompt_length)
         new.automaton = self.automaton.fork()
-        new._cursors = None if self._cursors is None else [trail.fork() for trail in self._cursors]
+        new._cursors = None if self._cursors is None else [cursor.fork() for cursor in self._cursors]
         return new
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in new tokens."""
+        """Append new tokens."""
         self.automaton.extend(tokens)
-        for trail in self._cursors or ():
-            trail.extend(tokens)
+        for cursor in self._cursors or ():
+            cursor.extend(tokens)
 
     def invalidate(self) -> None:
-        """Follow the archive no longer, for it has changed."""
+        """Drop the cursors: the shared index has changed."""
         self._cursors = None
 
-    def draft_tokens(self, most: int, archive: SharedSuffixIndex | None) -> list[int]:
-        """Up to `most` tokens that may follow, and no more than were matched."""
-        own = self.automaton
-        size, place, where = own.match_length, own.match_position, None
-        if archive is not None:
+    def draft_tokens(self, max_drafts: int, shared_index: SharedSuffixIndex | None) -> list[int]:
+        """Up to `max_drafts` tokens that may follow, at most as many as were matched."""
+        automaton = self.automaton
+        length, position, best_cursor = automaton.match_length, automaton.match_position, None
+        if shared_index is not None:
             if self._cursors is None:
                 self._cursors = [
-                    MatchCursor(there, own.tokens[-_REMATCH_WINDOW:]) for there in archive.generations
+                    MatchCursor(generation, automaton.tokens[-_REMATCH_WINDOW:])
+                    for generation in shared_index.generations
                 ]
-            for trail in self._cursors:
-                longer = trail.longest_match
-                if longer[0] > size:
-                    size, place, where = *longer, trail
-        most = min(most, size)
-        if where is not None:
-            return where.continuation(place, most)
-        period = len(own.tokens) - place
-        return [own.tokens[place + ahead % period] for ahead in range(most)]
+            for cursor in self._cursors:
+                match = cursor.longest_match
+                if match[0] > length:
+                    length, position, best_cursor = *match, cursor
+        max_drafts = min(max_drafts, length)
+        if best_cursor is not None:
+            return best_cursor.continuation(position, max_drafts)
+        period = len(automaton.tokens) - position
+        return [automaton.tokens[position + ahead % period] for ahead in range(max_drafts)]
 
 
 class SuffixLookup:
-    """A drafter that copies what followed the longest end of a row that occurred before, the latest time.
+    """A drafter that copies what followed the latest earlier occurrence of a row's longest repeated suffix.
 
-    It tries as many tokens as were matched: a long match is seldom chance. Where the copy reaches the
-    end of the row it goes on with what it has copied, as a cycle does. With `shared` it also searches
-    what earlier requests wrote, and copies from there where the match is longer than in the row itself;
-    of that it keeps at most `ROOM` tokens, and no less than the last half of them, at half a kilobyte each.
+    It drafts as many tokens as were matched: a long match is rarely a coincidence. A copy that reaches the
+    end of the row continues with the copied tokens. With `shared` it also searches the output of earlier
+    requests and copies from there if the match is longer than within the row. The shared index keeps at most
+    `SHARED_CAPACITY` tokens, and at least the latest half of them, at about half a kilobyte per token.
 
-    On 21,000 tokens of six kinds (stories, free text, edits and summaries, Python files; greedy and
-    sampled) the earliest occurrence gave 1.5 % fewer tokens a step than the latest, the most frequent
-    continuation 0.3 % more, and trying twice as many 4 % more for 1.6 times as many tried. After
-    SuffixDecoding (Oliaro et al., 2024), with one continuation instead of a tree.
+    On 21,000 tokens of six kinds (stories, free text, edits and summaries, Python files; greedy and sampled)
+    the earliest occurrence gave 1.5 % fewer tokens per step than the latest, the most frequent continuation
+    0.3 % more, and twice as many drafts 4 % more for 1.6 times as many tokens fed. After SuffixDecoding
+    (Oliaro et al., 2024), with one continuation instead of a tree.
     """
 
     is_model_free = True
@@ -238,21 +244,19 @@ class SuffixLookup:
 
     def __init__(self, shared: bool) -> None:
         self._shared_index = SharedSuffixIndex(self.SHARED_CAPACITY) if shared else None
-        self._rows: list[RowSuffixIndex | None] = []  # None: a row that is new, or does not use this
-        self._finished_texts: dict[
-            int, list[list[int]]
-        ] = {}  # request -> what its rows had written that have ended
+        self._rows: list[RowSuffixIndex | None] = []  # None: a new row, or one that does not use this drafter
+        self._finished_texts: dict[int, list[list[int]]] = {}  # request -> output of its finished rows
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
-        """Nothing is known of a request before its rows come."""
+        """Nothing to store: rows are read when they are drafted for."""
 
     def remove_requests(self, requests: Sequence[int]) -> None:
-        """Forget those requests, but for what goes in the archive."""
-        gone = set(requests)
-        for place, row in enumerate(self._rows):
-            if row is not None and row.request in gone:
+        """Remove requests and add their output to the shared index."""
+        removed = set(requests)
+        for index, row in enumerate(self._rows):
+            if row is not None and row.request in removed:
                 self._save_finished(row)
-                self._rows[place] = None
+                self._rows[index] = None
         texts = [text for request in requests for text in self._finished_texts.pop(request, ())]
         if self._shared_index is None or not texts:
             return
@@ -262,62 +266,62 @@ class SuffixLookup:
             if row is not None:
                 row.invalidate()
 
-    def commit(self, parents: Tensor, lengths: Tensor) -> None:  # noqa: ARG002 - the port
-        """Follow the rows; their tokens come with the next draft."""
-        before, self._rows = self._rows, []
-        taken: set[int] = set()
+    def commit(self, parents: Tensor, lengths: Tensor) -> None:  # noqa: ARG002 - the interface
+        """Follow the rows; their new tokens are read at the next draft."""
+        previous, self._rows = self._rows, []
+        used: set[int] = set()
         for parent in parents.tolist():
-            row = before[parent] if parent >= 0 else None
-            if row is not None and parent in taken:
+            row = previous[parent] if parent >= 0 else None
+            if row is not None and parent in used:
                 row = row.fork()
-            taken.add(parent)
+            used.add(parent)
             self._rows.append(row)
-        for place, row in enumerate(before):
-            if row is not None and place not in taken:
+        for index, row in enumerate(previous):
+            if row is not None and index not in used:
                 self._save_finished(row)
 
-    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:  # noqa: ARG002 - the port
-        """What followed, up to `most` and to each row's `suffix_lookup_num_tokens`."""
+    def draft(self, rows: Rows, max_drafts: Tensor, context: DraftContext) -> Proposal:  # noqa: ARG002 - the interface
+        """The copied tokens, up to `max_drafts` and each row's `suffix_lookup_num_tokens`."""
         if not len(rows):
             return Proposal()
-        own = row_params(rows).values.get("suffix_lookup_num_tokens")
-        wanted = own if isinstance(own, Tensor) else torch.ones_like(most) * 2**31
-        self._read_new_tokens(rows, wanted)
-        sizes = torch.minimum(most, wanted).tolist()
-        guesses = [
-            [] if row is None or size < 1 else row.draft_tokens(size, self._shared_index)
-            for row, size in zip(self._rows, sizes, strict=True)
+        column = row_params(rows).values.get("suffix_lookup_num_tokens")
+        row_limits = column if isinstance(column, Tensor) else torch.ones_like(max_drafts) * 2**31
+        self._read_new_tokens(rows, row_limits)
+        limits = torch.minimum(max_drafts, row_limits).tolist()
+        copied = [
+            [] if row is None or limit < 1 else row.draft_tokens(limit, self._shared_index)
+            for row, limit in zip(self._rows, limits, strict=True)
         ]
-        wide = max(map(len, guesses))
-        if not wide:
+        width = max(map(len, copied))
+        if not width:
             return Proposal()
-        drafts = torch.tensor([guess + [0] * (wide - len(guess)) for guess in guesses])
-        n = torch.tensor([len(guess) for guess in guesses])
-        return Proposal(None, drafts.to(rows.tokens.device, non_blocking=True), n)
+        drafts = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in copied])
+        num_drafts = torch.tensor([len(tokens) for tokens in copied])
+        return Proposal(None, drafts.to(rows.tokens.device, non_blocking=True), num_drafts)
 
-    def _read_new_tokens(self, rows: Rows, wanted: Tensor) -> None:
-        """Take in the tokens that are new since the last draft, and only those, in one transfer."""
-        whose = zip(rows.request.tolist(), rows.prompt_length.tolist(), wanted.tolist(), strict=True)
-        for place, (request, prompt, use) in enumerate(whose):
-            if use > 0 and self._rows[place] is None:
-                self._rows[place] = RowSuffixIndex(request, prompt)
+    def _read_new_tokens(self, rows: Rows, row_limits: Tensor) -> None:
+        """Read the tokens that are new since the last draft, in one device-to-host copy."""
+        row_info = zip(rows.request.tolist(), rows.prompt_length.tolist(), row_limits.tolist(), strict=True)
+        for row_number, (request, prompt_length, limit) in enumerate(row_info):
+            if limit > 0 and self._rows[row_number] is None:
+                self._rows[row_number] = RowSuffixIndex(request, prompt_length)
         length = rows.length.numpy()
         known = np.array(
             [
-                full if row is None else len(row.automaton.tokens)
-                for row, full in zip(self._rows, length, strict=True)
+                row_length if row is None else len(row.automaton.tokens)
+                for row, row_length in zip(self._rows, length, strict=True)
             ]
         )
-        fresh = length - known
-        if not fresh.any():
+        num_new = length - known
+        if not num_new.any():
             return
-        ends = fresh.cumsum()
-        line = np.repeat(np.arange(len(rows)), fresh)
-        at = np.arange(ends[-1]) + np.repeat(length - ends, fresh)
+        ends = num_new.cumsum()
+        row_index = np.repeat(np.arange(len(rows)), num_new)
+        position = np.arange(ends[-1]) + np.repeat(length - ends, num_new)
         device = rows.tokens.device
-        index = torch.from_numpy(np.stack((line, at))).to(device, non_blocking=True)
+        index = torch.from_numpy(np.stack((row_index, position))).to(device, non_blocking=True)
         tokens = rows.tokens[index[0], index[1]].tolist()
-        for row, end, count in zip(self._rows, ends.tolist(), fresh.tolist(), strict=True):
+        for row, end, count in zip(self._rows, ends.tolist(), num_new.tolist(), strict=True):
             if row is not None:
                 row.extend(tokens[end - count : end])
 

@@ -1,7 +1,7 @@
-"""Two tokenizers for one text: the tokens of the one that stand for the same bytes as those of the other.
+"""Alignment of two tokenizers over one text: tokens that stand for the same bytes.
 
-Text is handled as bytes, since a token may end inside a character. Special tokens are no text: they cut it
-into segments, and one tokenizer's stands for the other's of the same name, or the same office.
+Text is handled as bytes, since a token may end inside a character. Special tokens are not text: they split
+it into segments, and map to the other tokenizer's token of the same name or role.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ from descant.tokenization.token_bytes import TokenBytes
 
 __all__ = ["AlignedRow", "ByteTokenizer", "LookbehindWindows", "TokenTranslator", "shared_tokens"]
 
-_MIN_COMMON_RUN = (
-    2  # so many tokens in a row must be the same in two encodings for these to be one from there on
-)
+_MIN_COMMON_RUN = 2  # consecutive equal tokens needed to splice two encodings
 
 
 class LookbehindWindows(NamedTuple):
-    """How far back text is encoded again when it has grown, in tokens of each tokenizer."""
+    """How many tokens back a grown text is encoded again, per tokenizer."""
 
     target: int = 10
     assistant: int = 10
 
 
 class ByteTokenizer:
-    """A tokenizer over bytes: what its tokens stand for, and how it writes a text."""
+    """A tokenizer over bytes: the bytes of its tokens, and the tokens of a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         vocabulary = TokenBytes.from_tokenizer(tokenizer)
@@ -40,20 +38,19 @@ class ByteTokenizer:
         self.bos_token_id: int | None = getattr(tokenizer, "bos_token_id", None)
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
         self.encode = _make_encoder(tokenizer)
-        self.prefix_ids = _prompt_prefix_ids(tokenizer)  # the tokens that it puts before any prompt
-        self.leading_space = self.decode_bytes(self.encode("a")).removesuffix(
-            b"a"
-        )  # the space that it puts before a text
-        if self.leading_space != b" ":  # a tokenizer that writes its own kind of "a"
+        self.prefix_ids = _prompt_prefix_ids(tokenizer)  # tokens added before every prompt
+        # The space that the tokenizer adds before a text.
+        self.leading_space = self.decode_bytes(self.encode("a")).removesuffix(b"a")
+        if self.leading_space != b" ":  # the tokenizer changes the text
             self.leading_space = b""
         self._id_to_token = getattr(tokenizer, "convert_ids_to_tokens", None) or getattr(
             tokenizer, "id_to_token", None
         )
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """What these tokens stand for, one after the other."""
-        known = self.token_bytes
-        return b"".join([known[one] for one in ids if 0 <= one < len(known)])
+        """The concatenated bytes of these tokens."""
+        token_bytes = self.token_bytes
+        return b"".join([token_bytes[token] for token in ids if 0 <= token < len(token_bytes)])
 
     def is_text(self, token: int) -> bool:
         """Whether a token stands for text."""
@@ -64,52 +61,54 @@ class ByteTokenizer:
         )
 
     def encode_bytes(self, data: bytes) -> tuple[list[int], bool]:
-        """The tokens of a text, and whether they stand for all of it.
+        """The tokens of a text, and whether they cover all of it.
 
-        A character that is not whole yet is written byte by byte, where there are such tokens.
+        An incomplete character is encoded byte by byte, if the vocabulary has such tokens.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(data)
-        begun: bytes = decoder.getstate()[0]
+        incomplete: bytes = decoder.getstate()[0]
         ids = self.encode(text) if text else []
-        while begun:
-            size = next((size for size in range(len(begun), 0, -1) if begun[:size] in self.id_by_bytes), 0)
+        while incomplete:
+            size = next(
+                (size for size in range(len(incomplete), 0, -1) if incomplete[:size] in self.id_by_bytes), 0
+            )
             if not size:
                 return ids, False
-            ids.append(self.id_by_bytes[begun[:size]])
-            begun = begun[size:]
+            ids.append(self.id_by_bytes[incomplete[:size]])
+            incomplete = incomplete[size:]
         return ids, True
 
     @cached_property
     def id_by_bytes(self) -> dict[bytes, int]:
-        """The token of text that stands for just these bytes; of several, one that is no byte by itself."""
-        found: dict[bytes, int] = {}
-        for at, text in enumerate(self.token_bytes):
-            if not text or at in self.special_ids:
+        """The text token with exactly these bytes; of several, one that is not a byte token."""
+        ids: dict[bytes, int] = {}
+        for token, text in enumerate(self.token_bytes):
+            if not text or token in self.special_ids:
                 continue
-            if text in found and len(text) == 1 and self._is_byte_token(at):
+            if text in ids and len(text) == 1 and self._is_byte_token(token):
                 continue
-            found[text] = at
-        return found
+            ids[text] = token
+        return ids
 
-    def _is_byte_token(self, at: int) -> bool:
-        """Whether a token is written as the number of its byte, <0x0A>."""
-        name = None if self._id_to_token is None else self._id_to_token(at)
+    def _is_byte_token(self, token: int) -> bool:
+        """Whether a token is named after its byte, such as <0x0A>."""
+        name = None if self._id_to_token is None else self._id_to_token(token)
         return isinstance(name, str) and len(name) == 6 and name.startswith("<0x")
 
 
 @dataclass
 class AlignedRow:
-    """One row: the target's decided tokens, and the assistant's tokens for the same text."""
+    """One row: the target's committed tokens, and the assistant's tokens for the same text."""
 
-    target_ids: list[int] = field(default_factory=list)  # the target's
-    assistant_ids: list[int] = field(default_factory=list)  # the assistant's
-    target_segment_start: int = 0  # where the last segment of text begins among the tokens
-    assistant_segment_start: int = 0  # and among the ids
-    is_complete: bool = True  # whether the ids stand for all of the text
+    target_ids: list[int] = field(default_factory=list)
+    assistant_ids: list[int] = field(default_factory=list)
+    target_segment_start: int = 0  # start of the last text segment in `target_ids`
+    assistant_segment_start: int = 0  # start of the last text segment in `assistant_ids`
+    is_complete: bool = True  # whether `assistant_ids` cover all of the text
 
     def fork(self) -> AlignedRow:
-        """The same row once more."""
+        """An independent copy."""
         return AlignedRow(
             list(self.target_ids),
             list(self.assistant_ids),
@@ -120,213 +119,224 @@ class AlignedRow:
 
 
 class TokenTranslator:
-    """What brings rows of the target before the assistant, and its guesses back."""
+    """Translates the target's rows to assistant tokens, and drafts back to target tokens."""
 
     def __init__(self, target: ByteTokenizer, assistant: ByteTokenizer) -> None:
         self.target, self.assistant = target, assistant
         self._special_to_assistant = _matching_special_ids(target, assistant)
-        for one, other in (
+        for target_id, assistant_id in (
             (target.bos_token_id, assistant.bos_token_id),
             (target.eos_token_id, assistant.eos_token_id),
         ):
-            if one is not None and other is not None:
-                self._special_to_assistant.setdefault(one, other)
+            if target_id is not None and assistant_id is not None:
+                self._special_to_assistant.setdefault(target_id, assistant_id)
         self._special_to_target = _matching_special_ids(assistant, target)
         if assistant.eos_token_id is not None and target.eos_token_id is not None:
-            self._special_to_target[assistant.eos_token_id] = (
-                target.eos_token_id
-            )  # what ends the one's text ends the other's
+            self._special_to_target[assistant.eos_token_id] = target.eos_token_id
 
     def new_row(self) -> AlignedRow:
-        """A row that has read nothing."""
+        """An empty row."""
         ids = list(self.assistant.prefix_ids)
         return AlignedRow(assistant_ids=ids, assistant_segment_start=len(ids))
 
-    # -------------------------------------------------------------------- there
-    def append_tokens(self, reading: AlignedRow, tokens: Sequence[int], windows: LookbehindWindows) -> int:
-        """Take further decided tokens of the target; how many ids at the start are as they were."""
-        kept, run = len(reading.assistant_ids), list[int]()
-        special = self.target.special_ids
+    # -------------------------------------------------------------------- target to assistant
+    def append_tokens(self, row: AlignedRow, tokens: Sequence[int], windows: LookbehindWindows) -> int:
+        """Append committed target tokens; returns how many leading assistant ids are unchanged."""
+        num_unchanged, text_tokens = len(row.assistant_ids), list[int]()
+        special_ids = self.target.special_ids
         for token in tokens:
-            if token not in special:
-                run.append(token)
+            if token not in special_ids:
+                text_tokens.append(token)
                 continue
-            if run:
-                kept = min(kept, self._append_text(reading, run, windows))
-                run = []
-            self._append_special(reading, token)
-        if run:
-            kept = min(kept, self._append_text(reading, run, windows))
-        return kept
+            if text_tokens:
+                num_unchanged = min(num_unchanged, self._append_text(row, text_tokens, windows))
+                text_tokens = []
+            self._append_special(row, token)
+        if text_tokens:
+            num_unchanged = min(num_unchanged, self._append_text(row, text_tokens, windows))
+        return num_unchanged
 
-    def _append_special(self, reading: AlignedRow, token: int) -> None:
-        """Take a special token, after which a new segment begins."""
-        same = self._special_to_assistant.get(token)
-        if not reading.target_ids:
+    def _append_special(self, row: AlignedRow, token: int) -> None:
+        """Append a special token, which starts a new segment."""
+        assistant_id = self._special_to_assistant.get(token)
+        if not row.target_ids:
             if token == self.target.bos_token_id and self.assistant.bos_token_id is not None:
-                same = self.assistant.bos_token_id
-            if same in self.assistant.prefix_ids:
-                same = None  # it begins so already
-        reading.target_ids.append(token)
-        if same is not None:
-            reading.assistant_ids.append(same)
-        reading.target_segment_start, reading.assistant_segment_start = (
-            len(reading.target_ids),
-            len(reading.assistant_ids),
+                assistant_id = self.assistant.bos_token_id
+            if assistant_id in self.assistant.prefix_ids:
+                assistant_id = None  # already in the prefix
+        row.target_ids.append(token)
+        if assistant_id is not None:
+            row.assistant_ids.append(assistant_id)
+        row.target_segment_start, row.assistant_segment_start = (
+            len(row.target_ids),
+            len(row.assistant_ids),
         )
-        reading.is_complete = True
+        row.is_complete = True
 
-    def _append_text(self, reading: AlignedRow, run: Sequence[int], windows: LookbehindWindows) -> int:
-        """Take tokens of text; how many ids are as they were."""
-        known = len(reading.target_ids)
-        reading.target_ids += run
-        behind, look = windows
-        while reading.is_complete and (start := known - behind) > reading.target_segment_start:
-            before = self.target.decode_bytes(reading.target_ids[start:known])
-            found = self._find_splice(reading, before, self.target.decode_bytes(run), look)
-            if found is not None:
-                at, ids, reading.is_complete = found
-                reading.assistant_ids[at:] = ids
-                return at
-            behind, look = 2 * behind, 2 * look
-        text = self.target.decode_bytes(reading.target_ids[reading.target_segment_start :]).removeprefix(
+    def _append_text(self, row: AlignedRow, tokens: Sequence[int], windows: LookbehindWindows) -> int:
+        """Append text tokens; returns how many leading assistant ids are unchanged."""
+        num_known = len(row.target_ids)
+        row.target_ids += tokens
+        target_window, assistant_window = windows
+        while row.is_complete and (start := num_known - target_window) > row.target_segment_start:
+            before = self.target.decode_bytes(row.target_ids[start:num_known])
+            splice = self._find_splice(row, before, self.target.decode_bytes(tokens), assistant_window)
+            if splice is not None:
+                position, ids, row.is_complete = splice
+                row.assistant_ids[position:] = ids
+                return position
+            target_window, assistant_window = 2 * target_window, 2 * assistant_window
+        text = self.target.decode_bytes(row.target_ids[row.target_segment_start :]).removeprefix(
             self.target.leading_space
         )
-        reading.assistant_ids[reading.assistant_segment_start :], reading.is_complete = (
-            self.assistant.encode_bytes(text)
-        )
-        return reading.assistant_segment_start
+        row.assistant_ids[row.assistant_segment_start :], row.is_complete = self.assistant.encode_bytes(text)
+        return row.assistant_segment_start
 
     def _find_splice(
-        self, reading: AlignedRow, before: bytes, new: bytes, look: int
+        self, row: AlignedRow, before: bytes, new: bytes, assistant_window: int
     ) -> tuple[int, list[int], bool] | None:
-        """Where the ids of the text `before` go over into those of `before + new`, and how they go on.
+        """Where the ids of `before` continue as those of `before + new`: (position, new ids, is complete).
 
-        The longest common subsequence of two encodings of one text are the tokens that stand at the same
-        bytes in both. The seam is behind the longest run of these, so that neither the beginning of the
-        window, where a word may be cut, nor the end of what was there, which may go on, decides.
+        Tokens at the same bytes in both encodings are common. The splice is after the longest run of common
+        tokens, so neither the start of the window, which may cut a word, nor the end of the old text, which
+        may continue, decides it.
         """
         skip = _num_continuation_bytes(before)
         before = before[skip:]
         text = before + new
-        ids, whole = self.assistant.encode_bytes(text)
-        said = self.assistant.decode_bytes(ids)
-        if not (whole and said.endswith(text)):
+        ids, is_complete = self.assistant.encode_bytes(text)
+        decoded = self.assistant.decode_bytes(ids)
+        if not (is_complete and decoded.endswith(text)):
             return None
-        known, places, place = self.assistant.token_bytes, dict[int, int](), len(text) - len(said)
-        for at, one in enumerate(ids):
-            places[place] = at
-            place += len(known[one])
-        old, place, run, best, seam = reading.assistant_ids, len(before), 0, 0, (0, 0)
-        for at in range(len(old) - 1, max(reading.assistant_segment_start, len(old) - look) - 1, -1):
-            piece = known[old[at]]
-            place -= len(piece)
-            if place < 0:
+        token_bytes, index_by_byte, byte_position = (
+            self.assistant.token_bytes,
+            dict[int, int](),
+            len(text) - len(decoded),
+        )
+        for index, token in enumerate(ids):
+            index_by_byte[byte_position] = index
+            byte_position += len(token_bytes[token])
+        old_ids, byte_position, run, best_run, splice = row.assistant_ids, len(before), 0, 0, (0, 0)
+        for index in range(
+            len(old_ids) - 1, max(row.assistant_segment_start, len(old_ids) - assistant_window) - 1, -1
+        ):
+            old_bytes = token_bytes[old_ids[index]]
+            byte_position -= len(old_bytes)
+            if byte_position < 0:
                 break
-            if not before.startswith(piece, place):
-                return None  # what was there is not the text itself
-            there = places.get(place, -1)
-            run = run + 1 if there >= 0 and ids[there] == old[at] else 0
+            if not before.startswith(old_bytes, byte_position):
+                return None  # the old ids do not spell the text
+            new_index = index_by_byte.get(byte_position, -1)
+            run = run + 1 if new_index >= 0 and ids[new_index] == old_ids[index] else 0
             if run == 1:
-                end = (at + 1, there + 1)
-            if run > best:
-                best, seam = run, end
-        return None if best < _MIN_COMMON_RUN else (seam[0], ids[seam[1] :], True)
+                run_end = (index + 1, new_index + 1)
+            if run > best_run:
+                best_run, splice = run, run_end
+        return None if best_run < _MIN_COMMON_RUN else (splice[0], ids[splice[1] :], True)
 
-    # -------------------------------------------------------------------- and back
+    # -------------------------------------------------------------------- assistant to target
     def to_target_tokens(
-        self, reading: AlignedRow, guesses: Sequence[int], windows: LookbehindWindows
+        self, row: AlignedRow, drafts: Sequence[int], windows: LookbehindWindows
     ) -> list[int]:
-        """The target's tokens for what the assistant guesses to follow a row."""
-        text, end = b"", None
-        for token in guesses:
+        """The target tokens for the assistant's drafts after a row."""
+        text, end_token = b"", None
+        for token in drafts:
             if not self.assistant.is_text(token):
-                end = self._special_to_target.get(token)
+                end_token = self._special_to_target.get(token)
                 break
             text += self.assistant.token_bytes[token]
-        if len(reading.assistant_ids) == reading.assistant_segment_start:
+        if len(row.assistant_ids) == row.assistant_segment_start:
             text = text.removeprefix(self.assistant.leading_space)
-        start = max(reading.target_segment_start, len(reading.target_ids) - windows.target)
-        before = self.target.decode_bytes(reading.target_ids[start:])
-        found = (
-            self._encode_continuation(before, text, len(reading.target_ids) == reading.target_segment_start)
+        start = max(row.target_segment_start, len(row.target_ids) - windows.target)
+        before = self.target.decode_bytes(row.target_ids[start:])
+        target_ids = (
+            self._encode_continuation(before, text, len(row.target_ids) == row.target_segment_start)
             if text
             else []
         )
-        if found is None:
+        if target_ids is None:
             return []
-        said = self.target.decode_bytes(found) if end is not None else b""
-        return [*found, end] if end is not None and said.endswith(text) else found
+        decoded = self.target.decode_bytes(target_ids) if end_token is not None else b""
+        return [*target_ids, end_token] if end_token is not None and decoded.endswith(text) else target_ids
 
-    def _encode_continuation(self, before: bytes, text: bytes, fresh: bool) -> list[int] | None:
-        """The target's tokens for a text that begin just where `before` ends; None where none do."""
-        whole = before + text
+    def _encode_continuation(self, before: bytes, text: bytes, at_segment_start: bool) -> list[int] | None:
+        """The target tokens of `text` that begin exactly where `before` ends; None if there are none."""
+        data = before + text
         skip = _num_continuation_bytes(before)
         while True:
             try:
-                line = whole[skip:].decode()
+                decodable = data[skip:].decode()
                 break
             except UnicodeDecodeError as error:
-                bad = skip + error.start
-                if bad >= len(before) or skip + error.end > len(before):
-                    whole = whole[:bad]  # what is no character, or not yet, is not guessed
+                bad_position = skip + error.start
+                if bad_position >= len(before) or skip + error.end > len(before):
+                    data = data[:bad_position]  # do not draft invalid or incomplete characters
                 else:
-                    skip += error.end  # what was decided is none: begin behind it
-        new = len(whole) - len(before)
-        if new <= 0:
+                    skip += error.end  # invalid bytes in the committed text: start after them
+        num_new = len(data) - len(before)
+        if num_new <= 0:
             return None
-        ids = self.target.encode(line)
-        said = self.target.decode_bytes(ids)
-        if not said.endswith(whole[skip:]):
+        ids = self.target.encode(decodable)
+        decoded = self.target.decode_bytes(ids)
+        if not decoded.endswith(data[skip:]):
             return None
-        wanted, place = 0 if fresh else len(said) - new, 0
-        for at, one in enumerate(ids):
-            if place == wanted:
-                rest = ids[at:]
-                return rest if all(self.target.is_text(one) for one in rest) else None
-            place += len(self.target.token_bytes[one])
+        start, byte_position = 0 if at_segment_start else len(decoded) - num_new, 0
+        for index, token in enumerate(ids):
+            if byte_position == start:
+                continuation = ids[index:]
+                return continuation if all(self.target.is_text(token) for token in continuation) else None
+            byte_position += len(self.target.token_bytes[token])
         return None
 
 
 def shared_tokens(target: ByteTokenizer, assistant: ByteTokenizer) -> dict[int, int]:
-    """The tokens that both have: the target's id by the assistant's, one to one.
+    """The tokens of both vocabularies: target id by assistant id, one to one.
 
-    Tokens of text are the same where their bytes are, special ones where their names are; ends are ends.
+    Text tokens match by their bytes, special tokens by their names, end tokens with each other.
     """
-    same = {
-        at: target.id_by_bytes[text]
-        for text, at in assistant.id_by_bytes.items()
+    target_by_assistant = {
+        token: target.id_by_bytes[text]
+        for text, token in assistant.id_by_bytes.items()
         if text in target.id_by_bytes
     } | _matching_special_ids(assistant, target)
-    one, other = assistant.eos_token_id, target.eos_token_id
-    if one is not None and other is not None and one not in same and other not in same.values():
-        same[one] = other
-    return same
+    assistant_eos, target_eos = assistant.eos_token_id, target.eos_token_id
+    if (
+        assistant_eos is not None
+        and target_eos is not None
+        and assistant_eos not in target_by_assistant
+        and target_eos not in target_by_assistant.values()
+    ):
+        target_by_assistant[assistant_eos] = target_eos
+    return target_by_assistant
 
 
-def _matching_special_ids(one: ByteTokenizer, other: ByteTokenizer) -> dict[int, int]:
-    """The special tokens of `other` that have the names of special tokens of `one`."""
-    names = {other.token_bytes[at]: at for at in sorted(other.special_ids) if at < len(other.token_bytes)}
+def _matching_special_ids(source: ByteTokenizer, target: ByteTokenizer) -> dict[int, int]:
+    """Special tokens of `source` mapped to those of `target` with the same name."""
+    names = {
+        target.token_bytes[token]: token
+        for token in sorted(target.special_ids)
+        if token < len(target.token_bytes)
+    }
     return {
-        at: names[one.token_bytes[at]]
-        for at in sorted(one.special_ids)
-        if at < len(one.token_bytes) and one.token_bytes[at] in names
+        token: names[source.token_bytes[token]]
+        for token in sorted(source.special_ids)
+        if token < len(source.token_bytes) and source.token_bytes[token] in names
     }
 
 
 def _num_continuation_bytes(text: bytes) -> int:
-    """How many bytes at the start belong to a character that began before."""
-    return next((at for at, byte in enumerate(text[:3]) if not 0x80 <= byte < 0xC0), min(len(text), 3))
+    """How many leading bytes belong to a character that began before."""
+    return next((index for index, byte in enumerate(text[:3]) if not 0x80 <= byte < 0xC0), min(len(text), 3))
 
 
 def _make_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """What writes text in a tokenizer's tokens, special ones neither added nor read out of it."""
+    """A function that encodes text, neither adding nor parsing special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not (hasattr(backend, "model") and hasattr(backend, "get_added_tokens_decoder")):
-        return lambda text: [int(one) for one in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return lambda text: [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     added = backend.get_added_tokens_decoder()
     extra = [token for _, token in sorted(added.items()) if not token.special]
-    # The same model without its special tokens, and without the padding and truncation that it may be set to.
+    # The same model without special tokens, padding and truncation.
     plain = type(backend)(backend.model)
     if backend.normalizer is not None:
         plain.normalizer = backend.normalizer
@@ -334,20 +344,30 @@ def _make_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
         plain.pre_tokenizer = backend.pre_tokenizer
     if extra:
         plain.add_tokens(extra)
-    # A token outside the model gets a number anew; its text tells which it is.
-    number = {plain.token_to_id(token.content): at for at, token in added.items() if not token.special}
-    number = {mine: at for mine, at in number.items() if mine != at}
-    if not number:
+    # Added tokens get new ids; map them back by their text.
+    id_map = {
+        plain.token_to_id(token.content): original for original, token in added.items() if not token.special
+    }
+    id_map = {own: original for own, original in id_map.items() if own != original}
+    if not id_map:
         return lambda text: list(plain.encode(text, add_special_tokens=False).ids)
-    return lambda text: [number.get(one, one) for one in plain.encode(text, add_special_tokens=False).ids]
+    return lambda text: [
+        id_map.get(token, token) for token in plain.encode(text, add_special_tokens=False).ids
+    ]
 
 
 def _prompt_prefix_ids(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer puts before a prompt."""
+    """The tokens that a tokenizer adds before a prompt."""
     if callable(tokenizer):
-        bare, full = (tokenizer("a", add_special_tokens=more)["input_ids"] for more in (False, True))
+        bare, full = (
+            tokenizer("a", add_special_tokens=add_special_tokens)["input_ids"]
+            for add_special_tokens in (False, True)
+        )
     else:
-        bare, full = (tokenizer.encode("a", add_special_tokens=more).ids for more in (False, True))
+        bare, full = (
+            tokenizer.encode("a", add_special_tokens=add_special_tokens).ids
+            for add_special_tokens in (False, True)
+        )
     bare, full = list(bare), list(full)
-    at = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
-    return [int(one) for one in full[:at]]
+    index = next((index for index in range(len(full)) if full[index : index + len(bare)] == bare), 0)
+    return [int(token) for token in full[:index]]

@@ -1,4 +1,4 @@
-"""What ends a row: its end token, its length, its time, its text, or a criterion of the user's own."""
+"""Stop checker: end tokens, length, deadline, stop strings, regular expressions and user criteria."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from descant.core.context import Context, row_params
-from descant.core.interfaces import RankGroup
+from descant.core.interfaces import Array, RankGroup
 from descant.core.records import Observation, Proposal, Selection
 from descant.core.rows import Rows, index_rows
 from descant.errors import InputError
@@ -24,113 +24,111 @@ if TYPE_CHECKING:
 
 __all__ = ["Criterion", "RegexStop", "StopChecker"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Criterion = Callable[..., Any]  # (input_ids [N, L], scores) -> bool, or bool [N]
 
 
 class RegexStop(NamedTuple):
-    """A regular expression that ends a row once its new text matches, and the bytes its tokens stand for."""
+    """A regular expression that ends a row when its generated text matches, with the token bytes."""
 
     regex: re.Pattern[str]
     token_bytes: TokenBytes
 
     def matches(self, tokens: Sequence[int], skip: int = 0) -> bool:
-        """Whether the text of these tokens matches, but for its first `skip` bytes."""
+        """Whether the text of these tokens matches, without its first `skip` bytes."""
         return self.regex.search(self.token_bytes.text(tokens, skip)) is not None
 
 
 class _StopTerms(NamedTuple):
-    """What the rows of one layout of the table are measured by, worked out once."""
+    """Stop conditions of the current rows, cached per version of the table."""
 
     version: object
-    last_length: Array  # [R] the length before a row's last choice
-    min_last_length: int  # the least of them
-    eos_token_ids: Array | None  # [R, E] end tokens, None where no row has any
-    stop_token_ids: Array | None  # [R, E] further tokens that end a row
-    deadlines: Array | None  # [R], None where no row has one
-    string_matchers: Sequence[tuple[StopStringMatcher, Array]]  # each with the rows [R] that it watches
+    last_length: Array  # [R] row length before the last possible token
+    min_last_length: int  # minimum of `last_length`
+    eos_token_ids: Array | None  # [R, E], None if no row has any
+    stop_token_ids: Array | None  # [R, E], further stop tokens
+    deadlines: Array | None  # [R], None if no row has one
+    string_matchers: Sequence[tuple[StopStringMatcher, Array]]  # each with the mask [R] of its rows
     regex_stops: Sequence[tuple[RegexStop, Array]]
     criteria: Sequence[tuple[Criterion, Array]]
 
 
 class StopChecker:
-    """Every reason that can end a row of the table, asked about candidates that are not appended yet.
+    """Evaluates every stop condition for candidate tokens that are not appended yet.
 
-    What is not a number is kept on a shelf, and a parameter of the row names its place there.
+    Objects such as matchers live in registries; a row parameter holds their id.
     """
 
-    state_column = "stop_state"  # the column that says how much of a stop string a row's text ends with
+    state_column = "stop_state"  # column: matcher state of the row's text
 
     def __init__(self) -> None:
         self.criteria: Mapping[int, tuple[Criterion, ...]] = {}
         self.string_matchers: Mapping[int, StopStringMatcher] = {}
         self.regex_stops: Mapping[int, RegexStop] = {}
         self.rank_group: RankGroup | None = None
-        # Whether any of the peers has a deadline or a criterion: then all exchange their verdicts.
+        # Whether any rank has a deadline or a criterion; if so, all ranks exchange verdicts.
         self.syncs_across_ranks = False
         self._terms: _StopTerms | None = None
 
     def finish_reasons(
         self, rows: Rows, parents: Tensor | None, tokens: Tensor
     ) -> Sequence[tuple[str, Array]]:
-        """Reasons that end somebody, and which candidates [N]: `tokens[i]` after row `parents[i]` (host)."""
-        # Numpy, here and where else a step works on a handful of host numbers: torch's dispatch would
-        # take longer than the work.
-        terms, even = self._get_terms(rows), rows.uniform_length
+        """Return the candidates [N] that each reason ends: `tokens[i]` after row `parents[i]` (host)."""
+        # Numpy, here and elsewhere on small host arrays: torch's dispatch would take longer than the work.
+        terms, uniform = self._get_terms(rows), rows.uniform_length
         index = None if parents is None else parents.numpy()
-        found: list[tuple[str, Array]] = []
+        reasons: list[tuple[str, Array]] = []
         for name, ids in (("eos", terms.eos_token_ids), ("stop", terms.stop_token_ids)):
             if ids is not None:
-                ends = (tokens.numpy()[:, None] == (ids if index is None else ids[index])).any(1)
-                if ends.any():
-                    found.append((name, ends))
-        if even is None or even.length >= terms.min_last_length:
-            full = rows.length.numpy() >= terms.last_length
-            if full.any():
-                found.append(("length", full if index is None else full[index]))
+                is_end = (tokens.numpy()[:, None] == (ids if index is None else ids[index])).any(1)
+                if is_end.any():
+                    reasons.append((name, is_end))
+        if uniform is None or uniform.length >= terms.min_last_length:
+            is_full = rows.length.numpy() >= terms.last_length
+            if is_full.any():
+                reasons.append(("length", is_full if index is None else is_full[index]))
         if terms.deadlines is None and not (
             terms.string_matchers or terms.regex_stops or terms.criteria or self.syncs_across_ranks
         ):
-            return found
+            return reasons
         parents = torch.arange(len(rows)) if parents is None else parents
-        late, asked = self._check_time_and_criteria(terms, rows, parents, tokens)
-        found += [("time", late)] if late.any() else []
+        timed_out, by_criteria = self._check_time_and_criteria(terms, rows, parents, tokens)
+        reasons += [("time", timed_out)] if timed_out.any() else []
         if terms.string_matchers or terms.regex_stops:
-            found += self._check_texts(terms, rows, parents, tokens)
-        return [*found, ("stop", asked)] if asked.any() else found
+            reasons += self._check_texts(terms, rows, parents, tokens)
+        return [*reasons, ("stop", by_criteria)] if by_criteria.any() else reasons
 
     def first_stop(self, rows: Rows, run: Tensor, count: Array) -> tuple[Array, list[str | None]]:
-        """How many of each row's next tokens `run[i, :count[i]]` (host) stand until one ends it, and why."""
-        terms, stands = self._get_terms(rows), count.copy()
-        why: list[str | None] = [None] * len(rows)
+        """Return how many of each row's tokens `run[i, :count[i]]` (host) remain until a stop, and why."""
+        terms, num_kept = self._get_terms(rows), count.copy()
+        reasons: list[str | None] = [None] * len(rows)
         longest = int(count.max(initial=0))
         if longest > 1 and (terms.string_matchers or terms.regex_stops or terms.criteria):
-            rows = rows.append(run.to(rows.tokens.device), rows.length)  # for those who read what came before
-        now = rows
-        for place in range(longest):
-            here = np.flatnonzero((count > place) & (stands > place))
-            if not len(here):
+            rows = rows.append(run.to(rows.tokens.device), rows.length)  # matchers read the preceding tokens
+        current = rows
+        for step in range(longest):
+            active = np.flatnonzero((count > step) & (num_kept > step))
+            if not len(active):
                 break
-            parents = None if len(here) == len(rows) else torch.from_numpy(here)
-            for name, which in self.finish_reasons(now, parents, run[torch.from_numpy(here), place]):
-                for row in here[which].tolist():
-                    stands[row], why[row] = place + 1, why[row] or name
-            if place + 1 < longest:
-                now = self._advance(terms, rows, now, run[:, place], place + 1)
-        return stands, why
+            parents = None if len(active) == len(rows) else torch.from_numpy(active)
+            for name, stopped in self.finish_reasons(current, parents, run[torch.from_numpy(active), step]):
+                for row in active[stopped].tolist():
+                    num_kept[row], reasons[row] = step + 1, reasons[row] or name
+            if step + 1 < longest:
+                current = self._advance(terms, rows, current, run[:, step], step + 1)
+        return num_kept, reasons
 
-    def _advance(self, terms: _StopTerms, rows: Rows, now: Rows, tokens: Tensor, count: int) -> Rows:
-        """The rows with `count` tokens more, of which `tokens` [R] are the last."""
+    def _advance(self, terms: _StopTerms, rows: Rows, current: Rows, tokens: Tensor, count: int) -> Rows:
+        """Return the rows after `count` more tokens, of which `tokens` [R] are the last."""
         fields: dict[str, Any] = {"length": rows.length + count}
         if terms.string_matchers:
-            state = now.column(self.state_column).numpy().copy()
-            for table, mine in terms.string_matchers:
-                _advance_states(table, mine, tokens.numpy(), state)
+            state = current.column(self.state_column).numpy().copy()
+            for matcher, row_mask in terms.string_matchers:
+                _advance_states(matcher, row_mask, tokens.numpy(), state)
             fields["columns"] = {**rows.columns, self.state_column: torch.from_numpy(state)}
-        return now.replace(**fields)
+        return current.replace(**fields)
 
     def observe(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
-        """The selection with the state of every row's stop strings after its new tokens."""
+        """Return the selection with each row's stop string state after its new tokens."""
         rows, terms = seen.rows, self._get_terms(seen.rows)
         if not terms.string_matchers:
             return selection
@@ -143,54 +141,58 @@ class StopChecker:
             accepted = selection.accepted.numpy()
             if proposal.drafts is not None and accepted.max(initial=0) > 0:
                 drafts = index_rows(proposal.drafts, torch.from_numpy(parents)).cpu().numpy()
-        spoken = np.broadcast_to(np.asarray(selection.emit_mode) > 0, len(parents))
-        for table, mine in terms.string_matchers:
-            users = mine[parents]
-            for place in range(0 if drafts is None else int(accepted.max())):
+        emits = np.broadcast_to(np.asarray(selection.emit_mode) > 0, len(parents))
+        for matcher, row_mask in terms.string_matchers:
+            uses_matcher = row_mask[parents]
+            for step in range(0 if drafts is None else int(accepted.max())):
                 assert drafts is not None
-                _advance_states(table, users & (accepted > place), drafts[:, place], state)
-            _advance_states(table, users & spoken, tokens.numpy(), state)
-            for row in np.flatnonzero(users & (accepted < 0)).tolist():  # what was taken back is unsaid
-                left = int(rows.length[parents[row]] + accepted[row])
-                state[row] = table.state_after(rows.tokens[parents[row], :left].tolist())
+                _advance_states(matcher, uses_matcher & (accepted > step), drafts[:, step], state)
+            _advance_states(matcher, uses_matcher & emits, tokens.numpy(), state)
+            for row in np.flatnonzero(uses_matcher & (accepted < 0)).tolist():
+                length = int(rows.length[parents[row]] + accepted[row])
+                state[row] = matcher.state_after(rows.tokens[parents[row], :length].tolist())
         return selection._replace(columns={**selection.columns, self.state_column: torch.from_numpy(state)})
 
     def _check_time_and_criteria(
         self, terms: _StopTerms, rows: Rows, parents: Tensor, tokens: Tensor
     ) -> tuple[Array, Array]:
-        """Which candidates [N] the clock ends, and which the user: what does not follow from the tokens."""
+        """Return which candidates [N] are past their deadline, and which a user's criterion ends."""
         index = parents.numpy()
-        late = asked = np.zeros(len(index), dtype=bool)
+        timed_out = by_criteria = np.zeros(len(index), dtype=bool)
         if terms.deadlines is not None:
-            late = (terms.deadlines <= time.monotonic())[index]
-        for criterion, mine in terms.criteria:
-            asked = asked | _call_criterion(criterion, rows, parents, tokens, mine)
+            timed_out = (terms.deadlines <= time.monotonic())[index]
+        for criterion, row_mask in terms.criteria:
+            by_criteria = by_criteria | _call_criterion(criterion, rows, parents, tokens, row_mask)
         if self.rank_group is not None and self.syncs_across_ranks:
-            late, asked = (
-                self.rank_group.broadcast(torch.from_numpy(np.stack((late, asked))).long()).bool().numpy()
+            timed_out, by_criteria = (
+                self.rank_group.broadcast(torch.from_numpy(np.stack((timed_out, by_criteria))).long())
+                .bool()
+                .numpy()
             )
-        return late, asked
+        return timed_out, by_criteria
 
     def _check_texts(
         self, terms: _StopTerms, rows: Rows, parents: Tensor, tokens: Tensor
     ) -> list[tuple[str, Array]]:
-        """The verdicts on what the candidates say."""
+        """Return the verdicts of stop strings and regular expressions."""
         verdicts = []
         index = parents.numpy()
         if terms.string_matchers:
             state, verdict = rows.column(self.state_column).numpy()[index], np.zeros(len(index), dtype=bool)
-            for table, mine in terms.string_matchers:
-                here = np.flatnonzero(mine[index] & (tokens.numpy() < table.vocab_size))
-                verdict[here] = table.matches[tokens.numpy()[here], state[here]]
-                for place in (
-                    here[verdict[here]].tolist() if "healed_suffix" in row_params(rows).values else ()
+            for matcher, row_mask in terms.string_matchers:
+                candidates = np.flatnonzero(row_mask[index] & (tokens.numpy() < matcher.vocab_size))
+                verdict[candidates] = matcher.matches[tokens.numpy()[candidates], state[candidates]]
+                for candidate in (
+                    candidates[verdict[candidates]].tolist()
+                    if "healed_suffix" in row_params(rows).values
+                    else ()
                 ):
-                    verdict[place] = _completes_after_healing(
-                        table, rows, int(index[place]), int(tokens[place])
+                    verdict[candidate] = _completes_after_healing(
+                        matcher, rows, int(index[candidate]), int(tokens[candidate])
                     )
             verdicts.append(verdict)
         verdicts += [
-            _match_regex(pattern, rows, parents, tokens, mine) for pattern, mine in terms.regex_stops
+            _match_regex(pattern, rows, parents, tokens, row_mask) for pattern, row_mask in terms.regex_stops
         ]
         return [("stop", verdict) for verdict in verdicts if verdict.any()]
 
@@ -202,21 +204,22 @@ class StopChecker:
 
     def _build_terms(self, rows: Rows) -> _StopTerms:
         params = row_params(rows)
-        last, eos, stops, deadline = (
+        last_length, eos, stops, deadline = (
             params[name].numpy() for name in ("last_length", "eos_token_ids", "stop_token_ids", "deadline")
         )
-        own = params["criteria_id"].numpy()
-        criteria = {id(one): one for some in self.criteria.values() for one in some}
+        criteria_ids = params["criteria_id"].numpy()
+        criteria = {id(criterion): criterion for group in self.criteria.values() for criterion in group}
         masks = {
             name: np.isin(
-                own, [place for place, some in self.criteria.items() if any(one is c for c in some)]
+                criteria_ids,
+                [key for key, group in self.criteria.items() if any(criterion is other for other in group)],
             )
-            for name, one in criteria.items()
+            for name, criterion in criteria.items()
         }
         return _StopTerms(
             rows.version,
-            last,
-            int(last.min()),
+            last_length,
+            int(last_length.min()),
             eos if bool((eos >= 0).any()) else None,
             stops if bool((stops >= 0).any()) else None,
             deadline if bool(np.isfinite(deadline).any()) else None,
@@ -226,72 +229,78 @@ class StopChecker:
         )
 
 
-def _advance_states(table: StopStringMatcher, mine: Array, tokens: Array, state: Array) -> None:
-    """Bring the state [R] of the rows `mine` forward by a token each, in place."""
-    # A model may have more tokens than its tokenizer: these have no text and move nothing.
-    here = np.flatnonzero(mine & (tokens < table.vocab_size))
-    state[here] = table.transition[tokens[here], state[here]]
+def _advance_states(matcher: StopStringMatcher, row_mask: Array, tokens: Array, state: Array) -> None:
+    """Advance the state [R] of the masked rows by one token each, in place."""
+    # A model may have more tokens than its tokenizer: these have no text and keep the state.
+    index = np.flatnonzero(row_mask & (tokens < matcher.vocab_size))
+    state[index] = matcher.transition[tokens[index], state[index]]
 
 
-def _rows_by_entry(shelf: Mapping[int, Any], places: Array) -> list[tuple[Any, Array]]:
-    """What the rows name on a shelf, each with which rows do."""
-    return [(one, mine) for place, one in shelf.items() if (mine := places == place).any()]
+def _rows_by_entry(registry: Mapping[int, Any], ids: Array) -> list[tuple[Any, Array]]:
+    """Return the registry entries that rows refer to, each with its row mask."""
+    return [(entry, row_mask) for key, entry in registry.items() if (row_mask := ids == key).any()]
 
 
-def _completes_after_healing(table: StopStringMatcher, rows: Rows, row: int, token: int) -> bool:
-    """Whether a candidate that completes a stop string does so after what token healing says again."""
-    tail, start = _get_healed_suffix(rows, row), int(rows.prompt_length[row])
-    if tail is None:
+def _completes_after_healing(matcher: StopStringMatcher, rows: Rows, row: int, token: int) -> bool:
+    """Whether a stop string is completed by text beyond what token healing reproduces."""
+    suffix, start = _get_healed_suffix(rows, row), int(rows.prompt_length[row])
+    if suffix is None:
         return True
     ids = rows.tokens[row, : int(rows.length[row])].tolist()
-    return tail.completes_string(
-        ids[max(0, start - table.max_match_tokens) : start], [*ids[start:], token], table.strings
+    return suffix.completes_string(
+        ids[max(0, start - matcher.max_match_tokens) : start], [*ids[start:], token], matcher.strings
     )
 
 
 def _get_healed_suffix(rows: Rows, row: int) -> HealedSuffix | None:
-    """What token healing has taken off a row's prompt."""
-    tails = row_params(rows).values.get("healed_suffix")
-    return None if tails is None else tails[row]  # type: ignore[return-value]
+    """The text that token healing removed from a row's prompt."""
+    suffixes = row_params(rows).values.get("healed_suffix")
+    return None if suffixes is None else suffixes[row]  # type: ignore[return-value]
 
 
-def _match_regex(pattern: RegexStop, rows: Rows, parents: Tensor, tokens: Tensor, mine: Array) -> Array:
-    """Which candidates [N] make a row's new text match."""
+def _match_regex(pattern: RegexStop, rows: Rows, parents: Tensor, tokens: Tensor, row_mask: Array) -> Array:
+    """Mask of the candidates [N] whose generated text matches."""
     verdict = np.zeros(len(parents), dtype=bool)
-    here = np.flatnonzero(mine[parents.numpy()])
-    written = index_rows(rows.tokens, parents[here]).cpu()
-    for line, place in enumerate(here.tolist()):
-        row = int(parents[place])
-        new = written[line, int(rows.prompt_length[row]) : int(rows.length[row])].tolist()
-        tail = _get_healed_suffix(rows, row)
-        verdict[place] = pattern.matches([*new, int(tokens[place])], 0 if tail is None else len(tail.text))
+    candidates = np.flatnonzero(row_mask[parents.numpy()])
+    row_tokens = index_rows(rows.tokens, parents[candidates]).cpu()
+    for index, candidate in enumerate(candidates.tolist()):
+        row = int(parents[candidate])
+        generated = row_tokens[index, int(rows.prompt_length[row]) : int(rows.length[row])].tolist()
+        suffix = _get_healed_suffix(rows, row)
+        verdict[candidate] = pattern.matches(
+            [*generated, int(tokens[candidate])], 0 if suffix is None else len(suffix.text)
+        )
     return verdict
 
 
-def _call_criterion(criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, mine: Array) -> Array:
-    """A user's verdict on the candidates [N] of the rows `mine`, who sees ids padded on the left."""
-    index = torch.from_numpy(np.flatnonzero(mine[parents.numpy()]))
-    answer = torch.zeros(len(parents), dtype=torch.bool)
+def _call_criterion(
+    criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, row_mask: Array
+) -> Array:
+    """Call a user's criterion on the candidates [N] of the masked rows, with ids padded on the left."""
+    index = torch.from_numpy(np.flatnonzero(row_mask[parents.numpy()]))
+    verdict = torch.zeros(len(parents), dtype=torch.bool)
     if not len(index):
-        return answer.numpy()
+        return verdict.numpy()
     after = rows.take(parents[index])
     after = after.append(tokens[index].to(rows.tokens.device)[:, None], after.length + 1)
     context = Context(after.tokens, after.length, after.prompt_length, row_params(after).values)
-    for part in context.equal_width_groups():
-        some = index if part is None else index[part]
-        answer[some] = _criterion_mask(criterion, context if part is None else context.take(part), len(some))
-    return answer.numpy()
+    for group in context.equal_width_groups():
+        members = index if group is None else index[group]
+        verdict[members] = _criterion_mask(
+            criterion, context if group is None else context.take(group), len(members)
+        )
+    return verdict.numpy()
 
 
 def _criterion_mask(criterion: Criterion, context: Context, count: int) -> Tensor:
-    """What a user says of `count` equally wide lines [N]."""
+    """Call a user's criterion on `count` rows of equal width and check its result [N]."""
     verdict: Any = criterion(context.left_padded(), None)
     if isinstance(verdict, bool):
         verdict = torch.full((count,), verdict)
-    alike = isinstance(verdict, Tensor) and verdict.dtype == torch.bool
-    if not alike or verdict.shape not in (torch.Size([]), torch.Size([count])):
-        must = f"must answer a bool, or a tensor of {count} bools, one a row"
-        do = "return torch.zeros(len(input_ids), dtype=torch.bool) where no row is to end"
+    is_mask = isinstance(verdict, Tensor) and verdict.dtype == torch.bool
+    if not is_mask or verdict.shape not in (torch.Size([]), torch.Size([count])):
+        must = f"must return a bool, or a bool tensor with one entry per row ({count})"
+        do = "return torch.zeros(len(input_ids), dtype=torch.bool) to end no row"
         raise InputError("stopping_criteria", must, verdict, do)
-    told: Tensor = verdict.cpu().expand(count)
-    return told
+    mask: Tensor = verdict.cpu().expand(count)
+    return mask

@@ -1,4 +1,4 @@
-"""The documented stopping criteria, called as `(input_ids, scores)`, and one for regular expressions."""
+"""The documented stopping criteria `(input_ids, scores)`, and one for regular expressions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from descant.core.interfaces import Array
 from descant.errors import InputError
 from descant.tokenization.stop_strings import StopStringMatcher, normalize_stop_strings
 from descant.tokenization.token_bytes import TokenBytes
@@ -25,62 +26,62 @@ __all__ = [
     "StoppingCriteriaList",
 ]
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
 
 class StoppingCriteria:
-    """The base of all criteria: a subclass defines `__call__`."""
+    """Base class of stopping criteria; a subclass defines `__call__`."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Which of the rows [N, L] are to end, bool [N] on their device; padding is in front."""
+        """Return which rows [N, L], padded on the left, end: bool [N] on their device."""
         raise NotImplementedError(f"{type(self).__name__} must define `__call__`")
 
 
 class StoppingCriteriaList(list[Any]):
-    """Criteria any of which ends a row; one may answer a bool for all rows or a bool for each."""
+    """Criteria any of which ends a row; each returns a bool for all rows or one per row."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Which of the rows [N, L] any criterion ends, bool [N]."""
+        """Return which rows [N, L] any criterion ends, bool [N]."""
         ended = _full_mask(input_ids, False)
         for criterion in self:
             verdict = criterion(input_ids, scores, **kwargs)
-            given = torch.tensor(verdict) if isinstance(verdict, bool) else verdict
-            alike = isinstance(given, Tensor) and given.dtype == torch.bool
-            if not alike or given.shape not in (torch.Size([]), ended.shape):
-                must = f"must answer a bool, or a tensor of {len(input_ids)} bools"
+            mask = torch.tensor(verdict) if isinstance(verdict, bool) else verdict
+            is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+            if not is_mask or mask.shape not in (torch.Size([]), ended.shape):
+                must = f"must return a bool, or a bool tensor with one entry per row ({len(input_ids)})"
                 raise InputError(type(criterion).__name__, must, verdict)
-            ended = ended | given.to(input_ids.device)
+            ended = ended | mask.to(input_ids.device)
         return ended
 
     @property
     def max_length(self) -> int | None:
-        """That of the first `MaxLengthCriteria`, if there is one."""
-        return next((one.max_length for one in self if isinstance(one, MaxLengthCriteria)), None)
+        """The `max_length` of the first `MaxLengthCriteria`, if there is one."""
+        return next(
+            (criterion.max_length for criterion in self if isinstance(criterion, MaxLengthCriteria)), None
+        )
 
 
 class MaxLengthCriteria(StoppingCriteria):
-    """Ends rows of at least `max_length` tokens, those of the prompt included on decoder-only models.
+    """Ends rows of at least `max_length` tokens, prompt included on decoder-only models.
 
-    `max_position_embeddings` is the length the model was made for: it is an error to allow more.
+    `max_position_embeddings` is the model's maximum length; a larger `max_length` is an error.
     """
 
     def __init__(self, max_length: int, max_position_embeddings: int | None = None) -> None:
         self.max_length = _check_count("max_length", max_length)
         if max_position_embeddings is not None and max_length > max_position_embeddings:
             must = f"must be <= `max_position_embeddings` = {max_position_embeddings}"
-            do = "leave `max_position_embeddings` out to let the model go beyond it"
+            do = "omit `max_position_embeddings` to allow longer rows"
             raise InputError("max_length", must, max_length, do)
         self.max_position_embeddings = max_position_embeddings
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
-        """Whether the rows [N, L] are long enough, the same for all [N]."""
+        """Return whether the rows [N, L] are long enough, the same for all [N]."""
         return _full_mask(input_ids, input_ids.shape[1] >= self.max_length)
 
 
 class MaxTimeCriteria(StoppingCriteria):
-    """Ends all rows once `max_time` seconds have passed since `initial_timestamp`, by default now.
+    """Ends all rows `max_time` seconds after `initial_timestamp`, by default the time of construction.
 
-    Both are told by `time.time()`.
+    Both use `time.time()`.
     """
 
     def __init__(self, max_time: float, initial_timestamp: float | None = None) -> None:
@@ -88,12 +89,12 @@ class MaxTimeCriteria(StoppingCriteria):
         self.initial_timestamp = time.time() if initial_timestamp is None else initial_timestamp
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
-        """Whether the time is over, the same for all rows [N]."""
+        """Return whether the time is over, the same for all rows [N]."""
         return _full_mask(input_ids, time.time() - self.initial_timestamp > self.max_time)
 
 
 class EosTokenCriteria(StoppingCriteria):
-    """Ends rows whose last token is `eos_token_id`, or one of several."""
+    """Ends rows whose last token is `eos_token_id`, or one of them."""
 
     def __init__(self, eos_token_id: int | Sequence[int] | Tensor) -> None:
         try:
@@ -105,17 +106,16 @@ class EosTokenCriteria(StoppingCriteria):
         self.eos_token_id = ids.long()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
-        """Which rows [N, L] end in it [N]."""
+        """Return which rows [N, L] end with such a token [N]."""
         if input_ids.shape[1] == 0:
             return _full_mask(input_ids, False)
         return torch.isin(input_ids[:, -1], self.eos_token_id.to(input_ids.device))
 
 
 class StopStringCriteria(StoppingCriteria):
-    """Ends rows in whose last token a stop string ends, wherever it began.
+    """Ends rows whose last token completes a stop string, wherever it started.
 
-    Strings are compared as UTF-8, byte by byte, so it does not matter how tokens cut them or their
-    characters. Tokens of padding in front of a row are no text.
+    Strings are compared as UTF-8 bytes, independently of token boundaries. Leading padding is no text.
     """
 
     def __init__(self, tokenizer: Any, stop_strings: str | Iterable[str]) -> None:
@@ -124,15 +124,15 @@ class StopStringCriteria(StoppingCriteria):
         self._pad_token_id = _get_pad_token_id(tokenizer)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
-        """Which rows [N, L] have just completed a stop string [N]."""
+        """Return which rows [N, L] have just completed a stop string [N]."""
         ids = _mask_left_padding(input_ids.cpu().numpy(), self._pad_token_id)
         return torch.from_numpy(self.matcher.ends_with_match(ids)).to(input_ids.device)
 
 
 class StopRegexCriteria(StoppingCriteria):
-    """Ends rows whose text after the first `prompt_length` tokens matches a regular expression anywhere.
+    """Ends rows whose text after the first `prompt_length` tokens matches a regular expression.
 
-    A character whose last bytes have not come yet is not there yet.
+    Incomplete UTF-8 characters at the end are ignored.
     """
 
     def __init__(self, tokenizer: Any, pattern: str | re.Pattern[str], prompt_length: int = 0) -> None:
@@ -145,10 +145,10 @@ class StopRegexCriteria(StoppingCriteria):
         self._pad_token_id = _get_pad_token_id(tokenizer)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
-        """Which rows [N, L] match [N]."""
+        """Return which rows [N, L] match [N]."""
         ids = _mask_left_padding(input_ids.cpu().numpy(), self._pad_token_id)[:, self.prompt_length :]
-        found = [self.pattern.search(self._token_bytes.text(row)) is not None for row in ids.tolist()]
-        return torch.tensor(found, dtype=torch.bool, device=input_ids.device)
+        matches = [self.pattern.search(self._token_bytes.text(row)) is not None for row in ids.tolist()]
+        return torch.tensor(matches, dtype=torch.bool, device=input_ids.device)
 
 
 def _full_mask(input_ids: Tensor, verdict: bool) -> Tensor:
@@ -168,15 +168,15 @@ def _check_seconds(name: str, value: Any) -> float:
 
 
 def _get_pad_token_id(tokenizer: Any) -> int | None:
-    pad = getattr(tokenizer, "pad_token_id", None)
-    return pad if isinstance(pad, int) else None
+    pad_token_id = getattr(tokenizer, "pad_token_id", None)
+    return pad_token_id if isinstance(pad_token_id, int) else None
 
 
-def _mask_left_padding(ids: Array, pad: int | None) -> Array:
-    """The ids [N, L] with -1 for the run of padding that begins a row; its last token is never padding."""
-    if pad is None or not (ids[:, :1] == pad).any():
+def _mask_left_padding(ids: Array, pad_token_id: int | None) -> Array:
+    """Replace the leading padding of each row [N, L] by -1; the last token is never padding."""
+    if pad_token_id is None or not (ids[:, :1] == pad_token_id).any():
         return ids
-    leading = np.logical_and.accumulate(ids[:, :-1] == pad, axis=1)
+    leading = np.logical_and.accumulate(ids[:, :-1] == pad_token_id, axis=1)
     ids = ids.copy()
     ids[:, :-1][leading] = -1
     return ids

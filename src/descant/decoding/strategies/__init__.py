@@ -1,1 +1,1 @@
-"""Strategies: what changes the choice."""
+"""Decoding strategies: how a step chooses the next tokens of each row."""

@@ -1,4 +1,4 @@
-"""Rewinding: a row is cut back to where something began that must not be, and goes another way."""
+"""Backtracking: rows may remove recent tokens and continue with other tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Array
+from descant.core.interfaces import Array, StrategyTraits
 from descant.core.records import ForwardOutput, Hypothesis, Proposal, RecordedLines, Selection, Tokens
 from descant.core.rows import Column, Rows, index_rows
 from descant.decoding.strategies.sampling import Sampling, finished_requests
@@ -23,17 +23,15 @@ NO_MASKS: Mapping[int, frozenset[int]] = {}
 
 
 class Retraction(NamedTuple):
-    """What becomes of a row's last tokens, the one that it has just chosen among them."""
+    """What to do with a row's most recent tokens, including the token just chosen."""
 
-    pending: int = 0  # how many of them may still be taken back
-    backtrack: int = 0  # how many of them are, now: the first of these is not said again at its place
-    matcher_state: int = (
-        0  # of who reads token by token: what is to be found again should the row come back here
-    )
+    pending: int = 0  # number of trailing tokens that may still be removed
+    backtrack: int = 0  # number of trailing tokens to remove now; the first of them is masked at its position
+    matcher_state: int = 0  # state of a token-by-token matcher, restored when the row backtracks to here
 
 
 class _Checkpoint(NamedTuple):
-    """A place between tokens: the state of who reads there, and how many tokens before it are not certain."""
+    """The state between two tokens: the matcher state, and how many tokens before it are pending."""
 
     matcher_state: int
     num_pending: int
@@ -43,48 +41,57 @@ INITIAL_CHECKPOINT = _Checkpoint(0, 0)
 
 
 class PendingTokens(NamedTuple):
-    """What a row keeps: its last tokens that may still be taken back, and what it may not say there.
+    """The pending tokens of a row, and the tokens masked at their positions.
 
-    `marks` stand before the first of `held` and after each, `masks` go by place among them.
+    `checkpoints[0]` is before the first of `tokens`, `checkpoints[i]` after token `i - 1`. The keys of
+    `masked_by_position` are indices into `tokens`.
     """
 
-    is_expanded: bool = True  # whether its request has split up into rows
+    is_expanded: bool = True  # whether the request has been expanded into its sequences
     tokens: tuple[int, ...] = ()
     checkpoints: tuple[_Checkpoint, ...] = (INITIAL_CHECKPOINT,)
     masked_by_position: Mapping[int, frozenset[int]] = NO_MASKS
-    num_backtracks: int = 0  # how often it was cut back
+    num_backtracks: int = 0  # how many times the row has backtracked
 
-    def after_token(self, token: int, doubt: Retraction) -> tuple[PendingTokens, tuple[int, ...]]:
-        """The note after a token, and the tokens certain now."""
-        held, back = (*self.tokens, token), doubt.pending
-        # Cut back to any place that far before, the row would stand where even earlier tokens may go.
-        before = [step + self.checkpoints[-step].num_pending for step in range(1, back + 1)]
-        back = max([back, *before])
-        if not back:
-            return PendingTokens(num_backtracks=self.num_backtracks) if self.num_backtracks else IDLE, held
-        marks = (*self.checkpoints, _Checkpoint(doubt.matcher_state, back))
-        sure = len(held) - back
-        masks = {place - sure: some for place, some in self.masked_by_position.items() if place >= sure}
-        return PendingTokens(True, held[sure:], marks[sure:], masks or NO_MASKS, self.num_backtracks), held[
-            :sure
+    def after_token(self, token: int, retraction: Retraction) -> tuple[PendingTokens, tuple[int, ...]]:
+        """The state after a chosen token, and the tokens that became final."""
+        tokens, num_pending = (*self.tokens, token), retraction.pending
+        # After backtracking to an earlier checkpoint, tokens pending there may be removed as well.
+        reachable = [
+            distance + self.checkpoints[-distance].num_pending for distance in range(1, num_pending + 1)
         ]
-
-    def backtrack_to(self, place: int, token: int) -> PendingTokens:
-        """The note of a row cut back to that place, where it may not say `token` again."""
-        masks = {at: some for at, some in self.masked_by_position.items() if at <= place}
-        masks[place] = masks.get(place, frozenset()) | {token}
+        num_pending = max([num_pending, *reachable])
+        if not num_pending:
+            return PendingTokens(num_backtracks=self.num_backtracks) if self.num_backtracks else IDLE, tokens
+        checkpoints = (*self.checkpoints, _Checkpoint(retraction.matcher_state, num_pending))
+        num_final = len(tokens) - num_pending
+        masked = {
+            position - num_final: token_ids
+            for position, token_ids in self.masked_by_position.items()
+            if position >= num_final
+        }
         return PendingTokens(
-            True, self.tokens[:place], self.checkpoints[: place + 1], masks, self.num_backtracks + 1
+            True, tokens[num_final:], checkpoints[num_final:], masked or NO_MASKS, self.num_backtracks
+        ), tokens[:num_final]
+
+    def backtrack_to(self, position: int, token: int) -> PendingTokens:
+        """The state after backtracking to that position, where `token` is masked."""
+        masked = {
+            index: token_ids for index, token_ids in self.masked_by_position.items() if index <= position
+        }
+        masked[position] = masked.get(position, frozenset()) | {token}
+        return PendingTokens(
+            True, self.tokens[:position], self.checkpoints[: position + 1], masked, self.num_backtracks + 1
         )
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing that it could take back."""
+        """Whether nothing is pending and nothing is masked."""
         return self.is_expanded and not self.tokens and not self.masked_by_position
 
     @property
     def next_masked_tokens(self) -> list[int]:
-        """What the row may not say next."""
+        """The tokens masked at the next position."""
         return sorted(self.masked_by_position.get(len(self.tokens), ()))
 
 
@@ -93,125 +100,130 @@ UNEXPANDED, IDLE = PendingTokens(is_expanded=False), PendingTokens()
 
 @dataclass(frozen=True)
 class _PendingColumn:
-    """The column of notes."""
+    """The row column of pending tokens."""
 
     pending: list[PendingTokens]
     is_per_request: ClassVar[bool] = False
 
     def take(self, parents: Tensor) -> Self:
-        """The notes of the new rows."""
+        """The pending tokens of the new rows."""
         return type(self)([self.pending[row] for row in parents.tolist()])
 
     def cat(self, other: Self) -> Self:
-        """These rows' notes with another table's below."""
+        """This column followed by another table's column."""
         return type(self)([*self.pending, *other.pending])
 
 
 class _InspectionResult(NamedTuple):
-    """What doubts make of the tokens chosen."""
+    """The outcome of a step's retractions."""
 
     pending: list[PendingTokens]  # [R]
-    final_tokens: list[tuple[int, ...]]  # [R] the tokens of each row that are certain now
-    num_backtracked: Array  # [R] how many tokens a row takes back, -1 where the chosen one stays
+    final_tokens: list[tuple[int, ...]]  # [R] the tokens of each row that became final
+    num_backtracked: Array  # [R] number of committed tokens removed, -1 where the chosen token stays
 
 
 class Backtracking(Sampling):
-    """Greedy search and sampling whose rows may take tokens back; a subclass says which, in `doubt`.
+    """Greedy search and sampling that can remove recent tokens; a subclass decides which in `inspect`.
 
-    A row is cut back to before the first of them, which is masked there for as long as the text before it
-    stays. Tokens come out once nothing can take them back, so that nothing told is ever untold. The mask is
-    a stage of its own, too, before all samplers.
+    A row backtracks to before the first removed token, which stays masked there while the text before it is
+    unchanged. Tokens are emitted once they can no longer be removed, so emitted tokens never change. The mask
+    is also applied as a processor, before all warpers.
     """
 
-    needs_rewind = True
+    traits = StrategyTraits(max_rewind=None, feeds_rejected_tokens=True)
     columns: Mapping[str, Tensor | Column] = {
         "pending_tokens": _PendingColumn([UNEXPANDED]),
         "masked_tokens": NO_MASKED_TOKENS,
     }
 
-    def inspect(self, written: Sequence[int], cuts: int) -> Retraction:
-        """What to make of a row's new tokens, the last just chosen; it was cut back `cuts` times before.
+    def inspect(self, new_tokens: Sequence[int], num_backtracks: int) -> Retraction:
+        """What to do with a row's new tokens, the last of which was just chosen.
 
-        No more can go now than were loose before, and the token just chosen.
+        `num_backtracks` counts the row's earlier backtracks. At most the tokens pending before this step and
+        the chosen token can be removed.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define `doubt`")
+        raise NotImplementedError(f"{type(self).__name__} must define `inspect`")
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:  # noqa: ARG002
-        """One token a row, or some taken back; rows that end leave."""
+        """Choose one token per row or backtrack; finished rows are removed."""
         scores = output.logits[:, 0]  # [R, V]
         rows, parents = self._expand_sequences(rows)
         if parents is not None:
             scores = index_rows(scores, parents)
-        # Once more, after what forces tokens, and after a user's own: otherwise a row would never get on.
-        tokens, best, host = self._choose_tokens(rows, _mask_tokens(scores, rows.column("masked_tokens")))
-        quiet = bool(best.min() > -np.inf) and self._can_skip_inspection(rows, host.numpy())
-        if quiet:
+        # Mask again after the processors: a processor that forces a masked token would stall the row.
+        tokens, best_scores, host = self._choose_tokens(
+            rows, _mask_tokens(scores, rows.column("masked_tokens"))
+        )
+        skipped = bool(best_scores.min() > -np.inf) and self._can_skip_inspection(rows, host.numpy())
+        if skipped:
             reasons = self._stop.finish_reasons(rows, None, host)
-            if not reasons:  # nothing changes but the tokens
+            if not reasons:  # only the tokens change
                 emitted = Tokens(rows.request, rows.slot, host, parents)
                 slot = None if parents is None else rows.slot
                 return Selection(tokens, parents, slot=slot, emitted=emitted, host_tokens=host)
-        failed = sorted(set(rows.request.numpy()[~(best > -np.inf)].tolist()))
-        gone = np.isin(rows.request.numpy(), failed)
-        verdict = _apply_retractions(rows, host.tolist(), self._inspect_rows(rows, host), gone)
-        stays = verdict.num_backtracked < 0
-        if not quiet:
-            reasons = self._finish_reasons(rows, host, stays & ~gone)
-        for _, which in reasons:
-            gone = gone | which
-        retired = self._collect_finished(rows, host, gone, reasons, failed) if gone.any() else []
-        keep = torch.from_numpy(np.flatnonzero(~gone))
-        whence = torch.arange(len(rows)) if parents is None else parents
-        accepted = torch.from_numpy(np.where(stays, 0, -verdict.num_backtracked))[keep]
-        kept = [verdict.pending[row] for row in keep.tolist()]
-        moved = parents is not None or len(keep) < len(rows)
+        failed = sorted(set(rows.request.numpy()[~(best_scores > -np.inf)].tolist()))
+        removed = np.isin(rows.request.numpy(), failed)
+        result = _apply_retractions(rows, host.tolist(), self._inspect_rows(rows, host), removed)
+        appended = result.num_backtracked < 0
+        if not skipped:
+            reasons = self._finish_reasons(rows, host, appended & ~removed)
+        for _, mask in reasons:
+            removed = removed | mask
+        finished = self._collect_finished(rows, host, removed, reasons, failed) if removed.any() else []
+        kept_rows = torch.from_numpy(np.flatnonzero(~removed))
+        parent_rows = torch.arange(len(rows)) if parents is None else parents
+        accepted = torch.from_numpy(np.where(appended, 0, -result.num_backtracked))[kept_rows]
+        pending = [result.pending[row] for row in kept_rows.tolist()]
+        rows_changed = parents is not None or len(kept_rows) < len(rows)
         return Selection(
-            index_rows(tokens, keep) if moved else tokens,
-            whence[keep] if moved else None,
-            None if stays.all() else accepted,
-            slot=rows.slot[keep] if moved else None,
-            columns={"pending_tokens": _PendingColumn(kept), "masked_tokens": _masked_column(kept)},
-            emit_mode=bool(stays.all()) or torch.from_numpy(np.where(stays, 1, -1))[keep],
-            emitted=_emitted_tokens(rows, whence, verdict, dict(retired), failed),
-            finished=finished_requests(rows, gone, failed),
+            index_rows(tokens, kept_rows) if rows_changed else tokens,
+            parent_rows[kept_rows] if rows_changed else None,
+            None if appended.all() else accepted,
+            slot=rows.slot[kept_rows] if rows_changed else None,
+            columns={"pending_tokens": _PendingColumn(pending), "masked_tokens": _masked_column(pending)},
+            emit_mode=bool(appended.all()) or torch.from_numpy(np.where(appended, 1, -1))[kept_rows],
+            emitted=_emitted_tokens(rows, parent_rows, result, dict(finished), failed),
+            finished=finished_requests(rows, removed, failed),
             failed=failed,
-            host_tokens=host[keep],
-            finished_sequences=[(int(whence[row]), one) for row, one in retired],
-            recorded_lines=RecordedLines(whence, rows.slot),
+            host_tokens=host[kept_rows],
+            finished_sequences=[(int(parent_rows[row]), hypothesis) for row, hypothesis in finished],
+            recorded_lines=RecordedLines(parent_rows, rows.slot),
         )
 
     def _is_unexpanded(self, rows: Rows) -> Tensor:
-        """Which rows have not split up yet: one may be back at its prompt."""
-        return torch.tensor([not note.is_expanded for note in pending_tokens_of(rows)])
+        """Which rows are not yet expanded [R]; length cannot tell: a row may backtrack to its prompt."""
+        return torch.tensor([not pending.is_expanded for pending in pending_tokens_of(rows)])
 
     def _can_skip_inspection(self, rows: Rows, tokens: Array) -> bool:  # noqa: ARG002
-        """Whether it is known at once that no row takes back or holds anything, before and after these."""
+        """Whether no row has or gets pending tokens in this step; False: inspect the rows."""
         return False
 
     def _inspect_rows(self, rows: Rows, tokens: Tensor) -> list[Retraction]:
-        """What to make of each row's token [R] (host)."""
-        written = rows.tokens.cpu()
-        doubts = []
-        for row, (note, token) in enumerate(zip(pending_tokens_of(rows), tokens.tolist(), strict=True)):
-            new = written[row, int(rows.prompt_length[row]) : int(rows.length[row])].tolist()
-            doubts.append(self.inspect([*new, token], note.num_backtracks))
-        return doubts
+        """The retraction of each row for its chosen token [R] (host)."""
+        host_tokens = rows.tokens.cpu()
+        retractions = []
+        for row, (pending, token) in enumerate(zip(pending_tokens_of(rows), tokens.tolist(), strict=True)):
+            new_tokens = host_tokens[row, int(rows.prompt_length[row]) : int(rows.length[row])].tolist()
+            retractions.append(self.inspect([*new_tokens, token], pending.num_backtracks))
+        return retractions
 
-    def _finish_reasons(self, rows: Rows, host: Tensor, asked: Array) -> Sequence[tuple[str, Array]]:
-        """Why rows end, of those that keep their token."""
-        if asked.all():
-            return self._stop.finish_reasons(rows, None, host)
-        index = torch.from_numpy(np.flatnonzero(asked))
+    def _finish_reasons(
+        self, rows: Rows, host_tokens: Tensor, appended: Array
+    ) -> Sequence[tuple[str, Array]]:
+        """The finish reasons of the rows that append their token."""
+        if appended.all():
+            return self._stop.finish_reasons(rows, None, host_tokens)
+        index = torch.from_numpy(np.flatnonzero(appended))
         reasons = []
-        for name, which in self._stop.finish_reasons(rows, index, host[index]):
-            whole = np.zeros(len(rows), dtype=bool)
-            whole[index.numpy()] = which
-            reasons.append((name, whole))
+        for name, mask in self._stop.finish_reasons(rows, index, host_tokens[index]):
+            row_mask = np.zeros(len(rows), dtype=bool)
+            row_mask[index.numpy()] = mask
+            reasons.append((name, row_mask))
         return reasons
 
 
 def _mask_tokens(scores: Tensor, masked: Tensor) -> Tensor:
-    """The scores [R, V] without the tokens that each row may not say [R, W] (host)."""
+    """Scores [R, V] with the masked tokens [R, W] (host) set to -inf."""
     row, column = (masked >= 0).nonzero(as_tuple=True)
     if not len(row):
         return scores
@@ -221,79 +233,79 @@ def _mask_tokens(scores: Tensor, masked: Tensor) -> Tensor:
 
 
 def pending_tokens_of(rows: Rows) -> list[PendingTokens]:
-    """What the rows keep."""
+    """The pending tokens of each row."""
     column = rows.columns["pending_tokens"]
     assert isinstance(column, _PendingColumn)
     return column.pending
 
 
 def _apply_retractions(
-    rows: Rows, tokens: Sequence[int], doubts: Sequence[Retraction], dead: Array
+    rows: Rows, tokens: Sequence[int], retractions: Sequence[Retraction], failed: Array
 ) -> _InspectionResult:
-    """What becomes of each row's token, of rows that are not dead."""
-    found: list[PendingTokens] = []
-    told: list[tuple[int, ...]] = []
-    back = np.full(len(rows), -1)
-    for row, (note, token, doubt) in enumerate(zip(pending_tokens_of(rows), tokens, doubts, strict=True)):
-        certain: tuple[int, ...] = ()
-        if doubt.backtrack and not dead[row]:
-            place = len(note.tokens) + 1 - doubt.backtrack
-            if place < 0:
-                must = f"must not take back more than the {len(note.tokens)} that were loose, and the new one"
-                raise InputError(
-                    "inspect", must, doubt.backtrack, "let it say of more tokens that they are loose"
-                )
-            back[row] = doubt.backtrack - 1
-            note = note.backtrack_to(place, (*note.tokens, token)[place])
+    """Apply the retraction of each row that has not failed."""
+    pending_after: list[PendingTokens] = []
+    final_tokens: list[tuple[int, ...]] = []
+    num_backtracked = np.full(len(rows), -1)
+    for row, (pending, token, retraction) in enumerate(
+        zip(pending_tokens_of(rows), tokens, retractions, strict=True)
+    ):
+        final: tuple[int, ...] = ()
+        if retraction.backtrack and not failed[row]:
+            position = len(pending.tokens) + 1 - retraction.backtrack
+            if position < 0:
+                must = f"must remove at most the {len(pending.tokens)} pending tokens and the chosen one"
+                raise InputError("inspect", must, retraction.backtrack, "return a larger `pending` earlier")
+            num_backtracked[row] = retraction.backtrack - 1
+            pending = pending.backtrack_to(position, (*pending.tokens, token)[position])
         else:
-            note, certain = note.after_token(token, doubt)
-        found.append(note)
-        told.append(certain)
-    return _InspectionResult(found, told, back)
+            pending, final = pending.after_token(token, retraction)
+        pending_after.append(pending)
+        final_tokens.append(final)
+    return _InspectionResult(pending_after, final_tokens, num_backtracked)
 
 
-def _masked_column(notes: Sequence[PendingTokens]) -> Tensor:
-    """What each row may not say next, -1 where there is nothing [R, W] (host)."""
-    lines = [note.next_masked_tokens if note.masked_by_position else [] for note in notes]
-    wide = max(map(len, lines), default=0)
-    if not wide:
-        return NO_MASKED_TOKENS.expand(len(notes), 1)
-    return torch.tensor([[*line, *[-1] * (wide - len(line))] for line in lines])
+def _masked_column(pending: Sequence[PendingTokens]) -> Tensor:
+    """The tokens masked at each row's next position, padded with -1 [R, W] (host)."""
+    masked = [row.next_masked_tokens if row.masked_by_position else [] for row in pending]
+    width = max(map(len, masked), default=0)
+    if not width:
+        return NO_MASKED_TOKENS.expand(len(pending), 1)
+    return torch.tensor([[*tokens, *[-1] * (width - len(tokens))] for tokens in masked])
 
 
 def _emitted_tokens(
     rows: Rows,
-    whence: Tensor,
-    verdict: _InspectionResult,
-    ended: Mapping[int, Hypothesis],
+    parent_rows: Tensor,
+    result: _InspectionResult,
+    finished_rows: Mapping[int, Hypothesis],
     failed: Sequence[int],
 ) -> Tokens | None:
-    """The tokens that are certain now: all of a row that ends."""
-    line: list[int] = []
-    token: list[int] = []
-    place: list[int] = []
-    last: dict[int, Hypothesis] = {}
-    new = (rows.length - rows.prompt_length).tolist()
-    for row, (note, certain) in enumerate(zip(verdict.pending, verdict.final_tokens, strict=True)):
+    """The tokens that became final; for a finished row, all of its pending tokens."""
+    row_index: list[int] = []
+    token_ids: list[int] = []
+    new_index: list[int] = []
+    finished: dict[int, Hypothesis] = {}
+    num_new = (rows.length - rows.prompt_length).tolist()
+    for row, (pending, final) in enumerate(zip(result.pending, result.final_tokens, strict=True)):
         if int(rows.request[row]) in failed:
             continue
-        ends = row in ended
-        out = (*certain, *note.tokens) if ends else certain
-        # After its choice the row has a token more, and the last of what it still holds is that one.
-        first = new[row] + 1 - len(certain) - len(note.tokens)
-        line += [row] * len(out)
-        token += out
-        place += range(first, first + len(out))
-        if ends:
-            last[len(line) - 1] = ended[row]
-    if not line:
+        is_finished = row in finished_rows
+        emitted = (*final, *pending.tokens) if is_finished else final
+        # The chosen token is not yet in `rows`; it is the last of the pending tokens.
+        first = num_new[row] + 1 - len(final) - len(pending.tokens)
+        row_index += [row] * len(emitted)
+        token_ids += emitted
+        new_index += range(first, first + len(emitted))
+        if is_finished:
+            finished[len(row_index) - 1] = finished_rows[row]
+    if not row_index:
         return None
-    index = torch.tensor(line)
+    index = torch.tensor(row_index)
     return Tokens(
         rows.request[index],
         rows.slot[index],
-        torch.tensor(token),
-        whence[index],
-        finished=last,
-        new_index=torch.tensor(place),
+        torch.tensor(token_ids),
+        parent_rows[index],
+        finished=finished,
+        new_index=torch.tensor(new_index),
     )

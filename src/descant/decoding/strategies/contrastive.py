@@ -1,17 +1,17 @@
-"""Contrastive search: the likeliest candidates, ranked by how unlike they are to what stands before them."""
+"""Contrastive search: rank the most likely candidates by how much they differ from the context."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from descant.core.context import row_params
-from descant.core.interfaces import Array, NoiseSource, RankGroup, StopCondition
+from descant.core.interfaces import Array, Drafter, NoiseSource, RankGroup, StopCondition, StrategyTraits
 from descant.core.records import (
     DraftContext,
     ForwardOutput,
@@ -22,7 +22,7 @@ from descant.core.records import (
     Tokens,
 )
 from descant.core.rows import Rows, index_rows
-from descant.errors import UnsupportedModel
+from descant.decoding.strategies.hidden_state_bank import HiddenStateBank, last_hidden_states
 
 __all__ = ["ContrastiveSearch", "LowMemoryContrastiveSearch"]
 
@@ -30,162 +30,172 @@ NO_DRAFTS = Proposal()
 
 
 class _ChosenRows(NamedTuple):
-    """What the requests of a step choose: one row each, and the candidates that follow it (host)."""
+    """The row chosen for each request in a step, and the candidates that follow it (host)."""
 
-    rows: Array  # [B] the row chosen
+    rows: Array  # [B] the chosen row
     candidate_tokens: Tensor  # [B, k]
-    candidate_probs: Array  # [B, k] 0 where there is no such candidate
-    has_no_candidates: Array  # [B] whether the row has nothing to go on with
+    candidate_probs: Array  # [B, k] 0 where there is no candidate
+    has_no_candidates: Array  # [B] whether no token can follow the row
 
 
 class ContrastiveSearch:
-    """`top_k` rows a request, which differ in their last token (Su et al. 2022, arXiv 2202.06417).
+    """`top_k` rows per request that differ in their last token (Su et al. 2022, arXiv 2202.06417).
 
-    That token is tentative: it is fed, and the row whose `(1 - alpha) * p - alpha * s` is best stays, with
-    `p` the token's probability and `s` the largest cosine of its hidden state with those before it. The
-    row that stays is forked again into its own likeliest continuations.
+    The last token is a candidate: it is fed, and the row with the best `(1 - alpha) * p - alpha * s` stays,
+    where `p` is the token's probability and `s` the largest cosine similarity of its hidden state with the
+    states before it. The chosen row is forked into its own most likely continuations.
     """
 
+    traits = StrategyTraits(forks=True, needs_prompt_states=True, feeds_rejected_tokens=True)
     needs_log_probs = False
+    drafter: Drafter | None = None
+    has_groups = False
     required_states = ("hidden_states",)
     columns: Mapping[str, Tensor] = {
         "candidate_prob": torch.zeros(1),  # the probability of the row's last token
         "candidate_token": torch.full((1,), -1),  # that token, on the host
-        "finish_reason_index": torch.full(
-            (1,), -1
-        ),  # why it would end the row, as a place in a list; -1: it does not
+        # index of the reason why it would finish the row; -1: it does not
+        "finish_reason_index": torch.full((1,), -1),
     }
 
-    def __init__(self, noise: NoiseSource, stop: StopCondition, peers: RankGroup | None = None) -> None:  # noqa: ARG002
+    def __init__(self, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None) -> None:  # noqa: ARG002
         self._stop = stop
-        self._peers = peers
+        self._rank_group = rank_group
         self._hidden_states = HiddenStateBank()
         self._finish_reasons: list[str] = []
         self._done: dict[int, Hypothesis] = {}
 
-    def propose(self, rows: Rows, aid: DraftContext) -> Proposal:  # noqa: ARG002
-        """Nothing: candidates are rows."""
+    def propose(self, rows: Rows, context: DraftContext) -> Proposal:  # noqa: ARG002
+        """No drafts: candidates are rows."""
         return NO_DRAFTS
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:  # noqa: ARG002
-        """The best candidate of each request, and the candidates after it."""
+        """Choose the best candidate of each request and fork it into its continuations."""
         hidden = last_hidden_states(output, len(rows))
-        families = _rows_by_request(rows)
-        fresh = (rows.length == rows.prompt_length).numpy()[families[:, 0]]
-        for row in families[fresh, 0].tolist():
+        row_groups = _rows_by_request(rows)
+        fresh = (rows.length == rows.prompt_length).numpy()[row_groups[:, 0]]
+        for row in row_groups[fresh, 0].tolist():
             self._hidden_states.add(int(rows.request[row]), hidden[row])
-        last = torch.stack([part[-1] for part in hidden])
-        choice = self._choose_candidates(rows, families, fresh, last, output.logits[:, 0])
-        ending = rows.column("finish_reason_index").numpy()[choice.rows]
-        over = (ending >= 0) & ~fresh  # what has ended needs nothing to go on with
-        dead = choice.has_no_candidates & ~over
-        failed = rows.request.numpy()[choice.rows[dead]].tolist()
-        goes = ~over & ~dead
-        told = (~fresh & ~dead).nonzero()[0]
-        retired = self._collect_finished(rows, choice.rows[over], ending[over])
-        places = {row: place for place, row in enumerate(choice.rows[told].tolist())}
-        whose = torch.from_numpy(choice.rows[told])
+        last_hidden = torch.stack([states[-1] for states in hidden])
+        chosen = self._choose_candidates(rows, row_groups, fresh, last_hidden, output.logits[:, 0])
+        reason_index = rows.column("finish_reason_index").numpy()[chosen.rows]
+        is_finished = (reason_index >= 0) & ~fresh  # a finished row needs no continuation
+        is_failed = chosen.has_no_candidates & ~is_finished
+        failed = rows.request.numpy()[chosen.rows[is_failed]].tolist()
+        continues = ~is_finished & ~is_failed
+        emitting = (~fresh & ~is_failed).nonzero()[0]
+        finished = self._collect_finished(rows, chosen.rows[is_finished], reason_index[is_finished])
+        index_of = {row: index for index, row in enumerate(chosen.rows[emitting].tolist())}
+        emitting_rows = torch.from_numpy(chosen.rows[emitting])
         emitted = Tokens(
-            rows.request[whose],
-            torch.zeros_like(whose),
-            rows.column("candidate_token")[whose],
-            whose,
-            finished={places[row]: one for row, one in retired},
+            rows.request[emitting_rows],
+            torch.zeros_like(emitting_rows),
+            rows.column("candidate_token")[emitting_rows],
+            emitting_rows,
+            finished={index_of[row]: hypothesis for row, hypothesis in finished},
             already_appended=True,
         )
-        return self._fork_candidates(rows, choice, goes)._replace(
-            emitted=emitted if len(told) else None,
-            finished=rows.request.numpy()[choice.rows[over]].tolist(),
+        return self._fork_candidates(rows, chosen, continues)._replace(
+            emitted=emitted if len(emitting) else None,
+            finished=rows.request.numpy()[chosen.rows[is_finished]].tolist(),
             failed=failed,
-            finished_sequences=retired,
+            finished_sequences=finished,
         )
 
     def finish(self, request: int) -> list[Hypothesis]:
-        """The request's one sequence."""
+        """The request's only sequence."""
         self._hidden_states.remove(request)
         return [self._done.pop(request)]
 
     def drop(self, request: int) -> None:
-        """Forget a request."""
+        """Discard a request."""
         self._hidden_states.remove(request)
         self._done.pop(request, None)
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
-        """Nothing ends while the request goes on."""
+        """Empty: the only sequence finishes with its request."""
         del request
         return []
 
     def _choose_candidates(
-        self, rows: Rows, families: Array, fresh: Array, last: Tensor, scores: Tensor
+        self, rows: Rows, row_groups: Array, fresh: Array, last_hidden: Tensor, scores: Tensor
     ) -> _ChosenRows:
-        """The row of each family that stays, with the continuations of all its rows to choose from."""
+        """Choose one row of each group [B, k], and find the tokens that may follow it."""
         params, device = row_params(rows), scores.device
-        alpha, count = (params[name].numpy()[families[:, 0]] for name in ("penalty_alpha", "top_k"))
-        requests = rows.request.numpy()[families[:, 0]]
-        index = torch.from_numpy(families).to(device)  # [B, k], -1 where a family is smaller
-        unit = torch.nn.functional.normalize(last.float(), dim=-1)
-        mine = unit[index.clamp(min=0)]  # [B, k, D]
-        alike = self._hidden_states.max_similarity(requests, mine)  # [B, k]
-        sure = rows.column("candidate_prob").to(device)[index.clamp(min=0)]
+        alpha, top_k = (params[name].numpy()[row_groups[:, 0]] for name in ("penalty_alpha", "top_k"))
+        requests = rows.request.numpy()[row_groups[:, 0]]
+        index = torch.from_numpy(row_groups).to(device)  # [B, k], -1 where a group is smaller
+        unit = torch.nn.functional.normalize(last_hidden.float(), dim=-1)
+        candidate_states = unit[index.clamp(min=0)]  # [B, k, D]
+        similarity = self._hidden_states.max_similarity(requests, candidate_states)  # [B, k]
+        candidate_probs = rows.column("candidate_prob").to(device)[index.clamp(min=0)]
         weight = torch.from_numpy(alpha).to(device, torch.float32)[:, None]
-        value = ((1 - weight) * sure - weight * alike).masked_fill(index < 0, -torch.inf)
-        best = torch.where(torch.from_numpy(fresh).to(device), 0, value.argmax(1))
+        contrastive_scores = ((1 - weight) * candidate_probs - weight * similarity).masked_fill(
+            index < 0, -torch.inf
+        )
+        best = torch.where(torch.from_numpy(fresh).to(device), 0, contrastive_scores.argmax(1))
         row = index.gather(1, best[:, None]).squeeze(1)
-        # Only rows that stay have candidates worth looking for.
-        width = min(int(count.max()), scores.shape[1])
+        # Only the chosen rows need candidates.
+        width = min(int(top_k.max()), scores.shape[1])
         probs, tokens = scores[row].softmax(-1).topk(width)
-        # The one transfer of the step; probabilities travel as their bits beside the integers.
+        # One device-to-host copy per step: probabilities are bit-cast to integers.
         bits = probs.contiguous().view(torch.int32).long()
-        word = torch.cat((best[:, None], tokens, bits), 1)
-        word = (word if self._peers is None else self._peers.broadcast(word)).cpu()
-        picked = families[np.arange(len(families)), word[:, 0].numpy()]
+        packed = torch.cat((best[:, None], tokens, bits), 1)
+        packed = (packed if self._rank_group is None else self._rank_group.broadcast(packed)).cpu()
+        chosen_rows = row_groups[np.arange(len(row_groups)), packed[:, 0].numpy()]
         self._hidden_states.append(
             requests[~fresh],
-            mine[torch.arange(len(mine)), word[:, 0].to(device)][torch.from_numpy(~fresh).to(device)],
+            candidate_states[torch.arange(len(candidate_states)), packed[:, 0].to(device)][
+                torch.from_numpy(~fresh).to(device)
+            ],
         )
-        sums = word[:, 1 + width :].to(torch.int32).view(torch.float32).numpy()
-        kept = np.where(np.arange(width) < count[:, None], sums, 0.0)
-        return _ChosenRows(picked, word[:, 1 : 1 + width], np.nan_to_num(kept), ~(sums[:, 0] > 0))
+        host_probs = packed[:, 1 + width :].to(torch.int32).view(torch.float32).numpy()
+        next_probs = np.where(np.arange(width) < top_k[:, None], host_probs, 0.0)
+        return _ChosenRows(
+            chosen_rows, packed[:, 1 : 1 + width], np.nan_to_num(next_probs), ~(host_probs[:, 0] > 0)
+        )
 
-    def _fork_candidates(self, rows: Rows, choice: _ChosenRows, goes: Array) -> Selection:
-        """The rows that stay, forked into their candidates."""
-        line, rank = np.nonzero((choice.candidate_probs > 0) & goes[:, None])
-        parents = torch.from_numpy(choice.rows[line])
-        tokens = torch.from_numpy(choice.candidate_tokens.numpy()[line, rank])
-        ending = np.full(len(line), -1)
-        for name, which in reversed(self._stop.finish_reasons(rows, parents, tokens)) if len(line) else ():
+    def _fork_candidates(self, rows: Rows, chosen: _ChosenRows, continues: Array) -> Selection:
+        """Fork the chosen rows into their candidates."""
+        index, rank = np.nonzero((chosen.candidate_probs > 0) & continues[:, None])
+        parents = torch.from_numpy(chosen.rows[index])
+        tokens = torch.from_numpy(chosen.candidate_tokens.numpy()[index, rank])
+        reason_index = np.full(len(index), -1)
+        for name, mask in reversed(self._stop.finish_reasons(rows, parents, tokens)) if len(index) else ():
             if name not in self._finish_reasons:
                 self._finish_reasons.append(name)
-            ending[which] = self._finish_reasons.index(name)
-        counted = torch.from_numpy(choice.rows[goes])
+            reason_index[mask] = self._finish_reasons.index(name)
+        recorded_rows = torch.from_numpy(chosen.rows[continues])
         return Selection(
             tokens.to(rows.tokens.device, non_blocking=True),
             parents,
             slot=torch.from_numpy(rank),
             columns={
-                "candidate_prob": torch.from_numpy(choice.candidate_probs[line, rank].astype(np.float32)),
+                "candidate_prob": torch.from_numpy(chosen.candidate_probs[index, rank].astype(np.float32)),
                 "candidate_token": tokens,
-                "finish_reason_index": torch.from_numpy(ending),
+                "finish_reason_index": torch.from_numpy(reason_index),
             },
             host_tokens=tokens,
-            recorded_lines=RecordedLines(counted, torch.zeros_like(counted)),
+            recorded_lines=RecordedLines(recorded_rows, torch.zeros_like(recorded_rows)),
         )
 
-    def _collect_finished(self, rows: Rows, index: Array, ending: Array) -> list[tuple[int, Hypothesis]]:
-        """Keep what the requests that end have written: each with its row."""
-        written = index_rows(rows.tokens, torch.from_numpy(index)).cpu()
-        kept = []
-        for line, (row, reason) in enumerate(zip(index.tolist(), ending.tolist(), strict=True)):
+    def _collect_finished(
+        self, rows: Rows, index: Array, reason_index: Array
+    ) -> list[tuple[int, Hypothesis]]:
+        """Record the finished rows: (row, hypothesis) pairs."""
+        host_tokens = index_rows(rows.tokens, torch.from_numpy(index)).cpu()
+        finished = []
+        for position, (row, reason) in enumerate(zip(index.tolist(), reason_index.tolist(), strict=True)):
             start, stop = int(rows.prompt_length[row]), int(rows.length[row])
-            one = Hypothesis(written[line, start:stop].clone(), self._finish_reasons[reason])
-            self._done[int(rows.request[row])] = one
-            kept.append((row, one))
-        return kept
+            hypothesis = Hypothesis(host_tokens[position, start:stop].clone(), self._finish_reasons[reason])
+            self._done[int(rows.request[row])] = hypothesis
+            finished.append((row, hypothesis))
+        return finished
 
 
 @dataclass
 class _CandidateRound:
-    """The candidates of one request's next token, tried one after the other, and the best so far."""
+    """The candidates for one request's next token, scored one at a time, and the best so far."""
 
     tokens: list[int]
     probs: list[float]
@@ -193,238 +203,169 @@ class _CandidateRound:
     best_score: float = -np.inf
     best_index: int = 0
     best_hidden_state: Tensor | None = None  # [D] of the best, a unit vector
-    next_candidates: tuple[list[int], list[float]] = field(
-        default_factory=lambda: ([], [])
-    )  # what follows the best
+    # tokens and probabilities that follow the best candidate
+    next_candidates: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
 
 
 class LowMemoryContrastiveSearch:
-    """Contrastive search that tries its candidates one after the other, as drafts of one row a request.
+    """Contrastive search that scores its candidates one at a time, as drafts of one row per request.
 
-    It keeps one copy of keys and values and takes `top_k` forwards a token. A row's last token is fed
-    again with each candidate, so that what it says of the next token is known whenever one is chosen.
+    It stores keys and values once and needs `top_k` forwards per token. A row's last token is fed again with
+    each candidate, so its logits are available whenever a candidate is chosen.
     """
 
+    traits = StrategyTraits(max_rewind=1, needs_prompt_states=True, feeds_rejected_tokens=True)
     needs_log_probs = False
+    drafter: Drafter | None = None
+    has_groups = False
     required_states = ("hidden_states",)
     columns: Mapping[str, Tensor] = {}
 
-    def __init__(self, noise: NoiseSource, stop: StopCondition, peers: RankGroup | None = None) -> None:  # noqa: ARG002
+    def __init__(self, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None) -> None:  # noqa: ARG002
         self._stop = stop
-        self._peers = peers
+        self._rank_group = rank_group
         self._hidden_states = HiddenStateBank()
         self._rounds: dict[int, _CandidateRound] = {}
         self._done: dict[int, Hypothesis] = {}
 
-    def propose(self, rows: Rows, aid: DraftContext) -> Proposal:  # noqa: ARG002
-        """The next candidate of every request that has any."""
+    def propose(self, rows: Rows, context: DraftContext) -> Proposal:  # noqa: ARG002
+        """The next candidate of every request that has one."""
         rounds = [self._rounds.get(request) for request in rows.request.tolist()]
         if not any(rounds):
             return NO_DRAFTS
-        drafts = [[one.tokens[one.index] if one else 0] for one in rounds]
-        tried = torch.tensor([int(one is not None) for one in rounds])
-        return Proposal(None, torch.tensor(drafts).to(rows.tokens.device), tried)
+        drafts = [[current.tokens[current.index] if current else 0] for current in rounds]
+        num_drafts = torch.tensor([int(current is not None) for current in rounds])
+        return Proposal(None, torch.tensor(drafts).to(rows.tokens.device), num_drafts)
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:  # noqa: ARG002
-        """The best candidate of the requests that have tried all of theirs."""
+        """Score the fed candidates; requests that have scored all of theirs choose the best."""
         hidden, requests = last_hidden_states(output, len(rows)), rows.request.tolist()
         fresh = np.array([request not in self._rounds for request in requests])
         for row in np.flatnonzero(fresh).tolist():
             self._hidden_states.add(requests[row], hidden[row])
-        unit = torch.nn.functional.normalize(torch.stack([part[-1] for part in hidden]).float(), dim=-1)
-        alike = self._hidden_states.max_similarity(rows.request.numpy(), unit[:, None]).squeeze(1)
-        place = torch.from_numpy(np.where(fresh, 0, 1)).to(unit.device)  # after the row, or the candidate
-        scores = output.logits[torch.arange(len(rows), device=unit.device), place]
+        unit = torch.nn.functional.normalize(torch.stack([states[-1] for states in hidden]).float(), dim=-1)
+        similarity = self._hidden_states.max_similarity(rows.request.numpy(), unit[:, None]).squeeze(1)
+        logit_index = torch.from_numpy(np.where(fresh, 0, 1)).to(
+            unit.device
+        )  # after the row, or after the candidate
+        scores = output.logits[torch.arange(len(rows), device=unit.device), logit_index]
         width = min(int(row_params(rows)["top_k"].max()), scores.shape[1])
         probs, tokens = scores.softmax(-1).topk(width)
-        bits = torch.cat((alike[:, None], probs), 1).contiguous().view(torch.int32).long()
-        word = torch.cat((bits, tokens), 1)
-        word = (word if self._peers is None else self._peers.broadcast(word)).cpu()
-        values = word[:, : 1 + width].to(torch.int32).view(torch.float32).numpy()
+        bits = torch.cat((similarity[:, None], probs), 1).contiguous().view(torch.int32).long()
+        packed = torch.cat((bits, tokens), 1)
+        packed = (packed if self._rank_group is None else self._rank_group.broadcast(packed)).cpu()
+        values = packed[:, : 1 + width].to(torch.int32).view(torch.float32).numpy()
         ready, failed = [], []
         for row, request in enumerate(requests):
             count = int(row_params(rows)["top_k"][row])
-            kept = [at for at in range(min(count, width)) if values[row, 1 + at] > 0]
-            coming = (
-                [int(word[row, 1 + width + at]) for at in kept],
-                [float(values[row, 1 + at]) for at in kept],
+            valid = [rank for rank in range(min(count, width)) if values[row, 1 + rank] > 0]
+            candidates = (
+                [int(packed[row, 1 + width + rank]) for rank in valid],
+                [float(values[row, 1 + rank]) for rank in valid],
             )
             if fresh[row]:
-                if not kept:
+                if not valid:
                     failed.append(request)
                     continue
-                self._rounds[request] = _CandidateRound(*coming)
-            elif self._score_candidate(rows, row, float(values[row, 0]), unit[row], coming):
+                self._rounds[request] = _CandidateRound(*candidates)
+            elif self._score_candidate(rows, row, float(values[row, 0]), unit[row], candidates):
                 ready.append(row)
-        # The prompt is told of when it is read, a choice when it is made.
-        told = torch.tensor(sorted({*ready, *np.flatnonzero(fresh).tolist()}), dtype=torch.long)
+        # A prompt is recorded when it is prefilled, a token when it is chosen.
+        recorded_rows = torch.tensor(sorted({*ready, *np.flatnonzero(fresh).tolist()}), dtype=torch.long)
         return self._build_selection(rows, ready, failed)._replace(
-            recorded_lines=RecordedLines(told, torch.zeros_like(told))
+            recorded_lines=RecordedLines(recorded_rows, torch.zeros_like(recorded_rows))
         )
 
     def finish(self, request: int) -> list[Hypothesis]:
-        """The request's one sequence."""
-        found = self._done.pop(request)
+        """The request's only sequence."""
+        hypothesis = self._done.pop(request)
         self.drop(request)
-        return [found]
+        return [hypothesis]
 
     def drop(self, request: int) -> None:
-        """Forget a request."""
+        """Discard a request."""
         self._hidden_states.remove(request)
         self._rounds.pop(request, None)
         self._done.pop(request, None)
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
-        """Nothing ends while the request goes on."""
+        """Empty: the only sequence finishes with its request."""
         del request
         return []
 
     def _score_candidate(
-        self, rows: Rows, row: int, alike: float, state: Tensor, coming: tuple[list[int], list[float]]
+        self,
+        rows: Rows,
+        row: int,
+        similarity: float,
+        state: Tensor,
+        candidates: tuple[list[int], list[float]],
     ) -> bool:
-        """Take what a candidate is worth; whether it was the last."""
-        one = self._rounds[int(rows.request[row])]
+        """Score one candidate; True if it was the last of its round."""
+        current = self._rounds[int(rows.request[row])]
         alpha = float(row_params(rows)["penalty_alpha"][row])
-        value = (1 - alpha) * one.probs[one.index] - alpha * alike
-        if value > one.best_score:
-            one.best_score, one.best_index, one.best_hidden_state, one.next_candidates = (
-                value,
-                one.index,
+        score = (1 - alpha) * current.probs[current.index] - alpha * similarity
+        if score > current.best_score:
+            current.best_score, current.best_index, current.best_hidden_state, current.next_candidates = (
+                score,
+                current.index,
                 state,
-                coming,
+                candidates,
             )
-        one.index += 1
-        return one.index == len(one.tokens)
+        current.index += 1
+        return current.index == len(current.tokens)
 
     def _build_selection(self, rows: Rows, ready: list[int], failed: list[int]) -> Selection:
-        """The rows with the token of those that are ready; all others are asked again."""
-        tokens, emits = torch.zeros(len(rows), dtype=torch.long), torch.full((len(rows),), -1)
+        """Append the chosen token to the ready rows; all other rows are fed again."""
+        tokens, emit_mode = torch.zeros(len(rows), dtype=torch.long), torch.full((len(rows),), -1)
         for row in ready:
-            one = self._rounds[int(rows.request[row])]
-            tokens[row], emits[row] = one.tokens[one.best_index], 1
-            assert one.best_hidden_state is not None
-            self._hidden_states.append(rows.request.numpy()[row : row + 1], one.best_hidden_state[None])
-        now = torch.tensor(ready, dtype=torch.long)
-        reasons = self._stop.finish_reasons(rows, now, tokens[now]) if ready else []
-        retired, gone = [], {row for row in range(len(rows)) if int(rows.request[row]) in failed}
-        for place, row in enumerate(ready):
-            why = next((name for name, which in reasons if which[place]), None)
+            current = self._rounds[int(rows.request[row])]
+            tokens[row], emit_mode[row] = current.tokens[current.best_index], 1
+            assert current.best_hidden_state is not None
+            self._hidden_states.append(rows.request.numpy()[row : row + 1], current.best_hidden_state[None])
+        ready_rows = torch.tensor(ready, dtype=torch.long)
+        reasons = self._stop.finish_reasons(rows, ready_rows, tokens[ready_rows]) if ready else []
+        finished, removed = [], {row for row in range(len(rows)) if int(rows.request[row]) in failed}
+        for index, row in enumerate(ready):
+            reason = next((name for name, mask in reasons if mask[index]), None)
             request = int(rows.request[row])
-            one = self._rounds[request]
-            if why is not None:
-                written = rows.tokens[row, int(rows.prompt_length[row]) : int(rows.length[row])].cpu()
-                self._done[request] = Hypothesis(torch.cat((written, tokens[row : row + 1])), why)
-                retired.append((row, self._done[request]))
-                gone.add(row)
-            elif not one.next_candidates[0]:
+            current = self._rounds[request]
+            if reason is not None:
+                new_tokens = rows.tokens[row, int(rows.prompt_length[row]) : int(rows.length[row])].cpu()
+                self._done[request] = Hypothesis(torch.cat((new_tokens, tokens[row : row + 1])), reason)
+                finished.append((row, self._done[request]))
+                removed.add(row)
+            elif not current.next_candidates[0]:
                 failed.append(request)
-                gone.add(row)
+                removed.add(row)
             else:
-                self._rounds[request] = _CandidateRound(*one.next_candidates)
-        ends = {ready.index(row): one for row, one in retired}
-        emitted = Tokens(rows.request[now], torch.zeros_like(now), tokens[now], now, finished=ends)
-        keep = torch.tensor([row for row in range(len(rows)) if row not in gone], dtype=torch.long)
+                self._rounds[request] = _CandidateRound(*current.next_candidates)
+        finished_by_index = {ready.index(row): current for row, current in finished}
+        emitted = Tokens(
+            rows.request[ready_rows],
+            torch.zeros_like(ready_rows),
+            tokens[ready_rows],
+            ready_rows,
+            finished=finished_by_index,
+        )
+        kept_rows = torch.tensor([row for row in range(len(rows)) if row not in removed], dtype=torch.long)
         return Selection(
-            tokens[keep].to(rows.tokens.device),
-            keep,
-            torch.zeros_like(keep),
-            emit_mode=emits[keep],
+            tokens[kept_rows].to(rows.tokens.device),
+            kept_rows,
+            torch.zeros_like(kept_rows),
+            emit_mode=emit_mode[kept_rows],
             emitted=emitted if ready else None,
-            finished=[int(rows.request[row]) for row, _ in retired],
+            finished=[int(rows.request[row]) for row, _ in finished],
             failed=failed,
-            host_tokens=tokens[keep],
-            finished_sequences=retired,
+            host_tokens=tokens[kept_rows],
+            finished_sequences=finished,
         )
 
 
-class HiddenStateBank:
-    """The hidden states of all positions of each request, as unit vectors, one line a request."""
-
-    def __init__(self) -> None:
-        self._bank: Tensor | None = None  # [M, C, D]
-        self._lengths = np.zeros(0, dtype=np.int64)  # [M]
-        self._requests = np.zeros(0, dtype=np.int64)  # [M]
-
-    def add(self, request: int, states: Tensor) -> None:
-        """Take a new request's [T, D]."""
-        unit = torch.nn.functional.normalize(states.float(), dim=-1)
-        size = len(unit)
-        if self._bank is None or not len(self._requests):
-            self._bank = unit.new_zeros(1, size + 64, unit.shape[1])
-        else:
-            self._bank = torch.cat((self._bank, torch.zeros_like(self._bank[:1])))
-        self._requests = np.append(self._requests, request)
-        self._lengths = np.append(self._lengths, size)
-        self._ensure_capacity(size)
-        self._bank[-1, :size] = unit
-
-    def remove(self, request: int) -> None:
-        """Forget a request."""
-        keep = self._requests != request
-        if self._bank is None or keep.all():
-            return
-        self._requests, self._lengths = self._requests[keep], self._lengths[keep]
-        self._bank = index_rows(self._bank, torch.from_numpy(np.flatnonzero(keep))) if keep.any() else None
-
-    def max_similarity(self, requests: Array, states: Tensor) -> Tensor:
-        """The largest cosine of each unit vector [B, k, D] with the past of its request [B, k]."""
-        bank, lines = self._bank_rows(requests)
-        lengths = self._lengths[lines]
-        bank = bank[:, : int(lengths.max())]
-        alike = torch.bmm(states, bank.transpose(1, 2))
-        there = torch.arange(bank.shape[1]) < torch.from_numpy(lengths)[:, None]
-        return alike.masked_fill(~there.to(alike.device)[:, None], -torch.inf).amax(-1)
-
-    def append(self, requests: Array, states: Tensor) -> None:
-        """One more position a request [B, D]."""
-        if not len(requests):
-            return
-        lines = self._bank_indices(requests)
-        self._ensure_capacity(int(self._lengths[lines].max()) + 1)
-        assert self._bank is not None
-        at = torch.from_numpy(np.stack((lines, self._lengths[lines]))).to(self._bank.device)
-        self._bank[at[0], at[1]] = states
-        self._lengths[lines] += 1
-
-    def _bank_indices(self, requests: Array) -> Array:
-        order = np.argsort(self._requests)
-        return np.asarray(order[np.searchsorted(self._requests, requests, sorter=order)])
-
-    def _bank_rows(self, requests: Array) -> tuple[Tensor, Array]:
-        """The bank with a line for each request, in that order."""
-        assert self._bank is not None
-        lines = self._bank_indices(requests)
-        if len(lines) == len(self._requests) and (lines == np.arange(len(lines))).all():
-            return self._bank, lines
-        return index_rows(self._bank, torch.from_numpy(lines)), lines
-
-    def _ensure_capacity(self, size: int) -> None:
-        assert self._bank is not None
-        have = self._bank.shape[1]
-        if have < size:
-            wide = max(size + 64, have + have // 2)
-            self._bank = torch.nn.functional.pad(self._bank, (0, 0, 0, wide - have))
-
-
-def last_hidden_states(output: ForwardOutput, rows: int) -> list[Tensor]:
-    """The last layer's states of each row's fed positions, drafts included [T, D]."""
-    names = ("hidden_states", "decoder_hidden_states")
-    found: dict[int, Tensor] = {}
-    for part in output.states:
-        layers: Any = next((part[name] for name in names if part.get(name) is not None), None)
-        if layers is None:
-            raise UnsupportedModel("contrastive search needs hidden states, which the model does not give")
-        whole, fed = layers[-1], part["fed_length"].tolist()
-        for at, row in enumerate(part["rows"].tolist()):
-            found[row] = whole[at, : fed[at]]
-    index: Sequence[int] = range(rows) if output.row_index is None else output.row_index.tolist()
-    return [found[row] for row in index]
-
-
 def _rows_by_request(rows: Rows) -> Array:
-    """The rows of each request, by slot [B, k], -1 where one has fewer."""
+    """The rows of each request, by slot, padded with -1 [B, k]."""
     order = np.lexsort((rows.slot.numpy(), rows.request.numpy()))
     _, first, counts = np.unique(rows.request.numpy()[order], return_index=True, return_counts=True)
-    at = np.arange(counts.max())
-    place = np.minimum(first[:, None] + at, len(order) - 1)
-    return np.asarray(np.where(at < counts[:, None], order[place], -1))
+    rank = np.arange(counts.max())
+    position = np.minimum(first[:, None] + rank, len(order) - 1)
+    return np.asarray(np.where(rank < counts[:, None], order[position], -1))

@@ -1,4 +1,4 @@
-"""Greedy search and sampling: one row, one choice a step."""
+"""Greedy search and sampling: one token per row and step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from descant.core.context import row_params
-from descant.core.interfaces import Array, NoiseSource, RankGroup, StopCondition
+from descant.core.interfaces import Array, Drafter, NoiseSource, RankGroup, StopCondition, StrategyTraits
 from descant.core.records import DraftContext, ForwardOutput, Hypothesis, Proposal, Selection, Tokens
 from descant.core.rows import Column, Rows, index_rows
 
@@ -19,81 +19,86 @@ NO_DRAFTS = Proposal()
 
 
 class Sampling:
-    """Each row takes one token: the likeliest, or where its request samples, one drawn by the noise.
+    """Each row takes the most likely token, or a sampled one if its request samples.
 
-    A request is prefilled as one row; its first choice fans out into as many rows as it returns.
+    A request is prefilled as one row and expanded to `num_sequences` rows at its first token.
     """
 
+    traits = StrategyTraits()
     needs_log_probs = False
+    required_states: Sequence[str] = ()
+    drafter: Drafter | None = None
+    has_groups = False
     columns: Mapping[str, Tensor | Column] = {}
 
-    def __init__(self, noise: NoiseSource, stop: StopCondition, peers: RankGroup | None = None) -> None:
+    def __init__(self, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None) -> None:
         self._noise = noise
         self._stop = stop
-        self._peers = peers
+        self._rank_group = rank_group
         self._done: dict[int, dict[int, Hypothesis]] = {}
-        self._greedy_and_sampled: tuple[object, Tensor, Tensor] | None = (
-            None  # (version, greedy rows, sampling rows)
-        )
-        self._expanded_version: object = None  # the version of a table none of whose rows is fresh
+        # (table version, greedy rows, sampling rows)
+        self._greedy_and_sampled: tuple[object, Tensor, Tensor] | None = None
+        self._expanded_version: object = None  # version of a table whose rows are all expanded
 
-    def propose(self, rows: Rows, aid: DraftContext) -> Proposal:  # noqa: ARG002
-        """Nothing is guessed ahead."""
+    def propose(self, rows: Rows, context: DraftContext) -> Proposal:  # noqa: ARG002
+        """No drafts."""
         return NO_DRAFTS
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:  # noqa: ARG002
-        """One token a row; rows that end leave."""
+        """Choose one token per row; finished rows are removed."""
         scores = output.logits[:, 0]  # [R, V]
         rows, parents = self._expand_sequences(rows)
         if parents is not None:
             scores = index_rows(scores, parents)
-        tokens, best, host = self._choose_tokens(rows, scores)
+        tokens, best_scores, host = self._choose_tokens(rows, scores)
         emitted = Tokens(rows.request, rows.slot, host, parents)
 
         reasons = self._stop.finish_reasons(rows, None, host)
-        if not reasons and best.min() > -np.inf:
+        if not reasons and best_scores.min() > -np.inf:
             slot = None if parents is None else rows.slot
             return Selection(tokens, parents, slot=slot, emitted=emitted, host_tokens=host)
-        failed = sorted(set(rows.request.numpy()[~(best > -np.inf)].tolist()))
-        gone = np.isin(rows.request.numpy(), failed)
-        for _, which in reasons:
-            gone |= which
-        retired = self._collect_finished(rows, host, gone, reasons, failed)
-        told = torch.from_numpy(np.flatnonzero(~np.isin(rows.request.numpy(), failed)))
-        if len(told) < len(rows):  # what a row that failed would have said is nothing
-            whence = told if parents is None else parents[told]
-            emitted = Tokens(rows.request[told], rows.slot[told], host[told], whence)
-        places = {row: place for place, row in enumerate(told.tolist())}
-        keep = torch.from_numpy(np.flatnonzero(~gone))
+        failed = sorted(set(rows.request.numpy()[~(best_scores > -np.inf)].tolist()))
+        removed = np.isin(rows.request.numpy(), failed)
+        for _, mask in reasons:
+            removed |= mask
+        finished = self._collect_finished(rows, host, removed, reasons, failed)
+        emitting = torch.from_numpy(np.flatnonzero(~np.isin(rows.request.numpy(), failed)))
+        if len(emitting) < len(rows):  # failed requests emit nothing
+            parent_rows = emitting if parents is None else parents[emitting]
+            emitted = Tokens(rows.request[emitting], rows.slot[emitting], host[emitting], parent_rows)
+        index_of = {row: index for index, row in enumerate(emitting.tolist())}
+        kept_rows = torch.from_numpy(np.flatnonzero(~removed))
         return Selection(
-            index_rows(tokens, keep),
-            keep if parents is None else parents[keep],
-            slot=rows.slot[keep],
-            emitted=emitted._replace(finished={places[row]: one for row, one in retired}),
-            finished=finished_requests(rows, gone, failed),
+            index_rows(tokens, kept_rows),
+            kept_rows if parents is None else parents[kept_rows],
+            slot=rows.slot[kept_rows],
+            emitted=emitted._replace(finished={index_of[row]: hypothesis for row, hypothesis in finished}),
+            finished=finished_requests(rows, removed, failed),
             failed=failed,
-            host_tokens=host[keep],
-            finished_sequences=[(row if parents is None else int(parents[row]), one) for row, one in retired],
+            host_tokens=host[kept_rows],
+            finished_sequences=[
+                (row if parents is None else int(parents[row]), hypothesis) for row, hypothesis in finished
+            ],
         )
 
     def finish(self, request: int) -> list[Hypothesis]:
-        """The request's sequences in the order of their slots."""
+        """The request's sequences, ordered by slot."""
         done = self._done.pop(request, {})
         return [done[slot] for slot in sorted(done)]
 
     def drop(self, request: int) -> None:
-        """Forget a request."""
+        """Discard a request."""
         self._done.pop(request, None)
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
-        """The request's sequences that have ended."""
+        """The request's sequences that have finished."""
         return list(self._done.get(request, {}).values())
 
     def _expand_sequences(self, rows: Rows) -> tuple[Rows, Tensor | None]:
-        """The rows that choose, and which fed row each stands on: more than were fed at a first choice."""
+        """The rows after expansion, and the fed row of each; None if no row was expanded."""
         if rows.version == self._expanded_version:
             return rows, None
-        # Rows are fresh only in the first step of a table's layout: new rows make a new layout.
+        # Unexpanded rows occur only in the first step of a table version: new rows make a new version.
         self._expanded_version = rows.version
         copies = torch.where(self._is_unexpanded(rows), row_params(rows)["num_sequences"], 1)
         parents = torch.arange(len(rows)).repeat_interleave(copies)
@@ -105,11 +110,11 @@ class Sampling:
         return rows.take(parents).replace(slot=slot), parents
 
     def _is_unexpanded(self, rows: Rows) -> Tensor:
-        """Which rows have not split up yet [R]."""
+        """Which rows are not yet expanded into their sequences [R]."""
         return rows.length == rows.prompt_length
 
     def _choose_tokens(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Array, Tensor]:
-        """The token of each row [R], its score (-inf: no token was possible), and the token on the host."""
+        """The token of each row [R], its score (-inf: no token possible), and the tokens on the host."""
         if self._greedy_and_sampled is None or self._greedy_and_sampled[0] != rows.version:
             sampled = row_params(rows)["do_sample"].bool()
             self._greedy_and_sampled = (
@@ -117,63 +122,72 @@ class Sampling:
                 (~sampled).nonzero().squeeze(1),
                 sampled.nonzero().squeeze(1),
             )
-        _, greedy, drawing = self._greedy_and_sampled
-        if not len(drawing):
+        _, greedy, sampled_rows = self._greedy_and_sampled
+        if not len(sampled_rows):
             best, tokens = scores.max(-1)
         elif not len(greedy):
             best, tokens = self._sample(rows, scores)
         else:
             best, tokens = scores.max(-1)
-            place = drawing.to(tokens.device)
-            won, drawn = self._sample(rows.take(drawing), index_rows(scores, drawing))
-            best, tokens = best.index_copy(0, place, won), tokens.index_copy(0, place, drawn)
-        if tokens.device.type == "cpu" and self._peers is None:
+            index = sampled_rows.to(tokens.device)
+            sampled_scores, sampled_tokens = self._sample(
+                rows.take(sampled_rows), index_rows(scores, sampled_rows)
+            )
+            best, tokens = (
+                best.index_copy(0, index, sampled_scores),
+                tokens.index_copy(0, index, sampled_tokens),
+            )
+        if tokens.device.type == "cpu" and self._rank_group is None:
             return tokens, best.numpy(), tokens
-        # The one transfer of the step: the scores travel as their bits beside the tokens.
+        # One device-to-host copy per step: scores are bit-cast to integers next to the tokens.
         choice = torch.stack((tokens, best.view(torch.int32).long()))
-        if self._peers is not None:
-            choice = self._peers.broadcast(choice)
+        if self._rank_group is not None:
+            choice = self._rank_group.broadcast(choice)
             tokens = choice[0]
         host, bits = choice.cpu()
         return tokens, bits.to(torch.int32).view(torch.float32).numpy(), host
 
     def _sample(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """One draw a row from the distribution of its scores: how it won the race, and the token [R] each."""
-        race = scores.softmax(-1).div_(self._noise.draw(rows, scores.shape[1]))
-        best, tokens = race.max(-1)
+        """Sample one token per row from the softmax of its scores: log of the winning ratio, token [R]."""
+        ratios = scores.softmax(-1).div_(self._noise.draw(rows, scores.shape[1]))
+        best, tokens = ratios.max(-1)
         return best.log(), tokens
 
     def _collect_finished(
         self,
         rows: Rows,
         tokens: Tensor,
-        gone: Array,
+        removed: Array,
         reasons: Sequence[tuple[str, Array]],
         failed: Sequence[int],
     ) -> list[tuple[int, Hypothesis]]:
-        """Keep what the rows that go have written, but for those that failed: each with its row."""
-        index = np.flatnonzero(gone & ~np.isin(rows.request.numpy(), failed))
-        why = [next(name for name, which in reasons if which[row]) for row in index.tolist()]
-        return self._record_finished(rows, index, [tokens[row : row + 1] for row in index.tolist()], why)
+        """Record the removed rows that did not fail: (row, hypothesis) pairs."""
+        index = np.flatnonzero(removed & ~np.isin(rows.request.numpy(), failed))
+        row_reasons = [next(name for name, mask in reasons if mask[row]) for row in index.tolist()]
+        return self._record_finished(
+            rows, index, [tokens[row : row + 1] for row in index.tolist()], row_reasons
+        )
 
     def _record_finished(
-        self, rows: Rows, index: Array, new: Sequence[Tensor], why: Sequence[str | None]
+        self, rows: Rows, index: Array, last_tokens: Sequence[Tensor], reasons: Sequence[str | None]
     ) -> list[tuple[int, Hypothesis]]:
-        """Keep what the rows `index` have written that end, each with its new tokens and why: by its row."""
-        written = index_rows(rows.tokens, torch.from_numpy(index)).cpu()
-        kept = []
-        for line, row in enumerate(index.tolist()):
+        """Record the rows `index` as finished, with their last tokens: (row, hypothesis) pairs."""
+        host_tokens = index_rows(rows.tokens, torch.from_numpy(index)).cpu()
+        finished = []
+        for position, row in enumerate(index.tolist()):
             start, stop = int(rows.prompt_length[row]), int(rows.length[row])
-            reason = why[line]
+            reason = reasons[position]
             assert reason is not None
-            one = Hypothesis(torch.cat((written[line, start:stop], new[line])), reason)
-            self._done.setdefault(int(rows.request[row]), {})[int(rows.slot[row])] = one
-            kept.append((row, one))
-        return kept
+            hypothesis = Hypothesis(
+                torch.cat((host_tokens[position, start:stop], last_tokens[position])), reason
+            )
+            self._done.setdefault(int(rows.request[row]), {})[int(rows.slot[row])] = hypothesis
+            finished.append((row, hypothesis))
+        return finished
 
 
-def finished_requests(rows: Rows, gone: Array, failed: Sequence[int]) -> list[int]:
-    """The requests none of whose rows stay."""
+def finished_requests(rows: Rows, removed: Array, failed: Sequence[int]) -> list[int]:
+    """The requests that have no row left."""
     requests = rows.request.numpy()
-    others = set(requests[~gone].tolist()) | set(failed)
-    return [request for request in dict.fromkeys(requests[gone].tolist()) if request not in others]
+    remaining = set(requests[~removed].tolist()) | set(failed)
+    return [request for request in dict.fromkeys(requests[removed].tolist()) if request not in remaining]

@@ -1,4 +1,4 @@
-"""Watermarks found again: what a text says for a mark, and how sure one may be."""
+"""Watermark detection: schemes, statistics, detectors and reports."""
 
 from descant.decoding.watermark.detection import Detection, Detector
 from descant.decoding.watermark.green_list import GreenListScheme, WatermarkDetector, WatermarkDetectorOutput

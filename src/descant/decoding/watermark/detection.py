@@ -1,7 +1,7 @@
-"""Detection: whether a text carries a mark, how sure that is, and when it cannot be told.
+"""Watermark detection: whether a text is marked, with which confidence, or whether it is too short to tell.
 
-A wrong answer accuses somebody. So every p-value is exact or too large, and every choice that was made by
-looking at the evidence (of a key, a nonce, a reading, a window) is paid for.
+A false positive accuses an author. So every p-value is exact or conservative, and every selection based on
+the data (of a key, nonce, tokenization or window) is corrected for.
 """
 
 from __future__ import annotations
@@ -14,24 +14,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from descant.decoding.watermark.retokenize import Offsets, Retokenization, prompt_reach, retokenizations
+from descant.core.interfaces import Array
+from descant.decoding.watermark.retokenize import Offsets, Retokenization, retokenizations
 from descant.decoding.watermark.scan import ScoreWindow, passage_edges, scan_windows
 from descant.decoding.watermark.scheme_factory import build_schemes, resolve_vocab_size
-from descant.decoding.watermark.schemes import (
-    BaseWatermarkingConfig,
-    GumbelWatermarkingConfig,
-    WatermarkingConfig,
-)
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig
 from descant.decoding.watermark.schemes.keys import fingerprint, warn_if_public
-from descant.decoding.watermark.scores import Array, TokenScores, WatermarkScheme
-from descant.decoding.watermark.statistics import (
-    CORRECTIONS,
-    adjust_p_values,
-    gamma_interval,
-    mean_interval,
-    proportion_interval,
-    required_tokens,
-)
+from descant.decoding.watermark.scores import TokenScores, WatermarkScheme
+from descant.decoding.watermark.statistics import CORRECTIONS, adjust_p_values, required_tokens
 from descant.errors import InputError
 
 __all__ = ["MARKED", "NOT_MARKED", "TOO_SHORT", "Detection", "Detector"]
@@ -43,41 +33,41 @@ TOO_SHORT: Final = "too short to tell"
 
 @dataclass(frozen=True, eq=False)
 class Detection:
-    """What is said of one text and one key, and what it rests on.
+    """The verdict on one text and one key, with the statistics behind it.
 
-    `scored`, `score`, `interval` and `z` are those of the marked passage, or of the whole text where none was
-    found. "not marked" speaks of the whole text: a few marked words inside it are never excluded.
+    `scored`, `score`, `interval` and `z` refer to the marked passage, or to the whole text if none was found.
+    "not marked" refers to the whole text: a few marked words inside it are never excluded.
     """
 
     verdict: str  # "marked", "not marked" or "too short to tell"
     scheme: str
-    key: str  # its name, never the key
-    tokens: int  # of the text, its prompt left aside
+    key: str  # name of the key, never the key itself
+    tokens: int  # tokens of the text without its prompt
     scored: int
-    score: float  # mean value of the scored tokens; nan: there are none
-    expected: float  # that of unmarked text
+    score: float  # mean value of the scored tokens; nan if there are none
+    expected: float  # mean value of unmarked text
     interval: tuple[float, float]  # 95 % confidence interval of the score
     z: float
-    p_value: float  # corrected for all tests made
-    uncorrected: float  # of the best test
-    tests: int  # what it was multiplied by
+    p_value: float  # corrected for all tests
+    uncorrected: float  # p-value of the best test
+    tests: int  # correction factor
     alpha: float
-    span: tuple[int, int] | None  # tokens of the marked passage, if windows were asked for
-    characters: tuple[int, int] | None  # the same in the text
-    ids: tuple[int, ...]  # of the text, in the reading that fits best
-    evidence: TokenScores  # of these tokens
-    offsets: Offsets | None  # of these tokens in the text
-    nonce: int | None = None  # of the sequence, for a mark that has one
-    needed: int | None = None  # if too short: how many scored tokens show even a weak mark 9 times in 10
+    span: tuple[int, int] | None  # tokens of the marked passage, if `windows` was set
+    characters: tuple[int, int] | None  # characters of the marked passage
+    ids: tuple[int, ...]  # tokens of the text in the best tokenization
+    evidence: TokenScores  # scores of these tokens
+    offsets: Offsets | None  # character offsets of these tokens
+    nonce: int | None = None  # nonce of the sequence, for schemes that have one
+    needed: int | None = None  # if too short: scored tokens that reveal even a weak watermark 9 times in 10
 
     @property
     def marked(self) -> bool:
-        """Whether a mark was found."""
+        """Whether a watermark was found."""
         return self.verdict == MARKED
 
     def to_dict(self, tokens: bool = False) -> dict[str, Any]:
-        """All of it as JSON knows it (None for what is no finite number), each token's evidence if asked."""
-        out: dict[str, Any] = {
+        """Return all fields as JSON types (None for non-finite numbers), per-token scores if `tokens`."""
+        fields: dict[str, Any] = {
             "verdict": self.verdict,
             "scheme": self.scheme,
             "key": self.key,
@@ -97,57 +87,57 @@ class Detection:
             "needed": self.needed,
         }
         if tokens:
-            out["ids"] = list(self.ids)
-            out["offsets"] = None if self.offsets is None else [list(pair) for pair in self.offsets]
-            out["evidence"] = [
+            fields["ids"] = list(self.ids)
+            fields["offsets"] = None if self.offsets is None else [list(pair) for pair in self.offsets]
+            fields["evidence"] = [
                 float(value) if scored else None
                 for scored, value in zip(self.evidence.mask, self.evidence.values, strict=True)
             ]
-        return out
+        return fields
 
     def __str__(self) -> str:
-        found = f"{self.verdict} ({self.scheme}, key {self.key}): "
+        text = f"{self.verdict} ({self.scheme}, key {self.key}): "
         if not self.scored:
-            return found + f"none of {self.tokens} tokens can be scored"
-        found += f"{self.scored} of {self.tokens} tokens scored, mean {self.score:.3f} "
-        found += f"where unmarked text has {self.expected:.3f}, p = {self.p_value:.2g}"
+            return text + f"none of {self.tokens} tokens can be scored"
+        text += f"{self.scored} of {self.tokens} tokens scored, mean {self.score:.3f} "
+        text += f"where unmarked text has {self.expected:.3f}, p = {self.p_value:.2g}"
         if self.verdict == TOO_SHORT and self.needed is not None:
-            found += f"; about {self.needed} would tell"
-        return found
+            text += f"; about {self.needed} would tell"
+        return text
 
 
 class _SchemeTest(NamedTuple):
-    """One scheme's question to one reading."""
+    """The test of one scheme on one tokenization."""
 
     scheme: WatermarkScheme
     retokenization: Retokenization
     scores: TokenScores
-    windows: list[ScoreWindow]  # the whole text first
+    windows: list[ScoreWindow]  # the whole text is the first
 
     @property
     def best_window(self) -> ScoreWindow:
-        return min(self.windows, key=lambda one: one.corrected_p_value)
+        return min(self.windows, key=lambda window: window.corrected_p_value)
 
 
 class _KeyTests(NamedTuple):
-    """All that was tried for one key, and what comes of it."""
+    """All tests of one key, and their corrected p-value."""
 
     name: str
     tests: list[_SchemeTest]
     p_value: float
-    correction_factor: int  # by which a text's own p-value was multiplied
+    correction_factor: int  # of the best test's own p-value
 
     @property
     def best_test(self) -> _SchemeTest:
-        return min(self.tests, key=lambda one: one.best_window.corrected_p_value)
+        return min(self.tests, key=lambda test: test.best_window.corrected_p_value)
 
 
 class Detector:
-    """Whoever has the keys asks it whether a text is marked with one of them.
+    """Tests texts for the watermarks of one or more keys.
 
-    `keys` are one watermark's settings, several, or several by name; a key without a name goes by its
-    fingerprint. `vocabulary` is how many tokens the marking model scores, or that model, or its config.
-    `alpha` is how often unmarked text may be called marked, all keys and all else that is tried together.
+    `keys` are the settings of one watermark, several, or several by name; a key without a name is named by
+    its fingerprint. `vocabulary` is the vocabulary size of the marking model, the model, or its config.
+    `alpha` is the false positive rate over all keys and all other tests together.
     """
 
     def __init__(
@@ -162,7 +152,7 @@ class Detector:
         correction: str = "holm",
     ) -> None:
         if not 0.0 < alpha < 1.0:
-            raise InputError("alpha", "must lie between 0 and 1", alpha)
+            raise InputError("alpha", "must be between 0 and 1", alpha)
         if correction not in CORRECTIONS:
             raise InputError("correction", f"must be one of {', '.join(CORRECTIONS)}", correction)
         self.vocab_size = resolve_vocab_size(vocabulary)
@@ -175,130 +165,135 @@ class Detector:
         self._schemes = {name: build_schemes(one, self.vocab_size) for name, one in self.keys.items()}
 
     def ids(self, ids: Any, *, prompt: int = 0, windows: bool = False) -> Detection:
-        """The answer about one text's token ids [L], the first `prompt` of which are only context."""
+        """Test one text's token ids [L], of which the first `prompt` are context only."""
         return self._best_detection(self._run_tests(_to_id_array(ids), prompt, windows))
 
     def text(self, text: str, *, prompt: str | None = None, windows: bool = False) -> Detection:
-        """The answer about a text, read as tokens again; its `prompt` may be its beginning or be left out."""
+        """Test a text, tokenized again; `prompt` may be the beginning of the text or precede it."""
         if not isinstance(text, str):
-            raise InputError("text", "must be a string", text, "give token ids to `ids`")
+            raise InputError("text", "must be a string", text, "pass token ids to `ids`")
         return self._best_detection(self._run_tests(text, prompt, windows))
 
     def each(self, given: Any, *, prompt: Any = None, windows: bool = False) -> list[Detection]:
-        """The answers about a text, or about its token ids, one for every key, corrected for their number."""
-        tried = self._run_tests(given if isinstance(given, str) else _to_id_array(given), prompt, windows)
-        return [self._make_detection(one) for one in tried]
+        """Test a text or its token ids; return one detection per key, corrected for their number."""
+        results = self._run_tests(given if isinstance(given, str) else _to_id_array(given), prompt, windows)
+        return [self._make_detection(result) for result in results]
 
     # ------------------------------------------------------------------------------- testing
-    def _run_tests(self, given: str | Array, prompt: Any, windows: bool) -> list[_KeyTests]:
-        """What was tried for each key; all have the same share of the error, however much they tried."""
-        every = []
-        read: dict[tuple[int, int], list[Retokenization]] = {}  # once for all keys that ask alike
+    def _run_tests(self, text: str | Array, prompt: Any, windows: bool) -> list[_KeyTests]:
+        """Run all tests of each key; every key has the same share of the error rate."""
+        tests_by_key = []
+        # Shared by keys with the same context shape.
+        tokenizations: dict[tuple[int, int], list[Retokenization]] = {}
         for schemes in self._schemes.values():
-            shape = schemes[0].context_size, prompt_reach(schemes[0])
-            if shape not in read:
-                read[shape] = self._retokenize(given, prompt, schemes[0])
-            every.append([_run_test(scheme, one, windows) for one in read[shape] for scheme in schemes])
-        raw = [len(tests) * min(one.best_window.corrected_p_value for one in tests) for tests in every]
-        final = adjust_p_values([min(1.0, p) for p in raw], self.correction)
-        order = sorted(range(len(raw)), key=lambda at: raw[at])
-        out = []
-        for at, (name, tests) in enumerate(zip(self._schemes, every, strict=True)):
-            rivals = len(every) - (order.index(at) if self.correction == "holm" else 0)
-            out.append(_KeyTests(name, tests, final[at], len(tests) * rivals))
-        return out
+            shape = schemes[0].context_size, schemes[0].prompt_reach
+            if shape not in tokenizations:
+                tokenizations[shape] = self._retokenize(text, prompt, schemes[0])
+            tests_by_key.append(
+                [_run_test(scheme, tokens, windows) for tokens in tokenizations[shape] for scheme in schemes]
+            )
+        uncorrected = [
+            len(tests) * min(test.best_window.corrected_p_value for test in tests) for tests in tests_by_key
+        ]
+        corrected = adjust_p_values([min(1.0, p) for p in uncorrected], self.correction)
+        order = sorted(range(len(uncorrected)), key=lambda index: uncorrected[index])
+        results = []
+        for index, (name, tests) in enumerate(zip(self._schemes, tests_by_key, strict=True)):
+            num_rivals = len(tests_by_key) - (order.index(index) if self.correction == "holm" else 0)
+            results.append(_KeyTests(name, tests, corrected[index], len(tests) * num_rivals))
+        return results
 
-    def _retokenize(self, given: str | Array, prompt: Any, scheme: WatermarkScheme) -> list[Retokenization]:
-        if isinstance(given, str):
+    def _retokenize(self, text: str | Array, prompt: Any, scheme: WatermarkScheme) -> list[Retokenization]:
+        if isinstance(text, str):
             if self.tokenizer is None:
-                do = "give one to Detector, or token ids to `ids`"
-                raise InputError("tokenizer", "is needed to read a text", None, do)
+                do = "pass a tokenizer to Detector, or token ids to `ids`"
+                raise InputError("tokenizer", "is required for text", None, do)
             if prompt is not None and not isinstance(prompt, str):
-                raise InputError("prompt", "must be a string, as the text is", prompt)
-            readings = retokenizations(self.tokenizer, given, prompt, scheme)
-            for one in readings:
-                self._check_ids(np.asarray(one.context + one.ids, np.int64))
-            return readings
-        ids = self._check_ids(given)
-        count = 0 if prompt is None else prompt
-        if type(count) is not int or not 0 <= count <= len(ids):
+                raise InputError("prompt", "must be a string, like the text", prompt)
+            candidates = retokenizations(self.tokenizer, text, prompt, scheme)
+            for candidate in candidates:
+                self._check_ids(np.asarray(candidate.context + candidate.ids, np.int64))
+            return candidates
+        ids = self._check_ids(text)
+        prompt_length = 0 if prompt is None else prompt
+        if type(prompt_length) is not int or not 0 <= prompt_length <= len(ids):
             raise InputError("prompt", f"must be a number of tokens between 0 and {len(ids)}", prompt)
-        return [Retokenization(tuple(ids.tolist()), prompt_length=count)]
+        return [Retokenization(tuple(ids.tolist()), prompt_length=prompt_length)]
 
     def _check_ids(self, ids: Array) -> Array:
-        strange = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if len(strange):
-            must = f"must lie between 0 and {self.vocab_size - 1}"
-            raise InputError("ids", must, int(strange[0]), "is the tokenizer another model's?")
+        invalid = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if len(invalid):
+            must = f"must be between 0 and {self.vocab_size - 1}"
+            raise InputError("ids", must, int(invalid[0]), "check that the tokenizer belongs to the model")
         return ids
 
-    # ----------------------------------------------------------------------------- answering
-    def _best_detection(self, tried: list[_KeyTests]) -> Detection:
-        # Where all are 1 after the correction, what they were before it still tells them apart.
+    # ----------------------------------------------------------------------------- detections
+    def _best_detection(self, results: list[_KeyTests]) -> Detection:
+        # If all corrected p-values are 1, the uncorrected ones break the tie.
         return self._make_detection(
             min(
-                tried,
-                key=lambda one: (
-                    one.p_value,
-                    one.best_test.best_window.corrected_p_value * one.correction_factor,
+                results,
+                key=lambda result: (
+                    result.p_value,
+                    result.best_test.best_window.corrected_p_value * result.correction_factor,
                 ),
             )
         )
 
-    def _make_detection(self, tried: _KeyTests) -> Detection:
-        test = tried.best_test
-        best = told = test.best_window
-        marked = tried.p_value <= self.alpha
+    def _make_detection(self, result: _KeyTests) -> Detection:
+        test = result.best_test
+        best = window = test.best_window
+        marked = result.p_value <= self.alpha
         if not marked:
-            test = min(tried.tests, key=lambda one: one.windows[0].p_value)
-            told = test.windows[0]
-        scheme, reading, evidence = test.scheme, test.retokenization, test.scores
-        values = evidence.values[evidence.mask][told.first : told.stop]
+            test = min(result.tests, key=lambda candidate: candidate.windows[0].p_value)
+            window = test.windows[0]
+        scheme, tokens, scores = test.scheme, test.retokenization, test.scores
+        values = scores.values[scores.mask][window.first : window.stop]
         count = len(values)
-        interval = _confidence_interval(scheme, values)
+        interval = scheme.confidence_interval(values)
         verdict = MARKED if marked else NOT_MARKED if interval[1] < scheme.min_marked_mean else TOO_SHORT
         span = (
-            passage_edges(scheme, evidence, told, reading.prompt_length)
+            passage_edges(scheme, scores, window, tokens.prompt_length)
             if marked and len(test.windows) > 1
             else None
         )
-        enough = None
+        needed = None
         if verdict == TOO_SHORT:
-            enough = required_tokens(
-                scheme, scheme.min_marked_mean, self.alpha / (told.num_tests * tried.correction_factor)
+            needed = required_tokens(
+                scheme, scheme.min_marked_mean, self.alpha / (window.num_tests * result.correction_factor)
             )
-            # One in ten falls short of it, and to such a text it says nothing.
-            enough = enough if enough is not None and enough > count else None
+            # One text in ten needs more; the number would not help a text that already has so many tokens.
+            needed = needed if needed is not None and needed > count else None
         return Detection(
             verdict=verdict,
             scheme=scheme.name,
-            key=tried.name,
-            tokens=len(reading.ids) - reading.prompt_length,
+            key=result.name,
+            tokens=len(tokens.ids) - tokens.prompt_length,
             scored=count,
-            score=told.total / count if count else math.nan,
+            score=window.total / count if count else math.nan,
             expected=scheme.null_mean,
             interval=interval,
-            z=(told.total - count * scheme.null_mean) / (scheme.null_std * math.sqrt(count))
+            z=(window.total - count * scheme.null_mean) / (scheme.null_std * math.sqrt(count))
             if count
             else 0.0,
-            p_value=tried.p_value,
+            p_value=result.p_value,
             uncorrected=best.p_value,
-            tests=best.num_tests * tried.correction_factor,
+            tests=best.num_tests * result.correction_factor,
             alpha=self.alpha,
             span=span,
-            characters=_character_span(span, reading.offsets),
-            ids=reading.ids,
-            evidence=evidence,
-            offsets=reading.offsets,
-            nonce=getattr(scheme, "nonce", None),
-            needed=enough,
+            characters=_character_span(span, tokens.offsets),
+            ids=tokens.ids,
+            evidence=scores,
+            offsets=tokens.offsets,
+            nonce=scheme.nonce,
+            needed=needed,
         )
 
 
 def _name_keys(
     keys: BaseWatermarkingConfig | Mapping[str, BaseWatermarkingConfig] | Sequence[BaseWatermarkingConfig],
 ) -> dict[str, BaseWatermarkingConfig]:
-    given: list[Any] = (
+    unnamed: list[Any] = (
         [keys]
         if isinstance(keys, BaseWatermarkingConfig)
         else list(keys)
@@ -306,63 +301,55 @@ def _name_keys(
         else []
     )
     named: dict[str, Any] = dict(keys) if isinstance(keys, Mapping) else {}
-    if not (given or named) or not all(
-        isinstance(one, BaseWatermarkingConfig) for one in (*given, *named.values())
+    if not (unnamed or named) or not all(
+        isinstance(settings, BaseWatermarkingConfig) for settings in (*unnamed, *named.values())
     ):
-        kind = type(keys).__name__  # what it holds may be a key, which no error may show
-        raise InputError("keys", "must be one watermark's settings or several", kind)
-    for one in given:  # the same twice would be one test made twice; the same key used otherwise is another
-        name = fingerprint(one)
-        again = (f"{name}-{count}" for count in itertools.count(2))
-        while named.get(name, one) != one:
-            name = next(again)
-        named[name] = one
+        kind = type(keys).__name__  # the value may be a key, which errors must not show
+        raise InputError("keys", "must be the settings of one or more watermarks", kind)
+    # Duplicates would be tested twice; the same key with other settings is another test.
+    for settings in unnamed:
+        name = fingerprint(settings)
+        numbered = (f"{name}-{count}" for count in itertools.count(2))
+        while named.get(name, settings) != settings:
+            name = next(numbered)
+        named[name] = settings
     return named
 
 
-def _to_id_array(given: Any) -> Array:
-    """One text's token ids from a list or a tensor."""
-    listed = given.tolist() if hasattr(given, "tolist") else given
-    plain = (
-        [one.item() if hasattr(one, "item") else one for one in listed] if _is_sequence(listed) else [None]
+def _to_id_array(ids: Any) -> Array:
+    """Convert one text's token ids from a list or a tensor."""
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    numbers = (
+        [value.item() if hasattr(value, "item") else value for value in values]
+        if _is_sequence(values)
+        else [None]
     )
-    if not all(type(one) is int for one in plain):
-        raise InputError("ids", "must be one text's token ids, whole numbers in a row", given)
-    return np.asarray(plain, np.int64)
+    if not all(type(value) is int for value in numbers):
+        raise InputError("ids", "must be a one-dimensional sequence of token ids", ids)
+    return np.asarray(numbers, np.int64)
 
 
-def _is_sequence(given: Any) -> bool:
-    return isinstance(given, list | tuple)
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
-def _run_test(scheme: WatermarkScheme, reading: Retokenization, windows: bool) -> _SchemeTest:
-    evidence = _score_text(scheme, reading)
-    return _SchemeTest(
-        scheme, reading, evidence, scan_windows(scheme, evidence.values[evidence.mask], windows)
-    )
+def _run_test(scheme: WatermarkScheme, tokens: Retokenization, windows: bool) -> _SchemeTest:
+    scores = _score_text(scheme, tokens)
+    return _SchemeTest(scheme, tokens, scores, scan_windows(scheme, scores.values[scores.mask], windows))
 
 
-def _score_text(scheme: WatermarkScheme, reading: Retokenization) -> TokenScores:
-    """What a reading's tokens say; those of its prompt, nothing."""
-    # No more of the prompt than the mark reaches, or what occurs there too would not be scored afterwards.
-    known = reading.last_prefix_ids(prompt_reach(scheme))
-    run = np.asarray(known + reading.ids[reading.prompt_length :], np.int64)
-    scored, value = np.zeros(len(reading.ids), bool), np.zeros(len(reading.ids))
+def _score_text(scheme: WatermarkScheme, tokens: Retokenization) -> TokenScores:
+    """Score the tokens of a tokenization; prompt tokens are not scored."""
+    # Include no more of the prompt than a context can reach: n-grams that also occur in the prompt would not
+    # be scored later.
+    prefix = tokens.last_prefix_ids(scheme.prompt_reach)
+    run = np.asarray(prefix + tokens.ids[tokens.prompt_length :], np.int64)
+    scored, values = np.zeros(len(tokens.ids), bool), np.zeros(len(tokens.ids))
     if len(run) > scheme.context_size:
-        found = scheme.score_tokens(run)
-        scored[reading.prompt_length :] = found.mask[len(known) :]
-        value[reading.prompt_length :] = np.where(found.mask, found.values, 0.0)[len(known) :]
-    return TokenScores(scored, value)
-
-
-def _confidence_interval(scheme: WatermarkScheme, values: Array) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean value: exact for counts, safe for the others."""
-    if isinstance(scheme.settings, WatermarkingConfig):
-        return proportion_interval(len(values), round(float(values.sum())))
-    if isinstance(scheme.settings, GumbelWatermarkingConfig):
-        return gamma_interval(len(values), float(values.sum()))
-    low, high = mean_interval(values, scheme.null_std)
-    return max(0.0, low), min(1.0, high)
+        result = scheme.score_tokens(run)
+        scored[tokens.prompt_length :] = result.mask[len(prefix) :]
+        values[tokens.prompt_length :] = np.where(result.mask, result.values, 0.0)[len(prefix) :]
+    return TokenScores(scored, values)
 
 
 def _character_span(span: tuple[int, int] | None, offsets: Offsets | None) -> tuple[int, int] | None:

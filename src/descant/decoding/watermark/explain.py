@@ -1,4 +1,4 @@
-"""What a detection says, in words that a reader who knows no statistics can hold on to."""
+"""Plain-language explanations of detections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VERDICT_TEXTS", "explain_verdict", "format_number", "format_p_value", "summary_items"]
 
-# What each verdict means of any text.
+# General meaning of each verdict.
 VERDICT_TEXTS: Final = {
     "marked": (
         "Most likely it, or a part of it, was made with this key. That names a key, not the person who used "
@@ -18,21 +18,21 @@ VERDICT_TEXTS: Final = {
     ),
     "not marked": (
         "It scores below what even a weak mark of this key reaches: most likely it is not marked with this "
-        "key, or the mark was washed out. That does not say that a person wrote it: text of other models and "
-        "other keys looks the same."
+        "key, or the watermark was removed. That does not say that a person wrote it: text of other models "
+        "and other keys looks the same."
     ),
     "too short to tell": (
         "What could be scored is too little to tell marked text from unmarked. That speaks for neither."
     ),
 }
 
-_MIN_P_VALUE: Final = 1e-15  # below it the chance is no longer a number that means anything
+_MIN_P_VALUE: Final = 1e-15  # smaller values are shown as `< 1e-15`
 
 
 def summary_items(detection: Detection) -> list[tuple[str, str]]:
-    """The figures of a detection, each with its name."""
+    """Return the figures of a detection with their labels."""
     low, high = detection.interval
-    found = [
+    items = [
         ("verdict", detection.verdict),
         ("scheme", detection.scheme),
         ("key", detection.key),
@@ -47,28 +47,28 @@ def summary_items(detection: Detection) -> list[tuple[str, str]]:
         where = f"tokens {first} to {last - 1}"
         if detection.characters is not None:
             where += f", characters {detection.characters[0]} to {detection.characters[1] - 1}"
-        found.append(("passage", where))
-    return found
+        items.append(("passage", where))
+    return items
 
 
 def explain_verdict(detection: Detection) -> str:
-    """What the verdict on a text means, and what it does not."""
-    told = VERDICT_TEXTS[detection.verdict]
+    """Explain what the verdict means, and what it does not mean."""
+    text = VERDICT_TEXTS[detection.verdict]
     if detection.verdict == "marked":
-        chance = _format_odds(detection.p_value)
-        return f"A text written without this key would score as high with a chance of {chance}. {told}"
+        odds = _format_odds(detection.p_value)
+        return f"A text written without this key would score as high with a chance of {odds}. {text}"
     if detection.verdict == "too short to tell" and detection.needed is not None:
-        return f"{told} About {detection.needed} scored tokens would tell."
-    return told
+        return f"{text} About {detection.needed} scored tokens would tell."
+    return text
 
 
-def format_number(value: float, places: int = 3) -> str:
-    """A figure, short; what there is too little text for is `none`."""
-    return f"{value:.{places}f}" if isfinite(value) else "none"
+def format_number(value: float, decimals: int = 3) -> str:
+    """Format a number; `none` if it is not finite."""
+    return f"{value:.{decimals}f}" if isfinite(value) else "none"
 
 
 def format_p_value(p: float) -> str:
-    """A p-value, short."""
+    """Format a p-value."""
     if p >= 0.001:
         return f"{p:.3f}"
     return f"{p:.1e}" if p >= _MIN_P_VALUE else "< 1e-15"
@@ -79,7 +79,7 @@ def _correction_note(detection: Detection) -> str:
 
 
 def _format_odds(p: float) -> str:
-    """A small probability as people say it: two leading digits, which is more than it is worth."""
+    """Format a small probability as odds with two significant digits."""
     if p < _MIN_P_VALUE:
         return "less than 1 in a million billions"
     return f"1 in {float(f'{1 / p:.1e}'):,.0f}"

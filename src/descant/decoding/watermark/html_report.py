@@ -1,4 +1,4 @@
-"""A picture of detections: every token coloured by its evidence, in one HTML file that fetches nothing."""
+"""HTML report of detections: every token coloured by its score, in one self-contained file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["render_report"]
 
 _SYMBOLS: Final = {"marked": "●", "not marked": "○", "too short to tell": "?"}
 _VERDICT_CLASSES: Final = {"marked": "yes", "not marked": "no", "too short to tell": "open"}
-_SMOOTHING_WINDOW: Final = 25  # scored tokens whose mean is a point of the curve
-_WIDTH, _HEIGHT, _MARGIN = 1000, 120, 6  # of the curve, in the units of its view box
+_SMOOTHING_WINDOW: Final = 25  # scored tokens per point of the curve
+_WIDTH, _HEIGHT, _MARGIN = 1000, 120, 6  # of the curve, in view box units
 
-# The colours are told apart by hue; the underlines, solid or dotted and thin or thick, say the same without.
+# Colours differ by hue; solid or dotted underlines of different width carry the same information.
 _STYLE: Final = """
 :root { color-scheme: light dark; --ink: #1f2328; --dim: #59636e; --paper: #fff; --card: #f6f8fa;
   --line: #d1d9e0; --for: 26 127 55; --against: 207 34 46; --edge: #0969da }
@@ -68,20 +68,20 @@ def render_report(
     texts: Sequence[str | Sequence[str]],
     names: Sequence[str] | None = None,
 ) -> str:
-    """One HTML page with a section for each detection and the text it was made of.
+    """Return one HTML page with a section per detection and its text.
 
-    A text is a string, into which the detection's offsets point, or the strings of its tokens.
+    A text is a string, which the detection's offsets refer to, or a list of token strings.
     """
-    titles = [f"Text {place}" for place in range(1, len(texts) + 1)] if names is None else names
+    titles = [f"Text {index}" for index in range(1, len(texts) + 1)] if names is None else names
     sections = [
-        _section(place, *one) for place, one in enumerate(zip(detections, texts, titles, strict=True))
+        _section(index, *entry) for index, entry in enumerate(zip(detections, texts, titles, strict=True))
     ]
     return "\n".join(
         [
             "<!DOCTYPE html>",
             '<html lang="en">',
             '<meta charset="utf-8">',
-            # The text is anybody's: whatever slipped through could still not run or call out.
+            # The text is untrusted: the policy blocks scripts and requests even if escaping failed.
             '<meta http-equiv="Content-Security-Policy" '
             "content=\"default-src 'none'; style-src 'unsafe-inline'\">",
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -94,52 +94,53 @@ def render_report(
     )
 
 
-def _section(place: int, detection: Detection, text: str | Sequence[str], title: str) -> str:
-    shown = split_spans(detection, text)
+def _section(index: int, detection: Detection, text: str | Sequence[str], title: str) -> str:
+    spans = split_spans(detection, text)
     figures = [
         f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>"
         for name, value in summary_items(detection)
         if name != "verdict"
     ]
-    kind = _VERDICT_CLASSES[detection.verdict]
+    css_class = _VERDICT_CLASSES[detection.verdict]
     return "\n".join(
         [
-            f'<section aria-labelledby="text-{place}">',
-            f'<header><h2 id="text-{place}">{_escape(title)}</h2>'
-            f'<span class="badge {kind}">{_SYMBOLS[detection.verdict]} {_escape(detection.verdict)}</span>'
+            f'<section aria-labelledby="text-{index}">',
+            f'<header><h2 id="text-{index}">{_escape(title)}</h2>'
+            f'<span class="badge {css_class}">{_SYMBOLS[detection.verdict]} '
+            f"{_escape(detection.verdict)}</span>"
             "</header>",
             f"<dl>{''.join(figures)}</dl>",
             f'<p class="means">{_escape(explain_verdict(detection))}</p>',
             *_score_chart(detection),
             _legend(detection),
-            f'<div class="text">{_highlighted_text(shown)}</div>',
-            _token_table(shown),
+            f'<div class="text">{_highlighted_text(spans)}</div>',
+            _token_table(spans),
             "</section>",
         ]
     )
 
 
-def _highlighted_text(shown: Sequence[TextSpan]) -> str:
-    """The text, a span for each part; the passage that a windowed detection found has an outline."""
-    pieces, inside = [], False
-    for part in shown:
-        if part.in_passage != inside:
-            inside = part.in_passage
-            pieces.append("<mark>" if inside else "</mark>")
-        body = _escape(part.text).replace("\n", '<i aria-hidden="true">↵</i>\n')
-        if part.token_indices:
-            title = _escape("\n".join(part.titles))
-            pieces.append(f'<span class="{_css_class(part)}" title="{title}">{body}</span>')
+def _highlighted_text(spans: Sequence[TextSpan]) -> str:
+    """Render the text with one span per part; the passage found has an outline."""
+    html_parts, in_passage = [], False
+    for span in spans:
+        if span.in_passage != in_passage:
+            in_passage = span.in_passage
+            html_parts.append("<mark>" if in_passage else "</mark>")
+        body = _escape(span.text).replace("\n", '<i aria-hidden="true">↵</i>\n')
+        if span.token_indices:
+            title = _escape("\n".join(span.titles))
+            html_parts.append(f'<span class="{_css_class(span)}" title="{title}">{body}</span>')
         else:
-            pieces.append(body)
-    return "".join(pieces) + ("</mark>" if inside else "")
+            html_parts.append(body)
+    return "".join(html_parts) + ("</mark>" if in_passage else "")
 
 
-def _css_class(part: TextSpan) -> str:
-    """The class of a part in the style sheet."""
-    if part.level is None:
+def _css_class(span: TextSpan) -> str:
+    """CSS class of a span's level."""
+    if span.level is None:
         return "none"
-    return f"{'f' if part.level > 0 else 'a'}{abs(part.level)}" if part.level else "zero"
+    return f"{'f' if span.level > 0 else 'a'}{abs(span.level)}" if span.level else "zero"
 
 
 def _legend(detection: Detection) -> str:
@@ -147,69 +148,73 @@ def _legend(detection: Detection) -> str:
         entries = [("f2", "green", "on the green list"), ("a2", "red", "not on it")]
     else:
         entries = [
-            (f"f{MAX_LEVEL}", "high", "speaks for the mark"),
+            (f"f{MAX_LEVEL}", "high", "evidence for the watermark"),
             ("f1", "above", "a little"),
             ("zero", "even", "as in unmarked text"),
             ("a1", "below", "a little"),
-            (f"a{MAX_LEVEL}", "low", "speaks against it"),
+            (f"a{MAX_LEVEL}", "low", "evidence against it"),
         ]
-    entries.append(("none", "grey", "not scored: nothing before it, or asked before"))
-    items = [f'<div><span class="{kind}">{word}</span> {about}</div>' for kind, word, about in entries]
+    entries.append(("none", "grey", "not scored: no context, or a repetition"))
+    items = [
+        f'<div><span class="{css_class}">{label}</span> {meaning}</div>'
+        for css_class, label, meaning in entries
+    ]
     if detection.span is not None:
         items.append("<div><mark>outlined</mark>&nbsp; the passage found</div>")
     return f'<div class="legend" aria-label="Legend">{"".join(items)}</div>'
 
 
-def _token_table(shown: Sequence[TextSpan]) -> str:
-    """Every token in words, for those who do not see the colours."""
-    lines = [
+def _token_table(spans: Sequence[TextSpan]) -> str:
+    """All tokens as a table, for readers who cannot see the colours."""
+    rows = [
         f"<tr><td>{token}</td><td>{_escape(title)}</td></tr>"
-        for part in shown
-        for token, title in zip(part.token_indices, part.titles, strict=True)
+        for span in spans
+        for token, title in zip(span.token_indices, span.titles, strict=True)
     ]
-    head = "<tr><th>place</th><th>token, id and value</th></tr>"
-    return f"<details><summary>All tokens as a table</summary><table>{head}{''.join(lines)}</table></details>"
+    head = "<tr><th>position</th><th>token, id and value</th></tr>"
+    return f"<details><summary>All tokens as a table</summary><table>{head}{''.join(rows)}</table></details>"
 
 
 def _score_chart(detection: Detection) -> list[str]:
-    """The mean value of neighbouring tokens along the text, over the level of unmarked text."""
-    places = np.flatnonzero(detection.evidence.mask)
-    if len(places) < 2 * _SMOOTHING_WINDOW or not isfinite(detection.expected):
+    """Chart of the moving mean score along the text, relative to unmarked text."""
+    positions = np.flatnonzero(detection.evidence.mask)
+    if len(positions) < 2 * _SMOOTHING_WINDOW or not isfinite(detection.expected):
         return []
-    sums = np.cumsum(np.concatenate(([0.0], detection.evidence.values[places])))
+    sums = np.cumsum(np.concatenate(([0.0], detection.evidence.values[positions])))
     means = (sums[_SMOOTHING_WINDOW:] - sums[:-_SMOOTHING_WINDOW]) / _SMOOTHING_WINDOW
-    middles = places[_SMOOTHING_WINDOW // 2 : _SMOOTHING_WINDOW // 2 + len(means)]
+    middles = positions[_SMOOTHING_WINDOW // 2 : _SMOOTHING_WINDOW // 2 + len(means)]
     low, high = min(float(means.min()), detection.expected), max(float(means.max()), detection.expected)
-    room, across = (high - low) or 1.0, max(len(detection.ids) - 1, 1)
+    value_range, last_index = (high - low) or 1.0, max(len(detection.ids) - 1, 1)
 
     def x(token: float) -> str:
-        return f"{_WIDTH * token / across:.1f}"
+        return f"{_WIDTH * token / last_index:.1f}"
 
     def y(value: float) -> str:
-        return f"{_MARGIN + (_HEIGHT - 2 * _MARGIN) * (high - value) / room:.1f}"
+        return f"{_MARGIN + (_HEIGHT - 2 * _MARGIN) * (high - value) / value_range:.1f}"
 
-    line = " ".join(f"{x(token)},{y(value)}" for token, value in zip(middles, means, strict=True))
+    points = " ".join(f"{x(token)},{y(value)}" for token, value in zip(middles, means, strict=True))
     band = ""
     if detection.span is not None:
         first, last = detection.span
         band = (
-            f'<rect x="{x(first)}" y="0" width="{_WIDTH * (last - 1 - first) / across:.1f}" '
+            f'<rect x="{x(first)}" y="0" width="{_WIDTH * (last - 1 - first) / last_index:.1f}" '
             f'height="{_HEIGHT}" style="fill:var(--edge)" opacity=".12"/>'
         )
     level = y(detection.expected)
-    words = (
-        f"Mean value of {_SMOOTHING_WINDOW} neighbouring scored tokens along the text, {format_number(float(means.min()))} to "
-        f"{format_number(float(means.max()))}; dashed: unmarked text, {format_number(detection.expected)}."
+    caption = (
+        f"Mean value of {_SMOOTHING_WINDOW} neighbouring scored tokens along the text, "
+        f"{format_number(float(means.min()))} to {format_number(float(means.max()))}; "
+        f"dashed: unmarked text, {format_number(detection.expected)}."
     )
     return [
         "<figure>",
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{words}">{band}'
+        f'aria-label="{caption}">{band}'
         f'<line x1="0" x2="{_WIDTH}" y1="{level}" y2="{level}" stroke-dasharray="6 5" '
         'style="stroke:var(--dim)" vector-effect="non-scaling-stroke"/>'
-        f'<polyline points="{line}" fill="none" style="stroke:rgb(var(--for))" stroke-width="2" '
+        f'<polyline points="{points}" fill="none" style="stroke:rgb(var(--for))" stroke-width="2" '
         'stroke-linejoin="round" vector-effect="non-scaling-stroke"/></svg>',
-        f"<figcaption>{words}</figcaption>",
+        f"<figcaption>{caption}</figcaption>",
         "</figure>",
     ]
 

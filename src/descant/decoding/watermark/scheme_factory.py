@@ -1,4 +1,4 @@
-"""Schemes: the watermarks that settings stand for, and the vocabulary they share out."""
+"""Builds the detection schemes of watermark settings."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from descant.errors import InputError
 __all__ = ["build_schemes", "resolve_vocab_size"]
 
 
-def build_schemes(settings: BaseWatermarkingConfig, vocabulary: int) -> list[WatermarkScheme]:
-    """What must be asked to find the mark of these settings: one scheme, or one for each possible nonce."""
+def build_schemes(settings: BaseWatermarkingConfig, vocab_size: int) -> list[WatermarkScheme]:
+    """Return the schemes to test for these settings: one, or one per possible nonce."""
     if isinstance(settings, WatermarkingConfig):
-        return [GreenListScheme(settings, vocabulary)]
+        return [GreenListScheme(settings, vocab_size)]
     if isinstance(settings, SynthIDTextWatermarkingConfig):
         return [SynthIDScheme(settings)]
     if isinstance(settings, GumbelWatermarkingConfig):
         nonces = range(settings.nonces) if settings.nonce is None else [settings.nonce]
         return [GumbelScheme(settings, nonce) for nonce in nonces]
-    raise InputError("keys", "must be settings of a watermark", settings)
+    raise InputError("keys", "must be watermark settings", settings)
 
 
-def resolve_vocab_size(given: Any) -> int:
-    """How many tokens a model scores: a number, or what a model or its config says."""
-    if isinstance(given, int) and not isinstance(given, bool):
-        if given < 1:
-            raise InputError("vocabulary", "must be >= 1", given)
-        return given
-    size = config_vocab_size(getattr(given, "config", given))
+def resolve_vocab_size(vocabulary: Any) -> int:
+    """Return the vocabulary size from a number, a model or its config."""
+    if isinstance(vocabulary, int) and not isinstance(vocabulary, bool):
+        if vocabulary < 1:
+            raise InputError("vocabulary", "must be >= 1", vocabulary)
+        return vocabulary
+    size = config_vocab_size(getattr(vocabulary, "config", vocabulary))
     if size is None or size < 1:
-        raise InputError("vocabulary", "must be a number, a model or a model's config", given)
+        raise InputError("vocabulary", "must be a number, a model or a model's config", vocabulary)
     return size

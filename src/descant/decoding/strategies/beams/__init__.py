@@ -1,1 +1,1 @@
-"""Beams: searches that keep several hypotheses of a request side by side."""
+"""Beam search: several hypotheses per request."""

@@ -1,4 +1,4 @@
-"""Pools: the best sequences that beams have ended with, and whether anything better can still come."""
+"""Finished-hypothesis pools of beam search, and the test whether they can still improve."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ HypothesisFactory = Callable[[Sequence[tuple[int, int, float]]], Sequence[Any]]
 
 
 class BeamScoring(NamedTuple):
-    """How the candidates of each pool are judged [B]."""
+    """The scoring parameters of each request [B]."""
 
-    num_new_tokens: Array  # how many new tokens a candidate has
-    max_new_tokens: Array  # how many it may have
+    num_new_tokens: Array  # new tokens of a candidate
+    max_new_tokens: Array  # maximum number of new tokens
     early_stopping: (
-        Array  # 0: by the present length, 1: when the pool is full, 2: when nothing longer can win
+        Array  # 0: compare at the current length, 1: stop when full, 2: compare at the best length
     )
-    length_penalty: Array  # power of the length that divides a sum
+    length_penalty: Array  # exponent of the length that divides a sum
 
     def normalized_scores(self, sums: Array) -> Array:
-        """The scores of sequences that end now, of their sums [B, n]."""
+        """The length-normalised scores of hypotheses that finish now, from their sums [B, n]."""
         return np.asarray(sums / _length_norms(self.num_new_tokens, self.length_penalty)[:, None])
 
     def best_attainable(self, best: Array) -> Array:
-        """The best score that the best running sum [B] can come to."""
+        """The best score that a running sum [B] can reach."""
         length = np.where(
             (self.early_stopping == 2) & (self.length_penalty > 0), self.max_new_tokens, self.num_new_tokens
         )
@@ -37,16 +37,16 @@ class BeamScoring(NamedTuple):
 
 
 class FinishedHypotheses:
-    """The `size` best ended sequences of every key, best first."""
+    """The `size` best finished hypotheses of every key, best first."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._keys: Array = np.zeros(0, dtype=np.int64)  # [M] ascending
-        self.scores: Array = np.zeros((0, size))  # [M, S] best first, -inf where none yet
-        self._entries: Array = np.zeros((0, size), dtype=object)  # [M, S] None where none yet
+        self.scores: Array = np.zeros((0, size))  # [M, S] best first, -inf where empty
+        self._entries: Array = np.zeros((0, size), dtype=object)  # [M, S] None where empty
 
     def add_keys(self, keys: Array) -> None:
-        """An empty pool for every key that has none."""
+        """Add an empty pool for every new key."""
         new = keys[~np.isin(keys, self._keys)]
         if not len(new):
             return
@@ -60,76 +60,76 @@ class FinishedHypotheses:
         )
 
     def remove_key(self, key: int) -> None:
-        """Forget a key."""
+        """Remove a key's pool."""
         keep = self._keys != key
         self._keys, self.scores, self._entries = (
             part[keep] for part in (self._keys, self.scores, self._entries)
         )
 
     def indices_of(self, keys: Array) -> Array:
-        """The line of each key."""
+        """The pool index of each key."""
         return np.searchsorted(self._keys, keys)
 
     def get(self, key: int) -> list[Any]:
         """A key's entries, best first."""
-        line = np.flatnonzero(self._keys == key)
-        return [entry for entry in self._entries[line].flatten() if entry is not None]
+        index = np.flatnonzero(self._keys == key)
+        return [entry for entry in self._entries[index].flatten() if entry is not None]
 
-    def is_full(self, lines: Array) -> Array:
-        """Which pools hold as many as they can [B]."""
-        return np.asarray((self.scores[lines] > -np.inf).all(1))
+    def is_full(self, indices: Array) -> Array:
+        """Which pools are full [B]."""
+        return np.asarray((self.scores[indices] > -np.inf).all(1))
 
-    def is_empty(self, lines: Array) -> Array:
-        """Which pools hold nothing [B]."""
-        return ~np.asarray((self._entries[lines] != np.array(None)).any(1))
+    def is_empty(self, indices: Array) -> Array:
+        """Which pools are empty [B]."""
+        return ~np.asarray((self._entries[indices] != np.array(None)).any(1))
 
-    def insert_best(
-        self, lines: Array, shares: Array, make: Callable[[Sequence[tuple[int, int, float]]], Sequence[Any]]
-    ) -> list[Any]:
-        """Take the sequences in that are good enough, of scores `shares` [B, n], -inf where there is none.
+    def insert_best(self, indices: Array, scores: Array, make: HypothesisFactory) -> list[Any]:
+        """Insert the hypotheses that are good enough, from scores [B, n] (-inf: none).
 
-        `make` is told which enter, each as line, place and score; what it makes of them is returned.
+        `make` builds the accepted ones, each given as (request index, rank, score); they are returned.
         """
-        merged = np.concatenate((self.scores[lines], shares), 1)
+        merged = np.concatenate((self.scores[indices], scores), 1)
         order = np.argsort(-merged, axis=1, kind="stable")[:, : self.size]
         best = np.take_along_axis(merged, order, 1)
-        enters = np.argwhere((order >= self.size) & (best > -np.inf))
-        if not len(enters):
+        accepted = np.argwhere((order >= self.size) & (best > -np.inf))
+        if not len(accepted):
             return []
-        wanted = [(line, order[line, rank] - self.size, best[line, rank]) for line, rank in enters.tolist()]
-        made = make([(line, int(place), float(score)) for line, place, score in wanted])
-        old = np.concatenate((self._entries[lines], np.full(shares.shape, None)), 1)
-        pools = np.take_along_axis(old, order, 1)
-        for (line, rank), entry in zip(enters.tolist(), made, strict=True):
-            pools[line, rank] = entry
-        self.scores[lines], self._entries[lines] = best, pools
-        return list(made)
+        requested = [
+            (index, order[index, rank] - self.size, best[index, rank]) for index, rank in accepted.tolist()
+        ]
+        entries = make([(index, int(candidate), float(score)) for index, candidate, score in requested])
+        previous = np.concatenate((self._entries[indices], np.full(scores.shape, None)), 1)
+        pools = np.take_along_axis(previous, order, 1)
+        for (index, rank), entry in zip(accepted.tolist(), entries, strict=True):
+            pools[index, rank] = entry
+        self.scores[indices], self._entries[indices] = best, pools
+        return list(entries)
 
-    def can_improve(self, lines: Array, terms: BeamScoring, best: Array) -> Array:
-        """Which pools can still be bettered by a running sequence of the sum `best` [B]."""
-        scores = self.scores[lines]
-        full = self.is_full(lines)
-        able = (best > -np.inf) & ~(full & (terms.early_stopping == 1))
-        return np.asarray(able & (~full | (terms.best_attainable(best) > scores.min(1))))
+    def can_improve(self, indices: Array, scoring: BeamScoring, best: Array) -> Array:
+        """Which pools a running hypothesis with the sum `best` [B] can still improve."""
+        scores = self.scores[indices]
+        full = self.is_full(indices)
+        can_enter = (best > -np.inf) & ~(full & (scoring.early_stopping == 1))
+        return np.asarray(can_enter & (~full | (scoring.best_attainable(best) > scores.min(1))))
 
 
-def top_unfinished(sums: Array, ends: Array, width: int) -> Array:
-    """The places of the `width` best candidates that do not end, of those best first [B, W]."""
-    return np.argsort(-np.where(ends, -np.inf, sums), axis=1, kind="stable")[:, :width]
+def top_unfinished(sums: Array, finished: Array, width: int) -> Array:
+    """The ranks of the `width` best candidates that do not finish [B, W]."""
+    return np.argsort(-np.where(finished, -np.inf, sums), axis=1, kind="stable")[:, :width]
 
 
 def bank_order(banks: Array, sums: Array, width: int) -> Array:
-    """The order in which candidates are kept: the best of every bank, then the second of every bank, ...
+    """The order in which candidates are kept: the best of every bank, then the second best, and so on.
 
-    A bank is how much of the constraints a candidate has met; higher banks come first (Post and Vilar
+    A bank is the number of constraint steps a candidate has met; higher banks come first (Post and Vilar
     2018, arXiv 1804.06609).
     """
     order = np.lexsort((-sums, -banks))
-    _, number = np.unique(-banks[order], return_inverse=True)
-    rank = np.arange(len(order)) - np.searchsorted(number, number)
-    return np.asarray(order[np.lexsort((number, rank))][:width])
+    _, bank_index = np.unique(-banks[order], return_inverse=True)
+    rank = np.arange(len(order)) - np.searchsorted(bank_index, bank_index)
+    return np.asarray(order[np.lexsort((bank_index, rank))][:width])
 
 
 def _length_norms(lengths: Array, penalties: Array) -> Array:
-    """`length ** penalty` in float64, whose range no penalty that is allowed exceeds [B]."""
+    """`length ** penalty` in float64, which cannot overflow for allowed penalties [B]."""
     return np.power(lengths.astype(np.float64), penalties)

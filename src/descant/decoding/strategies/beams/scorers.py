@@ -1,6 +1,6 @@
-"""Scorers: beam search for those who write the loop themselves, and the rules by which it chooses.
+"""Beam scorers for callers who write the beam search loop themselves.
 
-They keep the pools and the rules of the strategies; what the model says, and the beams, are the caller's.
+They use the pools and rules of the strategies; forwards and beams are the caller's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["BeamScorer", "BeamSearchScorer", "ConstrainedBeamSearchScorer"]
 
 
 class BeamSearchScorer(PooledBeamScorer):
-    """The rules of beam search, in groups or not, for a batch whose beams the caller keeps.
+    """The rules of beam search, with or without groups, for a batch whose beams the caller keeps.
 
-    The caller's loop gives `process` the best candidates of every request and does as it says; when
-    `is_done`, or at its own limit, it calls `finalize`. With several groups (Vijayakumar et al. 2018,
-    arXiv 1610.02424) it calls `process` for each of them, with the rows of that group.
+    The caller's loop passes the best candidates of every request to `process` and continues with the beams it
+    returns; when `is_done`, or at its own limit, it calls `finalize`. With several groups (Vijayakumar et al.
+    2018, arXiv 1610.02424) it calls `process` once per group, with that group's rows.
 
-    `length_penalty` is the power of the number of new tokens that divides a sum; `decoder_prompt_len`,
-    unless given, is the width of the first step's `input_ids`.
+    A sum is divided by the number of new tokens to the power of `length_penalty`; `decoder_prompt_len`
+    defaults to the width of the first step's `input_ids`.
     """
 
     def __init__(  # noqa: PLR0913 - as documented
@@ -78,12 +78,12 @@ class BeamSearchScorer(PooledBeamScorer):
         group_index: int = 0,
         decoder_prompt_len: int | None = None,
     ) -> dict[str, Tensor]:
-        """The beams of the next step [B * G], of the best candidates of this one [B, K], best first.
+        """The beams of the next step [B * G], from the best candidates of this one [B, K], best first.
 
-        `next_indices` are the beams of the request, from 0, that the candidates continue. Requests that are
-        done are given the pad token on their own rows.
+        `next_indices` are the beams, from 0, that the candidates continue. Requests that are done get the pad
+        token on their own rows.
         """
-        given = ScorerInputs(
+        inputs = ScorerInputs(
             input_ids,
             next_scores,
             next_tokens,
@@ -94,17 +94,17 @@ class BeamSearchScorer(PooledBeamScorer):
             group_index,
             decoder_prompt_len,
         )
-        return self._process_step(given)
+        return self._process_step(inputs)
 
 
 class ConstrainedBeamSearchScorer(PooledBeamScorer):
-    """The same for texts that must meet constraints, towards which beams are led.
+    """The rules of constrained beam search, for a batch whose beams the caller keeps.
 
-    Only new tokens count. Sequences that do not meet all constraints are returned where too few do, after
-    those; `unmet_constraints` tells the places of those that are missing.
+    Only new tokens count. Sequences with unmet constraints are returned last, and only if too few meet all of
+    them; `unmet_constraints` lists the indices of the unmet ones.
     """
 
-    num_tiers = 3  # what meets all constraints, what was cut off before, what ended before
+    num_tiers = 3  # all constraints met, truncated with unmet ones, finished with unmet ones
 
     def __init__(  # noqa: PLR0913 - as documented
         self,
@@ -145,8 +145,8 @@ class ConstrainedBeamSearchScorer(PooledBeamScorer):
         decoder_prompt_len: int | None = None,
         group_index: int = 0,
     ) -> dict[str, Tensor]:
-        """The beams of the next step [B * G], of the best candidates and the sums of all [B * G, V]."""
-        given = ScorerInputs(
+        """The beams of the next step [B * G], from the best candidates and all sums [B * G, V]."""
+        inputs = ScorerInputs(
             input_ids,
             next_scores,
             next_tokens,
@@ -161,117 +161,120 @@ class ConstrainedBeamSearchScorer(PooledBeamScorer):
         if scores_for_all_vocab.ndim != 2 or len(scores_for_all_vocab) != len(input_ids):
             must = f"must be of shape [{len(input_ids)}, V]"
             raise InputError("scores_for_all_vocab", must, scores_for_all_vocab)
-        return self._process_step(given)
+        return self._process_step(inputs)
 
     def _choose_beams(
-        self, given: ScorerInputs, found: ScorerCandidates, best: Array, live: Array
+        self, inputs: ScorerInputs, candidates: ScorerCandidates, best: Array, is_active: Array
     ) -> tuple[Array, Array, Array]:
-        """Rows, tokens and sums of the beams that go on [B, G], dealt out by how much each has met."""
-        texts = self._beam_states[found.group_index]
-        texts.begin_step(given.input_ids[:, self._prompt_length :].tolist(), self.group_size)
-        rows, tokens, sums = super()._choose_beams(given, found, best, live)
+        """Rows, tokens and sums of the beams that continue [B, G], allocated by constraint steps met."""
+        states = self._beam_states[candidates.group_index]
+        states.begin_step(inputs.input_ids[:, self._prompt_length :].tolist(), self.group_size)
+        rows, tokens, sums = super()._choose_beams(inputs, candidates, best, is_active)
         likely = {
-            line: [
-                ConstrainedCandidate(row, token, total, texts.state_after(row, token), None)
+            index: [
+                ConstrainedCandidate(row, token, total, states.state_after(row, token), None)
                 for row, token, total in zip(
-                    *(part[line].tolist() for part in (rows, tokens, sums)), strict=True
+                    *(part[index].tolist() for part in (rows, tokens, sums)), strict=True
                 )
                 if total > -np.inf
             ]
-            for line in np.flatnonzero(live).tolist()
+            for index in np.flatnonzero(is_active).tolist()
         }
-        led = self._advancing_candidates(given, found, likely)
-        for line, some in likely.items():
-            for place, one in enumerate(allocate_by_bank(some, led[line], self.group_size)):
-                rows[line, place], tokens[line, place], sums[line, place] = (
-                    one.row,
-                    one.token,
-                    one.sum_logprob,
+        advancing = self._advancing_candidates(inputs, candidates, likely)
+        for index, entries in likely.items():
+            for rank, entry in enumerate(allocate_by_bank(entries, advancing[index], self.group_size)):
+                rows[index, rank], tokens[index, rank], sums[index, rank] = (
+                    entry.row,
+                    entry.token,
+                    entry.sum_logprob,
                 )
         return rows, tokens, sums
 
     def _advancing_candidates(
         self,
-        given: ScorerInputs,
-        found: ScorerCandidates,
+        inputs: ScorerInputs,
+        candidates: ScorerCandidates,
         likely: Mapping[int, Sequence[ConstrainedCandidate]],
     ) -> dict[int, list[ConstrainedCandidate]]:
-        """The continuations that go on with a constraint, besides the likeliest, by request."""
-        assert given.scores_for_all_vocab is not None
-        texts, size = self._beam_states[found.group_index], self.group_size
+        """Further candidates that advance a constraint, by request."""
+        assert inputs.scores_for_all_vocab is not None
+        beam_states, size = self._beam_states[candidates.group_index], self.group_size
         pairs = []
-        for line, some in likely.items():
-            mine = range(line * size, (line + 1) * size)
-            states = {row: texts.state(row) for row in mine if texts.first_rows[row] == row}
-            seen = {(texts.first_rows[entry.row], entry.token) for entry in some}
-            pairs += advancing_tokens(states, seen, given.scores_for_all_vocab.shape[1])
-        pairs = [pair for pair in pairs if pair[1] not in found.eos_token_ids]
-        led: dict[int, list[ConstrainedCandidate]] = {line: [] for line in likely}
+        for index, entries in likely.items():
+            group_rows = range(index * size, (index + 1) * size)
+            row_states = {
+                row: beam_states.state(row) for row in group_rows if beam_states.first_rows[row] == row
+            }
+            known = {(beam_states.first_rows[entry.row], entry.token) for entry in entries}
+            pairs += advancing_tokens(row_states, known, inputs.scores_for_all_vocab.shape[1])
+        pairs = [pair for pair in pairs if pair[1] not in candidates.eos_token_ids]
+        advancing: dict[int, list[ConstrainedCandidate]] = {index: [] for index in likely}
         if pairs:
-            rows, tokens = torch.tensor(pairs, device=given.scores_for_all_vocab.device).T
+            rows, tokens = torch.tensor(pairs, device=inputs.scores_for_all_vocab.device).T
             for (row, token), total in zip(
-                pairs, given.scores_for_all_vocab[rows, tokens].tolist(), strict=True
+                pairs, inputs.scores_for_all_vocab[rows, tokens].tolist(), strict=True
             ):
                 if total > -np.inf:
-                    led[row // size].append(
-                        ConstrainedCandidate(row, token, total, texts.state_after(row, token), None)
+                    advancing[row // size].append(
+                        ConstrainedCandidate(row, token, total, beam_states.state_after(row, token), None)
                     )
-        return led
+        return advancing
 
-    def _unmet_constraints(self, found: ScorerCandidates, line: int, place: int) -> tuple[int, ...]:
-        row = int(found.rows[line, place])
-        if found.tokens is not None:
+    def _unmet_constraints(self, candidates: ScorerCandidates, index: int, rank: int) -> tuple[int, ...]:
+        row = int(candidates.rows[index, rank])
+        if candidates.tokens is not None:
             return (
-                self._beam_states[found.group_index]
-                .state_after(row, int(found.tokens[line, place]))
+                self._beam_states[candidates.group_index]
+                .state_after(row, int(candidates.tokens[index, rank]))
                 .unmet_indices
             )
         state = self._initial_state.copy(stateful=False)
-        state.reset(found.input_ids[row, self._prompt_length :].tolist())
+        state.reset(candidates.input_ids[row, self._prompt_length :].tolist())
         return state.unmet_indices
 
-    def _tier(self, found: ScorerCandidates, unmet: tuple[int, ...]) -> int:
+    def _tier(self, candidates: ScorerCandidates, unmet: tuple[int, ...]) -> int:
         if not unmet:
             return 0
-        return 1 if found.tokens is None else 2
+        return 1 if candidates.tokens is None else 2
 
-    def _build_output(self, kept: Sequence[BeamHypothesis], *given: Any) -> dict[str, Any]:
-        return super()._build_output(kept, *given) | {
-            "unmet_constraints": tuple(one.unmet_constraints for one in kept)
+    def _build_output(self, hypotheses: Sequence[BeamHypothesis], *arguments: Any) -> dict[str, Any]:
+        return super()._build_output(hypotheses, *arguments) | {
+            "unmet_constraints": tuple(hypothesis.unmet_constraints for hypothesis in hypotheses)
         }
 
 
 class BeamConstraintStates:
-    """What the texts of a group's rows have met of the constraints; each token is read once."""
+    """The constraint states of a group's rows, cached by their token sequences."""
 
-    def __init__(self, demands: ConstraintListState) -> None:
-        self._initial_state = demands
-        self._current_states: dict[tuple[int, ...], ConstraintListState] = {}  # after the step before
+    def __init__(self, initial_state: ConstraintListState) -> None:
+        self._initial_state = initial_state
+        self._current_states: dict[tuple[int, ...], ConstraintListState] = {}  # before this step
         self._next_states: dict[tuple[int, ...], ConstraintListState] = {}  # after this step
         self._sequences: list[tuple[int, ...]] = []
-        self.first_rows: list[int] = []  # the request's first row of the same text
+        self.first_rows: list[int] = []  # the request's first row with the same tokens
 
-    def begin_step(self, texts: Sequence[Sequence[int]], beams: int) -> None:
-        """Begin a step with these texts, of so many beams a request."""
+    def begin_step(self, sequences: Sequence[Sequence[int]], num_beams: int) -> None:
+        """Start a step with these token sequences, `num_beams` per request."""
         self._current_states, self._next_states = self._next_states, {}
-        self._sequences = [tuple(text) for text in texts]
-        where: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._sequences = [tuple(sequence) for sequence in sequences]
+        row_of: dict[tuple[int, tuple[int, ...]], int] = {}
         self.first_rows = [
-            where.setdefault((row // beams, text), row) for row, text in enumerate(self._sequences)
+            row_of.setdefault((row // num_beams, sequence), row)
+            for row, sequence in enumerate(self._sequences)
         ]
 
     def state(self, row: int) -> ConstraintListState:
-        """The constraints as a row has met them."""
-        text = self._sequences[row]
-        if text not in self._current_states:
-            self._current_states[text] = state = self._initial_state.copy(stateful=False)
-            state.reset(text)
-        return self._current_states[text]
+        """The constraint state of a row."""
+        sequence = self._sequences[row]
+        if sequence not in self._current_states:
+            self._current_states[sequence] = state = self._initial_state.copy(stateful=False)
+            state.reset(sequence)
+        return self._current_states[sequence]
 
     def state_after(self, row: int, token: int) -> ConstraintListState:
-        """The constraints as a row has met them with one more token."""
-        text = (*self._sequences[row], token)
-        if text not in self._next_states:
-            self._next_states[text] = state = self.state(row).copy()
+        """The constraint state of a row after one more token."""
+        sequence = (*self._sequences[row], token)
+        if sequence not in self._next_states:
+            self._next_states[sequence] = state = self.state(row).copy()
             state.add(token)
-        return self._next_states[text]
+        return self._next_states[sequence]

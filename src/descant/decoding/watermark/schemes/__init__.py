@@ -1,4 +1,4 @@
-"""Marking: the keyed functions of the watermarks, which whoever marks and whoever detects must ask alike."""
+"""Keyed functions of the watermark schemes, shared by marking and detection."""
 
 from descant.decoding.watermark.schemes.config import (
     BaseWatermarkingConfig,

@@ -1,4 +1,4 @@
-"""The settings of the watermarks: what marks a text, and what must be known to find the mark again."""
+"""Settings of the watermark schemes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
-from descant.config.fields import LARGEST_INT, RedactedMap, thaw
+from descant.config.field_types import LARGEST_INT
+from descant.config.fields import RedactedMap, thaw
 from descant.errors import ConfigError
 
 __all__ = [
@@ -28,63 +29,65 @@ _MAX_TABLE_SIZE: Final = 2**24
 
 @dataclass(frozen=True)
 class BaseWatermarkingConfig:
-    """What all watermarks' settings can do: be checked, be a dict, be a file."""
+    """Base class of watermark settings: validation, dicts and JSON files."""
 
     scheme: ClassVar[str]
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Self:
-        """The settings in a dict, some of them replaced."""
-        given = {**config_dict, **kwargs}
-        known = [one.name for one in fields(cls)]
-        if strange := sorted(set(given) - set(known)):
-            raise ConfigError(_FIELD, f"must have only {', '.join(known)}", strange)
+        """Create settings from a dict; keyword arguments replace its entries."""
+        values = {**config_dict, **kwargs}
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(values) - set(known)):
+            raise ConfigError(_FIELD, f"must have only {', '.join(known)}", unknown)
         try:
-            return cls(**given)
+            return cls(**values)
         except TypeError:
-            lacks = [name for name in known if name not in given]
-            raise ConfigError(_FIELD, f"lacks some of {', '.join(lacks)}", sorted(given)) from None
+            missing = [name for name in known if name not in values]
+            raise ConfigError(_FIELD, f"must have all of {', '.join(missing)}", sorted(values)) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings by name, as JSON knows them."""
-        return {one.name: thaw(getattr(self, one.name)) for one in fields(self)}
+        """Return all settings as JSON types."""
+        return {field.name: thaw(getattr(self, field.name)) for field in fields(self)}
 
     def to_json_string(self) -> str:
-        """The settings as JSON."""
+        """Return the settings as JSON."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def to_json_file(self, json_file_path: str | os.PathLike[str]) -> None:
-        """Write them to a file, keys and all: it is as secret as they are."""
+        """Write the settings, including the secret key, to a file."""
         Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
 
     def validate(self) -> None:
-        """Nothing: settings that cannot be are refused when they are made."""
+        """Do nothing: settings are validated on construction."""
 
     @property
     def is_public(self) -> bool:
-        """Whether the key stands in a documentation, so that anybody can mark, find and remove it."""
+        """Whether the key is published in documentation, so that anyone can detect or remove the mark."""
         return self._secret in PUBLIC_KEYS
 
     @property
     def _secret(self) -> tuple[Any, ...]:
-        """What must be secret."""
+        """The secret part of the settings."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return iter(self.to_dict().items())
 
     def __repr__(self) -> str:
-        # Settings are logged with the config that holds them, and the key must not be.
-        told = {name: value for name, value in self.to_dict().items() if name not in RedactedMap.SECRET_KEYS}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+        # Settings are logged with their config; the key must not be.
+        public = {
+            name: value for name, value in self.to_dict().items() if name not in RedactedMap.SECRET_KEYS
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in public.items())})"
 
 
 @dataclass(frozen=True, repr=False)
 class WatermarkingConfig(BaseWatermarkingConfig):
-    """The green list: a keyed share of tokens is favoured (Kirchenbauer et al. 2023, arXiv 2306.04634).
+    """The green list: a keyed share of the tokens gets a bias (Kirchenbauer et al. 2023, arXiv 2306.04634).
 
-    `lefthash` makes the list of the last token, `selfhash` of the last `context_width` ones with the token
-    itself among them.
+    `lefthash` seeds the list with the last token, `selfhash` with the last `context_width` tokens, including
+    the candidate itself.
     """
 
     scheme: ClassVar[str] = "green list"
@@ -98,7 +101,7 @@ class WatermarkingConfig(BaseWatermarkingConfig):
     def __post_init__(self) -> None:
         _check_number(self, "greenlist_ratio", 0.0, 1.0)
         if not 0.0 < self.greenlist_ratio < 1.0:
-            must = "must have a `greenlist_ratio` between 0 and 1, neither of them"
+            must = "must have a `greenlist_ratio` > 0 and < 1"
             raise ConfigError(_FIELD, must, self.greenlist_ratio)
         _check_number(self, "bias", -1e4, 1e4)
         _check_integer(self, "hashing_key", 1)
@@ -114,7 +117,7 @@ class WatermarkingConfig(BaseWatermarkingConfig):
 
 @dataclass(frozen=True, repr=False)
 class SynthIDTextWatermarkingConfig(BaseWatermarkingConfig):
-    """Tournament sampling, one keyed round a key (SynthID-Text, Dathathri et al. 2024, Nature 634)."""
+    """Tournament sampling with one round per key (SynthID-Text, Dathathri et al. 2024, Nature 634)."""
 
     scheme: ClassVar[str] = "synthid"
 
@@ -130,8 +133,8 @@ class SynthIDTextWatermarkingConfig(BaseWatermarkingConfig):
         _check_integer(self, "ngram_len", 2, 2**16)
         keys: Any = self.keys
         keys = keys.tolist() if hasattr(keys, "tolist") else keys
-        sound = isinstance(keys, list | tuple) and len(keys) > 0 and all(type(one) is int for one in keys)
-        if not sound or not all(abs(one) <= LARGEST_INT for one in keys):
+        is_valid = isinstance(keys, list | tuple) and len(keys) > 0 and all(type(key) is int for key in keys)
+        if not is_valid or not all(abs(key) <= LARGEST_INT for key in keys):
             raise ConfigError(_FIELD, "must have a non-empty list of integers as `keys`", type(keys))
         object.__setattr__(self, "keys", tuple(keys))
         _check_integer(self, "context_history_size", 1, 2**31)
@@ -148,10 +151,10 @@ class SynthIDTextWatermarkingConfig(BaseWatermarkingConfig):
 
 @dataclass(frozen=True, repr=False)
 class GumbelWatermarkingConfig(BaseWatermarkingConfig):
-    """The race run by a keyed chance, which leaves every token's law as it is (Aaronson 2022).
+    """Gumbel-max sampling with keyed noise, which preserves the token distribution (Aaronson 2022).
 
-    The chance hangs on the key, the sequence's nonce and its last `context_width` new tokens. A `nonce` not
-    given is drawn for each sequence, one of `nonces`, all of which a detector then tries.
+    The noise depends on the key, the sequence's nonce and its last `context_width` generated tokens. Without
+    a `nonce`, one of `nonces` is drawn per sequence, and a detector tries all of them.
     """
 
     scheme: ClassVar[str] = "gumbel"
@@ -173,7 +176,7 @@ class GumbelWatermarkingConfig(BaseWatermarkingConfig):
         return (self.key,)
 
 
-# The keys that documentations show: transformers' default and its example, and those of SynthID's own code.
+# Published keys: transformers' default and its example, and those of SynthID's own code.
 _DOCUMENTED_KEYS: Final = (
     654, 400, 836, 123, 340, 443, 597, 160, 57, 29, 590, 639, 13, 715, 468,
     990, 966, 226, 324, 585, 118, 504, 421, 521, 129, 669, 732, 225, 90, 960,
@@ -183,15 +186,15 @@ PUBLIC_KEYS: Final = frozenset(
 )
 
 
-def as_watermarking_config(given: BaseWatermarkingConfig | Mapping[str, Any]) -> BaseWatermarkingConfig:
-    """The settings that were given as an object or a dict, whose names tell of which watermark they are."""
-    if isinstance(given, BaseWatermarkingConfig):
-        return given
-    if {"keys", "ngram_len"} & set(given):
-        return SynthIDTextWatermarkingConfig.from_dict(given)
-    if "key" in given:
-        return GumbelWatermarkingConfig.from_dict(given)
-    return WatermarkingConfig.from_dict(given)
+def as_watermarking_config(settings: BaseWatermarkingConfig | Mapping[str, Any]) -> BaseWatermarkingConfig:
+    """Return settings given as an object or a dict; the dict's keys select the scheme."""
+    if isinstance(settings, BaseWatermarkingConfig):
+        return settings
+    if {"keys", "ngram_len"} & set(settings):
+        return SynthIDTextWatermarkingConfig.from_dict(settings)
+    if "key" in settings:
+        return GumbelWatermarkingConfig.from_dict(settings)
+    return WatermarkingConfig.from_dict(settings)
 
 
 def _check_number(settings: BaseWatermarkingConfig, name: str, low: float, high: float) -> None:

@@ -1,7 +1,7 @@
-"""Keys: a watermark's settings kept out of the program, in a file or the environment, and made anew.
+"""Watermark keys: reading, creating and writing them, in files or environment variables.
 
-Whoever has a key can find the mark, forge it and wash it out. So no error here shows one, and a key goes by
-its name, or by its fingerprint where it has none.
+A key allows anyone to detect, forge and remove the watermark. So errors never show a key; a key is referred
+to by its name, or by its fingerprint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from descant.config.fields import LARGEST_INT, RedactedMap
+from descant.config.field_types import LARGEST_INT
+from descant.config.fields import RedactedMap
 from descant.decoding.watermark.schemes.config import (
     BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
@@ -37,67 +38,67 @@ __all__ = [
     "write_settings",
 ]
 
-KEY_VARIABLE: Final = "DESCANT_WATERMARK_KEY"  # holds the JSON itself
-KEY_FILE_VARIABLE: Final = "DESCANT_WATERMARK_KEY_FILE"  # holds the path of a file with it
+KEY_VARIABLE: Final = "DESCANT_WATERMARK_KEY"  # contains JSON
+KEY_FILE_VARIABLE: Final = "DESCANT_WATERMARK_KEY_FILE"  # contains the path of a JSON file
 SCHEMES: Final = ("green", "selfhash", "synthid", "gumbel")
 
 _NAME: Final = "name"
-_MAX_FILE_BYTES: Final = 2**20  # bytes of a file of keys
+_MAX_FILE_BYTES: Final = 2**20
 _OWNER_ONLY: Final = 0o600
-_SYNTHID_DEPTH, _SYNTHID_NGRAM_LEN = 30, 5  # of the SynthID paper
-_SAMPLING_TABLE_SIZE: Final = 2**16  # keys that agree in these bits make the same round of a tournament
-_MAX_EXACT_INT: Final = 2**53  # above it programs that read JSON numbers as floats would change a key
+_SYNTHID_DEPTH, _SYNTHID_NGRAM_LEN = 30, 5  # as in the SynthID paper
+_SAMPLING_TABLE_SIZE: Final = 2**16  # keys that are equal modulo this give the same round
+_MAX_EXACT_INT: Final = 2**53  # larger integers change in JSON readers that use floats
 
 
 class PublicKeyWarning(UserWarning):
-    """The key stands in a documentation, so that a mark with it proves nothing."""
+    """The key is published in documentation, so that the watermark proves nothing."""
 
 
 def read_settings(
     path: str | os.PathLike[str] | None = None, environment: Mapping[str, str] = os.environ
 ) -> dict[str, BaseWatermarkingConfig]:
-    """Watermarks by name, from a JSON file, or from the environment where no file is given.
+    """Read watermark settings by name, from a JSON file or, without a path, from the environment.
 
-    The JSON is one object of settings, which may have a "name", or a list of such objects, or an object of
-    them by name. In the environment it is the value of `DESCANT_WATERMARK_KEY`, or the file that
-    `DESCANT_WATERMARK_KEY_FILE` names.
+    The JSON is one object of settings with an optional "name", a list of such objects, or an object that maps
+    names to settings. The environment variable `DESCANT_WATERMARK_KEY` contains the JSON,
+    `DESCANT_WATERMARK_KEY_FILE` the path of a file.
     """
     if path is not None:
         return _read_file(os.fspath(path), "key")
-    given = [name for name in (KEY_VARIABLE, KEY_FILE_VARIABLE) if environment.get(name)]
-    if len(given) != 1:
+    variables = [name for name in (KEY_VARIABLE, KEY_FILE_VARIABLE) if environment.get(name)]
+    if len(variables) != 1:
         do = f"set {KEY_VARIABLE} to its JSON or {KEY_FILE_VARIABLE} to a file's path"
-        got = " and ".join(given) or "neither a file nor a variable"
-        raise InputError("key", "must come from one place", got, do)
-    if given == [KEY_FILE_VARIABLE]:
+        got = " and ".join(variables) or "neither a file nor a variable"
+        raise InputError("key", "must come from exactly one source", got, do)
+    if variables == [KEY_FILE_VARIABLE]:
         return _read_file(environment[KEY_FILE_VARIABLE], KEY_FILE_VARIABLE)
-    told = f"other text: a path goes into {KEY_FILE_VARIABLE}"
-    return _parse_keys(_parse_json(environment[KEY_VARIABLE], KEY_VARIABLE, told), KEY_VARIABLE)
+    shown_value = f"other text; use {KEY_FILE_VARIABLE} for a path"
+    return _parse_keys(_parse_json(environment[KEY_VARIABLE], KEY_VARIABLE, shown_value), KEY_VARIABLE)
 
 
 def new_settings(scheme: str, **given: Any) -> BaseWatermarkingConfig:
-    """Settings with a new key from the system's source of chance; what is given replaces a default."""
-    made: BaseWatermarkingConfig
+    """Create settings with a new key from the system's random source; `given` replaces defaults."""
+    settings: BaseWatermarkingConfig
     if scheme in ("green", "selfhash"):
-        # Even keys would lose the token's upper bits, for only 32 bits of the product seed the list.
+        # Even keys would lose the token's upper bits, since only 32 bits of the product seed the list.
         key = 2 * secrets.randbelow(_MAX_EXACT_INT // 2) + 1
-        width = {"green": ("lefthash", 1), "selfhash": ("selfhash", 4)}[scheme]
-        made = WatermarkingConfig(hashing_key=key, seeding_scheme=width[0], context_width=width[1])
+        seeding = {"green": ("lefthash", 1), "selfhash": ("selfhash", 4)}[scheme]
+        settings = WatermarkingConfig(hashing_key=key, seeding_scheme=seeding[0], context_width=seeding[1])
     elif scheme == "synthid":
-        made = SynthIDTextWatermarkingConfig(
+        settings = SynthIDTextWatermarkingConfig(
             ngram_len=_SYNTHID_NGRAM_LEN, keys=tuple(_distinct_keys(_SYNTHID_DEPTH))
         )
     elif scheme == "gumbel":
-        made = GumbelWatermarkingConfig(key=secrets.randbelow(LARGEST_INT) + 1)
+        settings = GumbelWatermarkingConfig(key=secrets.randbelow(LARGEST_INT) + 1)
     else:
         raise InputError("scheme", f"must be one of {', '.join(SCHEMES)}", scheme)
-    if kept := sorted(given.keys() & set(RedactedMap.SECRET_KEYS)):
-        raise InputError("new_settings", "makes the key itself", kept, "leave it out")
+    if secrets_given := sorted(given.keys() & set(RedactedMap.SECRET_KEYS)):
+        raise InputError("new_settings", "must not be given a key", secrets_given, "omit it")
     try:
-        return replace(made, **given)
+        return replace(settings, **given)
     except TypeError:
-        known = ", ".join(name for name in made.to_dict() if name not in RedactedMap.SECRET_KEYS)
-        raise InputError("new_settings", f"takes only {known} for {scheme}", sorted(given)) from None
+        known = ", ".join(name for name in settings.to_dict() if name not in RedactedMap.SECRET_KEYS)
+        raise InputError("new_settings", f"accepts only {known} for {scheme}", sorted(given)) from None
 
 
 def write_settings(
@@ -105,22 +106,22 @@ def write_settings(
 ) -> None:
     """Write settings to a new file that only its owner can read.
 
-    A file that exists is left alone: a key that is overwritten is lost, and with it all marks made by it.
+    An existing file is never overwritten: a lost key makes all its watermarks undetectable.
     """
     text = json.dumps({**({} if name is None else {_NAME: name}), **settings.to_dict()}, indent=2) + "\n"
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY)
     except OSError as error:
-        must = f"must be a file that can be made ({error.strerror})"
-        raise InputError("key", must, os.fspath(path), "name another") from None
+        must = f"must be a file that can be created ({error.strerror})"
+        raise InputError("key", must, os.fspath(path), "choose another path") from None
     with open(file, "w", encoding="utf-8") as target:
         target.write(text)
 
 
 def fingerprint(settings: BaseWatermarkingConfig) -> str:
-    """A name for a key that does not tell it: 8 hex digits.
+    """A public name of a key: 8 hex digits.
 
-    It is one for 2^32 keys, so a key that is drawn of more than that cannot be found from it.
+    2^32 fingerprints cannot identify a key drawn from a much larger range.
     """
     key = [settings.to_dict()[name] for name in RedactedMap.SECRET_KEYS if name in settings.to_dict()]
     text = json.dumps([settings.scheme, *key])
@@ -128,43 +129,43 @@ def fingerprint(settings: BaseWatermarkingConfig) -> str:
 
 
 def warn_if_public(settings: BaseWatermarkingConfig, stacklevel: int = 3) -> None:
-    """Warn of a key that stands in a documentation."""
+    """Warn if the key is published in documentation."""
     if settings.is_public:
         warnings.warn(
-            f"the key of this watermark ({settings.scheme}) is public: it stands in a documentation, and "
-            "anybody can find, forge and remove the mark; make one with `descant watermark key`",
+            f"the key of this watermark ({settings.scheme}) is public: it is in documentation, and "
+            "anyone can detect, forge and remove the watermark; create one with `descant watermark key`",
             PublicKeyWarning,
             stacklevel=stacklevel,
         )
 
 
 def _distinct_keys(count: int) -> Iterator[int]:
-    """Random keys that differ where it matters: two alike would run the same round twice."""
-    seen: set[int] = set()
-    while len(seen) < count:
+    """Random keys that differ modulo the table size; equal ones would repeat a round."""
+    residues: set[int] = set()
+    while len(residues) < count:
         key = secrets.randbelow(_MAX_EXACT_INT)
-        if key % _SAMPLING_TABLE_SIZE not in seen:
-            seen.add(key % _SAMPLING_TABLE_SIZE)
+        if key % _SAMPLING_TABLE_SIZE not in residues:
+            residues.add(key % _SAMPLING_TABLE_SIZE)
             yield key
 
 
 def _read_file(path: str, field: str) -> dict[str, BaseWatermarkingConfig]:
-    # Where somebody gave the key itself for its path, the error must not show it.
-    told = "something that is no path" if _looks_like_json(path) else path
+    # If the key itself was passed as a path, the error must not show it.
+    shown_path = "a value that is not a path" if _looks_like_json(path) else path
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
         text = data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise InputError(field, f"must be a file that can be read ({why})", told) from None
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise InputError(field, f"must be a file that can be read ({reason})", shown_path) from None
     if len(data) > _MAX_FILE_BYTES:
-        raise InputError(field, f"must be a file of at most {_MAX_FILE_BYTES} bytes", told)
-    return _parse_keys(_parse_json(text, field, told), field)
+        raise InputError(field, f"must be a file of at most {_MAX_FILE_BYTES} bytes", shown_path)
+    return _parse_keys(_parse_json(text, field, shown_path), field)
 
 
 def _looks_like_json(text: str) -> bool:
-    """Whether a text is JSON or begins like it."""
+    """Whether a text is JSON or starts like it."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -172,61 +173,61 @@ def _looks_like_json(text: str) -> bool:
     return True
 
 
-def _parse_json(text: str, field: str, told: str) -> Any:
+def _parse_json(text: str, field: str, shown_value: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        why = getattr(error, "msg", "it is nested too deep")
-        raise InputError(field, f"must hold JSON ({why})", told) from None
+        reason = getattr(error, "msg", "nested too deeply")
+        raise InputError(field, f"must contain JSON ({reason})", shown_value) from None
 
 
 def _parse_keys(data: Any, field: str) -> dict[str, BaseWatermarkingConfig]:
-    """The settings in JSON data, by name."""
-    one = "an object of settings, a list of them, or an object of them by name"
-    if isinstance(data, dict) and data and all(isinstance(part, dict) for part in data.values()):
-        entries = [({_NAME: name, **part}, f"the key {name!r}") for name, part in data.items()]
+    """Parse settings by name from JSON data."""
+    expected = "an object of settings, a list of them, or an object of them by name"
+    if isinstance(data, dict) and data and all(isinstance(entry, dict) for entry in data.values()):
+        entries = [({_NAME: name, **entry}, f"the key {name!r}") for name, entry in data.items()]
     elif isinstance(data, dict):
         entries = [(data, "the key")]
-    elif isinstance(data, list) and data and all(isinstance(part, dict) for part in data):
-        entries = [(part, f"key {place} of {len(data)}") for place, part in enumerate(data, 1)]
+    elif isinstance(data, list) and data and all(isinstance(entry, dict) for entry in data):
+        entries = [(entry, f"key {number} of {len(data)}") for number, entry in enumerate(data, 1)]
     else:
-        raise InputError(field, f"must hold {one}", f"a {type(data).__name__}, or an empty one")
-    found: dict[str, BaseWatermarkingConfig] = {}
-    for part, where in entries:
+        raise InputError(field, f"must contain {expected}", f"{type(data).__name__}, or an empty container")
+    keys: dict[str, BaseWatermarkingConfig] = {}
+    for entry, label in entries:
         settings = _parse_settings(
-            {name: value for name, value in part.items() if name != _NAME}, field, where
+            {name: value for name, value in entry.items() if name != _NAME}, field, label
         )
-        name = part.get(_NAME, fingerprint(settings))
+        name = entry.get(_NAME, fingerprint(settings))
         if not isinstance(name, str) or not name:
-            raise InputError(field, f'must have text as "{_NAME}" of {where}', type(name).__name__)
-        if name in found:
-            raise InputError(field, "must give each key a name of its own", name, f'change its "{_NAME}"')
-        found[name] = settings
-    return found
+            raise InputError(field, f'must have text as "{_NAME}" of {label}', type(name).__name__)
+        if name in keys:
+            raise InputError(field, "must have unique key names", name, f'change its "{_NAME}"')
+        keys[name] = settings
+    return keys
 
 
 def _parse_settings(data: dict[str, Any], field: str, where: str) -> BaseWatermarkingConfig:
-    """Settings of a dict; an error says what is wrong, but not what the key is."""
-    held = [name for name in RedactedMap.SECRET_KEYS if name in data]
-    if len(held) != 1:
+    """Parse settings from a dict; errors do not show the key."""
+    secret_names = [name for name in RedactedMap.SECRET_KEYS if name in data]
+    if len(secret_names) != 1:
         must = f"must have one of {', '.join(f'`{name}`' for name in RedactedMap.SECRET_KEYS)} in {where}"
-        raise InputError(field, must, sorted(data), "make one with `descant watermark key`")
+        raise InputError(field, must, sorted(data), "create one with `descant watermark key`")
     try:
         return as_watermarking_config(data)
     except ConfigError:
-        [secret] = held
-    # Whatever is wrong besides the key is wrong with another one, too, and can be said with that.
-    harmless = [1] if secret == "keys" else 1
+        [secret] = secret_names
+    # Errors in other settings also occur with a placeholder key, and can be shown with that.
+    placeholder = [1] if secret == "keys" else 1
     try:
-        as_watermarking_config({**data, secret: harmless})
+        as_watermarking_config({**data, secret: placeholder})
     except ConfigError as error:
         raise InputError(
-            field, f"must hold settings of a watermark in {where} ({error})", sorted(data)
+            field, f"must contain valid watermark settings in {where} ({error})", sorted(data)
         ) from None
     must = "a non-empty list of integers" if secret == "keys" else "a positive integer"
     raise InputError(field, f"must have {must} below 2^63 as `{secret}` of {where}", _redact(data[secret]))
 
 
 def _redact(value: Any) -> str:
-    """A secret value as an error may show it."""
-    return f"{type(value).__name__} that is none"
+    """Description of a secret value for error messages."""
+    return f"an invalid {type(value).__name__}"
