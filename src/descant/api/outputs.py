@@ -1,4 +1,4 @@
-"""What generate() returns, and the scores of its transitions."""
+"""The output classes of generate(), and transition scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class GenerateOutput(OrderedDict[str, Any]):
-    """A record read by attribute, by key or by place; what was not asked for is None as an attribute only."""
+    """An output read by attribute, key or index. A value that was not requested is None as an attribute."""
 
     NAMES: tuple[str, ...] = ()
 
@@ -43,18 +43,18 @@ class GenerateOutput(OrderedDict[str, Any]):
         return f"{type(self).__name__}({', '.join(self)})"
 
     def _repr_html_(self) -> str | None:
-        """The pictures of its trace, for a notebook; None without one."""
+        """The pictures of its trace in a notebook; None without a trace."""
         trace = self.get("trace")
-        shown: str | None = None if trace is None else trace._repr_html_()
-        return shown
+        html: str | None = None if trace is None else trace._repr_html_()
+        return html
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """The values that are there, in order."""
+        """The values that are not None, in order."""
         return tuple(self.values())
 
 
 class GenerateDecoderOnlyOutput(GenerateOutput):
-    """Of a decoder-only model, without beams."""
+    """Output of a decoder-only model without beams."""
 
     NAMES = (
         "sequences",
@@ -70,7 +70,7 @@ class GenerateDecoderOnlyOutput(GenerateOutput):
 
 
 class GenerateEncoderDecoderOutput(GenerateOutput):
-    """Of an encoder-decoder model, without beams."""
+    """Output of an encoder-decoder model without beams."""
 
     NAMES = (
         "sequences",
@@ -89,7 +89,7 @@ class GenerateEncoderDecoderOutput(GenerateOutput):
 
 
 class GenerateBeamDecoderOnlyOutput(GenerateOutput):
-    """Of a decoder-only model, with beams."""
+    """Output of a decoder-only model with beams."""
 
     NAMES = (
         "sequences",
@@ -107,7 +107,7 @@ class GenerateBeamDecoderOnlyOutput(GenerateOutput):
 
 
 class GenerateBeamEncoderDecoderOutput(GenerateOutput):
-    """Of an encoder-decoder model, with beams."""
+    """Output of an encoder-decoder model with beams."""
 
     NAMES = (
         "sequences",
@@ -130,10 +130,10 @@ class GenerateBeamEncoderDecoderOutput(GenerateOutput):
 def transition_scores(
     sequences: Tensor, scores: tuple[Tensor, ...], beam_indices: Tensor | None = None, normalize: bool = False
 ) -> Tensor:
-    """The score of each new token of each sequence [N, T]: of its own row, or of the beam it was chosen from.
+    """The score of each new token of each sequence [N, T], in its own row or in the beam it came from.
 
-    `scores` are those of an output, one [rows, V] a step; the new tokens are the last of `sequences`.
-    Beyond a beam's end the score is 0.
+    `scores` are those of an output, [rows, V] for each step; the new tokens are the last of `sequences`.
+    The score is 0 beyond the end of a beam.
     """
     stacked = torch.stack(scores)  # [T, rows, V]
     if normalize:
@@ -143,6 +143,7 @@ def transition_scores(
         beam_indices = torch.arange(count, device=sequences.device)[:, None].expand(count, len(stacked))
     steps = beam_indices.shape[1]
     tokens = sequences[:, sequences.shape[1] - steps :]
-    there = beam_indices >= 0
-    found = stacked[torch.arange(steps, device=tokens.device), beam_indices.clamp(min=0).long(), tokens]
-    return torch.where(there, found, 0.0)
+    token_scores = stacked[
+        torch.arange(steps, device=tokens.device), beam_indices.clamp(min=0).long(), tokens
+    ]
+    return torch.where(beam_indices >= 0, token_scores, 0.0)

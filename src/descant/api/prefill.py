@@ -1,4 +1,4 @@
-"""Prompts that are read once and continued often: prefill(), and caches on disk."""
+"""prefill(): the KV cache of prompts for reuse in several calls, and cache files."""
 
 from __future__ import annotations
 
@@ -30,34 +30,38 @@ from descant.models.hf_caches.base import Cache
 __all__ = ["PromptCache", "load_cache", "prefill"]
 
 _FORMAT: Final = "descant cache 1"
-_LARGEST_BLOCK: Final = 4096  # slots of a block that is larger than what it holds
+_LARGEST_BLOCK: Final = 4096  # slots; limit for a block longer than the cached tokens
 
-# The kinds that can be made by name, with the settings of one that tell how to make it again.
+# Store classes by name, with the settings needed to build an equal store.
 _SAVABLE_STORES: Final[Mapping[str, tuple[type[Any], Callable[[Any], dict[str, int]]]]] = {
     "dynamic": (DenseStore, lambda store: {}),  # noqa: ARG005
-    "paged": (PagedStore, lambda store: {"block": store.pool.block_size}),
+    "paged": (PagedStore, lambda store: {"block_size": store.pool.block_size}),
 }
 
 
 class PromptCache(Cache):
-    """What a model has read of one prompt or several, with the tokens; it never changes.
+    """A read-only KV cache of one or more prompts, with their tokens.
 
-    Give it to `generate(..., past_key_values=cache)` as often as you like: its one row is what all prompts
-    begin with, or its rows are what they begin with, each its own. `copy()` gives one that can be changed.
+    Pass it to `generate(..., past_key_values=cache)` any number of times. Its single row is a prefix of all
+    prompts, or it has one row per prompt with a prefix of that prompt. `copy()` returns a writable cache.
     """
 
-    def __init__(self, store: KVCache, tokens: Sequence[Tensor], made_by: Mapping[str, str]) -> None:
+    def __init__(
+        self, store: KVCache, tokens: Sequence[Tensor], model_fingerprint: Mapping[str, str]
+    ) -> None:
         super().__init__(store)
         self.tokens: list[Tensor] | None = list(tokens)
-        self.model_fingerprint = dict(made_by)  # the model's fingerprint
+        self.model_fingerprint = dict(model_fingerprint)
         self.read_only = True
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a safetensors file, from which `descant.load_cache` reads it."""
-        store = self.store
-        kind = next((name for name, (made, _) in _SAVABLE_STORES.items() if type(store) is made), None)
+        """Write the cache to a safetensors file for `descant.load_cache`."""
+        store = self.commit_store()
+        kind = next(
+            (name for name, (store_type, _) in _SAVABLE_STORES.items() if type(store) is store_type), None
+        )
         if kind is None or not is_lossless(store) or self.tokens is None:
-            must = f"must be one of {', '.join(_SAVABLE_STORES)} to be saved, with its tokens"
+            must = f"must be one of {', '.join(_SAVABLE_STORES)}, with its tokens, to be saved"
             raise InputError("cache", must, type(store).__name__)
         rows, size = torch.arange(len(store)), int(store.lengths.max())
         tensors = {
@@ -67,20 +71,20 @@ class PromptCache(Cache):
         for layer, (key, value) in read_layers(store, rows).items():
             tensors[f"keys.{layer}"] = key[:, :, :size].cpu().contiguous().clone()
             tensors[f"values.{layer}"] = value[:, :, :size].cpu().contiguous().clone()
-        told = {
+        metadata = {
             "format": _FORMAT,
             "kind": kind,
             "settings": json.dumps(_SAVABLE_STORES[kind][1](store)),
             "model": json.dumps(self.model_fingerprint),
         }
-        told["digest"] = _digest(tensors, told)
-        # A reader never meets half a file.
-        part = f"{os.fspath(path)}.{os.getpid()}.part"
+        metadata["digest"] = _digest(tensors, metadata)
+        # Write to a temporary file and rename it, so that a reader never sees a partial file.
+        temporary = f"{os.fspath(path)}.{os.getpid()}.part"
         try:
-            save_file(tensors, part, metadata=told)
-            os.replace(part, path)
+            save_file(tensors, temporary, metadata=metadata)
+            os.replace(temporary, path)
         finally:
-            Path(part).unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)
 
 
 def prefill(
@@ -92,25 +96,25 @@ def prefill(
     chunk: int | None = None,
     tokenizer: Any = None,
 ) -> PromptCache:
-    """Read prompts, and keep what was read: `cache = prefill(model, ids)`, to be continued many times.
+    """Run prompts through the model and return their cache: `cache = prefill(model, ids)`.
 
-    `prompt` holds ids [L] or [B, L], with an `attention_mask` where they are padded, or with a `tokenizer` a
-    text or several. `cache` is a name, "paged" or "dynamic", or a cache of whose kind to be. With `chunk` a
-    long prompt is read so many tokens at a time, which takes less memory and a little longer.
+    `prompt` is ids [L] or [B, L], with an `attention_mask` if they are padded, or a text or a list of texts,
+    with a `tokenizer`. `cache` is "paged", "dynamic", or a cache whose type is used. `chunk` is the number of
+    tokens of each forward: a small number takes less memory and a little longer.
     """
     size: Any = chunk
     if size is not None and (not isinstance(size, int) or size < 1):
         raise InputError("chunk", "must be an integer >= 1, or None", chunk)
     target = as_model(model)
-    facts = target.traits
+    traits = target.traits
     if (
-        facts.is_encoder_decoder
-        or facts.cache_type != "kv"
-        or facts.has_own_position_ids
-        or hasattr(target, "new_cache")
+        traits.is_encoder_decoder
+        or traits.cache_type != "kv"
+        or traits.has_own_position_ids
+        or traits.needs_own_cache
     ):
-        kind = type(getattr(target, "model", model)).__name__
-        raise UnsupportedModel(f"{kind} has more to read than tokens, or keeps more than keys and values")
+        name = type(getattr(target, "model", model)).__name__
+        raise UnsupportedModel(f"`prefill` needs a decoder-only model with a KV cache, got {name}")
     store = _empty_store(cache)
     prompts = _prepare_prompts(model, target, prompt, attention_mask, tokenizer)
     store.extend(len(prompts))
@@ -125,69 +129,68 @@ def prefill(
         slot=zeros.clone(),
     )
     with torch.no_grad():
-        while len(left := rows.pending.nonzero().squeeze(1)):
-            size = rows.pending[left]
-            rows = prefill_chunk(target, store, rows, left, size if chunk is None else size.clamp(max=chunk))
-    tokens = [prompts.prompt(line).cpu() for line in range(len(prompts))]
+        while len(unread := rows.pending.nonzero().squeeze(1)):
+            size = rows.pending[unread]
+            sizes = size if chunk is None else size.clamp(max=chunk)
+            rows = prefill_chunk(target, store, rows, unread, sizes)
+    tokens = [prompts.prompt(index).cpu() for index in range(len(prompts))]
     return PromptCache(store, tokens, fingerprint(model))
 
 
 def load_cache(path: str | os.PathLike[str], model: Any = None) -> PromptCache:
-    """A cache that `save` wrote; with a `model`, an error where another one made it.
+    """A cache written by `PromptCache.save`, on the device of `model`, or without a model on the CPU.
 
-    It lies where the model is, or without one on the CPU.
+    Raises if another model made the cache.
     """
-    tensors, told = _read_file(path)
-    made_by, settings = (_parse_json_object(path, told.get(name, "")) for name in ("model", "settings"))
+    tensors, metadata = _read_file(path)
+    made_by, settings = (_parse_json_object(path, metadata.get(name, "")) for name in ("model", "settings"))
     if model is not None:
         own = fingerprint(model)
-        odd = next((name for name in {**own, **made_by} if own.get(name) != made_by.get(name)), None)
-        if odd is not None:
-            what = odd if odd in own else format_value(odd)
-            must = f"must be the one that made the cache, whose {what} is {format_value(made_by.get(odd))}"
-            raise InputError("model", must, own.get(odd))
-    kind = told.get("kind", "")
+        key = next((name for name in {**own, **made_by} if own.get(name) != made_by.get(name)), None)
+        if key is not None:
+            name = key if key in own else format_value(key)
+            must = f"must be the one that made the cache, whose {name} is {format_value(made_by.get(key))}"
+            raise InputError("model", must, own.get(key))
+    kind = metadata.get("kind", "")
     if kind not in _SAVABLE_STORES:
-        raise InputError(
-            "path", f"must hold a cache of a kind known here ({', '.join(_SAVABLE_STORES)})", kind
-        )
-    made, lengths = _SAVABLE_STORES[kind][0], tensors.pop("lengths", torch.zeros(0))
+        raise InputError("path", f"must hold a cache of type {' or '.join(_SAVABLE_STORES)}", kind)
+    store_type, lengths = _SAVABLE_STORES[kind][0], tensors.pop("lengths", torch.zeros(0))
     tokens = _row_tokens(path, tensors.pop("tokens", torch.zeros(0)), lengths)
     pairs = _layer_pairs(path, tensors, lengths)
     size = int(lengths.max())
-    # What a block is made of is laid out whole, so that no number is taken on trust.
-    sound = (type(value) is int and 1 <= value <= max(size, _LARGEST_BLOCK) for value in settings.values())
-    if settings.keys() != _SAVABLE_STORES[kind][1](made()).keys() or not all(sound):
+    # A block is allocated whole, so its size from the file is validated before.
+    is_valid = (type(value) is int and 1 <= value <= max(size, _LARGEST_BLOCK) for value in settings.values())
+    if settings.keys() != _SAVABLE_STORES[kind][1](store_type()).keys() or not all(is_valid):
         raise _malformed_error(path, f"settings {format_value(settings)}")
-    store: KVCache = made(**settings)
+    store: KVCache = store_type(**settings)
     store.extend(len(lengths))
     span = KVSpan(None, 0, size, size)
     device = None if model is None else as_model(model).device
-    for layer, (key, value) in pairs.items():
-        store.update(layer, key.to(device), value.to(device), span)
+    for layer, (keys, values) in pairs.items():
+        store.update(layer, keys.to(device), values.to(device), span)
     store.commit(None, lengths)
     return PromptCache(store, tokens, made_by)
 
 
-# ------------------------------------------------------------------------ what was given
+# ------------------------------------------------------------------------ arguments
 def _empty_store(cache: Any) -> KVCache:
-    """An empty store of the kind that is asked for."""
+    """An empty store of the requested type."""
     if isinstance(cache, str):
         if cache not in _SAVABLE_STORES:
             raise InputError("cache", f"must be one of {', '.join(_SAVABLE_STORES)}, or a cache", cache)
-        made: KVCache = _SAVABLE_STORES[cache][0]()
-        return made
-    store = getattr(cache, "store", None)
+        new_store: KVCache = _SAVABLE_STORES[cache][0]()
+        return new_store
+    store = cache.commit_store() if hasattr(cache, "commit_store") else None
     if store is None:
         raise InputError("cache", f"must be one of {', '.join(_SAVABLE_STORES)}, or a cache", cache)
-    like: KVCache = store.select(torch.zeros(0, dtype=torch.long))
-    return like
+    empty_store: KVCache = store.select(torch.zeros(0, dtype=torch.long))
+    return empty_store
 
 
 def _prepare_prompts(
     model: Any, target: Any, prompt: Any, mask: Tensor | None, tokenizer: Any
 ) -> RaggedPrompts:
-    """The prompts to be read."""
+    """The prompts to prefill."""
     texts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(texts, list | tuple) and texts and isinstance(texts[0], str):
         given: dict[str, Any] = encode_texts("prompt", texts, tokenizer)
@@ -203,25 +206,25 @@ def _prepare_prompts(
 
 
 # ------------------------------------------------------------------------ files
-def _digest(tensors: Mapping[str, Tensor], told: Mapping[str, str]) -> str:
-    """A hash of all tensors, by name, and of what is told of them."""
-    words = json.dumps({name: text for name, text in told.items() if name != "digest"}, sort_keys=True)
-    whole = hashlib.sha256(words.encode())
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """A hash of all tensors and of the metadata."""
+    header = json.dumps({name: text for name, text in metadata.items() if name != "digest"}, sort_keys=True)
+    digest = hashlib.sha256(header.encode())
     for name in sorted(tensors):
-        one = tensors[name].contiguous()
-        whole.update(f"{name} {one.dtype} {tuple(one.shape)}".encode())
-        numbers: Any = one.view(-1).view(torch.uint8).numpy() if one.numel() else b""
-        whole.update(numbers)
-    return whole.hexdigest()
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        data: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def _read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file and what it says of them, whole."""
+    """The tensors and the metadata of a file, verified against its digest."""
     try:
         with safe_open(os.fspath(path), "pt") as file:
-            told: dict[str, str] = file.metadata() or {}
-            if told.get("format") != _FORMAT:
-                raise _malformed_error(path, f"format {told.get('format')!r}")
+            metadata: dict[str, str] = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise _malformed_error(path, f"format {metadata.get('format')!r}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except FileNotFoundError as error:
         raise InputError("path", "must be a file that exists", os.fspath(path)) from error
@@ -229,9 +232,9 @@ def _read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[st
         if isinstance(error, InputError):
             raise
         raise _malformed_error(path, str(error)) from error
-    if told.get("digest") != _digest(tensors, told):
-        raise _malformed_error(path, "something else than was written")
-    return tensors, told
+    if metadata.get("digest") != _digest(tensors, metadata):
+        raise _malformed_error(path, "content that does not match its digest")
+    return tensors, metadata
 
 
 def _malformed_error(path: str | os.PathLike[str], got: str) -> InputError:
@@ -250,15 +253,15 @@ def _parse_json_object(path: str | os.PathLike[str], text: str) -> dict[str, Any
 
 def _row_tokens(path: str | os.PathLike[str], tokens: Tensor, lengths: Tensor) -> list[Tensor]:
     """The tokens of each row."""
-    whole = lengths.dtype == tokens.dtype == torch.long and lengths.ndim == 1 and tokens.ndim == 2
-    if not whole or not len(lengths) or len(tokens) != len(lengths):
+    is_valid = lengths.dtype == tokens.dtype == torch.long and lengths.ndim == 1 and tokens.ndim == 2
+    if not is_valid or not len(lengths) or len(tokens) != len(lengths):
         raise _malformed_error(path, "rows without lengths and tokens")
     if int(lengths.min()) < 1 or int(lengths.max()) > tokens.shape[1]:
         raise _malformed_error(path, f"lengths {lengths.tolist()}")
-    found = [line[: int(size)].clone() for line, size in zip(tokens, lengths, strict=True)]
-    if any(int(one.min()) < 0 for one in found):
+    rows = [row[: int(length)].clone() for row, length in zip(tokens, lengths, strict=True)]
+    if any(int(row.min()) < 0 for row in rows):
         raise _malformed_error(path, "tokens below 0")
-    return found
+    return rows
 
 
 def _layer_pairs(
@@ -278,7 +281,7 @@ def _layer_pairs(
             if part.ndim != 4 or part.shape[0] != len(lengths) or part.shape[2] != size:
                 raise _malformed_error(path, f"keys or values of shape {list(part.shape)}")
         if pair[0].shape[1] != pair[1].shape[1] or not pair[0].is_floating_point():
-            raise _malformed_error(path, "keys and values that do not go together")
+            raise _malformed_error(path, "keys and values that do not match")
     if 2 * len(pairs) != len(tensors) or not pairs:
         raise _malformed_error(path, "values without keys")
     return pairs

@@ -1,4 +1,4 @@
-"""stream(): a call whose tokens and text are events, for loops and event loops alike."""
+"""stream(): a call whose tokens and text are events, for synchronous and asynchronous iteration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from descant.api.call import Call, CallOptions, as_tuple, bind_inputs, pop_recipe
 from descant.api.inputs import encode_texts
-from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
 from descant.core.interfaces import RankGroup
 from descant.core.records import Hypothesis
 from descant.engine.session import Event, Failed, Finished, Session, Tokens
@@ -28,23 +28,21 @@ from descant.trace.tracer import Tracer
 
 __all__ = ["Stream", "StreamEvent", "stream"]
 
-# Fields of a call's returned record, which a stream does not have.
-_RECORD_FIELDS = (
-    "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
-)  # fmt: skip
+# Fields of the output object, which a stream does not return.
+_RECORD_FIELDS = ("return_dict_in_generate", *STEP_OUTPUT_FIELDS)
 
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """What became known of one sequence: new tokens, the text that is now final, and at last why it ended.
+    """New tokens and final text of one sequence, and in its last event the finish reason.
 
     `logprob` and `raw_logprob` are the log-probabilities of the tokens after and before the processors,
-    unless `logprobs` is None; of tokens that beams agree on early they are known at the end only, in
-    `hypothesis`, which the last event of a sequence brings with its score and all of its tokens.
+    unless `logprobs` is None. For tokens of a common prefix of beams they are None: `hypothesis`, in the last
+    event of a sequence, has them with the score and all tokens.
     """
 
-    row: int  # which prompt
-    sequence: int  # which of the prompt's `num_return_sequences`
+    row: int  # index of the prompt
+    sequence: int  # index among the prompt's `num_return_sequences`
     token_ids: tuple[int, ...] = ()
     text: str | None = None  # None without a tokenizer
     logprob: tuple[float, ...] | None = None
@@ -52,8 +50,8 @@ class StreamEvent:
     finish_reason: str | None = None  # "eos", "length", "time", "stop", "error"; None: more may come
     error: DescantError | None = None
     hypothesis: Hypothesis | None = field(default=None, compare=False, repr=False)
-    num_drafts: int = 0  # how many tokens were guessed in this step, with speculation
-    accepted: int = 0  # how many of `token_ids` are such guesses
+    num_drafts: int = 0  # draft tokens verified in this step, with speculation
+    accepted: int = 0  # how many of `token_ids` are accepted drafts
 
 
 def stream(
@@ -67,59 +65,65 @@ def stream(
 ) -> Stream:
     """Continue prompts, event by event: `for event in stream(model, "Once", tokenizer, max_new_tokens=20):`.
 
-    Takes what `generate` takes, but no `recipe` that is a function, and with a `tokenizer` also a text or a
-    list of texts. The events of all
-    prompts and sequences are mingled; a sequence of beams brings what all beams agree on at once, and the
-    rest when it is decided. Iterate with `for` or `async for`; `close`, or leaving `with`, cancels what runs.
-    With `trace=True`, or a `descant.Tracer`, the stream's `trace` is the record of its steps so far.
+    Takes the arguments of `generate`, except a function as `recipe`. With a `tokenizer`, `inputs` may also be
+    a text or a list of texts. Events of all prompts and sequences are interleaved. With beam search, tokens
+    are emitted once all beams share them. Iterate with `for` or `async for`; `close`, or leaving `with`,
+    cancels the running requests. With `trace=True` or a `descant.Tracer`, `Stream.trace` is the trace so far.
     """
     if is_whisper(model):
-        kind = type(model).__name__
+        name = type(model).__name__
         raise UnsupportedModel(
-            f"{kind} hears by windows: use descant.generate, with a streamer for short audio"
+            f"`stream` does not support {name}: use descant.generate, with a streamer for short audio"
         )
     recipe, kwargs = pop_recipe(kwargs)
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     past = kwargs.pop("past_key_values", None)
     tracer = Tracer.from_argument(kwargs.pop("trace", None), tokenizer)
     with all_ranks_or_none(model):
-        call = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
-        _validate_no_record_fields(call, generation_config)
-        given = generation_config if isinstance(generation_config, list | tuple) else (generation_config,)
-        if all(getattr(one, "logprobs", None) is None for one in given):
-            call = {"logprobs": 0, **call}
-        processors = as_tuple("logits_processor", logits_processor)
-        criteria = as_tuple("stopping_criteria", stopping_criteria)
-        parts: dict[str, Any] = {"processors": processors, "criteria": criteria, "tokenizer": tokenizer}
-        parts |= {**assistant, "past": past, "recipe": recipe, "tracer": tracer}
-        asked = CallOptions.from_call(model, generation_config, call, **parts)
-        return Stream(model, asked, inputs, kwargs)
+        fields = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
+        _validate_no_record_fields(fields, generation_config)
+        configs = generation_config if isinstance(generation_config, list | tuple) else (generation_config,)
+        if all(getattr(config, "logprobs", None) is None for config in configs):
+            fields = {"logprobs": 0, **fields}
+        options = CallOptions.from_call(
+            model,
+            generation_config,
+            fields,
+            processors=as_tuple("logits_processor", logits_processor),
+            criteria=as_tuple("stopping_criteria", stopping_criteria),
+            tokenizer=tokenizer,
+            past=past,
+            recipe=recipe,
+            tracer=tracer,
+            **assistant,
+        )
+        return Stream(model, options, inputs, kwargs)
 
 
 class Stream:
-    """The events of a call, as an iterator and an async iterator; its requests end when it is closed."""
+    """The events of a call, as an iterator and an async iterator; closing it cancels its requests."""
 
-    def __init__(self, model: Any, asked: CallOptions, inputs: Any, others: Mapping[str, Any]) -> None:
-        call = self._call = Call(model, asked)
+    def __init__(self, model: Any, options: CallOptions, inputs: Any, others: Mapping[str, Any]) -> None:
+        call = self._call = Call(model, options)
         self.session: Session = call.session
         self._results: dict[int, Finished] = {}
         self._event_queue: deque[StreamEvent] = deque()
         self._finished = False
-        # A step that an event loop no longer waits for goes on in its thread; whoever is next waits for it.
+        # A cancelled `__anext__` leaves its step running in a thread; the next caller waits for it.
         self._lock = threading.Lock()
-        self._rank_group: RankGroup | None = getattr(self.session.model, "rank_group", None)
+        self._rank_group: RankGroup | None = self.session.model.rank_group
         with torch.no_grad():
-            prompts = self._prompts = call.admit(_model_inputs(model, inputs, asked.tokenizer, others))
+            prompts = self._prompts = call.admit(_model_inputs(model, inputs, options.tokenizer, others))
         self._prompt_streams = {
-            number: _PromptStream(
-                line, config, asked.tokenizer, prompts.prompt(line), call.healed_suffixes[line]
+            request: _PromptStream(
+                index, config, options.tokenizer, prompts.prompt(index), call.healed_suffixes[index]
             )
-            for line, (number, config) in enumerate(zip(call.request_ids, call.configs, strict=True))
+            for index, (request, config) in enumerate(zip(call.request_ids, call.configs, strict=True))
         }
 
     @property
     def trace(self) -> Trace | None:
-        """What was recorded so far, with `trace=True`; None without."""
+        """The trace so far, with `trace=True`; None without."""
         return self.session.trace
 
     def __iter__(self) -> Iterator[StreamEvent]:
@@ -143,7 +147,7 @@ class Stream:
         return self._event_queue.popleft()
 
     def close(self) -> None:
-        """Cancel what still runs and free it; nothing comes thereafter."""
+        """Cancel the running requests and free their memory; no further events follow."""
         with self._lock:
             if self._prompt_streams and self._rank_group is not None:
                 self._rank_group.abort()
@@ -151,7 +155,7 @@ class Stream:
             self._event_queue.clear()
 
     async def aclose(self) -> None:
-        """Close, without holding up the event loop should a step be under way."""
+        """Close without blocking the event loop while a step is running."""
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Self:
@@ -168,13 +172,13 @@ class Stream:
 
     # -------------------------------------------------------------------- the loop
     def _advance(self) -> None:
-        """Take one step, if there is one to take and nobody has found events meanwhile."""
+        """Run one step, unless the stream is finished or another thread has queued events meanwhile."""
         with self._lock, torch.no_grad():
             if self._event_queue or self._finished:
                 return
             try:
-                told = self._stream_events(self.session.step())
-                self._event_queue.extend(sorted(told, key=lambda one: (one.row, one.sequence)))
+                events = self._stream_events(self.session.step())
+                self._event_queue.extend(sorted(events, key=lambda event: (event.row, event.sequence)))
             except BaseException as error:
                 if self._rank_group is not None and not isinstance(error, RankError):
                     self._rank_group.abort()
@@ -185,56 +189,55 @@ class Stream:
                 self._return_cache()
 
     def _return_cache(self) -> None:
-        """Have the user's cache hold what all sequences hold, if none has failed."""
-        if all(number in self._results for number in self._call.request_ids):
-            ends = [self._results[number] for number in self._call.request_ids]
-            found = [one for end in ends for one in end.hypotheses]
-            self._call.result_cache(
-                [past for end in ends for past in end.past_key_values], found, self._prompts
-            )
+        """Write the returned sequences into the user's cache, if no request has failed."""
+        if all(request in self._results for request in self._call.request_ids):
+            results = [self._results[request] for request in self._call.request_ids]
+            hypotheses = [hypothesis for result in results for hypothesis in result.hypotheses]
+            cached_rows = [row for result in results for row in result.past_key_values]
+            self._call.result_cache(cached_rows, hypotheses, self._prompts)
 
     def _cancel_all(self) -> None:
-        """Cancel all requests that are left."""
+        """Cancel all running requests."""
         self._finished = True
         while self._prompt_streams:
-            number, _ = self._prompt_streams.popitem()
-            self.session.cancel(number)
+            request, _ = self._prompt_streams.popitem()
+            self.session.cancel(request)
 
     def _stream_events(self, events: Sequence[Event]) -> Iterator[StreamEvent]:
-        """A step's events by prompt and sequence."""
-        ends = {one.request: one for one in events if not isinstance(one, Tokens)}
-        for one in events:
-            if isinstance(one, Tokens):
-                yield from self._token_events(one, ends)
-        for number, end in ends.items():
-            asker = self._prompt_streams.pop(number)
-            if isinstance(end, Finished):
-                self._results[number] = end
-            yield from (
-                asker.failure_events(end.error) if isinstance(end, Failed) else asker.finish_events(end)
-            )
-        for number, asker in self._prompt_streams.items():
-            if asker.config.num_beams > 1:
-                yield from asker.common_prefix_events(self.session.common_prefix(number))
+        """The stream events of a session's events."""
+        last_events = {event.request: event for event in events if not isinstance(event, Tokens)}
+        for event in events:
+            if isinstance(event, Tokens):
+                yield from self._token_events(event, last_events)
+        for request, event in last_events.items():
+            prompt_stream = self._prompt_streams.pop(request)
+            if isinstance(event, Failed):
+                yield from prompt_stream.failure_events(event.error)
+            else:
+                self._results[request] = event
+                yield from prompt_stream.finish_events(event)
+        for request, prompt_stream in self._prompt_streams.items():
+            if prompt_stream.config.num_beams > 1:
+                yield from prompt_stream.common_prefix_events(self.session.common_prefix(request))
 
-    def _token_events(self, event: Tokens, ends: Mapping[int, Any]) -> Iterator[StreamEvent]:
-        """The tokens of requests that go on; those that end are told with their end."""
-        for run in _group_by_sequence(event):
-            asker = self._prompt_streams[run.request]
-            asker.draft_counts[run.slot] = (run.num_drafts, run.accepted)
-            if run.request in ends:
+    def _token_events(self, event: Tokens, last_events: Mapping[int, Any]) -> Iterator[StreamEvent]:
+        """The tokens of running requests; those of ending requests are part of their last event."""
+        for step_tokens in _group_by_sequence(event):
+            prompt_stream = self._prompt_streams[step_tokens.request]
+            prompt_stream.draft_counts[step_tokens.slot] = (step_tokens.num_drafts, step_tokens.accepted)
+            if step_tokens.request in last_events:
                 continue
             yield (
-                asker.token_event(run)
-                if run.hypothesis is None
-                else asker.final_event(run.slot, run.hypothesis)
+                prompt_stream.token_event(step_tokens)
+                if step_tokens.hypothesis is None
+                else prompt_stream.final_event(step_tokens.slot, step_tokens.hypothesis)
             )
-            asker.draft_counts.clear()
+            prompt_stream.draft_counts.clear()
 
 
 @dataclass
 class _StepTokens:
-    """What one sequence says in a step: a token, or with guesses a run of them."""
+    """The tokens of one sequence in a step: one, or several with accepted drafts."""
 
     request: int
     slot: int
@@ -247,45 +250,45 @@ class _StepTokens:
 
 
 def _group_by_sequence(event: Tokens) -> Iterator[_StepTokens]:
-    """The tokens of a step by sequence, token by token where nothing was guessed."""
+    """The tokens of a step grouped by sequence; one token per group without drafts."""
     requests, slots, tokens = (part.tolist() for part in (event.request, event.slot, event.token))
     raw, processed = (
-        [[]] * len(tokens) if part is None else [[one] for one in part.tolist()]
+        [[]] * len(tokens) if part is None else [[value] for value in part.tolist()]
         for part in (event.raw, event.processed)
     )
-    guessed = None if event.is_draft is None else event.is_draft.tolist()
-    tried = None if event.num_drafts is None else event.num_drafts.tolist()
-    run: _StepTokens | None = None
-    for place, (request, slot, token) in enumerate(zip(requests, slots, tokens, strict=True)):
-        if run is not None and guessed is not None and (run.request, run.slot) == (request, slot):
-            run.tokens.append(token)
-            run.raw_logprobs += raw[place]
-            run.processed_logprobs += processed[place]
+    is_draft = None if event.is_draft is None else event.is_draft.tolist()
+    num_drafts = None if event.num_drafts is None else event.num_drafts.tolist()
+    group: _StepTokens | None = None
+    for index, (request, slot, token) in enumerate(zip(requests, slots, tokens, strict=True)):
+        if group is not None and is_draft is not None and (group.request, group.slot) == (request, slot):
+            group.tokens.append(token)
+            group.raw_logprobs += raw[index]
+            group.processed_logprobs += processed[index]
         else:
-            if run is not None:
-                yield run
-            count = 0 if tried is None else tried[place]
-            run = _StepTokens(request, slot, [token], [*raw[place]], [*processed[place]], None, count, 0)
-        run.hypothesis = event.finished.get(place)
-        run.accepted += 0 if guessed is None else int(guessed[place])
-    if run is not None:
-        yield run
+            if group is not None:
+                yield group
+            count = 0 if num_drafts is None else num_drafts[index]
+            group = _StepTokens(request, slot, [token], [*raw[index]], [*processed[index]], None, count, 0)
+        group.hypothesis = event.finished.get(index)
+        group.accepted += 0 if is_draft is None else int(is_draft[index])
+    if group is not None:
+        yield group
 
 
 class _PromptStream:
-    """One prompt and its sequences as far as they have been told."""
+    """The streaming state of one prompt and its sequences."""
 
     def __init__(
         self, row: int, config: GenerationConfig, tokenizer: Any, prompt: Tensor, healed: HealedSuffix
     ) -> None:
         self.row, self.config = row, config
         count = config.num_return_sequences
-        self.num_emitted = [0] * count  # how many tokens of each sequence
-        self.finished_slots: set[int] = set()  # the sequences that have ended while others go on
-        self.draft_counts: dict[int, tuple[int, int]] = {}  # tried and accepted in this step, by sequence
+        self.num_emitted = [0] * count  # tokens of each sequence in events so far
+        self.finished_slots: set[int] = set()  # sequences that finished before the request
+        self.draft_counts: dict[int, tuple[int, int]] = {}  # drafts and accepted drafts of this step
         ids = [] if tokenizer is None else prompt.tolist()
         stops = config.stop_strings or ()
-        # What token healing says again is in the prompt that the reader has.
+        # The text that token healing regenerates is part of the prompt.
         skip = len(healed.text.decode(errors="ignore"))
         self.detokenizers = [
             None
@@ -296,89 +299,89 @@ class _PromptStream:
             for _ in range(count)
         ]
 
-    def token_event(self, run: _StepTokens) -> StreamEvent:
-        """What a sequence has chosen in a step."""
-        slot, ids = run.slot, tuple(run.tokens)
+    def token_event(self, group: _StepTokens) -> StreamEvent:
+        """The event of a sequence's tokens in a step."""
+        slot, ids = group.slot, tuple(group.tokens)
         self.num_emitted[slot] += len(ids)
-        known = self.config.logprobs is not None and len(run.raw_logprobs) == len(ids)
+        has_logprobs = self.config.logprobs is not None and len(group.raw_logprobs) == len(ids)
         return StreamEvent(
             self.row,
             slot,
             ids,
             self._decode(slot, ids),
-            tuple(run.processed_logprobs) if known else None,
-            tuple(run.raw_logprobs) if known else None,
-            num_drafts=run.num_drafts,
-            accepted=run.accepted,
+            tuple(group.processed_logprobs) if has_logprobs else None,
+            tuple(group.raw_logprobs) if has_logprobs else None,
+            num_drafts=group.num_drafts,
+            accepted=group.accepted,
         )
 
     def common_prefix_events(self, tokens: Tensor) -> Iterator[StreamEvent]:
-        """What all beams begin with: the same for every sequence."""
-        for slot, told in enumerate(self.num_emitted):
-            ids = tuple(tokens[told:].tolist())
+        """The new tokens of the common prefix of all beams, for every sequence."""
+        for slot, num_emitted in enumerate(self.num_emitted):
+            ids = tuple(tokens[num_emitted:].tolist())
             if ids:
                 self.num_emitted[slot] += len(ids)
                 yield StreamEvent(self.row, slot, ids, self._decode(slot, ids))
 
     def finish_events(self, event: Finished) -> Iterator[StreamEvent]:
-        """The rest of every sequence that was not over yet."""
-        for slot, one in enumerate(event.hypotheses):
+        """The last events of the sequences that have none yet."""
+        for slot, hypothesis in enumerate(event.hypotheses):
             if slot not in self.finished_slots:
-                yield self.final_event(slot, one)
+                yield self.final_event(slot, hypothesis)
 
-    def final_event(self, slot: int, one: Hypothesis) -> StreamEvent:
-        """The rest of a sequence."""
-        told, laws = self.num_emitted[slot], one.logprobs
-        ids = tuple(one.tokens[told:].tolist())
+    def final_event(self, slot: int, hypothesis: Hypothesis) -> StreamEvent:
+        """The last event of a sequence, with its remaining tokens."""
+        start, logprobs = self.num_emitted[slot], hypothesis.logprobs
+        ids = tuple(hypothesis.tokens[start:].tolist())
         self.finished_slots.add(slot)
-        tried, accepted = self.draft_counts.get(slot, (0, 0))
+        num_drafts, accepted = self.draft_counts.get(slot, (0, 0))
         return StreamEvent(
             self.row,
             slot,
             ids,
             self._decode(slot, ids, last=True),
-            None if laws is None else tuple(laws.processed[told:].tolist()),
-            None if laws is None else tuple(laws.raw[told:].tolist()),
-            one.reason,
-            hypothesis=one,
-            num_drafts=tried,
+            None if logprobs is None else tuple(logprobs.processed[start:].tolist()),
+            None if logprobs is None else tuple(logprobs.raw[start:].tolist()),
+            hypothesis.reason,
+            hypothesis=hypothesis,
+            num_drafts=num_drafts,
             accepted=accepted,
         )
 
     def failure_events(self, error: DescantError) -> Iterator[StreamEvent]:
-        """No more of any sequence that was not over yet."""
+        """The last events of the sequences that have none yet, with the error."""
         for slot in range(len(self.num_emitted)):
             if slot not in self.finished_slots:
                 text = self._decode(slot, (), last=True)
                 yield StreamEvent(self.row, slot, (), text, finish_reason="error", error=error)
 
     def _decode(self, slot: int, ids: Sequence[int], last: bool = False) -> str | None:
-        growing = self.detokenizers[slot]
-        if growing is None:
+        detokenizer = self.detokenizers[slot]
+        if detokenizer is None:
             return None
-        text = growing.put(ids)
-        return text + growing.end() if last else text
+        text = detokenizer.put(ids)
+        return text + detokenizer.end() if last else text
 
 
-# ------------------------------------------------------------------------ what was given
+# ------------------------------------------------------------------------ arguments
 def _model_inputs(model: Any, inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's inputs, `inputs` among them under their own name."""
+    """The model's inputs, with `inputs` encoded or under the name that the model uses."""
     if isinstance(inputs, str):
         inputs = [inputs]
     if not isinstance(inputs, list | tuple) or not inputs:
         return bind_inputs(model, inputs, others)
-    new = encode_texts("inputs", inputs, tokenizer)
-    for name in new:
+    encoded = encode_texts("inputs", inputs, tokenizer)
+    for name in encoded:
         if others.get(name) is not None:
-            raise InputError(name, "must not be given beside `inputs`, which has it", others[name])
-    return {**others, **new}
+            raise InputError(name, "must not be given with texts as `inputs`", others[name])
+    return {**others, **encoded}
 
 
-def _validate_no_record_fields(call: Mapping[str, Any], argument: Any) -> None:
-    """Raise for fields of the record that generate() returns and a stream does not."""
+def _validate_no_record_fields(fields: Mapping[str, Any], argument: Any) -> None:
+    """Raise for fields of the output object of generate(), which a stream does not return."""
     configs = argument if isinstance(argument, list | tuple) else (argument,)
     for name in _RECORD_FIELDS:
-        asked = [call.get(name), *(getattr(config, name, None) for config in configs)]
-        if any(asked):
+        values = [fields.get(name), *(getattr(config, name, None) for config in configs)]
+        if any(values):
             do = "use `logprobs`, or generate(..., return_dict_in_generate=True)"
             raise ConfigError(name, "has no use in a stream", True, do)

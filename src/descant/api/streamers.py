@@ -1,4 +1,4 @@
-"""Consumers of a call's tokens as they come: anything with `put` and `end`, and the documented ones."""
+"""The documented streamers: consumers of a call's tokens, with `put` and `end`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from descant.tokenization.detokenizer import IncrementalDetokenizer
 
 __all__ = ["AsyncTextIteratorStreamer", "BaseStreamer", "TextIteratorStreamer", "TextStreamer"]
 
-# Unified ideographs, their extensions A to E, and the compatibility forms: each is a word of its own.
-# Kana and Hangul are not here: their words are told by spaces, or by nothing at all.
+# CJK unified ideographs, extensions A to E, and compatibility forms: each counts as a word. Kana and Hangul
+# are not included, as their words are separated by spaces or not at all.
 _IDEOGRAPHS = (
     (0x3400, 0x4DBF),
     (0x4E00, 0x9FFF),
@@ -25,22 +25,22 @@ _IDEOGRAPHS = (
 
 
 class BaseStreamer:
-    """What `generate(streamer=...)` calls: `put` with the prompts, then each step's tokens; `end` once."""
+    """Interface of `generate(streamer=...)`: `put` gets the prompts, then the tokens of each step."""
 
     def put(self, value: Any) -> None:
-        """Take tokens: the prompts [B, L] first, then a step's [B]."""
+        """Receive the prompts [B, L] first, then the tokens of each step [B]."""
         raise NotImplementedError(f"{type(self).__name__} must define `put`")
 
     def end(self) -> None:
-        """The call has ended."""
+        """Called once, after the last token."""
         raise NotImplementedError(f"{type(self).__name__} must define `end`")
 
 
 class TextStreamer(BaseStreamer):
-    """The text of a single sequence, word by word, to `on_finalized_text`, which prints it to stdout.
+    """Passes the text of a single sequence, word by word, to `on_finalized_text`, which prints it to stdout.
 
-    With `skip_prompt` the prompt is not shown. `decode_kwargs` go to the tokenizer's `decode`, for instance
-    `skip_special_tokens=True`. A word is shown when a space, a line break or an ideograph has ended it.
+    With `skip_prompt` the prompt is not printed. `decode_kwargs` are arguments of the tokenizer's `decode`,
+    for instance `skip_special_tokens=True`. A space, a line break or an ideograph completes a word.
     """
 
     def __init__(self, tokenizer: Any, skip_prompt: bool = False, **decode_kwargs: Any) -> None:
@@ -48,15 +48,15 @@ class TextStreamer(BaseStreamer):
         self.skip_prompt = skip_prompt
         self.decode_kwargs = decode_kwargs
         self._detokenizer: IncrementalDetokenizer | None = None  # None: the prompt comes next
-        self._pending_text = ""  # text that is final but may not be a whole word
+        self._pending_text = ""  # final text of an incomplete word
 
     def put(self, value: Any) -> None:
-        """Take the prompt, or further tokens, and hand on the words they end."""
+        """Receive the prompt or new tokens, and pass on the words they complete."""
         ids = _single_sequence_ids(value)
         if self._detokenizer is None:
             self._detokenizer = IncrementalDetokenizer(self.tokenizer, **self.decode_kwargs)
             if self.skip_prompt:
-                # The text is that of the new tokens alone, unless the first of them end a character.
+                # New tokens are decoded alone, unless they complete a character of the prompt.
                 after = IncrementalDetokenizer(self.tokenizer, prompt_ids=ids, **self.decode_kwargs)
                 self._detokenizer = after if after.has_partial_character else self._detokenizer
                 return
@@ -66,22 +66,22 @@ class TextStreamer(BaseStreamer):
         self.on_finalized_text(text)
 
     def end(self) -> None:
-        """Hand on what is left; the next `put` is another call's prompt."""
+        """Pass on the remaining text; the next `put` gets the prompt of another call."""
         text = self._pending_text + ("" if self._detokenizer is None else self._detokenizer.end())
         self._detokenizer, self._pending_text = None, ""
         self.on_finalized_text(text, stream_end=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Take text that is whole words: here, print it, and a line break at the end of the stream."""
+        """Print text of whole words, and a line break at the end of the stream."""
         sys.stdout.write(text + "\n" if stream_end else text)
         sys.stdout.flush()
 
 
 class TextIteratorStreamer(TextStreamer):
-    """The text of a single sequence as an iterator, for a reader in another thread than generate's.
+    """The text of a single sequence as an iterator, read in another thread than that of generate().
 
-    Each next text is waited for `timeout` seconds (None: for ever), then `queue.Empty` is raised: the sign
-    that the call failed in its thread.
+    Raises `queue.Empty` if no text arrives within `timeout` seconds (None: no limit), for instance because
+    the call failed in its thread.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TextIteratorStreamer(TextStreamer):
         self.timeout = timeout
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Queue the text for the reader, and the stop signal behind the last."""
+        """Queue the text, and the stop signal at the end."""
         self.text_queue.put(text)
         if stream_end:
             self.text_queue.put(self.stop_signal)
@@ -109,10 +109,10 @@ class TextIteratorStreamer(TextStreamer):
 
 
 class AsyncTextIteratorStreamer(TextStreamer):
-    """The text of a single sequence as an async iterator, for a reader in the event loop it is made in.
+    """The text of a single sequence as an async iterator, read in the event loop that created it.
 
-    It must be made inside a coroutine, and generate run in another thread. Each next text is waited for
-    `timeout` seconds (None: for ever), then TimeoutError is raised: the sign that the call failed.
+    Create it inside a coroutine, and run generate() in another thread. Raises TimeoutError if no text arrives
+    within `timeout` seconds (None: no limit), for instance because the call failed.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class AsyncTextIteratorStreamer(TextStreamer):
         self.timeout = timeout
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Queue the text for the reader, and the stop signal behind the last; from any thread."""
+        """Queue the text, and the stop signal at the end; callable from any thread."""
         self.loop.call_soon_threadsafe(self.text_queue.put_nowait, text)
         if stream_end:
             self.loop.call_soon_threadsafe(self.text_queue.put_nowait, self.stop_signal)
@@ -146,14 +146,14 @@ def _single_sequence_ids(value: Any) -> list[int]:
     shape = tuple(getattr(value, "shape", (len(value),) if isinstance(value, list | tuple) else ()))
     if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
         do = "use descant.stream(...) for several sequences, or generate without a streamer"
-        raise InputError("streamer", "must be given one sequence of text at a time", value, do)
-    listed = value.tolist() if hasattr(value, "tolist") else list(value)
-    ids: list[int] = listed[0] if len(shape) == 2 else listed
+        raise InputError("streamer", "must get one sequence of text at a time", value, do)
+    values = value.tolist() if hasattr(value, "tolist") else list(value)
+    ids: list[int] = values[0] if len(shape) == 2 else values
     return ids
 
 
 def _complete_length(text: str) -> int:
-    """How many characters of a text are whole words: all up to a line break, an ideograph or a space."""
+    """The number of characters of complete words: up to a line break, an ideograph or a space at the end."""
     if text and (text[-1] == "\n" or any(low <= ord(text[-1]) <= high for low, high in _IDEOGRAPHS)):
         return len(text)
     return text.rfind(" ") + 1

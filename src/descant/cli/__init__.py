@@ -1,6 +1,6 @@
-"""The command `descant`: generate, chat and explain, with every generation parameter as an option.
+"""The command line `descant`, with every generation parameter as an option.
 
-It needs the extra `cli`; importing this package alone does not.
+It needs the extra `cli`; importing this package does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EXTRA = "cli"
 
 
 def main() -> None:
-    """The entry point: runs the command line of this process and exits with its code."""
+    """Entry point: run the command line of this process, and exit with its code."""
     try:
         from descant.cli.application import build_app
     except ModuleNotFoundError as error:
@@ -27,9 +27,8 @@ def main() -> None:
         sys.exit(1)
     for stream in (sys.stdin, sys.stdout):
         reconfigure = getattr(stream, "reconfigure", None)
-        if (
-            reconfigure is not None
-        ):  # pipes are in the locale's encoding otherwise, which may lack the characters
+        # Pipes use the locale's encoding by default, which may lack characters.
+        if reconfigure is not None:
             reconfigure(encoding="utf-8")
-    torch.seed()  # a new process draws the same numbers every time otherwise
+    torch.seed()  # a new process has the same default seed every time
     build_app()(prog_name="descant")

@@ -1,4 +1,4 @@
-"""The application: its commands, its version, and how it reports a line that cannot be read."""
+"""The typer application: commands, version, and usage errors."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ GENERATION_COMMANDS = {
     "generate": GenerateCommand,
     "chat": ChatCommand,
     "explain": ExplainCommand,
-}  # every generation parameter is an option
+}  # with every generation parameter as an option
 TRACE_COMMANDS = {"tree": TreeCommand, "show": ShowTraceCommand}
 COMMAND_GROUPS = {
     "recipe": (
-        "Look at other people's methods of decoding, trust them, and make and share your own.",
+        "Inspect and trust third-party decoding methods, and create and share your own.",
         {
             "show": ShowRecipe,
             "trust": TrustRecipeCommand,
@@ -50,14 +50,14 @@ COMMAND_GROUPS = {
         },
     ),
     "watermark": (
-        "Look for watermarks in texts, make keys, and train detectors.",
+        "Detect watermarks in texts, create keys, and train detectors.",
         {"detect": DetectCommand, "key": KeyCommand, "train": TrainCommand},
     ),
 }
 
 
 class CommandGroup(TyperGroup):
-    """The commands, whose usage errors are one line like all others."""
+    """A command group that prints usage errors as one line."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line and exit with its code."""
@@ -65,19 +65,19 @@ class CommandGroup(TyperGroup):
         try:
             code = super().main(*args, **extra)
         except Exception as error:
-            show = getattr(error, "format_message", None)  # of every usage error, whichever click is below
-            if show is None:
+            format_message = getattr(error, "format_message", None)  # usage errors of any version of click
+            if format_message is None:
                 raise
             context = getattr(error, "ctx", None)
             path = "descant" if context is None else context.command_path
-            if show():  # nothing where the line was empty and the help has been shown
-                terminal.print_error(f"{show()} (see {path} --help)")
+            if format_message():  # empty if there were no arguments and the help was shown
+                terminal.print_error(f"{format_message()} (see {path} --help)")
             code = USAGE
         sys.exit(code or 0)
 
 
 def build_app() -> typer.Typer:
-    """The command line as typer sees it."""
+    """Build the typer application."""
     app = typer.Typer(
         cls=CommandGroup,
         name="descant",
@@ -86,18 +86,20 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(help=descant.__doc__)(_root)
-    for name, kind in (GENERATION_COMMANDS | TRACE_COMMANDS).items():
-        app.command(name, no_args_is_help=False)(typer_callback(kind))
-    for group, (about, commands) in COMMAND_GROUPS.items():
-        below = typer.Typer(name=group, help=about, no_args_is_help=True, pretty_exceptions_enable=False)
-        for name, kind in commands.items():
-            below.command(name, no_args_is_help=False)(typer_callback(kind))
-        app.add_typer(below)
+    for name, command in (GENERATION_COMMANDS | TRACE_COMMANDS).items():
+        app.command(name, no_args_is_help=False)(typer_callback(command))
+    for group, (description, commands) in COMMAND_GROUPS.items():
+        group_app = typer.Typer(
+            name=group, help=description, no_args_is_help=True, pretty_exceptions_enable=False
+        )
+        for name, command in commands.items():
+            group_app.command(name, no_args_is_help=False)(typer_callback(command))
+        app.add_typer(group_app)
     return app
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         terminal.write(f"descant {descant.__version__}\n")
         raise typer.Exit
 
@@ -109,9 +111,9 @@ def _root(
             "--version",
             is_eager=True,
             callback=_print_version,
-            help="ShowTraceCommand the version.",
+            help="Show the version.",
             metavar="",
         ),
     ] = False,
 ) -> None:
-    """Nothing by itself: every command has its own options."""
+    """Only options of the program itself."""

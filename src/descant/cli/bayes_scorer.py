@@ -1,4 +1,4 @@
-"""What a trained Bayesian detector says of a text, beside the test that needs no training."""
+"""Posterior of a trained Bayesian watermark detector."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["BayesianScorer", "Posterior"]
 
 @dataclass(frozen=True)
 class Posterior:
-    """How likely a text is marked, if half of all texts were, and what few unmarked texts exceed."""
+    """The probability that a text is watermarked, given a prior of 1/2, and the detector's threshold."""
 
     value: float
     threshold: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """As JSON values."""
         marked = None if self.threshold is None else self.value > self.threshold
         return {"posterior": self.value, "threshold": self.threshold, "marked": marked}
 
@@ -36,38 +36,41 @@ class Posterior:
 
 
 class BayesianScorer:
-    """A trained detector, and the key among those given that it was trained for."""
+    """A trained detector with its key."""
 
     def __init__(self, folder: str, keys: Mapping[str, BaseWatermarkingConfig]) -> None:
-        from descant.models.bayesian_detector import load_detector  # slow to load, and few commands need it
+        from descant.models.bayesian_detector import load_detector  # slow to import
 
         self.model = load_detector(folder)
         trained = self.model.config.key_fingerprint
-        fit = [
-            one
-            for one in keys.values()
-            if isinstance(one, SynthIDTextWatermarkingConfig) and trained in (None, fingerprint(one))
+        matching = [
+            settings
+            for settings in keys.values()
+            if isinstance(settings, SynthIDTextWatermarkingConfig)
+            and trained in (None, fingerprint(settings))
         ]
-        if len(fit) != 1:
-            must = "must be the detector of one of the keys" + (f", {trained}" if trained else "")
-            got = [f"{name} ({one.scheme}, {fingerprint(one)})" for name, one in keys.items()]
-            raise InputError("bayes", must, got, "give that key with --key")
-        [self.settings] = fit
+        if len(matching) != 1:
+            requirement = "must be the detector of one of the keys" + (f", {trained}" if trained else "")
+            given_keys = [
+                f"{name} ({settings.scheme}, {fingerprint(settings)})" for name, settings in keys.items()
+            ]
+            raise InputError("bayes", requirement, given_keys, "give that key with --key")
+        [self.settings] = matching
         depth = len(self.settings.keys)
         if depth != self.model.watermarking_depth:
-            must = f"must be a detector of {depth} rounds, as the key has"
-            raise InputError("bayes", must, self.model.watermarking_depth)
+            requirement = f"must be a detector of {depth} rounds, as the key has"
+            raise InputError("bayes", requirement, self.model.watermarking_depth)
 
     def posterior(self, detection: Detection) -> Posterior:
-        """The answer about a text in the reading of its detection, the prompt left out."""
-        asked = get_tournament(self.settings)
+        """The posterior of a detected text, without its prompt."""
+        tournament = get_tournament(self.settings)
         ids = torch.tensor([detection.ids[len(detection.ids) - detection.tokens :]], dtype=torch.long)
-        if ids.shape[1] > asked.context_size:
-            contexts = asked.context_hashes(ids[:, :-1])
+        if ids.shape[1] > tournament.context_size:
+            contexts = tournament.context_hashes(ids[:, :-1])
             mask = ~repetition_mask(contexts, self.settings.context_history_size)
-            coins = asked.g_values(contexts, ids[:, asked.context_size :])
-        else:  # nothing to see: the prior remains
-            coins, mask = torch.zeros(1, 0, asked.depth), torch.zeros(1, 0, dtype=torch.bool)
+            g_values = tournament.g_values(contexts, ids[:, tournament.context_size :])
+        else:  # too short: the prior remains
+            g_values, mask = torch.zeros(1, 0, tournament.depth), torch.zeros(1, 0, dtype=torch.bool)
         with torch.no_grad():
-            found = torch.sigmoid(self.model.log_odds(coins, mask))
-        return Posterior(float(found), self.model.config.threshold)
+            probability = torch.sigmoid(self.model.log_odds(g_values, mask))
+        return Posterior(float(probability), self.model.config.threshold)

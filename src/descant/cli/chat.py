@@ -1,4 +1,4 @@
-"""`descant chat`: a conversation with a model, turn by turn."""
+"""`descant chat`: a conversation with a model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from descant.cli.function_recipe import FunctionRecipe
 from descant.cli.prompt import Message, encode_prompt, require_chat_template, user_messages
 from descant.cli.stream_printer import StreamPrinter
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.config.parameters import unknown_field_error
+from descant.config.registry import unknown_field_error
 from descant.engine.planner import as_model
 from descant.errors import ConfigError, DescantError, InputError
 
 __all__ = ["ChatCommand"]
 
-DEFAULT_NEW_TOKENS: Final = 512  # of an answer, when no length is given anywhere
+DEFAULT_NEW_TOKENS: Final = 512  # per reply, if no length is given
 LENGTH_FIELDS: Final = frozenset({"max_new_tokens", "max_length"})
 
 HELP: Final = """\
 /set FIELD=VALUE   change a generation parameter, written as on the command line
 /config            show what would run, and where each value comes from
-/reset             begin the conversation again
+/reset             start a new conversation
 /exit              leave
 /help              show this
 """
@@ -42,49 +42,54 @@ class ChatCommand(DecodingCommand):
     Answers end after 512 tokens unless a length is given.
     """
 
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="What the model is told first.")
-    ] = None
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system prompt.")] = None
 
     def run(self) -> int:
         """Answer until the input ends."""
         _check_values(self.values)
         model, tokenizer = self.load()
         require_chat_template(tokenizer, self.model)
-        talk = Conversation(
+        conversation = Conversation(
             model, tokenizer, self.file_config(), self.parameters, self.system, self.request_extras()
         )
         terminal.print_info("/help lists commands, /exit leaves")
         for line in _input_lines():
-            if not talk.handle_line(line):
+            if not conversation.handle_line(line):
                 break
-        # A person has seen the error; a program reads the code.
-        return FAILURE if talk.has_failed and not _is_interactive() else 0
+        # The exit code is for programs: a user has seen the error.
+        return FAILURE if conversation.has_failed and not _is_interactive() else 0
 
 
 class Conversation:
-    """The turns so far and the parameters for the next."""
+    """The messages so far, and the generation parameters of the next reply."""
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
-        argument: GenerationConfig | None,
+        file_config: GenerationConfig | None,
         values: Mapping[str, Any],
         system: str | None,
-        brought: Mapping[str, Any] | None = None,
+        request_extras: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.request_extras = dict(brought or {})
-        self.file_config, self.system = argument, system
+        self.request_extras = dict(request_extras or {})
+        self.file_config, self.system = file_config, system
         self.model_config = GenerationConfig.from_transformers(model.generation_config)
         self.messages: list[Message] = []
         self.has_failed = False
-        given = {*values, *(() if argument is None else argument.given), *self.model_config.given}
-        self.values = {**({} if given & LENGTH_FIELDS else {"max_new_tokens": DEFAULT_NEW_TOKENS}), **values}
+        given_fields = {
+            *values,
+            *(() if file_config is None else file_config.given),
+            *self.model_config.given,
+        }
+        self.values = {
+            **({} if given_fields & LENGTH_FIELDS else {"max_new_tokens": DEFAULT_NEW_TOKENS}),
+            **values,
+        }
 
     def handle_line(self, line: str) -> bool:
-        """Answer a line or obey it; whether to go on."""
+        """Reply to a line or run it as a command; whether to continue."""
         line = line.strip()
         if line == "/exit":
             return False
@@ -126,45 +131,45 @@ class Conversation:
         self.values = values
 
     def _generate_reply(self, line: str) -> None:
-        """Take a turn; one that fails has not been said."""
+        """Generate a reply; on an error the messages are unchanged."""
         turns = [*self.messages, *user_messages(line, None if self.messages else self.system)]
-        given = encode_prompt(self.tokenizer, turns) | self.request_extras
-        shown, parts = StreamPrinter(), []
-        function = FunctionRecipe.from_request(given, self.model, self.tokenizer)
+        request_args = encode_prompt(self.tokenizer, turns) | self.request_extras
+        printer, parts = StreamPrinter(), []
+        function = FunctionRecipe.from_request(request_args, self.model, self.tokenizer)
         with contextlib.closing(
-            stream(self.model, None, self.tokenizer, self.file_config, **given, **self.values)
+            stream(self.model, None, self.tokenizer, self.file_config, **request_args, **self.values)
             if function is None
-            else function.stream_events(given, self.file_config, self.values)
+            else function.stream_events(request_args, self.file_config, self.values)
         ) as events:
             try:
                 for event in events:
-                    shown.print_event(event)
+                    printer.print_event(event)
                     parts.append(event.text or "")
             except KeyboardInterrupt:
                 if not _is_interactive():
                     raise
-                # The answer ends here, and what there is of it was said.
+                # The reply ends here and is kept.
             finally:
-                shown.end_line()
+                printer.end_line()
         self.messages = [*turns, {"role": "assistant", "content": "".join(parts)}]
 
 
 def _is_interactive() -> bool:
-    """Whether somebody types."""
+    """Whether standard input is a terminal."""
     return sys.stdin.isatty()
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
-    """Raise for what a conversation has no place for."""
+    """Raise ConfigError for parameters that a conversation does not support."""
     if values.get("num_return_sequences", 1) not in (None, 1):
-        got = values["num_return_sequences"]
-        raise ConfigError("num_return_sequences", "must be 1 in a conversation", got)
+        value = values["num_return_sequences"]
+        raise ConfigError("num_return_sequences", "must be 1 in a conversation", value)
     if values.get("logprobs") is not None:
         raise ConfigError("logprobs", "has no use in a conversation", values["logprobs"], "leave it out")
 
 
 def _input_lines() -> Iterator[str]:
-    """What is typed, with a prompt, or what a pipe brings."""
+    """Lines typed at a prompt, or lines of a pipe."""
     if not _is_interactive():
         for line in sys.stdin:  # noqa: UP028 - delegating would close standard input with the iterator
             yield line

@@ -1,4 +1,4 @@
-"""A command as a dataclass: its annotated fields are arguments and options, `run` does it."""
+"""Commands as dataclasses: annotated fields are arguments and options, `run` executes the command."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ __all__ = [
     "typer_callback",
 ]
 
-USAGE, FAILURE, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141  # exit codes; the last two as shells report signals
-ENVIRONMENT_KEYS: Final = "env"  # in the place of a key's file
+USAGE, FAILURE, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141  # exit codes; the last two as of shells for signals
+ENVIRONMENT_KEYS: Final = "env"  # instead of a key file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What every command takes."""
+    """Options of every command."""
 
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", metavar="")] = (
         False
     )
 
     def run(self) -> int:
-        """Do it; the exit code."""
+        """Run the command; returns the exit code."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigCommand(Command):
-    """What a command takes that has generation parameters: each as an option, and a config below them."""
+    """Options of a command with generation parameters, each an option, and a config file."""
 
     config: Annotated[
         Path | None,
@@ -73,7 +73,7 @@ class ConfigCommand(Command):
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def file_config(self) -> GenerationConfig | None:
-        """The config of `--config`, which the options overrule and which overrules the model's."""
+        """The config of `--config`: options override it, and it overrides the model's config."""
         if self.config is None:
             return None
         if self.config.is_dir():
@@ -83,7 +83,7 @@ class ConfigCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingCommand(ConfigCommand):
-    """What a command that decodes takes: a model, and how to load it."""
+    """Options of a command that generates: a model and how to load it."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
     dtype: Annotated[
@@ -92,13 +92,13 @@ class DecodingCommand(ConfigCommand):
     device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = None
     assistant_model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="A smaller model that guesses ahead: same text, sooner."),
+        typer.Option(metavar="MODEL", help="A smaller draft model: the same text, faster."),
     ] = None
 
     watermark: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Mark the text with the key in this file; `env`: with the environment's."
+            metavar="FILE", help="Watermark the text with the key in this file; `env`: the environment's."
         ),
     ] = None
 
@@ -106,7 +106,7 @@ class DecodingCommand(ConfigCommand):
         str | None,
         typer.Option(
             metavar="REF",
-            help="Somebody's method: a folder, owner/name on the Hub, or an installed one's name.",
+            help="A recipe: a folder, owner/name on the Hub, or the name of an installed one.",
         ),
     ] = None
     trust_remote_code: Annotated[
@@ -114,7 +114,7 @@ class DecodingCommand(ConfigCommand):
         typer.Option(
             "--trust-remote-code",
             metavar="",
-            help="Let the code of --recipe run, which may do anything that you may.",
+            help="Run the code of --recipe, with your permissions.",
         ),
     ] = False
     recipe_argument: Annotated[
@@ -124,14 +124,14 @@ class DecodingCommand(ConfigCommand):
 
     @cached_property
     def parameters(self) -> Mapping[str, Any]:
-        """The generation parameters of the options, and the watermark, whose key is no option."""
+        """The generation parameters, with the watermark, whose key is not an option."""
         if self.watermark is None:
             return self.values
         return {**self.values, "watermarking_config": _load_single_key(self.watermark)}
 
     @cached_property
     def loaded_recipe(self) -> Recipe | None:
-        """The recipe with its arguments, if there is one."""
+        """The recipe with its arguments; None without `--recipe`."""
         if self.recipe is None:
             for name, value in (
                 ("trust_remote_code", self.trust_remote_code),
@@ -144,7 +144,7 @@ class DecodingCommand(ConfigCommand):
         return load_recipe(self.recipe, trust_remote_code=self.trust_remote_code)(**arguments)
 
     def load(self) -> tuple[Any, Any]:
-        """The model and its tokenizer, once the config and the recipe are known to be right."""
+        """Load the model and its tokenizer, after checking the config and the recipe."""
         options.reject_tensor_fields(self.parameters)
         GenerationConfig.merge(self.parameters, self.file_config())
         _ = self.loaded_recipe
@@ -152,47 +152,49 @@ class DecodingCommand(ConfigCommand):
             return load(self.model, self.dtype, self.device)
 
     def request_extras(self) -> dict[str, Any]:
-        """The recipe, and the draft model with its tokenizer, as `stream` and a request take them."""
-        mine: dict[str, Any] = {} if self.loaded_recipe is None else {"recipe": self.loaded_recipe}
+        """Keyword arguments of `stream` or a request: the recipe, the draft model and its tokenizer."""
+        extras: dict[str, Any] = {} if self.loaded_recipe is None else {"recipe": self.loaded_recipe}
         if self.assistant_model is None:
-            return mine
+            return extras
         with terminal.console().status("loading the draft model"):
             model, tokenizer = load(self.assistant_model, self.dtype, self.device)
-        return {**mine, "assistant_model": model, "assistant_tokenizer": tokenizer}
+        return {**extras, "assistant_model": model, "assistant_tokenizer": tokenizer}
 
 
 def typer_callback(kind: type[Command]) -> Callable[..., None]:
-    """A command as the function that typer wants, its options those of the class and of a config it has."""
+    """A command class as a typer function, with the options of the class and of the generation config."""
     hints = get_type_hints(kind, include_extras=True)
-    own = {one.name: one for one in dataclasses.fields(kind) if one.name != "values"}
+    own_fields = {
+        own_field.name: own_field for own_field in dataclasses.fields(kind) if own_field.name != "values"
+    }
     keyword = inspect.Parameter.KEYWORD_ONLY
-    mine = [
-        inspect.Parameter(name, keyword, annotation=hints[name], default=_parameter_default(one))
-        for name, one in own.items()
+    own_parameters = [
+        inspect.Parameter(name, keyword, annotation=hints[name], default=_parameter_default(own_field))
+        for name, own_field in own_fields.items()
     ]
 
-    parameters = list(options.option_parameters()) if issubclass(kind, ConfigCommand) else []
+    field_parameters = list(options.option_parameters()) if issubclass(kind, ConfigCommand) else []
 
-    def command(**given: Any) -> None:
-        chosen = {name: given.pop(name) for name in own}
-        raise typer.Exit(_run_guarded(kind, chosen, given))
+    def command(**arguments: Any) -> None:
+        chosen = {name: arguments.pop(name) for name in own_fields}
+        raise typer.Exit(_run_guarded(kind, chosen, arguments))
 
     command.__doc__ = inspect.getdoc(kind)
     command.__annotations__ = {}
-    command.__signature__ = inspect.Signature([*mine, *parameters])  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature([*own_parameters, *field_parameters])  # type: ignore[attr-defined]
     return command
 
 
-def _parameter_default(one: dataclasses.Field[Any]) -> Any:
-    """A dataclass field's default as a parameter's."""
-    return inspect.Parameter.empty if one.default is dataclasses.MISSING else one.default
+def _parameter_default(own_field: dataclasses.Field[Any]) -> Any:
+    """The default of a dataclass field, as of a parameter."""
+    return inspect.Parameter.empty if own_field.default is dataclasses.MISSING else own_field.default
 
 
-def _run_guarded(kind: type[Command], chosen: Mapping[str, Any], given: Mapping[str, Any]) -> int:
-    """Run a command; its exit code, whatever happens."""
+def _run_guarded(kind: type[Command], chosen: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+    """Run a command and report errors; returns the exit code."""
     try:
         values: dict[str, Any] = (
-            {"values": options.parse_options(given)} if issubclass(kind, ConfigCommand) else {}
+            {"values": options.parse_options(arguments)} if issubclass(kind, ConfigCommand) else {}
         )
         with _show_key_warnings():
             return kind(**chosen, **values).run()
@@ -205,65 +207,65 @@ def _run_guarded(kind: type[Command], chosen: Mapping[str, Any], given: Mapping[
         if chosen["debug"]:
             terminal.console().print(traceback.format_exc(), end="")
         terminal.print_error(_error_text(error))
-        wrong = ConfigError | InputError | RecipeError | TraceError | UnsupportedModel
-        return USAGE if isinstance(error, wrong) else FAILURE
+        usage_errors = ConfigError | InputError | RecipeError | TraceError | UnsupportedModel
+        return USAGE if isinstance(error, usage_errors) else FAILURE
 
 
 def _error_text(error: Exception) -> str:
-    """What is said of an error."""
-    if isinstance(error, MissingRequirements):  # a list, in the one line that there is
+    """The message of an error."""
+    if isinstance(error, MissingRequirements):  # several lines, joined to one
         first, *missing = str(error).splitlines()
         return f"{first} {', '.join(missing)}"
-    if type(error) is UntrustedRecipe:  # as it is said here
+    if type(error) is UntrustedRecipe:  # name the option, not the Python argument
         return str(error).replace("trust_remote_code=True", "--trust-remote-code")
     return str(error) if isinstance(error, DescantError | OSError) else f"{type(error).__name__}: {error}"
 
 
 def load_watermark_keys(path: str | None) -> dict[str, BaseWatermarkingConfig]:
-    """The watermarks of a file by name, or those of the environment."""
+    """The watermark keys of a file or of the environment, by name."""
     return read_settings(None if path == ENVIRONMENT_KEYS else path)
 
 
-def parse_recipe_arguments(given: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a recipe from NAME=JSON."""
-    found: dict[str, Any] = {}
-    for one in given:
-        name, equals, text = one.partition("=")
+def parse_recipe_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse recipe arguments of the form NAME=JSON."""
+    arguments: dict[str, Any] = {}
+    for argument in texts:
+        name, equals, text = argument.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name.isidentifier():
-            raise InputError("recipe_argument", "must be NAME=JSON", one, "for instance samples=8")
-        if name in found:
-            raise InputError("recipe_argument", "must give each argument once", one, "leave one out")
+            raise InputError("recipe_argument", "must be NAME=JSON", argument, "for instance samples=8")
+        if name in arguments:
+            raise InputError("recipe_argument", "must give each argument once", argument, "leave one out")
         try:
-            found[name] = json.loads(text)
+            arguments[name] = json.loads(text)
         except (ValueError, RecursionError):
-            do = f"write text in quotation marks: '{name}=\"text\"'"
-            raise InputError("recipe_argument", "must have JSON after its =", one, do) from None
-    return found
+            advice = f"write text in quotation marks: '{name}=\"text\"'"
+            raise InputError("recipe_argument", "must have JSON after its =", argument, advice) from None
+    return arguments
 
 
 def _load_single_key(path: str) -> BaseWatermarkingConfig:
-    """The one watermark of a file, or of the environment."""
-    found = load_watermark_keys(path)
-    if len(found) > 1:
-        raise InputError("watermark", "must have one key to mark with", sorted(found), "give a file with one")
-    [settings] = found.values()
+    """The only watermark key of a file or of the environment."""
+    keys = load_watermark_keys(path)
+    if len(keys) > 1:
+        raise InputError("watermark", "must have one key to mark with", sorted(keys), "give a file with one")
+    [settings] = keys.values()
     return settings
 
 
 @contextmanager
 def _show_key_warnings() -> Iterator[None]:
-    """Show warnings of public keys as the command shows things, each once; others as Python does."""
-    said: set[str] = set()
+    """Print each warning about public keys once, in the style of the command line."""
+    shown: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", PublicKeyWarning)
-        before = warnings.showwarning
+        show_other = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *more: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *details: Any) -> None:
             if not issubclass(category, PublicKeyWarning):
-                before(message, category, *more)
-            elif str(message) not in said:
-                said.add(str(message))
+                show_other(message, category, *details)
+            elif str(message) not in shown:
+                shown.add(str(message))
                 terminal.print_warning(message)
 
         warnings.showwarning = show  # type: ignore[assignment]

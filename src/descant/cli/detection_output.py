@@ -1,4 +1,4 @@
-"""Detections on the terminal: one as its figures and a sentence, several as a table."""
+"""Prints detections: one as a list of figures with a sentence, several as a table."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ __all__ = ["SampleDetection", "print_detections"]
 
 VERDICT_STYLES: Final = {"marked": "green", "not marked": "", "too short to tell": "yellow"}
 COLUMNS: Final = ("text", "verdict", "scheme", "key", "scored", "score", "95 % interval", "z", "p")
-OPTIONAL_COLUMNS: Final = ("passage", "bayes")  # columns that only some questions have
+OPTIONAL_COLUMNS: Final = ("passage", "bayes")
 RIGHT_ALIGNED: Final = frozenset({"scored", "score", "z", "p"})
-TABLE_WIDTH, PROSE_WIDTH = 200, 80  # of a table where nobody's terminal limits it, and of sentences
+TABLE_WIDTH, PROSE_WIDTH = 200, 80  # width of a table that is not on a terminal, and of sentences
 
 
 @dataclass(frozen=True)
 class SampleDetection:
-    """A text and what is said of it."""
+    """A text and its detection."""
 
     sample: TextSample
     detection: Detection
     posterior: Posterior | None = None
 
     def named_figures(self) -> list[tuple[str, str]]:
-        """The figures, each with its name."""
+        """The figures with their names."""
         bayes = [] if self.posterior is None else [("bayes", str(self.posterior))]
         return [("text", self.sample.name), *summary_items(self.detection), *bayes]
 
 
 def print_detections(answers: Sequence[SampleDetection]) -> None:
-    """Write what was found to standard output."""
+    """Write detections to standard output."""
     console = Console(highlight=False, markup=False)
-    plain = not console.is_terminal
-    if plain:
+    is_plain = not console.is_terminal
+    if is_plain:
         console = Console(highlight=False, markup=False, width=TABLE_WIDTH)
-    with console.capture() as made:
+    with console.capture() as captured:
         console.print(_figures_table(answers[0]) if len(answers) == 1 else _detections_table(answers))
         for sentence in _verdict_notes(answers):
             console.print()
             console.print(textwrap.fill(sentence, min(console.width, PROSE_WIDTH)))
-    # Cells are padded to the width of their columns, the last of a line as well.
-    terminal.write("\n".join(line.rstrip() if plain else line for line in made.get().split("\n")))
+    # The last cell of a line is padded too: strip it.
+    terminal.write("\n".join(line.rstrip() if is_plain else line for line in captured.get().split("\n")))
 
 
 def _verdict_notes(answers: Sequence[SampleDetection]) -> list[str]:
-    """What the verdicts mean."""
+    """The meaning of the verdicts."""
     if len(answers) == 1:
         return [explain_verdict(answers[0].detection)]
-    seen = {one.detection.verdict for one in answers}
+    verdicts = {one.detection.verdict for one in answers}
     alpha, count = answers[0].detection.alpha, len(answers)
     return [
-        *(f"{verdict}: {told}" for verdict, told in VERDICT_TEXTS.items() if verdict in seen),
+        *(f"{verdict}: {meaning}" for verdict, meaning in VERDICT_TEXTS.items() if verdict in verdicts),
         f"At --alpha {alpha:g}, {count * alpha:.2g} of {count} unmarked texts are called marked on average.",
     ]
 
@@ -82,20 +82,23 @@ def _figures_table(answer: SampleDetection) -> Table:
 
 
 def _detections_table(answers: Sequence[SampleDetection]) -> Table:
-    told = [dict(answer.named_figures()) for answer in answers]
-    rare = [name for name in OPTIONAL_COLUMNS if any(name in one for one in told)]
+    figures = [dict(answer.named_figures()) for answer in answers]
+    extra_columns = [name for name in OPTIONAL_COLUMNS if any(name in detection for detection in figures)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in (*COLUMNS, *rare):
+    for column in (*COLUMNS, *extra_columns):
         table.add_column(column, justify="right" if column in RIGHT_ALIGNED else "left", overflow="fold")
-    for answer, known in zip(answers, told, strict=True):
-        one = answer.detection
-        # Shorter than where one text has a line for each.
+    for answer, named in zip(answers, figures, strict=True):
+        detection = answer.detection
+        # Shorter than in the list of one text.
         short = {
-            "scored": f"{one.scored}/{one.tokens}",
-            "score": format_number(one.score),
-            "p": format_p_value(one.p_value),
+            "scored": f"{detection.scored}/{detection.tokens}",
+            "score": format_number(detection.score),
+            "p": format_p_value(detection.p_value),
         }
-        cells = [{**known, **short}.get(column, "") for column in (*COLUMNS, *rare)]
-        styles = [VERDICT_STYLES[one.verdict] if column == "verdict" else "" for column in (*COLUMNS, *rare)]
+        cells = [{**named, **short}.get(column, "") for column in (*COLUMNS, *extra_columns)]
+        styles = [
+            VERDICT_STYLES[detection.verdict] if column == "verdict" else ""
+            for column in (*COLUMNS, *extra_columns)
+        ]
         table.add_row(*(Text(cell, style=style) for cell, style in zip(cells, styles, strict=True)))
     return table

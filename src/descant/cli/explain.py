@@ -1,4 +1,4 @@
-"""`descant explain`: what a config would run, and where each of its values comes from."""
+"""`descant explain`: what a config would run, and the source of each value."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["ExplainCommand"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainCommand(ConfigCommand):
-    """Say what would run and why: strategy, processors in order, stops, and where every value comes from.
+    """Show what would run and why: strategy, processors in order, stops, and the source of every value.
 
-    Nothing is generated, and of the model only its configs are read.
+    Nothing is generated, and only the configs of the model are read.
     """
 
     model: Annotated[
@@ -29,13 +29,16 @@ class ExplainCommand(ConfigCommand):
 
     def run(self) -> int:
         """Print the explanation."""
-        argument = self.file_config()
+        file_config = self.file_config()
         if self.model is None:
-            merged, facts = GenerationConfig.merge(self.values, argument), None
+            merged, model_interface = GenerationConfig.merge(self.values, file_config), None
         else:
             model = load_meta_model(self.model)
-            theirs = GenerationConfig.from_transformers(model.generation_config)
-            # The adapter and not the model: it has no config of its own to merge a second time.
-            merged, facts = GenerationConfig.merge(self.values, argument, theirs), as_model(model)
-        terminal.write(merged.explain(facts) + "\n")
+            model_config = GenerationConfig.from_transformers(model.generation_config)
+            # The adapter, not the model: the model's config would be merged a second time.
+            merged, model_interface = (
+                GenerationConfig.merge(self.values, file_config, model_config),
+                as_model(model),
+            )
+        terminal.write(merged.explain(model_interface) + "\n")
         return 0

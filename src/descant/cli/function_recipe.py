@@ -1,4 +1,4 @@
-"""A recipe that is a function in the place of generate(): it is called, and its answer is text."""
+"""Recipes that are functions replacing generate(), for the command line."""
 
 from __future__ import annotations
 
@@ -20,57 +20,63 @@ __all__ = ["FunctionRecipe"]
 
 @dataclass(frozen=True)
 class FunctionRecipe:
-    """A function with the model that it decodes; what it says is known when it returns, not before."""
+    """A function recipe with its model; its text is known only when it returns."""
 
     recipe: Recipe
     model: Any
     tokenizer: Any
 
     @classmethod
-    def from_request(cls, brought: Mapping[str, Any], model: Any, tokenizer: Any) -> FunctionRecipe | None:
-        """That of a request, if its recipe is a function."""
-        recipe = brought.get("recipe")
+    def from_request(
+        cls, request_extras: Mapping[str, Any], model: Any, tokenizer: Any
+    ) -> FunctionRecipe | None:
+        """The function recipe of a request; None if it has no such recipe."""
+        recipe = request_extras.get("recipe")
         if not isinstance(recipe, Recipe) or recipe.kind != "generate":
             return None
         return cls(recipe, model, tokenizer)
 
     def stream_events(
-        self, given: Mapping[str, Any], argument: GenerationConfig | None, values: Mapping[str, Any]
+        self, request_args: Mapping[str, Any], file_config: GenerationConfig | None, values: Mapping[str, Any]
     ) -> Generator[StreamEvent]:
-        """Its answer to one prompt as a stream has it, each sequence whole."""
-        for place, (ids, text) in enumerate(self.generate(given, argument, values)):
-            yield StreamEvent(0, place, tuple(ids), text, finish_reason="stop")
+        """The result for one prompt as stream events, one per sequence."""
+        for index, (ids, text) in enumerate(self.generate(request_args, file_config, values)):
+            yield StreamEvent(0, index, tuple(ids), text, finish_reason="stop")
 
     def generate(
-        self, given: Mapping[str, Any], argument: GenerationConfig | None, values: Mapping[str, Any]
+        self, request_args: Mapping[str, Any], file_config: GenerationConfig | None, values: Mapping[str, Any]
     ) -> list[tuple[list[int], str]]:
-        """The new tokens and the text of each sequence for a prompt [1, L]."""
-        inputs = dict(given)
-        if not self._accepts("attention_mask"):  # one prompt has no padding, and its mask says nothing
+        """New tokens and text of each sequence for a prompt [1, L]."""
+        inputs = dict(request_args)
+        if not self._accepts("attention_mask"):  # redundant: one prompt has no padding
             inputs.pop("attention_mask", None)
         if self._accepts("tokenizer"):
             inputs["tokenizer"] = self.tokenizer
-        answer: Any = generate(self.model, generation_config=argument, **inputs, **values)
-        ids = getattr(answer, "sequences", answer)
+        result: Any = generate(self.model, generation_config=file_config, **inputs, **values)
+        ids = getattr(result, "sequences", result)
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.is_complex():
-            must = "must return token ids [N, L], or a record with `sequences`"
-            raise RecipeError(self.recipe.name, f"{must}, got {type(answer).__name__}")
-        prompt = given["input_ids"][0].tolist()
-        return [self._split_prompt(line, prompt) for line in ids.tolist()]
+            requirement = "must return token ids [N, L], or a record with `sequences`"
+            raise RecipeError(self.recipe.name, f"{requirement}, got {type(result).__name__}")
+        prompt = request_args["input_ids"][0].tolist()
+        return [self._split_prompt(sequence, prompt) for sequence in ids.tolist()]
 
     def _accepts(self, name: str) -> bool:
         return self.recipe.accepts_kwargs or name in self.recipe.argument_names
 
-    def _split_prompt(self, line: list[int], prompt: list[int]) -> tuple[list[int], str]:
-        """What a sequence adds to its prompt, as ids and as text; all of it where it does not begin so."""
+    def _split_prompt(self, sequence: list[int], prompt: list[int]) -> tuple[list[int], str]:
+        """The new tokens of a sequence and their text; all tokens if it does not start with the prompt."""
         if self.model.config.is_encoder_decoder:
-            return line, self._decode(line, [])
-        first = 0
-        while first < len(line) and line[first] == self.tokenizer.pad_token_id and line[first] != prompt[0]:
-            first += 1
-        if line[first : first + len(prompt)] != prompt:
-            return line, self._decode(line, [])
-        new = line[first + len(prompt) :]
+            return sequence, self._decode(sequence, [])
+        start = 0
+        while (
+            start < len(sequence)
+            and sequence[start] == self.tokenizer.pad_token_id
+            and sequence[start] != prompt[0]
+        ):
+            start += 1
+        if sequence[start : start + len(prompt)] != prompt:
+            return sequence, self._decode(sequence, [])
+        new = sequence[start + len(prompt) :]
         return new, self._decode(new, prompt)
 
     def _decode(self, ids: list[int], prompt: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""`descant generate`: one prompt, shown as it grows, or many from a file into another."""
+"""`descant generate`: stream one prompt to the terminal, or run many prompts from a file."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ STDIO = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateCommand(DecodingCommand):
-    """Continue a prompt, and show the text as it grows; or, with --input and --output, many prompts.
+    """Continue a prompt and stream the text; or, with --input and --output, many prompts.
 
     Lines of --input are objects with "prompt" or "messages" and any generation parameter for that line; they
-    are written to --output in order, with "completions", or with "error" where one failed.
+    are written to --output in order, with "completions", or with "error" for a line that failed.
     """
 
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The text to continue; - reads standard input.")
     ] = None
     chat: Annotated[
-        bool, typer.Option("--chat", metavar="", help="The prompt is what a user says to a chat model.")
+        bool, typer.Option("--chat", metavar="", help="The prompt is a user message to a chat model.")
     ] = False
     input: Annotated[
         str | None,
@@ -49,17 +49,15 @@ class GenerateCommand(DecodingCommand):
     ] = None
     trace: Annotated[
         str | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="Record every step, to be drawn by `descant show FILE`."
-        ),
+        typer.Option("--trace", metavar="FILE", help="Record every step, for `descant show FILE`."),
     ] = None
     batch_size: Annotated[
         int,
-        typer.Option("--batch-size", min=1, help="Prompts of --input that run side by side (default: 16)."),
+        typer.Option("--batch-size", min=1, help="Prompts of --input per batch (default: 16)."),
     ] = 16
 
     def run(self) -> int:
-        """Do one or many."""
+        """Run one prompt or many."""
         self._check_options()
         if self.input is None and self.output is None:
             return self._stream_to_terminal()
@@ -74,34 +72,36 @@ class GenerateCommand(DecodingCommand):
         """Stream one prompt to the terminal."""
         text = self._read_prompt()
         model, tokenizer = self._load_checked()
-        given = encode_prompt(tokenizer, user_messages(text) if self.chat else text) | self.request_extras()
-        shown, argument = StreamPrinter(), self.file_config()
-        function = FunctionRecipe.from_request(given, model, tokenizer)
+        request_args = (
+            encode_prompt(tokenizer, user_messages(text) if self.chat else text) | self.request_extras()
+        )
+        printer, file_config = StreamPrinter(), self.file_config()
+        function = FunctionRecipe.from_request(request_args, model, tokenizer)
         if function is not None and self.trace is not None:
-            must = "has no use with a recipe that is a function, whose loop is its own"
-            raise InputError("trace", must, self.trace, "leave it out")
+            requirement = "is not supported with a recipe that is a function"
+            raise InputError("trace", requirement, self.trace, "leave it out")
         with (
             self._open_tracer() as tracer,
             contextlib.closing(
-                stream(model, None, tokenizer, argument, **given, **self.parameters, trace=tracer)
+                stream(model, None, tokenizer, file_config, **request_args, **self.parameters, trace=tracer)
                 if function is None
-                else function.stream_events(given, argument, self.parameters)
+                else function.stream_events(request_args, file_config, self.parameters)
             ) as events,
         ):
             try:
                 for event in events:
-                    shown.print_event(event)
+                    printer.print_event(event)
             finally:
-                shown.end_line()
+                printer.end_line()
         return 0
 
     @contextlib.contextmanager
     def _open_tracer(self) -> Iterator[Tracer | None]:
-        """Who records the run, if --trace says where to; what there is of it is saved however it ends."""
+        """The tracer of --trace, if given; the trace is saved also after an error."""
         if self.trace is None:
             yield None
             return
-        # Before anything is decoded, and without touching what the file may hold.
+        # Check that the file can be written before decoding, without changing it.
         _open_file(self.trace, "trace", "a").close()
         tracer = Tracer()
         try:
@@ -120,7 +120,7 @@ class GenerateCommand(DecodingCommand):
         if self.prompt != STDIO:
             assert self.prompt is not None
             return self.prompt
-        # What `echo` adds is not meant for the model.
+        # Drop the newline that `echo` adds.
         return sys.stdin.read().removesuffix("\n")
 
     @contextlib.contextmanager
@@ -143,13 +143,13 @@ class GenerateCommand(DecodingCommand):
                 yield file
 
     def _check_options(self) -> None:
-        """Raise for options that contradict each other."""
+        """Raise InputError for contradicting options."""
         given = [
             name for name, value in (("PROMPT", self.prompt), ("--input", self.input)) if value is not None
         ]
         if len(given) != 1:
-            got = " and ".join(given) or "neither"
-            raise InputError("prompt", "must come from PROMPT or --input", got, "give one of them")
+            given_text = " and ".join(given) or "neither"
+            raise InputError("prompt", "must come from PROMPT or --input", given_text, "give one of them")
         if self.input not in (None, STDIO) and self.output not in (None, STDIO):
             with contextlib.suppress(OSError):
                 if Path(str(self.output)).samefile(str(self.input)):
@@ -157,8 +157,10 @@ class GenerateCommand(DecodingCommand):
         if self.trace is not None and (self.input is not None or self.output is not None):
             raise InputError("trace", "has no use with --input and --output", self.trace, "leave it out")
         if self.values.get("logprobs") is not None and self.input is None and self.output is None:
-            do = "add --output -"
-            raise ConfigError("logprobs", "has no use where only text is shown", self.values["logprobs"], do)
+            advice = "add --output -"
+            raise ConfigError(
+                "logprobs", "has no use where only text is shown", self.values["logprobs"], advice
+            )
 
 
 def _open_file(path: str, option: str, mode: str) -> Any:

@@ -1,4 +1,4 @@
-"""Many prompts as JSON lines: read, run side by side in one Session, and written back in order."""
+"""Prompts as JSON lines: run in one session, written back in order."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from descant.tokenization.detokenizer import IncrementalDetokenizer
 
 __all__ = ["InputLines", "JsonlJob"]
 
-RESULT_KEYS = ("completions", "error")  # keys that are ours in a line of output
+RESULT_KEYS = ("completions", "error")  # added to a line of output
 JOB_ONLY_KEYS = (
     "recipe",
     "custom_generate",
     "trust_remote_code",
-)  # what whoever wrote a line must not choose
+)  # must not be set in a line: lines may be untrusted
 
 
 @dataclass(frozen=True)
 class InputLines:
-    """Lines of a file or a pipe, and how many, where that can be known before."""
+    """Lines of a file or a pipe, and their number, if known."""
 
     lines: Iterable[bytes]
     count: int | None = None
 
     @classmethod
     def from_prompt(cls, prompt: str) -> InputLines:
-        """The one line that a single prompt is."""
+        """A single prompt as one line."""
         return cls([json.dumps({"prompt": prompt}).encode()], 1)
 
     @classmethod
     def from_file(cls, file: BinaryIO) -> InputLines:
-        """The lines of an open file, counted first if it can be read twice."""
+        """The lines of an open file, counted if it is a regular file."""
         if not stat.S_ISREG(fstat(file.fileno()).st_mode):
             return cls(file)
         count = sum(1 for line in file if line.strip())
@@ -58,7 +58,7 @@ class InputLines:
 
 @dataclass(frozen=True)
 class JsonlTask:
-    """One line of input: its place, what it holds, and the ids of its prompt once known."""
+    """One line of input: its index, data and request."""
 
     index: int
     data: Mapping[str, Any]
@@ -66,23 +66,23 @@ class JsonlTask:
 
 
 class JsonlJob:
-    """A model, and what holds for all lines; a line's own parameters come before the options."""
+    """Runs lines on a model; the parameters of a line override the options."""
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
         values: Mapping[str, Any],
-        argument: GenerationConfig | None,
+        file_config: GenerationConfig | None,
         chat: bool,
-        brought: Mapping[str, Any] | None = None,
+        request_extras: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.request_extras = dict(
-            brought or {}
+            request_extras or {}
         )  # what a request brings along: a recipe, what guesses for it
         self.function = FunctionRecipe.from_request(self.request_extras, model, tokenizer)
-        self.values, self.file_config, self.chat = values, argument, chat
+        self.values, self.file_config, self.chat = values, file_config, chat
         self.model_config = GenerationConfig.from_transformers(model.generation_config)
         self.session = Session(model)
         self._running: dict[int, JsonlTask] = {}
@@ -91,16 +91,16 @@ class JsonlJob:
         self._num_failures = 0
 
     def run(self, source: InputLines, target: TextIO, width: int) -> int:
-        """Run all lines, `width` at a time; the exit code."""
+        """Run all lines, `width` at a time; returns the exit code."""
         console = terminal.console()
         columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        # A bar on the terminal that the lines are written to would only break them.
+        # A progress bar would garble lines written to the same terminal.
         hidden = not console.is_terminal or target.isatty()
         with Progress(*columns, console=console, disable=hidden, redirect_stdout=False) as progress:
             bar = progress.add_task("", total=source.count)
-            waiting = enumerate(line for line in source.lines if line.strip())
+            pending_lines = enumerate(line for line in source.lines if line.strip())
             while True:
-                self._fill_session(waiting, width)
+                self._fill_session(pending_lines, width)
                 self._write(target)
                 progress.update(bar, completed=self._num_written + len(self._pending_records))
                 if not len(self.session):
@@ -118,22 +118,22 @@ class JsonlJob:
             )
         return 1 if self._num_failures else 0
 
-    def _fill_session(self, waiting: Iterator[tuple[int, bytes]], width: int) -> None:
-        """Fill the table up."""
+    def _fill_session(self, pending_lines: Iterator[tuple[int, bytes]], width: int) -> None:
+        """Admit lines until `width` requests are running."""
         while len(self.session) < width:
-            fresh = []
-            for place, line in waiting:
-                task = self._make_task(place, line)
+            new_tasks = []
+            for index, line in pending_lines:
+                task = self._make_task(index, line)
                 if task is not None:
-                    fresh.append(task)
-                if len(self.session) + len(fresh) == width:
+                    new_tasks.append(task)
+                if len(self.session) + len(new_tasks) == width:
                     break
-            if not fresh:
+            if not new_tasks:
                 return
-            self._admit_tasks(fresh)
+            self._admit_tasks(new_tasks)
 
     def _admit_tasks(self, tasks: list[JsonlTask]) -> None:
-        """Admit tasks together; where that fails, each alone, so that only the bad ones fail."""
+        """Admit tasks together; on an error one by one, so that only the invalid ones fail."""
         try:
             numbers = self.session.admit(*(task.request for task in tasks))
         except DescantError as error:
@@ -145,56 +145,58 @@ class JsonlJob:
         else:
             self._running.update(zip(numbers, tasks, strict=True))
 
-    def _make_task(self, place: int, line: bytes) -> JsonlTask | None:
-        """A line as a task; None where it is wrong, which is then its result."""
+    def _make_task(self, index: int, line: bytes) -> JsonlTask | None:
+        """A line as a task; None if it is invalid or already done, with its record written."""
         data: Mapping[str, Any] = {}
         try:
             data = _parse_line(line)
             for name in JOB_ONLY_KEYS:
                 if data.get(name) is not None:
-                    must = "is for all lines, and must not be in one"
-                    raise InputError(name, must, data[name], "give --recipe")
-            own = {name: value for name, value in data.items() if name in FIELDS and value is not None}
-            reject_tensor_fields(own)
+                    requirement = "applies to all lines and must not be set in one"
+                    raise InputError(name, requirement, data[name], "give --recipe")
+            line_values = {
+                name: value for name, value in data.items() if name in FIELDS and value is not None
+            }
+            reject_tensor_fields(line_values)
             config = GenerationConfig.merge(
-                override_values(self.values, own), self.file_config, self.model_config
+                override_values(self.values, line_values), self.file_config, self.model_config
             )
-            given = encode_prompt(self.tokenizer, self._prompt_of(data))
+            inputs = encode_prompt(self.tokenizer, self._prompt_of(data))
             if self.function is not None:
                 self._run_function(
-                    place, data, given | self.request_extras, override_values(self.values, own)
+                    index, data, inputs | self.request_extras, override_values(self.values, line_values)
                 )
                 return None
-            ready = prepare_prompts(given, config, self.session.model.traits, self.session.model.device)
+            prompts = prepare_prompts(inputs, config, self.session.model.traits, self.session.model.device)
         except DescantError as error:
-            self._fail(place, data, error)
+            self._fail(index, data, error)
             return None
-        brought = {"tokenizer": self.tokenizer, **self.request_extras}
+        extras = {"tokenizer": self.tokenizer, **self.request_extras}
         return JsonlTask(
-            place, data, Request(ready.prompt(0), config, ready.inputs[0], config_merged=True, **brought)
+            index, data, Request(prompts.prompt(0), config, prompts.inputs[0], config_merged=True, **extras)
         )
 
     def _run_function(
-        self, place: int, data: Mapping[str, Any], given: Mapping[str, Any], values: Mapping[str, Any]
+        self, index: int, data: Mapping[str, Any], request_args: Mapping[str, Any], values: Mapping[str, Any]
     ) -> None:
-        """Run a line through a function, which takes one at a time and does not say why it ends."""
+        """Run a line with a function recipe, which takes one prompt and gives no finish reason."""
         assert self.function is not None
         try:
-            found = self.function.generate(given, self.file_config, values)
+            completions = self.function.generate(request_args, self.file_config, values)
         except DescantError:
             raise
-        except Exception as error:  # somebody else's code, which fails in its own ways
-            self._fail(place, data, error)
+        except Exception as error:  # third-party code may raise anything
+            self._fail(index, data, error)
         else:
-            lines = [{"text": text, "tokens": len(ids), "finish_reason": None} for ids, text in found]
-            self._pending_records[place] = {**_without_results(data), "completions": lines}
+            lines = [{"text": text, "tokens": len(ids), "finish_reason": None} for ids, text in completions]
+            self._pending_records[index] = {**_without_results(data), "completions": lines}
 
     def _prompt_of(self, data: Mapping[str, Any]) -> Any:
-        """What a line asks to be continued."""
+        """The prompt or messages of a line."""
         prompt, messages = data.get("prompt"), data.get("messages")
         if (prompt is None) == (messages is None):
-            got = "neither" if prompt is None else "both"
-            raise InputError("prompt", 'must be given, or "messages", in each line', got)
+            given_text = "neither" if prompt is None else "both"
+            raise InputError("prompt", 'must be given, or "messages", in each line', given_text)
         if messages is not None:
             require_chat_template(self.tokenizer, self.model.name_or_path)
             if not isinstance(messages, list) or not messages:
@@ -205,50 +207,50 @@ class JsonlJob:
         return user_messages(prompt) if self.chat else prompt
 
     # -------------------------------------------------------------------- results
-    def _finish(self, task: JsonlTask, found: list[Hypothesis]) -> None:
+    def _finish(self, task: JsonlTask, hypotheses: list[Hypothesis]) -> None:
         self._pending_records[task.index] = {
             **_without_results(task.data),
-            "completions": [self._completion(task.request, one) for one in found],
+            "completions": [self._completion(task.request, one) for one in hypotheses],
         }
 
-    def _fail(self, place: int, data: Mapping[str, Any], error: Exception) -> None:
+    def _fail(self, index: int, data: Mapping[str, Any], error: Exception) -> None:
         self._num_failures += 1
-        told = str(error) if isinstance(error, DescantError) else f"{type(error).__name__}: {error}"
-        self._pending_records[place] = {**_without_results(data), "error": told}
+        message = str(error) if isinstance(error, DescantError) else f"{type(error).__name__}: {error}"
+        self._pending_records[index] = {**_without_results(data), "error": message}
 
-    def _completion(self, request: Request, one: Hypothesis) -> dict[str, Any]:
-        """One returned sequence in JSON's types."""
-        ids = one.tokens.tolist()
-        made: dict[str, Any] = {
+    def _completion(self, request: Request, hypothesis: Hypothesis) -> dict[str, Any]:
+        """One returned sequence as JSON values."""
+        ids = hypothesis.tokens.tolist()
+        completion: dict[str, Any] = {
             "text": self._text(request, ids),
             "tokens": len(ids),
-            "finish_reason": one.reason,
+            "finish_reason": hypothesis.reason,
         }
-        if one.score is not None:
-            made["score"] = float(one.score)
-        if one.logprobs is not None:
-            made["logprobs"] = self._logprobs(ids, one.logprobs)
-        return made
+        if hypothesis.score is not None:
+            completion["score"] = float(hypothesis.score)
+        if hypothesis.logprobs is not None:
+            completion["logprobs"] = self._logprobs(ids, hypothesis.logprobs)
+        return completion
 
-    def _logprobs(self, ids: list[int], found: Logprobs) -> list[dict[str, Any]]:
-        """For each token what the model gave it, what the processors left, and the likeliest instead."""
-        tables = (found.raw, found.processed, found.top, found.top_raw, found.top_processed)
+    def _logprobs(self, ids: list[int], logprobs: Logprobs) -> list[dict[str, Any]]:
+        """For each token its log-probabilities before and after the processors, and the likeliest tokens."""
+        tables = (logprobs.raw, logprobs.processed, logprobs.top, logprobs.top_raw, logprobs.top_processed)
         lines = zip(ids, *(table.tolist() for table in tables), strict=True)
         return [
             {
                 **self._logprob(token, raw, processed),
-                "top": [self._logprob(*one) for one in zip(*best, strict=True)],
+                "top": [self._logprob(*alternative) for alternative in zip(*best, strict=True)],
             }
             for token, raw, processed, *best in lines
         ]
 
     def _logprob(self, token: int, raw: float, processed: float) -> dict[str, Any]:
-        # JSON has no infinity: a token that the processors ruled out has no log-probability.
+        # JSON has no infinity: a masked token has no log-probability.
         left = processed if isfinite(processed) else None
         return {"id": token, "token": self.tokenizer.decode([token]), "raw": raw, "processed": left}
 
     def _text(self, request: Request, ids: list[int]) -> str:
-        """What a sequence adds to its prompt's text, as a stream would have shown it."""
+        """The text that a sequence adds to its prompt, as a stream would give it."""
         stream = IncrementalDetokenizer(
             self.tokenizer,
             prompt_ids=torch.as_tensor(request.prompt).tolist(),
@@ -258,7 +260,7 @@ class JsonlJob:
         return stream.put(ids) + stream.end()
 
     def _write(self, target: TextIO) -> None:
-        """Write the records that are next."""
+        """Write the finished records that are next in order."""
         while self._num_written in self._pending_records:
             target.write(_format_line(self._pending_records.pop(self._num_written)))
             self._num_written += 1
@@ -266,7 +268,7 @@ class JsonlJob:
 
 
 def _format_line(record: Mapping[str, Any]) -> str:
-    """A record as a line; with escapes only where a file could not hold its characters."""
+    """A record as a line, ASCII-escaped only if it cannot be encoded."""
     line = json.dumps(record, ensure_ascii=False)
     try:
         line.encode()
@@ -276,16 +278,16 @@ def _format_line(record: Mapping[str, Any]) -> str:
 
 
 def _parse_line(line: bytes) -> Mapping[str, Any]:
-    shown = line.decode(errors="replace").strip()
+    text = line.decode(errors="replace").strip()
     try:
         data = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise InputError("input", f"must hold a JSON object in each line ({error})", shown) from None
+        raise InputError("input", f"must hold a JSON object in each line ({error})", text) from None
     if not isinstance(data, dict):
-        raise InputError("input", "must hold a JSON object in each line", shown)
+        raise InputError("input", "must hold a JSON object in each line", text)
     return data
 
 
 def _without_results(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A line as it came, without the results of an earlier run."""
+    """The data of a line without results of an earlier run."""
     return {name: value for name, value in data.items() if name not in RESULT_KEYS}

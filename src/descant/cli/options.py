@@ -1,8 +1,8 @@
-"""Command-line options made from the table of generation parameters, and the way back from text to values.
+"""Command-line options for generation parameters, and the parsing of their values.
 
-A field's type says how it is written: a bool is a flag, nested data are JSON, lists of numbers and names are
-joined with commas, and lists of text are repeated options, for in text a comma is a comma. The word `none`
-switches a field off, as None does in Python; where a field takes any text, empty text does.
+A field's type decides how it is written: a bool is a flag, nested data are JSON, lists of numbers and names
+are separated by commas, and lists of text are repeated options, since text may contain commas. The word
+`none` switches a field off, as None does in Python; for a field that takes any text, empty text does.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ BOOL_WORDS: Final = {"true": True, "false": False}
 ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 ESCAPE_PATTERN: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|.|$)", re.DOTALL)
 NONE_WORD: Final = "none"
-# Fields that hold secrets, which process lists and shell histories would tell.
+# Fields that hold secrets, which process lists and shell histories would reveal.
 SECRET_FIELDS: Final = frozenset({"watermarking_config"})
-# Fields that return tensors, for which text has no place.
+# Fields that return tensors, which text output cannot show.
 TENSOR_FIELDS: Final = tuple(
     n for n, field in FIELDS.items() if field.group == "output" and field.type == "bool"
 )
 
 
 def cli_fields() -> dict[str, Field]:
-    """The fields that a command line says: none of a later version, no objects, and no secrets."""
+    """The fields that have an option: supported, no objects, no secrets."""
     return {
         name: field
         for name, field in FIELDS.items()
@@ -54,13 +54,13 @@ def cli_fields() -> dict[str, Field]:
 
 
 def option_names(field: Field) -> tuple[str, ...]:
-    """How a field is written on the command line."""
+    """The option of a field."""
     name = "--" + field.name.replace("_", "-")
     return (f"{name}/--no-{name[2:]}",) if field.type == "bool" else (name,)
 
 
 def option_parameters() -> Iterator[inspect.Parameter]:
-    """One keyword parameter for each offered field, as typer reads them."""
+    """One keyword parameter per field, for typer."""
     for name, field in cli_fields().items():
         kind: Any = bool if field.type == "bool" else list[str] if _is_list(field) else str
         option = typer.Option(
@@ -74,10 +74,10 @@ def option_parameters() -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What GenerationConfig takes, from what the options were given; an option not given is left out."""
+def parse_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the given options, for GenerationConfig."""
     values = {}
-    for name, raw in given.items():
+    for name, raw in arguments.items():
         if raw is None or raw == []:
             continue
         if isinstance(raw, bool):
@@ -88,9 +88,9 @@ def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(field: Field, texts: Sequence[str]) -> Any:
-    """A field's value in Python, from the texts that were given for it; None switches it off.
+    """Parse the value of a field from its texts; None switches it off.
 
-    What cannot be read is returned as it is: the config refuses it, and says what it must be.
+    A text that cannot be parsed is returned unchanged: the config then raises with what it must be.
     """
     inner, outer = _field_types(field)
     if texts == ["" if _is_text_list(field) or (outer == ["str"] and not inner) else NONE_WORD]:
@@ -113,22 +113,22 @@ def parse_value(field: Field, texts: Sequence[str]) -> Any:
     return _convert(items[0], outer)
 
 
-def override_values(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with further ones above them: a length below does not beat its other form above."""
-    beaten = {new for new, total in LENGTH_PAIRS if total in own and new not in own}
-    return {**{name: value for name, value in values.items() if name not in beaten}, **own}
+def override_values(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with overrides; a total length overrides a number of new tokens, too."""
+    overridden = {new for new, total in LENGTH_PAIRS if total in overrides and new not in overrides}
+    return {**{name: value for name, value in values.items() if name not in overridden}, **overrides}
 
 
 def reject_tensor_fields(values: Mapping[str, Any]) -> None:
-    """Raise for values that ask for tensors where text is written."""
+    """Raise ConfigError for fields that return tensors."""
     for name in TENSOR_FIELDS:
         if values.get(name):
-            do = "leave it out; `logprobs` with --output writes probabilities"
-            raise ConfigError(name, "has no use where text is written", values[name], do)
+            advice = "leave it out; `logprobs` with --output writes probabilities"
+            raise ConfigError(name, "has no use where text is written", values[name], advice)
 
 
 def _field_types(field: Field) -> tuple[list[str], list[str]]:
-    """The types inside a field's lists, and those that it takes without a list."""
+    """The types within a field's lists, and the types without a list."""
     inner = [word for part in re.findall(r"list\[([^]]*)\]", field.type) for word in part.split(" | ")]
     outer = re.sub(r"list\[[^]]*\]", "", field.type)
     return inner, [word for word in outer.split(" | ") if word.strip()]
@@ -143,12 +143,12 @@ def _is_list(field: Field) -> bool:
 
 
 def _is_text_list(field: Field) -> bool:
-    """Whether a field lists any text, in which a comma is a comma, and not numbers or names."""
+    """Whether a field lists arbitrary text, which may contain commas."""
     return "str" in _field_types(field)[0] and field.type != "list[str]"
 
 
 def _convert(text: str, words: Sequence[str]) -> Any:
-    """The text as the first of these types that it can be; itself where it is none of them."""
+    """Convert a text to the first type that fits; returns the text itself if none does."""
     if "bool" in words and text.lower() in BOOL_WORDS:
         return BOOL_WORDS[text.lower()]
     for word, kind in (("int", int), ("float", float)):
@@ -168,20 +168,22 @@ def _parse_json(field: Field, text: str) -> Any:
 
 
 def _unescape(field: Field, text: str) -> str:
-    """The text with its escapes read, which a shell leaves alone."""
+    """Replace backslash escapes."""
 
-    def one(match: re.Match[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
         code = match[1]
         if code not in ESCAPES and len(code) != 5:
-            do = "write \\\\ for a backslash"
-            raise ConfigError(field.name, "must hold no escape but \\n, \\t, \\r, \\uXXXX, \\\\", text, do)
+            advice = "write \\\\ for a backslash"
+            raise ConfigError(
+                field.name, "must hold no escape but \\n, \\t, \\r, \\uXXXX, \\\\", text, advice
+            )
         return ESCAPES.get(code) or chr(int(code[1:], 16))
 
-    return ESCAPE_PATTERN.sub(one, text)
+    return ESCAPE_PATTERN.sub(replace, text)
 
 
 def _metavar(field: Field) -> str:
-    """What stands for the value in the help."""
+    """The placeholder of the value in the help."""
     if _is_nested(field):
         return "JSON"
     inner, outer = _field_types(field)
@@ -190,11 +192,11 @@ def _metavar(field: Field) -> str:
 
 
 def _help_text(field: Field) -> str:
-    more = []
+    notes = []
     if _is_nested(field):
-        more.append(f"JSON of {field.kind.expected}")
+        notes.append(f"JSON of {field.kind.expected}")
     elif _is_list(field):
-        more.append("may be repeated" if _is_text_list(field) else "several with commas")
+        notes.append("may be repeated" if _is_text_list(field) else "several with commas")
     if field.default not in (None, False):
-        more.append(f"default: {field.default!r}")
-    return field.doc + (f" ({'; '.join(more)})" if more else "")
+        notes.append(f"default: {field.default!r}")
+    return field.doc + (f" ({'; '.join(notes)})" if notes else "")

@@ -1,4 +1,4 @@
-"""A prompt: text or a conversation, as the token ids that a model continues."""
+"""Prompts, text or conversations, as token ids."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Message = Mapping[str, Any]
 
 
 def user_messages(text: str, system: str | None = None) -> list[Message]:
-    """A conversation that begins with what the user says."""
+    """A conversation of one user message, with an optional system prompt."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": text}]
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[Message]) -> dict[str, Any]:
-    """A model's inputs [1, L] for text, or for a conversation whose next turn is the model's."""
+    """The model inputs [1, L] of a text or of a conversation."""
     if isinstance(prompt, str) and not _is_encodable(prompt):
         raise InputError("prompt", "must hold whole characters", prompt, "leave lone surrogates out")
     ids = (
@@ -29,15 +29,15 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[Message]) -> dict[str, 
     )
     if not ids:
         raise InputError("prompt", "must have at least one token", prompt)
-    given = torch.tensor([ids])
-    return {"input_ids": given, "attention_mask": torch.ones_like(given)}
+    input_ids = torch.tensor([ids])
+    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
 
 
 def require_chat_template(tokenizer: Any, name: str) -> None:
-    """Raise for a tokenizer that does not know how a conversation is written."""
+    """Raise InputError for a tokenizer without a chat template."""
     if not getattr(tokenizer, "chat_template", None):
-        do = "use `descant generate` without --chat, or a model tuned for conversations"
-        raise InputError("model", "must have a chat template in its tokenizer", name, do)
+        advice = "use `descant generate` without --chat, or a model tuned for conversations"
+        raise InputError("model", "must have a chat template in its tokenizer", name, advice)
 
 
 def _is_encodable(text: str) -> bool:
@@ -55,12 +55,12 @@ def _apply_chat_template(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
                 "messages", 'must hold objects such as {"role": "user", "content": "..."}', message
             )
     try:
-        made = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
         )
-    except Exception as error:  # a template is a program of the model's maker, and refuses in its own ways
+    except Exception as error:  # a template is a program that may raise anything
         raise InputError(
             "messages", f"must fit the model's chat template ({error})", list(messages)
         ) from error
-    ids: list[int] = made["input_ids"]
+    ids: list[int] = encoded["input_ids"]
     return ids

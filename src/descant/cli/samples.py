@@ -1,4 +1,4 @@
-"""Texts to look for a mark in: whole files, lines of JSON, or what a pipe brings."""
+"""Texts for watermark detection: whole files, JSON lines, or standard input."""
 
 from __future__ import annotations
 
@@ -15,53 +15,58 @@ from descant.errors import InputError
 __all__ = ["TextSample", "read_samples"]
 
 STDIO: Final = "-"
-JSONL_SUFFIXES: Final = (".jsonl", ".ndjson")  # files that are lines of JSON by their names
+JSONL_SUFFIXES: Final = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
 class TextSample:
-    """One text, as text or as token ids, and where it is from; or what is wrong with it."""
+    """One text, as text or token ids, with its origin; or the error of its line."""
 
     file: str
-    line: int | None = None  # of a file of lines
-    completion_index: int | None = None  # of several completions in a line
+    line: int | None = None  # in a file of lines
+    completion_index: int | None = None  # in a line with several completions
     line_id: Any = None  # the line's own "id"
     text: str | None = None
-    prompt: str | None = None  # of a text
+    prompt: str | None = None
     ids: tuple[int, ...] = ()
-    prompt_length: int = 0  # how many of the ids are the prompt's
+    prompt_length: int = 0  # number of ids that are the prompt
     error: InputError | None = None
 
     @property
     def name(self) -> str:
-        """How a table calls it."""
+        """The name in a table."""
         parts = ["standard input" if self.file == STDIO else self.file, self.line, self.completion_index]
         return ":".join(str(part) for part in parts if part is not None)
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What JSON says of it."""
-        told = {"file": self.file, "line": self.line, "completion": self.completion_index, "id": self.line_id}
-        return {name: value for name, value in told.items() if value is not None}
+        """The origin as JSON values."""
+        origin = {
+            "file": self.file,
+            "line": self.line,
+            "completion": self.completion_index,
+            "id": self.line_id,
+        }
+        return {name: value for name, value in origin.items() if value is not None}
 
 
 def read_samples(file: str, jsonl: bool) -> list[TextSample]:
-    """The texts of a file or of standard input, which is one text unless it is lines of JSON."""
-    whole = _read_text(file)
+    """The texts of a file or of standard input: one text, or one per JSON line."""
+    text = _read_text(file)
     if not jsonl and Path(file).suffix.lower() not in JSONL_SUFFIXES:
-        # What an editor or `echo` adds at the end is no part of the text.
-        return [_check_text(TextSample(file, text=whole.removesuffix("\n")))]
-    found = []
-    for number, line in enumerate(whole.split("\n"), 1):
+        # Drop the newline that an editor or `echo` adds.
+        return [_check_text(TextSample(file, text=text.removesuffix("\n")))]
+    samples = []
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            found += _line_samples(TextSample(file, number), line)
-    return found
+            samples += _line_samples(TextSample(file, number), line)
+    return samples
 
 
 def _read_text(file: str) -> str:
     try:
         data = sys.stdin.buffer.read() if file == STDIO else Path(file).read_bytes()
-        # With the line ends of all systems, which a model has but one of.
+        # Normalise line ends.
         return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline=None).read()
     except OSError as error:
         raise InputError("FILE", f"must be a file that can be opened ({error.strerror})", file) from None
@@ -69,24 +74,24 @@ def _read_text(file: str) -> str:
         raise InputError("FILE", f"must be text in UTF-8 ({error.reason})", file) from None
 
 
-def _line_samples(where: TextSample, line: str) -> list[TextSample]:
-    """The texts of a line: its own, or those of its completions; or its error."""
+def _line_samples(origin: TextSample, line: str) -> list[TextSample]:
+    """The texts of a line: its text or completions; or its error."""
     try:
         data = _parse_object(line)
-        where = replace(where, line_id=data.get("id"))
-        written = data.get("completions")
-        if not isinstance(written, list):
-            return [_parse_sample(where, data)]
+        origin = replace(origin, line_id=data.get("id"))
+        completions = data.get("completions")
+        if not isinstance(completions, list):
+            return [_parse_sample(origin, data)]
         prompt = {"prompt": data["prompt"]} if isinstance(data.get("prompt"), str) else {}
         return [
-            _parse_sample(replace(where, completion_index=place), {**prompt, **_require_object(part)})
-            for place, part in enumerate(written, 1)
+            _parse_sample(replace(origin, completion_index=index), {**prompt, **_require_object(part)})
+            for index, part in enumerate(completions, 1)
         ]
     except InputError as error:
-        return [replace(where, error=error)]
+        return [replace(origin, error=error)]
 
 
-def _parse_sample(where: TextSample, data: Mapping[str, Any]) -> TextSample:
+def _parse_sample(origin: TextSample, data: Mapping[str, Any]) -> TextSample:
     text, ids, prompt = data.get("text"), data.get("ids"), data.get("prompt")
     if (text is None) == (ids is None):
         raise InputError("text", 'must be given, or "ids"', "neither" if text is None else "both")
@@ -94,23 +99,23 @@ def _parse_sample(where: TextSample, data: Mapping[str, Any]) -> TextSample:
         if not _is_token_list(ids):
             raise InputError("ids", "must be a list of token ids", ids)
         if prompt is None or (type(prompt) is int and 0 <= prompt <= len(ids)):
-            return replace(where, ids=tuple(ids), prompt_length=prompt or 0)
+            return replace(origin, ids=tuple(ids), prompt_length=prompt or 0)
         if not _is_token_list(prompt):
-            must = "must be token ids, or how many of the ids are the prompt's,"
-            raise InputError("prompt", f'{must} where there are "ids"', prompt)
-        return replace(where, ids=(*prompt, *ids), prompt_length=len(prompt))
+            requirement = "must be token ids, or how many of the ids are the prompt's,"
+            raise InputError("prompt", f'{requirement} where there are "ids"', prompt)
+        return replace(origin, ids=(*prompt, *ids), prompt_length=len(prompt))
     if not isinstance(text, str):
         raise InputError("text", "must be text", text)
     if prompt is not None and not isinstance(prompt, str):
         raise InputError("prompt", "must be text, as the text is", prompt)
-    sample = _check_text(replace(where, text=text, prompt=prompt))
+    sample = _check_text(replace(origin, text=text, prompt=prompt))
     if sample.error is not None:
         raise sample.error
     return sample
 
 
 def _check_text(sample: TextSample) -> TextSample:
-    """The sample, wrong where its text has half a character, which no tokenizer takes."""
+    """The sample, with an error if its text has lone surrogates, which tokenizers do not accept."""
     try:
         f"{sample.text}{sample.prompt}".encode()
     except UnicodeEncodeError:

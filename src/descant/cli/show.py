@@ -1,4 +1,4 @@
-"""`descant show`: pictures of a trace, on the terminal or as files."""
+"""`descant show`: draw a trace on the terminal or to a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 STDIO = "-"
 
 TraceFileArgument = Annotated[
-    str, typer.Argument(metavar="FILE", help="A trace, as `generate --trace` writes it; - is standard input.")
+    str, typer.Argument(metavar="FILE", help="A trace of `generate --trace`; - is standard input.")
 ]
 RequestOption = Annotated[
     int | None, typer.Option("--request", metavar="N", help="Which request of it (default: the first).")
@@ -49,7 +49,7 @@ SvgOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ShowTraceCommand(Command):
-    """Show what a trace says: the text with the probability of every token, and further pictures.
+    """Show a trace: the text with the probability of every token, and further pictures.
 
     With a second trace it shows both side by side.
     """
@@ -81,7 +81,7 @@ class ShowTraceCommand(Command):
     step: StepOption = None
 
     def run(self) -> int:
-        """Draw it."""
+        """Draw the picture."""
         self._check_options()
         trace = load_trace(self.file)
         beside = None if self.other is None else load_trace(self.other)
@@ -89,22 +89,28 @@ class ShowTraceCommand(Command):
             write_output(trace.html(beside), self.html, "html")
             return 0
         picture = self.picture or ("text" if beside is None else "beside")
-        where: dict[str, Any] = {"request": self.request, "sequence": self.sequence or 0, "step": self.step}
+        selection: dict[str, Any] = {
+            "request": self.request,
+            "sequence": self.sequence or 0,
+            "step": self.step,
+        }
         if self.svg is not None:
-            write_output(trace.svg(picture, beside=beside, **where), self.svg, "svg")
+            write_output(trace.svg(picture, beside=beside, **selection), self.svg, "svg")
         else:
-            terminal.write(trace.text(picture, beside=beside, **terminal_options(), **where) + "\n")
+            terminal.write(trace.text(picture, beside=beside, **terminal_options(), **selection) + "\n")
         return 0
 
     def _check_options(self) -> None:
-        """Raise for options that contradict each other."""
+        """Raise InputError for contradicting options."""
         if self.file == self.other == STDIO:
             raise InputError("OTHER", "must not be standard input, which FILE is", self.other)
         if self.html is not None:
             for name in ("svg", "picture", "request", "sequence", "step"):
                 if getattr(self, name) is not None:
-                    do = "leave one of them out"
-                    raise InputError(name, "has no use with --html, which shows all", getattr(self, name), do)
+                    advice = "leave one of them out"
+                    raise InputError(
+                        name, "has no use with --html, which shows all", getattr(self, name), advice
+                    )
         if self.other is not None and self.picture not in (None, "beside"):
             raise InputError("picture", "must be beside where there are two traces", self.picture)
         for name in ("html", "svg"):
@@ -113,18 +119,18 @@ class ShowTraceCommand(Command):
 
 
 def load_trace(path: str) -> Trace:
-    """The trace in a file, or on standard input."""
+    """Load a trace from a file or standard input."""
     try:
         return Trace(read_records(sys.stdin)) if path == STDIO else Trace.load(path)
     except UnicodeDecodeError:
-        raise TraceError(f"{path} must be a trace, which is all ASCII") from None
+        raise TraceError(f"{path} must be a trace: JSON lines in ASCII") from None
     except TraceError as error:
-        said = str(error)
-        raise TraceError(said if said.startswith(path) else f"{path}: {said}") from None
+        message = str(error)
+        raise TraceError(message if message.startswith(path) else f"{path}: {message}") from None
 
 
 def terminal_options() -> dict[str, Any]:
-    """How wide standard output is, and whether it takes colours."""
+    """The width of standard output, and whether it has colours."""
     console = Console(highlight=False, markup=False)
     return {
         "width": console.width,
@@ -133,7 +139,7 @@ def terminal_options() -> dict[str, Any]:
 
 
 def write_output(text: str, path: str, name: str) -> None:
-    """A picture in a file, or on standard output."""
+    """Write a picture to a file or to standard output."""
     if path == STDIO:
         terminal.write(text)
         return
@@ -144,7 +150,7 @@ def write_output(text: str, path: str, name: str) -> None:
 
 
 def reject_overwrite(target: str | None, source: str | None, name: str) -> None:
-    """Raise where a picture would be written over the trace that it is of."""
+    """Raise InputError if a picture would overwrite its trace."""
     if target in (None, STDIO) or source in (None, STDIO):
         return
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a stream of events looks like on standard output."""
+"""Prints stream events to standard output."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SEPARATOR: Final = "---\n"
 
 
 class StreamPrinter:
-    """Sequences on standard output, one after the other: the first as it grows, the others thereafter."""
+    """Prints sequences one after the other: the first one as it grows, the others afterwards."""
 
     def __init__(self) -> None:
-        self._pending_texts: dict[int, str] = {}  # not shown yet
+        self._pending_texts: dict[int, str] = {}  # not printed yet
         self._finished: set[int] = set()
         self._current = 0
-        self._has_separator = True  # whether the current one has its separator, which the first has none of
+        self._has_separator = True  # the first sequence needs none
         self._last_char = "\n"
 
     def print_event(self, event: StreamEvent) -> None:
-        """Show what an event allows to; raise the error that it brings."""
+        """Print what is next in order; raises the error of an event."""
         if event.error is not None:
             raise event.error
         self._pending_texts[event.sequence] = self._pending_texts.get(event.sequence, "") + (event.text or "")
@@ -42,11 +42,11 @@ class StreamPrinter:
             self._has_separator = False
 
     def end_line(self) -> None:
-        """End the last line, if it has not ended itself."""
+        """End the last line, if needed."""
         if self._last_char != "\n":
             self._write("\n")
 
     def _write(self, text: str) -> None:
         if text:
-            self._last_char = text[-1]  # first, for an interrupt may come while it is written
+            self._last_char = text[-1]  # before writing, which may be interrupted
             terminal.write(text)

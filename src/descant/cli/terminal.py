@@ -1,4 +1,4 @@
-"""What goes to the terminal: text on standard output, everything about it on standard error."""
+"""Terminal output: results on standard output, messages on standard error."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ __all__ = ["console", "escape_control", "mute_stdout", "print_error", "print_inf
 
 
 def console() -> Console:
-    """Standard error, as rich writes it; plain where it is no terminal or NO_COLOR is set."""
+    """A rich console on standard error; plain if it is not a terminal or NO_COLOR is set."""
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 def write(text: str) -> None:
-    """Text on standard output, at once."""
+    """Write text to standard output, unbuffered."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def print_info(message: object) -> None:
-    """Something to know that is not the result, dim."""
+    """Print a message, dim."""
     console().print(Text(str(message), style="dim"))
 
 
 def escape_control(text: str) -> str:
-    """Somebody else's text in one line, with what a terminal obeys, hides or turns around spelt out."""
-    return "".join(one if one.isprintable() or category(one) == "Zs" else repr(one)[1:-1] for one in text)
+    """An untrusted text with control, invisible and reordering characters escaped."""
+    return "".join(
+        char if char.isprintable() or category(char) == "Zs" else repr(char)[1:-1] for char in text
+    )
 
 
 def print_error(message: object) -> None:
-    """An error, as one line in red."""
+    """Print an error as one red line."""
     console().print(Text(f"error: {_one_line(message)}", style="red"))
 
 
 def print_warning(message: object) -> None:
-    """Something that may go wrong, as one line in yellow."""
+    """Print a warning as one yellow line."""
     console().print(Text(f"warning: {_one_line(message)}", style="yellow"))
 
 
@@ -48,10 +50,10 @@ def _one_line(message: object) -> str:
 
 
 def mute_stdout() -> None:
-    """Let what is still buffered for a reader that has gone away go nowhere."""
+    """Redirect standard output to the null device, after its reader has closed the pipe."""
     try:
-        hole = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(hole, sys.stdout.fileno())
-        os.close(hole)
-    except (OSError, ValueError):  # standard output is no file of the system: nothing to redirect
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
+    except (OSError, ValueError):  # standard output is not a system file: nothing to redirect
         return

@@ -1,4 +1,4 @@
-"""`descant tree`: every hypothesis of a trace, on the terminal or as a file."""
+"""`descant tree`: draw the tree of a trace on the terminal or to a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["TreeCommand"]
 
 @dataclass(frozen=True, kw_only=True)
 class TreeCommand(Command):
-    """Show the tree of a trace: all that was tried, with scores; what was dropped, and what was best."""
+    """Show the tree of a trace: all hypotheses with scores, dropped and returned ones."""
 
     file: TraceFileArgument
     svg: SvgOption = None
@@ -30,7 +30,7 @@ class TreeCommand(Command):
     step: StepOption = None
 
     def run(self) -> int:
-        """Draw it."""
+        """Draw the tree."""
         reject_overwrite(self.svg, self.file, "svg")
         trace = load_trace(self.file)
         if self.svg is not None:

@@ -1,4 +1,4 @@
-"""`descant watermark`: look for a mark in texts, and make a key."""
+"""`descant watermark`: detect watermarks in texts, and create keys."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ CHOICES: Final = ", ".join(SCHEMES)
 
 @dataclass(frozen=True, kw_only=True)
 class DetectCommand(Command):
-    """Say whether texts carry a watermark: marked, not marked, or too short to tell.
+    """Detect watermarks in texts: marked, not marked, or too short to tell.
 
-    A FILE is one text, or with the name .jsonl or --jsonl lines of JSON with "text" or "ids", and perhaps the
-    "prompt" before it; lines that `descant generate --output` wrote will do, too. Keys come from files or the
-    environment (DESCANT_WATERMARK_KEY, DESCANT_WATERMARK_KEY_FILE). The exit code is 0 whatever the verdict.
+    A FILE is one text, or, with the suffix .jsonl or --jsonl, JSON lines with "text" or "ids" and an optional
+    "prompt", or lines of `descant generate --output`. Keys come from files or the environment
+    (DESCANT_WATERMARK_KEY, DESCANT_WATERMARK_KEY_FILE). The exit code is 0 for every verdict.
     """
 
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FILE", help="Texts to look at; - or nothing: standard input."),
+        typer.Argument(metavar="FILE", help="Texts to check; - or nothing: standard input."),
     ] = None
     model: Annotated[
         str,
@@ -46,7 +46,7 @@ class DetectCommand(Command):
             "--model",
             "--tokenizer",
             metavar="MODEL",
-            help="The model that may have written them: its folder or name. Its weights are not loaded.",
+            help="The model that may have generated them: folder or name. Its weights are not loaded.",
         ),
     ]
     key: Annotated[
@@ -55,36 +55,36 @@ class DetectCommand(Command):
             "--key", metavar="FILE", help="A file with keys; may be repeated (default: the environment)."
         ),
     ] = None
-    alpha: Annotated[float, typer.Option(help="How often unmarked text may be called marked.")] = 0.01
+    alpha: Annotated[float, typer.Option(help="The false positive rate.")] = 0.01
     windows: Annotated[
         bool,
-        typer.Option("--windows", metavar="", help="Look for a marked passage inside unmarked text, too."),
+        typer.Option("--windows", metavar="", help="Also detect a marked passage in unmarked text."),
     ] = False
     jsonl: Annotated[
-        bool, typer.Option("--jsonl", metavar="", help="Every FILE is lines of JSON, whatever its name.")
+        bool, typer.Option("--jsonl", metavar="", help="Every FILE has JSON lines, whatever its name.")
     ] = False
     json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Write one JSON object a text in place of the table.")
+        bool, typer.Option("--json", metavar="", help="Write one JSON object per text instead of the table.")
     ] = False
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", metavar="FILE", help="Write a render_report, every token coloured by its evidence."
+            "--html", metavar="FILE", help="Write a report with every token coloured by its evidence."
         ),
     ] = None
     bayes: Annotated[
         str | None,
         typer.Option(
-            "--bayes", metavar="FOLDER", help="Ask this detector, too, that `descant watermark train` made."
+            "--bayes", metavar="FOLDER", help="Also use this detector, made by `descant watermark train`."
         ),
     ] = None
     vocabulary: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens that the model scores, where MODEL is a tokenizer alone."),
+        typer.Option(min=1, help="Vocabulary size of the model, if MODEL is only a tokenizer."),
     ] = None
 
     def run(self) -> int:
-        """Look at all of them."""
+        """Check all texts."""
         files = self.files or [STDIO]
         self._check_files(files)
         keys = self._load_keys()
@@ -108,21 +108,21 @@ class DetectCommand(Command):
     def _detect_all(
         self, texts: Sequence[TextSample], detector: Detector, bayes: BayesianScorer | None
     ) -> tuple[list[SampleDetection], list[tuple[TextSample, DescantError]]]:
-        """What is said of each text, written at once where JSON is asked for; and those that failed."""
+        """The detection of each text, printed immediately with --json; and the failures."""
         answers, failures = [], []
         for sample in texts:
             try:
                 if sample.error is not None:
                     raise sample.error
-                found = _detect_sample(detector, sample, self.windows)
+                detection = _detect_sample(detector, sample, self.windows)
             except DescantError as error:
                 failures.append((sample, error))
                 self._write_json({**sample.origin, "error": str(error)})
                 continue
-            answer = SampleDetection(sample, found, None if bayes is None else bayes.posterior(found))
+            answer = SampleDetection(sample, detection, None if bayes is None else bayes.posterior(detection))
             answers.append(answer)
-            more = {} if answer.posterior is None else {"bayes": answer.posterior.to_dict()}
-            self._write_json({**sample.origin, **found.to_dict(), **more})
+            extra = {} if answer.posterior is None else {"bayes": answer.posterior.to_dict()}
+            self._write_json({**sample.origin, **detection.to_dict(), **extra})
         return answers, failures
 
     def _write_json(self, record: dict[str, Any]) -> None:
@@ -130,31 +130,31 @@ class DetectCommand(Command):
             terminal.write(json.dumps(record) + "\n")
 
     def _load_keys(self) -> dict[str, BaseWatermarkingConfig]:
-        """All keys by name."""
-        found: dict[str, BaseWatermarkingConfig] = {}
+        """All watermark keys by name."""
+        keys: dict[str, BaseWatermarkingConfig] = {}
         for path in self.key or [ENVIRONMENT_KEYS]:
             for name, settings in load_watermark_keys(path).items():
-                if found.get(name, settings) != settings:
-                    do = 'change its "name"'
-                    raise InputError("key", "must give each key a name of its own", name, do)
-                found[name] = settings
-        return found
+                if keys.get(name, settings) != settings:
+                    advice = 'change its "name"'
+                    raise InputError("key", "must give each key a name of its own", name, advice)
+                keys[name] = settings
+        return keys
 
     def _vocabulary_size(
-        self, keys: dict[str, BaseWatermarkingConfig], tokenizer: Any, known: int | None
+        self, keys: dict[str, BaseWatermarkingConfig], tokenizer: Any, config_size: int | None
     ) -> int:
-        """How many tokens the model scores, which green lists are drawn from."""
+        """The vocabulary size of the model, on which green lists depend."""
         if self.vocabulary is not None:
             return self.vocabulary
-        if known is not None:
-            return known
+        if config_size is not None:
+            return config_size
         if any(isinstance(one, WatermarkingConfig) for one in keys.values()):
-            must = "must have a config that tells how many tokens the model scores"
-            raise InputError("model", must, self.model, "give --vocabulary")
+            requirement = "must have a config that tells how many tokens the model scores"
+            raise InputError("model", requirement, self.model, "give --vocabulary")
         return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
 
     def _check_files(self, files: Sequence[str]) -> None:
-        """Raise for files that are asked for twice."""
+        """Raise InputError for files that are given twice."""
         if files.count(STDIO) > 1:
             raise InputError("FILE", "must be standard input only once", list(files))
         if self.html is not None and self.html.exists():
@@ -165,24 +165,24 @@ class DetectCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyCommand(Command):
-    """Make a new key, for `descant generate --watermark FILE` and `descant watermark detect --key FILE`.
+    """Create a new key, for `descant generate --watermark FILE` and `descant watermark detect --key FILE`.
 
-    Only its owner can read the file. Keep it: without it nobody can find the marks that are made with it.
+    Only its owner can read the file. Keep it: watermarks cannot be detected without their key.
     """
 
     scheme: Annotated[
-        str, typer.Option("--scheme", metavar=f"[{'|'.join(SCHEMES)}]", help="The watermark it is for.")
+        str, typer.Option("--scheme", metavar=f"[{'|'.join(SCHEMES)}]", help="The watermarking scheme.")
     ]
-    out: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="A new file for it; - is standard output.")
-    ] = "key.json"
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="A new file; - is standard output.")] = (
+        "key.json"
+    )
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="TEXT", help="What detections call it (default: its fingerprint)."),
+        typer.Option("--name", metavar="TEXT", help="Its name in detections (default: its fingerprint)."),
     ] = None
 
     def run(self) -> int:
-        """Write it."""
+        """Write the key."""
         if self.name == "":
             raise InputError("name", "must not be empty", self.name)
         settings = new_settings(self.scheme)
@@ -191,8 +191,8 @@ class KeyCommand(Command):
             terminal.write(json.dumps({**named, **settings.to_dict()}, indent=2) + "\n")
             return 0
         write_settings(self.out, settings, self.name)
-        called = self.name or fingerprint(settings)
-        terminal.write(f"{settings.scheme} key {called} in {self.out}, which only you can read\n")
+        name = self.name or fingerprint(settings)
+        terminal.write(f"{settings.scheme} key {name} in {self.out}, which only you can read\n")
         return 0
 
 
@@ -203,9 +203,9 @@ def _detect_sample(detector: Detector, sample: TextSample, windows: bool) -> Det
 
 
 def _write_page(target: Path, answers: Sequence[SampleDetection], tokenizer: Any) -> None:
-    """The page of all answers."""
-    found = [one.detection for one in answers]
-    # Without offsets there is no telling where in the text a token stands, but what it is by itself.
+    """Write the HTML report."""
+    detections = [one.detection for one in answers]
+    # Without offsets the position of a token in the text is unknown: show the token alone.
     texts = [
         one.sample.text
         if one.sample.text is not None and one.detection.offsets is not None
@@ -213,7 +213,9 @@ def _write_page(target: Path, answers: Sequence[SampleDetection], tokenizer: Any
         for one in answers
     ]
     try:
-        target.write_text(render_report(found, texts, [one.sample.name for one in answers]), encoding="utf-8")
+        target.write_text(
+            render_report(detections, texts, [one.sample.name for one in answers]), encoding="utf-8"
+        )
     except OSError as error:
         raise InputError(
             "html", f"must be a file that can be written ({error.strerror})", str(target)

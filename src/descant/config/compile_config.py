@@ -1,4 +1,4 @@
-"""How a model's step is compiled."""
+"""CompileConfig: the arguments of torch.compile for the decode step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DEFAULT_MODE: Final = "reduce-overhead"
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """What `torch.compile` is told of the decode step; what is not given is as documented there.
+    """The arguments of `torch.compile` for the decode step.
 
-    `mode` and `options` may be given together, the options then change what the mode has set. Only inductor
-    knows modes. `dynamic` unset means shapes as they are, since a step is fed in few, fixed ones.
+    `mode` and `options` may be given together: the options override those of the mode. Only the inductor
+    backend has modes. `dynamic=None` means static shapes, as a step has few, fixed ones.
     """
 
     fullgraph: bool = True
@@ -30,7 +30,7 @@ class CompileConfig:
     options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given: Any = self  # whatever its annotations promise
+        given: Any = self  # the values may not match the annotations
         if not isinstance(given.fullgraph, bool):
             raise ConfigError(_FIELD, "must have a bool as `fullgraph`", given.fullgraph)
         if not (given.dynamic is None or isinstance(given.dynamic, bool)):
@@ -43,7 +43,7 @@ class CompileConfig:
         if options is not None:
             if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
                 raise ConfigError(_FIELD, "must have a dict with string keys as `options`", options)
-            # Frozen, so that what was compiled with the same settings can be found again.
+            # Hashable, so that a compiled forward is found by its settings.
             object.__setattr__(self, "options", freeze(options))
         try:
             hash(self)
@@ -52,23 +52,23 @@ class CompileConfig:
 
     @classmethod
     def of(cls, given: CompileConfig | Mapping[str, Any]) -> CompileConfig:
-        """The settings that were given as an object or a dict."""
+        """The config given as an object or a dict."""
         if isinstance(given, CompileConfig):
             return given
-        known = {one.name for one in fields(cls)}
-        if strange := sorted(set(given) - known):
-            raise ConfigError(_FIELD, f"must have only {', '.join(sorted(known))}", strange)
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise ConfigError(_FIELD, f"must have only {', '.join(sorted(known))}", unknown)
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings by name."""
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
-        return found | {"options": thaw(self.options)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"options": thaw(self.options)}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `torch.compile` is called with."""
-        known: dict[str, Any] = {
+        """The keyword arguments of `torch.compile`."""
+        arguments: dict[str, Any] = {
             "fullgraph": self.fullgraph,
             "dynamic": bool(self.dynamic),
             "backend": self.backend,
@@ -81,9 +81,9 @@ class CompileConfig:
             if self.mode is not None and self.mode not in modes:
                 raise ConfigError(_FIELD, f"must have one of {', '.join(sorted(modes))} as `mode`", self.mode)
             if options is None:
-                return known | {"mode": self.mode}
-            # torch takes either; a mode is nothing but options that go together.
-            return known | {"options": {**modes.get(self.mode or "default", {}), **options}}
+                return arguments | {"mode": self.mode}
+            # torch accepts a mode or options; a mode is a set of options.
+            return arguments | {"options": {**modes.get(self.mode or "default", {}), **options}}
         if self.mode not in (None, _DEFAULT_MODE):
-            known["mode"] = self.mode
-        return known | ({} if options is None else {"options": options})
+            arguments["mode"] = self.mode
+        return arguments | ({} if options is None else {"options": options})

@@ -1,32 +1,20 @@
-"""The table of generation parameters: every documented one, declared once, with what it means.
-
-`Parameters` is the storage: only what was given is kept, an absent field reads as its default.
-`LATER` lists the fields whose method is not built yet; it must shrink to nothing.
-"""
+"""The table of generation parameters: each one declared once, with type, default, group and description."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass
-from types import MappingProxyType
-from typing import Any, Final, dataclass_transform
+from typing import Any, Final
 
-from descant.config import fields as kinds
-from descant.config.fields import Field, FrozenMap, NoOffValue, field
-from descant.errors import ConfigError
+from descant.config import field_types as types
+from descant.config.fields import FrozenMap, NoOffValue, RedactedMap, field
+from descant.config.storage import FrozenParameters
 
-__all__ = [
-    "FIELDS",
-    "GROUPS",
-    "UNSUPPORTED",
-    "Parameters",
-    "UnsupportedField",
-    "parse_fields",
-    "unknown_field_error",
-]
+__all__ = ["CACHE_IMPLEMENTATIONS", "DEFAULT_NEW_TOKENS", "GROUPS", "STEP_OUTPUT_FIELDS", "Parameters"]
 
-EMPTY_MAP: Final = FrozenMap()
+DEFAULT_NEW_TOKENS: Final = 20  # when no length is given at any level
+
+# Per-step tensors that generate() can return besides the tokens.
+STEP_OUTPUT_FIELDS: Final = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 GROUPS: Final = (
     "length", "strategy", "beams", "sampling", "penalties", "tokens", "output", "encoder", "speech",
@@ -39,48 +27,6 @@ CACHE_IMPLEMENTATIONS: Final = (
 )  # fmt: skip
 
 
-class ParameterStorage:
-    """What a config keeps: the given values, where each came from, and what it does not understand."""
-
-    __slots__ = ("__weakref__", "_extra", "_sources", "_unused", "_values")
-    _values: dict[str, Any]
-    _sources: dict[str, str]
-    _extra: FrozenMap
-    _unused: FrozenMap
-
-
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
-class FrozenParameters(ParameterStorage):
-    """The base by which type checkers see the declared fields as keyword-only and read-only."""
-
-    __slots__ = ()
-
-    def __init__(self, **given: Any) -> None:
-        self._set_state(parse_fields(given), {})
-        self.__post_init__()
-
-    def __post_init__(self) -> None:
-        """What a subclass checks once its values are in place."""
-
-    def _set_state(
-        self,
-        values: dict[str, Any],
-        sources: dict[str, str],
-        extra: FrozenMap = EMPTY_MAP,
-        unused: FrozenMap = EMPTY_MAP,
-    ) -> None:
-        object.__setattr__(self, "_values", values)
-        object.__setattr__(self, "_sources", sources)
-        object.__setattr__(self, "_extra", extra)
-        object.__setattr__(self, "_unused", unused)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise FrozenInstanceError(f"`{name}` cannot be set, a config is frozen: use replace({name}=...)")
-
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"`{name}` cannot be deleted, a config is frozen")
-
-
 # fmt: off
 class Parameters(FrozenParameters):
     """Every generation parameter, its default and its meaning. Sequences read as tuples."""
@@ -89,393 +35,349 @@ class Parameters(FrozenParameters):
 
     # -- length
     max_length: int = field(
-        default=20, off=NoOffValue, kind=kinds.integer(1), group="length",
+        default=20, off=NoOffValue, kind=types.integer(1), group="length",
         doc="Longest sequence, prompt included; when no length is given at all, 20 new tokens.")
     max_new_tokens: int | None = field(
-        default=None, kind=kinds.integer(1), group="length",
+        default=None, kind=types.integer(1), group="length",
         doc="Most tokens to add to the prompt; beats `max_length` of the same or a lower level.")
     min_length: int = field(
-        default=0, kind=kinds.integer(), group="length",
+        default=0, kind=types.integer(), group="length",
         doc="Shortest sequence, prompt included: no end token before it.")
     min_new_tokens: int | None = field(
-        default=None, kind=kinds.integer(), group="length",
+        default=None, kind=types.integer(), group="length",
         doc="Fewest tokens to add before an end token; beats `min_length` of the same or a lower level.")
     max_time: float | None = field(
-        default=None, kind=kinds.real(0.0, open_low=True), group="length",
+        default=None, kind=types.real(0.0, open_low=True), group="length",
         doc="Seconds after which no further step begins.")
     stop_strings: str | Sequence[str] | None = field(
-        default=None, kind=kinds.strings(), group="length",
+        default=None, kind=types.strings(), group="length",
         doc="Text, or several texts, that end a row once it has produced one of them; needs `tokenizer`.")
     stop_token_ids: Sequence[int] | None = field(
-        default=None, kind=kinds.tokens(empty=True), group="length",
+        default=None, kind=types.tokens(empty=True), group="length",
         doc="Further tokens that end a row, besides `eos_token_id`.")
     stop_regex: str | None = field(
-        default=None, kind=kinds.pattern(), group="length",
+        default=None, kind=types.pattern(), group="length",
         doc="Regular expression that ends a row once its new text matches anywhere; needs `tokenizer`.")
 
     # -- strategy
     do_sample: bool = field(
-        default=False, kind=kinds.flag(), group="strategy",
+        default=False, kind=types.flag(), group="strategy",
         doc="Draw the next token at random instead of taking the likeliest.")
     num_beams: int = field(
-        default=1, kind=kinds.integer(1), group="strategy",
+        default=1, kind=types.integer(1), group="strategy",
         doc="Hypotheses kept side by side; 1 is no beam search.")
     penalty_alpha: float | None = field(
-        default=None, kind=kinds.real(0.0, 1.0), group="strategy",
+        default=None, kind=types.real(0.0, 1.0), group="strategy",
         doc="Weight of the repetition term in contrastive search, against the model's confidence.")
     dola_layers: str | Sequence[int] | None = field(
-        default=None, kind=kinds.layers(), group="strategy",
+        default=None, kind=types.layers(), group="strategy",
         doc='Early layers that DoLa contrasts with the last: "low", "high", or indices (0: embeddings).')
     guidance_scale: float | None = field(
-        default=None, kind=kinds.real(), group="strategy",
+        default=None, kind=types.real(), group="strategy",
         doc="Strength of classifier-free guidance away from the negative prompt; 1 is none.")
     token_healing: bool = field(
-        default=False, kind=kinds.flag(), group="strategy",
+        default=False, kind=types.flag(), group="strategy",
         doc="Let the model write the end of the prompt again, in tokens that agree with its text; needs "
         "`tokenizer`.")
     banned_phrases: str | Sequence[str] | None = field(
-        default=None, kind=kinds.strings(), group="strategy",
+        default=None, kind=types.strings(), group="strategy",
         doc="Text, or several texts, never said: a row that completes one is cut back to where it began, "
         "and goes another way; needs `tokenizer`.")
     seed: int | None = field(
-        default=None, kind=kinds.integer(), group="strategy",
+        default=None, kind=types.integer(), group="strategy",
         doc="Seed of the row's own random stream; unset draws from torch's generator.")
     prefix_allowed_tokens_fn: Callable[[int, Any], Sequence[int]] | None = field(
-        default=None, kind=kinds.function(), group="strategy",
+        default=None, kind=types.function(), group="strategy",
         doc="Function of a prompt's number and a row's ids that says which tokens may come next.")
     processor_order: Sequence[str] | None = field(
-        default=None, kind=kinds.names(), group="strategy",
+        default=None, kind=types.names(), group="strategy",
         doc='Fields whose processors run in this order, in the places these have among all; "custom": the '
         "caller's own.")
     thinking_budget: int | None = field(
-        default=None, kind=kinds.integer(), group="strategy",
+        default=None, kind=types.integer(), group="strategy",
         doc="Most tokens of thought, after which `thinking_end` is forced.")
     thinking_start: Sequence[int] | None = field(
-        default=None, kind=kinds.tokens(empty=True), group="strategy",
+        default=None, kind=types.tokens(empty=True), group="strategy",
         doc="Tokens that open a thought; unset: the thought begins with the first new token.")
     thinking_end: Sequence[int] | None = field(
-        default=None, kind=kinds.tokens(), group="strategy",
+        default=None, kind=types.tokens(), group="strategy",
         doc="Tokens that close a thought.")
 
     # -- beams
     early_stopping: bool | str = field(
-        default=False, kind=kinds.early_stopping_mode(), group="beams",
+        default=False, kind=types.early_stopping_mode(), group="beams",
         doc='When a beam search ends: True at `num_beams` finished, False when better is unlikely, "never" '
         "when better is impossible.")
     length_penalty: float = field(
-        default=1.0, off=NoOffValue, kind=kinds.real(-50.0, 50.0), group="beams",
+        default=1.0, off=NoOffValue, kind=types.real(-50.0, 50.0), group="beams",
         doc="Power of the length that divides a hypothesis' log-probability; above 0 favours long ones.")
     num_beam_groups: int = field(
-        default=1, kind=kinds.integer(1), group="beams",
+        default=1, kind=types.integer(1), group="beams",
         doc="Groups into which the beams are divided so that they differ from each other.")
     diversity_penalty: float = field(
-        default=0.0, kind=kinds.real(0.0), group="beams",
+        default=0.0, kind=types.real(0.0), group="beams",
         doc="Taken from a token's score for each earlier group that chose it at the same step.")
     constraints: Sequence[Any] | None = field(
-        default=None, kind=kinds.constraint_objects(), group="beams",
+        default=None, kind=types.constraint_objects(), group="beams",
         doc="Constraint objects that every result of the beam search must fulfil.")
     force_words_ids: Sequence[Any] | None = field(
-        default=None, kind=kinds.words_or_choices(), group="beams",
+        default=None, kind=types.words_or_choices(), group="beams",
         doc="Words that must occur, as token ids; a list of lists is a word with alternatives.")
     ordered_constraints: bool = field(
-        default=False, kind=kinds.flag(), group="beams",
+        default=False, kind=types.flag(), group="beams",
         doc="Whether the constraints must be met in the order given.")
     constraint_gap: int = field(
-        default=0, kind=kinds.integer(), group="beams",
+        default=0, kind=types.integer(), group="beams",
         doc="Fewest tokens between the end of one constraint and the beginning of the next.")
     low_memory: bool | None = field(
-        default=None, kind=kinds.flag(), group="beams",
+        default=None, kind=types.flag(), group="beams",
         doc="Run beams or candidates one after the other, for less memory.")
 
     # -- sampling
     temperature: float = field(
-        default=1.0, kind=kinds.positive_real(zero=True), group="sampling",
+        default=1.0, kind=types.positive_real(zero=True), group="sampling",
         doc="Divisor of the logits: below 1 sharper, above 1 flatter.")
     top_k: int = field(
-        default=50, off=0, kind=kinds.integer(), group="sampling",
+        default=50, off=0, kind=types.integer(), group="sampling",
         doc="Keep this many of the likeliest tokens; 0 keeps all.")
     top_p: float = field(
-        default=1.0, kind=kinds.real(0.0, 1.0), group="sampling",
+        default=1.0, kind=types.real(0.0, 1.0), group="sampling",
         doc="Keep the fewest likeliest tokens whose probabilities reach this sum; 1 keeps all.")
     min_p: float | None = field(
-        default=None, kind=kinds.real(0.0, 1.0), group="sampling",
+        default=None, kind=types.real(0.0, 1.0), group="sampling",
         doc="Keep tokens at least this fraction as likely as the likeliest.")
     top_h: float | None = field(
-        default=None, kind=kinds.real(0.0, 1.0, open_low=True), group="sampling",
+        default=None, kind=types.real(0.0, 1.0, open_low=True), group="sampling",
         doc="Keep the likeliest tokens whose entropy stays within this share of the whole.")
     top_n_sigma: float | None = field(
-        default=None, kind=kinds.real(0.0, open_low=True), group="sampling",
+        default=None, kind=types.real(0.0, open_low=True), group="sampling",
         doc="Keep tokens whose logit is at most this many standard deviations below the best.")
     p_less: bool = field(
-        default=False, kind=kinds.flag(), group="sampling",
+        default=False, kind=types.flag(), group="sampling",
         doc="Keep tokens at least as likely as two independent draws are to agree.")
     typical_p: float = field(
-        default=1.0, kind=kinds.real(0.0, 1.0, open_low=True), group="sampling",
+        default=1.0, kind=types.real(0.0, 1.0, open_low=True), group="sampling",
         doc="Keep the tokens of most typical information content up to this probability; 1 keeps all.")
     epsilon_cutoff: float = field(
-        default=0.0, kind=kinds.real(0.0, 1.0, open_high=True), group="sampling",
+        default=0.0, kind=types.real(0.0, 1.0, open_high=True), group="sampling",
         doc="Drop tokens less likely than this; 0 drops none.")
     eta_cutoff: float = field(
-        default=0.0, kind=kinds.real(0.0, 1.0, open_high=True), group="sampling",
+        default=0.0, kind=types.real(0.0, 1.0, open_high=True), group="sampling",
         doc="Drop tokens less likely than a bound that falls with the entropy; 0 drops none.")
     xtc_probability: float = field(
-        default=0.0, kind=kinds.real(0.0, 1.0), group="sampling",
+        default=0.0, kind=types.real(0.0, 1.0), group="sampling",
         doc="How often to leave out all but the least likely of the tokens above `xtc_threshold`.")
     xtc_threshold: float = field(
-        default=0.1, off=NoOffValue, kind=kinds.real(0.0, 1.0), group="sampling",
+        default=0.1, off=NoOffValue, kind=types.real(0.0, 1.0), group="sampling",
         doc="Probability from which on a token counts as a top choice.")
     dynamic_temperature_range: float = field(
-        default=0.0, kind=kinds.real(0.0), group="sampling",
+        default=0.0, kind=types.real(0.0), group="sampling",
         doc="How far the temperature follows the entropy, down and up from `temperature`.")
     dynamic_temperature_exponent: float = field(
-        default=1.0, off=NoOffValue, kind=kinds.positive_real(), group="sampling",
+        default=1.0, off=NoOffValue, kind=types.positive_real(), group="sampling",
         doc="Power of the relative entropy by which the temperature rises.")
     mirostat_tau: float | None = field(
-        default=None, kind=kinds.real(0.0, open_low=True), group="sampling",
+        default=None, kind=types.real(0.0, open_low=True), group="sampling",
         doc="Surprise a token, in bits, that mirostat steers towards.")
     mirostat_eta: float = field(
-        default=0.1, off=NoOffValue, kind=kinds.real(0.0, 1.0), group="sampling",
+        default=0.1, off=NoOffValue, kind=types.real(0.0, 1.0), group="sampling",
         doc="How fast mirostat corrects its bound.")
     adaptive_p_target: float | None = field(
-        default=None, kind=kinds.real(0.0, 1.0), group="sampling",
+        default=None, kind=types.real(0.0, 1.0), group="sampling",
         doc="Probability of the chosen tokens that adaptive-p steers towards.")
     adaptive_p_decay: float = field(
-        default=0.9, off=NoOffValue, kind=kinds.real(0.0, 0.99), group="sampling",
+        default=0.9, off=NoOffValue, kind=types.real(0.0, 0.99), group="sampling",
         doc="How long adaptive-p remembers what was chosen.")
 
     # -- penalties, bans and biases
     repetition_penalty: float = field(
-        default=1.0, kind=kinds.positive_real(), group="penalties",
+        default=1.0, kind=types.positive_real(), group="penalties",
         doc="Factor against tokens that already occurred; 1 is none, below 1 invites them.")
     no_repeat_ngram_size: int = field(
-        default=0, kind=kinds.integer(), group="penalties",
+        default=0, kind=types.integer(), group="penalties",
         doc="Length of the n-grams that may occur only once; 0 bans none.")
     no_repeat_ngram_window: int = field(
-        default=0, kind=kinds.integer(), group="penalties",
+        default=0, kind=types.integer(), group="penalties",
         doc="How many of the last tokens count for `no_repeat_ngram_size`; 0: all.")
     presence_penalty: float = field(
-        default=0.0, kind=kinds.real(-2.0, 2.0), group="penalties",
+        default=0.0, kind=types.real(-2.0, 2.0), group="penalties",
         doc="Taken from the logit of every token that was generated before.")
     frequency_penalty: float = field(
-        default=0.0, kind=kinds.real(-2.0, 2.0), group="penalties",
+        default=0.0, kind=types.real(-2.0, 2.0), group="penalties",
         doc="Taken from the logit of a token each time that it was generated before.")
     dry_multiplier: float = field(
-        default=0.0, kind=kinds.real(0.0), group="penalties",
+        default=0.0, kind=types.real(0.0), group="penalties",
         doc="Weight of the DRY penalty against going on with a repeat; 0 is none.")
     dry_base: float = field(
-        default=1.75, off=NoOffValue, kind=kinds.real(1.0, 100.0), group="penalties",
+        default=1.75, off=NoOffValue, kind=types.real(1.0, 100.0), group="penalties",
         doc="Factor by which the DRY penalty grows with each token of the repeat.")
     dry_allowed_length: int = field(
-        default=2, off=NoOffValue, kind=kinds.integer(1), group="penalties",
+        default=2, off=NoOffValue, kind=types.integer(1), group="penalties",
         doc="Longest repeat that DRY lets pass.")
     dry_range: int = field(
-        default=0, kind=kinds.integer(), group="penalties",
+        default=0, kind=types.integer(), group="penalties",
         doc="How many of the last tokens DRY looks at; 0: all.")
     dry_sequence_breakers: Sequence[int | str] | None = field(
-        default=None, kind=kinds.tokens_or_texts(), group="penalties",
+        default=None, kind=types.tokens_or_texts(), group="penalties",
         doc="Tokens that no repeat runs across: ids, or texts that they contain (needs `tokenizer`).")
     logit_bias: Mapping[int, float] | None = field(
-        default=None, kind=kinds.token_biases(), group="penalties",
+        default=None, kind=types.token_biases(), group="penalties",
         doc="What to add to the logits of these tokens.")
     bad_words_ids: Sequence[Sequence[int]] | None = field(
-        default=None, kind=kinds.words(), group="penalties",
+        default=None, kind=types.words(), group="penalties",
         doc="Token sequences that must not be produced.")
     sequence_bias: Mapping[tuple[int, ...], float] | None = field(
-        default=None, kind=kinds.sequence_biases(), group="penalties",
+        default=None, kind=types.sequence_biases(), group="penalties",
         doc="What to add to the logit of a token that would complete each of these sequences.")
     exponential_decay_length_penalty: tuple[int, float] | None = field(
-        default=None, kind=kinds.decay_pair(), group="penalties",
+        default=None, kind=types.decay_pair(), group="penalties",
         doc="From this many new tokens on, raise the end token's score by a growing power of the factor.")
     suppress_tokens: Sequence[int] | None = field(
-        default=None, kind=kinds.tokens(empty=True), group="penalties",
+        default=None, kind=types.tokens(empty=True), group="penalties",
         doc="Tokens that are never produced.")
     begin_suppress_tokens: Sequence[int] | None = field(
-        default=None, kind=kinds.tokens(empty=True), group="penalties",
+        default=None, kind=types.tokens(empty=True), group="penalties",
         doc="Tokens that are not produced first.")
     renormalize_logits: bool = field(
-        default=False, kind=kinds.flag(), group="penalties",
+        default=False, kind=types.flag(), group="penalties",
         doc="Apply a log-softmax after all processors.")
     remove_invalid_values: bool = field(
-        default=False, kind=kinds.flag(), group="penalties",
+        default=False, kind=types.flag(), group="penalties",
         doc="Replace NaN and infinite logits by finite ones before choosing.")
 
     # -- special tokens
     pad_token_id: int | None = field(
-        default=None, kind=kinds.token(), group="tokens",
+        default=None, kind=types.token(), group="tokens",
         doc="Token that fills the results up to one length.")
     bos_token_id: int | None = field(
-        default=None, kind=kinds.token(), group="tokens",
+        default=None, kind=types.token(), group="tokens",
         doc="Token that begins a sequence when there is no prompt.")
     eos_token_id: int | Sequence[int] | None = field(
-        default=None, kind=kinds.token_or_tokens(), group="tokens",
+        default=None, kind=types.token_or_tokens(), group="tokens",
         doc="Token, or tokens, that end a row.")
     forced_bos_token_id: int | None = field(
-        default=None, kind=kinds.token(), group="tokens",
+        default=None, kind=types.token(), group="tokens",
         doc="Token that must come first, after the start token.")
     forced_eos_token_id: int | Sequence[int] | None = field(
-        default=None, kind=kinds.token_or_tokens(), group="tokens",
+        default=None, kind=types.token_or_tokens(), group="tokens",
         doc="Token, or tokens, one of which must come last when the length limit is reached.")
     forced_decoder_ids: Sequence[Sequence[int | None]] | None = field(
-        default=None, kind=kinds.position_token_pairs(), group="tokens",
+        default=None, kind=types.position_token_pairs(), group="tokens",
         doc="Pairs of position and token that are forced before choosing begins.")
 
     # -- output
     num_return_sequences: int = field(
-        default=1, kind=kinds.integer(1), group="output",
+        default=1, kind=types.integer(1), group="output",
         doc="Results for each prompt.")
     return_dict_in_generate: bool = field(
-        default=False, kind=kinds.flag(), group="output",
+        default=False, kind=types.flag(), group="output",
         doc="Return an output object instead of the token tensor alone.")
     output_scores: bool = field(
-        default=False, kind=kinds.flag(), group="output",
+        default=False, kind=types.flag(), group="output",
         doc="Also return each step's scores after the processors.")
     output_logits: bool | None = field(
-        default=None, kind=kinds.flag(), group="output",
+        default=None, kind=types.flag(), group="output",
         doc="Also return each step's logits as the model gave them.")
     logprobs: int | None = field(
-        default=None, kind=kinds.integer(), group="output",
+        default=None, kind=types.integer(), group="output",
         doc="Also return each token's log-probability before and after the processors, and this many of "
         "the likeliest tokens at its place.")
     output_attentions: bool = field(
-        default=False, kind=kinds.flag(), group="output",
+        default=False, kind=types.flag(), group="output",
         doc="Also return the attention weights of every layer.")
     output_hidden_states: bool = field(
-        default=False, kind=kinds.flag(), group="output",
+        default=False, kind=types.flag(), group="output",
         doc="Also return the hidden states of every layer.")
 
     # -- encoder-decoder
     decoder_start_token_id: int | Sequence[int] | None = field(
-        default=None, kind=kinds.token_or_tokens(), group="encoder",
+        default=None, kind=types.token_or_tokens(), group="encoder",
         doc="First token of the decoder, or one for each row; else the begin token.")
     encoder_no_repeat_ngram_size: int = field(
-        default=0, kind=kinds.integer(), group="encoder",
+        default=0, kind=types.integer(), group="encoder",
         doc="Length of the n-grams of the encoder's input that must not occur in the output; 0 bans none.")
     encoder_repetition_penalty: float = field(
-        default=1.0, kind=kinds.positive_real(), group="encoder",
+        default=1.0, kind=types.positive_real(), group="encoder",
         doc="Factor in favour of tokens of the encoder's input; 1 is none.")
 
     # -- speech
     return_timestamps: bool = field(
-        default=False, kind=kinds.flag(), group="speech",
+        default=False, kind=types.flag(), group="speech",
         doc="Keep to the rules of timestamp tokens, in pairs and ascending.")
     no_timestamps_token_id: int | None = field(
-        default=None, kind=kinds.token(), group="speech",
+        default=None, kind=types.token(), group="speech",
         doc="Token that says there are no timestamps; the timestamps follow it in the vocabulary.")
     max_initial_timestamp_index: int | None = field(
-        default=None, kind=kinds.integer(), group="speech",
+        default=None, kind=types.integer(), group="speech",
         doc="Latest first timestamp, counted from the one for zero.")
 
     # -- speculation
     is_assistant: bool = field(
-        default=False, kind=kinds.flag(), group="speculation",
+        default=False, kind=types.flag(), group="speculation",
         doc="This config belongs to a draft model.")
     num_assistant_tokens: int = field(
-        default=20, off=NoOffValue, kind=kinds.integer(1), group="speculation",
+        default=20, off=NoOffValue, kind=types.integer(1), group="speculation",
         doc="Tokens that a draft model guesses before the model checks them, at most.")
     num_assistant_tokens_schedule: str = field(
         default="adaptive", off=NoOffValue,
-        kind=kinds.choice("constant", "heuristic", "heuristic_transient", "adaptive"), group="speculation",
+        kind=types.choice("constant", "heuristic", "heuristic_transient", "adaptive"), group="speculation",
         doc="How many tokens are guessed: always as many; more after a run that was right and fewer after "
         "another; or up to as many as pay, by what was right and what forwards take.")
     assistant_confidence_threshold: float = field(
-        default=0.4, off=NoOffValue, kind=kinds.real(0.0, 1.0), group="speculation",
+        default=0.4, off=NoOffValue, kind=types.real(0.0, 1.0), group="speculation",
         doc="The draft model stops guessing when it is less sure than this.")
     prompt_lookup_num_tokens: int | None = field(
-        default=None, kind=kinds.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation",
         doc="Guess up to this many tokens by copying what followed the same n-gram before.")
     max_matching_ngram_size: int | None = field(
-        default=None, kind=kinds.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation",
         doc="Longest n-gram that prompt lookup matches; 2 if unset.")
     suffix_lookup_num_tokens: int | None = field(
-        default=None, kind=kinds.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation",
         doc="Guess up to this many tokens by what followed the longest repeated end of the text.")
     suffix_lookup_shared: bool = field(
-        default=False, kind=kinds.flag(), group="speculation",
+        default=False, kind=types.flag(), group="speculation",
         doc="Look into what the session has written for earlier requests, too.")
     assistant_early_exit: int | None = field(
-        default=None, kind=kinds.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation",
         doc="Guess with the model's own first layers, up to this one.")
     assistant_lookbehind: int = field(
-        default=10, off=NoOffValue, kind=kinds.integer(1), group="speculation",
+        default=10, off=NoOffValue, kind=types.integer(1), group="speculation",
         doc="Draft tokens encoded again to align two different tokenizers.")
     target_lookbehind: int = field(
-        default=10, off=NoOffValue, kind=kinds.integer(1), group="speculation",
+        default=10, off=NoOffValue, kind=types.integer(1), group="speculation",
         doc="Target tokens encoded again to align two different tokenizers.")
 
     # -- watermark
     watermarking_config: Mapping[str, Any] | None = field(
-        default=None, kind=kinds.settings(kinds.RedactedMap), group="watermark",
+        default=None, kind=types.settings(RedactedMap), group="watermark",
         doc="Settings of the watermark that the choice of tokens carries: green list, SynthID or Gumbel.")
 
     # -- cache and speed
     use_cache: bool = field(
-        default=True, off=NoOffValue, kind=kinds.flag(), group="cache",
+        default=True, off=NoOffValue, kind=types.flag(), group="cache",
         doc="Keep keys and values between steps instead of computing them again.")
     cache_implementation: str | None = field(
-        default=None, kind=kinds.choice(*CACHE_IMPLEMENTATIONS), group="cache",
+        default=None, kind=types.choice(*CACHE_IMPLEMENTATIONS), group="cache",
         doc="Name of the cache to use; unset picks the one that suits the model.")
     cache_config: Mapping[str, Any] | None = field(
-        default=None, kind=kinds.settings(), group="cache",
+        default=None, kind=types.settings(), group="cache",
         doc="Settings of that cache.")
     return_legacy_cache: bool | None = field(
-        default=None, kind=kinds.flag(), group="cache",
+        default=None, kind=types.flag(), group="cache",
         doc="Return the cache as nested tuples.")
     prefill_chunk_size: int | None = field(
-        default=None, kind=kinds.integer(1), group="cache",
+        default=None, kind=types.integer(1), group="cache",
         doc="Feed the prompt in pieces of this many tokens.")
     compile_config: Mapping[str, Any] | None = field(
-        default=None, kind=kinds.settings(), group="cache",
+        default=None, kind=types.settings(), group="cache",
         doc="Settings for compiling the model's forward.")
     disable_compile: bool = field(
-        default=False, kind=kinds.flag(), group="cache",
+        default=False, kind=types.flag(), group="cache",
         doc="Never compile the forward.")
     generation_kwargs: Mapping[str, Any] = field(
-        default=FrozenMap(), kind=kinds.settings(), group="cache",
+        default=FrozenMap(), kind=types.settings(), group="cache",
         doc="Further arguments for the model's forward.")
 
 
 # fmt: on
-@dataclass(frozen=True, slots=True)
-class UnsupportedField:
-    """Why a field is not in this version, and which of its values ask for nothing."""
-
-    reason: str
-    no_op_values: tuple[Any, ...] = (None,)
-
-
-# fmt: off
-UNSUPPORTED: Final[Mapping[str, UnsupportedField]] = MappingProxyType({
-    "forced_decoder_ids": UnsupportedField("forced decoder tokens", (None, ())),
-    "generation_kwargs": UnsupportedField("arguments passed through to the model", (FrozenMap(),)),
-})
-# fmt: on
-
-
-def _collect_fields() -> dict[str, Field]:
-    found = {name: field for name, field in vars(Parameters).items() if isinstance(field, Field)}
-    for name in UNSUPPORTED:
-        found[name].unsupported = True
-    return found
-
-
-FIELDS: Final[Mapping[str, Field]] = MappingProxyType(_collect_fields())
-
-
-def parse_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The kept values of what was written in code, where None switches a field off."""
-    values = {}
-    for name, value in given.items():
-        if name not in FIELDS:
-            raise unknown_field_error(name, value)
-        field = FIELDS[name]
-        kept = field.off if value is None else field.parse(value)
-        if kept is not NoOffValue:
-            values[name] = kept
-    return values
-
-
-def unknown_field_error(name: str, value: Any) -> ConfigError:
-    """The error for a name that is no parameter, with the one that was probably meant."""
-    close = difflib.get_close_matches(name, FIELDS, n=1)
-    do = f"did you mean `{close[0]}`?" if close else "leave it out"
-    return ConfigError(name, "is not a generation parameter", value, do)

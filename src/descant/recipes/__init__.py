@@ -1,1 +1,1 @@
-"""Recipes: other people's decoding methods, loaded only when trusted, and run by the one loop."""
+"""Recipes: third-party decoding methods, loaded only with explicit trust and pinned by hash."""

@@ -1,4 +1,4 @@
-"""The names of a recipe's files: which of them belong to it, and which no recipe may have."""
+"""Rules for the files of a recipe: which belong to it, and which names and sizes are refused."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
 
 MAIN_FILE: Final = "generate.py"
 CODE_FOLDER: Final = "custom_generate"  # the sub-folder that transformers looks in
-# How much a recipe may be. Python has less, since it is compiled to be looked at.
+# Size limits. Those of Python files are lower, since they are compiled for inspection.
 LIMITS: Final = {
-    "file": 1 << 20,  # bytes of a file
-    "python": 1 << 19,  # of a Python file
-    "total": 8 << 20,  # of all files
-    "pythons": 1 << 20,  # of all Python files
+    "file": 1 << 20,  # bytes per file
+    "python": 1 << 19,  # bytes per Python file
+    "total": 8 << 20,  # bytes of all files
+    "pythons": 1 << 20,  # bytes of all Python files
     "files": 200,
-    "depth": 8,  # folders within folders
-    "entries": 10_000,  # names of all kinds, a model's own and hidden ones among them
+    "depth": 8,  # nested folders
+    "entries": 10_000,  # directory entries, including hidden ones and the model's own
 }
 
-# What runs or unpickles when somebody opens it, and what hides other files: none can be read before trust.
+# Files that execute or unpickle when opened, and archives: they cannot be reviewed before trust.
 _BINARY_SUFFIXES: Final = re.compile(
     r"\.(so[.\d]*|pyd|dll|dylib|exe|com|msi|o|a|lib|class|jar|wasm|pyc|pyo|pth|egg|whl"
     r"|pkl|pickle|pckl|pk|p|dill|cloudpickle|joblib|shelve|marshal|pt|pt2|ptl|bin|ckpt|npy|npz|h5|hdf5|keras|mar"
@@ -45,7 +45,7 @@ _BINARY_SUFFIXES: Final = re.compile(
 _GENERATION_CONFIG: Final = re.compile(r"[^/]*generation_config[^/]*\.json\Z")
 _MODULE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _ROOT_FILES: Final = ("README.md", "requirements.txt")
-# Names under which a module of a recipe could be taken for another's.
+# Names that would shadow other modules.
 _RESERVED_MODULES: Final = sys.stdlib_module_names | {
     *("descant", "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "packaging"),
     *("numpy", "sitecustomize", "usercustomize"),
@@ -53,66 +53,64 @@ _RESERVED_MODULES: Final = sys.stdlib_module_names | {
 
 
 def is_skipped(part: str) -> bool:
-    """Whether a file or folder of this name is passed over: hidden, or Python's own."""
+    """Whether a file or folder is skipped: hidden, or `__pycache__`."""
     return part.startswith(".") or part == "__pycache__"
 
 
 def code_prefix(names: Collection[str], recipe: str) -> str:
-    """Where the code is, by what lies at the root: "" or "custom_generate/"."""
+    """The folder of the code, by the names at the root: "" or "custom_generate/"."""
     if CODE_FOLDER not in names:
         return ""
     if MAIN_FILE in names:
-        raise RecipeError(
-            recipe, f"has both `{MAIN_FILE}` and `{CODE_FOLDER}/`: keep one, so that one thing can run"
-        )
+        raise RecipeError(recipe, f"has both `{MAIN_FILE}` and `{CODE_FOLDER}/`: keep one of them")
     return f"{CODE_FOLDER}/"
 
 
 def check_path(path: str, recipe: str) -> None:
-    """Refuse a name that no file of a recipe may have."""
+    """Raise RecipeError if a path is not allowed in a recipe."""
     _check_relative(path, recipe)
-    what = f"its file {format_value(path)}"
+    subject = f"its file {format_value(path)}"
     parts = path.split("/")
     if len(parts) - 1 > LIMITS["depth"]:
-        raise RecipeError(recipe, f"{what} lies more than {LIMITS['depth']} folders deep: make it flat")
+        raise RecipeError(recipe, f"{subject} lies more than {LIMITS['depth']} folders deep: make it flat")
     if len(path) > 1024 or any(len(part) > 200 for part in parts):
-        raise RecipeError(recipe, f"{what} has a name of {len(path)} characters: rename it")
+        raise RecipeError(recipe, f"{subject} has a name of {len(path)} characters: rename it")
     if (
         not path.isprintable()
         or re.search(r'[:*?"<>|]', path)
         or any(_has_trimmable_ends(part) for part in parts)
     ):
-        raise RecipeError(recipe, f"{what} has characters that some systems or eyes misread: rename it")
+        raise RecipeError(recipe, f"{subject} has characters that some systems or eyes misread: rename it")
     if unicodedata.normalize("NFC", path) != path:
-        raise RecipeError(recipe, f"{what} has a name that is not in Unicode's normal form C: rename it")
+        raise RecipeError(recipe, f"{subject} has a name that is not in Unicode's normal form C: rename it")
     if _BINARY_SUFFIXES.search(parts[-1].casefold()):
-        do = "keep to source and text"
-        raise RecipeError(recipe, f"{what} is compiled, pickled or packed by its name: {do}")
+        advice = "keep to source and text"
+        raise RecipeError(recipe, f"{subject} is compiled, pickled or packed by its name: {advice}")
 
 
 def select_files(sizes: Mapping[str, int], recipe: str) -> tuple[str, ...]:
-    """The files of a listing (name -> bytes) that are the recipe's, refused where a recipe may not have them.
+    """The recipe's files in a listing (path -> bytes); raises RecipeError for those that are not allowed.
 
-    Where the code is in `custom_generate/`, the rest of the root is the model's own: of it only README.md,
-    requirements.txt and generation configs (`*generation_config*.json`) belong to the recipe.
+    If the code is in `custom_generate/`, the root belongs to a model: only README.md, requirements.txt and
+    generation configs (`*generation_config*.json`) of it are part of the recipe.
     """
     if len(sizes) > LIMITS["entries"]:
         raise RecipeError(recipe, f"has {len(sizes)} files: no more than {LIMITS['files']} can be a recipe's")
     for path in sizes:
-        _check_relative(path, recipe)  # all of them: a name like ".." is not one to pass over
-    seen = [path for path in sizes if not any(map(is_skipped, path.split("/")))]
-    code = code_prefix({path.split("/")[0] for path in seen}, recipe)
-    mine = sorted(path for path in seen if not code or is_recipe_file(path))
-    for path in mine:
+        _check_relative(path, recipe)  # also of skipped files: ".." starts with a dot
+    visible = [path for path in sizes if not any(map(is_skipped, path.split("/")))]
+    code = code_prefix({path.split("/")[0] for path in visible}, recipe)
+    selected = sorted(path for path in visible if not code or is_recipe_file(path))
+    for path in selected:
         check_path(path, recipe)
-    _check_sizes({path: sizes[path] for path in mine}, recipe)
-    _check_distinct(mine, recipe)
-    _check_modules(mine, code, recipe)
-    return tuple(mine)
+    _check_sizes({path: sizes[path] for path in selected}, recipe)
+    _check_distinct(selected, recipe)
+    _check_modules(selected, code, recipe)
+    return tuple(selected)
 
 
 def is_recipe_file(path: str) -> bool:
-    """Whether a file is the recipe's, where the code is in `custom_generate/`."""
+    """Whether a file is part of a recipe whose code is in `custom_generate/`."""
     return (
         path in _ROOT_FILES
         or path.startswith(f"{CODE_FOLDER}/")
@@ -122,15 +120,17 @@ def is_recipe_file(path: str) -> bool:
 
 
 def module_name(path: str, code: str) -> str | None:
-    """The name of the module that a file of the code folder is, if it is one."""
+    """The module name of a file in the code folder; None if it is no module."""
     stem = path.removeprefix(code).removesuffix(".py")
     return stem if path == f"{code}{stem}.py" and _MODULE_NAME.match(stem) else None
 
 
 def _check_relative(path: str, recipe: str) -> None:
-    """Refuse a path that could lead out of the folder it is said to be in."""
-    odd = not path or "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/"))
-    if odd:
+    """Raise RecipeError for a path that could lead out of its folder."""
+    unsafe = (
+        not path or "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/"))
+    )
+    if unsafe:
         raise RecipeError(
             recipe, f"its file {format_value(path)} has a path that leads elsewhere: name it plainly"
         )
@@ -146,17 +146,20 @@ def _check_sizes(sizes: Mapping[str, int], recipe: str) -> None:
     for path, size in sizes.items():
         check_size(path, size, recipe)
     python = sum(size for path, size in sizes.items() if _is_python(path))
-    for what, size, most in (("bytes", sum(sizes.values()), "total"), ("bytes of Python", python, "pythons")):
-        if size > LIMITS[most]:
-            raise RecipeError(recipe, f"has {size} {what}: keep to {LIMITS[most]}")
+    for unit, size, limit in (
+        ("bytes", sum(sizes.values()), "total"),
+        ("bytes of Python", python, "pythons"),
+    ):
+        if size > LIMITS[limit]:
+            raise RecipeError(recipe, f"has {size} {unit}: keep to {LIMITS[limit]}")
 
 
 def check_size(path: str, size: int, recipe: str) -> None:
-    """Refuse a file that is too large to be a recipe's."""
-    most = LIMITS["python" if _is_python(path) else "file"]
-    if size > most:
-        do = f"keep to {most}, or put the code in `{CODE_FOLDER}/` and a model's own files beside it"
-        raise RecipeError(recipe, f"its file {format_value(path)} has {size} bytes: {do}")
+    """Raise RecipeError if a file is too large."""
+    limit = LIMITS["python" if _is_python(path) else "file"]
+    if size > limit:
+        advice = f"keep to {limit}, or put the code in `{CODE_FOLDER}/` and a model's own files beside it"
+        raise RecipeError(recipe, f"its file {format_value(path)} has {size} bytes: {advice}")
 
 
 def _is_python(path: str) -> bool:
@@ -164,7 +167,7 @@ def _is_python(path: str) -> bool:
 
 
 def _check_distinct(paths: Iterable[str], recipe: str) -> None:
-    """Refuse two names, of files or folders, that some file systems cannot tell apart."""
+    """Raise RecipeError for two paths that some file systems treat as the same."""
     names: dict[str, tuple[str, bool]] = {}
     for path in paths:
         parts = path.split("/")
@@ -177,24 +180,24 @@ def _check_distinct(paths: Iterable[str], recipe: str) -> None:
 
 
 def _check_modules(paths: list[str], code: str, recipe: str) -> None:
-    """Refuse a code folder without its main file, or with a module that could be taken for another."""
+    """Raise RecipeError for a code folder without its main file, or with a module that shadows another."""
     if code + MAIN_FILE not in paths:
         below = any(path.startswith(f"{code}{MAIN_FILE}/") for path in paths)
-        what = (
+        subject = (
             f"its `{code}{MAIN_FILE}` must be a file, got a folder"
             if below
             else f"has no `{code}{MAIN_FILE}`"
         )
-        raise RecipeError(recipe, f"{what}: write one that defines its method")
+        raise RecipeError(recipe, f"{subject}: write one that defines its method")
     tops = {path.removeprefix(code).split("/")[0] for path in paths if path.startswith(code)}
     for top in sorted(tops):
         stem = top[:-3] if _is_python(top) else None
         if stem is None or f"{code}{top}" not in paths:
             continue
-        what = f"its module `{top}`" if top.isascii() else f"its module {format_value(top)}"
+        subject = f"its module `{top}`" if top.isascii() else f"its module {format_value(top)}"
         if not top.isascii():
-            raise RecipeError(recipe, f"{what} can be mistaken for another: name it in ASCII")
+            raise RecipeError(recipe, f"{subject} can be mistaken for another: name it in ASCII")
         if stem.casefold() in _RESERVED_MODULES or (stem.startswith("__") and stem != "__init__"):
-            raise RecipeError(recipe, f"{what} has the name of another, or of Python's own: rename it")
+            raise RecipeError(recipe, f"{subject} has the name of another, or of Python's own: rename it")
         if stem in tops:
-            raise RecipeError(recipe, f"{what} has a folder of the same name beside it: rename one")
+            raise RecipeError(recipe, f"{subject} has a folder of the same name beside it: rename one")

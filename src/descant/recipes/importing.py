@@ -1,4 +1,4 @@
-"""The import of a recipe's code: from the bytes that were hashed, under a private name."""
+"""Imports a recipe's code from the hashed bytes, as a private package."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _locks: Final[dict[str, threading.RLock]] = {}
 
 
 def import_recipe(contents: RecipeFiles, name: str) -> Mapping[str, Any]:
-    """The names that a recipe's `generate.py` defines; the same content is imported once per process.
+    """The namespace of a recipe's `generate.py`; the same content is imported once per process.
 
-    Its modules are a private package in `sys.modules`, and see each other by relative imports only.
+    Its modules form a private package in `sys.modules` and see each other by relative imports only.
     """
     package = PACKAGE_PREFIX + contents.digest.rpartition(":")[2]
     with _locks_guard:
-        # One for each: a recipe may load another while it is imported.
+        # One lock per recipe: a recipe may load another one during its import.
         lock = _locks.setdefault(package, threading.RLock())
     with lock:
         main = f"{package}.{_MAIN}"
@@ -43,7 +43,7 @@ def import_recipe(contents: RecipeFiles, name: str) -> Mapping[str, Any]:
 
 
 def _import_package(package: str, main: str, source: _MemoryImporter, name: str) -> Mapping[str, Any]:
-    """Make the package and import its main module; all or nothing."""
+    """Create the package and import its main module; on an error nothing remains in `sys.modules`."""
     sys.path_importer_cache[source.path_entry] = source
     sys.modules[package] = _make_package(package, source)
     try:
@@ -54,9 +54,9 @@ def _import_package(package: str, main: str, source: _MemoryImporter, name: str)
         sys.path_importer_cache.pop(source.path_entry, None)
         if isinstance(error, KeyboardInterrupt):
             raise
-        # `sys.exit()` too: a recipe does not end the program.
-        told = format_value(error, 280).replace(package, "")
-        raise RecipeError(name, f"its import failed: {told}") from error
+        # Also for `sys.exit()`: a recipe must not end the program.
+        reason = format_value(error, 280).replace(package, "")
+        raise RecipeError(name, f"its import failed: {reason}") from error
 
 
 def _make_package(package: str, source: _MemoryImporter) -> ModuleType:
@@ -66,42 +66,42 @@ def _make_package(package: str, source: _MemoryImporter) -> ModuleType:
 
 
 class _MemoryImporter(PathEntryFinder, ExecutionLoader):
-    """Finds and loads the modules of one recipe in memory.
+    """Finder and loader of one recipe's modules, from memory.
 
-    The import system asks it because it stands in its cache of finders under an entry that only the private
-    package has in its `__path__`: no hook sees the imports of others. The entry lies below a file, so that
-    no folder can ever be there, and is absolute, since others are dropped when caches are invalidated.
+    It is registered in `sys.path_importer_cache` under an entry that only the private package has in its
+    `__path__`, so that it sees no other imports. The entry is a path below a file, where no folder can exist,
+    and absolute, since relative entries are dropped when caches are invalidated.
     """
 
     def __init__(self, package: str, modules: Mapping[str, bytes], name: str) -> None:
         self.path_entry = f"{__file__}/{package}"
         self._modules = {f"{package}.{stem}": data for stem, data in modules.items() if stem != "__init__"}
-        # What tracebacks show. No path: what lies there now may be something else than what runs.
-        plain = "".join(one if one.isprintable() else "?" for one in name)
-        self._origin = f"recipe:{plain}"
+        # Shown in tracebacks. Not a path: the file there may differ from the code that runs.
+        printable = "".join(one if one.isprintable() else "?" for one in name)
+        self._origin = f"recipe:{printable}"
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Where a module of the recipe comes from."""
+        """The spec of a module of the recipe."""
         del target
         if fullname not in self._modules:
             return None
         return spec_from_loader(fullname, self, origin=self.get_filename(fullname))
 
     def invalidate_caches(self) -> None:
-        """Nothing: what is in memory stays as it is."""
+        """Nothing to invalidate: sources are in memory."""
 
     def get_filename(self, fullname: str) -> str:
         """The name of a module in tracebacks."""
         return f"{self._origin}/{fullname.rpartition('.')[2]}.py"
 
     def get_source(self, fullname: str) -> str:
-        """The text of a module."""
+        """The source of a module."""
         if fullname not in self._modules:
             raise ImportError(f"no module {fullname}", name=fullname)
-        # Never by what a cookie in it says: it was looked over as UTF-8.
+        # Ignores an encoding cookie: the source was checked as UTF-8.
         return self._modules[fullname].decode("utf-8")
 
     def is_package(self, fullname: str) -> bool:
-        """No: a recipe's modules lie side by side."""
+        """False: a recipe has no subpackages."""
         del fullname
         return False

@@ -1,4 +1,4 @@
-"""A recipe: somebody's decoding method, ready to run."""
+"""A loaded recipe: a decoding method that is ready to run."""
 
 from __future__ import annotations
 
@@ -11,62 +11,49 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from descant.config.fields import freeze
-from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
+from descant.core.traits import StrategyTraits
 from descant.errors import ConfigError, InputError, RecipeError
+from descant.recipes.kinds import KIND_METHODS, RECIPE_KINDS, REQUIRED_MEMBERS
 
 if TYPE_CHECKING:
     from descant.recipes.recipe_files import RecipeFiles
 
-__all__ = ["RECIPE_KINDS", "Recipe"]
+__all__ = ["Recipe"]
 
-# What a recipe may be, and what its callable is given by position.
-RECIPE_KINDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "generate": ("model",),
-    "strategy": ("noise", "stop", "rank_group"),
-    "drafter": (),
-    "processor": (),
-    "wrapper": ("inner",),
+# Members of the interfaces that a recipe may leave out, and what the engine then uses.
+_MEMBER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "strategy": {"traits": StrategyTraits(), "required_states": (), "drafter": None, "has_groups": False},
+    "wrapper": {"required_states": ()},
 }
-# By which methods a class is told to be one.
-_KIND_METHODS: Final = {
-    "strategy": ("propose", "select", "finish"),
-    "drafter": ("draft",),
-    "wrapper": ("forward", "wrap_cache"),
-    "processor": ("process",),
-}
-# What the loop asks of what it makes.
-_REQUIRED_MEMBERS: Final = {
-    "strategy": ("needs_log_probs", "columns", "propose", "select", "finish", "drop", "finished_so_far"),
-    "drafter": ("is_model_free", "add_requests", "remove_requests", "commit", "draft"),
-    "wrapper": ("traits", "wrap_cache", "forward"),
-}
-_STEP_OUTPUT_FIELDS: Final = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _MAX_ROWS: Final = 2**16
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A decoding method: a function in the place of `generate`, or what makes a part of the loop.
+    """A decoding method: a function that replaces `generate`, or a factory of one of the engine's parts.
 
-    Called with its own arguments it is the same recipe with these: `recipe(patience=3)`.
+    Calling a recipe binds arguments: `recipe(patience=3)`.
     """
 
     name: str
-    kind: str  # of KINDS
+    kind: str  # one of RECIPE_KINDS
     make: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     source: str = "given"  # "folder", "hub", "package" or "given"
-    contents: RecipeFiles | None = None  # the files it was loaded from
-    revision: str | None = None  # the commit, of one from the Hub
+    contents: RecipeFiles | None = None  # files that it was loaded from
+    revision: str | None = None  # commit on the Hub
 
     def __post_init__(self) -> None:
-        taken = sorted(self.argument_names & FIELDS.keys()) if self.kind != "generate" else []
-        if taken:
-            do = "give it another name, or read the row's own from `params_of(rows)`"
-            raise RecipeError(self.name, f"its argument `{taken[0]}` is a generation parameter already: {do}")
+        conflicts = sorted(self.argument_names & FIELDS.keys()) if self.kind != "generate" else []
+        if conflicts:
+            advice = "give it another name, or read the row's own from `params_of(rows)`"
+            raise RecipeError(
+                self.name, f"its argument `{conflicts[0]}` is a generation parameter already: {advice}"
+            )
 
     def __call__(self, **arguments: Any) -> Recipe:
-        """The recipe with these arguments."""
+        """The recipe with bound arguments."""
         self.check_arguments(arguments)
         return replace(self, arguments=MappingProxyType({**self.arguments, **arguments}))
 
@@ -75,36 +62,36 @@ class Recipe:
         return f"Recipe({self.name!r}, {self.kind}{given})"
 
     @classmethod
-    def from_object(cls, given: Any) -> Recipe:
-        """A recipe from a class of one of the ports, a function like `generate`, or a module of a package."""
-        if isinstance(given, Recipe):
-            return given
-        name = getattr(given, "__name__", type(given).__name__)
-        if isinstance(given, ModuleType):
-            return cls.from_namespace(name, vars(given))
-        if not callable(given):
-            do = "pass a folder, owner/name, the name of an installed one, a function or a class"
-            raise InputError("recipe", "must be a recipe", given, do)
-        for kind, methods in _KIND_METHODS.items():
-            if all(hasattr(given, method) for method in methods):
-                return cls(name, kind, given)
-        return cls(name, "generate", given)
+    def from_object(cls, source: Any) -> Recipe:
+        """A recipe from a class that implements an interface, a function like `generate`, or a module."""
+        if isinstance(source, Recipe):
+            return source
+        name = getattr(source, "__name__", type(source).__name__)
+        if isinstance(source, ModuleType):
+            return cls.from_namespace(name, vars(source))
+        if not callable(source):
+            advice = "pass a folder, owner/name, the name of an installed one, a function or a class"
+            raise InputError("recipe", "must be a recipe", source, advice)
+        for kind, methods in KIND_METHODS.items():
+            if all(hasattr(source, method) for method in methods):
+                return cls(name, kind, source)
+        return cls(name, "generate", source)
 
     @classmethod
-    def from_namespace(cls, name: str, names: Mapping[str, Any], **more: Any) -> Recipe:
-        """The recipe that a module defines under the one of `KINDS` that it has."""
-        found = [kind for kind in RECIPE_KINDS if kind in names]
-        if len(found) != 1:
-            has = " and ".join(found) or "none"
-            raise RecipeError(name, f"must define one of {', '.join(RECIPE_KINDS)}, got {has}")
-        make = names[found[0]]
+    def from_namespace(cls, name: str, names: Mapping[str, Any], **fields: Any) -> Recipe:
+        """The recipe that a module defines, under the name of its kind."""
+        kinds = [kind for kind in RECIPE_KINDS if kind in names]
+        if len(kinds) != 1:
+            defined = " and ".join(kinds) or "none"
+            raise RecipeError(name, f"must define one of {', '.join(RECIPE_KINDS)}, got {defined}")
+        make = names[kinds[0]]
         if not callable(make):
-            raise RecipeError(name, f"its `{found[0]}` must be a function or a class, got {make!r}")
-        return cls(name, found[0], make, **more)
+            raise RecipeError(name, f"its `{kinds[0]}` must be a function or a class, got {make!r}")
+        return cls(name, kinds[0], make, **fields)
 
     @cached_property
     def argument_names(self) -> frozenset[str]:
-        """The names of its own arguments."""
+        """The names of the recipe's own arguments."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return frozenset(
             name
@@ -114,82 +101,102 @@ class Recipe:
 
     @cached_property
     def key(self) -> tuple[Hashable, ...]:
-        """What tells it apart: recipes of one key can share what they make."""
+        """Identity: recipes with the same key can share the part that they build."""
         try:
-            told: Hashable = freeze(dict(self.arguments))
-            hash(told)
+            arguments: Hashable = freeze(dict(self.arguments))
+            hash(arguments)
         except TypeError:
-            told = tuple((name, id(value)) for name, value in sorted(self.arguments.items()))
-        return ("recipe", self.name, id(self.make), told)
+            arguments = tuple((name, id(value)) for name, value in sorted(self.arguments.items()))
+        return ("recipe", self.name, id(self.make), arguments)
 
     @property
     def row_flag(self) -> str:
-        """The parameter of rows that ask for its wrapper, and the name of that among wrappers."""
+        """The row parameter that activates its wrapper, also the wrapper's name."""
         return repr(self.key)
 
-    def call(self, *given: Any, **more: Any) -> Any:
-        """What its callable returns, of what it is given by position, its arguments and further ones."""
-        said = {**self.arguments, **more}
+    def call(self, *positional: Any, **extra: Any) -> Any:
+        """Call the recipe's callable with positional arguments, bound arguments and extra ones."""
+        arguments = {**self.arguments, **extra}
         required = [
             name for name in self._parameters if name in self.argument_names and self._is_required(name)
         ]
-        missing = [name for name in required if name not in said]
+        missing = [name for name in required if name not in arguments]
         if missing:
             raise RecipeError(self.name, f"needs an argument `{missing[0]}`: pass it beside `recipe`")
-        return self.make(*given, **said)
+        return self.make(*positional, **arguments)
 
-    def build(self, *given: Any) -> Any:
-        """What it makes, of what the loop gives it and its own arguments."""
-        made = self.call(*given)
-        lacks = [name for name in _REQUIRED_MEMBERS[self.kind] if not hasattr(made, name)]
-        if lacks:
-            raise RecipeError(self.name, f"its {self.kind} must have `{lacks[0]}`, got {type(made).__name__}")
-        return made
+    def build(self, *positional: Any) -> Any:
+        """Build the part, from the engine's positional arguments and the bound arguments."""
+        part = self.call(*positional)
+        missing = [name for name in REQUIRED_MEMBERS[self.kind] if not hasattr(part, name)]
+        if missing:
+            raise RecipeError(
+                self.name, f"its {self.kind} must have `{missing[0]}`, got {type(part).__name__}"
+            )
+        for name, default in _MEMBER_DEFAULTS.get(self.kind, {}).items():
+            if not hasattr(part, name):
+                setattr(part, name, default)
+        return part
+
+    @property
+    def strategy_traits(self) -> StrategyTraits:
+        """The traits that its strategy class declares; of a function nothing is known but the defaults."""
+        declared = getattr(self.make, "traits", None)
+        return declared if isinstance(declared, StrategyTraits) else StrategyTraits()
+
+    @property
+    def strategy_columns(self) -> frozenset[str]:
+        """The names of the columns that its strategy class declares."""
+        return frozenset(getattr(self.make, "columns", ()))
 
     def row_params(self, config: GenerationConfig) -> dict[str, Any]:
-        """The parameters that it gives to its rows, or sets otherwise than the config does."""
+        """Row parameters that the recipe adds to or changes from those of the config."""
         if self.kind == "wrapper":
             return {self.row_flag: 1}
         params = getattr(self.make, "params", None)
         if self.kind != "strategy" or params is None:
             return {}
         values = dict(params(config, **self.arguments))
-        copies, wanted = values.get("num_sequences"), config.num_return_sequences
-        if copies is None or copies == wanted:
+        num_sequences, num_returned = values.get("num_sequences"), config.num_return_sequences
+        if num_sequences is None or num_sequences == num_returned:
             return values
-        if not isinstance(copies, int) or isinstance(copies, bool) or not wanted <= copies <= _MAX_ROWS:
-            must = f"must give a request at least the {wanted} rows of `num_return_sequences`"
-            raise RecipeError(self.name, f"its `params` {must}, got `copies` {copies!r}")
-        for name in _STEP_OUTPUT_FIELDS if config.return_dict_in_generate else ():
+        if (
+            not isinstance(num_sequences, int)
+            or isinstance(num_sequences, bool)
+            or not num_returned <= num_sequences <= _MAX_ROWS
+        ):
+            requirement = f"must give a request at least the {num_returned} rows of `num_return_sequences`"
+            raise RecipeError(self.name, f"its `params` {requirement}, got `num_sequences` {num_sequences!r}")
+        for name in STEP_OUTPUT_FIELDS if config.return_dict_in_generate else ():
             if getattr(config, name):
-                must = f"has no meaning with {self.name}, whose rows are not what it returns"
-                raise ConfigError((name, "recipe"), must, True, "leave it out")
+                requirement = f"is not supported with {self.name}, whose rows are not its returned sequences"
+                raise ConfigError((name, "recipe"), requirement, True, "leave it out")
         return values
 
     @cached_property
     def processor(self) -> Any:
-        """Its processor, which keeps nothing and so serves everybody."""
-        made = self.call()
-        if not hasattr(made, "process") and not callable(made):
-            raise RecipeError(self.name, f"its processor must have `process`, got {type(made).__name__}")
-        return made
+        """The processor; it has no state of its own, so all requests share it."""
+        processor = self.call()
+        if not hasattr(processor, "process") and not callable(processor):
+            raise RecipeError(self.name, f"its processor must have `process`, got {type(processor).__name__}")
+        return processor
 
-    def split_arguments(self, given: Mapping[str, Any]) -> tuple[Recipe, dict[str, Any]]:
-        """The recipe with those of these keyword arguments that are its own, and the others."""
-        mine = {name: value for name, value in given.items() if name in self.argument_names}
-        rest = {name: value for name, value in given.items() if name not in mine}
-        return (self(**mine) if mine else self), rest
+    def split_arguments(self, arguments: Mapping[str, Any]) -> tuple[Recipe, dict[str, Any]]:
+        """Bind those of the arguments that are the recipe's own; returns the recipe and the rest."""
+        own = {name: value for name, value in arguments.items() if name in self.argument_names}
+        rest = {name: value for name, value in arguments.items() if name not in own}
+        return (self(**own) if own else self), rest
 
     @property
     def configs(self) -> tuple[str, ...]:
-        """The names of the generation configs that lie beside it."""
+        """The names of the generation configs that come with it."""
         return () if self.contents is None else tuple(self.contents.configs)
 
     def config(self, name: str = "generation_config.json") -> GenerationConfig:
-        """A generation config that lies beside it."""
+        """A generation config that comes with it."""
         if self.contents is None or name not in self.configs:
-            has = ", ".join(self.configs) or "none"
-            raise RecipeError(self.name, f"has no generation config `{name}`: it has {has}")
+            available = ", ".join(self.configs) or "none"
+            raise RecipeError(self.name, f"has no generation config `{name}`: it has {available}")
         try:
             data = json.loads(self.contents.files[name])
         except (ValueError, RecursionError):
@@ -203,7 +210,7 @@ class Recipe:
 
     @property
     def _positional_names(self) -> tuple[str, ...]:
-        """The names of what the loop gives it: whatever comes first."""
+        """The names of the positional arguments that the engine passes."""
         return tuple(self._parameters)[: len(RECIPE_KINDS[self.kind])]
 
     @cached_property
@@ -215,12 +222,12 @@ class Recipe:
 
     @cached_property
     def accepts_kwargs(self) -> bool:
-        """Whether it takes arguments of any name."""
+        """Whether it accepts arbitrary keyword arguments."""
         return any(one.kind == inspect.Parameter.VAR_KEYWORD for one in self._parameters.values())
 
     def check_arguments(self, arguments: Iterable[str]) -> None:
-        """Raise for arguments that it has no place for."""
-        odd = [name for name in arguments if name not in self.argument_names]
-        if odd and not self.accepts_kwargs:
-            has = ", ".join(sorted(self.argument_names)) or "none"
-            raise RecipeError(self.name, f"takes no argument `{odd[0]}`: its own are {has}")
+        """Raise RecipeError for unknown arguments."""
+        unknown = [name for name in arguments if name not in self.argument_names]
+        if unknown and not self.accepts_kwargs:
+            available = ", ".join(sorted(self.argument_names)) or "none"
+            raise RecipeError(self.name, f"takes no argument `{unknown[0]}`: its own are {available}")

@@ -1,4 +1,4 @@
-"""A recipe's files, all in memory and looked over: what was hashed is what runs."""
+"""A recipe's files in memory, checked and hashed: the hashed bytes are the ones that run."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from typing import Final
 from descant.errors import RecipeError, format_value
 from descant.recipes import file_rules, requirements, source_checks
 from descant.recipes.folder import read_folder
-from descant.recipes.recipe import RECIPE_KINDS
+from descant.recipes.kinds import RECIPE_KINDS
 
 __all__ = ["MAX_FILE_BYTES", "RecipeFiles", "select_files"]
 
-MAX_FILE_BYTES: Final = file_rules.LIMITS["file"]  # bytes of a file
+MAX_FILE_BYTES: Final = file_rules.LIMITS["file"]
 select_files = file_rules.select_files
-_HASH_PREFIX: Final = b"descant recipe 1\0"  # so that a later way to hash is never taken for this one
+_HASH_PREFIX: Final = b"descant recipe 1\0"  # version of the hash scheme
 
 
 @dataclass(frozen=True, eq=False)
 class RecipeFiles:
-    """The files of a recipe, read once and found sound; nothing of them has run.
+    """The checked files of a recipe; none of its code has run.
 
     The code folder is the root, or transformers' `custom_generate/`. In the first case every file of the
-    folder is part of the recipe. In the second the rest of the root is a model's own (weights, tokenizer,
-    modelling code): of it README.md, requirements.txt and generation configs (`*generation_config*.json`) are
-    part of the recipe, and whatever else lies there is neither read nor hashed nor refused. Hidden files and
-    `__pycache__` are passed over everywhere.
+    folder is part of the recipe. In the second the root belongs to a model (weights, tokenizer, modelling
+    code): only its README.md, requirements.txt and generation configs (`*generation_config*.json`) are part
+    of the recipe; its other files are neither read nor hashed nor refused. Hidden files and `__pycache__` are
+    always skipped.
     """
 
-    name: str  # the recipe's, as errors show it
+    name: str  # of the recipe, for error messages
     files: Mapping[str, bytes] = field(repr=False)  # by relative POSIX path, in order
 
     @classmethod
     def from_folder(cls, path: str | Path, name: str | None = None) -> RecipeFiles:
-        """What a folder holds; RecipeError if it is no recipe, or has what none may have."""
+        """Read a folder; raises RecipeError if it is not a valid recipe."""
         return cls.from_files(read_folder(Path(path), name or str(path)), name or str(path))
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], name: str) -> RecipeFiles:
-        """The same of files that came from elsewhere; those that are not the recipe's are left out."""
-        mine = select_files({path: len(data) for path, data in files.items()}, name)
-        contents = cls(name, MappingProxyType({path: bytes(files[path]) for path in mine}))
+        """The recipe in files from another source; files that are not part of it are left out."""
+        selected = select_files({path: len(data) for path, data in files.items()}, name)
+        contents = cls(name, MappingProxyType({path: bytes(files[path]) for path in selected}))
         contents._check()
         return contents
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all names and bytes."""
-        whole = hashlib.sha256(_HASH_PREFIX)
+        """A hash of all paths and contents."""
+        digest = hashlib.sha256(_HASH_PREFIX)
         for path, data in self.files.items():
             for part in (path.encode(), data):
-                whole.update(len(part).to_bytes(8, "big"))
-                whole.update(part)
-        return f"sha256:{whole.hexdigest()}"
+                digest.update(len(part).to_bytes(8, "big"))
+                digest.update(part)
+        return f"sha256:{digest.hexdigest()}"
 
     @cached_property
     def hashes(self) -> Mapping[str, str]:
@@ -71,13 +71,13 @@ class RecipeFiles:
 
     @cached_property
     def modules(self) -> Mapping[str, bytes]:
-        """The sources of the code folder's modules, by the module's name."""
-        found = ((file_rules.module_name(path, self.code_prefix), data) for path, data in self.files.items())
-        return {name: data for name, data in found if name is not None}
+        """The sources of the modules in the code folder, by module name."""
+        named = ((file_rules.module_name(path, self.code_prefix), data) for path, data in self.files.items())
+        return {name: data for name, data in named if name is not None}
 
     @cached_property
     def requirements(self) -> list[str]:
-        """The lines of its requirements.txt, in the code folder or else at the root, without comments."""
+        """The lines of requirements.txt (in the code folder, else at the root), without comments."""
         path = self._first_existing("requirements.txt", self.code_prefix, "")
         return (
             requirements.requirement_lines(source_checks.decode_text(self.files[path], path, self.name))
@@ -87,7 +87,7 @@ class RecipeFiles:
 
     @cached_property
     def readme(self) -> str | None:
-        """Its README.md, at the root or else in the code folder."""
+        """README.md (at the root, else in the code folder)."""
         path = self._first_existing("README.md", "", self.code_prefix)
         return source_checks.decode_text(self.files[path], path, self.name) if path else None
 
@@ -97,24 +97,24 @@ class RecipeFiles:
         return tuple(path for path in self.files if "/" not in path and path.endswith(".json"))
 
     def defined_kinds(self) -> tuple[str, ...]:
-        """Which of a method's names `generate.py` defines, as far as its text says."""
+        """The kinds whose names `generate.py` defines, by static analysis."""
         path = self.code_prefix + file_rules.MAIN_FILE
-        found = source_checks.top_level_names(self.files[path], path, self.name)
-        return tuple(kind for kind in RECIPE_KINDS if kind in found)
+        names = source_checks.top_level_names(self.files[path], path, self.name)
+        return tuple(kind for kind in RECIPE_KINDS if kind in names)
 
     def _first_existing(self, name: str, *prefixes: str) -> str | None:
         return next((prefix + name for prefix in prefixes if prefix + name in self.files), None)
 
     def _check(self) -> None:
-        """Refuse what the files hold, where a recipe may not hold it."""
+        """Raise RecipeError for contents that are not allowed."""
         for path, data in self.files.items():
             self._check_file(path, data)
         if self.modules.get("__init__", b"").strip():
             raise RecipeError(self.name, "its `__init__.py` must be empty: write its code in `generate.py`")
         kinds = self.defined_kinds()
         if len(kinds) != 1:
-            what = f"its `{file_rules.MAIN_FILE}` must define one of {', '.join(RECIPE_KINDS)}"
-            raise RecipeError(self.name, f"{what}, got {' and '.join(kinds) or 'none'}")
+            requirement = f"its `{file_rules.MAIN_FILE}` must define one of {', '.join(RECIPE_KINDS)}"
+            raise RecipeError(self.name, f"{requirement}, got {' and '.join(kinds) or 'none'}")
         requirements.parse_requirements(self.requirements, self.name)
         _ = self.readme
 

@@ -1,4 +1,4 @@
-"""What a recipe is called by: a folder, a repository on the Hub, or the name of an installed one."""
+"""References to recipes: a folder, a repository on the Hub, or the name of an installed recipe."""
 
 from __future__ import annotations
 
@@ -15,74 +15,78 @@ from descant.errors import HubError, RecipeError, format_value
 
 __all__ = ["ENTRY_POINT_GROUP", "Reference"]
 
-ENTRY_POINT_GROUP: Final = "descant.recipes"  # the entry points under which packages offer recipes
+ENTRY_POINT_GROUP: Final = "descant.recipes"  # entry point group of installed recipes
 _PACKAGE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _ACCEPTED_FORMS: Final = "write ./folder, owner/name, owner/name@revision, or the name of an installed recipe"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Where a recipe is to be had; nothing has been read or fetched for it."""
+    """The location of a recipe; nothing has been read or downloaded."""
 
     kind: str  # "folder", "hub" or "package"
-    name: str  # as it was given
-    path: Path | None = None  # a folder's, absolute
+    name: str  # as given
+    path: Path | None = None  # of a folder, absolute
     repo: str | None = None  # on the Hub: owner/name
-    revision: str | None = None  # on the Hub: a branch, tag or commit, where one was given
+    revision: str | None = None  # on the Hub: branch, tag or commit, if given
 
     @classmethod
-    def parse(cls, given: str | os.PathLike[str]) -> Reference:
-        """What a path or name means; RecipeError if it means nothing, or more than one thing."""
-        if isinstance(given, os.PathLike):
-            return cls._folder(os.fspath(given))
-        if not isinstance(given, str):
-            raise RecipeError(format_value(given), f"must be a path or a name: {_ACCEPTED_FORMS}")
-        if given.startswith((".", "/", "~")) or os.path.isabs(given):
-            return cls._folder(given)
-        repo, at, revision = given.partition("@")
+    def parse(cls, source: str | os.PathLike[str]) -> Reference:
+        """Parse a path or name; raises RecipeError if it is invalid or ambiguous."""
+        if isinstance(source, os.PathLike):
+            return cls._folder(os.fspath(source))
+        if not isinstance(source, str):
+            raise RecipeError(format_value(source), f"must be a path or a name: {_ACCEPTED_FORMS}")
+        if source.startswith((".", "/", "~")) or os.path.isabs(source):
+            return cls._folder(source)
+        repo, at, revision = source.partition("@")
         if is_repo_id(repo):
-            return cls._hub(given, repo, revision if at else None)
-        if _PACKAGE_NAME.fullmatch(given):
-            return cls._installed_or_folder(given)
-        raise RecipeError(given, f"is no path and no name: {_ACCEPTED_FORMS}")
+            return cls._hub(source, repo, revision if at else None)
+        if _PACKAGE_NAME.fullmatch(source):
+            return cls._installed_or_folder(source)
+        raise RecipeError(source, f"is neither a path nor a name: {_ACCEPTED_FORMS}")
 
     @classmethod
-    def _folder(cls, given: str) -> Reference:
+    def _folder(cls, source: str) -> Reference:
         try:
-            if "\0" in given:
+            if "\0" in source:
                 raise ValueError
-            return cls("folder", given, path=Path(given).expanduser().absolute())
+            return cls("folder", source, path=Path(source).expanduser().absolute())
         except (TypeError, ValueError, RuntimeError, OSError):
-            raise RecipeError(format_value(given), f"is no path of this system: {_ACCEPTED_FORMS}") from None
+            raise RecipeError(format_value(source), f"is not a valid path: {_ACCEPTED_FORMS}") from None
 
     @classmethod
-    def _hub(cls, given: str, repo: str, revision: str | None) -> Reference:
-        if os.path.lexists(given):
-            do = f"write ./{given} for the folder" + ("" if revision else f", {given}@main for the Hub's")
-            raise RecipeError(given, f"is there as a folder, and could be the Hub's: {do}")
+    def _hub(cls, source: str, repo: str, revision: str | None) -> Reference:
+        if os.path.lexists(source):
+            advice = f"write ./{source} for the folder" + (
+                "" if revision else f", {source}@main for the Hub's"
+            )
+            raise RecipeError(source, f"is ambiguous, a folder and a Hub repository: {advice}")
         try:
             validate_revision(repo, revision)
         except HubError:
-            do = "write owner/name@main"
-            raise RecipeError(given, f"its revision must be a branch, a tag or a commit: {do}") from None
-        return cls("hub", given, repo=repo, revision=revision)
+            advice = "write owner/name@main"
+            raise RecipeError(source, f"its revision must be a branch, a tag or a commit: {advice}") from None
+        return cls("hub", source, repo=repo, revision=revision)
 
     @classmethod
-    def _installed_or_folder(cls, given: str) -> Reference:
-        offered = {one.value for one in metadata.entry_points(group=ENTRY_POINT_GROUP, name=given)}
-        here = os.path.lexists(given)
-        if offered and here:
-            raise RecipeError(given, f"is installed, and a folder here: write ./{given} for the folder")
+    def _installed_or_folder(cls, source: str) -> Reference:
+        offered = {one.value for one in metadata.entry_points(group=ENTRY_POINT_GROUP, name=source)}
+        exists = os.path.lexists(source)
+        if offered and exists:
+            raise RecipeError(
+                source, f"is ambiguous, installed and a folder: write ./{source} for the folder"
+            )
         if len(offered) > 1:
             both = " and ".join(sorted(offered))
-            raise RecipeError(given, f"is offered by several packages ({both}): keep one installed")
-        if here:
-            return cls._folder(given)
+            raise RecipeError(source, f"is offered by several packages ({both}): keep one installed")
+        if exists:
+            return cls._folder(source)
         if offered:
-            return cls("package", given)
-        has = (
+            return cls("package", source)
+        available = (
             ", ".join(sorted({one.name for one in metadata.entry_points(group=ENTRY_POINT_GROUP)})) or "none"
         )
         raise RecipeError(
-            given, f"is neither installed (there are: {has}) nor a folder here: {_ACCEPTED_FORMS}"
+            source, f"is neither installed (installed: {available}) nor a folder here: {_ACCEPTED_FORMS}"
         )

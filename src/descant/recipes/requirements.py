@@ -1,4 +1,4 @@
-"""The packages that a recipe says it needs, and whether they are here."""
+"""The requirements of a recipe, and whether they are installed."""
 
 from __future__ import annotations
 
@@ -23,98 +23,102 @@ _ARCHIVE_SUFFIXES: Final = (".whl", ".zip", ".egg", ".gz", ".tgz", ".bz2", ".xz"
 
 
 def requirement_lines(text: str) -> list[str]:
-    """The lines of a requirements.txt that say something, without their comments."""
+    """The non-empty lines of a requirements.txt, without comments."""
     return [line for line in (_COMMENT.sub("", one).strip() for one in text.splitlines()) if line]
 
 
-def parse_requirements(given: Iterable[str], recipe: str) -> list[Requirement]:
-    """The requirements of these lines; RecipeError for a line that is more than a package and its versions.
+def parse_requirements(lines: Iterable[str], recipe: str) -> list[Requirement]:
+    """Parse requirement lines; raises RecipeError for anything but package names with versions.
 
-    Options, addresses and paths would say where to get a package from, which is not a recipe's to say.
+    Options, URLs and paths are refused: a recipe must not decide where a package comes from.
     """
-    found = []
-    for at, line in enumerate(given):
-        what = f"its requirement {format_value(line)}"
-        if at == _MAX_LINES or len(line) > _MAX_LINE_CHARS:
+    requirements = []
+    for index, line in enumerate(lines):
+        subject = f"its requirement {format_value(line)}"
+        if index == _MAX_LINES or len(line) > _MAX_LINE_CHARS:
             raise RecipeError(
                 recipe, f"must have at most {_MAX_LINES} requirements of {_MAX_LINE_CHARS} characters"
             )
         try:
-            one = Requirement(line)
+            requirement = Requirement(line)
         except (InvalidRequirement, InvalidVersion, RecursionError):
-            one = None
-        plain = one is not None and one.url is None and not one.name.casefold().endswith(_ARCHIVE_SUFFIXES)
-        if one is None or not plain or not line.isprintable():
-            do = "keep to names with versions, as in `torch>=2.4`"
-            raise RecipeError(recipe, f"{what} is an option, an address, a path or none at all: {do}")
-        found.append(one)
-    return found
+            requirement = None
+        is_plain = (
+            requirement is not None
+            and requirement.url is None
+            and not requirement.name.casefold().endswith(_ARCHIVE_SUFFIXES)
+        )
+        if requirement is None or not is_plain or not line.isprintable():
+            advice = "keep to names with versions, as in `torch>=2.4`"
+            raise RecipeError(recipe, f"{subject} must be a package name with versions: {advice}")
+        requirements.append(requirement)
+    return requirements
 
 
-def check(given: Iterable[str], recipe: str) -> None:
-    """Refuse a recipe whose requirements are not all met, with a list of those that are not."""
+def check(lines: Iterable[str], recipe: str) -> None:
+    """Raise MissingRequirements with the unmet requirements, if there are any."""
     missing = [
         f"{one} (installed: {installed_version(one.name)})"
-        for one in unmet_requirements(parse_requirements(given, recipe), recipe)
+        for one in unmet_requirements(parse_requirements(lines, recipe), recipe)
     ]
     if missing:
         raise MissingRequirements(recipe, missing)
 
 
-def unmet_requirements(given: Iterable[Requirement], recipe: str) -> Iterator[Requirement]:
-    """Those of these requirements that apply here and are not met, and those that their extras bring."""
-    left = list(given)[::-1]
-    seen: set[str] = set()
-    while left:
-        one = left.pop()
-        if str(one) in seen or not _is_applicable(one, recipe):
+def unmet_requirements(requirements: Iterable[Requirement], recipe: str) -> Iterator[Requirement]:
+    """Applicable requirements that are not met, including those of their extras."""
+    pending = list(requirements)[::-1]
+    visited: set[str] = set()
+    while pending:
+        requirement = pending.pop()
+        if str(requirement) in visited or not _is_applicable(requirement, recipe):
             continue
-        seen.add(str(one))
-        if not _is_met(one):
-            yield one
+        visited.add(str(requirement))
+        if not _is_met(requirement):
+            yield requirement
         else:
-            left += reversed(_extra_requirements(one))
+            pending += reversed(_extra_requirements(requirement))
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed package."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(name)
     except (metadata.PackageNotFoundError, KeyError, ValueError):
         return None
 
 
-def _is_met(one: Requirement) -> bool:
-    here = installed_version(one.name)
-    if here is None:
+def _is_met(requirement: Requirement) -> bool:
+    version = installed_version(requirement.name)
+    if version is None:
         return False
     try:
-        # What is installed was somebody's choice, a pre-release of theirs too.
-        return one.specifier.contains(Version(here), prereleases=True)
+        # An installed pre-release was chosen by the user.
+        return requirement.specifier.contains(Version(version), prereleases=True)
     except InvalidVersion:
-        return not one.specifier
+        return not requirement.specifier
 
 
-def _is_applicable(one: Requirement, recipe: str) -> bool:
+def _is_applicable(requirement: Requirement, recipe: str) -> bool:
     try:
-        return one.marker is None or one.marker.evaluate({"extra": ""})
+        return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     except (UndefinedComparison, UndefinedEnvironmentName, InvalidSpecifier, InvalidVersion, RecursionError):
         raise RecipeError(
-            recipe, f"the marker of its requirement {format_value(str(one))} means nothing"
+            recipe, f"the marker of its requirement {format_value(str(requirement))} must be valid"
         ) from None
 
 
-def _extra_requirements(one: Requirement) -> list[Requirement]:
-    """What the extras of a requirement need in turn."""
-    found = []
-    for line in (metadata.requires(one.name) or []) if one.extras else []:
+def _extra_requirements(requirement: Requirement) -> list[Requirement]:
+    """The requirements of a requirement's extras."""
+    requirements = []
+    for line in (metadata.requires(requirement.name) or []) if requirement.extras else []:
         try:
             inner = Requirement(line)
             marker, inner.marker = inner.marker, None
             if marker is None or marker.evaluate({"extra": ""}):
                 continue  # needed without the extra
-            if any(marker.evaluate({"extra": extra}) for extra in one.extras):
-                found.append(inner)
+            if any(marker.evaluate({"extra": extra}) for extra in requirement.extras):
+                requirements.append(inner)
         except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName):
-            continue  # of a package that is installed already; not the recipe's to answer for
-    return found
+            continue  # metadata of an installed package, not of the recipe
+    return requirements

@@ -1,4 +1,4 @@
-"""A recipe, pushed to the Hub as it lies in its folder."""
+"""Pushes a recipe to the Hub."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ def push_recipe(
     message: str | None = None,
     prune: bool = False,
 ) -> str:
-    """Commit a folder's recipe to "owner/name" on the Hub ("name": of the token's user); the commit's hash.
+    """Commit a folder's recipe to "owner/name" on the Hub ("name": of the token's user); returns the commit.
 
-    Nothing goes up that could not be loaded again. A repository that is not there is made, `private` or not.
-    Files in it that would belong to the recipe and are not in the folder are an error, and are deleted with
-    `prune`; what is no part of a recipe, as a model's weights beside `custom_generate/`, is left alone.
+    Only valid recipes are pushed. A missing repository is created, `private` or not. Recipe files in the
+    repository that the folder does not have are an error, or deleted with `prune`; files that are not part of
+    a recipe, such as a model's weights beside `custom_generate/`, are kept.
     """
     contents = RecipeFiles.from_folder(folder, str(folder))
-    whole = hub.full_repo_id(repo, token)
-    there = hub.create_repo(whole, token=token, private=private)
+    repo_id = hub.full_repo_id(repo, token)
+    remote = hub.create_repo(repo_id, token=token, private=private)
     sizes = {path: len(data) for path, data in contents.files.items()}
-    stale = sorted(set(select_files({**there.files, **sizes}, whole)) - set(sizes))
+    stale = sorted(set(select_files({**remote.files, **sizes}, repo_id)) - set(sizes))
     if stale and not prune:
-        some = ", ".join(stale[:5]) + (" and others" if len(stale) > 5 else "")
-        do = "delete them there, or push with prune=True (--prune)"
-        raise RecipeError(str(folder), f"`{whole}` holds files that the folder does not have: {some}; {do}")
-    said = message or f"Upload the recipe {Path(folder).resolve().name}"
-    return hub.upload_files(there, contents.files, deleted=stale, token=token, message=said)
+        listed = ", ".join(stale[:5]) + (" and others" if len(stale) > 5 else "")
+        advice = "delete them there, or push with prune=True (--prune)"
+        raise RecipeError(
+            str(folder), f"`{repo_id}` holds files that the folder does not have: {listed}; {advice}"
+        )
+    commit_message = message or f"Upload the recipe {Path(folder).resolve().name}"
+    return hub.upload_files(remote, contents.files, deleted=stale, token=token, message=commit_message)

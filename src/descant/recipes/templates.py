@@ -1,4 +1,4 @@
-"""What a new recipe of each kind begins with: a small method that works and is worth something."""
+"""Templates of new recipes, one per kind: a small method that works."""
 
 from __future__ import annotations
 
@@ -11,114 +11,126 @@ __all__ = ["RECIPE_TEMPLATES", "RecipeTemplate"]
 
 @dataclass(frozen=True)
 class RecipeTemplate:
-    """What one kind of recipe begins with."""
+    """The files of a new recipe of one kind."""
 
     code: str
     test: str
     description: str
-    arguments: Mapping[str, str]  # name and default -> what it is
-    example_arguments: str  # in a call
+    arguments: Mapping[str, str]  # "name=default" -> description
+    example_arguments: str  # of a call
 
 
 _STRATEGY: Final = '''\
-"""Sampling on a budget of surprise."""
+"""Sampling with a budget of surprisal."""
 
 from types import MappingProxyType
 
 import torch
 
-from descant.parts import Output, Proposal, Rows, Sampling, Selection, number, pick
+from descant.parts import (
+    ForwardOutput,
+    Proposal,
+    Rows,
+    Sampling,
+    Selection,
+    check_number,
+    index_rows,
+)
 
 
 class Budget(Sampling):
-    """Sampling until a row has spent its surprise, greedy search from there on.
+    """Samples until a row has used up its budget of surprisal, then searches greedily.
 
-    A token costs what it surprises: -log p, in nats. `columns` is the state that lives
-    per row; it follows its row wherever the loop takes it, so that batches, several
-    sequences and sessions need no code of their own.
+    The surprisal of a token is -log p, in nats. `columns` declares state per row; the
+    engine moves it with its row, so that batches, several sequences per request and
+    sessions need no code here.
     """
 
-    columns = MappingProxyType({"spent": torch.zeros(1)})  # what a new row starts with
+    columns = MappingProxyType({"spent": torch.zeros(1)})  # initial value of a row
 
-    def __init__(self, noise, stop, peers=None, *, budget: float = 20.0):
-        super().__init__(noise, stop, peers)
-        self.budget = number("budget", budget, 0)
+    def __init__(self, noise, stop, rank_group=None, *, budget: float = 20.0):
+        super().__init__(noise, stop, rank_group)
+        self.budget = check_number("budget", budget, 0)
 
-    def select(self, rows: Rows, proposal: Proposal, output: Output) -> Selection:
-        """One token a row, the likeliest where nothing is left to spend."""
-        logprobs = output.logits[:, 0].log_softmax(-1)  # [R, V], after the processors
-        broke = (rows.column("spent") >= self.budget).to(logprobs.device)[:, None]
+    def select(
+        self, rows: Rows, proposal: Proposal, output: ForwardOutput
+    ) -> Selection:
+        """Select one token per row, the likeliest if the budget is used up."""
+        logprobs = output.logits[:, 0].log_softmax(-1)  # [R, V], processed
+        used_up = (rows.column("spent") >= self.budget).to(logprobs.device)[:, None]
         unlikely = logprobs < logprobs.max(-1, keepdim=True).values
-        left = logprobs.masked_fill(broke & unlikely, -torch.inf)[:, None]
-        chosen = super().select(rows, proposal, output._replace(logits=left))
-        # Rows end, and at its first choice a request becomes as many as it returns: new
-        # row `i` continues row `parents[i]`.
-        parents = torch.arange(len(rows)) if chosen.parents is None else chosen.parents
-        logprob = pick(logprobs, parents).gather(1, chosen.tokens[:, None])
+        allowed = logprobs.masked_fill(used_up & unlikely, -torch.inf)[:, None]
+        selection = super().select(rows, proposal, output._replace(logits=allowed))
+        # Rows finish, and the first step expands a request to the sequences that it
+        # returns: new row `i` continues row `parents[i]`.
+        parents = selection.parents
+        if parents is None:
+            parents = torch.arange(len(rows))
+        logprob = index_rows(logprobs, parents).gather(1, selection.tokens[:, None])
         spent = rows.column("spent")[parents] - logprob.squeeze(1).cpu()
-        return chosen._replace(columns={**chosen.columns, "spent": spent})
+        return selection._replace(columns={**selection.columns, "spent": spent})
 
 
 strategy = Budget
 '''
 
 _STRATEGY_TEST: Final = """\
-def test_a_budget_lies_between_greedy_search_and_sampling(recipe):
+def test_budget_interpolates_between_greedy_and_sampling(recipe):
     model, prompt = toy(), torch.tensor([[5, 9, 14]])
-    asked = {"min_new_tokens": 16, "max_new_tokens": 16}
-    greedy = descant.generate(model, prompt, **asked)
-    asked |= {"do_sample": True, "seed": 1}
-    drawn = descant.generate(model, prompt, **asked)
-    none, some, much = (
-        descant.generate(model, prompt, **asked, recipe=recipe, budget=budget)
+    config = {"min_new_tokens": 16, "max_new_tokens": 16}
+    greedy = descant.generate(model, prompt, **config)
+    config |= {"do_sample": True, "seed": 1}
+    sampled = descant.generate(model, prompt, **config)
+    zero, small, large = (
+        descant.generate(model, prompt, **config, recipe=recipe, budget=budget)
         for budget in (0.0, 5.0, 1000.0)
     )
-    assert torch.equal(none, greedy)
-    assert torch.equal(much, drawn)
-    assert not torch.equal(some, greedy)
-    assert not torch.equal(some, drawn)
+    assert torch.equal(zero, greedy)
+    assert torch.equal(large, sampled)
+    assert not torch.equal(small, greedy)
+    assert not torch.equal(small, sampled)
 """
 
 _PROCESSOR: Final = '''\
-"""A temperature that falls as the text grows."""
+"""A temperature that decreases with the length of the text."""
 
 from torch import Tensor
 
-from descant.parts import Context, LogitsProcessor, number
+from descant.parts import Context, LogitsProcessor, check_number
 
 
 class CoolDown(LogitsProcessor):
-    """Scores over a temperature that goes from `first` to `last` in `span` new tokens.
+    """Divides scores by a temperature going from `first` to `last` in `span` tokens.
 
-    Bold beginnings, careful ends. A processor is pure: it judges each line by itself,
-    keeps nothing, and returns a new tensor.
+    A processor is pure: it treats each line separately, keeps no state in `self`, and
+    returns a new tensor.
     """
 
     def __init__(self, *, first: float = 1.5, last: float = 0.7, span: int = 20):
-        self.first = number("first", first, 0.01, 100)
-        self.last = number("last", last, 0.01, 100)
-        self.span = number("span", span, 1, whole=True)
+        self.first = check_number("first", first, 0.01, 100)
+        self.last = check_number("last", last, 0.01, 100)
+        self.span = check_number("span", span, 1, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """New scores [N, V]; `context` knows where each line stands."""
-        done = (context.generated / self.span).clamp(max=1.0)  # [N, 1]
-        return scores / (self.first + (self.last - self.first) * done)
+        """Return new scores [N, V]; `context` describes each line."""
+        progress = (context.generated / self.span).clamp(max=1.0)  # [N, 1]
+        return scores / (self.first + (self.last - self.first) * progress)
 
 
 processor = CoolDown
 '''
 
 _PROCESSOR_TEST: Final = """\
-def test_scores_cool_down(recipe):
+def test_temperature_decreases(recipe):
     processor = recipe(first=2.0, last=1.0, span=4).processor
     scores = torch.tensor([[0.0, 6.0]])
     for new, temperature in ((0, 2.0), (2, 1.5), (4, 1.0), (9, 1.0)):
-        ids = torch.zeros(1, new, dtype=torch.long)  # by hand, all tokens count as new
+        ids = torch.zeros(1, new, dtype=torch.long)  # all of them new
         assert torch.allclose(processor(ids, scores), scores / temperature)
 """
 
 _DRAFTER: Final = '''\
-"""Guesses from the pairs of tokens that a text has had."""
+"""Drafts from the token pairs of the text so far."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -127,126 +139,137 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.parts import Aid, Proposal, Rows, number
+from descant.parts import DraftContext, Proposal, Rows, check_number
 
 
 class Pairs:
-    """A drafter that guesses after each token what followed it the last time.
+    """A drafter that proposes after each token what followed it the last time.
 
-    The model looks at all guesses in one forward and keeps those that it would have
-    chosen itself: good ones save time, bad ones cost little, and the text is the same.
+    The model verifies all draft tokens in one forward and keeps those that it would
+    have chosen: good drafts save time, bad ones cost little, and the text is the same.
     """
 
-    cheap = True  # no network is asked
+    is_model_free = True  # runs no model
 
     def __init__(self, *, ahead: int = 4):
-        self.ahead = number("ahead", ahead, 1, whole=True)
+        self.ahead = check_number("ahead", ahead, 1, integer=True)
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Any]) -> None:
-        """Nothing is kept of a request."""
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Any]) -> None:
+        """No state per request."""
 
-    def close(self, requests: Sequence[int]) -> None:
-        """Nothing is kept of a request."""
+    def remove_requests(self, requests: Sequence[int]) -> None:
+        """No state per request."""
 
     def commit(self, parents: Tensor, lengths: Tensor) -> None:
-        """Nothing is kept of a row: its tokens say all."""
+        """No state per row: the tokens are enough."""
 
-    def draft(self, rows: Rows, most: Tensor, aid: Aid) -> Proposal:
-        """Up to `ahead` tokens after each row, and never more than `most` [R]."""
-        guesses = [
-            self._guess(rows.tokens[row, : rows.length[row]].tolist(), limit)
-            for row, limit in enumerate(most.clamp(max=self.ahead).tolist())
+    def draft(self, rows: Rows, limits: Tensor, context: DraftContext) -> Proposal:
+        """Propose up to `ahead` tokens per row, and at most `limits` [R]."""
+        drafts = [
+            self._draft_row(rows.tokens[row, : rows.length[row]].tolist(), limit)
+            for row, limit in enumerate(limits.clamp(max=self.ahead).tolist())
         ]
-        width = max(map(len, guesses), default=0)
+        width = max(map(len, drafts), default=0)
         if not width:
             return Proposal()
-        drafts = [[*guess, *[0] * (width - len(guess))] for guess in guesses]
+        padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
         return Proposal(
-            drafts=torch.tensor(drafts, device=rows.tokens.device),  # [R, K]
-            n=torch.tensor([len(guess) for guess in guesses]),  # [R] how many are meant
+            drafts=torch.tensor(padded, device=rows.tokens.device),  # [R, K]
+            num_drafts=torch.tensor([len(draft) for draft in drafts]),  # [R]
         )
 
-    def _guess(self, tokens: list[int], limit: int) -> list[int]:
-        """What may follow one row."""
-        follows = dict(pairwise(tokens))  # the latest of several pairs stays
-        guess = tokens[-1:]
-        while len(guess) <= limit and guess and guess[-1] in follows:
-            guess.append(follows[guess[-1]])
-        return guess[1:]
+    def _draft_row(self, tokens: list[int], limit: int) -> list[int]:
+        """Return the draft tokens of one row."""
+        followers = dict(pairwise(tokens))  # the latest pair wins
+        draft = tokens[-1:]
+        while len(draft) <= limit and draft and draft[-1] in followers:
+            draft.append(followers[draft[-1]])
+        return draft[1:]
 
 
 drafter = Pairs
 '''
 
 _DRAFTER_TEST: Final = """\
-def test_guesses_save_forwards_and_change_nothing(recipe):
+def test_drafts_save_forwards_and_keep_the_output(recipe):
     model, prompt = toy(), torch.tensor([[5, 9, 14] * 4])
-    # A bias to the prompt's own tokens makes for a text that repeats itself.
-    asked = {"max_new_tokens": 24, "logit_bias": {5: 20.0, 9: 20.0, 14: 20.0}}
-    plain = descant.generate(model, prompt, **asked)
-    found = descant.generate(
-        model, prompt, **asked, recipe=recipe, return_dict_in_generate=True
+    # A bias towards the prompt's tokens makes the text repeat itself.
+    config = {"max_new_tokens": 24, "logit_bias": {5: 20.0, 9: 20.0, 14: 20.0}}
+    expected = descant.generate(model, prompt, **config)
+    output = descant.generate(
+        model, prompt, **config, recipe=recipe, return_dict_in_generate=True
     )
-    assert torch.equal(found.sequences, plain)
-    assert found.speculation[0].saved > 0
+    assert torch.equal(output.sequences, expected)
+    assert output.speculation[0].saved_forwards > 0
 """
 
 _WRAPPER: Final = '''\
-"""A model that likes the words of its prompt."""
+"""A model that prefers the tokens of its prompt."""
 
 from math import log, log1p
 from typing import Any
 
 import torch
 
-from descant.parts import Cache, Output, Proposal, Rows, Wrapped, number, pick
+from descant.parts import (
+    ForwardOutput,
+    ModelWrapper,
+    Proposal,
+    RowCache,
+    Rows,
+    check_number,
+    index_rows,
+)
 
 
-class FromPrompt(Wrapped):
-    """A model whose law is mixed with the frequencies of the prompt's own tokens.
+class FromPrompt(ModelWrapper):
+    """A model whose distribution is mixed with the token frequencies of the prompt.
 
-    A wrapper stands around the model, before all processors, and changes what it says
-    of the rows that ask for it; all others share the forward and are left alone.
+    A wrapper runs before all processors and changes the logits of the rows that request
+    it; other rows share the forward and keep their logits.
     """
 
     def __init__(self, inner: Any, *, share: float = 0.1):
         super().__init__(inner)
-        self.share = number("share", share, 0.001, 0.999)
+        self.share = check_number("share", share, 0.001, 0.999)
 
-    def forward(self, rows: Rows, proposal: Proposal, cache: Cache) -> Output:
-        """What the model says, mixed where a row asks for it."""
+    def forward(self, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:
+        """Run the model, and mix the distribution of active rows."""
         output = self.inner.forward(rows, proposal, cache)
-        mine = self.mine(rows)  # [N]
-        if not len(mine):
+        active = self.active_rows(rows)  # [N]
+        if not len(active):
             return output
-        # [N, K + 1, V]: what it says after the row, and after each guess.
-        said = pick(output.logits, mine).log_softmax(-1)
-        tokens, prompt = pick(rows.tokens, mine), rows.prompt[mine].to(said.device)
-        place = torch.arange(tokens.shape[1], device=said.device)
-        # But for the first, which is seldom a word and often the mark of a beginning.
-        words = (place > 0) & (place < prompt[:, None])
-        counts = said.new_zeros(len(mine), said.shape[-1])
-        counts.scatter_add_(1, tokens, words.to(said.dtype))
-        law = counts / words.sum(1, keepdim=True).clamp(min=1)
-        theirs = law.log()[:, None]  # [N, 1, V]
-        mixed = torch.logaddexp(said + log1p(-self.share), theirs + log(self.share))
-        logits = output.logits.index_copy(0, mine.to(said.device), mixed)
-        # What the network itself says, for whoever asks for its log-probabilities.
-        plain = output.logits if output.plain is None else output.plain
-        return output._replace(logits=logits, plain=plain)
+        # [N, K + 1, V]: after the row, and after each draft token.
+        logprobs = index_rows(output.logits, active).log_softmax(-1)
+        tokens = index_rows(rows.tokens, active)
+        prompt_length = rows.prompt_length[active].to(logprobs.device)
+        position = torch.arange(tokens.shape[1], device=logprobs.device)
+        # The first token is left out: it is often a beginning-of-text token.
+        in_prompt = (position > 0) & (position < prompt_length[:, None])
+        counts = logprobs.new_zeros(len(active), logprobs.shape[-1])
+        counts.scatter_add_(1, tokens, in_prompt.to(logprobs.dtype))
+        frequency = counts / in_prompt.sum(1, keepdim=True).clamp(min=1)
+        prompt_logprobs = frequency.log()[:, None]  # [N, 1, V]
+        mixed = torch.logaddexp(
+            logprobs + log1p(-self.share), prompt_logprobs + log(self.share)
+        )
+        logits = output.logits.index_copy(0, active.to(logprobs.device), mixed)
+        # The model's own logits, for requests that return its log-probabilities.
+        base = output.logits if output.base_logits is None else output.base_logits
+        return output._replace(logits=logits, base_logits=base)
 
 
 wrapper = FromPrompt
 '''
 
 _WRAPPER_TEST: Final = """\
-def test_it_keeps_to_the_words_of_the_prompt(recipe):
+def test_output_keeps_to_the_tokens_of_the_prompt(recipe):
     model, prompt = toy(), torch.tensor([[5, 9, 14, 5]])
-    asked = {"min_new_tokens": 8, "max_new_tokens": 8}
-    plain = descant.generate(model, prompt, **asked)
-    mixed = descant.generate(model, prompt, **asked, recipe=recipe, share=0.999)
+    config = {"min_new_tokens": 8, "max_new_tokens": 8}
+    unmixed = descant.generate(model, prompt, **config)
+    mixed = descant.generate(model, prompt, **config, recipe=recipe, share=0.999)
     assert set(mixed[0, 4:].tolist()) <= {5, 9, 14}
-    assert not set(plain[0, 4:].tolist()) <= {5, 9, 14}
+    assert not set(unmixed[0, 4:].tolist()) <= {5, 9, 14}
 """
 
 _GENERATE: Final = '''\
@@ -255,19 +278,19 @@ _GENERATE: Final = '''\
 import torch
 
 import descant
-from descant.parts import number
+from descant.parts import check_number
 
 
 def generate(model, input_ids=None, *, tries: int = 4, seed: int = 0, **arguments):
-    """Draw `tries` continuations of each prompt, and return the likeliest of them.
+    """Sample `tries` continuations of each prompt, and return the likeliest of them.
 
-    That is the one whose tokens have the highest log-probability on average. A function
-    stands in the place of `generate`: it is given all arguments of the call and returns
-    token ids. `descant.generate` itself is there for it, as often as it likes.
+    That is the one with the highest mean log-probability per token. A function replaces
+    `generate`: it gets all arguments of the call and returns token ids. It may call
+    `descant.generate` as often as needed.
     """
-    tries = number("tries", tries, 1, whole=True)
-    # With a seed it says the same every time, and leaves torch's generator to others.
-    drawn = descant.generate(
+    tries = check_number("tries", tries, 1, integer=True)
+    # With a seed the output is reproducible, and torch's global generator is not used.
+    output = descant.generate(
         model,
         input_ids=input_ids,
         do_sample=True,
@@ -277,72 +300,72 @@ def generate(model, input_ids=None, *, tries: int = 4, seed: int = 0, **argument
         return_dict_in_generate=True,
         **arguments,
     )
-    likely = torch.tensor([float(one.raw.mean()) for one in drawn.logprobs])
-    likely = likely.view(-1, tries)  # [B, tries]
-    best = (likely.argmax(1) + torch.arange(len(likely)) * tries).tolist()
-    # Without the padding that only the others need.
-    new = [len(one.raw) for one in drawn.logprobs]
-    padding = max(new) - max(new[place] for place in best)
-    return drawn.sequences[best, : drawn.sequences.shape[1] - padding]
+    means = torch.tensor([float(one.raw.mean()) for one in output.logprobs])
+    means = means.view(-1, tries)  # [B, tries]
+    best = (means.argmax(1) + torch.arange(len(means)) * tries).tolist()
+    # Cut the padding that only the other sequences need.
+    lengths = [len(one.raw) for one in output.logprobs]
+    padding = max(lengths) - max(lengths[index] for index in best)
+    return output.sequences[best, : output.sequences.shape[1] - padding]
 '''
 
 _GENERATE_TEST: Final = """\
 def test_more_tries_are_never_less_likely(recipe):
     model, prompt = toy(), torch.tensor([[5, 9, 14]])
 
-    asked = {"recipe": recipe, "min_new_tokens": 8, "max_new_tokens": 8}
+    config = {"recipe": recipe, "min_new_tokens": 8, "max_new_tokens": 8}
 
-    def likely(tries):
-        ids = descant.generate(model, prompt, **asked, tries=tries)
+    def mean_logprob(tries):
+        ids = descant.generate(model, prompt, **config, tries=tries)
         with torch.no_grad():
             logprobs = model(ids).logits[:, 2:-1].log_softmax(-1)
         return float(logprobs.gather(2, ids[:, 3:, None]).mean())
 
-    one, some, many = (likely(tries) for tries in (1, 4, 16))
-    assert one <= some + 1e-5
-    assert some <= many + 1e-5
+    one, four, sixteen = (mean_logprob(tries) for tries in (1, 4, 16))
+    assert one <= four + 1e-5
+    assert four <= sixteen + 1e-5
 """
 
 RECIPE_TEMPLATES: Final[Mapping[str, RecipeTemplate]] = {
     "strategy": RecipeTemplate(
         _STRATEGY,
         _STRATEGY_TEST,
-        "Sampling on a budget: a text may surprise so much, and goes on greedily when that is spent.",
-        {"budget=20.0": "how much a text may surprise, in nats"},
+        "Sampling with a budget of surprisal; when it is used up, decoding continues greedily.",
+        {"budget=20.0": "the budget of surprisal (-log p), in nats"},
         "do_sample=True, seed=1, budget=10.0",
     ),
     "processor": RecipeTemplate(
         _PROCESSOR,
         _PROCESSOR_TEST,
-        "A temperature that falls as the text grows: bold beginnings, careful ends.",
+        "A temperature that decreases with the length of the text.",
         {
             "first=1.5": "the temperature of the first new token",
             "last=0.7": "the temperature after `span` tokens",
-            "span=20": "over how many new tokens it falls",
+            "span=20": "the number of new tokens over which it decreases",
         },
         "do_sample=True, seed=1, first=2.0",
     ),
     "drafter": RecipeTemplate(
         _DRAFTER,
         _DRAFTER_TEST,
-        "The same text sooner: after each token it guesses what followed that token the last time.",
-        {"ahead=4": "how many tokens are guessed at the most"},
+        "Speculative decoding that drafts after each token what followed that token the last time.",
+        {"ahead=4": "the maximum number of draft tokens"},
         "ahead=6",
     ),
     "wrapper": RecipeTemplate(
         _WRAPPER,
         _WRAPPER_TEST,
-        "A model that likes the words of its prompt: its law is mixed with their frequencies.",
-        {"share=0.1": "how much of the law is the prompt's, from 0.001 to 0.999"},
+        "A model whose distribution is mixed with the token frequencies of its prompt.",
+        {"share=0.1": "the weight of the prompt's frequencies, from 0.001 to 0.999"},
         "share=0.2",
     ),
     "generate": RecipeTemplate(
         _GENERATE,
         _GENERATE_TEST,
-        "Several samples of each prompt, of which the one is returned whose tokens are likeliest.",
+        "Several samples of each prompt, of which the likeliest is returned.",
         {
-            "tries=4": "how many samples are drawn for each prompt",
-            "seed=0": "what they are drawn from: the same seed gives the same text",
+            "tries=4": "the number of samples for each prompt",
+            "seed=0": "the seed: the same seed gives the same text",
         },
         "tries=8",
     ),

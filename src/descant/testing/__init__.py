@@ -1,19 +1,18 @@
-"""The laws of Descant as contract tests: plain functions that raise AssertionError, for ours and for yours.
+"""Contract tests: plain functions that raise AssertionError, for Descant's own parts and for yours.
 
-| Law | Checked by |
+| Contract | Checked by |
 |---|---|
 | a batch of N equals N batches of 1, in any order | `check_batch` |
-| admitted mid-flight equals admitted first, whatever becomes of the neighbours | `check_admission` |
-| a seeded request draws the same, whoever else is there and whenever it came | `check_seed` |
-| all drafts at once equals one by one, and what is rolled back leaves no trace | `check_drafts` |
-| any drafter leaves greedy and seeded output as it was, and tells the truth about its law | `check_drafter` |
-| a cache equals a list of lists, under any sequence of operations | `check_cache`, `check_generation` |
-| a processor looks at its own line alone, and changes nothing | `check_processor` |
-| a config written, read and written again is the same file | `check_config_roundtrip` |
-| somebody else's method keeps the laws of its kind, and leaves everybody else alone | `check_recipe` |
+| a request's result does not depend on when it is admitted, nor on other requests | `check_admission` |
+| seeded sampling does not depend on the batch, the admission or torch's generator | `check_seed` |
+| verifying all drafts at once equals one by one, and a rollback leaves no trace | `check_drafts` |
+| a drafter does not change greedy and seeded output, and samples from its draft probs | `check_drafter` |
+| a cache equals a list per row, under any sequence of operations | `check_cache`, `check_generation` |
+| a processor treats each line separately and changes nothing in place | `check_processor` |
+| a config is the same after a roundtrip to a file | `check_config_roundtrip` |
+| a recipe fulfils the contracts of its kind and does not affect other requests | `check_recipe` |
 
-`toy` makes a tiny model with random weights to try things on. `check_cache` searches with hypothesis: `pip
-install descant[testing]`.
+`toy` makes a tiny model with random weights. `check_cache` uses hypothesis: `pip install descant[testing]`.
 """
 
 from descant.models.tiny_llama import toy

@@ -1,4 +1,4 @@
-"""Schedules: when each request of a session comes, and when one is cancelled."""
+"""Admission schedules: the steps at which requests are admitted and cancelled."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Schedule", "failing_request"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which requests (by place in a list) are admitted before each step, and which cancelled.
+    """The requests, by index, that are admitted and cancelled before each step.
 
-    Requests admitted at one step come in the order given, in one call or one by one (`together`).
+    Requests of one step are admitted in the given order, in one call or one by one (`admit_together`).
     """
 
     admissions: Mapping[int, Sequence[int]]
@@ -28,33 +28,33 @@ class Schedule:
 
     @classmethod
     def at_once(cls, order: Sequence[int]) -> Schedule:
-        """Everything before the first step, in that order."""
+        """All requests before the first step, in this order."""
         return cls({0: list(order)})
 
     @classmethod
     def random(
         cls, rng: random.Random, requests: int, cancelled: Sequence[int] = (), latest: int = 8
     ) -> Schedule:
-        """A random one for so many requests, of which `cancelled` are, some steps after they came."""
+        """A random schedule of `requests` requests; those in `cancelled` are cancelled some steps later."""
         order = list(range(requests))
         rng.shuffle(order)
         admissions: dict[int, list[int]] = {}
         cancels: dict[int, list[int]] = {}
-        for one in order:
-            begin = rng.randint(0, latest)
-            admissions.setdefault(begin, []).append(one)
-            if one in cancelled:
-                cancels.setdefault(begin + rng.randint(0, latest), []).append(one)
+        for index in order:
+            step = rng.randint(0, latest)
+            admissions.setdefault(step, []).append(index)
+            if index in cancelled:
+                cancels.setdefault(step + rng.randint(0, latest), []).append(index)
         return cls(admissions, cancels, rng.random() < 0.5)
 
     @property
     def last_step(self) -> int:
-        """The last step before which something is admitted or cancelled."""
+        """The last step with an admission or cancellation."""
         return max((*self.admissions, *self.cancellations), default=0)
 
 
 class _BlockAllProcessor:
-    """A processor of the documented face that leaves no token to choose after `steps` calls."""
+    """A callable processor that masks every token after `steps` calls."""
 
     def __init__(self, steps: int) -> None:
         self._steps_left = steps
@@ -65,6 +65,6 @@ class _BlockAllProcessor:
 
 
 def failing_request(request: Request, steps: int) -> Request:
-    """The same request, made to fail in the step after so many steps: every score is -inf there."""
+    """The request, changed to fail after `steps` steps: every score is -inf then."""
     processors: tuple[Any, ...] = (*request.logits_processor, _BlockAllProcessor(steps))
     return replace(request, logits_processor=processors)

@@ -1,4 +1,4 @@
-"""The law of caches: each equals the obvious one, a list of positions for every row."""
+"""The contract of caches: each equals the reference cache, a list of positions per row."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def check_cache(
     error: float | None = None,
     traits: CacheTraits = CacheTraits(),  # noqa: B008 - frozen
 ) -> None:
-    """Any sequence of operations leaves every row's keys and values equal to ListCache's.
+    """Any sequence of operations leaves every row's keys and values equal to those of ReferenceCache.
 
-    The operations are those of the loop and of whoever holds a cache: empty rows are appended; forwards
-    write to all or some rows, level or ragged, several between two commits, or the first layers alone; a
-    commit reorders, forks, drops and cuts; rows are selected into a cache of their own, caches are joined,
-    moved, written down and read again; and all of them go on. What a cache says of itself must be so.
-    A failure is shrunk to the shortest trace.
+    The operations are those of the engine and of cache owners: append empty rows; forwards that write to all
+    or some rows, uniform or ragged, several between two commits, or only the first layer; commits that
+    reorder, fork, drop and truncate; select rows into another cache; join, move, save and load caches. All
+    caches stay in use. The reported lengths and sizes must be right. A failure is shrunk to the shortest list
+    of operations.
 
-    `keeps` is for a cache that forgets: of a row's positions, those that it shows, in the order of their
-    slots; one for all layers or for each its own, and "own" where the cache decides by what is looked at.
-    `error` is for a cache that rounds: how far a number may be off, all of which are from -4 to 4.
+    `retention` is for an evicting cache: it maps a row's positions to the visible ones, in slot order; one
+    for all layers or one per layer, or "own" if the cache decides by attention. `error` is for a quantized
+    cache: the maximum error of a value, where all values are between -4 and 4.
     """
     try:
         from hypothesis import HealthCheck, given, settings, strategies
@@ -58,10 +58,10 @@ def check_cache(
         suppress_health_check=list(HealthCheck),
     )
     @given(operation_lists(strategies))
-    def holds(trace: Any) -> None:
-        CacheFuzzer(make_cache, traits).run(trace)
+    def check_operations(operations: Any) -> None:
+        CacheFuzzer(make_cache, traits).run(operations)
 
-    holds()
+    check_operations()
 
 
 def check_generation(
@@ -71,15 +71,15 @@ def check_generation(
     schedules: int = 3,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Whole generations on the cache equal those on a ListCache: admitted at once, and by chance."""
+    """Generation with the cache equals generation with ReferenceCache, for several admission schedules."""
     rng = random.Random(len(requests))
     count = len(requests)
-    plans = [Schedule.at_once(range(count))]
-    plans += [Schedule.random(rng, count + 1, cancelled=[count]) for _ in range(schedules)]
-    for number, schedule in enumerate(plans):
-        whole = [*requests, requests[number % count]]
-        expected = outcomes(model, whole, schedule, ReferenceCache())
-        found = outcomes(model, whole, schedule, make_cache())
-        for place in range(count):
-            where = f"request {place} in schedule {number}, against a ListCache"
-            compare(expected[place], found[place], where, tolerance)
+    schedule_list = [Schedule.at_once(range(count))]
+    schedule_list += [Schedule.random(rng, count + 1, cancelled=[count]) for _ in range(schedules)]
+    for number, schedule in enumerate(schedule_list):
+        all_requests = [*requests, requests[number % count]]
+        expected = outcomes(model, all_requests, schedule, ReferenceCache())
+        actual = outcomes(model, all_requests, schedule, make_cache())
+        for index in range(count):
+            label = f"request {index} in schedule {number}, against ReferenceCache"
+            compare(expected[index], actual[index], label, tolerance)

@@ -1,4 +1,4 @@
-"""A trial: caches and lists that are told the same things, as a trace says."""
+"""Applies random operations to caches and to reference caches, and compares them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_ROWS, _MAX_CACHES = 6, 3
 
 
 class CacheFuzzer:
-    """Caches of one kind that go through a trace; after each operation all is as with lists."""
+    """Runs a list of operations; after each one every cache must equal its reference."""
 
     def __init__(self, make_cache: Callable[[], KVCache], traits: CacheTraits) -> None:
         self._make_cache, self._traits = make_cache, traits
@@ -40,24 +40,24 @@ class CacheFuzzer:
         self._num_values = 0
         self._log: list[str] = []
 
-    def run(self, trace: Sequence[Operation]) -> None:
-        """Go through a trace, and look at everything after the last operation."""
+    def run(self, operations: Sequence[Operation]) -> None:
+        """Apply the operations, and read every cache after the last one."""
         self._add_new_cache(1)
         try:
-            for operation in trace:
+            for operation in operations:
                 self._apply(operation)
                 self._check_invariants()
             for commits in (True, False):  # a cache that shares what it should not has seen the others write
-                for at in range(len(self._pairs)):
-                    self._current = at
-                    self._log.append(f"look at cache {at}")
+                for index in range(len(self._pairs)):
+                    self._current = index
+                    self._log.append(f"look at cache {index}")
                     self._write(WriteOp())
                     if commits:
                         self._commit(CommitOp())
         except Exception as error:
-            what = error if isinstance(error, AssertionError) else f"{type(error).__name__}, {error}"
-            told = "\n  ".join(self._log)
-            raise AssertionError(f"{type(self._pair.cache).__name__}: {what}, after\n  {told}") from error
+            reason = error if isinstance(error, AssertionError) else f"{type(error).__name__}, {error}"
+            log = "\n  ".join(self._log)
+            raise AssertionError(f"{type(self._pair.cache).__name__}: {reason}, after\n  {log}") from error
 
     @property
     def _pair(self) -> CachePair:
@@ -69,11 +69,11 @@ class CacheFuzzer:
 
     def _apply(self, operation: Operation) -> None:
         pair = self._pair
-        room = _MAX_ROWS - len(pair.reference)
+        free_rows = _MAX_ROWS - len(pair.reference)
         match operation:
-            case ExtendOp(rows) if room > 0:
-                self._log.append(f"extend({min(rows, room)})")
-                pair.extend(min(rows, room))
+            case ExtendOp(rows) if free_rows > 0:
+                self._log.append(f"extend({min(rows, free_rows)})")
+                pair.extend(min(rows, free_rows))
             case WriteOp():
                 self._write(operation)
             case CommitOp():
@@ -95,24 +95,24 @@ class CacheFuzzer:
 
     # -------------------------------------------------------------------- other caches
     def _add(self, pair: CachePair) -> None:
-        """Go on with another cache, and forget the oldest of the others where there are many."""
+        """Switch to a new cache; drops the oldest of the others if there are too many."""
         if len(self._pairs) == _MAX_CACHES:
             del self._pairs[0 if self._current else 1]
         self._pairs.append(pair)
         self._current = len(self._pairs) - 1
 
     def _add_new_cache(self, rows: int) -> None:
-        keeps = None if isinstance(self._traits.retention, str) else self._traits.retention
-        self._add(CachePair(self._make_cache(), ReferenceCache(keeps), self._layers))
+        retention = None if isinstance(self._traits.retention, str) else self._traits.retention
+        self._add(CachePair(self._make_cache(), ReferenceCache(retention), self._layers))
         self._log.append(f"cache {self._current} = a new one")
         self._log.append(f"extend({rows})")
         self._pair.extend(rows)
 
     def _pair_of_rows(self, cache: KVCache, rows: Sequence[int]) -> CachePair:
-        """Another cache that must be what some rows of this one are."""
+        """A pair for a cache that must equal the given rows of the current one."""
         pair = self._pair
-        lists = pair.reference.select(torch.tensor(rows, dtype=torch.long))
-        return CachePair(cache, lists, self._layers, [pair.max_lengths[row] for row in rows])
+        reference = pair.reference.select(torch.tensor(rows, dtype=torch.long))
+        return CachePair(cache, reference, self._layers, [pair.max_lengths[row] for row in rows])
 
     def _select(self, rows: Sequence[int]) -> None:
         self._log.append(f"cache {min(len(self._pairs), _MAX_CACHES - 1)} = select({rows})")
@@ -123,12 +123,12 @@ class CacheFuzzer:
         other = self._pairs[(self._current + 1) % len(self._pairs)]
         if len(pair.reference) + len(other.reference) > _MAX_ROWS:
             return
-        if any(one.has_uncommitted and any(one.promised_lengths) for one in (pair, other)):
-            return  # what was told has to be done first
-        for one in (pair, other):
-            if one.has_uncommitted:
+        if any(joined.has_uncommitted and any(joined.promised_lengths) for joined in (pair, other)):
+            return  # promised lengths must be committed first
+        for joined in (pair, other):
+            if joined.has_uncommitted:
                 self._log.append("commit what was committed, in both")
-                one.commit(None, one.lengths)
+                joined.commit(None, joined.lengths)
         self._log.append("join(the next cache)")
         pair.cache.join(other.cache)
         pair.reference.join(other.reference)
@@ -142,238 +142,262 @@ class CacheFuzzer:
     def _save(self) -> None:
         self._log.append(f"cache {min(len(self._pairs), _MAX_CACHES - 1)} = load(state())")
         state = self._pair.cache.state()
-        places: set[int] = set()
-        for name, one in state.items():
-            given: object = one
-            if not isinstance(given, Tensor):
-                self._fail(f"state has {name!r}: {type(given).__name__}, must be tensors")
-            if not one.is_contiguous():
+        storages: set[int] = set()
+        for name, tensor in state.items():
+            value: object = tensor
+            if not isinstance(value, Tensor):
+                self._fail(f"state has {name!r}: {type(value).__name__}, must be tensors")
+            if not tensor.is_contiguous():
                 self._fail(f"state's {name!r} is not contiguous")
-            if one.numel() and one.untyped_storage().data_ptr() in places:
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in storages:
                 self._fail(f"state's {name!r} shares memory with another")
-            places.add(one.untyped_storage().data_ptr())
-        made = self._make_cache()
-        made.load({name: one.clone() for name, one in state.items()})
-        self._add(self._pair_of_rows(made, range(len(self._pair.reference))))
+            storages.add(tensor.untyped_storage().data_ptr())
+        loaded = self._make_cache()
+        loaded.load({name: tensor.clone() for name, tensor in state.items()})
+        self._add(self._pair_of_rows(loaded, range(len(self._pair.reference))))
 
     # -------------------------------------------------------------------- rows
     def _commit(self, operation: CommitOp) -> None:
-        """Reorder, fork, drop and cut, or only cut, or nothing."""
-        pair, back = self._pair, self._pair.cache.max_rewind
-        whence, count = operation.parents, len(pair.reference)
-        parents = range(count) if whence is None else [row % count for row in whence] if count else []
+        """Reorder, fork, drop and truncate rows; or only truncate; or nothing."""
+        pair, max_rewind = self._pair, self._pair.cache.max_rewind
+        requested, count = operation.parents, len(pair.reference)
+        parents = range(count) if requested is None else [row % count for row in requested] if count else []
         lengths = []
         for row, cut in zip(parents, cycle_values(operation.cuts, len(parents)), strict=True):
-            held = min(*pair.written_lengths[row], pair.partial_from[row])
-            least = max(pair.promised_lengths[row], 0 if back is None else pair.max_lengths[row] - back)
-            # What was only written can be cut, whatever a cache says of how far it goes back.
-            lengths.append(min(held, max(least, held - cut)))
-        self._log.append(f"commit({None if whence is None else parents}, {lengths})")
-        pair.commit(None if whence is None else parents, lengths)
+            written = min(*pair.written_lengths[row], pair.partial_from[row])
+            min_length = max(
+                pair.promised_lengths[row], 0 if max_rewind is None else pair.max_lengths[row] - max_rewind
+            )
+            # Uncommitted writes can be truncated regardless of `max_rewind`.
+            lengths.append(min(written, max(min_length, written - cut)))
+        self._log.append(f"commit({None if requested is None else parents}, {lengths})")
+        pair.commit(None if requested is None else parents, lengths)
 
     def _write(self, operation: WriteOp) -> None:
         pair = self._pair
-        idle = cycle_values(operation.skipped_rows, len(pair.reference))
-        rows = [row for row, rests in enumerate(idle) if not rests and not pair.promised_lengths[row]]
+        skipped = cycle_values(operation.skipped_rows, len(pair.reference))
+        rows = [
+            row for row, is_skipped in enumerate(skipped) if not is_skipped and not pair.promised_lengths[row]
+        ]
         layers = 1 if operation.first_layer_only else self._layers
-        ahead = cycle_values(operation.start_offsets, len(pair.reference))
-        starts = [min(pair.lengths[row] + ahead[row], *pair.written_lengths[row][:layers]) for row in rows]
-        width, limit = operation.width, self._traits.capacity
-        if limit is not None and rows:
-            # What only fills a shorter row up beside a wider one may lie behind the last slot.
-            width = min(width, limit - (max(starts) if len(set(starts)) == 1 else min(starts)))
-        if not rows or width < 1 or (limit is not None and max(starts) >= limit):
+        offsets = cycle_values(operation.start_offsets, len(pair.reference))
+        starts = [min(pair.lengths[row] + offsets[row], *pair.written_lengths[row][:layers]) for row in rows]
+        width, capacity = operation.width, self._traits.capacity
+        if capacity is not None and rows:
+            # Padding of a shorter row may exceed the capacity.
+            width = min(width, capacity - (max(starts) if len(set(starts)) == 1 else min(starts)))
+        if not rows or width < 1 or (capacity is not None and max(starts) >= capacity):
             return
-        whole = len(rows) == len(idle)
-        told = f"{starts[0]}" if len(set(starts)) == 1 else f"{starts}"
+        all_rows = len(rows) == len(skipped)
+        start_text = f"{starts[0]}" if len(set(starts)) == 1 else f"{starts}"
         self._log.append(
-            f"update({'all' if whole else f'rows {rows}'}, start={told}, width={width}"
+            f"update({'all' if all_rows else f'rows {rows}'}, start={start_text}, width={width}"
             f"{', layer 0 alone' if operation.first_layer_only else ''}"
             f"{'' if operation.num_drafts is None else f', the last {operation.num_drafts} guessed'})"
         )
         start = starts[0] if len(set(starts)) == 1 else torch.tensor(starts)
-        index = None if whole else torch.tensor(rows)
+        index = None if all_rows else torch.tensor(rows)
         span = KVSpan(index, start, width, max(starts) + width)
         if self._num_values % 2:  # who feeds a cache may tell it what a device has, and need not
             span = span._replace(host_rows=index, host_starts=None if isinstance(start, int) else start)
         if operation.num_drafts is not None and not operation.first_layer_only:
-            sure = [max(self._num_real_slots(start, width) - operation.num_drafts, 0) for start in starts]
-            span = span._replace(num_committed=torch.tensor(sure))
-            for row, begin, count in zip(rows, starts, sure, strict=True):
-                pair.promised_lengths[row] = begin + count
-        reaches = [pair.cache.visible_slots(layer, span) for layer in range(layers)]
-        for layer, reach in enumerate(reaches):
+            committed = [
+                max(self._num_real_slots(start, width) - operation.num_drafts, 0) for start in starts
+            ]
+            span = span._replace(num_committed=torch.tensor(committed))
+            for row, row_start, count in zip(rows, starts, committed, strict=True):
+                pair.promised_lengths[row] = row_start + count
+        visible = [pair.cache.visible_slots(layer, span) for layer in range(layers)]
+        for layer, slots in enumerate(visible):
             key = self._unique_values(layer, len(rows), width)
             value = -key[..., : self._traits.shapes[layer][2]]
-            held = self._check_visible_slots(reach, starts, layer, span)
-            got = pair.cache.update(layer, key, value, span)
+            past_lengths = self._check_visible_slots(slots, starts, layer, span)
+            actual = pair.cache.update(layer, key, value, span)
             expected = pair.reference.update(layer, key, value, span)
-            size = span.read_length if reach is None else reach.num_slots
-            for name, one, must in zip(("keys", "values"), got, expected, strict=True):
-                shape = [*must.shape[:2], size, must.shape[3]]
-                if list(one.shape) != shape:
-                    self._fail(f"{name} of layer {layer} are {list(one.shape)}, must be {shape}")
-            self._compare(rows, layer, held, width, (got, expected))
-            if not _is_tensor(got[0]):
-                self._compare_attention(got, expected, held, self._visible_mask(layer, starts, held, width))
-            for row, begin in zip(rows, starts, strict=True):
-                pair.written_lengths[row][layer] = begin + self._num_real_slots(begin, width)
-        for row, begin in zip(rows, starts, strict=True):
+            num_slots = span.read_length if slots is None else slots.num_slots
+            for name, tensor, expected_tensor in zip(("keys", "values"), actual, expected, strict=True):
+                shape = [*expected_tensor.shape[:2], num_slots, expected_tensor.shape[3]]
+                if list(tensor.shape) != shape:
+                    self._fail(f"{name} of layer {layer} are {list(tensor.shape)}, must be {shape}")
+            self._compare(rows, layer, past_lengths, width, (actual, expected))
+            if not _is_tensor(actual[0]):
+                self._compare_attention(
+                    actual, expected, past_lengths, self._visible_mask(layer, starts, past_lengths, width)
+                )
+            for row, row_start in zip(rows, starts, strict=True):
+                pair.written_lengths[row][layer] = row_start + self._num_real_slots(row_start, width)
+        for row, row_start in zip(rows, starts, strict=True):
             if operation.first_layer_only:
-                pair.partial_from[row] = min(pair.partial_from[row], begin)
-            elif begin <= pair.partial_from[row]:
+                pair.partial_from[row] = min(pair.partial_from[row], row_start)
+            elif row_start <= pair.partial_from[row]:
                 pair.clear_partial(row)
 
     def _num_real_slots(self, start: int, width: int) -> int:
-        """How many of the written slots there are."""
-        limit = self._traits.capacity
-        return width if limit is None else min(width, limit - start)
+        """The number of written slots within the capacity."""
+        capacity = self._traits.capacity
+        return width if capacity is None else min(width, capacity - start)
 
     def _check_visible_slots(
-        self, reach: VisibleSlots | None, starts: Sequence[int], layer: int, span: KVSpan
+        self, slots: VisibleSlots | None, starts: Sequence[int], layer: int, span: KVSpan
     ) -> list[int]:
-        """How many slots the cache says that the rows hold, if that is what they must."""
+        """The number of visible past slots per row, checked against the reference."""
         expected = self._pair.reference.visible_slots(layer, span)
-        must = list(starts) if expected is None else expected.past_lengths.tolist()
-        if reach is None:
-            if must != starts:
-                self._fail(f"reach of layer {layer} is None, must be told: rows hold {must}")
-            return must
-        held: list[int] = reach.past_lengths.tolist()
+        expected_lengths = list(starts) if expected is None else expected.past_lengths.tolist()
+        if slots is None:
+            if expected_lengths != starts:
+                self._fail(
+                    f"visible_slots of layer {layer} are None, must have past lengths {expected_lengths}"
+                )
+            return expected_lengths
+        past_lengths: list[int] = slots.past_lengths.tolist()
         if self._traits.retention == CACHE_DECIDES:
-            if any(mine > start for mine, start in zip(held, starts, strict=True)):
-                self._fail(f"reach of layer {layer} says {held}, of which rows have only {starts}")
-        elif held != must:
-            self._fail(f"reach of layer {layer} says that rows hold {held}, must be {must}")
-        if reach.num_slots < min(max(held) + span.width, self._traits.capacity or span.read_length):
-            self._fail(
-                f"reach of layer {layer} has size {reach.num_slots}, too small for {held} + {span.width}"
-            )
-        return held
+            if any(length > start for length, start in zip(past_lengths, starts, strict=True)):
+                self._fail(f"past lengths of layer {layer} are {past_lengths}, must be at most {starts}")
+        elif past_lengths != expected_lengths:
+            self._fail(f"past lengths of layer {layer} are {past_lengths}, must be {expected_lengths}")
+        if slots.num_slots < min(max(past_lengths) + span.width, self._traits.capacity or span.read_length):
+            needed = f"{past_lengths} + {span.width}"
+            self._fail(f"visible_slots of layer {layer} are {slots.num_slots}, must hold {needed}")
+        return past_lengths
 
     def _unique_values(self, layer: int, rows: int, width: int) -> Tensor:
-        """Numbers between -4 and 4 that were never written before [N, H, T, D]."""
+        """Values between -4 and 4 that were not written before [N, H, T, D]."""
         heads, size, _ = self._traits.shapes[layer]
         count = rows * heads * width * size
         self._num_values += count
         new = torch.arange(self._num_values - count + 1, self._num_values + 1)
-        # An odd factor takes 2**16 numbers to as many others, and neighbours far from each other.
+        # An odd factor permutes 2**16 numbers and spreads neighbours.
         return (((new * 40503) % 2**16).float() / 2**13 - 4).view(rows, heads, width, size)
 
-    # -------------------------------------------------------------------- looking
+    # -------------------------------------------------------------------- comparison
     def _compare(
         self,
         rows: Sequence[int],
         layer: int,
-        held: Sequence[int],
+        past_lengths: Sequence[int],
         width: int,
         pair: tuple[tuple[Any, Any], tuple[Tensor, Tensor]],
     ) -> None:
-        got, expected = [one if _is_tensor(one) else one.materialize() for one in pair[0]], pair[1]
+        actual, expected = (
+            [tensor if _is_tensor(tensor) else tensor.materialize() for tensor in pair[0]],
+            pair[1],
+        )
         if self._traits.retention == CACHE_DECIDES:
             for line, row in enumerate(rows):
-                self._compare_subset(row, layer, [one[line, :, : held[line] + width] for one in got], width)
+                self._compare_subset(
+                    row, layer, [tensor[line, :, : past_lengths[line] + width] for tensor in actual], width
+                )
             return
-        stops = (torch.tensor(held) + width).clamp(max=got[0].shape[2])
-        seen = torch.arange(int(stops.max())) < stops[:, None]  # [N, S]
-        for name, one, must in zip(("keys", "values"), got, expected, strict=True):
-            far = (one[:, :, : seen.shape[1]] - must[:, :, : seen.shape[1]]).abs()
-            # Not "greater": what is no number at all is wrong too.
-            wrong = ~(far <= self._traits.error) & seen[:, None, :, None]
+        stops = (torch.tensor(past_lengths) + width).clamp(max=actual[0].shape[2])
+        visible = torch.arange(int(stops.max())) < stops[:, None]  # [N, S]
+        for name, tensor, expected_tensor in zip(("keys", "values"), actual, expected, strict=True):
+            error = (tensor[:, :, : visible.shape[1]] - expected_tensor[:, :, : visible.shape[1]]).abs()
+            # Not `>`: NaN is wrong too.
+            wrong = ~(error <= self._traits.error) & visible[:, None, :, None]
             if bool(wrong.any()):
                 line = int(wrong.flatten(1).any(1).int().argmax())
-                at = wrong[line].any(-1).any(0).nonzero().flatten().tolist()
-                self._fail(f"{name} of row {rows[line]}, layer {layer}, are wrong in slots {at}")
+                slots = wrong[line].any(-1).any(0).nonzero().flatten().tolist()
+                self._fail(f"{name} of row {rows[line]}, layer {layer}, are wrong in slots {slots}")
 
-    def _compare_subset(self, row: int, layer: int, got: Sequence[Tensor], width: int) -> None:
-        """What is shown are positions of the row, in their order, the new ones last."""
+    def _compare_subset(self, row: int, layer: int, actual: Sequence[Tensor], width: int) -> None:
+        """The visible entries must be positions of the row, in order, the new ones last."""
         entries = self._pair.reference._rows[row][layer]
-        for head in range(got[0].shape[0]):
-            known = {
-                (*key[head].tolist(), *value[head].tolist()): at for at, (key, value) in enumerate(entries)
+        for head in range(actual[0].shape[0]):
+            position_of = {
+                (*key[head].tolist(), *value[head].tolist()): position
+                for position, (key, value) in enumerate(entries)
             }
             shown = [
-                known.get((*key.tolist(), *value.tolist()), -1)
-                for key, value in zip(got[0][head], got[1][head], strict=True)
+                position_of.get((*key.tolist(), *value.tolist()), -1)
+                for key, value in zip(actual[0][head], actual[1][head], strict=True)
             ]
             new = list(range(len(entries) - width, len(entries)))
             if shown != sorted(set(shown)) or shown[:1] == [-1] or shown[-width:] != new:
                 self._fail(f"row {row}, layer {layer}, head {head} shows positions {shown} of {len(entries)}")
 
-    def _visible_mask(self, layer: int, starts: Sequence[int], held: Sequence[int], width: int) -> Tensor:
-        """Which slots each query sees, those that it would see if it were fed by itself [N, T, S]."""
+    def _visible_mask(
+        self, layer: int, starts: Sequence[int], past_lengths: Sequence[int], width: int
+    ) -> Tensor:
+        """The slots that each query sees, as if it were fed alone [N, T, S]."""
         if self._traits.retention == CACHE_DECIDES:
-            return _causal_mask(held, width)
-        seen = torch.zeros(len(starts), width, max(held) + width, dtype=torch.bool)
+            return _causal_mask(past_lengths, width)
+        mask = torch.zeros(len(starts), width, max(past_lengths) + width, dtype=torch.bool)
         for line, start in enumerate(starts):
             shown = [*self._pair.reference.visible_positions(layer, start), *range(start, start + width)]
-            for at in range(width):
-                mine = {*self._pair.reference.visible_positions(layer, start + at), start + at}
-                seen[line, at, : len(shown)] = torch.tensor([one in mine for one in shown])
-        return seen
+            for offset in range(width):
+                visible = {*self._pair.reference.visible_positions(layer, start + offset), start + offset}
+                mask[line, offset, : len(shown)] = torch.tensor([position in visible for position in shown])
+        return mask
 
     def _compare_attention(
-        self, got: tuple[Any, Any], lists: tuple[Tensor, Tensor], held: list[int], seen: Tensor
+        self,
+        actual: tuple[Any, Any],
+        reference: tuple[Tensor, Tensor],
+        past_lengths: list[int],
+        visible: Tensor,
     ) -> None:
-        """Attention over what is not laid out is that over the same laid out, of what a query should see."""
-        keys, values = got
+        """Attention over a KV proxy equals attention over dense keys and values."""
+        keys, values = actual
         rows, heads, size, depth = keys.shape
-        width = seen.shape[1]
-        chance = torch.Generator().manual_seed(self._num_values)
-        query = torch.randn(rows, 2 * heads, width, depth, generator=chance)
+        width = visible.shape[1]
+        generator = torch.Generator().manual_seed(self._num_values)
+        query = torch.randn(rows, 2 * heads, width, depth, generator=generator)
         attention: Any = torch.nn.functional.scaled_dot_product_attention
-        known = (
-            [one.materialize() for one in got]
+        dense = (
+            [tensor.materialize() for tensor in actual]
             if self._traits.retention == CACHE_DECIDES or self._traits.error
-            else lists
+            else reference
         )
-        plain = [one[:, :, : seen.shape[2]].repeat_interleave(2, 1) for one in known]
-        must = attention(query, *plain, attn_mask=seen[:, None])
-        # What a model is told: nothing where rows are level and one position is fed.
-        told = _causal_mask(held, width, size)
-        mask = None if bool(told.all()) else told[:, None]
+        repeated = [tensor[:, :, : visible.shape[2]].repeat_interleave(2, 1) for tensor in dense]
+        expected = attention(query, *repeated, attn_mask=visible[:, None])
+        # A model passes no mask if rows are uniform and one position is fed.
+        causal = _causal_mask(past_lengths, width, size)
+        mask = None if bool(causal.all()) else causal[:, None]
         if self._num_values % 3:  # how models of transformers repeat heads, and how torch can
-            more = (one[:, :, None, :, :].expand(rows, heads, 2, size, one.shape[3]) for one in got)
-            wide = (one.reshape(rows, 2 * heads, size, one.shape[4]) for one in more)
-            found = attention(query, *wide, attn_mask=mask)
+            expanded = (
+                tensor[:, :, None, :, :].expand(rows, heads, 2, size, tensor.shape[3]) for tensor in actual
+            )
+            flattened = (tensor.reshape(rows, 2 * heads, size, tensor.shape[4]) for tensor in expanded)
+            result = attention(query, *flattened, attn_mask=mask)
         else:
-            found = attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+            result = attention(query, keys, values, attn_mask=mask, enable_gqa=True)
         if (
             self._traits.retention == CACHE_DECIDES
         ):  # what later queries see depends on what the cache makes of the first
-            found, must = found[:, :, :1], must[:, :, :1]
-        if not torch.allclose(found, must, rtol=0.0, atol=1e-4):
-            self._fail(f"attention is off by {(found - must).abs().max():.3g}, for rows that hold {held}")
+            result, expected = result[:, :, :1], expected[:, :, :1]
+        if not torch.allclose(result, expected, rtol=0.0, atol=1e-4):
+            error = (result - expected).abs().max()
+            self._fail(f"attention is off by {error:.3g}, for past lengths {past_lengths}")
 
     def _check_invariants(self) -> None:
-        """What the caches say of themselves."""
+        """Check lengths and sizes that the caches report."""
         for pair in self._pairs:
-            cache, lists = pair.cache, pair.reference
-            if len(cache) != len(lists):
-                self._fail(f"it has {len(cache)} rows, must have {len(lists)}")
+            cache, reference = pair.cache, pair.reference
+            if len(cache) != len(reference):
+                self._fail(f"it has {len(cache)} rows, must have {len(reference)}")
             if cache.lengths.tolist() != pair.lengths:
                 self._fail(f"lengths are {cache.lengths}, must be {pair.lengths}")
             size = cache.nbytes
             if type(size) is not int or size < 0:
                 self._fail(f"nbytes is {size!r}, must be a number of bytes")
             exact = self._traits.error == 0 and self._traits.retention != CACHE_DECIDES
-            if exact and size < lists.visible_nbytes:
-                self._fail(f"nbytes is {size}, and its rows alone take {lists.visible_nbytes}")
+            if exact and size < reference.visible_nbytes:
+                self._fail(f"nbytes is {size}, and its rows alone take {reference.visible_nbytes}")
             if (check := getattr(cache, "check", None)) is not None:
-                check()  # some can tell whether their books are right
+                check()  # internal consistency check of some caches
             if self._traits.frees_memory and not len(cache) and size > self._make_cache().nbytes:
                 self._fail(f"nbytes is {size} without any row")
 
-    def _fail(self, what: str) -> NoReturn:
-        raise AssertionError(what)
+    def _fail(self, message: str) -> NoReturn:
+        raise AssertionError(message)
 
 
-def _is_tensor(given: object) -> bool:
-    """Whether it is a tensor, and not what a cache gives in the place of one."""
-    return isinstance(given, Tensor)
+def _is_tensor(value: object) -> bool:
+    """Whether it is a tensor and not a KV proxy."""
+    return isinstance(value, Tensor)
 
 
-def _causal_mask(held: Sequence[int], width: int, size: int | None = None) -> Tensor:
-    """The slots up to each query's own [N, T, S]."""
-    own = torch.tensor(held)[:, None] + torch.arange(width)
-    return own[..., None] >= torch.arange(max(held) + width if size is None else size)
+def _causal_mask(past_lengths: Sequence[int], width: int, size: int | None = None) -> Tensor:
+    """The slots up to each query's own slot [N, T, S]."""
+    positions = torch.tensor(past_lengths)[:, None] + torch.arange(width)
+    return positions[..., None] >= torch.arange(max(past_lengths) + width if size is None else size)

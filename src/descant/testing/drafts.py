@@ -1,4 +1,4 @@
-"""The law of drafts: tried all at once, a row's drafts are judged as they would be one by one."""
+"""The contract of verification: all drafts at once give the logits of one by one."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ __all__ = ["check_drafts"]
 
 @dataclass(frozen=True)
 class _RandomDrafts:
-    """Drafts for every row, ragged."""
+    """Ragged drafts, one list per row."""
 
     drafts: Tensor  # [R, K]
     num_drafts: Tensor  # [R] (host)
 
     @property
     def proposal(self) -> Proposal:
-        """The same as the loop would say it."""
+        """The drafts as a proposal."""
         return Proposal(None, self.drafts, self.num_drafts) if self.drafts.shape[1] else Proposal()
 
 
 @dataclass
 class _SequentialReference:
-    """A model with a few open requests, and the sequences it has been asked about."""
+    """A model that computes the expected logits token by token."""
 
     model: Any
     prompts: Sequence[Sequence[int]]
     make_cache: Callable[[], RowCache]
 
     def prompt_rows(self) -> Rows:
-        """The prompts as a fresh table."""
+        """The prompts as a new table."""
         length = torch.tensor([len(prompt) for prompt in self.prompts])
         tokens = torch.zeros(len(length), int(length.max()), dtype=torch.long)
-        for line, prompt in enumerate(self.prompts):
-            tokens[line, : len(prompt)] = torch.tensor(prompt)
+        for row, prompt in enumerate(self.prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
         zeros, numbers = torch.zeros_like(length), torch.arange(len(length))
         return Rows(
             tokens.to(self.model.device), length, zeros, zeros.clone(), length.clone(), numbers, zeros.clone()
         )
 
-    def sequential_logits(self, line: int, sequence: Sequence[int]) -> dict[int, Tensor]:
-        """The logits after each prefix of a request's sequence from its prompt on, by the prefix's length."""
-        rows, cache = self.prompt_rows().take(torch.tensor([line])), self.make_cache()
+    def sequential_logits(self, row: int, sequence: Sequence[int]) -> dict[int, Tensor]:
+        """The logits after each prefix of a sequence, from the prompt on, by prefix length."""
+        rows, cache = self.prompt_rows().take(torch.tensor([row])), self.make_cache()
         cache.extend(1)
-        found = {}
+        logits = {}
         for token in [*sequence[int(rows.length[0]) :], None]:
-            found[int(rows.length[0])] = self.model.forward(rows, Proposal(), cache).logits[0, 0]
+            logits[int(rows.length[0])] = self.model.forward(rows, Proposal(), cache).logits[0, 0]
             rows = replace(rows, cached_length=rows.position)
             cache.commit(None, rows.cached_length)
             if token is not None:
                 rows = rows.append(rows.tokens.new_tensor([[token]]), rows.length + 1)
-        return found
+        return logits
 
 
 def check_drafts(
@@ -74,70 +74,70 @@ def check_drafts(
     rounds: int = 4,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """All drafts at once equals one by one, ragged, and those that are cut off leave no trace.
+    """Verifying ragged drafts at once equals one by one, and rejected drafts leave no trace.
 
-    Feeds the Model port random drafts, 0 to 4 a row, keeps some of each, forks and drops rows, and goes
-    on; every line of logits must equal that of feeding the same tokens one at a time to an empty cache.
+    Feeds the model random drafts, 0 to 4 per row, accepts some of each, forks and drops rows, and repeats;
+    all logits must equal those of feeding the same tokens one at a time with an empty cache.
     """
     model = as_model(model)
     rng = random.Random(len(requests))
-    desk = _SequentialReference(
+    reference = _SequentialReference(
         model, [torch.as_tensor(request.prompt).tolist() for request in requests], make_cache
     )
     numbers = list(range(len(requests)))
     model.add_requests(numbers, _collate_inputs([request.inputs for request in requests]))
     try:
-        rows, cache = desk.prompt_rows(), make_cache()
+        rows, cache = reference.prompt_rows(), make_cache()
         cache.extend(len(rows))
         for _ in range(rounds):
-            guess = _random_drafts(rows, rng, model.traits.vocab_size)
-            logits = model.forward(rows, guess.proposal, cache).logits
-            _compare_logits(desk, rows, guess, logits, tolerance)
-            rows = _commit_some(rows, guess, cache, rng, model.traits.vocab_size)
+            proposed = _random_drafts(rows, rng, model.traits.vocab_size)
+            logits = model.forward(rows, proposed.proposal, cache).logits
+            _compare_logits(reference, rows, proposed, logits, tolerance)
+            rows = _commit_some(rows, proposed, cache, rng, model.traits.vocab_size)
     finally:
         model.remove_requests(numbers)
 
 
 def _random_drafts(rows: Rows, rng: random.Random, vocabulary: int) -> _RandomDrafts:
-    """Random drafts, a random number for each row."""
-    n = torch.tensor([rng.randint(0, 4) for _ in range(len(rows))])
-    wide = int(n.max())
-    drafts = torch.tensor([rng.randrange(vocabulary) for _ in range(len(rows) * wide)], dtype=torch.long)
-    return _RandomDrafts(drafts.view(len(rows), wide).to(rows.tokens.device), n)
+    """Random drafts, a random number per row."""
+    num_drafts = torch.tensor([rng.randint(0, 4) for _ in range(len(rows))])
+    width = int(num_drafts.max())
+    drafts = torch.tensor([rng.randrange(vocabulary) for _ in range(len(rows) * width)], dtype=torch.long)
+    return _RandomDrafts(drafts.view(len(rows), width).to(rows.tokens.device), num_drafts)
 
 
 def _compare_logits(
-    desk: _SequentialReference, rows: Rows, guess: _RandomDrafts, logits: Tensor, tolerance: float
+    reference: _SequentialReference, rows: Rows, proposed: _RandomDrafts, logits: Tensor, tolerance: float
 ) -> None:
     for row in range(len(rows)):
-        tried = guess.drafts[row, : int(guess.num_drafts[row])].tolist()
+        row_drafts = proposed.drafts[row, : int(proposed.num_drafts[row])].tolist()
         length = int(rows.length[row])
-        sequence = rows.tokens[row, :length].tolist() + tried
-        expected = desk.sequential_logits(int(rows.request[row]), sequence)
-        for slot in range(len(tried) + 1):
-            far = (logits[row, slot] - expected[length + slot]).abs().max()
-            if not far <= tolerance:
+        sequence = rows.tokens[row, :length].tolist() + row_drafts
+        expected = reference.sequential_logits(int(rows.request[row]), sequence)
+        for slot in range(len(row_drafts) + 1):
+            difference = (logits[row, slot] - expected[length + slot]).abs().max()
+            if not difference <= tolerance:
                 raise AssertionError(
                     f"row {row}: the logits after {sequence[: length + slot]} "
-                    f"(draft {slot} of {len(tried)}) differ by {far:.3g} from those of one by one"
+                    f"(draft {slot} of {len(row_drafts)}) differ by {difference:.3g} from those of one by one"
                 )
 
 
 def _commit_some(
-    rows: Rows, guess: _RandomDrafts, cache: RowCache, rng: random.Random, vocabulary: int
+    rows: Rows, proposed: _RandomDrafts, cache: RowCache, rng: random.Random, vocabulary: int
 ) -> Rows:
-    """Rows that keep some of their drafts and take one more token; one is forked, maybe one dropped."""
-    whence = [*range(len(rows)), rng.randrange(len(rows))]
+    """Accept some drafts of each row and append one token; fork one row, and maybe drop one."""
+    parent_list = [*range(len(rows)), rng.randrange(len(rows))]
     if len(rows) > 3:
-        whence.remove(rng.randrange(len(rows)))
-    rng.shuffle(whence)
-    parents = torch.tensor(whence)
-    accepted = torch.tensor([rng.randint(0, int(guess.num_drafts[row])) for row in whence])
+        parent_list.remove(rng.randrange(len(rows)))
+    rng.shuffle(parent_list)
+    parents = torch.tensor(parent_list)
+    accepted = torch.tensor([rng.randint(0, int(proposed.num_drafts[row])) for row in parent_list])
     rows = rows.take(parents)
     cached = rows.position + accepted
-    rows = rows.append(index_rows(guess.drafts, parents), rows.length + accepted)
-    more = rows.tokens.new_tensor([[rng.randrange(vocabulary)] for _ in whence])
-    rows = replace(rows.append(more, rows.length + 1), cached_length=cached)
+    rows = rows.append(index_rows(proposed.drafts, parents), rows.length + accepted)
+    next_tokens = rows.tokens.new_tensor([[rng.randrange(vocabulary)] for _ in parent_list])
+    rows = replace(rows.append(next_tokens, rows.length + 1), cached_length=cached)
     cache.commit(parents, cached)
     return rows
 

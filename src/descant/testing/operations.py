@@ -1,7 +1,7 @@
-"""Traces: what a cache may be asked for, one thing after another, as plain data that shrinks well.
+"""Cache operations as plain data, for hypothesis.
 
-An operation names rows by any number, taken modulo those that there are, and lists go round: so every trace
-has a meaning, and what is left of one when parts are taken out of it has too.
+Row numbers are taken modulo the number of rows, and lists are cycled. So every list of operations is valid,
+also a shrunk one.
 """
 
 from __future__ import annotations
@@ -23,65 +23,65 @@ __all__ = [
     "operation_lists",
 ]
 
-CUT_ALL = 99  # as a cut: everything
+CUT_ALL = 99  # a cut of everything
 
 
 class ExtendOp(NamedTuple):
-    """Empty rows are appended."""
+    """Append empty rows."""
 
     rows: int = 1
 
 
 class WriteOp(NamedTuple):
-    """One forward; several between two commits are drafts, or feed the rows in parts."""
+    """One forward; several between two commits are drafts or prefill chunks."""
 
     width: int = 1
-    skipped_rows: tuple[bool, ...] = (False,)  # rows that are not fed
-    start_offsets: tuple[int, ...] = (0,)  # how far behind its length a row begins, of what is written there
-    first_layer_only: bool = False  # only the first layer is run
-    num_drafts: int | None = None  # how many of the last are told to be guesses: the rest will be committed
+    skipped_rows: tuple[bool, ...] = (False,)
+    start_offsets: tuple[int, ...] = (0,)  # start of each row after its committed length
+    first_layer_only: bool = False
+    num_drafts: int | None = None  # number of last positions that are drafts: the others will be committed
 
 
 class CommitOp(NamedTuple):
-    """Rows move, fork and leave, and are cut."""
+    """Reorder, fork, drop and truncate rows."""
 
     parents: tuple[int, ...] | None = None
-    cuts: tuple[int, ...] = (0,)  # how much of what is written each gives back
+    cuts: tuple[int, ...] = (0,)  # positions to truncate per row
 
 
 class SelectOp(NamedTuple):
-    """Some rows go on in a cache of their own too."""
+    """Copy rows into another cache."""
 
     rows: tuple[int, ...] = (0,)
 
 
 class JoinOp(NamedTuple):
-    """The rows of another cache come in."""
+    """Append the rows of another cache."""
 
 
 class NewCacheOp(NamedTuple):
-    """Another cache, with empty rows."""
+    """Create another cache with empty rows."""
 
     rows: int = 1
 
 
 class SwitchCacheOp(NamedTuple):
-    """The next cache is looked at."""
+    """Switch to the next cache."""
 
 
 class SaveOp(NamedTuple):
-    """What the cache holds is written down, and read by another."""
+    """Save the cache and load it into another one."""
 
 
 class MoveOp(NamedTuple):
-    """The cache is moved to the device where it is."""
+    """Move the cache to its own device."""
 
 
 Operation = ExtendOp | WriteOp | CommitOp | SelectOp | JoinOp | NewCacheOp | SwitchCacheOp | SaveOp | MoveOp
 
 
-# How an operation is drawn: a few bytes each, of which all zeros are nothing. Drawn field by field, as
-# hypothesis would have it, most of the time would be spent on drawing.
+# An operation is decoded from a few bytes, all zeros being no operation. Drawing field by field with
+# hypothesis would take most of the time.
 _BYTES_PER_OP = 10
 _OP_CHOICES = (
     "nothing", *["write"] * 9, *["commit"] * 6, "extend", "extend", "select", "fresh", "join", "turn", "turn",
@@ -90,34 +90,34 @@ _OP_CHOICES = (
 _CUT_CHOICES = (0, 0, 0, 1, 1, 2, 3, 5, CUT_ALL)
 
 
-def operation_lists(strategies: Any, widest: int = 7, least: int = 10, most: int = 24) -> Any:
-    """A hypothesis strategy of traces: forwards at most so wide, so many operations."""
-    drawn = strategies.binary(min_size=_BYTES_PER_OP, max_size=_BYTES_PER_OP)
-    whole = strategies.lists(drawn, min_size=least, max_size=most)
-    return whole.map(
-        lambda records: [made for one in records if (made := _decode_operation(one, widest)) is not None]
+def operation_lists(strategies: Any, max_width: int = 7, min_size: int = 10, max_size: int = 24) -> Any:
+    """A hypothesis strategy for lists of operations, with forwards of at most `max_width` positions."""
+    encoded = strategies.binary(min_size=_BYTES_PER_OP, max_size=_BYTES_PER_OP)
+    encoded_lists = strategies.lists(encoded, min_size=min_size, max_size=max_size)
+    return encoded_lists.map(
+        lambda records: [
+            operation for record in records if (operation := _decode_operation(record, max_width)) is not None
+        ]
     )
 
 
-def _decode_operation(drawn: bytes, widest: int) -> Operation | None:
-    """What some bytes say; small ones say something simple."""
-    one, two, three, four = drawn[1:5]
-    match _OP_CHOICES[drawn[0] % len(_OP_CHOICES)]:
+def _decode_operation(data: bytes, max_width: int) -> Operation | None:
+    """Decode an operation; small bytes give simple ones."""
+    one, two, three, four = data[1:5]
+    match _OP_CHOICES[data[0] % len(_OP_CHOICES)]:
         case "write":
-            idle = tuple(bool(two >> at & 1) for at in range(4)) if two > 128 else (False,)
-            ahead = tuple(three >> 2 * at & 3 for at in range(3)) if three > 160 else (0,)
-            guesses = four % 4 if 140 < four <= 200 else None
-            return WriteOp(1 + one % widest, idle, ahead, four > 200, guesses)
+            skipped = tuple(bool(two >> at & 1) for at in range(4)) if two > 128 else (False,)
+            offsets = tuple(three >> 2 * at & 3 for at in range(3)) if three > 160 else (0,)
+            num_drafts = four % 4 if 140 < four <= 200 else None
+            return WriteOp(1 + one % max_width, skipped, offsets, four > 200, num_drafts)
         case "commit":
-            parents = tuple(at % 6 for at in drawn[2 : 2 + one % 7]) if one > 128 else None
-            cuts = (
-                tuple(_CUT_CHOICES[at % len(_CUT_CHOICES)] for at in drawn[8:10]) if drawn[8] > 150 else (0,)
-            )
+            parents = tuple(at % 6 for at in data[2 : 2 + one % 7]) if one > 128 else None
+            cuts = tuple(_CUT_CHOICES[at % len(_CUT_CHOICES)] for at in data[8:10]) if data[8] > 150 else (0,)
             return CommitOp(parents, cuts)
         case "extend":
             return ExtendOp(1 + one % 3)
         case "select":
-            return SelectOp(tuple(at % 6 for at in drawn[2 : 2 + one % 5]))
+            return SelectOp(tuple(at % 6 for at in data[2 : 2 + one % 5]))
         case "fresh":
             return NewCacheOp(1 + one % 3)
         case "join":
@@ -133,5 +133,5 @@ def _decode_operation(drawn: bytes, widest: int) -> Operation | None:
 
 
 def cycle_values(values: Sequence[Any], count: int) -> list[Any]:
-    """So many of the values, from the first again after the last."""
-    return [values[at % len(values)] for at in range(count)]
+    """The first `count` values of a cycle."""
+    return [values[index % len(values)] for index in range(count)]

@@ -1,4 +1,4 @@
-"""Outcomes: what became of each request of a session, in a form that can be compared."""
+"""Outcomes of the requests of a session, in a form that can be compared."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Outcome:
-    """What became of a request: its sequences or its error, and what was seen on the way."""
+    """The outcome of a request: its sequences or error, streamed tokens and logits."""
 
     hypotheses: list[Hypothesis] = field(default_factory=list)
     error: DescantError | None = None
     cancelled: bool = False
-    streamed_tokens: dict[int, list[int]] = field(default_factory=dict)  # slot -> its tokens as they came
+    streamed_tokens: dict[int, list[int]] = field(default_factory=dict)  # slot -> tokens in order
     logits: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # tokens so far -> [V]
 
     @property
@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def reasons(self) -> list[str]:
-        """Why every sequence ended."""
+        """The finish reason of every sequence."""
         return [one.reason for one in self.hypotheses]
 
 
@@ -48,23 +48,23 @@ class _ScheduledRun:
         self._requests = requests
         self._session = Session(model, observe=self._record_logits, cache=cache)
         self._outcomes = [Outcome() for _ in requests]
-        self._index_by_request: dict[int, int] = {}  # request number -> place in the list
+        self._index_by_request: dict[int, int] = {}  # request id -> index in the list
         self._request_by_index: dict[int, int] = {}
 
-    def _record_logits(self, seen: Observation) -> None:
-        rows = seen.rows
+    def _record_logits(self, observation: Observation) -> None:
+        rows = observation.rows
         for row in range(len(rows)):
-            found = self._outcomes[self._index_by_request[int(rows.request[row])]]
+            outcome = self._outcomes[self._index_by_request[int(rows.request[row])]]
             prefix = rows.tokens[row, : int(rows.length[row])].tolist()
-            found.logits[tuple(prefix)] = seen.logits[row, 0].cpu().clone()
+            outcome.logits[tuple(prefix)] = observation.logits[row, 0].cpu().clone()
 
     def run(self, schedule: Schedule) -> list[Outcome]:
-        """What became of every request."""
+        """The outcome of every request."""
         step = 0
         while step <= schedule.last_step or len(self._session):
             self._admit(schedule.admissions.get(step, ()), schedule.admit_together)
-            for place in schedule.cancellations.get(step, ()):
-                self._cancel(place)
+            for index in schedule.cancellations.get(step, ()):
+                self._cancel(index)
             for event in self._session.step():
                 self._handle_event(event)
             step += 1
@@ -72,18 +72,18 @@ class _ScheduledRun:
             raise AssertionError(f"{self._session.rows} rows are left after every request has ended")
         return self._outcomes
 
-    def _admit(self, places: Sequence[int], together: bool) -> None:
-        for group in [places] if together else [[place] for place in places]:
-            numbers = self._session.admit(*(self._requests[place] for place in group))
-            for number, place in zip(numbers, group, strict=True):
-                self._index_by_request[number], self._request_by_index[place] = place, number
+    def _admit(self, indices: Sequence[int], together: bool) -> None:
+        for group in [indices] if together else [[index] for index in indices]:
+            numbers = self._session.admit(*(self._requests[index] for index in group))
+            for number, index in zip(numbers, group, strict=True):
+                self._index_by_request[number], self._request_by_index[index] = index, number
 
-    def _cancel(self, place: int) -> None:
-        found = self._outcomes[place]
-        if found.hypotheses or found.error is not None:
-            return  # it has ended before
-        found.cancelled = True
-        self._session.cancel(self._request_by_index[place])
+    def _cancel(self, index: int) -> None:
+        outcome = self._outcomes[index]
+        if outcome.hypotheses or outcome.error is not None:
+            return  # already finished
+        outcome.cancelled = True
+        self._session.cancel(self._request_by_index[index])
 
     def _handle_event(self, event: object) -> None:
         if isinstance(event, Tokens):
@@ -100,12 +100,12 @@ class _ScheduledRun:
 def outcomes(
     model: Any, requests: Sequence[Request], schedule: Schedule | None = None, cache: RowCache | None = None
 ) -> list[Outcome]:
-    """Run the requests in one session, all at once or by a schedule; what became of each."""
+    """Run the requests in one session, all at once or by a schedule; returns their outcomes."""
     return _ScheduledRun(model, requests, cache).run(schedule or Schedule.at_once(range(len(requests))))
 
 
 def compare(alone: Outcome, other: Outcome, where: str, tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError unless two outcomes have the same tokens, the same ends, and near scores."""
+    """Raise AssertionError unless two outcomes have the same tokens and finish reasons, and close scores."""
     if type(alone.error) is not type(other.error):
         raise AssertionError(f"{where}: ended with {_describe_end(other)}, not {_describe_end(alone)}")
     if alone.tokens != other.tokens:
@@ -118,14 +118,13 @@ def compare(alone: Outcome, other: Outcome, where: str, tolerance: float = TOLER
         )
     for rank, (one, two) in enumerate(zip(alone.hypotheses, other.hypotheses, strict=True)):
         first, second = (0.0 if score is None else score for score in (one.score, two.score))
-        # Scores may be -inf alike, where only an impossible token was left.
+        # Both scores may be -inf, if only an impossible token was left.
         near = first == second or abs(first - second) <= tolerance
         if (one.score is None) is not (two.score is None) or not near:
             raise AssertionError(f"{where}: sequence {rank} scores {two.score}, alone {one.score}")
         if one.unmet_constraints != two.unmet_constraints:
-            raise AssertionError(
-                f"{where}: sequence {rank} does not meet {two.unmet_constraints}, alone {one.unmet_constraints}"
-            )
+            unmet = f"{two.unmet_constraints}, alone {one.unmet_constraints}"
+            raise AssertionError(f"{where}: sequence {rank} does not meet {unmet}")
         if one.beam_indices != two.beam_indices:
             raise AssertionError(
                 f"{where}: sequence {rank} came by beams {two.beam_indices}, alone {one.beam_indices}"
@@ -140,14 +139,14 @@ def _compare_logits(
     tolerance: float,
 ) -> None:
     if alone.keys() != other.keys():
-        odd = sorted(alone.keys() ^ other.keys(), key=len)[0]
-        whose = "alone" if odd in alone else "there"
-        raise AssertionError(f"{where}: a row stood at {list(odd)} only {whose}")
+        unmatched = sorted(alone.keys() ^ other.keys(), key=len)[0]
+        side = "alone" if unmatched in alone else "there"
+        raise AssertionError(f"{where}: a row had the tokens {list(unmatched)} only {side}")
     for prefix, logits in alone.items():
         if not torch.allclose(logits, other[prefix], rtol=0.0, atol=tolerance, equal_nan=True):
-            far = (logits - other[prefix]).abs().max()
+            difference = (logits - other[prefix]).abs().max()
             raise AssertionError(
-                f"{where}: logits after {list(prefix)} differ by {far:.3g}, more than {tolerance}"
+                f"{where}: logits after {list(prefix)} differ by {difference:.3g}, more than {tolerance}"
             )
 
 

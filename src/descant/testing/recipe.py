@@ -1,4 +1,4 @@
-"""The laws of recipes: whatever somebody's method does, nobody else notices, and it notices nobody else."""
+"""The contracts of recipes: a recipe and other requests do not affect each other."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from descant.testing.requests import check_admission, check_batch, check_seed
 
 __all__ = ["check_recipe"]
 
-_PROMPT_LENGTHS: Final = (3, 7, 1, 5, 4, 6, 2)  # of the prompts
-_NUM_NEW_TOKENS: Final = 20  # tokens, about
+_PROMPT_LENGTHS: Final = (3, 7, 1, 5, 4, 6, 2)
+_NUM_NEW_TOKENS: Final = 20  # per request, about
 _NUM_SCHEDULES: Final = 3
-_LARGE_VOCABULARY: Final = 1000  # a vocabulary of so many tokens takes long to be drawn by chance
-# What is asked of a recipe, where it does not refuse it; names are for messages.
+_LARGE_VOCABULARY: Final = 1000  # from this size on, random lines are slow to create
+# Configs that a recipe is run with, unless it refuses them.
 _REQUEST_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "seed": 3, "top_k": 12},
@@ -40,7 +40,7 @@ _REQUEST_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "penalised": {"repetition_penalty": 1.2, "logprobs": 2},
 }
 _BEAM_CONFIG: Final = {"num_beams": 3, "num_return_sequences": 2}
-# Whoever else is in the table, none of whom asks for the recipe.
+# Configs of requests in the same batch that do not use the recipe.
 _NEIGHBOUR_CONFIGS: Final[Sequence[Mapping[str, Any]]] = ({}, {"do_sample": True, "seed": 9}, _BEAM_CONFIG)
 
 
@@ -51,204 +51,210 @@ def check_recipe(
     trust_remote_code: bool = False,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """A recipe keeps the laws that fit its kind: strategy, drafter, processor, wrapper or function.
+    """A recipe fulfils the contracts of its kind: strategy, drafter, processor, wrapper or function.
 
-    `recipe` is a `Recipe`, a class of one of the ports, a function, a module, or what `load_recipe` takes.
-    Without a model it is tried on a toy with random weights. The parts of the loop are run by requests of
-    every kind that they do not refuse with a ConfigError, beside others that do not ask for them: all must
-    have what they have alone, whenever they come, and a stream must tell what `generate` returns. A function
-    must leave the model alone, and torch's generator too where it draws nothing, and give each row the same
-    as by itself.
+    `recipe` is a `Recipe`, a class that implements an interface, a function, a module, or what `load_recipe`
+    accepts. The default model is a toy with random weights. Parts of the engine are run with every config
+    that they do not refuse with a ConfigError, together with requests that do not use them: every request
+    must have the same result as alone, whenever it is admitted, and a stream must equal the result of
+    `generate`. A function must not change the model, nor torch's generator unless it samples, and each row
+    must have the same result as alone.
     """
     loaded = load_recipe(recipe, trust_remote_code=trust_remote_code)
     loaded = loaded(**arguments) if arguments else loaded
-    subject = _RecipeChecker(loaded, toy() if model is None else model, tolerance)
+    checker = _RecipeChecker(loaded, toy() if model is None else model, tolerance)
     {
-        "strategy": subject.check_strategy,
-        "processor": subject.check_processor_recipe,
-        "wrapper": subject.check_wrapper,
-        "drafter": subject.check_drafter_recipe,
-        "generate": subject.check_function,
+        "strategy": checker.check_strategy,
+        "processor": checker.check_processor_recipe,
+        "wrapper": checker.check_wrapper,
+        "drafter": checker.check_drafter_recipe,
+        "generate": checker.check_function,
     }[loaded.kind]()
 
 
 class _RecipeChecker:
-    """A recipe on a model, and how each kind is tried."""
+    """Checks a recipe on a model, by kind."""
 
     def __init__(self, recipe: Recipe, model: Any, tolerance: float) -> None:
         self.recipe, self.model, self.tolerance = recipe, model, tolerance
         self.traits = as_model(model).traits
         if self.traits.is_encoder_decoder:
-            must = "must have no encoder: the laws are tried on prompts alone"
-            raise InputError("model", must, type(model).__name__, "leave it out, for a toy")
-        own = getattr(model, "generation_config", None)
-        ends = getattr(own, "eos_token_id", None)
-        self.stop_token_ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+            requirement = "must be a decoder-only model"
+            raise InputError("model", requirement, type(model).__name__, "leave it out, for a toy")
+        generation_config = getattr(model, "generation_config", None)
+        eos = getattr(generation_config, "eos_token_id", None)
+        self.stop_token_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         generator = torch.Generator().manual_seed(len(_PROMPT_LENGTHS))
-        plain = torch.tensor(
-            [one for one in range(self.traits.vocab_size) if one not in (0, *self.stop_token_ids)]
+        ordinary = torch.tensor(
+            [token for token in range(self.traits.vocab_size) if token not in (0, *self.stop_token_ids)]
         )
         self.prompts = [
-            plain[torch.randint(len(plain), (length,), generator=generator)].tolist()
+            ordinary[torch.randint(len(ordinary), (length,), generator=generator)].tolist()
             for length in _PROMPT_LENGTHS
         ]
 
-    # -------------------------------------------------------------------- the kinds
+    # -------------------------------------------------------------------- kinds
     def check_strategy(self) -> None:
-        """Requests of it, and of others beside them."""
-        mine = self._requests(_REQUEST_CONFIGS)
-        self._check_streams(mine)
-        self._check_sessions(mine)
+        """Requests with the recipe, alone and together with others."""
+        requests = self._requests(_REQUEST_CONFIGS)
+        self._check_streams(requests)
+        self._check_sessions(requests)
 
     def check_processor_recipe(self) -> None:
-        """By itself, line by line, then in the loop, under guesses too."""
+        """The processor alone, line by line, then in the engine, also with drafts."""
         values = [
-            make_plan(self._config(0, given), self.traits).base_params for given in _REQUEST_CONFIGS.values()
+            make_plan(self._config(0, fields), self.traits).base_params
+            for fields in _REQUEST_CONFIGS.values()
         ]
         size = self.traits.vocab_size
         check_processor(self.recipe.processor, values, size, examples=20 if size < _LARGE_VOCABULARY else 2)
         self._check_in_loop()
 
     def check_wrapper(self) -> None:
-        """In the loop, under guesses too."""
+        """In the engine, also with drafts."""
         self._check_in_loop()
 
     def check_drafter_recipe(self) -> None:
-        """Whatever it guesses, requests say what they would say."""
-        plain = [replace(one, recipe=None) for one in self._requests(_REQUEST_CONFIGS)]
-        single = [one for one in plain if one.generation_config.num_return_sequences == 1]
+        """Drafts do not change the output."""
+        without_recipe = [replace(request, recipe=None) for request in self._requests(_REQUEST_CONFIGS)]
+        single = [
+            request for request in without_recipe if request.generation_config.num_return_sequences == 1
+        ]
         check_drafter(self.model, self.recipe.build, single, sizes=(1, 4), tolerance=self.tolerance)
-        for place, one in enumerate(plain):
-            [alone], [found] = (
-                outcomes(self.model, [given]) for given in (one, replace(one, recipe=self.recipe))
+        for index, request in enumerate(without_recipe):
+            [alone], [actual] = (
+                outcomes(self.model, [variant]) for variant in (request, replace(request, recipe=self.recipe))
             )
-            _check_same_tokens(alone, found, f"request {place} with {self.recipe.name}")
+            _check_same_tokens(alone, actual, f"request {index} with {self.recipe.name}")
 
     def check_function(self) -> None:
-        """In the place of generate()."""
+        """A function that replaces generate()."""
         ids = torch.tensor([prompt * 2 for prompt in self._equal_length_prompts()])
         call = partial(generate, self.model, recipe=self.recipe, max_new_tokens=_NUM_NEW_TOKENS // 2)
         before = _model_fingerprint(self.model)
         one, two, three = (_call_seeded(call, ids, seed) for seed in (0, 0, 1))
         after = _model_fingerprint(self.model)
-        odd = [name for name in before if before[name] != after.get(name)]
-        odd += sorted(after.keys() - before.keys())
-        self._require(not odd, f"changed the model: its {odd[:1]} is not what it was")
+        changed = [name for name in before if before[name] != after.get(name)]
+        changed += sorted(after.keys() - before.keys())
+        self._require(not changed, f"changed the model: its {changed[:1]} is not what it was")
         self._require(
             _has_same_result(one.result, two.result), "called twice under the same seed, returned two results"
         )
         if not _has_same_result(one.result, three.result):
-            return  # it draws, and what it draws is its own affair
+            return  # it samples: rows cannot be compared
         self._require(
             not (one.used_rng or three.used_rng),
-            "moved torch's generator, though nothing that it returned was drawn from it",
+            "used torch's generator, though its result does not depend on it",
         )
         self._check_row_independence(
             one.result, [_call_seeded(call, ids[row : row + 1], 0).result for row in range(len(ids))]
         )
 
-    # -------------------------------------------------------------------- what is asked
+    # -------------------------------------------------------------------- requests
     def _equal_length_prompts(self) -> list[list[int]]:
-        """Some prompts of one length."""
+        """Prompts of one length."""
         return [prompt[:4] for prompt in self.prompts if len(prompt) >= 4]
 
-    def _config(self, place: int, given: Mapping[str, Any]) -> GenerationConfig:
-        own = {
-            "max_new_tokens": _NUM_NEW_TOKENS + place % 3,
+    def _config(self, index: int, fields: Mapping[str, Any]) -> GenerationConfig:
+        defaults = {
+            "max_new_tokens": _NUM_NEW_TOKENS + index % 3,
             "eos_token_id": self.stop_token_ids or None,
             "pad_token_id": 0,
         }
-        return GenerationConfig(**{**own, **given})
+        return GenerationConfig(**{**defaults, **fields})
 
-    def _requests(self, asked: Mapping[str, Mapping[str, Any]]) -> list[Request]:
-        """Those of a few requests that the recipe does not refuse."""
-        found, why = [], []
-        for place, given in enumerate(asked.values()):
-            one = Request(self.prompts[place], self._config(place, given), recipe=self.recipe)
+    def _requests(self, configs: Mapping[str, Mapping[str, Any]]) -> list[Request]:
+        """Requests with those configs that the recipe accepts."""
+        accepted, errors = [], []
+        for index, fields in enumerate(configs.values()):
+            request = Request(self.prompts[index], self._config(index, fields), recipe=self.recipe)
             try:
-                outcomes(self.model, [one])
+                outcomes(self.model, [request])
             except ConfigError as error:
-                why.append(error)
+                errors.append(error)
             else:
-                found.append(one)
-        if not found:
-            raise AssertionError(f"{self.recipe.name} refuses every request: {why[0]}") from why[0]
-        return found
+                accepted.append(request)
+        if not accepted:
+            raise AssertionError(f"{self.recipe.name} refuses every request: {errors[0]}") from errors[0]
+        return accepted
 
     def _other_requests(self) -> list[Request]:
-        """Requests that do not ask for the recipe."""
-        lines = list(reversed(list(enumerate(self.prompts))))
+        """Requests that do not use the recipe."""
+        numbered = list(reversed(list(enumerate(self.prompts))))
         return [
-            Request(prompt, self._config(place, given))
-            for (place, prompt), given in zip(lines, _NEIGHBOUR_CONFIGS, strict=False)
+            Request(prompt, self._config(index, fields))
+            for (index, prompt), fields in zip(numbered, _NEIGHBOUR_CONFIGS, strict=False)
         ]
 
-    # -------------------------------------------------------------------- how it is tried
+    # -------------------------------------------------------------------- checks
     def _check_in_loop(self) -> None:
-        """What composes with every strategy and with guesses."""
-        mine = self._requests({**_REQUEST_CONFIGS, "beams": _BEAM_CONFIG})
-        self._check_streams(mine)
-        self._check_with_drafts(mine)
-        self._check_sessions(mine)
+        """A part that combines with every strategy and with drafts."""
+        requests = self._requests({**_REQUEST_CONFIGS, "beams": _BEAM_CONFIG})
+        self._check_streams(requests)
+        self._check_with_drafts(requests)
+        self._check_sessions(requests)
 
-    def _check_sessions(self, mine: Sequence[Request]) -> None:
-        """All have what they have alone, in any order and whenever they come."""
-        whole = [*mine, *self._other_requests()]
-        check_batch(self.model, whole, self.tolerance)
-        check_admission(self.model, whole, _NUM_SCHEDULES, tolerance=self.tolerance)
-        if any(one.generation_config.do_sample for one in mine):
-            check_seed(self.model, mine, _NUM_SCHEDULES, self.tolerance)
+    def _check_sessions(self, requests: Sequence[Request]) -> None:
+        """Every request has the same result as alone, in any order and whenever it is admitted."""
+        all_requests = [*requests, *self._other_requests()]
+        check_batch(self.model, all_requests, self.tolerance)
+        check_admission(self.model, all_requests, _NUM_SCHEDULES, tolerance=self.tolerance)
+        if any(request.generation_config.do_sample for request in requests):
+            check_seed(self.model, requests, _NUM_SCHEDULES, self.tolerance)
 
-    def _check_with_drafts(self, mine: Sequence[Request]) -> None:
-        """Tokens that are tried all at once come to what they come to one by one."""
-        for place, one in enumerate(mine):
-            config = one.generation_config
+    def _check_with_drafts(self, requests: Sequence[Request]) -> None:
+        """Speculative decoding gives the same tokens."""
+        for index, request in enumerate(requests):
+            config = request.generation_config
             if config.num_beams > 1 or config.num_return_sequences > 1:
                 continue
-            [alone] = outcomes(self.model, [one])
+            [alone] = outcomes(self.model, [request])
             if alone.error is not None:
                 continue
-            [found] = outcomes(
-                self.model, [replace(one, assistant_model=_KnownTextDrafter(one.prompt, alone.tokens[0]))]
+            [actual] = outcomes(
+                self.model,
+                [replace(request, assistant_model=_KnownTextDrafter(request.prompt, alone.tokens[0]))],
             )
-            _check_same_tokens(alone, found, f"request {place} with tokens tried ahead")
+            _check_same_tokens(alone, actual, f"request {index} with drafts")
 
-    def _check_streams(self, mine: Sequence[Request]) -> None:
-        """A stream tells what generate() returns."""
-        for place, one in enumerate(mine):
-            config = one.generation_config.replace(logprobs=None)
-            ids = torch.tensor([one.prompt])
-            told: dict[int, list[int]] = {}
+    def _check_streams(self, requests: Sequence[Request]) -> None:
+        """A stream equals the result of generate()."""
+        for index, request in enumerate(requests):
+            config = request.generation_config.replace(logprobs=None)
+            ids = torch.tensor([request.prompt])
+            streamed: dict[int, list[int]] = {}
             for event in stream(self.model, ids, generation_config=config, recipe=self.recipe):
-                told.setdefault(event.sequence, []).extend(event.token_ids)
+                streamed.setdefault(event.sequence, []).extend(event.token_ids)
             returned: Any = generate(self.model, ids, config, recipe=self.recipe)
-            for sequence, tokens in sorted(told.items()):
-                whole = returned[sequence, len(one.prompt) :].tolist()
-                if tokens != whole[: len(tokens)] or any(whole[len(tokens) :]):
-                    pair = f"streamed {tokens}\n  returned {whole}"
-                    raise AssertionError(f"request {place}, sequence {sequence}: other tokens\n  {pair}")
+            for sequence, tokens in sorted(streamed.items()):
+                expected = returned[sequence, len(request.prompt) :].tolist()
+                if tokens != expected[: len(tokens)] or any(expected[len(tokens) :]):
+                    pair = f"streamed {tokens}\n  returned {expected}"
+                    raise AssertionError(f"request {index}, sequence {sequence}: other tokens\n  {pair}")
 
-    def _check_row_independence(self, whole: Any, single: Sequence[Any]) -> None:
-        """Each row of a batch is what it is by itself, but for padding."""
-        ids, alone = _sequences_of(whole), [_sequences_of(one) for one in single]
-        if ids is None or any(one is None for one in alone):
-            return  # what it returns has no rows
+    def _check_row_independence(self, batch: Any, singles: Sequence[Any]) -> None:
+        """Each row of a batch has the same result as alone, except for padding."""
+        ids, alone = _sequences_of(batch), [_sequences_of(alone_row) for alone_row in singles]
+        if ids is None or any(alone_row is None for alone_row in alone):
+            return  # the result has no rows
         self._require(len(ids) == len(alone), f"returned {len(ids)} rows for {len(alone)} prompts")
-        for place, (row, one) in enumerate(zip(ids, alone, strict=True)):
-            assert one is not None
-            self._require(len(one) == 1, f"returned {len(one)} rows for one prompt")
-            size = min(len(row), one.shape[1])
-            rest = set(torch.cat((row[size:], one[0, size:])).tolist())
-            alike = torch.equal(row[:size], one[0, :size]) and rest <= {0, *self.stop_token_ids}
-            self._require(alike, f"in a batch row {place} is\n  {row.tolist()}, alone\n  {one[0].tolist()}")
+        for index, (row, alone_row) in enumerate(zip(ids, alone, strict=True)):
+            assert alone_row is not None
+            self._require(len(alone_row) == 1, f"returned {len(alone_row)} rows for one prompt")
+            size = min(len(row), alone_row.shape[1])
+            padding = set(torch.cat((row[size:], alone_row[0, size:])).tolist())
+            same = torch.equal(row[:size], alone_row[0, :size]) and padding <= {0, *self.stop_token_ids}
+            self._require(
+                same, f"in a batch row {index} is\n  {row.tolist()}, alone\n  {alone_row[0].tolist()}"
+            )
 
-    def _require(self, holds: bool, otherwise: str) -> None:
-        if not holds:
-            raise AssertionError(f"{self.recipe.name} {otherwise}")
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise AssertionError(f"{self.recipe.name} {message}")
 
 
 class _KnownTextDrafter:
-    """A drafter that knows how a text goes on, and gets every third token wrong."""
+    """A drafter that knows the continuation, with every third token wrong."""
 
     is_model_free = True
 
@@ -256,38 +262,38 @@ class _KnownTextDrafter:
         self._prompt_length, self._tokens = len(prompt), list(tokens)
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
-        """It knows enough."""
+        """No state per request."""
 
     def remove_requests(self, requests: Sequence[int]) -> None:
-        """It keeps nothing."""
+        """No state per request."""
 
     def commit(self, parents: Tensor, lengths: Tensor) -> None:
-        """It has no rows."""
+        """No state per row."""
 
-    def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:  # noqa: ARG002
-        """What comes next, for a table of one request."""
-        width, vocabulary = int(most.max()), max(self._tokens) + 1
-        lines, n = [], []
+    def draft(self, rows: Rows, limits: Tensor, context: DraftContext) -> Proposal:  # noqa: ARG002
+        """The next tokens, for a table of one request."""
+        width, vocabulary = int(limits.max()), max(self._tokens) + 1
+        padded, counts = [], []
         for row in range(len(rows)):
-            at = int(rows.length[row]) - self._prompt_length
-            known = [
-                one if (at + step) % 3 else (one + 1) % vocabulary
-                for step, one in enumerate(self._tokens[at : at + int(most[row])])
+            start = int(rows.length[row]) - self._prompt_length
+            draft = [
+                token if (start + step) % 3 else (token + 1) % vocabulary
+                for step, token in enumerate(self._tokens[start : start + int(limits[row])])
             ]
-            lines.append([*known, *[0] * (width - len(known))])
-            n.append(len(known))
-        if not max(n):
+            padded.append([*draft, *[0] * (width - len(draft))])
+            counts.append(len(draft))
+        if not max(counts):
             return Proposal()
-        wide = max(n)
-        drafts = torch.tensor(lines, device=rows.tokens.device)[:, :wide]
-        return Proposal(None, drafts, torch.tensor(n))
+        max_count = max(counts)
+        drafts = torch.tensor(padded, device=rows.tokens.device)[:, :max_count]
+        return Proposal(None, drafts, torch.tensor(counts))
 
 
 class _SeededResult:
-    """What a call returned under a seed, and whether it drew from torch's generator."""
+    """The result of a seeded call, and whether it used torch's generator."""
 
-    def __init__(self, result: Any, moved: bool) -> None:
-        self.result, self.used_rng = result, moved
+    def __init__(self, result: Any, used_rng: bool) -> None:
+        self.result, self.used_rng = result, used_rng
 
 
 def _call_seeded(call: Callable[..., Any], ids: Tensor, seed: int) -> _SeededResult:
@@ -299,13 +305,13 @@ def _call_seeded(call: Callable[..., Any], ids: Tensor, seed: int) -> _SeededRes
 
 
 def _sequences_of(result: Any) -> Tensor | None:
-    """The sequences of what a function returned [R, L], if it has any."""
-    found = getattr(result, "sequences", result)
-    return found if isinstance(found, Tensor) and found.ndim == 2 else None
+    """The sequences of a result [R, L], if it has any."""
+    sequences = getattr(result, "sequences", result)
+    return sequences if isinstance(sequences, Tensor) and sequences.ndim == 2 else None
 
 
 def _has_same_result(one: Any, other: Any) -> bool:
-    """Whether two results are the same, as far as they can be looked into."""
+    """Whether two results are equal, by their sequences or else by `repr`."""
     first, second = _sequences_of(one), _sequences_of(other)
     if first is not None and second is not None:
         return torch.equal(first, second)
@@ -313,20 +319,20 @@ def _has_same_result(one: Any, other: Any) -> bool:
 
 
 def _model_fingerprint(model: Any) -> dict[str, Any]:
-    """What must be as it was after a call: weights, configs, modes, hooks and attributes of a model."""
-    found: dict[str, Any] = {
+    """What a call must not change: weights, configs, modes, hooks and attributes of a model."""
+    fingerprint: dict[str, Any] = {
         f"weight `{name}`": (one.dtype, one.shape, float(one.double().sum()), float(one.double().abs().sum()))
         for name, one in model.state_dict().items()
     }
-    for name, part in model.named_modules():
-        hooks = len(part._forward_hooks) + len(part._forward_pre_hooks)
-        found[f"module `{name}`"] = (part.training, hooks, sorted(vars(part)))
+    for name, module in model.named_modules():
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        fingerprint[f"module `{name}`"] = (module.training, hooks, sorted(vars(module)))
     for name in ("config", "generation_config"):
         one = getattr(model, name, None)
-        found[f"`{name}`"] = None if one is None else repr(one.to_dict())
-    return found
+        fingerprint[f"`{name}`"] = None if one is None else repr(one.to_dict())
+    return fingerprint
 
 
-def _check_same_tokens(alone: Outcome, found: Outcome, where: str) -> None:
-    """The same tokens and ends, by whatever way."""
-    compare(replace(alone, logits={}), replace(found, logits={}), where, float("inf"))
+def _check_same_tokens(alone: Outcome, actual: Outcome, label: str) -> None:
+    """Compare tokens and finish reasons, without logits and scores."""
+    compare(replace(alone, logits={}), replace(actual, logits={}), label, float("inf"))

@@ -1,4 +1,4 @@
-"""The cache of lists: of every row, for every layer, a list of positions."""
+"""The reference cache: a list of positions for every row and layer."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from descant.core.interfaces import KVSpan, VisibleSlots
 __all__ = ["ReferenceCache", "Retention", "RetentionPolicy"]
 
 KVEntry = tuple[Tensor, Tensor]  # key and value of one position, [H, D] each
-# Of the positions that a row has, those that a layer still shows, in the order of their slots.
+# Maps the positions of a row to the visible ones of a layer, in slot order.
 RetentionPolicy = Callable[[Sequence[int]], Sequence[int]]
 Retention = (
     RetentionPolicy | Sequence[RetentionPolicy | None]
-)  # of every layer, or one by one; None: all positions
+)  # for all layers, or one per layer; None: all positions
 
 
 class ReferenceCache:
-    """The cache that is obviously right, and slow.
+    """A simple and slow cache that is obviously correct.
 
-    With `keeps` it shows what a cache that forgets would show: it forgets nothing, and looks away.
+    With `retention` it shows what an evicting cache would show, but stores everything.
     """
 
     max_rewind: int | None = None
+    capacity: int | None = None
 
     def __init__(self, retention: Retention | None = None) -> None:
         self._retention = retention
@@ -38,26 +39,26 @@ class ReferenceCache:
 
     @property
     def lengths(self) -> Tensor:
-        """How many positions each row has [R] (host)."""
+        """Committed lengths [R] (host)."""
         return torch.tensor(self._lengths, dtype=torch.long)
 
     @property
     def nbytes(self) -> int:
-        """What the positions take in memory, those that several rows have counted once."""
-        return _total_nbytes(entry for row in self._rows for held in row.values() for entry in held)
+        """Bytes of all positions; shared ones are counted once."""
+        return _total_nbytes(entry for row in self._rows for entries in row.values() for entry in entries)
 
     @property
     def visible_nbytes(self) -> int:
-        """What the positions take in memory that will be shown again."""
+        """Bytes of the visible positions."""
         return _total_nbytes(
-            held[at]
+            entries[position]
             for row, length in zip(self._rows, self._lengths, strict=True)
-            for layer, held in row.items()
-            for at in self.visible_positions(layer, length)
+            for layer, entries in row.items()
+            for position in self.visible_positions(layer, length)
         )
 
     def visible_positions(self, layer: int, length: int) -> Sequence[int]:
-        """The positions that the layer shows of a row with so many."""
+        """The visible positions of a layer for a row of `length` positions."""
         policy = self._policy(layer)
         return range(length) if policy is None else policy(range(length))
 
@@ -67,79 +68,89 @@ class ReferenceCache:
         self._lengths += [0] * rows
 
     def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:
-        """How many positions the layer shows of each row before the write; None: all of them."""
+        """The number of visible past positions per row; None: all of them."""
         if self._policy(layer) is None:
             return None
-        held = torch.tensor([len(self.visible_positions(layer, start)) for _, start in self._span_rows(span)])
-        return VisibleSlots(held, int(held.max()) + span.width)
+        past_lengths = torch.tensor(
+            [len(self.visible_positions(layer, start)) for _, start in self._span_rows(span)]
+        )
+        return VisibleSlots(past_lengths, int(past_lengths.max()) + span.width)
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
-        """Write [N, H, T, D] at the span; what its rows show then [N, H, S, D], else zeros."""
+        """Write [N, H, T, D] at the span; returns the visible keys and values [N, H, S, D], zero-padded."""
         key, value = key.clone(), value.clone()
         shown: list[list[KVEntry]] = []
-        for line, (place, start) in enumerate(self._span_rows(span)):
-            held = self._rows[place].setdefault(layer, [])
-            if start > len(held):
-                raise AssertionError(f"row {place} holds {len(held)} positions, {start} is written: a gap")
-            held[start:] = zip(key[line].unbind(1), value[line].unbind(1), strict=True)
-            shown.append([held[at] for at in self.visible_positions(layer, start)] + held[start:])
-        reach = self.visible_slots(layer, span)
-        size = span.read_length if reach is None else reach.num_slots
+        for line, (row, start) in enumerate(self._span_rows(span)):
+            entries = self._rows[row].setdefault(layer, [])
+            if start > len(entries):
+                raise AssertionError(f"row {row} holds {len(entries)} positions, {start} is written: a gap")
+            entries[start:] = zip(key[line].unbind(1), value[line].unbind(1), strict=True)
+            shown.append(
+                [entries[position] for position in self.visible_positions(layer, start)] + entries[start:]
+            )
+        slots = self.visible_slots(layer, span)
+        size = span.read_length if slots is None else slots.num_slots
         keys = key.new_zeros(len(shown), key.shape[1], size, key.shape[3])
         values = value.new_zeros(len(shown), value.shape[1], size, value.shape[3])
-        for line, entries in enumerate(shown):
-            keys[line, :, : len(entries)] = torch.stack([one for one, _ in entries], 1)
-            values[line, :, : len(entries)] = torch.stack([two for _, two in entries], 1)
+        for line, row_entries in enumerate(shown):
+            keys[line, :, : len(row_entries)] = torch.stack([entry_key for entry_key, _ in row_entries], 1)
+            values[line, :, : len(row_entries)] = torch.stack(
+                [entry_value for _, entry_value in row_entries], 1
+            )
         return keys, values
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]` (None: `i`) cut to `lengths[i]`."""
-        whence = range(len(self._rows)) if parents is None else parents.tolist()
+        """New row `i` is old row `parents[i]` (None: `i`) truncated to `lengths[i]`."""
+        parent_list = range(len(self._rows)) if parents is None else parents.tolist()
         self._lengths = lengths.tolist()
         self._rows = [
-            {layer: held[:length] for layer, held in self._rows[parent].items()}
-            for parent, length in zip(whence, self._lengths, strict=True)
+            {layer: entries[:length] for layer, entries in self._rows[parent].items()}
+            for parent, length in zip(parent_list, self._lengths, strict=True)
         ]
 
     def select(self, rows: Tensor) -> Self:
         """Another cache with these rows (host), as last committed."""
-        made = type(self)(self._retention)
-        made._rows, made._lengths = list(self._rows), list(self._lengths)
-        made.commit(rows, self.lengths[rows])
-        return made
+        selected = type(self)(self._retention)
+        selected._rows, selected._lengths = list(self._rows), list(self._lengths)
+        selected.commit(rows, self.lengths[rows])
+        return selected
 
     def join(self, other: Self) -> None:
-        """Append the rows of another one."""
+        """Append the rows of another cache."""
         self._rows += other._rows
         self._lengths += other._lengths
 
     def to(self, device: torch.device | str) -> None:
         """Move every position."""
         for row in self._rows:
-            for held in row.values():
-                held[:] = [(key.to(device), value.to(device)) for key, value in held]
+            for entries in row.values():
+                entries[:] = [(key.to(device), value.to(device)) for key, value in entries]
 
     def state(self) -> dict[str, Tensor]:
         """The keys and the values [H, L, D] of every row and layer, and the lengths, as last committed."""
-        made = {"lengths": self.lengths}
-        for number, (row, length) in enumerate(zip(self._rows, self._lengths, strict=True)):
-            for layer, held in row.items():
-                for name, some in zip(("keys", "values"), zip(*held[:length], strict=True), strict=False):
-                    made[f"{number}.{layer}.{name}"] = torch.stack(some, 1)
-        return made
+        state = {"lengths": self.lengths}
+        for row_number, (row, length) in enumerate(zip(self._rows, self._lengths, strict=True)):
+            for layer, entries in row.items():
+                for name, tensors in zip(
+                    ("keys", "values"), zip(*entries[:length], strict=True), strict=False
+                ):
+                    state[f"{row_number}.{layer}.{name}"] = torch.stack(tensors, 1)
+        return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state` gave, into an empty cache."""
+        """Load the result of `state` into an empty cache."""
         self.extend(len(state["lengths"]))
         self._lengths = state["lengths"].tolist()
         for name in state:
-            number, *rest = name.split(".")
+            row_number, *rest = name.split(".")
             if rest[1:] == ["keys"]:
-                both = (state[f"{number}.{rest[0]}.{what}"].clone().unbind(1) for what in ("keys", "values"))
-                self._rows[int(number)][int(rest[0])] = list(zip(*both, strict=True))
+                tensors = (
+                    state[f"{row_number}.{rest[0]}.{part}"].clone().unbind(1) for part in ("keys", "values")
+                )
+                self._rows[int(row_number)][int(rest[0])] = list(zip(*tensors, strict=True))
 
     def _policy(self, layer: int) -> RetentionPolicy | None:
-        """What the layer shows; None: everything."""
+        """The retention policy of a layer; None: all positions."""
         return (
             self._retention
             if self._retention is None or callable(self._retention)
@@ -154,6 +165,6 @@ class ReferenceCache:
 
 
 def _total_nbytes(entries: object) -> int:
-    """What distinct positions take in memory."""
-    found = {id(entry): entry for entry in entries}  # type: ignore[attr-defined]
-    return sum(key.nbytes + value.nbytes for key, value in found.values())
+    """Bytes of distinct positions."""
+    distinct = {id(entry): entry for entry in entries}  # type: ignore[attr-defined]
+    return sum(key.nbytes + value.nbytes for key, value in distinct.values())

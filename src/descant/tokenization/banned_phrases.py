@@ -1,4 +1,4 @@
-"""Phrases that must not be said: where one is under way, where one was completed, and where it began."""
+"""Matching of banned phrases: partial matches, complete matches, and where a match starts."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["PhraseMatcher"]
 
 
 class PhraseMatcher:
-    """Some phrases as their tokenizer spells them, across any tokens; special tokens say nothing."""
+    """Matches phrases across any token boundaries; special tokens have no text."""
 
     def __init__(self, vocabulary: TokenBytes, strings: Sequence[str]) -> None:
         self.matcher = StopStringMatcher(vocabulary.without_special, strings)
-        self._phrase_bytes = [one.encode() for one in self.matcher.strings]
+        self._phrase_bytes = [string.encode() for string in self.matcher.strings]
         self._token_bytes = vocabulary.without_special.bytes
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, strings: Sequence[str]) -> PhraseMatcher:
-        """The phrases of a request, made once while anybody uses them."""
+        """The matcher of a tokenizer and its phrases, cached while in use."""
         vocabulary, key = TokenBytes.from_tokenizer(tokenizer), tuple(sorted(set(strings)))
         with _lock:
-            known = _matchers.setdefault(vocabulary, weakref.WeakValueDictionary())
-            found = known.get(key)
-            if found is None:
-                found = known[key] = cls(vocabulary, key)
-            return found
+            matchers = _matchers.setdefault(vocabulary, weakref.WeakValueDictionary())
+            matcher = matchers.get(key)
+            if matcher is None:
+                matcher = matchers[key] = cls(vocabulary, key)
+            return matcher
 
     def partial_tokens(self, state: int, tokens: Sequence[int]) -> int:
-        """How many of the last of these tokens a phrase may have begun in, after which the state is this."""
+        """The number of last tokens that a partial match in this state covers."""
         depth = int(self.matcher.matched_bytes[state])
         count = 0
         while depth > 0:
@@ -42,26 +42,27 @@ class PhraseMatcher:
         return count
 
     def match_start(self, tokens: Sequence[int], skip: int = 0) -> int | None:
-        """The token in which a phrase begins that the last one completes; of several, the latest.
+        """The index of the token where a phrase starts that the last token completes; the latest of several.
 
-        What begins in the first `skip` bytes is no matter.
+        Matches that start in the first `skip` bytes are ignored.
         """
-        texts = [self._bytes_of(one) for one in tokens]
-        whole = b"".join(texts)
-        edge = len(whole) - len(texts[-1])  # it ends beyond this
-        found = [whole.rfind(text, max(edge - len(text) + 1, skip, 0)) for text in self._phrase_bytes]
-        at = max(found)
-        if at < 0:
+        pieces = [self._bytes_of(token) for token in tokens]
+        text = b"".join(pieces)
+        last_start = len(text) - len(pieces[-1])  # a match must end beyond this
+        offset = max(
+            text.rfind(phrase, max(last_start - len(phrase) + 1, skip, 0)) for phrase in self._phrase_bytes
+        )
+        if offset < 0:
             return None
-        place = 0
-        while at >= len(texts[place]):
-            at -= len(texts[place])
-            place += 1
-        return place
+        index = 0
+        while offset >= len(pieces[index]):
+            offset -= len(pieces[index])
+            index += 1
+        return index
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
-        """How many bytes these tokens say."""
-        return sum(len(self._bytes_of(one)) for one in tokens)
+        """The number of bytes of these tokens."""
+        return sum(len(self._bytes_of(token)) for token in tokens)
 
     def _bytes_of(self, token: int) -> bytes:
         return self._token_bytes[token] if 0 <= token < len(self._token_bytes) else b""

@@ -1,7 +1,7 @@
-"""What bytes each token of a tokenizer stands for.
+"""The bytes of each token of a tokenizer.
 
-A token's bytes are what it adds to a text that is already under way. So the bytes of a token sequence,
-joined, are the text's UTF-8, but for a space that some tokenizers put before the first word.
+A token's bytes are what it adds inside a text. The joined bytes of a token sequence are the UTF-8 of its
+text, except for a space that some tokenizers add before the first word.
 """
 
 from __future__ import annotations
@@ -15,67 +15,67 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from descant.errors import InputError
 
 __all__ = ["TokenBytes"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
-DecoderStep = Mapping[str, Any]  # one decoder, as a tokenizer file describes it
+DecoderStep = Mapping[str, Any]  # one decoder step, as in a tokenizer file
 
-_METASPACE = "▁"  # how sentencepiece writes a space
-_MIN_FAST_VOCAB = 1000  # tokens that are read one by one
-_NO_BYTE = 256  # stands for a character that no byte is written as
+_METASPACE = "▁"  # sentencepiece's space
+_MIN_FAST_VOCAB = 1000  # smaller vocabularies are read token by token
+_NO_BYTE = 256  # marks a character outside of GPT-2's byte alphabet
 
 
-def _gpt2_byte_table() -> Array:
-    """Which byte each character of GPT-2's alphabet is: printable ones themselves, the rest from 256 on."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
+def _gpt2_byte_table() -> NDArray[Any]:
+    """The byte of each character of GPT-2's byte alphabet: printable bytes first, the rest from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
     table = np.full(256 + len(hidden) + 1, _NO_BYTE, np.uint16)
-    table[shown] = shown
+    table[printable] = printable
     table[256 : 256 + len(hidden)] = hidden
     return table
 
 
-_BYTE_OF_CHAR = _gpt2_byte_table()  # the last entry stands for every character beyond
+_BYTE_OF_CHAR = _gpt2_byte_table()  # the last entry is for all other characters
 
 
 class TokenBytes:
-    """The bytes of every token by id; an id without a token, and one beyond the last, stands for no bytes."""
+    """The bytes of every token by id; unused ids and ids beyond the last have no bytes."""
 
-    def __init__(self, data: bytes, offsets: Array, special: Iterable[int] = ()) -> None:
-        self.special_ids = frozenset(special)  # tokens whose bytes are a name, not text
-        self.data = np.frombuffer(data, np.uint8)  # of all tokens, one after the other
-        self.offsets = offsets  # [size + 1] where each begins
+    def __init__(self, data: bytes, offsets: NDArray[Any], special: Iterable[int] = ()) -> None:
+        self.special_ids = frozenset(special)  # tokens that are not text
+        self.data = np.frombuffer(data, np.uint8)  # of all tokens, concatenated
+        self.offsets = offsets  # [size + 1] start of each token
         self.size = len(offsets) - 1
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> TokenBytes:
-        """The vocabulary of a tokenizer, made once for each and anew when tokens were added."""
+        """The token bytes of a tokenizer, cached until tokens are added."""
         key, count = id(tokenizer), _vocab_size(tokenizer)
-        known = _by_tokenizer.get(key)
-        if known is not None and known[0]() is tokenizer and known[1] == count:
-            return known[2]
-        made = cls(*_read_token_bytes(tokenizer))
-        with contextlib.suppress(TypeError):  # an object that nobody can watch is read anew each time
-            _by_tokenizer[key] = weakref.ref(tokenizer, lambda _: _by_tokenizer.pop(key, None)), count, made
-        return made
+        cached = _by_tokenizer.get(key)
+        if cached is not None and cached[0]() is tokenizer and cached[1] == count:
+            return cached[2]
+        result = cls(*_read_token_bytes(tokenizer))
+        with contextlib.suppress(TypeError):  # an object without weak references is not cached
+            _by_tokenizer[key] = weakref.ref(tokenizer, lambda _: _by_tokenizer.pop(key, None)), count, result
+        return result
 
     def text(self, ids: Iterable[int], skip: int = 0) -> str:
-        """The text of these tokens after `skip` bytes; a character that is not whole yet is not there yet."""
-        whole = b"".join([self.bytes[one] for one in ids if 0 <= one < self.size])
-        return whole[skip:].decode(errors="ignore")
+        """The text of these tokens after `skip` bytes, without incomplete characters."""
+        data = b"".join([self.bytes[token] for token in ids if 0 <= token < self.size])
+        return data[skip:].decode(errors="ignore")
 
     @cached_property
     def without_special(self) -> TokenBytes:
-        """The same, its special tokens standing for no bytes."""
+        """The same token bytes, with no bytes for special tokens."""
         length = np.diff(self.offsets)
-        special = [at for at in self.special_ids if at < self.size]
-        kept = np.ones(self.size, bool)
-        kept[special] = False
-        data = self.data[np.repeat(kept, length)].tobytes()
-        return TokenBytes(data, np.append(np.int64(0), np.cumsum(np.where(kept, length, 0))))
+        special = [token for token in self.special_ids if token < self.size]
+        is_text = np.ones(self.size, bool)
+        is_text[special] = False
+        data = self.data[np.repeat(is_text, length)].tobytes()
+        return TokenBytes(data, np.append(np.int64(0), np.cumsum(np.where(is_text, length, 0))))
 
     @cached_property
     def bytes(self) -> list[bytes]:
@@ -88,7 +88,7 @@ _by_tokenizer: dict[int, tuple[weakref.ref[Any], int, TokenBytes]] = {}
 
 
 class _JoinedTokens:
-    """The tokens in the order of their ids, joined by a character that none of them has."""
+    """The tokens in id order, joined by a separator that none of them contains."""
 
     def __init__(self, text: str, separator: str) -> None:
         self.text, self.separator = text, separator
@@ -98,31 +98,31 @@ class _JoinedTokens:
 
     @classmethod
     def from_tokens(cls, tokens: Sequence[str]) -> _JoinedTokens:
-        """Of a list of them, and not an empty one."""
+        """Join a non-empty list of tokens."""
         letters = "".join(tokens)
-        separator = next(mark for mark in map(chr, range(0x10FFFF, 0, -1)) if mark not in letters)
+        separator = next(char for char in map(chr, range(0x10FFFF, 0, -1)) if char not in letters)
         return cls(separator.join(tokens), separator)
 
     def to_bytes(
         self, swaps: Sequence[tuple[str, str]], bytewise: bool, patches: dict[int, bytes]
-    ) -> tuple[bytes, Array]:
-        """The bytes of all tokens and where each begins; `patches` are the bytes of those known already."""
+    ) -> tuple[bytes, NDArray[Any]]:
+        """The bytes of all tokens and the start of each; `patches` are known bytes by token id."""
         ends = np.append(np.flatnonzero(self.is_separator), len(self.code_points))  # [count] in characters
         if bytewise:
-            found = _BYTE_OF_CHAR[np.minimum(self.code_points, len(_BYTE_OF_CHAR) - 1)]
-            foreign = np.flatnonzero((found == _NO_BYTE) & ~self.is_separator)
-            for at in np.unique(np.searchsorted(ends, foreign)).tolist():
-                # A token with a character of no byte is text already.
-                start = ends[at - 1] + 1 if at else 0
-                patches.setdefault(at, self.text[start : ends[at]].encode("utf-8", "surrogateescape"))
-            data = found[~self.is_separator].astype(np.uint8).tobytes()
+            byte_values = _BYTE_OF_CHAR[np.minimum(self.code_points, len(_BYTE_OF_CHAR) - 1)]
+            foreign = np.flatnonzero((byte_values == _NO_BYTE) & ~self.is_separator)
+            for token in np.unique(np.searchsorted(ends, foreign)).tolist():
+                # A token with a character outside of the byte alphabet is plain text.
+                start = ends[token - 1] + 1 if token else 0
+                patches.setdefault(token, self.text[start : ends[token]].encode("utf-8", "surrogateescape"))
+            data = byte_values[~self.is_separator].astype(np.uint8).tobytes()
             ends -= np.arange(self.count)
         else:
             points = self.code_points.copy()
             for old, new in swaps:
                 points[points == ord(old)] = ord(new)
             width = (points >= 0x80).view(np.uint8) + (points >= 0x800) + (points >= 0x10000) + np.uint8(1)
-            width[(points >= 0xDC80) & (points <= 0xDCFF)] = 1  # a byte that is no text
+            width[(points >= 0xDC80) & (points <= 0xDCFF)] = 1  # a byte that is not valid UTF-8
             width[self.is_separator] = 0
             ends = np.append(np.int64(0), np.cumsum(width, dtype=np.int64))[ends]
             text = _apply_replacements(self.text.replace(self.separator, ""), swaps)
@@ -130,16 +130,18 @@ class _JoinedTokens:
         return _apply_patches(data, np.append(np.int64(0), ends), patches)
 
 
-def _apply_patches(data: bytes, offsets: Array, patches: Mapping[int, bytes]) -> tuple[bytes, Array]:
-    """The same with other bytes for some tokens, also beyond the last."""
+def _apply_patches(
+    data: bytes, offsets: NDArray[Any], patches: Mapping[int, bytes]
+) -> tuple[bytes, NDArray[Any]]:
+    """The same bytes with those of some tokens replaced, also beyond the last token."""
     missing = max(patches, default=-1) + 2 - len(offsets)
     offsets = np.append(offsets, np.full(max(missing, 0), offsets[-1]))
     length = np.diff(offsets)
     pieces, done = [], 0
-    for at in sorted(patches):
-        pieces += [data[done : offsets[at]], patches[at]]
-        done = int(offsets[at + 1])
-        length[at] = len(patches[at])
+    for token in sorted(patches):
+        pieces += [data[done : offsets[token]], patches[token]]
+        done = int(offsets[token + 1])
+        length[token] = len(patches[token])
     return b"".join([*pieces, data[done:]]), np.append(np.int64(0), np.cumsum(length))
 
 
@@ -150,16 +152,16 @@ def _vocab_size(tokenizer: Any) -> int:
     return -1
 
 
-def _read_token_bytes(tokenizer: Any) -> tuple[bytes, Array, list[int]]:
-    """The bytes of all tokens, where each begins, and which are special."""
+def _read_token_bytes(tokenizer: Any) -> tuple[bytes, NDArray[Any], list[int]]:
+    """The bytes of all tokens, the start of each, and the special ids."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     steps, added = _decoder_steps(tokenizer, backend), _added_tokens(tokenizer, backend)
-    kinds = {step["type"] for step in steps or ()}
-    bytewise = "ByteLevel" in kinds
+    step_types = {step["type"] for step in steps or ()}
+    bytewise = "ByteLevel" in step_types
     swaps = [] if steps is None or bytewise else _leading_replacements(steps)
     joined = _join_fast_tokens(backend) if bytewise or swaps else None
-    fast = joined is not None
-    patches = _byte_fallback_tokens(backend) if fast and "ByteFallback" in kinds else {}
+    is_fast = joined is not None
+    patches = _byte_fallback_tokens(backend) if is_fast and "ByteFallback" in step_types else {}
     if joined is None:
         tokens = _tokens_by_id(tokenizer, added)
         if not bytewise:
@@ -169,24 +171,25 @@ def _read_token_bytes(tokenizer: Any) -> tuple[bytes, Array, list[int]]:
                 else _decode_tokens(tokens, steps, backend)
             )
         joined, swaps = _JoinedTokens.from_tokens(tokens), []
-    for at, (content, special) in added.items():
-        if special or (bytewise and _is_missing_in_model(backend, at)):
-            patches[at] = content.encode()
-        elif fast and at >= joined.count:
-            patches[at] = _apply_replacements(content, swaps).encode()
-    return *joined.to_bytes(swaps, bytewise, patches), [at for at, (_, special) in added.items() if special]
+    for token, (content, special) in added.items():
+        if special or (bytewise and _is_missing_in_model(backend, token)):
+            patches[token] = content.encode()
+        elif is_fast and token >= joined.count:
+            patches[token] = _apply_replacements(content, swaps).encode()
+    special_ids = [token for token, (_, special) in added.items() if special]
+    return *joined.to_bytes(swaps, bytewise, patches), special_ids
 
 
 def _join_fast_tokens(backend: Any) -> _JoinedTokens | None:
-    """The tokens of a fast tokenizer as it joins them, by spaces; None where they cannot be told apart so.
+    """The tokens of a fast tokenizer, joined by spaces by its own decode; None if that is ambiguous.
 
-    Half the time of get_vocab(), which would be most of what a vocabulary costs.
+    It takes half the time of get_vocab(), which dominates otherwise.
     """
     if not (hasattr(backend, "model") and hasattr(backend, "get_vocab_size")):
         return None
     count = backend.get_vocab_size(with_added_tokens=False)
     plain = type(backend)(backend.model)  # the same model, with no decoder
-    # Were an id below `count` free, another would be above.
+    # If an id below `count` is unused, another one above it is used.
     if count < _MIN_FAST_VOCAB or plain.decode(list(range(count, 2 * count))):
         return None
     joined = _JoinedTokens(plain.decode(list(range(count))), " ")
@@ -194,50 +197,50 @@ def _join_fast_tokens(backend: Any) -> _JoinedTokens | None:
 
 
 def _byte_fallback_tokens(backend: Any) -> dict[int, bytes]:
-    """The tokens such as <0x0A> that stand for one byte."""
+    """Tokens such as <0x0A>, which are one byte."""
     ids = {byte: backend.model.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
-    return {at: bytes([byte]) for byte, at in ids.items() if at is not None}
+    return {token: bytes([byte]) for byte, token in ids.items() if token is not None}
 
 
-def _is_missing_in_model(backend: Any, at: int) -> bool:
-    """Whether the model itself has no such token."""
-    return not hasattr(backend, "model") or backend.model.id_to_token(at) is None
+def _is_missing_in_model(backend: Any, token: int) -> bool:
+    """Whether the tokenizer's model does not have the token itself."""
+    return not hasattr(backend, "model") or backend.model.id_to_token(token) is None
 
 
 def _tokens_by_id(tokenizer: Any, added: Mapping[int, tuple[str, bool]]) -> list[str]:
-    """Every token by id as it is stored, "" where there is none."""
+    """Every token by id as stored, "" for an unused id."""
     if not hasattr(tokenizer, "get_vocab"):
         do = "pass a tokenizer of transformers or tokenizers"
-        raise InputError("tokenizer", "must know its tokens (get_vocab)", tokenizer, do)
+        raise InputError("tokenizer", "must have `get_vocab`", tokenizer, do)
     by_token: dict[Any, int] = tokenizer.get_vocab()
     tokens = [""] * (max([*by_token.values(), *added], default=-1) + 1)
-    for token, at in by_token.items():
-        tokens[at] = token.decode("utf-8", "surrogateescape") if isinstance(token, bytes) else token
-    for at, (content, _) in added.items():
-        tokens[at] = content
+    for token, index in by_token.items():
+        tokens[index] = token.decode("utf-8", "surrogateescape") if isinstance(token, bytes) else token
+    for index, (content, _) in added.items():
+        tokens[index] = content
     return tokens
 
 
 def _added_tokens(tokenizer: Any, backend: Any) -> dict[int, tuple[str, bool]]:
-    """The tokens added to the model's own: their text, and whether they are special."""
+    """The added tokens: their text, and whether they are special."""
     if hasattr(backend, "get_added_tokens_decoder"):
         added = backend.get_added_tokens_decoder()
     else:
         added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {int(at): (str(token.content), bool(token.special)) for at, token in added.items()}
+    return {int(index): (str(token.content), bool(token.special)) for index, token in added.items()}
 
 
 def _decoder_steps(tokenizer: Any, backend: Any) -> list[DecoderStep] | None:
-    """What turns tokens into text, step by step; None where only the tokenizer itself can tell."""
+    """The decoder steps from tokens to text; None if only the tokenizer itself can decode."""
     if hasattr(backend, "decoder") and hasattr(backend, "pre_tokenizer"):
-        stated = _serialized_state(backend.decoder)
+        state = _serialized_state(backend.decoder)
         if backend.decoder is None:
-            # A tokenizer that splits bytes or spaces in a known way means them so when it decodes, too.
-            before = _flatten_steps(_serialized_state(backend.pre_tokenizer) or {}, "pretokenizers")
-            stated = next(
-                (s for s in before if s["type"] in ("ByteLevel", "Metaspace")), {"type": "Separate"}
+            # Without a decoder, the pre-tokenizer says how bytes and spaces are written.
+            pre_steps = _flatten_steps(_serialized_state(backend.pre_tokenizer) or {}, "pretokenizers")
+            state = next(
+                (s for s in pre_steps if s["type"] in ("ByteLevel", "Metaspace")), {"type": "Separate"}
             )
-        steps = [] if stated is None else _flatten_steps(stated, "decoders")
+        steps = [] if state is None else _flatten_steps(state, "decoders")
         return steps if steps and all(_is_supported_step(step) for step in steps) else None
     if hasattr(tokenizer, "sp_model"):
         return [{"type": "Metaspace", "replacement": _METASPACE}, {"type": "ByteFallback"}]
@@ -249,7 +252,7 @@ def _decoder_steps(tokenizer: Any, backend: Any) -> list[DecoderStep] | None:
 
 
 def _serialized_state(part: Any) -> DecoderStep | None:
-    """A part of a tokenizer as its file describes it; None for one written in Python."""
+    """A part of a tokenizer as in its file; None for one written in Python."""
     try:
         return dict(json.loads(part.__getstate__()))
     except Exception:
@@ -257,10 +260,10 @@ def _serialized_state(part: Any) -> DecoderStep | None:
 
 
 def _flatten_steps(step: DecoderStep, name: str) -> list[DecoderStep]:
-    """A sequence of steps, sequences inside it opened."""
+    """The steps of a possibly nested sequence."""
     if step.get("type") != "Sequence":
         return [step] if step else []
-    return [one for part in step[name] for one in _flatten_steps(part, name)]
+    return [inner for part in step[name] for inner in _flatten_steps(part, name)]
 
 
 def _is_supported_step(step: DecoderStep) -> bool:
@@ -272,7 +275,7 @@ def _is_supported_step(step: DecoderStep) -> bool:
 
 
 def _step_replacement(step: DecoderStep) -> tuple[str, str] | None:
-    """The text that a step replaces, and by what."""
+    """The text that a step replaces, and its replacement."""
     match step:
         case {"type": "Metaspace", "replacement": mark}:
             return mark, " "
@@ -290,7 +293,7 @@ def _apply_replacements(text: str, swaps: Iterable[tuple[str, str]]) -> str:
 
 
 def _leading_replacements(steps: Sequence[DecoderStep]) -> list[tuple[str, str]]:
-    """The first steps, where they only put one character for another and can wait for the joined text."""
+    """The first steps, if they only replace single characters and so can be applied to the joined text."""
     first = []
     for pair in map(_step_replacement, steps):
         if pair is None:
@@ -305,13 +308,13 @@ _AFTER_REPLACEMENTS = ["Fuse"], ["ByteFallback", "Fuse"], ["ByteFallback", "Fuse
 
 
 def _decode_tokens(tokens: list[str], steps: Sequence[DecoderStep], backend: Any) -> list[str]:
-    """The tokens as text in mid-sentence; a byte that is no text is a surrogate."""
+    """The tokens as text inside a sentence; invalid UTF-8 bytes are surrogates."""
     fused = False
     for step in steps:
         match step["type"]:
             case "Fuse":
                 fused = True
-            case "Strip" if not fused:  # afterwards, only the ends of the whole text
+            case "Strip" if not fused:  # after Fuse it applies to the whole text only
                 tokens = [_strip_token(token, step) for token in tokens]
             case "ByteFallback":
                 tokens = _decode_byte_tokens(tokens)
@@ -326,13 +329,13 @@ def _decode_tokens(tokens: list[str], steps: Sequence[DecoderStep], backend: Any
 
 
 def _decode_byte_tokens(tokens: list[str]) -> list[str]:
-    """Tokens such as <0x0A> as the bytes they are."""
+    """Tokens such as <0x0A> as their bytes."""
     sizes = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    for at in np.flatnonzero(sizes == 6).tolist():
-        token = tokens[at]
+    for index in np.flatnonzero(sizes == 6).tolist():
+        token = tokens[index]
         if token.startswith("<0x") and token.endswith(">"):
             try:
-                tokens[at] = bytes([int(token[3:5], 16)]).decode("utf-8", "surrogateescape")
+                tokens[index] = bytes([int(token[3:5], 16)]).decode("utf-8", "surrogateescape")
             except ValueError:
                 continue
     return tokens
@@ -348,30 +351,30 @@ def _strip_token(token: str, step: DecoderStep) -> str:
 
 
 def _decode_wordpiece(tokens: list[str], step: DecoderStep, backend: Any) -> list[str]:
-    """Tokens of WordPiece: one with the prefix continues a word, another begins one."""
+    """WordPiece tokens: one with the prefix continues a word, others start a word."""
     prefix = step["prefix"]
-    found = [t.removeprefix(prefix) if t.startswith(prefix) else f" {t}" if t else "" for t in tokens]
+    texts = [t.removeprefix(prefix) if t.startswith(prefix) else f" {t}" if t else "" for t in tokens]
     if step["cleanup"]:
-        # Punctuation loses the space before it: which, the decoder knows.
-        for at, token in enumerate(tokens):
+        # The decoder removes the space before some punctuation.
+        for index, token in enumerate(tokens):
             if token and not token.isalnum() and not token.startswith(prefix):
-                found[at] = backend.decoder.decode(["a", token])[1:]
-    return found
+                texts[index] = backend.decoder.decode(["a", token])[1:]
+    return texts
 
 
 def _decode_with_tokenizer(tokenizer: Any, tokens: list[str]) -> list[str]:
-    """What the tokenizer itself writes for each token after some text; the way for unknown kinds."""
+    """Each token decoded by the tokenizer itself after some text; for unknown tokenizer types."""
     if not hasattr(tokenizer, "convert_tokens_to_string"):
         do = "pass a tokenizer of transformers or tokenizers"
-        raise InputError("tokenizer", "must decode its tokens (convert_tokens_to_string)", tokenizer, do)
+        raise InputError("tokenizer", "must have `convert_tokens_to_string`", tokenizer, do)
     lead = list(tokenizer.tokenize("abcdef")) if hasattr(tokenizer, "tokenize") else []
     start: str = tokenizer.convert_tokens_to_string(lead) if lead else ""
-    found = []
+    texts = []
     for token in tokens:
         text: str = tokenizer.convert_tokens_to_string([*lead, token]) if token else ""
         text = text.removeprefix(start)
         if len(token) == 1 and ord(token) < 256 and (not text or "\ufffd" in text):
-            # A byte under the character of its number (ByT5), which is no text by itself.
+            # A byte written as the character of its value (ByT5), which is not text by itself.
             text = bytes([ord(token)]).decode("utf-8", "surrogateescape")
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts

@@ -1,4 +1,4 @@
-"""Token healing: a prompt's last tokens are taken off, and the model says their text again in its own way."""
+"""Token healing: the last tokens of a prompt are removed, and the model generates their text again."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from descant.tokenization.token_bytes import TokenBytes
 
 __all__ = ["HealedSuffix", "TokenPrefixIndex"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
 
 class TokenPrefixIndex:
-    """The tokens of a vocabulary that stand for text, in the order of their bytes."""
+    """The text tokens of a vocabulary, sorted by their bytes for prefix search."""
 
     def __init__(self, vocabulary: TokenBytes, special: frozenset[int]) -> None:
         self.token_bytes = vocabulary.bytes  # of every token by id
-        order = sorted((text, at) for at, text in enumerate(self.token_bytes) if text and at not in special)
+        order = sorted(
+            (text, id_) for id_, text in enumerate(self.token_bytes) if text and id_ not in special
+        )
         self._sorted_bytes = [text for text, _ in order]
-        self._sorted_ids = np.array([at for _, at in order], np.int64)
-        self.text_ids = frozenset(self._sorted_ids.tolist())  # the tokens that are text
+        self._sorted_ids = np.array([id_ for _, id_ in order], np.int64)
+        self.text_ids = frozenset(self._sorted_ids.tolist())
         self.max_bytes = max(map(len, self._sorted_bytes), default=0)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> TokenPrefixIndex:
-        """Those of a tokenizer, made once for each."""
+        """The index of a tokenizer, cached."""
         vocabulary = TokenBytes.from_tokenizer(tokenizer)
         special = vocabulary.special_ids | frozenset(getattr(tokenizer, "all_special_ids", ()))
         with _lock:
-            known = _indexes.setdefault(vocabulary, {})
-            if special not in known:
-                known[special] = cls(vocabulary, special)
-            return known[special]
+            indexes = _indexes.setdefault(vocabulary, {})
+            if special not in indexes:
+                indexes[special] = cls(vocabulary, special)
+            return indexes[special]
 
-    def ids_with_prefix(self, text: bytes) -> Array:
-        """The tokens whose bytes begin with these."""
+    def ids_with_prefix(self, text: bytes) -> NDArray[Any]:
+        """The tokens whose bytes start with `text`."""
         return self._sorted_ids[bisect.bisect_left(self._sorted_bytes, text) : self._prefix_end(text)]
 
     def has_longer_token(self, text: bytes) -> bool:
-        """Whether some token begins with these bytes and goes on."""
+        """Whether some token starts with `text` and is longer."""
         return bisect.bisect_right(self._sorted_bytes, text) < self._prefix_end(text)
 
     def _prefix_end(self, text: bytes) -> int:
@@ -59,65 +60,64 @@ _lock = threading.Lock()
 
 
 class HealedSuffix:
-    """The last tokens of a prompt, taken off it, whose text new tokens have to say again.
+    """The last tokens that were removed from a prompt, and whose text must be generated again.
 
-    What may follow is a token that says all that is left, and maybe more, or the token that stood there.
-    Tokens that say another part of it agree with the text, too, but a model rates them by all that could
-    come after them, most of which does not agree, and what comes of it is split as no tokenizer would.
+    Allowed next is a token that covers all of the remaining text, or the removed token itself. Tokens that
+    cover a part of it are excluded: their probability includes continuations that do not match the text, and
+    the result would be a tokenization that no tokenizer produces.
     """
 
-    def __init__(self, spellings: TokenPrefixIndex | None = None, tokens: Sequence[int] = ()) -> None:
-        self.prefix_index = spellings
+    def __init__(self, prefix_index: TokenPrefixIndex | None = None, tokens: Sequence[int] = ()) -> None:
+        self.prefix_index = prefix_index
         self.tokens = list(tokens)
         self._allowed_cache = functools.cache(self._compute_allowed)
 
     @classmethod
     def from_prompt(cls, tokenizer: Any, ids: Sequence[int]) -> HealedSuffix:
-        """What is taken off a prompt: as many last tokens as some longer token begins with the text of.
+        """The suffix to remove from a prompt: the most tokens whose text some longer token starts with.
 
-        Special tokens stay, and so does the first token: before it there is nothing to go by.
+        Special tokens and the first token are not removed.
         """
-        spellings = TokenPrefixIndex.from_tokenizer(tokenizer)
-        text, most = b"", 0
+        prefix_index = TokenPrefixIndex.from_tokenizer(tokenizer)
+        text, num_removed = b"", 0
         for count in range(1, len(ids)):
             token = int(ids[-count])
-            if token not in spellings.text_ids:
+            if token not in prefix_index.text_ids:
                 break
-            text = spellings.token_bytes[token] + text
-            if len(text) >= spellings.max_bytes:
+            text = prefix_index.token_bytes[token] + text
+            if len(text) >= prefix_index.max_bytes:
                 break
-            if spellings.has_longer_token(text):
-                most = count
-        return cls(spellings, [int(one) for one in ids[len(ids) - most :]])
+            if prefix_index.has_longer_token(text):
+                num_removed = count
+        return cls(prefix_index, [int(token) for token in ids[len(ids) - num_removed :]])
 
     def __len__(self) -> int:
-        """How many tokens were taken off: no more are needed to say their text again."""
+        """The number of removed tokens; at most as many are needed to generate their text."""
         return len(self.tokens)
 
     @functools.cached_property
     def text(self) -> bytes:
-        """What has to be said again."""
+        """The text to generate again."""
         return self._bytes_of(self.tokens)
 
-    def allowed_ids(self, new: Sequence[int]) -> Array | None:
-        """The tokens that may follow these new ones; None for any, all being said."""
-        said = len(new)
-        # Whoever has left the way of the old tokens did so with one that said all the rest.
-        return self._allowed_cache(said) if said < len(self) and list(new) == self.tokens[:said] else None
+    def allowed_ids(self, new: Sequence[int]) -> NDArray[Any] | None:
+        """The tokens allowed after these new ones; None for any, once the text is complete."""
+        count = len(new)
+        # A token that differs from the removed one covers all of the remaining text.
+        return self._allowed_cache(count) if count < len(self) and list(new) == self.tokens[:count] else None
 
     def completes_string(self, before: Sequence[int], new: Sequence[int], strings: Sequence[str]) -> bool:
-        """Whether the last of the new tokens ends one of the strings after the text that was there before."""
-        first, whole, last = self._bytes_of(before), self._bytes_of([*before, *new]), self._bytes_of(new[-1:])
-        edge = max(len(first) + len(self.text), len(whole) - len(last))
-        parts = [one.encode() for one in strings]
-        return any(whole.find(part, max(edge - len(part) + 1, 0)) >= 0 for part in parts)
+        """Whether the last of the new tokens completes one of the strings beyond the prompt's own text."""
+        prompt, text, last = self._bytes_of(before), self._bytes_of([*before, *new]), self._bytes_of(new[-1:])
+        start = max(len(prompt) + len(self.text), len(text) - len(last))
+        encoded = [string.encode() for string in strings]
+        return any(text.find(string, max(start - len(string) + 1, 0)) >= 0 for string in encoded)
 
-    def _compute_allowed(self, said: int) -> Array:
+    def _compute_allowed(self, count: int) -> NDArray[Any]:
         assert self.prefix_index is not None
-        return np.append(
-            self.prefix_index.ids_with_prefix(self._bytes_of(self.tokens[said:])), self.tokens[said]
-        )
+        covering = self.prefix_index.ids_with_prefix(self._bytes_of(self.tokens[count:]))
+        return np.append(covering, self.tokens[count])
 
     def _bytes_of(self, tokens: Sequence[int]) -> bytes:
-        texts = self.prefix_index.token_bytes if self.prefix_index is not None else []
-        return b"".join([texts[one] for one in tokens if 0 <= one < len(texts)])
+        pieces = self.prefix_index.token_bytes if self.prefix_index is not None else []
+        return b"".join([pieces[token] for token in tokens if 0 <= token < len(pieces)])

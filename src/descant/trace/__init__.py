@@ -1,1 +1,1 @@
-"""Traces: what every step of a run saw and chose, kept, replayed and drawn."""
+"""Traces: record every step of a run, replay it without the model, draw it."""

@@ -1,4 +1,4 @@
-"""What a step's logits come to in a trace: reduced where they lie, then fetched at once."""
+"""Summaries of a step's logits for a trace: reduced on the device, then copied to the host at once."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from descant.trace.records import CandidateRecord, ChoiceRecord, ProcessorRecord
 
 __all__ = ["LogitPosition", "LogitSummary", "fetch_choices", "processor_name"]
 
-_LOGPROB_TOLERANCE = 1e-4  # log-probabilities that differ by less are the same
-_MAX_SHIFTS = 3  # tokens told of what a processor moved most, and of what it cut
-NestedList = list[Any]  # what `tolist` gives
+_LOGPROB_TOLERANCE = 1e-4  # log-probabilities that differ by less count as equal
+_MAX_SHIFTS = 3  # tokens recorded of those a processor shifted most, and of those it removed
+NestedList = list[Any]  # the result of `tolist`
 
 
 class LogitPosition(NamedTuple):
-    """One place where a choice was made, and the tokens that must be told of there."""
+    """One position at which a token was chosen, and the tokens that must be recorded there."""
 
-    row: int  # of the lane
-    draft_index: int  # after which of the row's drafts
+    row: int  # within the strategy group
+    draft_index: int  # number of the row's draft tokens before this position
     required_tokens: tuple[int, ...]
-    recorded_line: int | None = None  # its line of `told.scores`; None: as the lane processed them
-    call_index: int = 0  # in which of several calls it was processed, of those that had its row
+    recorded_line: int | None = None  # its line of `recorded_lines.scores`; None: scored by the group's chain
+    call_index: int = 0  # which of the processor calls on its row it belongs to
 
 
 class _LogSoftmax:
-    """Log-probabilities [N, V], and what is asked of them more than once."""
+    """Log-probabilities [N, V], with cached probabilities, entropy and top tokens."""
 
     def __init__(self, scores: Tensor) -> None:
         self.log_probs = scores.log_softmax(-1)
@@ -43,237 +43,269 @@ class _LogSoftmax:
 
     @cached_property
     def probs(self) -> Tensor:
-        """The probabilities."""
+        """Probabilities [N, V]."""
         return self.log_probs.exp()
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """The log-probabilities of some tokens [N, n]."""
+        """Log-probabilities of the given tokens [N, n]."""
         return self.log_probs.gather(1, tokens)
 
     @cached_property
     def entropy(self) -> Tensor:
-        """In nats [N]."""
-        found: Tensor = torch.special.entr(self.probs).sum(-1)
-        return found
+        """Entropy in nats [N]."""
+        entropy: Tensor = torch.special.entr(self.probs).sum(-1)
+        return entropy
 
     def top_tokens(self, count: int) -> Tensor:
-        """The likeliest tokens [N, n]; all who ask in a step ask for as many."""
+        """The likeliest tokens [N, n]; cached, since every call of a step has the same count."""
         best = self.log_probs.topk(count).indices if self._top_tokens is None else self._top_tokens
         self._top_tokens = best
         return best
 
 
 class _LogSoftmaxCache:
-    """The laws of scores in a step, each made once: what one processor made is what the next was given."""
+    """Log-softmax of the score tensors of a step: the output of one processor is the input of the next."""
 
     def __init__(self) -> None:
-        # With the scores themselves, so that nothing else comes to lie where they did.
+        # Keeps the scores alive: a freed tensor's address could be used again.
         self._cache: dict[tuple[int, tuple[int, ...]], tuple[Tensor, _LogSoftmax]] = {}
 
     def get(self, scores: Tensor, index: Sequence[int]) -> _LogSoftmax:
-        """The law of some lines of scores [N, V]."""
+        """Log-softmax of the selected lines of `scores` [N, V]."""
         key = (scores.data_ptr(), tuple(index))
         if key not in self._cache:
-            whole = key[1] == tuple(range(len(scores)))
+            all_rows = key[1] == tuple(range(len(scores)))
             self._cache[key] = (
                 scores,
-                _LogSoftmax(scores if whole else index_rows(scores, torch.tensor(index))),
+                _LogSoftmax(scores if all_rows else index_rows(scores, torch.tensor(index))),
             )
         return self._cache[key][1]
 
 
 @dataclass
 class LogitSummary:
-    """The lines of one lane, reduced: all that a trace keeps of them, on the device until it is fetched."""
+    """Reduced logits of one strategy group: all that a trace records of them, on the device until fetched."""
 
     positions: Sequence[LogitPosition]
     num_top: int
     required_tokens: Array  # [L, W] tokens, padded
-    is_unprocessed: bool  # whether nobody changed what the model said
+    is_unprocessed: bool  # whether no processor or wrapper changed the model's logits
     tensors: list[Tensor] = field(default_factory=list)
-    processor_lines: list[tuple[str, list[int]]] = field(default_factory=list)  # names, each with its lines
+    processor_lines: list[tuple[str, list[int]]] = field(default_factory=list)  # name -> position numbers
 
     @classmethod
     def from_observation(
-        cls, seen: Observation, lines: Sequence[LogitPosition], top: int, wrappers: Sequence[str]
+        cls,
+        observation: Observation,
+        positions: Sequence[LogitPosition],
+        num_top: int,
+        wrappers: Sequence[str],
     ) -> LogitSummary:
-        """What is to be known of these lines; without any candidates but those wanted where `top` is 0.
+        """Summarise these positions; with `num_top` 0 only the required tokens are candidates.
 
-        `wrappers` [R] are the names of what stands between the network and each row.
+        `wrappers` [R] holds the name of the model wrapper of each row.
         """
-        told = None if seen.recorded_lines is None else seen.recorded_lines.scores
-        wrapped = seen.output.base_logits is not None
-        wide = max((len(line.required_tokens) for line in lines), default=0)
-        padded = [[*line.required_tokens, *[0] * (wide - len(line.required_tokens))] for line in lines]
-        wanted = np.array(padded, dtype=np.int64).reshape(len(lines), wide)
-        same = not seen.processor_traces and not wrapped and told is None
-        made = cls(lines, min(top, seen.logits.shape[-1]), wanted, same)
-        if not lines:
-            return made
-        laws, count = _LogSoftmaxCache(), seen.logits.shape[1]
-        flat = [line.row * count + line.draft_index for line in lines]
-        plain = seen.logits.flatten(0, 1)
-        raw = processed = laws.get(plain, flat)
-        if told is not None:
-            processed = laws.get(told, [line.recorded_line or 0 for line in lines])
-        elif not same:
-            processed = laws.get(seen.scores.flatten(0, 1), flat)
-        made._add_candidates(raw, processed)
-        if top:
-            said = seen.output.logits.flatten(0, 1)
-            for name in dict.fromkeys(wrappers[line.row] for line in lines) if wrapped else ():
-                mine = [number for number, line in enumerate(lines) if wrappers[line.row] == name]
-                index = [flat[number] for number in mine]
-                made._add_effect(name, laws.get(plain, index), laws.get(said, index), mine)
-            turns = _calls_by_row(seen.processor_traces)
-            for one in seen.processor_traces:
-                made._add_processor(one, flat, turns, laws)
-        return made
+        recorded_scores = None if observation.recorded_lines is None else observation.recorded_lines.scores
+        wrapped = observation.output.base_logits is not None
+        width = max((len(position.required_tokens) for position in positions), default=0)
+        padded = [
+            [*position.required_tokens, *[0] * (width - len(position.required_tokens))]
+            for position in positions
+        ]
+        required = np.array(padded, dtype=np.int64).reshape(len(positions), width)
+        unprocessed = not observation.processor_traces and not wrapped and recorded_scores is None
+        summary = cls(positions, min(num_top, observation.logits.shape[-1]), required, unprocessed)
+        if not positions:
+            return summary
+        cache, num_positions = _LogSoftmaxCache(), observation.logits.shape[1]
+        flat_index = [position.row * num_positions + position.draft_index for position in positions]
+        raw_logits = observation.logits.flatten(0, 1)
+        raw = processed = cache.get(raw_logits, flat_index)
+        if recorded_scores is not None:
+            processed = cache.get(recorded_scores, [position.recorded_line or 0 for position in positions])
+        elif not unprocessed:
+            processed = cache.get(observation.scores.flatten(0, 1), flat_index)
+        summary._add_candidates(raw, processed)
+        if num_top:
+            model_logits = observation.output.logits.flatten(0, 1)
+            for name in dict.fromkeys(wrappers[position.row] for position in positions) if wrapped else ():
+                numbers = [
+                    number for number, position in enumerate(positions) if wrappers[position.row] == name
+                ]
+                index = [flat_index[number] for number in numbers]
+                summary._add_effect(
+                    name, cache.get(raw_logits, index), cache.get(model_logits, index), numbers
+                )
+            calls_by_row = _calls_by_row(observation.processor_traces)
+            for trace in observation.processor_traces:
+                summary._add_processor(trace, flat_index, calls_by_row, cache)
+        return summary
 
     def _add_candidates(self, raw: _LogSoftmax, processed: _LogSoftmax) -> None:
-        """Entropies, the likeliest tokens and those wanted."""
-        wanted = torch.from_numpy(self.required_tokens).to(raw.log_probs.device, non_blocking=True)
-        laws = (raw,) if self.is_unprocessed else (raw, processed)
-        self.tensors += [law.entropy for law in laws]
-        self.tensors += [law.gather(wanted) for law in laws]
-        for law in laws if self.num_top else ():
-            best = law.top_tokens(self.num_top)
-            self.tensors += [best, *(other.gather(best) for other in laws)]
+        """Entropies, the likeliest tokens and the required tokens."""
+        required = torch.from_numpy(self.required_tokens).to(raw.log_probs.device, non_blocking=True)
+        distributions = (raw,) if self.is_unprocessed else (raw, processed)
+        self.tensors += [distribution.entropy for distribution in distributions]
+        self.tensors += [distribution.gather(required) for distribution in distributions]
+        for distribution in distributions if self.num_top else ():
+            top = distribution.top_tokens(self.num_top)
+            self.tensors += [top, *(other.gather(top) for other in distributions)]
 
     def _add_processor(
-        self, one: ProcessorTrace, flat: Sequence[int], turns: dict[int, list[int]], laws: _LogSoftmaxCache
+        self,
+        trace: ProcessorTrace,
+        flat_index: Sequence[int],
+        calls_by_row: dict[int, list[int]],
+        cache: _LogSoftmaxCache,
     ) -> None:
-        """What one processor did to the lines that it was given."""
-        if one.before is one.after:
+        """The effect of one processor on the positions that it processed."""
+        if trace.before is trace.after:
             return
-        where = (
-            {} if one.line_index is None else {place: at for at, place in enumerate(one.line_index.tolist())}
+        line_of = (
+            {}
+            if trace.line_index is None
+            else {index: line for line, index in enumerate(trace.line_index.tolist())}
         )
-        mine, places = [], []
-        for number, (line, place) in enumerate(zip(self.positions, flat, strict=True)):
-            if one.call_index:
-                place = line.row
-                mine_turns = turns.get(place, [])
-                if line.call_index >= len(mine_turns) or mine_turns[line.call_index] != one.call_index:
+        numbers, lines = [], []
+        for number, (position, index) in enumerate(zip(self.positions, flat_index, strict=True)):
+            if trace.call_index:
+                index = position.row
+                row_calls = calls_by_row.get(index, [])
+                if (
+                    position.call_index >= len(row_calls)
+                    or row_calls[position.call_index] != trace.call_index
+                ):
                     continue
-            if one.line_index is None or place in where:
-                mine.append(number)
-                places.append(place if one.line_index is None else where[place])
-        if mine:
+            if trace.line_index is None or index in line_of:
+                numbers.append(number)
+                lines.append(index if trace.line_index is None else line_of[index])
+        if numbers:
             self._add_effect(
-                processor_name(one.processor), laws.get(one.before, places), laws.get(one.after, places), mine
+                processor_name(trace.processor),
+                cache.get(trace.before, lines),
+                cache.get(trace.after, lines),
+                numbers,
             )
 
-    def _add_effect(self, name: str, before: _LogSoftmax, after: _LogSoftmax, mine: Sequence[int]) -> None:
-        """What was done to these lines."""
-        was, now = before.log_probs, after.log_probs
-        gone = (now == -torch.inf) & (was > -torch.inf)
-        self.processor_lines.append((name, list(mine)))
+    def _add_effect(self, name: str, before: _LogSoftmax, after: _LogSoftmax, numbers: Sequence[int]) -> None:
+        """The change from `before` to `after` at these positions."""
+        before_log_probs, after_log_probs = before.log_probs, after.log_probs
+        removed = (after_log_probs == -torch.inf) & (before_log_probs > -torch.inf)
+        self.processor_lines.append((name, list(numbers)))
         self.tensors += [
-            ((was - now).abs() > _LOGPROB_TOLERANCE).any(-1),
-            (now > -torch.inf).sum(-1),
-            gone.sum(-1),
-            (before.probs * gone).sum(-1),
+            ((before_log_probs - after_log_probs).abs() > _LOGPROB_TOLERANCE).any(-1),
+            (after_log_probs > -torch.inf).sum(-1),
+            removed.sum(-1),
+            (before.probs * removed).sum(-1),
         ]
-        some = min(_MAX_SHIFTS, was.shape[1])
-        most = (before.probs - after.probs).abs_().topk(some).indices
-        # What was likely before, what it made much of a difference to, and what of it is gone.
-        for best in (
+        count = min(_MAX_SHIFTS, before_log_probs.shape[1])
+        most_shifted = (before.probs - after.probs).abs_().topk(count).indices
+        # The likeliest before, the most shifted, and the likeliest of the removed.
+        for tokens in (
             before.top_tokens(self.num_top),
-            most,
-            was.masked_fill(~gone, -torch.inf).topk(some).indices,
+            most_shifted,
+            before_log_probs.masked_fill(~removed, -torch.inf).topk(count).indices,
         ):
-            self.tensors += [best, before.gather(best), after.gather(best)]
+            self.tensors += [tokens, before.gather(tokens), after.gather(tokens)]
 
-    # -------------------------------------------------------------------- on the host
+    # -------------------------------------------------------------------- host side
     def choice_records(self, values: Sequence[Array]) -> list[ChoiceRecord]:
-        """The looks of the lines, of the parts as they were fetched."""
-        given = iter([_to_rounded_list(part) for part in values])
+        """The records of the positions, from the fetched values of `tensors`."""
+        arrays = iter([_to_rounded_list(part) for part in values])
         if not self.positions:
             return []
-        entropy = next(given)
-        left = entropy if self.is_unprocessed else next(given)
-        own = next(given)
-        made = own if self.is_unprocessed else next(given)
-        found: list[list[CandidateRecord]] = [[] for _ in self.positions]
-        best: list[tuple[NestedList, NestedList, NestedList]] = []
+        entropy = next(arrays)
+        entropy_left = entropy if self.is_unprocessed else next(arrays)
+        raw_required = next(arrays)
+        processed_required = raw_required if self.is_unprocessed else next(arrays)
+        candidates: list[list[CandidateRecord]] = [[] for _ in self.positions]
+        tops: list[tuple[NestedList, NestedList, NestedList]] = []
         for _ in range((1 if self.is_unprocessed else 2) if self.num_top else 0):
-            tokens, raw = next(given), next(given)
-            best.append((tokens, raw, raw if self.is_unprocessed else next(given)))
-        if len(best) == 2:
-            best.reverse()  # the likeliest after the processors first, the others where these are too few
-        for number, line in enumerate(self.positions):
-            some: dict[int, CandidateRecord] = {}
-            for tokens, raw, processed in best:
-                for one in zip(tokens[number], raw[number], processed[number], strict=True):
-                    likely = one[2] > -math.inf or tokens is best[-1][0]
-                    if len(some) < self.num_top and likely and one[1] > -math.inf:
-                        some.setdefault(int(one[0]), CandidateRecord(int(one[0]), one[1], one[2]))
-            for at, token in enumerate(line.required_tokens):
-                some.setdefault(token, CandidateRecord(token, own[number][at], made[number][at]))
-            found[number] = sorted(some.values(), key=lambda one: (-one.processed, -one.raw))
-        stages: list[list[ProcessorRecord]] = [[] for _ in self.positions]
-        for name, mine in self.processor_lines:
-            parts = [next(given) for _ in range(13)]
-            for place, number in enumerate(mine):
-                if parts[0][place]:
-                    stages[number].append(_processor_record(name, [part[place] for part in parts[1:]]))
+            tokens, raw = next(arrays), next(arrays)
+            tops.append((tokens, raw, raw if self.is_unprocessed else next(arrays)))
+        if len(tops) == 2:
+            tops.reverse()  # processed order first; raw order fills up
+        for number, position in enumerate(self.positions):
+            chosen: dict[int, CandidateRecord] = {}
+            for tokens, raw, processed in tops:
+                for candidate in zip(tokens[number], raw[number], processed[number], strict=True):
+                    likely = candidate[2] > -math.inf or tokens is tops[-1][0]
+                    if len(chosen) < self.num_top and likely and candidate[1] > -math.inf:
+                        chosen.setdefault(
+                            int(candidate[0]), CandidateRecord(int(candidate[0]), candidate[1], candidate[2])
+                        )
+            for at, token in enumerate(position.required_tokens):
+                chosen.setdefault(
+                    token, CandidateRecord(token, raw_required[number][at], processed_required[number][at])
+                )
+            candidates[number] = sorted(
+                chosen.values(), key=lambda candidate: (-candidate.processed, -candidate.raw)
+            )
+        processors: list[list[ProcessorRecord]] = [[] for _ in self.positions]
+        for name, numbers in self.processor_lines:
+            parts = [next(arrays) for _ in range(13)]
+            for index, number in enumerate(numbers):
+                if parts[0][index]:
+                    processors[number].append(_processor_record(name, [part[index] for part in parts[1:]]))
         return [
-            # Of what holds no number there is none.
+            # The entropy of a line without a finite score is -inf here: record 0.
             ChoiceRecord(
-                max(entropy[number], 0.0), max(left[number], 0.0), tuple(found[number]), tuple(stages[number])
+                max(entropy[number], 0.0),
+                max(entropy_left[number], 0.0),
+                tuple(candidates[number]),
+                tuple(processors[number]),
             )
             for number in range(len(self.positions))
         ]
 
 
-def fetch_choices(sights: Sequence[LogitSummary]) -> list[list[ChoiceRecord]]:
-    """The looks of several lanes, with one transfer where that costs anything."""
-    parts = [part for sight in sights for part in sight.tensors]
+def fetch_choices(summaries: Sequence[LogitSummary]) -> list[list[ChoiceRecord]]:
+    """The records of several strategy groups, with at most one device-to-host copy."""
+    parts = [part for summary in summaries for part in summary.tensors]
     if any(part.device.type != "cpu" for part in parts):
-        # Tokens are whole numbers that a float32 can hold.
-        whole = torch.cat([part.flatten().float() for part in parts]).cpu()
+        # A float32 holds token ids exactly.
+        joined = torch.cat([part.flatten().float() for part in parts]).cpu()
         sizes = [part.numel() for part in parts]
         shapes = [part.shape for part in parts]
-        parts = [one.view(shape) for one, shape in zip(whole.split(sizes), shapes, strict=True)]
+        parts = [values.view(shape) for values, shape in zip(joined.split(sizes), shapes, strict=True)]
     arrays = iter([part.numpy() for part in parts])
-    return [sight.choice_records([next(arrays) for _ in sight.tensors]) for sight in sights]
+    return [summary.choice_records([next(arrays) for _ in summary.tensors]) for summary in summaries]
 
 
 def processor_name(processor: Any) -> str:
-    """What a processor is called: its class, or a function's own name."""
-    given = getattr(processor, "function", processor)
-    kind = type(given).__name__
-    return str(getattr(given, "__name__", kind)) if kind in ("function", "method") else kind
+    """The display name of a processor: its class, or the name of a function."""
+    target = getattr(processor, "function", processor)
+    kind = type(target).__name__
+    return str(getattr(target, "__name__", kind)) if kind in ("function", "method") else kind
 
 
-def _calls_by_row(watched: Sequence[ProcessorTrace]) -> dict[int, list[int]]:
-    """In which calls each row was processed by a strategy that asks by itself, in order."""
-    turns: dict[int, list[int]] = {}
-    for one in watched:
-        for row in () if not one.call_index or one.line_index is None else one.line_index.tolist():
-            mine = turns.setdefault(row, [])
-            if one.call_index not in mine:
-                mine.append(one.call_index)
-    return turns
+def _calls_by_row(traces: Sequence[ProcessorTrace]) -> dict[int, list[int]]:
+    """The calls in which each row was processed, in order, for strategies that call processors themselves."""
+    calls: dict[int, list[int]] = {}
+    for trace in traces:
+        for row in () if not trace.call_index or trace.line_index is None else trace.line_index.tolist():
+            row_calls = calls.setdefault(row, [])
+            if trace.call_index not in row_calls:
+                row_calls.append(trace.call_index)
+    return calls
 
 
-def _to_rounded_list(part: Array) -> NestedList:
-    """Numbers as they are written: rounded, and -inf for what is none."""
-    if part.dtype.kind == "f":
-        part = np.where(np.isnan(part), -np.inf, np.round(part.astype(np.float64), 4)) + 0.0
-    values: NestedList = part.tolist()
+def _to_rounded_list(array: Array) -> NestedList:
+    """Values rounded as they are written; NaN becomes -inf."""
+    if array.dtype.kind == "f":
+        array = np.where(np.isnan(array), -np.inf, np.round(array.astype(np.float64), 4)) + 0.0
+    values: NestedList = array.tolist()
     return values
 
 
-def _processor_record(name: str, parts: Sequence[Any]) -> ProcessorRecord:
-    """What a processor did to one line."""
-    kept, cut, mass, *told = parts
-    moved: dict[int, TokenShift] = {}
-    for number, (tokens, before, after) in enumerate((told[:3], told[3:6], told[6:])):
-        for token, was, now in zip(tokens, before, after, strict=True):
-            # The last are those cut, of which there may be fewer; what never was possible was not moved.
-            if was > -math.inf and (number < 2 or now == -math.inf):
-                moved.setdefault(int(token), TokenShift(int(token), was, now))
-    ordered = tuple(sorted(moved.values(), key=lambda one: (-one.before, -one.after)))
+def _processor_record(name: str, values: Sequence[Any]) -> ProcessorRecord:
+    """The effect of a processor at one position."""
+    kept, cut, mass, *shifts_parts = values
+    shifts: dict[int, TokenShift] = {}
+    for number, (tokens, before, after) in enumerate((shifts_parts[:3], shifts_parts[3:6], shifts_parts[6:])):
+        for token, before_log_prob, after_log_prob in zip(tokens, before, after, strict=True):
+            # The last group holds removed tokens, padded with others; impossible tokens cannot shift.
+            if before_log_prob > -math.inf and (number < 2 or after_log_prob == -math.inf):
+                shifts.setdefault(int(token), TokenShift(int(token), before_log_prob, after_log_prob))
+    ordered = tuple(sorted(shifts.values(), key=lambda one: (-one.before, -one.after)))
     return ProcessorRecord(name, int(kept), int(cut), mass if math.isfinite(mass) else 0.0, ordered)

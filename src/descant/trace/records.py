@@ -1,11 +1,11 @@
-"""The records of a trace: what every step saw and chose, one line of JSON each.
+"""The records of a trace, one line of JSON each.
 
-A trace is a list of records. Numbers are rounded to four places; a logarithm of zero is null; what has its
-default is left out. Texts are those of a token's bytes, bytes that are no UTF-8 as lone surrogates, so that
-nothing is lost: `text.encode("utf-8", "surrogateescape")` are the bytes again.
+A trace is a list of records. Numbers are rounded to four decimals, log(0) is null, and default values are
+left out. A token's text decodes its bytes, with invalid UTF-8 as lone surrogates, so that
+`text.encode("utf-8", "surrogateescape")` returns the bytes.
 
-Tokens are nodes of a tree. Every request has a root, which stands for its prompt; a token that a row takes
-is a new node below the one that the row stood on. Nodes are numbered through the whole trace.
+Tokens are nodes of a tree. Every request has a root, which stands for its prompt; a token that a row appends
+is a new node below the row's previous node. Node numbers are unique within a trace.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRACE_VERSION: Final = 1
 
 
 class CandidateRecord(NamedTuple):
-    """A token that could have been taken, with its log-probability before and after the processors."""
+    """A candidate token with its log-probability before and after the processors."""
 
     token: int
     raw: float
@@ -63,124 +63,122 @@ class TokenShift(NamedTuple):
 
 @dataclass(frozen=True)
 class ProcessorRecord:
-    """What one processor, or a wrapper around the model, made of what it was given."""
+    """The effect of one processor, or of a model wrapper, at one position."""
 
-    name: str  # of its class
-    kept: int  # tokens that are possible after it
-    cut: int = 0  # tokens that it made impossible
-    mass: float = 0.0  # the probability, before it, of those
+    name: str  # its class
+    kept: int  # possible tokens after it
+    cut: int = 0  # tokens that it removed
+    mass: float = 0.0  # probability of the removed tokens before it
     moved: tuple[
         TokenShift, ...
-    ] = ()  # the likeliest before it, the most moved, some it cut; likeliest first
+    ] = ()  # the likeliest before it, the most shifted, some removed ones; likeliest first
 
 
 @dataclass(frozen=True)
 class ChoiceRecord:
-    """The choice at one place: what the model said there, and what was left of it."""
+    """The choice of one token: the model's distribution, and what the processors left of it."""
 
-    entropy: float  # of what the model said, in nats
-    left: float  # of what was left to choose from
-    top: tuple[
-        CandidateRecord, ...
-    ] = ()  # likeliest after the processors first; all that were taken are there
-    stages: tuple[ProcessorRecord, ...] = ()  # that changed anything, in order
+    entropy: float  # of the model's distribution, in nats
+    left: float  # entropy after the processors, in nats
+    top: tuple[CandidateRecord, ...] = ()  # likeliest after the processors first; includes every chosen token
+    stages: tuple[ProcessorRecord, ...] = ()  # processors with an effect, in order
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Tokens that a row took in one step: accepted guesses, and then its own choice.
+    """Tokens that a row appended in one step: accepted drafts, then its own choice.
 
-    The first is a child of the node that the row stood on, or of the one `back` above it; each other is a
-    child of the one before. Token `i` was chosen at look `i` of its row. A run with a reason has ended.
+    The first is a child of the row's node, or of the ancestor `back` levels above it; each further one is a
+    child of the one before. Token `i` belongs to `looks[i]` of its row. A run with a reason has finished.
     """
 
     tokens: tuple[int, ...]
     nodes: tuple[int, ...]
-    slot: int = 0  # which of its request's rows goes on with it
-    back: int = 0  # tokens that were taken back first
-    score: float | None = None  # as beams rank it, in the end with its length taken into account
-    met: int | None = None  # tokens of its constraints that it has met
-    reason: str | None = None  # why it ended: "eos", "length", "time", "stop"; None: it goes on
+    slot: int = 0  # slot of the row that continues it, within its request
+    back: int = 0  # tokens taken back first
+    score: float | None = None  # beam score; of a finished run with the length penalty
+    met: int | None = None  # fulfilled constraint tokens
+    reason: str | None = None  # finish reason: "eos", "length", "time", "stop"; None: running
 
 
 @dataclass(frozen=True)
 class RowRecord:
-    """One row of the table as a step fed it. Without a run it was dropped."""
+    """One row of the table at the start of a step. Without a run it was dropped."""
 
     request: int
-    at: int  # the node it stood on
+    at: int  # its node
     slot: int = 0
-    looks: tuple[ChoiceRecord, ...] = ()  # after the row itself, and after each guess that stood
-    drafts: tuple[int, ...] = ()  # what was guessed
-    runs: tuple[RunRecord, ...] = ()  # more than one where it forked
+    looks: tuple[ChoiceRecord, ...] = ()  # choice after the row, and after each accepted draft
+    drafts: tuple[int, ...] = ()  # draft tokens
+    runs: tuple[RunRecord, ...] = ()  # more than one if it forked
 
 
 @dataclass(frozen=True)
 class ReturnedSequence:
-    """A sequence as it was returned."""
+    """A returned sequence."""
 
     tokens: tuple[int, ...]
     reason: str
-    leaf: int  # its last node
+    leaf: int  # last node
     score: float | None = None
-    unmet: tuple[int, ...] | None = None  # places of the constraints it does not meet; None: it had none
+    unmet: tuple[int, ...] | None = None  # indices of unfulfilled constraints; None: no constraints
 
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The first record: what was decoded, and how much of it is kept."""
+    """The first record: the model and the limits of the trace."""
 
     kind: ClassVar[str] = "header"
-    descant: str  # the version that wrote it
-    model: str  # its class
+    descant: str  # version of descant that wrote it
+    model: str  # class of the model
     vocabulary: int
-    top: int  # candidates kept at each look
-    limit: int  # bytes that it may have
+    top: int  # candidates recorded per choice
+    limit: int  # byte limit
     format: str = TRACE_FORMAT
     version: int = TRACE_VERSION
 
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """A request as it was admitted."""
+    """An admitted request."""
 
     kind: ClassVar[str] = "request"
     request: int
     root: int  # the node that stands for its prompt
     prompt: tuple[int, ...]
-    method: str  # in words, such as "beam search, 4 beams"
-    config: Mapping[str, Any] = field(default_factory=dict)  # what was set, as far as JSON can say it
-    stages: tuple[str, ...] = ()  # names of its processors, in order
+    method: str  # description, such as "beam search, 4 beams"
+    config: Mapping[str, Any] = field(default_factory=dict)  # explicitly set fields, as JSON values
+    stages: tuple[str, ...] = ()  # processor names, in order
     beams: int = 1
     groups: int = 1
-    sequences: int = 1  # how many are to be returned
-    drafter: str | None = None  # who guesses ahead
-    demands: int | None = None  # tokens that its constraints ask for; None: it has none
+    sequences: int = 1  # number of sequences to return
+    drafter: str | None = None  # name of the drafter
+    demands: int | None = None  # tokens required by its constraints; None: no constraints
 
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """What tokens stand for, before they are first met."""
+    """Texts of tokens, written before the first record that uses them."""
 
     kind: ClassVar[str] = "texts"
     texts: Mapping[int, str]
-    special: tuple[int, ...] = ()  # those of them that are names and not text
+    special: tuple[int, ...] = ()  # special tokens among them
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of the loop."""
+    """One decoding step."""
 
     kind: ClassVar[str] = "step"
     step: int
-    seconds: float  # it took
+    seconds: float  # duration
     rows: tuple[RowRecord, ...] = ()
-    cache: int | None = None  # bytes that it held then; None: it does not say
+    cache: int | None = None  # bytes of the KV cache; None: unknown
 
 
 @dataclass(frozen=True)
 class ResultRecord:
-    """A request has ended: its sequences, best first, or the error that ended it."""
+    """The result of a request: its sequences, best first, or its error."""
 
     kind: ClassVar[str] = "result"
     request: int
@@ -190,10 +188,10 @@ class ResultRecord:
 
 @dataclass(frozen=True)
 class TruncationRecord:
-    """From this step on the limit left no room for what is named.
+    """From this step on records of the category `what` are left out because of the byte limit.
 
-    "details" are all candidates but the tokens taken, and what processors did; "steps" are whole steps;
-    "requests" are those admitted later; "results" what requests returned.
+    "details": candidates other than chosen tokens, and processor effects; "steps": whole steps; "requests":
+    requests admitted later; "results": results of requests.
     """
 
     kind: ClassVar[str] = "cut"
@@ -208,7 +206,7 @@ _RECORD_TYPES: Final[Mapping[str, type[Any]]] = {
 }
 
 
-# ------------------------------------------------------------------------ to a line and back
+# ------------------------------------------------------------------------ serialization
 def to_json_line(record: TraceRecord) -> str:
     """A record as a line of JSON, in ASCII."""
     return json.dumps(
@@ -217,15 +215,17 @@ def to_json_line(record: TraceRecord) -> str:
 
 
 def read_records(lines: Iterable[str]) -> Iterator[TraceRecord]:
-    """The records of a trace's lines; an error names the line that is none."""
+    """Parse the lines of a trace; an error names the invalid line."""
     number = 0
     for number, line in enumerate(lines, 1):
         try:
-            given = json.loads(line, parse_constant=_reject_constant, parse_float=_parse_finite)
-            record: TraceRecord = _parse_record(given)
+            data = json.loads(line, parse_constant=_reject_constant, parse_float=_parse_finite)
+            record: TraceRecord = _parse_record(data)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-            raise TraceError(f"line {number} must be a record, got {' '.join(said.split())[:200]}") from None
+            reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+            raise TraceError(
+                f"line {number} must be a record, got {' '.join(reason.split())[:200]}"
+            ) from None
         if (number == 1) != isinstance(record, TraceHeader):
             raise TraceError(
                 f"a trace must begin with its header and have one, got {record.kind!r} in line {number}"
@@ -236,12 +236,12 @@ def read_records(lines: Iterable[str]) -> Iterator[TraceRecord]:
 
 
 def round_finite(value: float | None) -> float | None:
-    """A number as it is written; None for one that is not finite."""
+    """A number rounded to four decimals; None if it is not finite."""
     return None if value is None or not math.isfinite(value) else round(value, 4)
 
 
 def _nondefault_fields(record: Any) -> dict[str, Any]:
-    """What of a record is not its default."""
+    """The fields of a record that differ from their default, as JSON values."""
     return {
         one.name: _to_json(value)
         for one in dataclasses.fields(record)
@@ -250,12 +250,12 @@ def _nondefault_fields(record: Any) -> dict[str, Any]:
 
 
 def _field_default(one: dataclasses.Field[Any]) -> Any:
-    """What a field is where nothing is said of it; a value that none has, where something must be."""
+    """The default of a field; MISSING, which equals no value, if it has none."""
     return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
 
 
 def _to_json(value: Any) -> Any:
-    """A value as JSON has it."""
+    """A value as JSON."""
     if isinstance(value, float):
         return round_finite(value)
     if isinstance(value, CandidateRecord) and value.raw == value.processed:
@@ -263,7 +263,7 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_to_json(one) for one in value]
     if isinstance(value, Mapping):
-        return {str(name): one for name, one in value.items()}  # JSON already, and not to be rounded
+        return {str(name): one for name, one in value.items()}  # JSON already: not rounded
     return _nondefault_fields(value) if dataclasses.is_dataclass(value) else value
 
 
@@ -295,7 +295,7 @@ def _float(value: Any) -> float:
 
 
 def _log_prob(value: Any) -> float:
-    """A logarithm, of zero where there is none."""
+    """A log-probability; null is log(0)."""
     return -math.inf if value is None else _float(value)
 
 
@@ -341,7 +341,7 @@ def _token_shift(value: Any) -> TokenShift:
 
 
 def _object_parser(kind: type[Any]) -> Callable[[Any], Any]:
-    """What reads an object of that kind, every field by its own rule and no others."""
+    """A parser for objects of a record class, with one rule per field and no other fields."""
     rules = _FIELD_PARSERS[kind]
 
     def parse(value: Any) -> Any:
@@ -351,7 +351,7 @@ def _object_parser(kind: type[Any]) -> Callable[[Any], Any]:
                 raise ValueError(f"an unknown field {name[:40]!r}")
         try:
             return kind(**{name: rules[name](one) for name, one in given.items()})
-        except TypeError as error:  # a field without a default is not there
+        except TypeError as error:  # a required field is missing
             raise ValueError(f"{kind.__name__} without {str(error).rpartition(': ')[2]}") from None
 
     return parse
@@ -378,7 +378,8 @@ _FIELD_PARSERS[ProcessorRecord] = {
     "moved": _list_of(_token_shift),
 }
 _FIELD_PARSERS[ChoiceRecord] = {
-    "entropy": _float, "left": _float, "top": _list_of(_candidate), "stages": _list_of(_object_parser(ProcessorRecord)),
+    "entropy": _float, "left": _float, "top": _list_of(_candidate),
+    "stages": _list_of(_object_parser(ProcessorRecord)),
 }  # fmt: skip
 _FIELD_PARSERS[RunRecord] = {
     "tokens": _list_of(_count), "nodes": _list_of(_count), "slot": _count, "back": _count,
@@ -418,7 +419,7 @@ _RECORD_PARSERS: Final = {name: _object_parser(kind) for name, kind in _RECORD_T
 
 
 def _parse_record(given: Any) -> Any:
-    """A line's object as a record."""
+    """A parsed line as a record."""
     named = dict(_object(given))
     kind = named.pop("kind", None)
     if kind not in _RECORD_PARSERS:

@@ -1,20 +1,17 @@
-"""Tokens as a picture shows them, by what a trace says of them."""
+"""Display text of a trace's tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from descant.tokenization.display import TextPiece, escape_invisible, join_pieces
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
+from descant.trace.trace_data import TraceData
 
 __all__ = ["text_pieces", "token_pieces"]
 
 
-def token_pieces(trace: Trace, token: int, mark_spaces: bool = False) -> list[TextPiece]:
-    """A token: its text, the name of a special one, or its number where the trace has neither."""
+def token_pieces(trace: TraceData, token: int, mark_spaces: bool = False) -> list[TextPiece]:
+    """A token as its text, as the name of a special token, or as its id if the trace has neither."""
     text = trace.texts.get(token, "")
     if not text:
         return [(f"‹{token}›", True)]
@@ -22,8 +19,8 @@ def token_pieces(trace: Trace, token: int, mark_spaces: bool = False) -> list[Te
     return [(join_pieces(pieces), True)] if token in trace.special_tokens else pieces
 
 
-def text_pieces(trace: Trace, tokens: Iterable[int], mark_spaces: bool = False) -> list[TextPiece]:
-    """Tokens in a row; a character whose bytes they share is whole."""
+def text_pieces(trace: TraceData, tokens: Iterable[int], mark_spaces: bool = False) -> list[TextPiece]:
+    """The text of several tokens; a character split over tokens is joined."""
     pieces: list[TextPiece] = []
     gathered: list[str] = []
     for token in tokens:
@@ -39,9 +36,9 @@ def text_pieces(trace: Trace, tokens: Iterable[int], mark_spaces: bool = False) 
 
 
 def _join_texts(texts: Sequence[str]) -> str:
-    """Texts put together, bytes that make a character together as that."""
+    """Texts joined, with bytes that form a character decoded together."""
     joined = "".join(texts)
     try:
         return joined.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # a surrogate that is no byte, which only a file made by hand has
+    except UnicodeEncodeError:  # a surrogate that encodes no byte: only in a file written by hand
         return joined

@@ -1,4 +1,4 @@
-"""The tracer: follows the rows of a run and writes down what every step saw and chose."""
+"""The tracer: records the logits and choices of every row in every step."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from descant.trace.records import (
     TraceHeader,
     round_finite,
 )
-from descant.trace.trace import MAX_TRACE_BYTES, Trace
+from descant.trace.trace import Trace
+from descant.trace.trace_data import MAX_TRACE_BYTES
 
 __all__ = ["Tracer"]
 
-_MIN_LIMIT = 4096  # bytes without which there is no trace to speak of
+_MIN_LIMIT = 4096  # bytes
 
 
 @dataclass
 class _RowEntry:
-    """A line of the record: a fed row, or where groups choose from it one after the other, one of them."""
+    """One row of a step record: a row of the batch, or one beam group that chose from it."""
 
-    row: int  # of the lane
+    row: int  # within the strategy group
     slot: int
     has_choices: bool
     recorded_line: int | None = None
@@ -47,41 +48,43 @@ class _RowEntry:
     drafts: tuple[int, ...] = ()
     runs: list[RunRecord] = field(default_factory=list)
 
-    def positions(self, places: int) -> list[LogitPosition]:
-        """The places at which it chose, of so many that the model spoke of."""
+    def positions(self, num_positions: int) -> list[LogitPosition]:
+        """The positions at which it chose a token, at most `num_positions`."""
         if not self.has_choices:
             return []
-        count = min(max([1, *(len(run.tokens) for run in self.runs)]), places)
-        found = []
-        for at in range(count):
-            taken = [run.tokens[at] for run in self.runs if len(run.tokens) > at]
-            taken += self.drafts[at : at + 1]
-            found.append(
-                LogitPosition(self.row, at, tuple(dict.fromkeys(taken)), self.recorded_line, self.call_index)
+        count = min(max([1, *(len(run.tokens) for run in self.runs)]), num_positions)
+        positions = []
+        for index in range(count):
+            taken = [run.tokens[index] for run in self.runs if len(run.tokens) > index]
+            taken += self.drafts[index : index + 1]
+            positions.append(
+                LogitPosition(
+                    self.row, index, tuple(dict.fromkeys(taken)), self.recorded_line, self.call_index
+                )
             )
-        return found
+        return positions
 
 
 class _GroupStep(NamedTuple):
-    """What is known of a lane's rows in a step, until the step is over."""
+    """The rows of one strategy group in the current step."""
 
     requests: list[int]  # [R]
-    nodes: list[int]  # [R] what they stood on
+    nodes: list[int]  # [R] node of each row before the step
     entries: list[_RowEntry]
-    choice_counts: list[int]  # how many looks each has
+    choice_counts: list[int]  # number of choices of each entry
     summary: LogitSummary
 
 
 class Tracer:
     """Records a run: `generate(..., trace=Tracer(top=4))`, `Session(model, trace=Tracer(tokenizer=...))`.
 
-    At every choice it keeps the `top` likeliest tokens and those taken, and of all together at most `limit`
-    bytes as they would be written to a file: when most of that is used, only the tokens taken are kept, and
-    in the end only what requests returned. Texts are those of `tokenizer`, if there is one. A tracer is for
-    one run, and `trace` is what it has recorded so far, also of a run that failed.
+    Every choice records the `top` likeliest tokens and the chosen ones. The trace has at most `limit` bytes
+    as written to a file: when most of them are used, only chosen tokens are recorded, and in the end only
+    results. Token texts come from `tokenizer`, if given. A tracer records one run; `trace` is what has been
+    recorded so far, also of a run that failed.
     """
 
-    column_name = "node"  # of its column: the node that each row stands on
+    column_name = "node"  # column of the node of each row
 
     def __init__(self, top: int = 8, limit: int = 4_000_000, tokenizer: Any = None) -> None:
         if type(top) is not int or not 1 <= top <= 1000:
@@ -93,47 +96,50 @@ class Tracer:
         self.top, self.limit, self.tokenizer = top, limit, tokenizer
         self._buffer = RecordBuffer(limit)
         self._vocabulary: TokenBytes | None = None
-        self._written_texts: set[int] = set()  # tokens whose texts are written
-        self._requests: dict[int, RequestRecord] = {}  # that run
-        self._wrappers: dict[int, str] = {}  # by request, what stands between the network and its rows
-        self._node_parents: list[int] = []  # of the nodes, a root's -1
+        self._written_texts: set[int] = set()  # tokens whose texts are recorded
+        self._requests: dict[int, RequestRecord] = {}  # running
+        self._wrappers: dict[int, str] = {}  # request -> name of its model wrapper
+        self._node_parents: list[int] = []  # by node; -1: a root
         self._node_tokens: list[int] = []
-        self._num_recorded_nodes = 0  # nodes made until the last step that is in the record
-        self._leaves: dict[int, tuple[int, Hypothesis, int]] = {}  # what ended: request, sequence, last node
+        self._num_recorded_nodes = 0  # nodes created up to the last recorded step
+        # Finished sequences by id(): request, sequence, last node.
+        self._leaves: dict[int, tuple[int, Hypothesis, int]] = {}
         self._group_steps: list[_GroupStep] = []
         self._step = 0
-        self._step_start = 0.0  # when the step did
-        self._overhead_seconds = 0.0  # seconds that it took itself in this step
+        self._step_start = 0.0
+        self._overhead_seconds = 0.0  # time that tracing itself took in this step
 
     @classmethod
-    def from_argument(cls, given: Any, tokenizer: Any = None) -> Tracer | None:
-        """The tracer that a caller asks for with True or brings along; None: nobody traces."""
-        if given is None or given is False:
+    def from_argument(cls, argument: Any, tokenizer: Any = None) -> Tracer | None:
+        """The tracer for a `trace` argument: True, False, None or a Tracer; None: no tracing."""
+        if argument is None or argument is False:
             return None
-        if given is True:
+        if argument is True:
             return cls(tokenizer=tokenizer)
-        if not isinstance(given, Tracer):
-            raise InputError("trace", "must be True, False or a descant.Tracer", given)
-        if given.has_run:
-            raise InputError("trace", "must be a new Tracer, this one has a run", given, "make another one")
-        given.tokenizer = tokenizer if given.tokenizer is None else given.tokenizer
-        return given
+        if not isinstance(argument, Tracer):
+            raise InputError("trace", "must be True, False or a descant.Tracer", argument)
+        if argument.has_run:
+            raise InputError(
+                "trace", "must be a new Tracer, this one has a run", argument, "make another one"
+            )
+        argument.tokenizer = tokenizer if argument.tokenizer is None else argument.tokenizer
+        return argument
 
     @property
     def has_run(self) -> bool:
-        """Whether there is anything of a run."""
+        """Whether a run has been started."""
         return bool(self._buffer.records)
 
     @property
     def trace(self) -> Trace:
-        """What is recorded so far."""
+        """The trace recorded so far."""
         if not self.has_run:
             raise InputError("trace", "must have a run, this Tracer has none yet", self)
         return Trace(self._buffer.records)
 
-    # -------------------------------------------------------------------- what a session tells
+    # -------------------------------------------------------------------- called by a session
     def start_run(self, model: str, vocabulary: int) -> None:
-        """A session begins, with a model of that class."""
+        """Write the header; `model` is the name of the model's class."""
         if self.has_run:
             raise InputError("trace", "must be a new Tracer, this one has a run", self, "make another one")
         if self.tokenizer is not None:
@@ -141,64 +147,71 @@ class Tracer:
         header = TraceHeader(_package_version(), model, vocabulary, self.top, self.limit)
         self._buffer.add(header, what="header", step=0)
 
-    def add_request(self, asked: RequestRecord, wrapper: str) -> int:
-        """A request is admitted, for which that wrapper stands around the model; its prompt's node."""
+    def add_request(self, request: RequestRecord, wrapper: str) -> int:
+        """Record an admitted request and the name of its model wrapper; returns its root node."""
         root = self._new_node(-1, -1)
-        asked = replace(asked, root=root)
-        self._wrappers[asked.request] = wrapper
-        texts = self._new_texts(asked.prompt)
-        if self._buffer.add(*texts, asked, what="requests", step=self._step):
-            self._requests[asked.request] = asked
+        request = replace(request, root=root)
+        self._wrappers[request.request] = wrapper
+        texts = self._new_texts(request.prompt)
+        if self._buffer.add(*texts, request, what="requests", step=self._step):
+            self._requests[request.request] = request
             self._mark_texts_written(texts)
         return root
 
-    def observe(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
-        """The selection with the nodes that its rows stand on."""
-        began = time.perf_counter()
-        rows = seen.rows
+    def observe(self, observation: Observation, proposal: Proposal, selection: Selection) -> Selection:
+        """Record one group's choices of a step; returns the selection with the nodes of its rows."""
+        start = time.perf_counter()
+        rows = observation.rows
         nodes = rows.column(self.column_name).tolist()
-        entries = self._row_entries(seen, proposal)
-        stands = self._add_runs(rows, nodes, entries, selection)
+        entries = self._row_entries(observation, proposal)
+        new_nodes = self._add_runs(rows, nodes, entries, selection)
         self._add_finished_runs(rows, nodes, entries, selection)
         if not self._buffer.is_truncated("steps"):
-            flat = [one for some in entries.values() for one in some]
-            lines = [one.positions(seen.logits.shape[1]) for one in flat]
+            flat = [one for group in entries.values() for one in group]
+            lines = [one.positions(observation.logits.shape[1]) for one in flat]
             top = 0 if self._buffer.is_truncated("details") else self.top
             requests = rows.request.tolist()
             wrappers = [self._wrappers[one] for one in requests]
-            sight = LogitSummary.from_observation(
-                seen, [line for some in lines for line in some], top, wrappers
+            summary = LogitSummary.from_observation(
+                observation, [line for group in lines for line in group], top, wrappers
             )
-            self._group_steps.append(_GroupStep(requests, nodes, flat, [len(some) for some in lines], sight))
-        columns = {**selection.columns, self.column_name: torch.tensor(stands, dtype=torch.long)}
-        self._overhead_seconds += time.perf_counter() - began
+            self._group_steps.append(
+                _GroupStep(requests, nodes, flat, [len(group) for group in lines], summary)
+            )
+        columns = {**selection.columns, self.column_name: torch.tensor(new_nodes, dtype=torch.long)}
+        self._overhead_seconds += time.perf_counter() - start
         return selection._replace(columns=columns)
 
     def start_step(self) -> None:
-        """A step begins; one that raised before it was over is forgotten."""
+        """Start a step; an unfinished one, which raised an error, is discarded."""
         self._group_steps, self._overhead_seconds, self._step_start = [], 0.0, time.perf_counter()
 
     def end_step(self, cache: int | None) -> None:
-        """A step is over, after which the cache has so many bytes; what was seen of it is written down."""
-        lanes, self._group_steps = self._group_steps, []
+        """Write the record of the step; `cache` is the size of the KV cache in bytes."""
+        groups, self._group_steps = self._group_steps, []
         seconds = max(round(time.perf_counter() - self._step_start - self._overhead_seconds, 4), 0.0)
         number, self._step = self._step, self._step + 1
         if self._buffer.is_truncated("steps"):
             return
-        looks = fetch_choices([lane.summary for lane in lanes])
+        choices = fetch_choices([group.summary for group in groups])
         rows: list[RowRecord] = []
-        for lane, found in zip(lanes, looks, strict=True):
-            at = 0
-            for entry, count in zip(lane.entries, lane.choice_counts, strict=True):
-                request = lane.requests[entry.row]
+        for group, group_choices in zip(groups, choices, strict=True):
+            start = 0
+            for entry, count in zip(group.entries, group.choice_counts, strict=True):
+                request = group.requests[entry.row]
                 if request in self._requests:
-                    here = tuple(found[at : at + count])
+                    row_choices = tuple(group_choices[start : start + count])
                     rows.append(
                         RowRecord(
-                            request, lane.nodes[entry.row], entry.slot, here, entry.drafts, tuple(entry.runs)
+                            request,
+                            group.nodes[entry.row],
+                            entry.slot,
+                            row_choices,
+                            entry.drafts,
+                            tuple(entry.runs),
                         )
                     )
-                at += count
+                start += count
         texts = self._new_texts(_mentioned_tokens(rows))
         if self._buffer.add(
             *texts, StepRecord(number, seconds, tuple(rows), cache), what="steps", step=number
@@ -206,12 +219,12 @@ class Tracer:
             self._num_recorded_nodes = len(self._node_parents)
             self._mark_texts_written(texts)
 
-    def record_result(self, request: int, found: Sequence[Hypothesis]) -> None:
-        """A request has ended with these sequences."""
-        said: list[ReturnedSequence] = []
-        for one in found if request in self._requests else ():
+    def record_result(self, request: int, hypotheses: Sequence[Hypothesis]) -> None:
+        """Record the sequences of a finished request."""
+        sequences: list[ReturnedSequence] = []
+        for one in hypotheses if request in self._requests else ():
             tokens = tuple(one.tokens.tolist())
-            said.append(
+            sequences.append(
                 ReturnedSequence(
                     tokens,
                     one.reason,
@@ -220,29 +233,31 @@ class Tracer:
                     one.unmet_constraints,
                 )
             )
-        self._write_result(ResultRecord(request, tuple(said)))
+        self._write_result(ResultRecord(request, tuple(sequences)))
 
     def record_error(self, request: int, error: str) -> None:
-        """A request has ended without any."""
+        """Record the error of a failed request."""
         self._write_result(ResultRecord(request, error=error))
 
-    # -------------------------------------------------------------------- what became of the rows
-    def _row_entries(self, seen: Observation, proposal: Proposal) -> dict[int, list[_RowEntry]]:
-        """The lines of the record, by fed row."""
-        rows, told = seen.rows, seen.recorded_lines
+    # -------------------------------------------------------------------- rows
+    def _row_entries(self, observation: Observation, proposal: Proposal) -> dict[int, list[_RowEntry]]:
+        """The entries of the step record, by row."""
+        rows, recorded = observation.rows, observation.recorded_lines
         slots = rows.slot.tolist()
-        looked = set(range(len(rows))) if told is None else set(told.rows.tolist())
+        with_choices = set(range(len(rows))) if recorded is None else set(recorded.rows.tolist())
         entries: dict[int, list[_RowEntry]] = {}
-        if told is not None and told.scores is not None:
+        if recorded is not None and recorded.scores is not None:
             groups: dict[int, set[int]] = {}
-            for line, (row, slot) in enumerate(zip(told.rows.tolist(), told.slot.tolist(), strict=True)):
+            for line, (row, slot) in enumerate(
+                zip(recorded.rows.tolist(), recorded.slot.tolist(), strict=True)
+            ):
                 group = self._beam_group(int(rows.request[row]), slot)
-                mine = groups.setdefault(row, set())
-                if group not in mine:
-                    entries.setdefault(row, []).append(_RowEntry(row, slot, True, line, len(mine)))
-                    mine.add(group)
+                row_groups = groups.setdefault(row, set())
+                if group not in row_groups:
+                    entries.setdefault(row, []).append(_RowEntry(row, slot, True, line, len(row_groups)))
+                    row_groups.add(group)
         for row, slot in enumerate(slots):
-            entries.setdefault(row, [_RowEntry(row, slot, row in looked)])
+            entries.setdefault(row, [_RowEntry(row, slot, row in with_choices)])
         if proposal.drafts is not None:
             counts = torch.as_tensor(proposal.draft_counts()).expand(len(rows)).tolist()
             for row, (tokens, count) in enumerate(zip(proposal.drafts.tolist(), counts, strict=True)):
@@ -253,7 +268,7 @@ class Tracer:
     def _add_runs(
         self, rows: Rows, nodes: list[int], entries: Mapping[int, list[_RowEntry]], selection: Selection
     ) -> list[int]:
-        """Give the entries the runs of the rows that go on; the node that each new row stands on."""
+        """Add the runs of running rows to the entries; returns the node of each new row."""
         count = len(selection.tokens)
         host = selection.tokens if selection.host_tokens is None else selection.host_tokens
         tokens = host.tolist()
@@ -262,58 +277,70 @@ class Tracer:
         emits = torch.as_tensor(selection.emit_mode).long().expand(count).tolist()
         slots = None if selection.slot is None else selection.slot.tolist()
         before = rows.slot.tolist()
-        scores, met = (
+        scores, constraint_steps = (
             _scalar_column(selection.columns.get(name), count) for name in ("score", "constraint_steps")
         )
-        stands = []
+        new_nodes = []
         for new, row in enumerate(parents):
-            mine = entries[row]
-            run = mine[0].drafts[: max(accepted[new], 0)] + ((tokens[new],) if emits[new] == 1 else ())
+            row_entries = entries[row]
+            run = row_entries[0].drafts[: max(accepted[new], 0)] + ((tokens[new],) if emits[new] == 1 else ())
             slot = before[row] if slots is None else slots[new]
-            made, last = self._append_nodes(nodes[row], run, max(-accepted[new], 0))
-            stands.append(last)
-            self._entry_of_group(mine, int(rows.request[row]), slot).runs.append(
+            run_nodes, last = self._append_nodes(nodes[row], run, max(-accepted[new], 0))
+            new_nodes.append(last)
+            self._entry_of_group(row_entries, int(rows.request[row]), slot).runs.append(
                 RunRecord(
                     run,
-                    made,
+                    run_nodes,
                     slot,
                     max(-accepted[new], 0),
                     None if scores is None else round_finite(scores[new]),
-                    None if met is None else int(met[new]),
+                    None if constraint_steps is None else int(constraint_steps[new]),
                 )
             )
-        return stands
+        return new_nodes
 
     def _add_finished_runs(
         self, rows: Rows, nodes: list[int], entries: Mapping[int, list[_RowEntry]], selection: Selection
     ) -> None:
-        """Give the entries the runs that ended."""
+        """Add the runs of finished sequences to the entries."""
         if not selection.finished_sequences:
             return
-        whose: dict[int, int] = {}
+        emitted_slots: dict[int, int] = {}
         if selection.emitted is not None:
             slots = selection.emitted.slot.tolist()
-            whose = {id(one): slots[place] for place, one in selection.emitted.finished.items()}
-        for row, one in selection.finished_sequences:
+            emitted_slots = {
+                id(hypothesis): slots[index] for index, hypothesis in selection.emitted.finished.items()
+            }
+        for row, hypothesis in selection.finished_sequences:
             request = int(rows.request[row])
-            slot = one.beam_indices[-1] if one.beam_indices else whose.get(id(one), int(rows.slot[row]))
-            # Its last tokens are not in the row yet, unless they were tentative there.
-            more = len(one.tokens) - int(rows.length[row] - rows.prompt_length[row])
-            run = tuple(one.tokens[len(one.tokens) - more :].tolist()) if more > 0 else ()
-            made, last = self._append_nodes(nodes[row], run, max(-more, 0))
+            slot = (
+                hypothesis.beam_indices[-1]
+                if hypothesis.beam_indices
+                else emitted_slots.get(id(hypothesis), int(rows.slot[row]))
+            )
+            # Its last tokens are not in the row yet, unless they were pending there.
+            num_new = len(hypothesis.tokens) - int(rows.length[row] - rows.prompt_length[row])
+            run = tuple(hypothesis.tokens[len(hypothesis.tokens) - num_new :].tolist()) if num_new > 0 else ()
+            run_nodes, last = self._append_nodes(nodes[row], run, max(-num_new, 0))
             self._entry_of_group(entries[row], request, slot).runs.append(
                 RunRecord(
-                    run, made, slot, max(-more, 0), round_finite(one.score), one.constraint_steps, one.reason
+                    run,
+                    run_nodes,
+                    slot,
+                    max(-num_new, 0),
+                    round_finite(hypothesis.score),
+                    hypothesis.constraint_steps,
+                    hypothesis.reason,
                 )
             )
-            self._leaves[id(one)] = (request, one, last)
+            self._leaves[id(hypothesis)] = (request, hypothesis, last)
 
     def _beam_group(self, request: int, slot: int) -> int:
-        asked = self._requests.get(request)
-        return 0 if asked is None else slot * asked.groups // max(asked.beams, 1)
+        record = self._requests.get(request)
+        return 0 if record is None else slot * record.groups // max(record.beams, 1)
 
     def _entry_of_group(self, entries: Sequence[_RowEntry], request: int, slot: int) -> _RowEntry:
-        """The entry of a row that a run of that slot belongs to."""
+        """The entry of the beam group that a slot belongs to."""
         if len(entries) > 1:
             group = self._beam_group(request, slot)
             return next((one for one in entries if self._beam_group(request, one.slot) == group), entries[0])
@@ -325,36 +352,36 @@ class Tracer:
         self._node_tokens.append(token)
         return len(self._node_parents) - 1
 
-    def _append_nodes(self, at: int, run: Sequence[int], back: int) -> tuple[tuple[int, ...], int]:
-        """New nodes for tokens after a node, of which some were taken back first; and where that ends."""
-        for _ in range(back):
-            at = self._node_parents[at]
-        made = []
-        for token in run:
-            at = self._new_node(at, token)
-            made.append(at)
-        return tuple(made), at
+    def _append_nodes(self, node: int, tokens: Sequence[int], num_back: int) -> tuple[tuple[int, ...], int]:
+        """Append nodes after taking back `num_back` of them; returns the new nodes and the last node."""
+        for _ in range(num_back):
+            node = self._node_parents[node]
+        nodes = []
+        for token in tokens:
+            node = self._new_node(node, token)
+            nodes.append(node)
+        return tuple(nodes), node
 
-    def _last_recorded_node(self, request: int, one: Hypothesis) -> int:
-        """The last node of a sequence that is in the record."""
-        known = self._leaves.get(id(one))
-        at = known[2] if known is not None else self._match_node(request, one)
+    def _last_recorded_node(self, request: int, hypothesis: Hypothesis) -> int:
+        """The last recorded node of a sequence."""
+        leaf = self._leaves.get(id(hypothesis))
+        node = leaf[2] if leaf is not None else self._match_node(request, hypothesis)
         root = self._requests[request].root
-        while at >= self._num_recorded_nodes and at != root:
-            at = self._node_parents[at]
-        return at
+        while node >= self._num_recorded_nodes and node != root:
+            node = self._node_parents[node]
+        return node
 
-    def _match_node(self, request: int, one: Hypothesis) -> int:
-        """The node that a sequence leads to which its method made up in the end, as far as it was written."""
-        at = self._requests[request].root
+    def _match_node(self, request: int, hypothesis: Hypothesis) -> int:
+        """The deepest recorded node on the path of a sequence that no row took, such as a recipe's result."""
+        node = self._requests[request].root
         children: dict[tuple[int, int], int] = {}
-        for node in range(at + 1, self._num_recorded_nodes):
-            children.setdefault((self._node_parents[node], self._node_tokens[node]), node)
-        for token in one.tokens.tolist():
-            if (at, token) not in children:
+        for child in range(node + 1, self._num_recorded_nodes):
+            children.setdefault((self._node_parents[child], self._node_tokens[child]), child)
+        for token in hypothesis.tokens.tolist():
+            if (node, token) not in children:
                 break
-            at = children[at, token]
-        return at
+            node = children[node, token]
+        return node
 
     def _write_result(self, result: ResultRecord) -> None:
         request = result.request
@@ -368,7 +395,7 @@ class Tracer:
 
     # -------------------------------------------------------------------- texts
     def _new_texts(self, tokens: Iterable[int]) -> list[TokenTexts]:
-        """A record of what these tokens stand for, as far as it is not written yet."""
+        """A record of the texts of these tokens that are not recorded yet."""
         vocabulary = self._vocabulary
         if vocabulary is None:
             return []
@@ -387,7 +414,7 @@ class Tracer:
 
 
 def _package_version() -> str:
-    """That of this package, where it is installed as one."""
+    """The installed version of this package."""
     try:
         return metadata.version("descant")
     except metadata.PackageNotFoundError:
@@ -395,16 +422,16 @@ def _package_version() -> str:
 
 
 def _mentioned_tokens(rows: Sequence[RowRecord]) -> set[int]:
-    """The tokens that rows tell of."""
-    found: set[int] = set()
+    """The tokens that occur in row records."""
+    tokens: set[int] = set()
     for row in rows:
-        found |= {*row.drafts, *(token for run in row.runs for token in run.tokens)}
-        for look in row.looks:
-            found |= {one.token for one in look.top}
-            found |= {one.token for stage in look.stages for one in stage.moved}
-    return found
+        tokens |= {*row.drafts, *(token for run in row.runs for token in run.tokens)}
+        for choice in row.looks:
+            tokens |= {one.token for one in choice.top}
+            tokens |= {one.token for stage in choice.stages for one in stage.moved}
+    return tokens
 
 
 def _scalar_column(column: Any, count: int) -> list[Any] | None:
-    """What a column holds for each row, if it is one number."""
+    """The values of a column, if it has one number per row."""
     return column.tolist() if isinstance(column, Tensor) and column.shape == (count,) else None

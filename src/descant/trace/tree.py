@@ -1,4 +1,4 @@
-"""The tree of a trace: every token that any row ever took, and what became of it."""
+"""The tree of a trace: every token of every hypothesis, and its final state."""
 
 from __future__ import annotations
 
@@ -22,36 +22,34 @@ __all__ = ["Node", "Tree", "num_accepted_drafts"]
 
 @dataclass
 class Node:
-    """One token after its parent; the root of a request stands for its prompt."""
+    """One token below its parent; the root of a request stands for its prompt."""
 
     number: int
     request: int
     parent: int | None  # None: a root
     token: int | None = None  # None: a root
     depth: int = 0  # new tokens up to here
-    step: int = -1  # the step that took it; -1: a root
-    dropped_step: int | None = (
-        None  # the step in which the last row that stood on it, or below it, was gone; None: none is
-    )
+    step: int = -1  # the step that added it; -1: a root
+    dropped_step: int | None = None  # the step that dropped the last row at or below it; None: not dropped
     slot: int = 0
     group: int = 0
-    raw: float | None = None  # its log-probability before the processors; None: not kept
-    processed: float | None = None  # and after them
+    raw: float | None = None  # log-probability before the processors; None: not recorded
+    processed: float | None = None  # log-probability after the processors
     score: float | None = None
     met: int | None = None
     is_draft: bool = False
-    reason: str | None = None  # why the row that took it ended
-    rank: int | None = None  # the place among the returned sequences whose last token it is
+    reason: str | None = None  # finish reason of the row that ended here
+    rank: int | None = None  # rank of the returned sequence that ends here
     choice: ChoiceRecord | None = field(
         default=None, repr=False
-    )  # the choice that it came from; None: not kept
+    )  # the choice that produced it; None: not recorded
     children: list[int] = field(default_factory=list)
     on_best_path: bool = False  # on the path of the best sequence
     on_returned_path: bool = False  # on the path of any returned sequence
 
     @property
     def state(self) -> str:
-        """What became of it: "best", "returned", "ended" (not returned), "dropped" or "alive"."""
+        """Final state: "best", "returned", "ended" (not returned), "dropped" or "alive"."""
         if self.on_best_path or self.on_returned_path:
             return "best" if self.on_best_path else "returned"
         if self.reason is not None:
@@ -66,10 +64,8 @@ class Tree:
         self.nodes: dict[int, Node] = {}
         self.roots: dict[int, int] = {}  # request -> node
         self._requests: dict[int, RequestRecord] = {}
-        self._active_nodes: dict[int, list[int]] = {}  # request -> the nodes that its rows stand on now
-        self._ref_counts: dict[
-            int, int
-        ] = {}  # node -> rows that stand on it and children that are held themselves
+        self._active_nodes: dict[int, list[int]] = {}  # request -> nodes of its running rows
+        self._ref_counts: dict[int, int] = {}  # node -> rows at it plus children with a reference
         for record in records:
             if isinstance(record, RequestRecord):
                 self._add_request(record)
@@ -79,119 +75,121 @@ class Tree:
                 self._add_result(record)
 
     def path_to(self, number: int) -> list[Node]:
-        """The nodes from the first new token to that one; the root is no token."""
-        found: list[Node] = []
+        """The nodes from the first new token to this one, without the root."""
+        nodes: list[Node] = []
         node = self.node(number)
         while node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = self.node(node.parent)
-        return found[::-1]
+        return nodes[::-1]
 
     def request_nodes(self, request: int) -> list[Node]:
-        """The nodes of a request in the order of their numbers, its root first."""
+        """The nodes of a request by number, its root first."""
         return [node for node in self.nodes.values() if node.request == request]
 
     def node(self, number: int) -> Node:
-        """A node by number; an error for one that no record made."""
+        """A node by number; raises TraceError if no record created it."""
         if number not in self.nodes:
-            raise TraceError(f"a trace must make node {number} before it is used, got no such node")
+            raise TraceError(f"node {number} must be created before it is used")
         return self.nodes[number]
 
-    # -------------------------------------------------------------------- growth
-    def _add_request(self, asked: RequestRecord) -> None:
-        self._add_node(Node(asked.root, asked.request, None))
-        self.roots[asked.request] = asked.root
-        self._requests[asked.request] = asked
-        self._active_nodes[asked.request] = [asked.root]
-        self._ref_counts[asked.root] += 1
+    # -------------------------------------------------------------------- construction
+    def _add_request(self, request: RequestRecord) -> None:
+        self._add_node(Node(request.root, request.request, None))
+        self.roots[request.request] = request.root
+        self._requests[request.request] = request
+        self._active_nodes[request.request] = [request.root]
+        self._ref_counts[request.root] += 1
 
     def _add_step(self, step: StepRecord) -> None:
-        stands: dict[int, list[int]] = {}
+        new_nodes: dict[int, list[int]] = {}
         for row in step.rows:
             if row.request not in self._active_nodes:
-                raise TraceError(f"a trace must have request {row.request} run when a row is of it")
-            here = stands.setdefault(row.request, [])
+                raise TraceError(f"request {row.request} must be running when a step has rows of it")
+            request_nodes = new_nodes.setdefault(row.request, [])
             for run in row.runs:
                 last = self._add_run(step.step, row, run)
                 if run.reason is None:
-                    here.append(last)
-        for request, now in stands.items():
-            for number in now:
+                    request_nodes.append(last)
+        for request, numbers in new_nodes.items():
+            for number in numbers:
                 self._ref_counts[number] += 1
             for number in self._active_nodes[request]:
                 self._release(number, step.step)
-            self._active_nodes[request] = now
+            self._active_nodes[request] = numbers
 
     def _add_run(self, step: int, row: RowRecord, run: RunRecord) -> int:
-        """The nodes of a run; the last one's number."""
+        """Add the nodes of a run; returns the number of the last."""
         if len(run.tokens) != len(run.nodes):
             raise TraceError(
                 f"a run must have a node for each token, got {len(run.nodes)} of {len(run.tokens)}"
             )
-        at = self.node(row.at)
+        parent = self.node(row.at)
         for _ in range(run.back):
-            if at.parent is None:
-                raise TraceError(f"a run must not take back more than was written, got {run.back}")
-            at = self.node(at.parent)
-        asked = self._requests[row.request]
-        stood = num_accepted_drafts(row, run, asked)
-        for place, (token, number) in enumerate(zip(run.tokens, run.nodes, strict=True)):
-            look = row.looks[place] if place < len(row.looks) else None
-            found = next((one for one in look.top if one.token == token), None) if look is not None else None
+            if parent.parent is None:
+                raise TraceError(f"a run must take back at most the new tokens of its row, got {run.back}")
+            parent = self.node(parent.parent)
+        request = self._requests[row.request]
+        num_drafts = num_accepted_drafts(row, run, request)
+        for index, (token, number) in enumerate(zip(run.tokens, run.nodes, strict=True)):
+            choice = row.looks[index] if index < len(row.looks) else None
+            candidate = (
+                next((one for one in choice.top if one.token == token), None) if choice is not None else None
+            )
             node = Node(
                 number,
                 row.request,
-                at.number,
+                parent.number,
                 token,
-                at.depth + 1,
+                parent.depth + 1,
                 step,
                 slot=run.slot,
-                group=run.slot * asked.groups // max(asked.beams, 1),
-                raw=None if found is None else found.raw,
-                processed=None if found is None else found.processed,
-                is_draft=place < stood,
-                choice=look,
+                group=run.slot * request.groups // max(request.beams, 1),
+                raw=None if candidate is None else candidate.raw,
+                processed=None if candidate is None else candidate.processed,
+                is_draft=index < num_drafts,
+                choice=choice,
             )
             self._add_node(node)
-            at.children.append(number)
-            self._ref_counts[at.number] += 1
-            at = node
-        at.score, at.met = run.score, run.met
+            parent.children.append(number)
+            self._ref_counts[parent.number] += 1
+            parent = node
+        parent.score, parent.met = run.score, run.met
         if run.reason is not None:
-            at.reason = run.reason
-            if not self._ref_counts[at.number]:
-                self._ref_counts[at.number] = 1
-                self._release(at.number, step)
-        return at.number
+            parent.reason = run.reason
+            if not self._ref_counts[parent.number]:
+                self._ref_counts[parent.number] = 1
+                self._release(parent.number, step)
+        return parent.number
 
     def _release(self, number: int, step: int) -> None:
-        """A row stands on it no longer: mark what no row stands on or below any more."""
-        at: int | None = number
-        while at is not None:
-            self._ref_counts[at] -= 1
-            if self._ref_counts[at]:
+        """Drop a row's reference; marks every node that has no reference left as dropped."""
+        current: int | None = number
+        while current is not None:
+            self._ref_counts[current] -= 1
+            if self._ref_counts[current]:
                 return
-            self.nodes[at].dropped_step = step
-            at = self.nodes[at].parent
+            self.nodes[current].dropped_step = step
+            current = self.nodes[current].parent
 
     def _add_result(self, result: ResultRecord) -> None:
-        for rank, said in enumerate(result.sequences):
-            last = self.node(said.leaf)
+        for rank, sequence in enumerate(result.sequences):
+            last = self.node(sequence.leaf)
             last.rank = rank if last.rank is None else last.rank
-            for node in self.path_to(said.leaf):
+            for node in self.path_to(sequence.leaf):
                 node.on_best_path, node.on_returned_path = node.on_best_path or rank == 0, True
         self._active_nodes.pop(result.request, None)
 
     def _add_node(self, node: Node) -> None:
         if node.number in self.nodes:
-            raise TraceError(f"a trace must make each node once, got {node.number} again")
+            raise TraceError(f"a node must be created once, got {node.number} again")
         self.nodes[node.number] = node
         self._ref_counts[node.number] = 0
 
 
-def num_accepted_drafts(row: RowRecord, run: RunRecord, asked: RequestRecord) -> int:
-    """How many tokens of a run were guessed: the last one too, where a guess that stood ended the row."""
-    if asked.drafter is None:
+def num_accepted_drafts(row: RowRecord, run: RunRecord, request: RequestRecord) -> int:
+    """The number of accepted draft tokens of a run; all of them if an accepted draft ended the row."""
+    if request.drafter is None:
         return max(len(run.tokens) - 1, 0)
     pairs = zip(run.tokens, row.drafts, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,1 +1,1 @@
-"""Speech: models that hear through a window, and audio of any length."""
+"""Whisper: short-form and long-form transcription."""

@@ -1,4 +1,4 @@
-"""transcribe(): what generate() does for a model that hears."""
+"""transcribe(): generate() for Whisper."""
 
 from __future__ import annotations
 
@@ -31,97 +31,98 @@ _MODEL_INPUTS = ("input_features", "attention_mask", "encoder_outputs", "decoder
 
 @dataclass(frozen=True)
 class TranscribeCall:
-    """A call of generate() as it was made."""
+    """The arguments of a call of generate()."""
 
     inputs: Any
     generation_config: Any
     processors: Sequence[Any]
     criteria: Sequence[Any]
     tokenizer: Any
-    has_streamer: bool  # whether somebody watches the tokens come
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # fields of a config, of `Options`, and inputs
+    has_streamer: bool
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # config fields, Whisper options, model inputs
 
 
-def transcribe(listener: WhisperAdapter, run: GenerateFn, spoken: TranscribeCall) -> Tensor | GenerateOutput:
-    """Hear a batch of recordings: their tokens [B, L], with segments or a record where that is asked for."""
-    call = {name: value for name, value in spoken.kwargs.items() if name in FIELDS}
-    given = {name: value for name, value in spoken.kwargs.items() if name in WHISPER_ARGUMENTS}
-    inputs = _model_inputs(listener, spoken)
-    temperatures, call = _split_temperatures(call)
-    # Old checkpoints force the tokens that language and task stand for; they are read, not forced.
-    configs = merge_configs(listener.model, spoken.generation_config, {**call, "forced_decoder_ids": None})
+def transcribe(whisper: WhisperAdapter, run: GenerateFn, call: TranscribeCall) -> Tensor | GenerateOutput:
+    """Transcribe a batch of audios: tokens [B, L], with segments or an output object if requested."""
+    fields = {name: value for name, value in call.kwargs.items() if name in FIELDS}
+    given = {name: value for name, value in call.kwargs.items() if name in WHISPER_ARGUMENTS}
+    inputs = _model_inputs(whisper, call)
+    temperatures, fields = _split_temperatures(fields)
+    # Old checkpoints force the language and task tokens; these become part of the prompt instead.
+    configs = merge_configs(whisper.model, call.generation_config, {**fields, "forced_decoder_ids": None})
     if temperatures is None:
         temperatures = [configs[0].temperature if configs[0].do_sample else 0.0]
     options = parse_options(given, configs[0])
-    batch, total = _batch_and_frames(listener, inputs, options)
-    configs = [_with_timestamps(config, total > listener.window_frames) for config in configs]
-    _validate_call(spoken, configs, options, temperatures)
+    batch, num_frames = _batch_and_frames(whisper, inputs, options)
+    configs = [_with_timestamps(config, num_frames > whisper.window_frames) for config in configs]
+    _validate_call(call, configs, options, temperatures)
     config = configs[0]
-    asked = CallOptions(configs, spoken.processors, spoken.criteria, spoken.tokenizer)
-    decoder = WindowDecoder(run, asked, pad_token_id(config))
-    audios = _make_audios(listener, inputs, configs, batch, total)
+    call_options = CallOptions(configs, call.processors, call.criteria, call.tokenizer)
+    decoder = WindowDecoder(run, call_options, pad_token_id(config))
+    audios = _make_audios(whisper, inputs, configs, batch, num_frames)
 
     def detect(tokens: Sequence[int]) -> list[int]:
-        return _detect_languages(listener, decoder, audios, config, tokens)
+        return _detect_languages(whisper, decoder, audios, config, tokens)
 
-    for audio, begin in zip(audios, init_tokens(listener, options, config, batch, detect), strict=True):
-        audio.init_tokens = begin
-    past = PromptHistory(listener, options, config)
+    for audio, tokens in zip(audios, init_tokens(whisper, options, config, batch, detect), strict=True):
+        audio.init_tokens = tokens
+    history = PromptHistory(whisper, options, config)
     audios = _repeat_audios(audios, config.num_return_sequences)
-    fallback = TemperatureFallback(decoder, options, temperatures, listener)
-    clock, alignment = _timestamp_scale(listener, options, config), _make_aligner(listener, options, config)
-    heard = LongFormTranscriber(listener, options, fallback, clock, alignment).run(audios, past)
-    return build_transcript(options, config, audios, heard, decoder.pad_token_id)
+    fallback = TemperatureFallback(decoder, options, temperatures, whisper)
+    scale, aligner = _timestamp_scale(whisper, options, config), _make_aligner(whisper, options, config)
+    results = LongFormTranscriber(whisper, options, fallback, scale, aligner).run(audios, history)
+    return build_transcript(options, config, audios, results, decoder.pad_token_id)
 
 
-# ------------------------------------------------------------------------ what is given
-def _model_inputs(listener: WhisperAdapter, spoken: TranscribeCall) -> dict[str, Any]:
-    """The model's inputs of a call, checked."""
+# ------------------------------------------------------------------------ arguments
+def _model_inputs(whisper: WhisperAdapter, call: TranscribeCall) -> dict[str, Any]:
+    """The validated model inputs of a call."""
     given = {
-        name: value for name, value in spoken.kwargs.items() if name not in (*FIELDS, *WHISPER_ARGUMENTS)
+        name: value
+        for name, value in call.kwargs.items()
+        if value is not None and name not in (*FIELDS, *WHISPER_ARGUMENTS)
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    if spoken.inputs is not None:
+    if call.inputs is not None:
         if given.get("input_features") is not None:
-            raise InputError("input_features", "must not be given beside `inputs`, which is the same", "both")
-        given["input_features"] = spoken.inputs
+            must = "must not be given with `inputs`, which is the same argument"
+            raise InputError("input_features", must, "both")
+        given["input_features"] = call.inputs
     unknown = sorted(given.keys() - {*_MODEL_INPUTS})
     if unknown:
-        do = (
-            f"known are {list(_MODEL_INPUTS)}, {sorted(WHISPER_ARGUMENTS)} and the fields of GenerationConfig"
-        )
+        known = [*_MODEL_INPUTS, *sorted(WHISPER_ARGUMENTS)]
+        do = f"use one of {known} or a field of GenerationConfig"
         must = "is neither a generation parameter nor an input of this model"
         raise InputError(unknown[0], must, given[unknown[0]], do)
     if ("input_features" in given) == ("encoder_outputs" in given):
-        must = "must be given, or `encoder_outputs` in its place"
+        must = "must be given, or else `encoder_outputs`, but not both"
         raise InputError("input_features", must, None if "input_features" not in given else "both")
     features = given.get("input_features")
     if features is not None:
         if not isinstance(features, Tensor) or features.ndim != 3 or not features.is_floating_point():
             raise InputError("input_features", "must be a tensor of floats [batch, bins, frames]", features)
-        if features.shape[1] != listener.num_mel_bins or not features.shape[0] or not features.shape[2]:
-            raise InputError("input_features", f"must be [batch, {listener.num_mel_bins}, frames]", features)
+        if features.shape[1] != whisper.num_mel_bins or not features.shape[0] or not features.shape[2]:
+            raise InputError("input_features", f"must be [batch, {whisper.num_mel_bins}, frames]", features)
     return given
 
 
 def _batch_and_frames(
-    listener: WhisperAdapter, inputs: Mapping[str, Any], options: WhisperOptions
+    whisper: WhisperAdapter, inputs: Mapping[str, Any], options: WhisperOptions
 ) -> tuple[int, int]:
-    """How many recordings there are, and how many frames the longest has."""
-    asked = options.num_segment_frames
-    if asked is not None and asked != listener.window_frames:
-        must = f"must be {listener.window_frames}, what the model's encoder takes"
-        raise ConfigError("num_segment_frames", must, asked, "leave it out")
+    """The number of audios, and the number of frames of the longest."""
+    requested = options.num_segment_frames
+    if requested is not None and requested != whisper.window_frames:
+        must = f"must be {whisper.window_frames}, the input length of the model's encoder"
+        raise ConfigError("num_segment_frames", must, requested, "leave it out")
     features = inputs.get("input_features")
     if features is None:
         states = _encoder_states(inputs["encoder_outputs"])
-        return len(states), states.shape[1] * listener.encoder_stride
+        return len(states), states.shape[1] * whisper.encoder_stride
     mask = inputs.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != features[:, 0].shape):
         raise InputError("attention_mask", f"must be of shape {list(features[:, 0].shape)}", mask)
-    if mask is None and len(features) > 1 and features.shape[2] > listener.window_frames:
-        do = "pass what the feature extractor gives with return_attention_mask=True"
-        must = "must be given with several recordings, some longer than a window"
+    if mask is None and len(features) > 1 and features.shape[2] > whisper.window_frames:
+        do = "pass the mask of the feature extractor (return_attention_mask=True)"
+        must = "must be given for several audios of which one is longer than a window"
         raise InputError("attention_mask", must, None, do)
     return features.shape[0], features.shape[2]
 
@@ -134,115 +135,115 @@ def _encoder_states(given: Any) -> Tensor:
     return states
 
 
-def _split_temperatures(call: Mapping[str, Any]) -> tuple[list[float] | None, dict[str, Any]]:
-    """The temperatures to try, None where the config says, and the call without them."""
-    given = call.get("temperature")
+def _split_temperatures(fields: Mapping[str, Any]) -> tuple[list[float] | None, dict[str, Any]]:
+    """The fallback temperatures, None if the config decides, and the fields without them."""
+    given = fields.get("temperature")
     if given is None:
-        return None, dict(call)
-    several = list(given) if isinstance(given, list | tuple) else [given]
-    if not several:
-        raise ConfigError("temperature", "must be a number, or several to try one after the other", given)
-    tried = [float(FIELDS["temperature"].parse(one)) for one in several]
-    drawn = any(one > 0.0 for one in tried)
-    if call.get("do_sample") is not None and bool(call["do_sample"]) != drawn:
-        must = f"must be {'0' if drawn else 'above 0'} while `do_sample` is {not drawn}"
+        return None, dict(fields)
+    values = list(given) if isinstance(given, list | tuple) else [given]
+    if not values:
+        raise ConfigError("temperature", "must be a number or a non-empty list of numbers", given)
+    temperatures = [float(FIELDS["temperature"].parse(value)) for value in values]
+    do_sample = any(temperature > 0.0 for temperature in temperatures)
+    if fields.get("do_sample") is not None and bool(fields["do_sample"]) != do_sample:
+        must = f"must be {'0' if do_sample else '> 0'} while `do_sample` is {not do_sample}"
         raise ConfigError(("temperature", "do_sample"), must, given, "leave do_sample out")
-    rest = {name: value for name, value in call.items() if name != "temperature"}
-    return tried, {**rest, "do_sample": drawn}
+    others = {name: value for name, value in fields.items() if name != "temperature"}
+    return temperatures, {**others, "do_sample": do_sample}
 
 
-def _with_timestamps(config: GenerationConfig, long: bool) -> GenerationConfig:
-    """The config with timestamps where long audio needs them."""
-    if not long or config.return_timestamps:
+def _with_timestamps(config: GenerationConfig, is_long: bool) -> GenerationConfig:
+    """The config, with timestamps for long audio."""
+    if not is_long or config.return_timestamps:
         return config
     if "return_timestamps" in config.given:
-        do = "set return_timestamps=True, or pass no more than one window"
-        must = "must be True for audio longer than a window, which is cut by timestamps"
+        do = "set return_timestamps=True, or pass at most one window"
+        must = "must be True for audio longer than a window, which is split at timestamps"
         raise ConfigError("return_timestamps", must, config.return_timestamps, do)
     return GenerationConfig.merge({"return_timestamps": True}, config)
 
 
 def _validate_call(
-    spoken: TranscribeCall,
+    call: TranscribeCall,
     configs: Sequence[GenerationConfig],
     options: WhisperOptions,
     temperatures: Sequence[float],
 ) -> None:
-    """Raise for what does not go together."""
+    """Raise for incompatible options."""
     config = configs[0]
     single = not config.return_timestamps or options.force_unique_generate_call
     if options.no_speech_threshold is not None and config.no_timestamps_token_id is None:
-        must = "needs `no_timestamps_token_id`, which the token for silence stands before"
+        must = "needs `no_timestamps_token_id`, as the no-speech token is the one before"
         raise ConfigError("no_speech_threshold", must, options.no_speech_threshold)
-    if spoken.has_streamer and not (single and len(temperatures) == 1):
-        must = "must be None where a window may be heard again or in part, for its tokens are not final"
-        raise InputError(
-            "streamer", must, "one", "leave it out, or ask for no timestamps and one temperature"
-        )
+    if call.has_streamer and not (single and len(temperatures) == 1):
+        must = "must be None with timestamps or several temperatures, as tokens are then not final"
+        do = "leave it out, or set return_timestamps=False and one temperature"
+        raise InputError("streamer", must, "one", do)
     if options.return_token_timestamps and single and config.return_dict_in_generate:
-        must = "needs `return_timestamps` beside `return_dict_in_generate`, whose record has no place for it"
+        must = "needs `return_timestamps` with `return_dict_in_generate`, whose output has no such entry"
         raise ConfigError("return_token_timestamps", must, True, "leave return_dict_in_generate out")
     if config.return_dict_in_generate and single and len(temperatures) > 1:
-        must = "must be one number with `return_dict_in_generate`, for each try has a record of its own"
+        must = "must be one number with `return_dict_in_generate`, as each temperature has its own output"
         raise ConfigError("temperature", must, list(temperatures), "or set return_timestamps=True")
     if config.num_return_sequences > 1 and not any(temperatures):
-        must = "must be 1 unless sampling: a window that goes on has one best transcript"
+        must = "must be 1 unless sampling, as a window is continued from one transcript"
         raise ConfigError("num_return_sequences", must, config.num_return_sequences, "set temperature")
 
 
 def _timestamp_scale(
-    listener: WhisperAdapter, options: WhisperOptions, config: GenerationConfig
+    whisper: WhisperAdapter, options: WhisperOptions, config: GenerationConfig
 ) -> TimestampScale:
-    """What timestamps mean; without a token for them nothing is one."""
-    zero = listener.vocab_size if config.no_timestamps_token_id is None else config.no_timestamps_token_id
+    """The scale of timestamp tokens; without `no_timestamps_token_id` no token is a timestamp."""
+    zero = whisper.vocab_size if config.no_timestamps_token_id is None else config.no_timestamps_token_id
     return TimestampScale(
-        zero + 1, options.time_precision, options.time_precision_features, listener.encoder_stride
+        zero + 1, options.time_precision, options.time_precision_features, whisper.encoder_stride
     )
 
 
 def _make_aligner(
-    listener: WhisperAdapter, options: WhisperOptions, config: GenerationConfig
+    whisper: WhisperAdapter, options: WhisperOptions, config: GenerationConfig
 ) -> TimestampAligner | None:
-    """What finds the times of tokens, if these are asked for."""
+    """The aligner for token timestamps, if they are requested."""
     if not options.return_token_timestamps:
         return None
     heads = config.extra.get("alignment_heads")
     if not heads:
-        must = "needs `alignment_heads`, the attention heads that follow the speaker"
+        must = "needs `alignment_heads` in the generation config"
         do = "add them to the model's generation config"
         raise ConfigError("return_token_timestamps", must, True, do)
-    if listener.attn_implementation != "eager":
-        must = f"needs attention weights, which {listener.attn_implementation!r} does not give"
+    if whisper.attn_implementation != "eager":
+        must = f"needs attention weights, which {whisper.attn_implementation!r} does not return"
         do = 'load the model with attn_implementation="eager"'
         raise InputError("return_token_timestamps", must, True, do)
     return TimestampAligner(
-        [tuple(pair) for pair in heads], listener.median_filter_width, options.time_precision
+        [tuple(pair) for pair in heads], whisper.median_filter_width, options.time_precision
     )
 
 
-# ------------------------------------------------------------------------ the recordings
+# ------------------------------------------------------------------------ audios
 def _make_audios(
-    listener: WhisperAdapter,
+    whisper: WhisperAdapter,
     inputs: Mapping[str, Any],
     configs: Sequence[GenerationConfig],
     batch: int,
-    total: int,
+    num_frames: int,
 ) -> list[Audio]:
-    """The recordings of a call."""
+    """The audios of a call."""
     if len(configs) not in (1, batch):
-        raise InputError("generation_config", f"must be one for each of the {batch} recordings", len(configs))
-    each = list(configs) * batch if len(configs) == 1 else configs
-    audios = [Audio(config, total) for config in each]
+        raise InputError("generation_config", f"must be one for each of the {batch} audios", len(configs))
+    per_audio = list(configs) * batch if len(configs) == 1 else configs
+    audios = [Audio(config, num_frames) for config in per_audio]
     features, mask = inputs.get("input_features"), inputs.get("attention_mask")
-    for line, audio in enumerate(audios):
+    for index, audio in enumerate(audios):
         if features is None:
-            audio.states = _encoder_states(inputs["encoder_outputs"])[line].to(listener.device)
+            audio.states = _encoder_states(inputs["encoder_outputs"])[index].to(whisper.device)
             continue
-        audio.features = features[line].to(listener.device)
+        audio.features = features[index].to(whisper.device)
         if mask is not None:
-            audio.unpadded_frames = int(mask[line].sum())
-            # A recording that fits in a window is heard to the window's end.
-            audio.num_frames = audio.unpadded_frames if total > listener.window_frames else total
+            audio.unpadded_frames = int(mask[index].sum())
+            # Audio that fits in a window is decoded up to the window's end.
+            is_long = num_frames > whisper.window_frames
+            audio.num_frames = audio.unpadded_frames if is_long else num_frames
     prompts = inputs.get("decoder_input_ids")
     if prompts is not None:
         if not isinstance(prompts, Tensor) or prompts.ndim != 2 or len(prompts) != batch:
@@ -253,36 +254,36 @@ def _make_audios(
 
 
 def _detect_languages(
-    listener: WhisperAdapter,
+    whisper: WhisperAdapter,
     decoder: WindowDecoder,
     audios: Sequence[Audio],
     config: GenerationConfig,
     tokens: Sequence[int],
 ) -> list[int]:
-    """The token of the language that each recording most likely begins in."""
+    """The most likely language token of the first window of each audio."""
     states = [audio.states for audio in audios if audio.states is not None]
     if not states:
-        # Padding inside the first window is heard too: it sounds like silence.
-        firsts = [
-            audio.features[:, : listener.window_frames] for audio in audios if audio.features is not None
+        # Padding inside the first window is encoded too, as silence.
+        features = [
+            audio.features[:, : whisper.window_frames] for audio in audios if audio.features is not None
         ]
-        short = listener.window_frames - firsts[0].shape[1]
-        windows = torch.nn.functional.pad(torch.stack(firsts), (0, short))
-        states = list(listener.encode(windows))
+        missing = whisper.window_frames - features[0].shape[1]
+        windows = torch.nn.functional.pad(torch.stack(features), (0, missing))
+        states = list(whisper.encode(windows))
     start = [[config.decoder_start_token_id]] * len(audios)
     logits = decoder.first_logits(torch.stack(states), start)  # type: ignore[arg-type]
-    known = torch.tensor(tokens, device=logits.device)
-    found: list[int] = known[logits[:, known].argmax(1)].tolist()
-    return found
+    language_tokens = torch.tensor(tokens, device=logits.device)
+    detected: list[int] = language_tokens[logits[:, language_tokens].argmax(1)].tolist()
+    return detected
 
 
 def _repeat_audios(audios: Sequence[Audio], copies: int) -> list[Audio]:
-    """Each recording as often as it is to be heard."""
-    made = []
+    """Each audio, once for each returned sequence."""
+    repeated = []
     for audio in audios:
         for copy in range(copies):
             config, seed = audio.config, audio.config.seed
             if seed is not None and copy:
                 config = config.replace(seed=derive_seed(seed, 0, copy << 16))
-            made.append(replace(audio, config=config, segments=[]))
-    return made
+            repeated.append(replace(audio, config=config, segments=[]))
+    return repeated

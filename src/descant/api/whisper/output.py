@@ -1,4 +1,4 @@
-"""What transcribe() returns: tokens, segments, and the records of the calls they came from."""
+"""The output of transcribe(): tokens, segments, and the outputs of the windows' calls."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Transcript", "build_transcript"]
 
 
 class Transcript(GenerateOutput):
-    """Tokens of recordings with their segments.
+    """Tokens of audios with their segments.
 
-    `segments` holds a list for each recording. A segment is a dict: `start` and `end` in seconds, `tokens`,
-    `idxs`, where these stand in the window's call, and `result`, what that call gave.
+    `segments` holds a list for each audio. A segment is a dict with `start` and `end` in seconds, `tokens`,
+    `idxs`, their range in the sequence of the window, and `result`, the window's part of the call's output.
     """
 
     NAMES = ("sequences", "token_timestamps", "segments")
@@ -31,79 +31,79 @@ def build_transcript(
     options: WhisperOptions,
     config: GenerationConfig,
     audios: Sequence[Audio],
-    heard: Sequence[WindowResult],
+    results: Sequence[WindowResult],
     pad: int,
 ) -> Tensor | GenerateOutput:
-    """Tokens [B, L], or a record, or segments, as documented."""
-    recorded = config.return_dict_in_generate
-    if options.force_unique_generate_call or (recorded and not config.return_timestamps):
-        record = heard[0].output
-        whole: Tensor = record["sequences"]
-        return record if recorded else whole
-    device = heard[0].tokens.device
-    lines = [[one.tokens for one in audio.segments] for audio in audios]
-    tokens = _pad_lines(
-        [torch.cat(line) if line else torch.empty(0) for line in lines], [pad] * len(lines), device
-    )
+    """Tokens [B, L], an output object, or a transcript with segments, as documented."""
+    returns_dict = config.return_dict_in_generate
+    if options.force_unique_generate_call or (returns_dict and not config.return_timestamps):
+        output = results[0].output
+        sequences: Tensor = output["sequences"]
+        return output if returns_dict else sequences
+    device = results[0].tokens.device
+    rows = [[segment.tokens for segment in audio.segments] for audio in audios]
+    tokens = _pad_rows([torch.cat(row) if row else torch.empty(0) for row in rows], [pad] * len(rows), device)
     values: dict[str, Any] = {"sequences": tokens.long()}
     if options.return_token_timestamps:
         times = [
-            [one.token_times for one in audio.segments if one.token_times is not None] for audio in audios
+            [segment.token_times for segment in audio.segments if segment.token_times is not None]
+            for audio in audios
         ]
-        spoken = [torch.cat(line) if line else torch.zeros(1) for line in times]
-        values["token_timestamps"] = _pad_lines(spoken, [float(line[-1]) for line in spoken], device)
-    if options.return_segments or recorded:
-        results: dict[int, Any] = {}
-        for passage in (one for audio in audios for one in audio.segments):
-            if id(passage.result) not in results:
-                results[id(passage.result)] = _window_record(passage.result, recorded)
+        time_rows = [torch.cat(row) if row else torch.zeros(1) for row in times]
+        values["token_timestamps"] = _pad_rows(time_rows, [float(row[-1]) for row in time_rows], device)
+    if options.return_segments or returns_dict:
+        windows: dict[int, Any] = {}  # by id: the segments of a window share its result
+        for segment in (segment for audio in audios for segment in audio.segments):
+            if id(segment.result) not in windows:
+                windows[id(segment.result)] = _window_output(segment.result, returns_dict)
         values["segments"] = [
-            [_segment_dict(one, results[id(one.result)]) for one in audio.segments] for audio in audios
+            [_segment_dict(segment, windows[id(segment.result)]) for segment in audio.segments]
+            for audio in audios
         ]
     return Transcript(**values) if len(values) > 1 else tokens.long()
 
 
-def _pad_lines(lines: Sequence[Tensor], fill: Sequence[float], device: torch.device) -> Tensor:
-    """Lines of different length, each filled up with its own value [B, L]."""
-    wide = max(map(len, lines))
+def _pad_rows(rows: Sequence[Tensor], fill: Sequence[float], device: torch.device) -> Tensor:
+    """Rows of different length, each padded on the right with its own value [B, L]."""
+    width = max(map(len, rows))
     padded = [
-        torch.nn.functional.pad(line.to(device), (0, wide - len(line)), value=value)
-        for line, value in zip(lines, fill, strict=True)
+        torch.nn.functional.pad(row.to(device), (0, width - len(row)), value=value)
+        for row, value in zip(rows, fill, strict=True)
     ]
     return torch.stack(padded)
 
 
-def _segment_dict(passage: Segment, result: Any) -> dict[str, Any]:
-    piece, width = passage.span, passage.result.prompt_width
-    segment = {
-        "start": torch.tensor(piece.start, dtype=torch.float64),
-        "end": torch.tensor(piece.end, dtype=torch.float64),
-        "tokens": passage.tokens,
-        "idxs": (width + piece.token_start, width + piece.token_end),
+def _segment_dict(segment: Segment, result: Any) -> dict[str, Any]:
+    span, width = segment.span, segment.result.prompt_width
+    entries = {
+        "start": torch.tensor(span.start, dtype=torch.float64),
+        "end": torch.tensor(span.end, dtype=torch.float64),
+        "tokens": segment.tokens,
+        "idxs": (width + span.token_start, width + span.token_end),
         "result": result,
     }
-    return segment if passage.token_times is None else segment | {"token_timestamps": passage.token_times}
+    return entries if segment.token_times is None else entries | {"token_timestamps": segment.token_times}
 
 
-def _window_record(heard: WindowResult, recorded: bool) -> Any:
-    """What the call that heard a window gave for it: the whole line, or all that was asked for."""
-    record, line = heard.output, heard.line
-    if not recorded:
-        return record["sequences"][line]
-    trail = record["beam_indices"][line].tolist() if "beam_indices" in record else None
-    steps = heard.length_with_eos if trail is None else sum(place >= 0 for place in trail)
+def _window_output(result: WindowResult, returns_dict: bool) -> Any:
+    """A window's part of its call's output: its sequence, or all requested values."""
+    output, row = result.output, result.row
+    if not returns_dict:
+        return output["sequences"][row]
+    beams = output["beam_indices"][row].tolist() if "beam_indices" in output else None
+    steps = result.length_with_eos if beams is None else sum(beam >= 0 for beam in beams)
 
-    def at(step: int) -> int:
-        return line if trail is None else int(trail[step])
+    def row_at(step: int) -> int:
+        return row if beams is None else int(beams[step])
 
     values: dict[str, Any] = {}
-    for name, value in record.items():
+    for name, value in output.items():
         if name in ("scores", "logits"):
-            values[name] = [value[step][at(step)] for step in range(steps)]
+            values[name] = [value[step][row_at(step)] for step in range(steps)]
         elif name in ("decoder_attentions", "decoder_hidden_states", "cross_attentions"):
             values[name] = tuple(
-                tuple(layer[at(step)][None] for layer in value[step]) for step in range(steps)
+                tuple(layer[row_at(step)][None] for layer in value[step]) for step in range(steps)
             )
         else:
-            values[name] = value[line]
+            values[name] = value[row]
     return values

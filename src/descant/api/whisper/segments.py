@@ -1,4 +1,4 @@
-"""Segments: what was heard in a window, cut where its timestamps say."""
+"""Segments: the tokens of a window, split at timestamp tokens."""
 
 from __future__ import annotations
 
@@ -11,81 +11,72 @@ __all__ = ["AudioWindow", "SegmentSpan", "TimestampScale", "split_segments"]
 
 
 class AudioWindow(NamedTuple):
-    """Which part of the audio is listened to, in frames."""
+    """A part of the audio, in frames."""
 
     start: int
-    frames: int  # of audio in it; what the model is shown beyond is silence
+    frames: int  # of audio; the rest of the encoder's input is silence
 
 
 @dataclass(frozen=True)
 class TimestampScale:
-    """What timestamp tokens and frames mean in time."""
+    """Conversion of timestamp tokens and frames into seconds."""
 
-    first_timestamp_id: int  # the token for the beginning of a window; later times follow it
-    seconds_per_timestamp: float  # seconds from one timestamp to the next
-    seconds_per_frame: float  # seconds for each frame
-    frames_per_timestamp: int  # frames from one timestamp to the next
+    first_timestamp_id: int  # the token for the start of a window; later times have higher ids
+    seconds_per_timestamp: float
+    seconds_per_frame: float
+    frames_per_timestamp: int
 
     def start_time(self, window: AudioWindow) -> float:
-        """When a window begins, in seconds."""
+        """The start of a window in seconds."""
         return window.start * self.seconds_per_timestamp / self.frames_per_timestamp
 
 
 class SegmentSpan(NamedTuple):
-    """One segment: tokens `first` to `last` (excluded) of its window, spoken from `start` to `end`."""
+    """One segment: tokens `token_start` to `token_end` (exclusive) of a window, from `start` to `end`."""
 
     token_start: int
     token_end: int
-    start: float  # seconds from the beginning of the audio
+    start: float  # seconds from the start of the audio
     end: float
 
 
 def split_segments(
-    tokens: Sequence[int], window: AudioWindow, clock: TimestampScale
+    tokens: Sequence[int], window: AudioWindow, scale: TimestampScale
 ) -> tuple[list[SegmentSpan], int]:
-    """The segments of a window and how many frames they take (Radford et al. 2022, section 3.8).
+    """The segments of a window and their number of frames (Radford et al. 2022, section 3.8).
 
-    Two timestamps in a row end one segment and begin the next. After the last such pair the speaker was
-    cut off, so the next window begins there; unless the window ends on a single timestamp, which says
-    that nothing is spoken after it. Without any pair the window is one segment.
+    Two adjacent timestamps end one segment and start the next. The segment after the last such pair is
+    incomplete, so the next window starts there, unless the window ends with a single timestamp, which means
+    that no speech follows. Without a pair the window is one segment.
     """
-    begins = clock.start_time(window)
-    stamped = [token >= clock.first_timestamp_id for token in tokens]
-    pairs = [at for at in range(1, len(tokens)) if stamped[at - 1] and stamped[at]]
+    window_start = scale.start_time(window)
+    is_timestamp = [token >= scale.first_timestamp_id for token in tokens]
+    pairs = [index for index in range(1, len(tokens)) if is_timestamp[index - 1] and is_timestamp[index]]
     if not pairs:
-        return [
-            SegmentSpan(
-                0,
-                len(tokens),
-                begins,
-                begins + _last_timestamp(tokens, window, clock) * clock.seconds_per_timestamp,
-            )
-        ], window.frames
+        duration = _last_timestamp(tokens, window, scale) * scale.seconds_per_timestamp
+        return [SegmentSpan(0, len(tokens), window_start, window_start + duration)], window.frames
 
     def time(token: int) -> float:
-        return begins + float(token - clock.first_timestamp_id) * clock.seconds_per_timestamp
+        return window_start + float(token - scale.first_timestamp_id) * scale.seconds_per_timestamp
 
-    whole = stamped[-2:] == [False, True]
-    # A window that was cut off keeps both timestamps of its last pair, a sign that more is to come.
-    borders = [0, *pairs, len(tokens)] if whole else [0, *pairs[:-1], pairs[-1] + 1]
-    pieces = []
+    is_complete = is_timestamp[-2:] == [False, True]
+    # The last segment of an incomplete window keeps both timestamps of its pair.
+    borders = [0, *pairs, len(tokens)] if is_complete else [0, *pairs[:-1], pairs[-1] + 1]
+    spans = []
     for number, (first, last) in enumerate(pairwise(borders), 1):
-        both = not whole and number == len(borders) - 1
-        pieces.append(
-            SegmentSpan(first, last, time(tokens[first]), time(tokens[last - 2 if both else last - 1]))
-        )
-    heard = (
-        window.frames
-        if whole
-        else (tokens[borders[-1] - 2] - clock.first_timestamp_id) * clock.frames_per_timestamp
-    )
-    # Only a model that breaks the rules of timestamps stands still; it is not asked the same again.
-    return pieces, heard if heard > 0 else window.frames
+        ends_in_pair = not is_complete and number == len(borders) - 1
+        end_token = tokens[last - 2 if ends_in_pair else last - 1]
+        spans.append(SegmentSpan(first, last, time(tokens[first]), time(end_token)))
+    if is_complete:
+        return spans, window.frames
+    frames = (tokens[borders[-1] - 2] - scale.first_timestamp_id) * scale.frames_per_timestamp
+    # Timestamps that violate the rules may give 0 frames; the whole window is consumed then.
+    return spans, frames if frames > 0 else window.frames
 
 
-def _last_timestamp(tokens: Sequence[int], window: AudioWindow, clock: TimestampScale) -> int:
-    """How many timestamps long a window without pairs is: up to its last timestamp, or all of its audio."""
-    stamps = [token for token in tokens if token >= clock.first_timestamp_id]
-    if stamps and stamps[-1] != clock.first_timestamp_id:
-        return stamps[-1] - clock.first_timestamp_id
-    return int(window.frames * clock.seconds_per_frame / clock.seconds_per_timestamp)
+def _last_timestamp(tokens: Sequence[int], window: AudioWindow, scale: TimestampScale) -> int:
+    """The length of a window without pairs, in timestamps: up to its last timestamp, or all of its audio."""
+    timestamps = [token for token in tokens if token >= scale.first_timestamp_id]
+    if timestamps and timestamps[-1] != scale.first_timestamp_id:
+        return timestamps[-1] - scale.first_timestamp_id
+    return int(window.frames * scale.seconds_per_frame / scale.seconds_per_timestamp)

@@ -1,9 +1,9 @@
-"""The Hub, as far as Descant asks it: which files a revision has, the bytes of those named, and a commit.
+"""Hub client: resolve a revision, fetch named files of a commit, and push a commit.
 
-huggingface_hub does the work: its cache, its tokens, its offline mode (HF_HUB_OFFLINE) and its endpoint
-(HF_ENDPOINT) are the user's own. Added is what code from strangers needs: a commit is fixed before anything
-is downloaded, a repository that answers under another name is refused, only files that were named and are
-small enough are fetched, and whatever goes wrong is a `HubError` in one line within seconds.
+It uses huggingface_hub with the user's cache, tokens, offline mode (HF_HUB_OFFLINE) and endpoint
+(HF_ENDPOINT), and adds what third-party code needs: the commit is pinned before any download, a repository
+that was renamed is refused, only named files below a size limit are fetched, and every failure is a
+`HubError` of one line within seconds.
 """
 
 from descant.config.hub.commit import HubCommit, resolve_commit

@@ -1,4 +1,4 @@
-"""huggingface_hub, asked so that it answers within seconds or fails in one line."""
+"""Calls of huggingface_hub with a deadline and errors of one line."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ _CACHE_HINT: Final = "try again, or use what is cached with HF_HUB_OFFLINE=1"
 
 
 def hub_api() -> HfApi:
-    """A client that knows the endpoint as it is set now."""
+    """A client with the current endpoint."""
     from huggingface_hub import HfApi
 
     return HfApi(library_name="descant")
 
 
 def is_offline() -> bool:
-    """Whether the user has told the client to stay offline."""
+    """Whether HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def call_hub(repo: str, call: Callable[[], Answer]) -> Answer:
-    """What a call of huggingface_hub answers; anything that it raises, and its silence, is a HubError.
+    """The result of a call of huggingface_hub; any exception or timeout is a HubError.
 
-    Its retries and a server that trickles can take minutes, and it knows no deadline: it runs in a thread
-    that is stopped when the time is over, so that what has failed here does not happen later after all.
+    huggingface_hub has no deadline, and its retries can take minutes. The call runs in a thread that is
+    stopped at the timeout, so that a call that failed here has no later effect.
     """
-    patience = _call_timeout()
+    timeout = _call_timeout()
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -64,13 +64,13 @@ def call_hub(repo: str, call: Callable[[], Answer]) -> Answer:
     thread = threading.Thread(target=run, name="descant-hub", daemon=True)
     thread.start()
     try:
-        answer, error = answers.get(timeout=patience)
-    except BaseException as late:  # the time is over, or whoever waits is interrupted
+        answer, error = answers.get(timeout=timeout)
+    except BaseException as late:  # timeout, or an interrupt of the waiting thread
         _cancel_thread(thread)
         if not isinstance(late, queue.Empty):
             raise
         do = "try again, or give it longer with HF_HUB_DOWNLOAD_TIMEOUT"
-        raise HubError(repo, f"no answer after {patience:g} s: {do}") from None
+        raise HubError(repo, f"no answer after {timeout:g} s: {do}") from None
     if isinstance(error, HubError):
         raise error
     if error is not None:
@@ -79,11 +79,11 @@ def call_hub(repo: str, call: Callable[[], Answer]) -> Answer:
 
 
 class _ThreadCancelled(SystemExit):
-    """What ends a thread nobody waits for; of this kind, no thread reports it."""
+    """Ends an abandoned thread; threads do not report a SystemExit."""
 
 
 def _cancel_thread(thread: threading.Thread) -> None:
-    """Have a thread raise as soon as it runs Python again: after its sleep, or the packet it waits for."""
+    """Raise in a thread as soon as it runs Python code again."""
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(_ThreadCancelled)
@@ -91,21 +91,21 @@ def _cancel_thread(thread: threading.Thread) -> None:
 
 
 def _call_timeout() -> float:
-    """Seconds for one question in all: three times what the client waits for one packet."""
+    """The timeout of one call in seconds: three times that of one packet."""
     from huggingface_hub import constants
 
     return 3.0 * max(constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
 
 def _describe_error(error: BaseException) -> str:
-    """What went wrong, in one line, and what to do."""
+    """The failure in one line, and what to do."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         return _describe_error(error.__cause__)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"the client is offline; {ONLINE_HINT}"
-    for kind, reason in (
+    for error_type, reason in (
         (errors.GatedRepoError, f"it is gated: ask for access on its page, and {LOGIN_HINT}"),
         (
             errors.RepositoryNotFoundError,
@@ -114,24 +114,24 @@ def _describe_error(error: BaseException) -> str:
         (errors.RevisionNotFoundError, "no such revision: look at its branches, tags and commits"),
         (errors.EntryNotFoundError, "no such file at this commit"),
     ):
-        if isinstance(error, kind):
+        if isinstance(error, error_type):
             return reason
-    said = printable(str(getattr(error, "server_message", None) or error).strip().split("\n")[0])
+    message = printable(str(getattr(error, "server_message", None) or error).strip().split("\n")[0])
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         return f"the token may not do this (status {status}): {LOGIN_HINT}"
     if status is not None:
-        return f"the Hub answered with status {status} ({said}): try again later"
-    kinds = {kind.__name__ for kind in type(error).__mro__}  # of whichever library speaks HTTP for it
-    if any("Timeout" in name for name in kinds):
+        return f"the Hub answered with status {status} ({message}): try again later"
+    class_names = {base.__name__ for base in type(error).__mro__}  # independent of the HTTP library
+    if any("Timeout" in name for name in class_names):
         return f"the Hub did not answer in time: {_CACHE_HINT}"
-    if "TransportError" in kinds or isinstance(error, ConnectionError):
-        return f"the Hub cannot be reached ({said}): {_CACHE_HINT}"
-    return f"{type(error).__name__}: {said}"
+    if "TransportError" in class_names or isinstance(error, ConnectionError):
+        return f"the Hub cannot be reached ({message}): {_CACHE_HINT}"
+    return f"{type(error).__name__}: {message}"
 
 
 def disable_progress_bars() -> contextlib.AbstractContextManager[object]:
-    """No progress bars, unless HF_HUB_DISABLE_PROGRESS_BARS has decided already."""
+    """Disable progress bars, unless HF_HUB_DISABLE_PROGRESS_BARS is set."""
     from huggingface_hub import constants, utils
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:

@@ -1,7 +1,7 @@
-"""What a revision of a repository means: asked of the Hub once, remembered beside the cached files.
+"""Resolving a revision to a commit and its files, with a cache for offline use.
 
-What was seen is kept in the repository's folder of the cache: in `refs/`, where the Hub's own clients keep it
-too, and in `listings/`, so that offline it is known whether all of a commit's files are there.
+The result is stored in the repository's cache folder: in `refs/`, as huggingface_hub does, and in
+`listings/`, so that an offline client can tell whether all files of a commit are cached.
 """
 
 from __future__ import annotations
@@ -31,46 +31,48 @@ class HubCommit:
 
 
 def resolve_commit(repo: str, revision: str | None = None, *, token: AuthToken = None) -> HubCommit:
-    """The commit that a branch, a tag or a hash means (None: the newest on main); offline, as last seen."""
-    wanted = validate_revision(repo, revision)
-    known = cached_commit(repo, wanted) if SHA_PATTERN.fullmatch(wanted) else None
-    if known is not None:
-        return known
+    """The commit of a branch, tag or hash (None: the newest on main); offline, the last known one."""
+    name = validate_revision(repo, revision)
+    cached = cached_commit(repo, name) if SHA_PATTERN.fullmatch(name) else None
+    if cached is not None:
+        return cached
     if is_offline():
-        return _resolve_offline(repo, wanted)
-    commit = query_commit(repo, wanted, token)
-    # A cache that cannot be written costs the next call a question, no more.
+        return _resolve_offline(repo, name)
+    commit = query_commit(repo, name, token)
+    # If the cache cannot be written, the next call queries the Hub again.
     with contextlib.suppress(OSError):
-        _cache_commit(commit, wanted)
+        _cache_commit(commit, name)
     return commit
 
 
 def query_commit(repo: str, revision: str, token: AuthToken) -> HubCommit:
-    """What the Hub says of a revision, if it says it of this very repository."""
+    """The commit of a revision on the Hub; raises for a renamed repository."""
     from huggingface_hub import constants
 
-    wait = constants.HF_HUB_ETAG_TIMEOUT
-    said = call_hub(
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    info = call_hub(
         repo,
-        lambda: hub_api().model_info(repo, revision=revision, files_metadata=True, timeout=wait, token=token),
+        lambda: hub_api().model_info(
+            repo, revision=revision, files_metadata=True, timeout=timeout, token=token
+        ),
     )
-    if said.id != repo:
+    if info.id != repo:
         do = "look at what it is now, and use that name"
-        raise HubError(repo, f"it answers as `{printable(said.id)}`, renamed or moved: {do}")
-    if not isinstance(said.sha, str) or not SHA_PATTERN.fullmatch(said.sha):
+        raise HubError(repo, f"it answers as `{printable(info.id)}`, renamed or moved: {do}")
+    if not isinstance(info.sha, str) or not SHA_PATTERN.fullmatch(info.sha):
         raise HubError(
-            repo, f"the Hub names no commit for revision {printable(revision)}: {printable(said.sha)}"
+            repo, f"the Hub names no commit for revision {printable(revision)}: {printable(info.sha)}"
         )
     files: dict[str, int] = {}
-    for sibling in said.siblings or ():
+    for sibling in info.siblings or ():
         validate_file_name(repo, sibling.rfilename)
-        # A mirror may not say sizes; a download is measured again.
+        # A mirror may not report sizes; the download is measured in any case.
         files[sibling.rfilename] = sibling.size if isinstance(sibling.size, int) else 0
-    return HubCommit(repo, said.sha, files)
+    return HubCommit(repo, info.sha, files)
 
 
 def cache_folder(repo: str) -> Path:
-    """Where the Hub's clients cache a repository."""
+    """The cache folder of a repository in the layout of huggingface_hub."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{repo.replace('/', '--')}"
@@ -84,29 +86,29 @@ def _cache_commit(commit: HubCommit, revision: str) -> None:
 
 
 def _write_atomic(path: Path, text: str) -> None:
-    """A small file, all of it or nothing."""
+    """Write a small file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        Path(draft).replace(path)
+        Path(temporary).replace(path)
     finally:
-        Path(draft).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
 
 
 def cached_commit(repo: str, sha: str) -> HubCommit | None:
-    """A commit as it was seen before; it can never have changed."""
+    """A cached commit; None if it is not cached."""
     path = cache_folder(repo) / "listings" / f"{sha}.json"
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        files = {name: int(size) for name, size in said["files"].items()}
-        sound = said["sha"] == sha
+        listing = json.loads(path.read_text(encoding="utf-8"))
+        files = {name: int(size) for name, size in listing["files"].items()}
+        is_valid = listing["sha"] == sha
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        sound = False
-    if not sound:
+        is_valid = False
+    if not is_valid:
         raise HubError(
             repo, f"what the cache knows of commit {sha[:12]} is damaged: delete {printable(path)}"
         )
@@ -122,9 +124,9 @@ def _resolve_offline(repo: str, revision: str) -> HubCommit:
             sha = (cache_folder(repo) / "refs" / revision).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             sha = ""
-    known = cached_commit(repo, sha) if SHA_PATTERN.fullmatch(sha) else None
-    if known is None:
+    commit = cached_commit(repo, sha) if SHA_PATTERN.fullmatch(sha) else None
+    if commit is None:
         raise HubError(
             repo, f"revision {printable(revision)} is not cached, and the client is offline; {ONLINE_HINT}"
         )
-    return known
+    return commit

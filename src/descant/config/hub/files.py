@@ -1,4 +1,4 @@
-"""The bytes of named files of a commit, small ones only, through the cache of the Hub's clients."""
+"""Fetching named small files of a commit through the cache of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -27,62 +27,62 @@ _WEIGHT_SUFFIXES: Final = (
 def fetch_files(
     repo: str, sha: str, names: Iterable[str], *, limit: int = FILE_LIMIT, token: AuthToken = None
 ) -> dict[str, bytes]:
-    """The bytes of these files of a commit, and of no others; none may be larger than `limit`."""
-    wanted = list(names)
+    """The bytes of the named files of a commit, each of at most `limit` bytes."""
+    requested = list(names)
     if not SHA_PATTERN.fullmatch(validate_revision(repo, sha)):
         raise HubError(repo, f"files are fetched by a commit's whole hash, got {printable(sha)}")
-    known = cached_commit(repo, sha)
-    for name in wanted:
-        _validate_listing(repo, known, name, limit)
+    commit = cached_commit(repo, sha)
+    for name in requested:
+        _validate_listing(repo, commit, name, limit)
     snapshot = cache_folder(repo) / "snapshots" / sha
-    absent = [name for name in wanted if not _is_cached(repo, snapshot / name)]
-    if absent and is_offline():
-        some = ", ".join(map(printable, absent[:5])) + (" and others" if len(absent) > 5 else "")
-        raise HubError(repo, f"not in the cache, at commit {sha[:12]}: {some}; {ONLINE_HINT}")
-    for name in absent:
+    missing = [name for name in requested if not _is_cached(repo, snapshot / name)]
+    if missing and is_offline():
+        shown = ", ".join(map(printable, missing[:5])) + (" and others" if len(missing) > 5 else "")
+        raise HubError(repo, f"not in the cache, at commit {sha[:12]}: {shown}; {ONLINE_HINT}")
+    for name in missing:
         _validate_headers(repo, sha, name, limit, token)
         _download(repo, sha, name, limit, token)
-    return {name: _read_bytes(repo, snapshot / name, name, limit) for name in wanted}
+    return {name: _read_bytes(repo, snapshot / name, name, limit) for name in requested}
 
 
-def _validate_listing(repo: str, known: HubCommit | None, name: str, limit: int) -> None:
-    """Refuse what need not even be asked for."""
+def _validate_listing(repo: str, commit: HubCommit | None, name: str, limit: int) -> None:
+    """Refuse a file by its name and listed size, before any request."""
     validate_file_name(repo, name)
     if name.lower().endswith(_WEIGHT_SUFFIXES):
         raise HubError(repo, f"its file {printable(name)} is a model's weights, which nothing here downloads")
-    if known is not None and name not in known.files:
-        raise HubError(repo, f"no file {printable(name)} at commit {known.sha[:12]}")
-    if known is not None and known.files[name] > limit:
-        raise HubError(repo, _too_large_message(name, known.files[name], limit))
+    if commit is not None and name not in commit.files:
+        raise HubError(repo, f"no file {printable(name)} at commit {commit.sha[:12]}")
+    if commit is not None and commit.files[name] > limit:
+        raise HubError(repo, _too_large_message(name, commit.files[name], limit))
 
 
 def _validate_headers(repo: str, sha: str, name: str, limit: int, token: AuthToken) -> None:
-    """Ask for a file's headers, and refuse one that is too large, of another commit or of another place."""
+    """Request a file's headers, and refuse one that is too large, of another commit or moved."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repo, name, revision=sha, endpoint=hub_api().endpoint)
-    wait = constants.HF_HUB_ETAG_TIMEOUT
-    said = call_hub(
-        repo, lambda: get_hf_file_metadata(url, token=token, timeout=wait, library_name="descant")
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    metadata = call_hub(
+        repo, lambda: get_hf_file_metadata(url, token=token, timeout=timeout, library_name="descant")
     )
-    place = urlsplit(said.location)
-    # Large files are sent for elsewhere; on the Hub itself another path is another repository.
-    here = re.compile(rf"(/api/[^/]+/models)?/{re.escape(repo)}/")
-    if place.netloc == urlsplit(url).netloc and not here.match(unquote(place.path)):
+    location = urlsplit(metadata.location)
+    # Large files are served by other hosts; on the Hub itself another path is another repository.
+    own_path = re.compile(rf"(/api/[^/]+/models)?/{re.escape(repo)}/")
+    if location.netloc == urlsplit(url).netloc and not own_path.match(unquote(location.path)):
         raise HubError(
             repo,
-            f"its file {printable(name)} has moved to {printable(place.path)}: look at what is there now",
+            f"its file {printable(name)} has moved to {printable(location.path)}: look at what is there now",
         )
-    if said.commit_hash != sha:
+    if metadata.commit_hash != sha:
         raise HubError(
             repo, f"its file {printable(name)} came from another commit than {sha[:12]}: try again"
         )
-    if said.etag is None or not _ETAG_PATTERN.fullmatch(said.etag):  # the name of a file in the cache
+    if metadata.etag is None or not _ETAG_PATTERN.fullmatch(metadata.etag):  # becomes a file name
         raise HubError(
-            repo, f"its file {printable(name)} has an ETag that is refused: {printable(said.etag)}"
+            repo, f"its file {printable(name)} has an ETag that is refused: {printable(metadata.etag)}"
         )
-    if said.size is not None and said.size > limit:
-        raise HubError(repo, _too_large_message(name, said.size, limit))
+    if metadata.size is not None and metadata.size > limit:
+        raise HubError(repo, _too_large_message(name, metadata.size, limit))
 
 
 def _is_cached(repo: str, path: Path) -> bool:
@@ -93,31 +93,31 @@ def _is_cached(repo: str, path: Path) -> bool:
 
 
 def _download(repo: str, sha: str, name: str, limit: int, token: AuthToken) -> None:
-    meter = _make_size_limit_bar(repo, name, limit)
-    call_hub(repo, lambda: hub_api().hf_hub_download(repo, name, revision=sha, token=token, tqdm_class=meter))
+    bar = _make_size_limit_bar(repo, name, limit)
+    call_hub(repo, lambda: hub_api().hf_hub_download(repo, name, revision=sha, token=token, tqdm_class=bar))
 
 
 def _make_size_limit_bar(repo: str, name: str, limit: int) -> type[Any]:
-    """A progress bar that shows nothing, and ends a download of more bytes than its headers said."""
+    """A hidden progress bar that aborts a download of more than `limit` bytes."""
     from huggingface_hub import utils
 
     bar: Any = utils.tqdm  # type: ignore[attr-defined]
 
-    class Meter(bar):  # type: ignore[misc]
+    class SizeLimitBar(bar):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
-            self.seen = 0
+            self.num_bytes = 0
             super().__init__(*args, **{**options, "disable": True})
-            self.refuse(int(options.get("total") or 0))
+            self.check_size(int(options.get("total") or 0))
 
         def update(self, n: float | None = 1) -> None:
-            self.seen += int(n or 0)
-            self.refuse(self.seen)
+            self.num_bytes += int(n or 0)
+            self.check_size(self.num_bytes)
 
-        def refuse(self, size: int) -> None:
+        def check_size(self, size: int) -> None:
             if size > limit:
                 raise HubError(repo, _too_large_message(name, size, limit))
 
-    return Meter
+    return SizeLimitBar
 
 
 def _read_bytes(repo: str, path: Path, name: str, limit: int) -> bytes:

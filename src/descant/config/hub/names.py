@@ -1,4 +1,4 @@
-"""Names of repositories, revisions and files, refused unless they can stand in an address and in a path."""
+"""Validation of repository, revision and file names for use in URLs and paths."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ _REVISION_PATTERN: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
 
 
 def is_repo_id(name: object) -> bool:
-    """Whether this can be the name of a repository with its owner."""
+    """Whether this is a valid "owner/name"."""
     return (
         isinstance(name, str)
         and _REPO_PATTERN.fullmatch(name) is not None
-        and not any(odd in name for odd in ("--", ".."))
+        and not any(part in name for part in ("--", ".."))
         and not name.endswith(".git")
     )
 
 
 def validate_revision(repo: str, revision: str | None) -> str:
-    """The revision that is meant, after a look at both names."""
+    """The revision, "main" by default, after validation of both names."""
     if not is_repo_id(repo):
         raise HubError(str(repo), "this is no repository's name: write owner/name")
     if revision is None:
         return "main"
-    said = str(revision)
-    odd = any(part in said for part in ("..", "//", "/.")) or said.endswith(("/", ".lock"))
-    if odd or not _REVISION_PATTERN.fullmatch(said):
+    name = str(revision)
+    is_unsafe = any(part in name for part in ("..", "//", "/.")) or name.endswith(("/", ".lock"))
+    if is_unsafe or not _REVISION_PATTERN.fullmatch(name):
         raise HubError(
             repo, f"a revision must be a branch, a tag or a commit, got {printable(repr(revision))}"
         )
-    return said
+    return name
 
 
 def validate_file_name(repo: str, name: object) -> None:
-    """No file but an ordinary one below the repository's root."""
+    """Raise for a file name that is not a plain path below the repository's root."""
     if (
         not isinstance(name, str)
         or not name.isprintable()
         or any(len(part.encode()) > 255 for part in name.split("/"))
-        or any(odd in name for odd in "\\:")
+        or any(char in name for char in "\\:")
         or any(part.strip() in ("", ".", "..") for part in name.split("/"))
     ):
         raise HubError(repo, f"a file of it has a name that is refused: {printable(repr(name))}")

@@ -1,4 +1,4 @@
-"""A commit to a repository of one's own, which is made when it is not there."""
+"""Creating a repository and pushing a commit to it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = ["create_repo", "full_repo_id", "upload_files"]
 
 
 def full_repo_id(repo: str, token: AuthToken = None) -> str:
-    """A repository's name with its owner, who is the token's user where none is given."""
+    """The repository name with its owner, by default the token's user."""
     if "/" in repo:
         validate_revision(repo, None)
         return repo
     validate_revision(f"owner/{repo}", None)
     _require_token(repo, token)
-    said: Any = call_hub(repo, lambda: hub_api().whoami(token=token))
-    owner = said.get("name") if isinstance(said, dict) else None
+    user: Any = call_hub(repo, lambda: hub_api().whoami(token=token))
+    owner = user.get("name") if isinstance(user, dict) else None
     if not is_repo_id(f"{owner}/{repo}") or owner is None:
         raise HubError(repo, f"the Hub does not say whose token this is: write owner/{repo}")
     return f"{owner}/{repo}"
 
 
 def create_repo(repo: str, *, token: AuthToken = None, private: bool | None = None) -> HubCommit:
-    """What a repository holds now, which is nothing when it had to be made."""
+    """Create a repository if it does not exist; its newest commit."""
     validate_revision(repo, None)
     _require_token(repo, token)
     call_hub(repo, lambda: hub_api().create_repo(repo, token=token, private=private, exist_ok=True))
@@ -51,9 +51,9 @@ def upload_files(
     token: AuthToken = None,
     message: str = "Upload with Descant",
 ) -> str:
-    """Add or replace files and delete those `gone`, in one commit on top of what is `there`; its hash."""
-    lost = list(deleted)
-    for name in (*files, *lost):
+    """Add or replace `files` and delete `deleted` in one commit on top of `base_commit`; its hash."""
+    deleted_names = list(deleted)
+    for name in (*files, *deleted_names):
         validate_file_name(base_commit.repo, name)
     _require_token(base_commit.repo, token)
 
@@ -61,7 +61,7 @@ def upload_files(
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         changes: list[Any] = [CommitOperationAdd(name, data) for name, data in files.items()]
-        changes += [CommitOperationDelete(name, is_folder=False) for name in lost]
+        changes += [CommitOperationDelete(name, is_folder=False) for name in deleted_names]
         with disable_progress_bars():
             return hub_api().create_commit(
                 base_commit.repo, changes, commit_message=message, token=token, parent_commit=base_commit.sha

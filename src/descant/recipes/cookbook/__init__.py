@@ -1,1 +1,1 @@
-"""Worked recipes, each a page: to use by name, `generate(..., recipe="bayes-risk")`, and to learn from."""
+"""Recipes that ship with Descant, used by name: `generate(..., recipe="bayes-risk")`."""

@@ -1,15 +1,14 @@
-"""Minimum Bayes risk: of several samples, the one that the others bear out best.
+"""Minimum Bayes risk decoding: the sample with the highest expected utility.
 
-The likeliest text of a language model is often an odd one; what most of its samples agree on is not. So draw
-`samples` texts and return the one whose expected utility is highest, the samples standing for the model's
-whole distribution (Kumar & Byrne 2004, "Minimum Bayes-Risk Decoding for Statistical Machine Translation";
-Eikema & Aziz 2020, "Is MAP Decoding All You Need?", arXiv 2005.10283). Utility is the F-measure of the token
-n-grams that two texts share.
+The most probable text of a language model is often atypical of its samples. This draws `samples` texts and
+returns the one with the highest expected utility, estimated over the other samples (Kumar & Byrne 2004,
+"Minimum Bayes-Risk Decoding for Statistical Machine Translation"; Eikema & Aziz 2020, "Is MAP Decoding All
+You Need?", arXiv 2005.10283). Utility is the F-measure of shared token n-grams.
 
     generate(model, **inputs, recipe="bayes-risk", samples=16, do_sample=True)
 
-A strategy: sampling chooses the tokens as ever, and only what is returned, and when, is another. Nothing is
-told before the last sample has ended, since until then any of them may be the one.
+A strategy: tokens are sampled as usual; only the result differs. Nothing is streamed before the last sample
+has finished, since any sample may be the result until then.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from descant.parts import (
 
 
 class BayesRisk(Sampling):
-    """Returns the samples by expected utility, best first, which is their score."""
+    """Sampling that returns its samples by expected utility, which is their score, best first."""
 
     def __init__(
         self,
@@ -51,33 +50,34 @@ class BayesRisk(Sampling):
 
     @staticmethod
     def params(config: GenerationConfig, samples: int = 16, ngram: int = 2) -> Mapping[str, Any]:  # noqa: ARG004
-        """A request becomes so many rows after its prompt was read, once for all of them."""
+        """Expand a request to `samples` rows after its prefill."""
         if not config.do_sample:
             raise ConfigError("do_sample", "must be True, or all samples are the same", False)
         return {"num_sequences": samples}
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:
-        """What sampling chooses, of which nobody is told yet."""
+        """Sample one token per row, and emit nothing yet."""
         return super().select(rows, proposal, output)._replace(emitted=None)
 
     def finish(self, request: int) -> list[Hypothesis]:
-        """The samples, the one first that the others bear out best."""
-        drawn = super().finish(request)
-        grams = [ngrams(one.tokens.tolist(), self.ngram) for one in drawn]
-        for place, one in enumerate(drawn):
-            others = grams[:place] + grams[place + 1 :]
-            one.score = sum(utility(grams[place], other) for other in others) / len(others)
-        return sorted(drawn, key=lambda one: -(one.score or 0.0))
+        """The samples by expected utility, best first."""
+        samples = super().finish(request)
+        grams = [ngrams(sample.tokens.tolist(), self.ngram) for sample in samples]
+        for index, sample in enumerate(samples):
+            others = grams[:index] + grams[index + 1 :]
+            sample.score = sum(utility(grams[index], other) for other in others) / len(others)
+        return sorted(samples, key=lambda sample: -(sample.score or 0.0))
 
 
-def ngrams(tokens: Sequence[int], most: int) -> Counter[tuple[int, ...]]:
-    """How often each run of up to `most` tokens occurs."""
-    runs = ((at, at + size) for size in range(1, most + 1) for at in range(len(tokens) - size + 1))
+def ngrams(tokens: Sequence[int], max_size: int) -> Counter[tuple[int, ...]]:
+    """Counts of all n-grams of up to `max_size` tokens."""
+    sizes = range(1, max_size + 1)
+    runs = ((start, start + size) for size in sizes for start in range(len(tokens) - size + 1))
     return Counter(tuple(tokens[start:stop]) for start, stop in runs)
 
 
 def utility(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) -> float:
-    """The F-measure of what two texts share, from 0 to 1."""
+    """The F-measure of shared n-grams, from 0 to 1."""
     return 2 * (one & other).total() / (one.total() + other.total())
 
 

@@ -1,15 +1,15 @@
-"""Keep thinking: a model that wants to end while it is uncertain has to go on.
+"""Keep thinking: suppress the end of the text while the model is uncertain.
 
-Made to think longer, a model often finds its mistake: s1 takes the end of its thinking away and says "Wait"
-in its place (Muennighoff et al. 2025, "s1: Simple test-time scaling", arXiv 2501.19393). This does so only
-where it may pay: while the entropy of the model's own predictions, a mean over about the last `window`
-tokens, is `above` so many nats, the tokens `end` are ruled out; and where one of them is the likeliest, the
-token `wait` is said instead, if there is one. That happens at most `most` times to a sequence.
+Longer reasoning often improves the answer: s1 replaces the end of thinking by "Wait" (Muennighoff et al.
+2025, "s1: Simple test-time scaling", arXiv 2501.19393). This does so only if the model is uncertain: while
+the mean entropy of its predictions, over about the last `window` tokens, is `above` so many nats, the tokens
+`end` are masked. If one of them is the likeliest, the token `wait` is forced instead, if it is given. This
+happens at most `most` times per sequence.
 
     generate(model, **inputs, recipe="keep-thinking", end=end_of_thinking_id, wait=wait_id)
 
-Without `end` it is the end of the text. A processor with a state: what it has to remember of a row lives in
-the loop's table, as columns that fork and end with the row, and never in `self`, which all rows share.
+The default of `end` is the eos token. A stateful processor: its state lives in columns of the table, which
+fork and end with their row, and never in `self`, which all rows share.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from descant.parts import Context, LogitsProcessor, check_number, vocab_mask
 
 
 class KeepThinking(LogitsProcessor):
-    """Puts off an end that comes while the text is uncertain."""
+    """Masks end tokens while the mean entropy is high."""
 
-    state = {"thinking_entropy": 0.0, "thinking_waits": 0.0}  # noqa: RUF012 - what a row starts with
+    state = {"thinking_entropy": 0.0, "thinking_waits": 0.0}  # noqa: RUF012 - initial values of a row
 
     def __init__(
         self,
@@ -43,18 +43,18 @@ class KeepThinking(LogitsProcessor):
         self.window = check_number("window", window, 1, integer=True)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """No end where the row is uncertain, and only `wait` where it was about to."""
-        ends, unsure, ending = self._end_masks(context, scores)
-        kept = scores.masked_fill(ends & unsure, -torch.inf)
+        """Mask end tokens of uncertain rows; force `wait` where a row was about to end."""
+        is_end, uncertain, about_to_end = self._end_masks(context, scores)
+        masked = scores.masked_fill(is_end & uncertain, -torch.inf)
         if self.wait is None:
-            return kept
-        only = torch.zeros_like(scores).masked_fill(
+            return masked
+        wait_only = torch.zeros_like(scores).masked_fill(
             ~vocab_mask(scores.shape, context.param("wait")), -torch.inf
         )
-        return torch.where(ending, only, kept)
+        return torch.where(about_to_end, wait_only, masked)
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
-        """The mean with one more entropy in it, and how often an end was put off."""
+        """Update the mean entropy and the number of suppressed ends."""
         mean, waits = context.state("thinking_entropy"), context.state("thinking_waits")
         waits = waits + self._end_masks(context, before)[2]
         entropy = torch.special.entr(before.softmax(-1)).sum(-1, keepdim=True)  # [N, 1], in nats
@@ -62,12 +62,14 @@ class KeepThinking(LogitsProcessor):
         return {"thinking_entropy": mean[:, 0], "thinking_waits": waits[:, 0]}
 
     def _end_masks(self, context: Context, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Which tokens end [N, V], which lines must not, and which of these were about to [N, 1]."""
-        ends = vocab_mask(scores.shape, context.param("eos_token_ids" if self.end is None else "end"))
-        other = scores.masked_fill(ends, -torch.inf).amax(-1, keepdim=True)  # -inf: nothing else is possible
-        unsure = (context.state("thinking_entropy") > self.above) & (other > -torch.inf)
-        unsure &= context.state("thinking_waits") < self.most
-        return ends, unsure, unsure & (scores.amax(-1, keepdim=True) > other)
+        """End tokens [N, V], lines that must not end [N, 1], and those of them that were about to [N, 1]."""
+        is_end = vocab_mask(scores.shape, context.param("eos_token_ids" if self.end is None else "end"))
+        best_other = scores.masked_fill(is_end, -torch.inf).amax(
+            -1, keepdim=True
+        )  # -inf: nothing else is possible
+        uncertain = (context.state("thinking_entropy") > self.above) & (best_other > -torch.inf)
+        uncertain &= context.state("thinking_waits") < self.most
+        return is_end, uncertain, uncertain & (scores.amax(-1, keepdim=True) > best_other)
 
 
 processor = KeepThinking

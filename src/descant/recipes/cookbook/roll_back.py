@@ -1,15 +1,15 @@
-"""Roll back: a text that is stuck in a loop returns to where it began to repeat, and goes another way.
+"""Roll back: a text stuck in a loop returns to where the repetition began and continues differently.
 
-Greedy text, above all, falls into saying one thing over and over, each time surer of it (Holtzman et al.
-2020, "The Curious Case of Neural Text Degeneration", arXiv 1904.09751; Xu et al. 2022, "Learning to Break
-the Loop", arXiv 2206.02369). A penalty on repetition bends every choice, loop or not. This touches nothing
-until the same run of up to `period` tokens has been said `repeats` times; then all but the first are taken
-back, and the token that began the second is not said there again. At most `most` times for each sequence.
+Greedy decoding tends to repeat itself with growing confidence (Holtzman et al. 2020, "The Curious Case of
+Neural Text Degeneration", arXiv 1904.09751; Xu et al. 2022, "Learning to Break the Loop", arXiv 2206.02369).
+A repetition penalty changes every choice, in a loop or not. This changes nothing until the same run of up to
+`period` tokens has occurred `repeats` times. Then all but the first are taken back, and the first token of
+the second run is masked at its position. At most `most` times per sequence.
 
     generate(model, **inputs, recipe="roll-back", repeats=3, most=16)
 
-A strategy, by way of `Rewinding`: that one cuts rows and their caches, bars the token, and holds back from a
-stream what may still go. All that is left to say is which tokens those are.
+A strategy on top of `Backtracking`, which truncates rows and caches, masks the token, and withholds pending
+tokens from a stream. This class only decides which tokens to take back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from descant.parts import Backtracking, NoiseSource, RankGroup, Retraction, Stop
 
 
 class RollBack(Backtracking):
-    """Greedy search and sampling that leave loops."""
+    """Greedy search and sampling that backtrack out of loops."""
 
     def __init__(
         self,
@@ -37,18 +37,18 @@ class RollBack(Backtracking):
         self.most = check_number("most", most, 0, integer=True)
 
     def inspect(self, written: Sequence[int], cuts: int) -> Retraction:
-        """What repeats may go on to be a loop, and goes when it is one."""
-        loose = 0
+        """Repeated tokens are pending, and taken back once they are a loop."""
+        pending = 0
         for period in range(1, self.period + 1 if cuts < self.most else 1):
-            again = repeated_suffix_length(written, period)
-            if again >= period * (self.repeats - 1):
-                return Retraction(backtrack=again)
-            loose = max(loose, again)
-        return Retraction(loose)
+            repeated = repeated_suffix_length(written, period)
+            if repeated >= period * (self.repeats - 1):
+                return Retraction(backtrack=repeated)
+            pending = max(pending, repeated)
+        return Retraction(pending)
 
 
 def repeated_suffix_length(tokens: Sequence[int], period: int) -> int:
-    """How many of the last tokens are what was said `period` tokens before each."""
+    """The number of last tokens that equal the token `period` positions before them."""
     count = 0
     while count + period < len(tokens) and tokens[-1 - count] == tokens[-1 - count - period]:
         count += 1

@@ -1,11 +1,11 @@
-"""Two runs side by side: how far they say the same, what was set otherwise, and what came of it."""
+"""Comparison of two runs: shared prefix, different settings, results."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from descant.errors import InputError
 from descant.tokenization.display import join_pieces
@@ -15,23 +15,21 @@ from descant.trace.pictures.selection import TraceSelection
 from descant.trace.pictures.text_stats import mean_entropy, perplexity
 from descant.trace.records import RequestRecord
 from descant.trace.token_text import token_pieces
+from descant.trace.trace_data import TraceData
 from descant.trace.tree import Node
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
 
 __all__ = ["ComparedRun", "RunComparison", "compare_runs"]
 
 MISSING = "–"
-ComparisonRow = tuple[str, str, str]  # a name, and what it is on either side
+ComparisonRow = tuple[str, str, str]  # name, value of A, value of B
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One of the two."""
+    """One of the two runs."""
 
     name: str
-    trace: Trace
+    trace: TraceData
     selection: TraceSelection
     request: RequestRecord
     nodes: Sequence[Node]
@@ -39,61 +37,64 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Both, and what sets them apart."""
+    """Two runs and their differences."""
 
     runs: tuple[ComparedRun, ComparedRun]
-    num_shared_tokens: int  # tokens that both begin with
+    num_shared_tokens: int  # length of the common prefix
     settings: Sequence[ComparisonRow]
     results: Sequence[ComparisonRow]
 
     def divergence_text(self) -> str:
-        """Where they part, in words."""
-        one, other = (len(side.nodes) for side in self.runs)
+        """Where the runs diverge, as text."""
+        one, other = (len(run.nodes) for run in self.runs)
         if self.num_shared_tokens == one == other:
             return f"both say the same ({pluralize(one, 'token')})"
         if not self.num_shared_tokens:
             return "they part at the first token"
-        return f"the first {pluralize(self.num_shared_tokens, 'token')} the same, they part at token {self.num_shared_tokens + 1}"
+        shared = pluralize(self.num_shared_tokens, "token")
+        return f"the first {shared} the same, they part at token {self.num_shared_tokens + 1}"
 
 
-def compare_runs(trace: Trace, where: TraceSelection, beside: Trace | None) -> RunComparison:
-    """Of two traces, or of the first two requests of one."""
+def compare_runs(trace: TraceData, selection: TraceSelection, beside: TraceData | None) -> RunComparison:
+    """Compare two traces, or two requests of one trace."""
     if beside is None and len(trace.requests) < 2:
         raise InputError(
             "beside", "must be a trace where the other has one request", beside, "give a second one"
         )
     if beside is not None:
-        place = list(trace.requests).index(where.request or 0)
+        index = list(trace.requests).index(selection.request or 0)
         others = list(beside.requests)
-        request = others[min(place, len(others) - 1)] if others else None
+        request = others[min(index, len(others) - 1)] if others else None
         second = _compared_run("B", beside, TraceSelection(request).resolve(beside))
     else:
-        request = next(one for one in trace.requests if one != where.request)
+        request = next(left for left in trace.requests if left != selection.request)
         second = _compared_run("B", trace, TraceSelection(request).resolve(trace))
-    sides = (_compared_run("A", trace, where), second)
-    said = [[join_pieces(token_pieces(side.trace, node.token or 0)) for node in side.nodes] for side in sides]
+    runs = (_compared_run("A", trace, selection), second)
+    texts = [[join_pieces(token_pieces(run.trace, node.token or 0)) for node in run.nodes] for run in runs]
     shared = 0
-    for one, other in zip(*said, strict=False):
-        if one != other:
+    for left, right in zip(*texts, strict=False):
+        if left != right:
             break
         shared += 1
-    return RunComparison(sides, shared, _setting_rows(sides), _result_rows(sides))
+    return RunComparison(runs, shared, _setting_rows(runs), _result_rows(runs))
 
 
-def _compared_run(name: str, trace: Trace, where: TraceSelection) -> ComparedRun:
-    assert where.request is not None
-    return ComparedRun(name, trace, where, trace.requests[where.request], sequence_path(trace, where))
+def _compared_run(name: str, trace: TraceData, selection: TraceSelection) -> ComparedRun:
+    assert selection.request is not None
+    return ComparedRun(
+        name, trace, selection, trace.requests[selection.request], sequence_path(trace, selection)
+    )
 
 
-def _setting_rows(sides: Sequence[ComparedRun]) -> list[ComparisonRow]:
-    """What was set in one way here and in another there."""
-    known: list[Mapping[str, Any]] = [
-        {"model": side.trace.header.model, "method": side.request.method, **side.request.config}
-        for side in sides
+def _setting_rows(runs: Sequence[ComparedRun]) -> list[ComparisonRow]:
+    """Settings that differ."""
+    settings: list[Mapping[str, Any]] = [
+        {"model": run.trace.header.model, "method": run.request.method, **run.request.config} for run in runs
     ]
-    names = list(dict.fromkeys([*known[0], *known[1]]))
+    names = list(dict.fromkeys([*settings[0], *settings[1]]))
     lines = [
-        (name, _format_setting(known[0].get(name)), _format_setting(known[1].get(name))) for name in names
+        (name, _format_setting(settings[0].get(name)), _format_setting(settings[1].get(name)))
+        for name in names
     ]
     return [line for line in lines if line[1] != line[2]]
 
@@ -104,24 +105,24 @@ def _format_setting(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _result_rows(sides: Sequence[ComparedRun]) -> list[ComparisonRow]:
-    one, other = map(_result_figures, sides)
+def _result_rows(runs: Sequence[ComparedRun]) -> list[ComparisonRow]:
+    one, other = map(_result_figures, runs)
     lines = [(name, one[name], other[name]) for name in one]
     return [line for line in lines if {line[1], line[2]} != {MISSING}]
 
 
-def _result_figures(side: ComparedRun) -> dict[str, str]:
-    last = side.nodes[-1] if side.nodes else None
-    of_it = side.trace.steps_of(side.request.request)
-    cache = max((one.cache or 0 for one in of_it), default=0)
-    value, mean = perplexity(side.nodes), mean_entropy(side.nodes)
+def _result_figures(run: ComparedRun) -> dict[str, str]:
+    last = run.nodes[-1] if run.nodes else None
+    steps = run.trace.steps_of(run.request.request)
+    cache = max((one.cache or 0 for one in steps), default=0)
+    value, mean = perplexity(run.nodes), mean_entropy(run.nodes)
     return {
-        "tokens": str(len(side.nodes)),
+        "tokens": str(len(run.nodes)),
         "ended by": MISSING if last is None or last.reason is None else last.reason,
         "perplexity": MISSING if value is None else f"{value:.2f}",
         "mean entropy, nats": MISSING if mean is None else f"{mean:.2f}",
         "score": MISSING if last is None or last.score is None else format_score(last.score),
-        "steps": str(len(of_it)),
-        "time": f"{sum(one.seconds for one in of_it):.2f} s",
+        "steps": str(len(steps)),
+        "time": f"{sum(one.seconds for one in steps):.2f} s",
         "cache, at most": format_bytes(cache) if cache else MISSING,
     }

@@ -1,11 +1,11 @@
-"""What was guessed along a sequence, and what of it stood."""
+"""Draft tokens along a sequence, accepted and rejected."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from descant.tokenization.display import TextPiece
 from descant.trace.pictures.number_format import pluralize
@@ -16,10 +16,8 @@ from descant.trace.pictures.text_layout import LayoutToken
 from descant.trace.pictures.text_stats import node_tokens
 from descant.trace.records import RowRecord
 from descant.trace.token_text import token_pieces
+from descant.trace.trace_data import TraceData
 from descant.trace.tree import Node
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
 
 __all__ = [
     "DraftPositionStats",
@@ -30,12 +28,12 @@ __all__ = [
     "tokens_with_notes",
 ]
 
-MAX_REJECTED_CELLS: Final = 14  # cells of a guess that did not stand
+MAX_REJECTED_CELLS: Final = 14  # cells of a rejected draft token
 
 
 @dataclass(frozen=True)
 class DraftedForward:
-    """One pass of the model: the tokens that it gave, and the guesses that it judged."""
+    """One forward pass: its new tokens and the drafts that it verified."""
 
     step: int
     nodes: Sequence[Node]
@@ -44,11 +42,11 @@ class DraftedForward:
 
     @property
     def rejected_drafts(self) -> Sequence[int]:
-        """The guess that did not stand, and those behind it, which were never judged."""
+        """The rejected draft token, and those after it, which were not verified."""
         return self.drafts[self.num_accepted :]
 
-    def rejection_pieces(self, trace: Trace) -> list[TextPiece]:
-        """The guess that did not stand, and how many behind it were never judged."""
+    def rejection_pieces(self, trace: TraceData) -> list[TextPiece]:
+        """The rejected draft token, and the number of unverified ones after it."""
         first, *rest = self.rejected_drafts
         return clip_pieces(token_pieces(trace, first, True), MAX_REJECTED_CELLS) + (
             [(f" +{len(rest)}", True)] if rest else []
@@ -57,43 +55,48 @@ class DraftedForward:
 
 @dataclass(frozen=True)
 class DraftPositionStats:
-    """How often there was a first, second, ... guess, and how often it stood."""
+    """Proposed and accepted draft tokens at one draft position."""
 
     num_drafts: int
     num_accepted: int
 
 
-def forward_passes(trace: Trace, where: TraceSelection) -> list[DraftedForward]:
-    """The passes that the sequence took, in order."""
-    assert where.request is not None
+def forward_passes(trace: TraceData, selection: TraceSelection) -> list[DraftedForward]:
+    """The forward passes of a sequence, in order."""
+    assert selection.request is not None
     rows: dict[tuple[int, int], RowRecord] = {}
-    # Without a drafter what is called drafts are a method's own candidates.
-    for step in trace.steps if trace.requests[where.request].drafter is not None else ():
+    # Without a drafter, `drafts` holds candidates of the strategy itself.
+    for step in trace.steps if trace.requests[selection.request].drafter is not None else ():
         for row in step.rows:
             for run in row.runs:
                 rows |= {(step.step, node): row for node in run.nodes[:1]}
-    found = []
-    for born, group in groupby(sequence_path(trace, where), key=lambda node: node.step):
+    passes = []
+    for step_number, group in groupby(sequence_path(trace, selection), key=lambda node: node.step):
         nodes = list(group)
-        taken = rows.get((born, nodes[0].number))
-        found.append(
-            DraftedForward(born, nodes, () if taken is None else taken.drafts, sum(n.is_draft for n in nodes))
+        row_record = rows.get((step_number, nodes[0].number))
+        passes.append(
+            DraftedForward(
+                step_number,
+                nodes,
+                () if row_record is None else row_record.drafts,
+                sum(n.is_draft for n in nodes),
+            )
         )
-    return found
+    return passes
 
 
-def tokens_with_notes(trace: Trace, nodes: Sequence[Node], notes: Mapping[int, int]) -> list[LayoutToken]:
-    """The tokens of nodes with room for a note below some of them, whose cells are given by node.
+def tokens_with_notes(trace: TraceData, nodes: Sequence[Node], notes: Mapping[int, int]) -> list[LayoutToken]:
+    """The tokens of nodes, with room for notes below; `notes` maps a node to the cells of its note.
 
-    A note may reach below the tokens behind its own, as far as the next note.
+    A note may extend below the following tokens, up to the next note.
     """
     placed = node_tokens(trace, nodes)
     needed, noted = 0, None
-    for at, node in reversed(list(enumerate(nodes))):
-        wide = pieces_width(placed[at].pieces)
-        if noted is None or placed[at].ends_line:
-            needed, noted = 0, at  # the last token before the next note has the room that is lacking
-        needed += wide
+    for index, node in reversed(list(enumerate(nodes))):
+        width = pieces_width(placed[index].pieces)
+        if noted is None or placed[index].ends_line:
+            needed, noted = 0, index  # the last token before the next note is widened if needed
+        needed += width
         if node.number in notes:
             if lacking := max(notes[node.number] - needed, 0):
                 last = placed[noted]
@@ -103,7 +106,7 @@ def tokens_with_notes(trace: Trace, nodes: Sequence[Node], notes: Mapping[int, i
 
 
 def draft_position_stats(passes: Sequence[DraftedForward]) -> list[DraftPositionStats]:
-    """The guesses by their place."""
+    """Acceptance by draft position."""
     longest = max((len(one.drafts) for one in passes), default=0)
     return [
         DraftPositionStats(
@@ -114,15 +117,15 @@ def draft_position_stats(passes: Sequence[DraftedForward]) -> list[DraftPosition
 
 
 def draft_summary(passes: Sequence[DraftedForward]) -> list[str]:
-    """What the guesses come to, in words."""
+    """Totals of the drafts, as text."""
     tokens = sum(len(one.nodes) for one in passes)
-    drafts, stood = sum(len(one.drafts) for one in passes), sum(one.num_accepted for one in passes)
-    said = [pluralize(len(passes), "forward"), pluralize(tokens, "token")]
+    drafts, accepted = sum(len(one.drafts) for one in passes), sum(one.num_accepted for one in passes)
+    parts = [pluralize(len(passes), "forward"), pluralize(tokens, "token")]
     if passes:
-        said.append(f"{tokens / len(passes):.2f} tokens a forward")
-    said.append(
-        f"{stood} of {pluralize(drafts, 'guess', 'guesses')} stood ({100 * stood / drafts:.1f} %)"
+        parts.append(f"{tokens / len(passes):.2f} tokens a forward")
+    parts.append(
+        f"{accepted} of {pluralize(drafts, 'guess', 'guesses')} stood ({100 * accepted / drafts:.1f} %)"
         if drafts
         else "nothing was guessed"
     )
-    return said
+    return parts

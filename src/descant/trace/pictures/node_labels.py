@@ -1,17 +1,15 @@
-"""What pictures say of nodes, in words: their titles, their ends, and what the whole shows."""
+"""Labels of tree nodes: tooltips, endings, states."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from descant.tokenization.display import join_pieces
 from descant.trace.pictures.number_format import format_nats, format_percent, format_score
 from descant.trace.pictures.terminal_cells import clip_pieces
 from descant.trace.token_text import token_pieces
+from descant.trace.trace_data import TraceData
 from descant.trace.tree import Node
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
 
 __all__ = [
     "STATE_LABELS",
@@ -30,41 +28,41 @@ STATE_LABELS: Final = {
     "ended": "ended, not returned",
     "dropped": "dropped",
 }
-_MAX_ALTERNATIVES: Final = 5  # alternatives
-_MAX_TOKEN_CELLS: Final = 40  # cells of a token
+_MAX_ALTERNATIVES: Final = 5
+_MAX_TOKEN_CELLS: Final = 40
 _TEENS: Final = range(11, 14)
 
 
 def group_letter(group: int) -> str:
-    """The letter of a group: A to Z, then AA."""
+    """The letter of a beam group: A to Z, then AA."""
     return group_letter(group // 26 - 1) + group_letter(group % 26) if group >= 26 else chr(ord("A") + group)
 
 
 def ending_label(node: Node) -> str:
-    """How a sequence ended, and its place among those that were returned."""
+    """The finish reason of a sequence, with its rank if it was returned."""
     if node.rank is None:
         return node.reason or ""
-    place = node.rank + 1
-    tail = "th" if place % 100 in _TEENS else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
-    return f"{place}{tail}, {node.reason}" if node.reason else f"{place}{tail}"
+    rank = node.rank + 1
+    suffix = "th" if rank % 100 in _TEENS else {1: "st", 2: "nd", 3: "rd"}.get(rank % 10, "th")
+    return f"{rank}{suffix}, {node.reason}" if node.reason else f"{rank}{suffix}"
 
 
-def constraint_progress(trace: Trace, node: Node) -> str:
-    """How far its constraints are met, where that token met some of them; "" elsewhere."""
-    asked = trace.requests[node.request]
-    if node.met is None or asked.demands is None or node.parent is None:
+def constraint_progress(trace: TraceData, node: Node) -> str:
+    """Constraint progress, such as "2/5", if this token fulfilled a part of it; else ""."""
+    request = trace.requests[node.request]
+    if node.met is None or request.demands is None or node.parent is None:
         return ""
     above = trace.tree.node(node.parent).met or 0
-    return f"{node.met}/{asked.demands}" if node.met > above else ""
+    return f"{node.met}/{request.demands}" if node.met > above else ""
 
 
-def token_label(trace: Trace, token: int) -> str:
-    """A token in a line about it."""
+def token_label(trace: TraceData, token: int) -> str:
+    """A token as text of at most `_MAX_TOKEN_CELLS`."""
     return join_pieces(clip_pieces(token_pieces(trace, token, True), _MAX_TOKEN_CELLS))
 
 
-def alternative_lines(trace: Trace, node: Node) -> list[str]:
-    """What else could have been taken there, likeliest first."""
+def alternative_lines(trace: TraceData, node: Node) -> list[str]:
+    """The candidates at a node, likeliest first."""
     if node.choice is None:
         return []
     return [
@@ -74,18 +72,18 @@ def alternative_lines(trace: Trace, node: Node) -> list[str]:
     ]
 
 
-def tooltip_lines(trace: Trace, node: Node, state: str) -> list[str]:
-    """All that is known of a node, a line each."""
+def tooltip_lines(trace: TraceData, node: Node, state: str) -> list[str]:
+    """The tooltip of a node, as lines."""
     if node.token is None:
         return ["prompt"]
     lines = [
         f"{token_label(trace, node.token)}  (token {node.token}, step {node.step}, {STATE_LABELS[state]})"
     ]
     if node.processed is not None:
-        same = node.raw == node.processed
+        unchanged = node.raw == node.processed
         lines.append(
             format_percent(node.processed)
-            + ("" if same else f", before the processors {format_percent(node.raw)}")
+            + ("" if unchanged else f", before the processors {format_percent(node.raw)}")
         )
     if node.score is not None:
         lines.append(f"score {format_score(node.score)}")

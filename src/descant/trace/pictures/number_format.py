@@ -1,4 +1,4 @@
-"""Numbers as pictures write them."""
+"""Number formats of the pictures."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 
 __all__ = ["format_bytes", "format_nats", "format_percent", "format_score", "pluralize", "probability"]
 
-_MIN_SHOWN_PROBABILITY = 0.0005  # below it a percentage is told as less than the smallest that is written
+_MIN_SHOWN_PROBABILITY = 0.0005  # smaller ones are shown as "< 0.1 %"
 
 
 def probability(log: float | None) -> float:
-    """The probability of a logarithm; 0 for one that is not known."""
+    """The probability of a log-probability; 0 for None."""
     return 0.0 if log is None else math.exp(min(log, 0.0))
 
 
 def format_percent(log: float | None) -> str:
-    """The probability of a logarithm, such as "12.3 %"."""
+    """A log-probability as a percentage, such as "12.3 %"."""
     if log is None:
         return "not kept"
     if log == -math.inf:
@@ -25,13 +25,13 @@ def format_percent(log: float | None) -> str:
 
 
 def format_score(score: float | None) -> str:
-    """A score as beams rank it, or any logarithm."""
+    """A beam score or log-probability."""
     if score is None:
         return ""
     if math.isinf(score):
         return "−∞" if score < 0 else "∞"
-    said = f"{abs(score):.2f}"
-    return said if score >= 0 or not float(said) else f"−{said}"
+    text = f"{abs(score):.2f}"
+    return text if score >= 0 or not float(text) else f"−{text}"
 
 
 def format_nats(entropy: float) -> str:
@@ -45,7 +45,7 @@ def pluralize(count: int, noun: str, many: str = "") -> str:
 
 
 def format_bytes(size: int) -> str:
-    """Bytes, in the unit that leaves one to three digits."""
+    """A size in the unit that leaves one to three digits."""
     value, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:

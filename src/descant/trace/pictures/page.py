@@ -1,4 +1,4 @@
-"""A trace as one page that needs nothing else: no network, no other file."""
+"""A trace as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import json
 import zlib
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from descant.trace.pictures.page_data import DetailLevel, build_page_data
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
+from descant.trace.pictures.selection import TraceSelection
+from descant.trace.pictures.terminal import render_terminal
+from descant.trace.trace_data import TraceData
 
 __all__ = ["MAX_PAGE_BYTES", "render_page"]
 
-MAX_PAGE_BYTES: Final = 2_000_000  # bytes of a page
-_MAX_NOSCRIPT_CHARS: Final = 100_000  # letters of the picture for those without scripts
-_MAX_TITLE_BYTES: Final = 2_000  # bytes that a title has at most
+MAX_PAGE_BYTES: Final = 2_000_000
+_MAX_NOSCRIPT_CHARS: Final = 100_000
+_MAX_TITLE_BYTES: Final = 2_000
 
 _SCRIPTS: Final = (
     "page.js", "masthead.js", "layout.js", "hypotheses.js", "hand.js", "tree.js",
@@ -28,7 +28,7 @@ _SCRIPTS: Final = (
 )  # fmt: skip
 _STYLES: Final = ("page.css", "tree.css", "views.css")
 
-# What a page is told, and what it says of that: the first that fits.
+# Levels of detail with the note that the page shows: the first that fits is used.
 _DETAIL_LEVELS: Final = (
     (DetailLevel(), ()),
     (DetailLevel(max_candidates=4), ("To keep this page small, four alternatives are shown at each place.",)),
@@ -67,8 +67,8 @@ _PAGE_TEMPLATE: Final = """<!doctype html>
 """
 
 
-def render_page(trace: Trace, beside: Trace | None = None, title: str | None = None) -> str:
-    """All pictures of a trace, or of two side by side, in one page of at most `LIMIT` bytes."""
+def render_page(trace: TraceData, beside: TraceData | None = None, title: str | None = None) -> str:
+    """All pictures of a trace, or of two side by side, in one page of at most `MAX_PAGE_BYTES`."""
     script, style = _read_assets(_SCRIPTS), _read_assets(_STYLES)
     parts = {
         "policy": _content_policy(script, style),
@@ -76,54 +76,54 @@ def render_page(trace: Trace, beside: Trace | None = None, title: str | None = N
         "text": html.escape(_noscript_text(trace)),
         "script": script,
     }
-    room = (
+    max_bytes = (
         MAX_PAGE_BYTES
         - _MAX_TITLE_BYTES
         - sum(len(one.encode("utf-8")) for one in (_PAGE_TEMPLATE, *parts.values()))
     )
-    told, packed = _fit_page_data(trace, beside, title, room)
-    return _PAGE_TEMPLATE.format(title=html.escape(told["title"]), scene=packed, **parts)
+    data, packed = _fit_page_data(trace, beside, title, max_bytes)
+    return _PAGE_TEMPLATE.format(title=html.escape(data["title"]), scene=packed, **parts)
 
 
 def _fit_page_data(
-    trace: Trace, beside: Trace | None, title: str | None, room: int
+    trace: TraceData, beside: TraceData | None, title: str | None, max_bytes: int
 ) -> tuple[dict[str, Any], str]:
-    """The scene that tells the most and fits, and as it is packed."""
+    """The most detailed page data that fits, and its packed form."""
     for detail, notes in _DETAIL_LEVELS:
-        told, packed = _pack_page_data(trace, beside, title, detail, notes)
-        if len(packed) <= room:
-            return told, packed
-    # What is left is more than its choices: fewer steps of fewer requests, until it is little enough.
+        data, packed = _pack_page_data(trace, beside, title, detail, notes)
+        if len(packed) <= max_bytes:
+            return data, packed
+    # Still too large: halve the steps and requests until it fits.
     steps, requests = max(len(one.steps) for one in (trace, beside or trace)), len(trace.requests)
     while True:
         steps, requests = steps // 2, max(1, requests // 2)
         detail = DetailLevel(0, False, False, max_prompt_tokens=500, max_steps=steps, max_requests=requests)
-        said = f"the first {steps} steps of the first {requests} requests are shown, without their choices"
-        told, packed = _pack_page_data(
-            trace, beside, title, detail, (f"To keep this page small, only {said}.",)
+        scope = f"the first {steps} steps of the first {requests} requests are shown, without their choices"
+        data, packed = _pack_page_data(
+            trace, beside, title, detail, (f"To keep this page small, only {scope}.",)
         )
-        if len(packed) <= room or not steps:
-            return told, packed
+        if len(packed) <= max_bytes or not steps:
+            return data, packed
 
 
 def _pack_page_data(
-    trace: Trace, beside: Trace | None, title: str | None, detail: DetailLevel, notes: tuple[str, ...]
+    trace: TraceData, beside: TraceData | None, title: str | None, detail: DetailLevel, notes: tuple[str, ...]
 ) -> tuple[dict[str, Any], str]:
-    told = {**build_page_data(trace, beside, title, detail), "notes": list(notes)}
-    said = json.dumps(told, separators=(",", ":"), allow_nan=False).encode("ascii")
-    return told, base64.b64encode(zlib.compress(said, 6)).decode("ascii")
+    data = {**build_page_data(trace, beside, title, detail), "notes": list(notes)}
+    encoded = json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return data, base64.b64encode(zlib.compress(encoded, 6)).decode("ascii")
 
 
-def _noscript_text(trace: Trace) -> str:
-    """What is there to read where no script runs."""
+def _noscript_text(trace: TraceData) -> str:
+    """The page's text for browsers without scripts."""
     if not trace.requests:
         return "This trace has no requests."
-    text = trace.text()
+    text = render_terminal(trace, "tree", TraceSelection().resolve(trace)).removesuffix("\n")
     return text if len(text) <= _MAX_NOSCRIPT_CHARS else text[:_MAX_NOSCRIPT_CHARS] + "\n…"
 
 
 def _content_policy(script: str, style: str) -> str:
-    """Nothing may be loaded, and nothing but the page's own script and style is obeyed."""
+    """A content security policy that allows only the page's own script and style."""
     return (
         f"default-src 'none'; script-src {_csp_hash(script)}; style-src {_csp_hash(style)}; "
         "base-uri 'none'; form-action 'none'"
@@ -136,6 +136,6 @@ def _csp_hash(text: str) -> str:
 
 @cache
 def _read_assets(names: tuple[str, ...]) -> str:
-    """Files of the page in their order."""
+    """The contents of asset files, joined in order."""
     folder = files("descant.trace.pictures") / "assets"
     return "\n" + "\n".join((folder / name).read_text("utf-8") for name in names)

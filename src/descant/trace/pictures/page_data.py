@@ -1,11 +1,11 @@
-"""What a page is told of a trace: its tree as columns, its choices, its texts as pieces safe to show."""
+"""The data of a page: the tree as columns, the choices, the texts as pieces that are safe to show."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from descant.tokenization.display import TextPiece, escape_invisible, join_pieces
 from descant.trace.records import (
@@ -17,38 +17,39 @@ from descant.trace.records import (
     round_finite,
 )
 from descant.trace.token_text import text_pieces, token_pieces
+from descant.trace.trace_data import TraceData
 from descant.trace.tree import Node, num_accepted_drafts
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
 
 __all__ = ["PAGE_DATA_VERSION", "DetailLevel", "build_page_data"]
 
 PAGE_DATA_VERSION: Final = 1
-_MAX_TEXT_CHARS: Final = 1_000  # of a text that is one string
-_MAX_TITLE_CHARS: Final = 200  # of a title
-_MAX_TOKEN_CHARS: Final = 400  # of a token
-_MAX_SETTING_CHARS: Final = 1_000  # of a setting's value
-_MAX_NESTING: Final = 20  # of lists within lists in it
-_MAX_PATH_NODES: Final = 400_000  # nodes on the paths of all sequences of a request
+_MAX_TEXT_CHARS: Final = 1_000
+_MAX_TITLE_CHARS: Final = 200
+_MAX_TOKEN_CHARS: Final = 400
+_MAX_SETTING_CHARS: Final = 1_000
+_MAX_NESTING: Final = 20  # of lists in a setting
+_MAX_PATH_NODES: Final = 400_000  # on the paths of all sequences of a request
 
 
 @dataclass(frozen=True)
 class DetailLevel:
-    """How much of a trace a page is told; None: all of it."""
+    """How much of a trace a page contains; None: everything."""
 
-    max_candidates: int | None = None  # alternatives of a choice, beside those that were taken
-    with_processors: bool = True  # what each processor did
-    with_choices: bool = True  # the choices at all
-    max_prompt_tokens: int | None = None  # tokens of a prompt, its last
-    max_steps: int | None = None  # of a request, its first
-    max_requests: int | None = None  # the first of them
+    max_candidates: int | None = None  # candidates per choice, in addition to chosen tokens
+    with_processors: bool = True
+    with_choices: bool = True
+    max_prompt_tokens: int | None = None  # the last tokens of a prompt
+    max_steps: int | None = None  # the first steps of a request
+    max_requests: int | None = None  # the first requests
 
 
 def build_page_data(
-    trace: Trace, beside: Trace | None = None, title: str | None = None, detail: DetailLevel | None = None
+    trace: TraceData,
+    beside: TraceData | None = None,
+    title: str | None = None,
+    detail: DetailLevel | None = None,
 ) -> dict[str, Any]:
-    """What a page shows of one trace or of two, as JSON has it."""
+    """The data of a page of one trace or of two, as JSON values."""
     detail = detail or DetailLevel()
     traces = [trace] if beside is None else [trace, beside]
     return {
@@ -60,85 +61,87 @@ def build_page_data(
     }
 
 
-def _run_data(trace: Trace, detail: DetailLevel) -> dict[str, Any]:
-    """A trace, and the texts of the tokens that are met in it."""
-    asked = list(trace.requests.values())[: detail.max_requests]
-    steps: dict[int, list[tuple[StepRecord, list[RowRecord]]]] = {one.request: [] for one in asked}
+def _run_data(trace: TraceData, detail: DetailLevel) -> dict[str, Any]:
+    """One trace, with the texts of the tokens that occur in it."""
+    records = list(trace.requests.values())[: detail.max_requests]
+    steps: dict[int, list[tuple[StepRecord, list[RowRecord]]]] = {one.request: [] for one in records}
     for step in trace.steps:
         rows: dict[int, list[RowRecord]] = {}
         for row in step.rows:
             rows.setdefault(row.request, []).append(row)
-        for request, its in rows.items():
+        for request, request_rows in rows.items():
             if request in steps:
-                steps[request].append((step, its))
-    nodes: dict[int, list[Node]] = {one.request: [] for one in asked}
+                steps[request].append((step, request_rows))
+    nodes: dict[int, list[Node]] = {one.request: [] for one in records}
     for node in trace.tree.nodes.values():
         if node.request in nodes:
             nodes[node.request].append(node)
     requests = [
         _RequestData(trace, one, steps[one.request][: detail.max_steps], detail).build(nodes[one.request])
-        for one in asked
+        for one in records
     ]
-    met = set().union(*(_request_tokens(one) for one in requests))
+    tokens = set().union(*(_request_tokens(one) for one in requests))
     return {
         "model": _clip_text(trace.header.model),
         "descant": _clip_text(trace.header.descant),
         "texts": {
-            token: _clip_pieces(token_pieces(trace, token)) for token in sorted(met) if trace.texts.get(token)
+            token: _clip_pieces(token_pieces(trace, token))
+            for token in sorted(tokens)
+            if trace.texts.get(token)
         },
-        "special": sorted(met & trace.special_tokens),
+        "special": sorted(tokens & trace.special_tokens),
         "cuts": [{"step": one.step, "what": _clip_text(one.what)} for one in trace.truncations],
         "requests": requests,
     }
 
 
 class _RequestData:
-    """One request being told: its nodes by the place that they have in the columns."""
+    """Builds the data of one request; nodes are referred to by column index."""
 
     def __init__(
         self,
-        trace: Trace,
-        asked: RequestRecord,
+        trace: TraceData,
+        request: RequestRecord,
         steps: Sequence[tuple[StepRecord, list[RowRecord]]],
         detail: DetailLevel,
     ):
-        self.trace, self.request, self.steps, self.detail = trace, asked, steps, detail
+        self.trace, self.request, self.steps, self.detail = trace, request, steps, detail
         self.choices: list[dict[str, Any]] = []
-        self._choice_index: dict[int, int] = {}  # look -> its place
+        self._choice_index: dict[int, int] = {}  # id() of a choice record -> index in `choices`
 
     def build(self, nodes: Iterable[Node]) -> dict[str, Any]:
-        """Everything that is told of it."""
-        asked, result = self.request, self.trace.results.get(self.request.request)
+        """The data of the request."""
+        request, result = self.request, self.trace.results.get(self.request.request)
         last = self.steps[-1][0].step if self.steps else -1
-        kept = sorted((one for one in nodes if one.step <= last), key=lambda one: one.number)
-        self.node_index = {one.number: place for place, one in enumerate(kept)}
-        taken = _taken_tokens(kept)
+        shown_nodes = sorted((one for one in nodes if one.step <= last), key=lambda one: one.number)
+        self.node_index = {one.number: index for index, one in enumerate(shown_nodes)}
+        taken = _taken_tokens(shown_nodes)
         steps = [self._step_data(step, rows, taken) for step, rows in self.steps]
         prompt = (
-            asked.prompt
+            request.prompt
             if self.detail.max_prompt_tokens is None
-            else asked.prompt[-self.detail.max_prompt_tokens :]
+            else request.prompt[-self.detail.max_prompt_tokens :]
         )
         return {
-            "request": asked.request,
-            "method": _clip_text(asked.method),
+            "request": request.request,
+            "method": _clip_text(request.method),
             "config": {
-                _clip_text(name): _setting_value(one) for name, one in list(asked.config.items())[:200]
+                _clip_text(name): _setting_value(one) for name, one in list(request.config.items())[:200]
             },
-            "stages": [_clip_text(one) for one in asked.stages[:200]],
-            "beams": asked.beams,
-            "groups": asked.groups,
-            "sequences": asked.sequences,
-            "drafter": None if asked.drafter is None else _clip_text(asked.drafter),
-            "demands": asked.demands,
+            "stages": [_clip_text(one) for one in request.stages[:200]],
+            "beams": request.beams,
+            "groups": request.groups,
+            "sequences": request.sequences,
+            "drafter": None if request.drafter is None else _clip_text(request.drafter),
+            "demands": request.demands,
             "prompt": list(prompt),
             "phrase": text_pieces(self.trace, prompt),
-            "unshown": len(asked.prompt) - len(prompt),
+            "unshown": len(request.prompt) - len(prompt),
             "error": None if result is None or result.error is None else _clip_text(result.error),
-            "nodes": self._node_columns(kept),
+            "nodes": self._node_columns(shown_nodes),
             "looks": self.choices,
             "steps": steps,
-            "said": self._sequences(kept),
+            "said": self._sequences(shown_nodes),
         }
 
     def _node_columns(self, nodes: Sequence[Node]) -> dict[str, list[Any]]:
@@ -178,7 +181,7 @@ class _RequestData:
                     "drafts": list(row.drafts),
                     "accepted": num_accepted_drafts(row, row.runs[0], self.request) if row.runs else 0,
                     "looks": [
-                        self._add_choice(look, row, place, taken) for place, look in enumerate(row.looks)
+                        self._add_choice(choice, row, index, taken) for index, choice in enumerate(row.looks)
                     ]
                     if self.detail.with_choices
                     else [],
@@ -187,21 +190,25 @@ class _RequestData:
             ],
         }
 
-    def _add_choice(self, look: ChoiceRecord, row: RowRecord, place: int, taken: dict[int, set[int]]) -> int:
-        """Its place among the choices; what was taken there, or guessed in vain, is always kept."""
-        top = look.top
+    def _add_choice(
+        self, choice: ChoiceRecord, row: RowRecord, index: int, taken: dict[int, set[int]]
+    ) -> int:
+        """Add a choice; returns its index. Chosen tokens and rejected drafts are always included."""
+        top = choice.top
         if self.detail.max_candidates is not None:
-            kept = taken.get(id(look), set()) | set(row.drafts[place : place + 1])
+            required = taken.get(id(choice), set()) | set(row.drafts[index : index + 1])
             top = tuple(
-                one for at, one in enumerate(top) if at < self.detail.max_candidates or one.token in kept
+                one
+                for rank, one in enumerate(top)
+                if rank < self.detail.max_candidates or one.token in required
             )
-        self._choice_index[id(look)] = len(self.choices)
+        self._choice_index[id(choice)] = len(self.choices)
         self.choices.append(
             {
-                "entropy": round_finite(look.entropy),
-                "left": round_finite(look.left),
+                "entropy": round_finite(choice.entropy),
+                "left": round_finite(choice.left),
                 "top": [[token, round_finite(raw), round_finite(processed)] for token, raw, processed in top],
-                "stages": [_processor_data(one, self.detail.max_candidates) for one in look.stages]
+                "stages": [_processor_data(one, self.detail.max_candidates) for one in choice.stages]
                 if self.detail.with_processors
                 else [],
             }
@@ -209,18 +216,18 @@ class _RequestData:
         return len(self.choices) - 1
 
     def _sequences(self, nodes: Sequence[Node]) -> list[dict[str, Any]]:
-        """What was returned, or what stands if nothing was yet."""
+        """The returned sequences, or the running ones if there are none."""
         result = self.trace.results.get(self.request.request)
-        said: list[dict[str, Any]] = []
+        sequences: list[dict[str, Any]] = []
         if result is not None and all(one.leaf in self.node_index for one in result.sequences):
             length = 0
             for one in result.sequences:
                 path = self._path_indices(one.leaf)
                 length += len(path)
-                if said and length > _MAX_PATH_NODES:
+                if sequences and length > _MAX_PATH_NODES:
                     break
                 unmet = None if one.unmet is None else list(one.unmet)
-                said.append(
+                sequences.append(
                     {
                         "nodes": path,
                         "reason": _clip_text(one.reason),
@@ -228,8 +235,8 @@ class _RequestData:
                         "unmet": unmet,
                     }
                 )
-        if said:
-            return said
+        if sequences:
+            return sequences
         return [
             {
                 "nodes": self._path_indices(one.number),
@@ -248,12 +255,12 @@ class _RequestData:
 
 # ------------------------------------------------------------------------ parts
 def _taken_tokens(nodes: Iterable[Node]) -> dict[int, set[int]]:
-    """The tokens that were taken at each look, by its identity."""
-    found: dict[int, set[int]] = {}
+    """The chosen tokens by id() of their choice record."""
+    taken: dict[int, set[int]] = {}
     for one in nodes:
         if one.choice is not None and one.token is not None:
-            found.setdefault(id(one.choice), set()).add(one.token)
-    return found
+            taken.setdefault(id(one.choice), set()).add(one.token)
+    return taken
 
 
 def _processor_data(stage: ProcessorRecord, top: int | None) -> dict[str, Any]:
@@ -269,38 +276,38 @@ def _processor_data(stage: ProcessorRecord, top: int | None) -> dict[str, Any]:
 
 
 def _request_tokens(request: dict[str, Any]) -> set[int]:
-    """Every token that a request shows."""
-    found = {*request["prompt"], *request["nodes"]["token"]}
-    for look in request["looks"]:
-        found.update(one[0] for one in look["top"])
-        found.update(one[0] for stage in look["stages"] for one in stage["moved"])
+    """Every token that occurs in a request's data."""
+    tokens = {*request["prompt"], *request["nodes"]["token"]}
+    for choice in request["looks"]:
+        tokens.update(one[0] for one in choice["top"])
+        tokens.update(one[0] for stage in choice["stages"] for one in stage["moved"])
     for step in request["steps"]:
         for row in step["rows"]:
-            found.update(row["drafts"])
-    return found - {-1}
+            tokens.update(row["drafts"])
+    return tokens - {-1}
 
 
-def _clip_pieces(pieces: Iterable[TextPiece], most: int = _MAX_TOKEN_CHARS) -> list[TextPiece]:
-    """Pieces up to that many letters."""
-    kept: list[TextPiece] = []
-    for text, stands in pieces:
-        if len(text) > most:
-            return [*kept, (text[:most], stands), ("…", True)]
-        kept.append((text, stands))
-        most -= len(text)
-    return kept
+def _clip_pieces(pieces: Iterable[TextPiece], max_chars: int = _MAX_TOKEN_CHARS) -> list[TextPiece]:
+    """Pieces cut to `max_chars` characters."""
+    clipped: list[TextPiece] = []
+    for text, is_escaped in pieces:
+        if len(text) > max_chars:
+            return [*clipped, (text[:max_chars], is_escaped), ("…", True)]
+        clipped.append((text, is_escaped))
+        max_chars -= len(text)
+    return clipped
 
 
-def _clip_text(text: str, most: int = _MAX_TEXT_CHARS) -> str:
-    """A text that is shown as one string, with nothing in it that cannot be seen."""
-    return join_pieces(_clip_pieces(escape_invisible(text[: most + 1]), most))
+def _clip_text(text: str, max_chars: int = _MAX_TEXT_CHARS) -> str:
+    """A text as one string of at most `max_chars`, with invisible characters escaped."""
+    return join_pieces(_clip_pieces(escape_invisible(text[: max_chars + 1]), max_chars))
 
 
 def _setting_value(value: Any) -> Any:
-    """A setting with its texts as they can be shown; one that is long is cut and is a text itself."""
+    """A setting with escaped texts; a long one is cut and becomes a string."""
     safe = _escape_strings(value)
-    said = json.dumps(safe, ensure_ascii=False)
-    return safe if len(said) <= _MAX_SETTING_CHARS else f"{said[:_MAX_SETTING_CHARS]}…"
+    encoded = json.dumps(safe, ensure_ascii=False)
+    return safe if len(encoded) <= _MAX_SETTING_CHARS else f"{encoded[:_MAX_SETTING_CHARS]}…"
 
 
 def _escape_strings(value: Any, depth: int = 0) -> Any:

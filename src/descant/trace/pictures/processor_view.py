@@ -1,19 +1,17 @@
-"""One choice of a sequence, and what the processors made of it."""
+"""One choice of a sequence, and the effect of each processor on it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from descant.trace.pictures.number_format import format_percent, pluralize
 from descant.trace.pictures.paths import sequence_path
 from descant.trace.pictures.selection import TraceSelection
 from descant.trace.records import ChoiceRecord, TokenShift
+from descant.trace.trace_data import TraceData
 from descant.trace.tree import Node
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
 
 __all__ = ["ChoiceView", "ProcessorPanel", "format_shift", "last_choice"]
 
@@ -22,7 +20,7 @@ MAX_BARS: Final = 8
 
 @dataclass(frozen=True)
 class ProcessorPanel:
-    """A processor, or all of them: what it says of itself, and tokens before and after it."""
+    """One processor, or all of them together: a note, and tokens before and after."""
 
     name: str
     note: str
@@ -31,43 +29,46 @@ class ProcessorPanel:
 
 @dataclass(frozen=True)
 class ChoiceView:
-    """The choice of one token, with the tokens before it."""
+    """The choice of one token, with its context."""
 
     node: Node
     context_tokens: Sequence[int]
     panels: Sequence[ProcessorPanel]
 
 
-def last_choice(trace: Trace, where: TraceSelection) -> ChoiceView | None:
-    """The last choice of the sequence in the step, or before it; None: none was kept."""
-    assert where.request is not None
-    kept = [node for node in sequence_path(trace, where) if node.choice is not None]
-    if not kept:
+def last_choice(trace: TraceData, selection: TraceSelection) -> ChoiceView | None:
+    """The last recorded choice of the sequence up to the selected step; None: no choice is recorded."""
+    assert selection.request is not None
+    with_choice = [node for node in sequence_path(trace, selection) if node.choice is not None]
+    if not with_choice:
         return None
-    node = kept[-1]
-    look = node.choice
-    assert look is not None
-    above = trace.tree.path_to(node.number)[:-1]
-    before = [*trace.requests[where.request].prompt, *(one.token for one in above if one.token is not None)]
-    return ChoiceView(node, before, _processor_panels(look))
+    node = with_choice[-1]
+    choice = node.choice
+    assert choice is not None
+    ancestors = trace.tree.path_to(node.number)[:-1]
+    before = [
+        *trace.requests[selection.request].prompt,
+        *(one.token for one in ancestors if one.token is not None),
+    ]
+    return ChoiceView(node, before, _processor_panels(choice))
 
 
-def _processor_panels(look: ChoiceRecord) -> list[ProcessorPanel]:
-    """One for each processor that changed anything, and what they come to together."""
+def _processor_panels(choice: ChoiceRecord) -> list[ProcessorPanel]:
+    """One panel per processor with an effect, and one for all together."""
     panels = []
-    for stage in look.stages:
+    for stage in choice.stages:
         note = f"{pluralize(stage.kept, 'token')} left"
         if stage.cut:
             note += f", {stage.cut} cut with {100 * stage.mass:.1f} % of the probability"
         panels.append(ProcessorPanel(stage.name, note, stage.moved))
-    bars = [TokenShift(one.token, one.raw, one.processed) for one in look.top[:MAX_BARS]]
+    bars = [TokenShift(one.token, one.raw, one.processed) for one in choice.top[:MAX_BARS]]
     if not panels:
         return [ProcessorPanel("the model", "nothing was changed", bars)]
     return [*panels, ProcessorPanel("all together", "what the model said, and what was chosen from", bars)]
 
 
 def format_shift(bar: TokenShift) -> str:
-    """A token before and after, in words."""
+    """The probability of a token before and after, as text."""
     return (
         f"{format_percent(bar.before)} → {format_percent(bar.after)}"
         if bar.after != bar.before

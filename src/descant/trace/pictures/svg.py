@@ -1,8 +1,6 @@
-"""Pictures of a trace as SVG, each a file that needs nothing else."""
+"""Pictures of a trace as self-contained SVG files."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from descant.errors import InputError
 from descant.trace.pictures.selection import PICTURES, TraceSelection
@@ -11,9 +9,7 @@ from descant.trace.pictures.svg_processors import svg_processors
 from descant.trace.pictures.svg_speculation import svg_speculation
 from descant.trace.pictures.svg_text import svg_text
 from descant.trace.pictures.svg_tree import svg_tree
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
+from descant.trace.trace_data import TraceData
 
 __all__ = ["render_svg"]
 
@@ -25,10 +21,12 @@ _RENDERERS = {
 }
 
 
-def render_svg(trace: Trace, picture: str, where: TraceSelection, beside: Trace | None = None) -> str:
-    """One picture; "beside" is of two runs, the others of the first."""
+def render_svg(
+    trace: TraceData, picture: str, selection: TraceSelection, beside: TraceData | None = None
+) -> str:
+    """Draw one picture; "beside" shows two runs, the others the first."""
     if picture == "beside":
-        return svg_beside(trace, where, beside)
+        return svg_beside(trace, selection, beside)
     if picture not in _RENDERERS:
         raise InputError("picture", f"must be one of {', '.join(PICTURES)}", picture)
-    return _RENDERERS[picture](trace, where)
+    return _RENDERERS[picture](trace, selection)

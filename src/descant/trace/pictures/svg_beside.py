@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from descant.tokenization.display import escape_invisible, join_pieces
 from descant.trace.pictures.comparison import ComparedRun, ComparisonRow, RunComparison, compare_runs
@@ -20,72 +20,70 @@ from descant.trace.pictures.terminal_cells import clip_pieces
 from descant.trace.pictures.text_layout import layout_tokens
 from descant.trace.pictures.text_stats import node_tokens
 from descant.trace.token_text import text_pieces
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
+from descant.trace.trace_data import TraceData
 
 __all__ = ["svg_beside"]
 
 WIDTH: Final = LINE_CELLS * CELL_WIDTH + 2 * MARGIN
-COLUMN_CELLS: Final = 40  # cells of a column
-GAP_CELLS: Final = 4  # cells between the two
+COLUMN_CELLS: Final = 40  # width of a column
+GAP_CELLS: Final = 4  # between the columns
 TOP, LINE_PITCH = 104.0, 25.0
 
 
-def svg_beside(trace: Trace, where: TraceSelection, beside: Trace | None) -> str:
-    """Two texts, what was set otherwise, and what came of it."""
-    both = compare_runs(trace, where, beside)
-    body = draw_heading("Two runs side by side", [both.divergence_text()])
+def svg_beside(trace: TraceData, selection: TraceSelection, beside: TraceData | None) -> str:
+    """Two texts, their different settings and their results."""
+    comparison = compare_runs(trace, selection, beside)
+    body = draw_heading("Two runs side by side", [comparison.divergence_text()])
     ends = [
-        _draw_run(side, both, MARGIN + at * (COLUMN_CELLS + GAP_CELLS) * CELL_WIDTH, body)
-        for at, side in enumerate(both.runs)
+        _draw_run(run, comparison, MARGIN + index * (COLUMN_CELLS + GAP_CELLS) * CELL_WIDTH, body)
+        for index, run in enumerate(comparison.runs)
     ]
     middle = MARGIN + (COLUMN_CELLS + GAP_CELLS / 2) * CELL_WIDTH
     body.append(line(middle, TOP - 28, middle, max(ends) + 4, "frame"))
     y = max(ends) + 30
-    body += [*draw_shade_legend(MARGIN, y), *_divergence_legend(both, y + 22)]
+    body += [*draw_shade_legend(MARGIN, y), *_divergence_legend(comparison, y + 22)]
     y += 58
-    for title, lines in (("set otherwise", both.settings), ("what came of it", both.results)):
+    for title, lines in (("set otherwise", comparison.settings), ("what came of it", comparison.results)):
         if lines:
             y = _draw_table(title, lines, y, body)
-    texts = (f"{side.name}: {join_pieces(_run_text(side))}" for side in both.runs)
+    texts = (f"{run.name}: {join_pieces(_run_text(run))}" for run in comparison.runs)
     return svg_document(
-        body, WIDTH, y, "Two runs side by side", f"{both.divergence_text()}. {' '.join(texts)}"
+        body, WIDTH, y, "Two runs side by side", f"{comparison.divergence_text()}. {' '.join(texts)}"
     )
 
 
-def _run_text(side: ComparedRun) -> list[tuple[str, bool]]:
-    return text_pieces(side.trace, [node.token for node in side.nodes if node.token is not None])
+def _run_text(run: ComparedRun) -> list[tuple[str, bool]]:
+    return text_pieces(run.trace, [node.token for node in run.nodes if node.token is not None])
 
 
-def _draw_run(side: ComparedRun, both: RunComparison, x: float, body: list[str]) -> float:
-    """One of the texts, those tokens quiet that both begin with; where it ends."""
+def _draw_run(run: ComparedRun, comparison: RunComparison, x: float, body: list[str]) -> float:
+    """Draw one text, the shared prefix greyed; returns the y of its end."""
     body += [
         box(x, TOP - 26, 18, 18, "wash", rx=4),
-        text(side.name, x + 9, TOP - 12.5, "s bold accent note", "middle"),
+        text(run.name, x + 9, TOP - 12.5, "s bold accent note", "middle"),
         text(
-            clip_pieces(escape_invisible(side.request.method), COLUMN_CELLS - 4),
+            clip_pieces(escape_invisible(run.request.method), COLUMN_CELLS - 4),
             x + 26,
             TOP - 12.5,
             "s bold ink",
         ),
     ]
-    bits = layout_tokens(node_tokens(side.trace, side.nodes), COLUMN_CELLS)
+    placed = layout_tokens(node_tokens(run.trace, run.nodes), COLUMN_CELLS)
     marked = False
-    for bit in bits:
-        left, y = x + bit.column * CELL_WIDTH, TOP + bit.row * LINE_PITCH
-        if bit.token_index < both.num_shared_tokens:
-            body.append(text(bit.pieces, left, y + 14.5, "quiet"))
+    for token in placed:
+        left, y = x + token.column * CELL_WIDTH, TOP + token.row * LINE_PITCH
+        if token.token_index < comparison.num_shared_tokens:
+            body.append(text(token.pieces, left, y + 14.5, "quiet"))
             continue
-        if not marked and both.num_shared_tokens:
+        if not marked and comparison.num_shared_tokens:
             body.append(line(left, y - 2, left, y + 22, "strong", 2))
         marked = True
-        body.append(draw_shaded_token(side.trace, side.nodes[bit.token_index], bit, left, y))
-    return TOP + (max((bit.row for bit in bits), default=0) + 1) * LINE_PITCH
+        body.append(draw_shaded_token(run.trace, run.nodes[token.token_index], token, left, y))
+    return TOP + (max((token.row for token in placed), default=0) + 1) * LINE_PITCH
 
 
-def _divergence_legend(both: RunComparison, y: float) -> list[str]:
-    if not both.num_shared_tokens:
+def _divergence_legend(comparison: RunComparison, y: float) -> list[str]:
+    if not comparison.num_shared_tokens:
         return []
     return [
         line(MARGIN + 2, y - 11, MARGIN + 2, y + 3, "strong", 2),
@@ -94,7 +92,7 @@ def _divergence_legend(both: RunComparison, y: float) -> list[str]:
 
 
 def _draw_table(title: str, lines: Sequence[ComparisonRow], y: float, body: list[str]) -> float:
-    """Names, and what each is on either side; where it ends."""
+    """Draw a table of names and values; returns the y of its end."""
     first, second = MARGIN + 26 * CELL_WIDTH, MARGIN + 54 * CELL_WIDTH
     body += [
         text(title, MARGIN, y, "s bold ink"),

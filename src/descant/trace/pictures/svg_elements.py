@@ -1,4 +1,4 @@
-"""SVG that needs nothing else: its elements, and colours for light and for dark."""
+"""SVG elements, and colours for light and dark mode."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = [
     "titled_group",
 ]
 
-FONT_SIZE: Final = 13  # of tokens' letters
-CELL_WIDTH: Final = 7.9  # width of one of them, in the widest of the usual fonts
-NUM_GROUP_COLOURS: Final = 8  # colours of groups; further ones begin again, their letters do not
+FONT_SIZE: Final = 13  # of tokens
+CELL_WIDTH: Final = 7.9  # width of a character in the widest of the usual fonts
+NUM_GROUP_COLOURS: Final = 8  # colours of beam groups; more groups reuse them with other letters
 
 _MONO: Final = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
 _SANS: Final = "system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans',sans-serif"
 
-# Colours by name, in light and in dark; letters have a contrast of 4.5 or more on what is below them.
+# Colours by name, for light and dark; text has a contrast of at least 4.5 to its background.
 _COLOURS: Final = {
     "paper": ("#ffffff", "#0d1117"),
     "frame": ("#d8dee4", "#2b323b"),
@@ -59,7 +59,7 @@ _COLOURS: Final = {
     "g6": ("#00768a", "#5fcfe0"),
     "g7": ("#6d5241", "#d0ab93"),
 }
-# What has which colour: class, property, colour.
+# CSS class, property, colour.
 _CLASS_COLOURS: Final = (
     ("paper", "fill", "paper"),
     ("paper", "stroke", "frame"),
@@ -101,34 +101,36 @@ _BASE_STYLE: Final = (
 
 
 def element(tag: str, *children: str, **attributes: object) -> str:
-    """An element of markup that is already safe; `class_` is class, `data_x` is data-x, None is left out."""
-    said = "".join(
+    """An element with escaped children; `class_` becomes class, `data_x` data-x, None is left out."""
+    attribute_text = "".join(
         f" {name.rstrip('_').replace('_', '-')}={quoteattr(_format_attribute(value))}"
         for name, value in attributes.items()
         if value is not None
     )
-    return f"<{tag}{said}>{''.join(children)}</{tag}>" if children else f"<{tag}{said}/>"
+    return f"<{tag}{attribute_text}>{''.join(children)}</{tag}>" if children else f"<{tag}{attribute_text}/>"
 
 
 def text(
-    said: str | Sequence[TextPiece], x: float, y: float, kind: str = "ink", anchor: str | None = None
+    content: str | Sequence[TextPiece], x: float, y: float, kind: str = "ink", anchor: str | None = None
 ) -> str:
-    """A line of letters: pieces of tokens, or any text, which is made safe here."""
-    pieces = escape_invisible(said) if isinstance(said, str) else said
+    """A line of text: token pieces, or a string, which is escaped here."""
+    pieces = escape_invisible(content) if isinstance(content, str) else content
     spans = "".join(
-        element("tspan", escape(one), class_="m") if stands else escape(one) for one, stands in pieces
+        element("tspan", escape(one), class_="m") if is_escaped else escape(one) for one, is_escaped in pieces
     )
     return element("text", spans, x=x, y=y, class_=kind, text_anchor=anchor) if spans else ""
 
 
-def caption(said: str, x: float, y: float, kind: str = "quiet", anchor: str | None = None) -> str:
-    """A line of the picture's own words."""
-    return text(said, x, y, f"s note {kind}", anchor)
+def caption(content: str, x: float, y: float, kind: str = "quiet", anchor: str | None = None) -> str:
+    """A line of text in the picture's caption font."""
+    return text(content, x, y, f"s note {kind}", anchor)
 
 
-def box(x: float, y: float, width: float, height: float, kind: str, **more: object) -> str:
+def box(x: float, y: float, width: float, height: float, kind: str, **attributes: object) -> str:
     """A box with round corners."""
-    return element("rect", x=x, y=y, width=width, height=height, rx=more.pop("rx", 6), class_=kind, **more)
+    return element(
+        "rect", x=x, y=y, width=width, height=height, rx=attributes.pop("rx", 6), class_=kind, **attributes
+    )
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str, width: float = 1) -> str:
@@ -142,14 +144,14 @@ def path(d: str, kind: str, width: float = 1) -> str:
 
 
 def titled_group(title: str | Iterable[str], *children: str, **attributes: object) -> str:
-    """A group that says what it is where one points at it, a line each."""
+    """A group with a tooltip of one or more lines."""
     lines = [title] if isinstance(title, str) else title
-    said = "\n".join(join_pieces(escape_invisible(one)) for one in lines)
-    return element("g", element("title", escape(said)), *children, **attributes)
+    tooltip = "\n".join(join_pieces(escape_invisible(one)) for one in lines)
+    return element("g", element("title", escape(tooltip)), *children, **attributes)
 
 
 def svg_document(body: Sequence[str], width: float, height: float, title: str, description: str) -> str:
-    """The whole picture, on paper of its own, so that it can be read on any page."""
+    """The whole picture on its own background, so that it is readable on any page."""
     width, height = round(width), round(height)
     inner = "\n".join(body)
     return "\n".join(
@@ -167,19 +169,19 @@ def svg_document(body: Sequence[str], width: float, height: float, title: str, d
 
 
 def text_width(pieces: Iterable[TextPiece]) -> float:
-    """The width of a token's letters."""
+    """The width of token pieces."""
     return pieces_width(pieces) * CELL_WIDTH
 
 
 def _stylesheet(body: str) -> str:
-    """The rules for the classes that are there, and those of the dark."""
-    there = {"paper"} | {name for said in re.findall(r' class="([^"]*)"', body) for name in said.split()}
-    uses = [use for use in _CLASS_COLOURS if use[0] in there]
+    """The rules for the classes in use, for light and dark."""
+    used = {"paper"} | {name for classes in re.findall(r' class="([^"]*)"', body) for name in classes.split()}
+    uses = [use for use in _CLASS_COLOURS if use[0] in used]
     light, dark = (
-        "".join(f".{name}{{{which}:{_COLOURS[colour][shade]}}}" for name, which, colour in uses)
+        "".join(f".{name}{{{attribute}:{_COLOURS[colour][shade]}}}" for name, attribute, colour in uses)
         for shade in (0, 1)
     )
-    return f"{_BASE_STYLE}{light}@media (prefers-color-scheme:dark){{{dark}}}"
+    return f"{_BASE_STYLE}{light}{{@media (prefers-color-scheme:dark){dark}}}"
 
 
 def _format_attribute(value: object) -> str:

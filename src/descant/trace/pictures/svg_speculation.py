@@ -1,10 +1,10 @@
-"""Guesses as SVG: those that stood and those that did not along the text, and how far they reach."""
+"""Speculative decoding as SVG: accepted and rejected drafts along the text, acceptance by position."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from descant.tokenization.display import TextPiece, join_pieces
 from descant.trace.pictures.draft_view import (
@@ -30,51 +30,49 @@ from descant.trace.pictures.svg_elements import (
 from descant.trace.pictures.svg_text import LINE_CELLS, MARGIN, draw_heading
 from descant.trace.pictures.terminal_cells import cell_width, pieces_width
 from descant.trace.pictures.text_layout import layout_tokens
+from descant.trace.trace_data import TraceData
 from descant.trace.tree import Node
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
 
 __all__ = ["svg_speculation"]
 
 TOP: Final = 74.0
 LINE_PITCH, TOKEN_HEIGHT = 40.0, 20.0
-NOTE_SCALE: Final = 0.82  # letters of a rejected guess to those of a token
+NOTE_SCALE: Final = 0.82  # font size of a rejected draft relative to a token
 MAX_BAR_WIDTH, CHART_HEIGHT = 40.0, 78.0  # of the chart by position
 
 
-def svg_speculation(trace: Trace, where: TraceSelection) -> str:
-    """The guesses along one sequence."""
-    assert where.request is not None
-    asked, passes = trace.requests[where.request], forward_passes(trace, where)
-    by = [] if asked.drafter is None else [f"guessed by {asked.drafter}"]
-    body = draw_heading(asked.method, [*draft_summary(passes), *by])
+def svg_speculation(trace: TraceData, selection: TraceSelection) -> str:
+    """The drafts along one sequence."""
+    assert selection.request is not None
+    request, passes = trace.requests[selection.request], forward_passes(trace, selection)
+    by = [] if request.drafter is None else [f"guessed by {request.drafter}"]
+    body = draw_heading(request.method, [*draft_summary(passes), *by])
     nodes = [node for one in passes for node in one.nodes]
     notes = {one.nodes[-1].number: one for one in passes if one.rejected_drafts}
-    room = {
+    note_cells = {
         number: math.ceil(pieces_width(one.rejection_pieces(trace)) * NOTE_SCALE) + 1
         for number, one in notes.items()
     }
-    placed = tokens_with_notes(trace, nodes, room)
-    bits = layout_tokens(placed, LINE_CELLS)
-    for bit in bits:
-        node = nodes[bit.token_index]
+    tokens = tokens_with_notes(trace, nodes, note_cells)
+    placed = layout_tokens(tokens, LINE_CELLS)
+    for token in placed:
+        node = nodes[token.token_index]
         note = notes.pop(node.number, None)
-        x, y = MARGIN + bit.column * CELL_WIDTH, TOP + bit.row * LINE_PITCH
-        body.append(_draw_token(trace, node, bit.pieces, x, y, note))
-    y = TOP + (max((bit.row for bit in bits), default=0) + 1) * LINE_PITCH + 12
+        x, y = MARGIN + token.column * CELL_WIDTH, TOP + token.row * LINE_PITCH
+        body.append(_draw_token(trace, node, token.pieces, x, y, note))
+    y = TOP + (max((token.row for token in placed), default=0) + 1) * LINE_PITCH + 12
     body += _draw_legend(y)
-    reach = draft_position_stats(passes)
-    if reach:
-        y = _draw_chart(reach, y + 34, body)
-    told = ", ".join(draft_summary(passes))
+    stats = draft_position_stats(passes)
+    if stats:
+        y = _draw_chart(stats, y + 34, body)
+    summary = ", ".join(draft_summary(passes))
     return svg_document(
-        body, LINE_CELLS * CELL_WIDTH + 2 * MARGIN, y + 20, f"Guesses of {asked.method}", told
+        body, LINE_CELLS * CELL_WIDTH + 2 * MARGIN, y + 20, f"Guesses of {request.method}", summary
     )
 
 
 def _draw_token(
-    trace: Trace, node: Node, pieces: Sequence[TextPiece], x: float, y: float, note: DraftedForward | None
+    trace: TraceData, node: Node, pieces: Sequence[TextPiece], x: float, y: float, note: DraftedForward | None
 ) -> str:
     width = pieces_width(pieces) * CELL_WIDTH
     parts = [text(pieces, x, y + 14.5, "ink")]
@@ -94,8 +92,8 @@ def _draw_token(
     )
 
 
-def _draw_rejected(trace: Trace, note: DraftedForward, x: float, y: float) -> str:
-    """The guess that did not stand, struck, and how many behind it were never judged."""
+def _draw_rejected(trace: TraceData, note: DraftedForward, x: float, y: float) -> str:
+    """The rejected draft token, struck through, and the number of unverified ones after it."""
     pieces = note.rejection_pieces(trace)
     behind = len(note.rejected_drafts) > 1
     struck = join_pieces(pieces[:-1] if behind else pieces)
@@ -122,17 +120,20 @@ def _draw_legend(y: float) -> list[str]:
     ]
 
 
-def _draw_chart(reach: Sequence[DraftPositionStats], y: float, body: list[str]) -> float:
-    """How often guesses stood, by their place; where it ends."""
+def _draw_chart(stats: Sequence[DraftPositionStats], y: float, body: list[str]) -> float:
+    """Draw the acceptance by draft position; returns the y of its end."""
     body.append(text("guesses that stood, by position", MARGIN, y, "s bold ink"))
-    top, most = y + 26, max(one.num_drafts for one in reach)
-    column = min(MAX_BAR_WIDTH, (LINE_CELLS * CELL_WIDTH) / len(reach))
-    for at, one in enumerate(reach):
-        x = MARGIN + at * column
-        tried, stood = CHART_HEIGHT * one.num_drafts / most, CHART_HEIGHT * one.num_accepted / most
+    top, max_drafts = y + 26, max(one.num_drafts for one in stats)
+    column = min(MAX_BAR_WIDTH, (LINE_CELLS * CELL_WIDTH) / len(stats))
+    for index, one in enumerate(stats):
+        x = MARGIN + index * column
+        tried, accepted = (
+            CHART_HEIGHT * one.num_drafts / max_drafts,
+            CHART_HEIGHT * one.num_accepted / max_drafts,
+        )
         parts = [
             box(x + 3, top + CHART_HEIGHT - tried, column - 6, tried, "sheet frame", rx=2),
-            box(x + 3, top + CHART_HEIGHT - stood, column - 6, stood, "fine", rx=2)
+            box(x + 3, top + CHART_HEIGHT - accepted, column - 6, accepted, "fine", rx=2)
             if one.num_accepted
             else "",
         ]
@@ -143,13 +144,17 @@ def _draw_chart(reach: Sequence[DraftPositionStats], y: float, body: list[str]) 
             )
         if column >= 14:
             parts.append(
-                text(str(at + 1), x + column / 2, top + CHART_HEIGHT + 15, "s small quiet", "middle")
+                text(str(index + 1), x + column / 2, top + CHART_HEIGHT + 15, "s small quiet", "middle")
             )
-        said = f"guess {at + 1}: {one.num_accepted} of {one.num_drafts} stood"
+        tooltip = f"guess {index + 1}: {one.num_accepted} of {one.num_drafts} stood"
         body.append(
             titled_group(
-                said, *parts, data_position=at + 1, data_tried=one.num_drafts, data_stood=one.num_accepted
+                tooltip,
+                *parts,
+                data_position=index + 1,
+                data_tried=one.num_drafts,
+                data_stood=one.num_accepted,
             )
         )
-    body.append(line(MARGIN, top + CHART_HEIGHT, MARGIN + column * len(reach), top + CHART_HEIGHT, "rule"))
+    body.append(line(MARGIN, top + CHART_HEIGHT, MARGIN + column * len(stats), top + CHART_HEIGHT, "rule"))
     return top + CHART_HEIGHT + 18

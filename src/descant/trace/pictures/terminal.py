@@ -1,8 +1,6 @@
-"""Pictures of a trace as lines of text, for a terminal."""
+"""Pictures of a trace as text for a terminal."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from descant.errors import InputError
 from descant.trace.pictures.selection import PICTURES, TraceSelection
@@ -12,9 +10,7 @@ from descant.trace.pictures.terminal_processors import terminal_processors
 from descant.trace.pictures.terminal_speculation import terminal_speculation
 from descant.trace.pictures.terminal_text import terminal_text
 from descant.trace.pictures.terminal_tree import terminal_tree
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
+from descant.trace.trace_data import TraceData
 
 __all__ = ["TerminalCanvas", "render_terminal"]
 
@@ -27,17 +23,17 @@ _RENDERERS = {
 
 
 def render_terminal(
-    trace: Trace,
+    trace: TraceData,
     picture: str,
-    where: TraceSelection,
-    beside: Trace | None = None,
-    paper: TerminalCanvas | None = None,
+    selection: TraceSelection,
+    beside: TraceData | None = None,
+    canvas: TerminalCanvas | None = None,
 ) -> str:
-    """One picture; "beside" is of two runs, the others of the first."""
-    if paper is None:
-        paper = TerminalCanvas()
+    """Draw one picture; "beside" shows two runs, the others the first."""
+    if canvas is None:
+        canvas = TerminalCanvas()
     if picture == "beside":
-        return terminal_beside(trace, where, beside, paper)
+        return terminal_beside(trace, selection, beside, canvas)
     if picture not in _RENDERERS:
         raise InputError("picture", f"must be one of {', '.join(PICTURES)}", picture)
-    return _RENDERERS[picture](trace, where, paper)
+    return _RENDERERS[picture](trace, selection, canvas)

@@ -1,4 +1,4 @@
-"""Lines of text for a terminal: never too wide, and nothing in them that a terminal would obey."""
+"""Lines of text for a terminal, cut to its width, with control characters escaped."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from descant.trace.pictures.terminal_cells import cell_width, clip_pieces, wrap_
 
 __all__ = ["NUM_GROUP_COLOURS", "StyledText", "TerminalCanvas"]
 
-StyledText = tuple[str, str]  # letters, and names of styles with spaces between them
+StyledText = tuple[str, str]  # text, and style names separated by spaces
 
 NUM_GROUP_COLOURS: Final = 8
-_GROUP_COLOURS: Final = (33, 166, 35, 134, 168, 142, 38, 137)  # of groups
-_SHADE_COLOURS: Final = (230, 222, 215, 208)  # the less likely the deeper; letters on them are black
+_GROUP_COLOURS: Final = (33, 166, 35, 134, 168, 142, 38, 137)
+_SHADE_COLOURS: Final = (230, 222, 215, 208)  # darker for less likely tokens; their text is black
 _ANSI_STYLES: Final = {
     "bold": "1",
     "dim": "2",
@@ -32,30 +32,30 @@ _ANSI_STYLES: Final = {
 
 @dataclass(frozen=True)
 class TerminalCanvas:
-    """How wide lines may be, and whether they may have colours."""
+    """Width of a terminal, and whether it has colours."""
 
     width: int = 80
     colour: bool = False
 
     def format_line(self, *spans: StyledText) -> str:
-        """A line of letters, cut to the width."""
-        room, said = max(self.width, 0), ""
+        """A line, cut to the width."""
+        cells_left, line = max(self.width, 0), ""
         for letters, style in spans:
-            safe = clip_pieces(escape_invisible(letters), room)
-            said += self._apply_style(join_pieces(safe), style)
-            room -= cell_width(join_pieces(safe))
-            if safe and safe[-1] == ("…", True) and safe != escape_invisible(letters):
+            clipped = clip_pieces(escape_invisible(letters), cells_left)
+            line += self._apply_style(join_pieces(clipped), style)
+            cells_left -= cell_width(join_pieces(clipped))
+            if clipped and clipped[-1] == ("…", True) and clipped != escape_invisible(letters):
                 break
-        return said if self.colour else said.rstrip(" ")
+        return line if self.colour else line.rstrip(" ")
 
     def format_lines(self, rows: Iterable[Iterable[StyledText]]) -> str:
-        """Many of them."""
+        """Several lines."""
         return "".join(self.format_line(*row) + "\n" for row in rows)
 
-    def wrap_text(self, said: str, style: str = "dim") -> list[list[StyledText]]:
-        """A sentence, on as many lines as it needs."""
+    def wrap_text(self, text: str, style: str = "dim") -> list[list[StyledText]]:
+        """A text wrapped to the width."""
         return [
-            [(join_pieces(row), style)] for row in wrap_pieces(escape_invisible(said), max(self.width, 1))
+            [(join_pieces(row), style)] for row in wrap_pieces(escape_invisible(text), max(self.width, 1))
         ]
 
     def _apply_style(self, letters: str, style: str) -> str:

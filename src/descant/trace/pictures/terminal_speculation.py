@@ -1,11 +1,13 @@
-"""Guesses for a terminal: those that stood and those that did not along the text, and how far they reach."""
+"""Speculative decoding for a terminal: accepted and rejected drafts, acceptance by position."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 from descant.tokenization.display import join_pieces
 from descant.trace.pictures.draft_view import (
+    DraftPositionStats,
     draft_position_stats,
     draft_summary,
     forward_passes,
@@ -17,9 +19,7 @@ from descant.trace.pictures.terminal_cells import cell_width
 from descant.trace.pictures.terminal_processors import horizontal_bar
 from descant.trace.pictures.terminal_text import group_by_line, repeat_marks
 from descant.trace.pictures.text_layout import layout_tokens
-
-if TYPE_CHECKING:
-    from descant.trace.trace import Trace
+from descant.trace.trace_data import TraceData
 
 __all__ = ["terminal_speculation"]
 
@@ -27,61 +27,56 @@ REJECTED_MARK: Final = "✗"
 ACCEPTED_MARK: Final = "━"
 
 
-def terminal_speculation(trace: Trace, where: TraceSelection, paper: TerminalCanvas) -> str:
-    """The guesses along one sequence."""
-    assert where.request is not None
-    asked, passes = trace.requests[where.request], forward_passes(trace, where)
-    by = [] if asked.drafter is None else [f"guessed by {asked.drafter}"]
+def terminal_speculation(trace: TraceData, selection: TraceSelection, canvas: TerminalCanvas) -> str:
+    """The drafts along one sequence."""
+    assert selection.request is not None
+    request, passes = trace.requests[selection.request], forward_passes(trace, selection)
+    by = [] if request.drafter is None else [f"guessed by {request.drafter}"]
     rows: list[list[StyledText]] = [
-        *paper.wrap_text(asked.method, "bold"),
-        *paper.wrap_text(", ".join([*draft_summary(passes), *by])),
+        *canvas.wrap_text(request.method, "bold"),
+        *canvas.wrap_text(", ".join([*draft_summary(passes), *by])),
         [],
     ]
     nodes, notes = [node for one in passes for node in one.nodes], {}
     for one in passes:
         if one.rejected_drafts:
             notes[one.nodes[-1].number] = REJECTED_MARK + join_pieces(one.rejection_pieces(trace))
-    placed = tokens_with_notes(trace, nodes, {number: cell_width(said) + 1 for number, said in notes.items()})
-    for line in group_by_line(layout_tokens(placed, max(paper.width, 1))):
-        own = [nodes[bit.token_index] for bit in line]
+    placed = tokens_with_notes(trace, nodes, {number: cell_width(note) + 1 for number, note in notes.items()})
+    for line in group_by_line(layout_tokens(placed, max(canvas.width, 1))):
+        line_nodes = [nodes[token.token_index] for token in line]
         rows.append(
             [
                 (
-                    join_pieces(bit.pieces) + " " * (bit.width - cell_width(join_pieces(bit.pieces))),
+                    join_pieces(token.pieces) + " " * (token.width - cell_width(join_pieces(token.pieces))),
                     "good under" if node.is_draft else "",
                 )
-                for bit, node in zip(line, own, strict=True)
+                for token, node in zip(line, line_nodes, strict=True)
             ]
         )
-        if not paper.colour and any(node.is_draft for node in own):
+        if not canvas.colour and any(node.is_draft for node in line_nodes):
             rows.append(
-                repeat_marks(line, lambda bit: ACCEPTED_MARK if nodes[bit.token_index].is_draft else " ")
+                repeat_marks(line, lambda token: ACCEPTED_MARK if nodes[token.token_index].is_draft else " ")
             )
         below, at = list[StyledText](), 0
-        for bit, node in zip(line, own, strict=True):
-            said = notes.pop(node.number, "")
-            if said:
-                column = max(min(bit.column, paper.width - cell_width(said)), at)
-                below += [(" " * (column - at), ""), (said, "bad")]
-                at = column + cell_width(said)
+        for token, node in zip(line, line_nodes, strict=True):
+            note = notes.pop(node.number, "")
+            if note:
+                column = max(min(token.column, canvas.width - cell_width(note)), at)
+                below += [(" " * (column - at), ""), (note, "bad")]
+                at = column + cell_width(note)
         rows += [below] if below else []
-    stood = "underlined" if paper.colour else ACCEPTED_MARK
-    rows += [
-        [],
-        *paper.wrap_text(
-            f"{stood} guessed, and it stood   {REJECTED_MARK} guessed there instead, +n more behind it"
-        ),
-    ]
-    reach = draft_position_stats(passes)
-    rows += [[], [("guesses that stood, by position", "bold")]] if reach else []
-    for at, place in enumerate(reach, 1):
-        said = f" {100 * place.num_accepted / place.num_drafts:3.0f} %  {place.num_accepted} of {place.num_drafts}"
-        room = max(min(paper.width - 4 - cell_width(said), 40), 0)
-        rows.append(
-            [
-                (f"{at:>3} ", "dim"),
-                (horizontal_bar(place.num_accepted / place.num_drafts, room), "good"),
-                (said, ""),
-            ]
-        )
-    return paper.format_lines(rows)
+    accepted = "underlined" if canvas.colour else ACCEPTED_MARK
+    rejected = f"{REJECTED_MARK} guessed there instead, +n more behind it"
+    rows += [[], *canvas.wrap_text(f"{accepted} guessed, and it stood   {rejected}")]
+    return canvas.format_lines([*rows, *_chart_lines(draft_position_stats(passes), canvas.width)])
+
+
+def _chart_lines(stats: Sequence[DraftPositionStats], width: int) -> list[list[StyledText]]:
+    """Acceptance by draft position, as bars."""
+    rows: list[list[StyledText]] = [[], [("guesses that stood, by position", "bold")]] if stats else []
+    for number, position in enumerate(stats, 1):
+        rate = position.num_accepted / position.num_drafts
+        note = f" {100 * rate:3.0f} %  {position.num_accepted} of {position.num_drafts}"
+        bar_cells = max(min(width - 4 - cell_width(note), 40), 0)
+        rows.append([(f"{number:>3} ", "dim"), (horizontal_bar(rate, bar_cells), "good"), (note, "")])
+    return rows

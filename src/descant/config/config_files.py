@@ -1,0 +1,89 @@
+"""Reading a config file from a folder or from a repository on the Hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any, Final
+
+from descant.config import hub
+from descant.errors import InputError, format_value
+
+__all__ = ["FILE_NAME", "LEGACY_FILE_NAME", "load_from_folder", "load_from_hub", "validate_file_name"]
+
+FILE_NAME: Final = "generation_config.json"
+LEGACY_FILE_NAME: Final = "config.json"  # used where a model has no generation_config.json
+_MAX_FILE_BYTES: Final = 1 << 20  # a config.json may have thousands of labels
+
+
+def validate_file_name(name: object) -> str:
+    """The name, or an error if it is not a plain file name."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise InputError("config_file_name", "must be a file name without a folder", name)
+    return name
+
+
+def load_from_folder(folder: Path, name: str) -> tuple[str, Mapping[str, Any]]:
+    """The name and content of the config file in a folder, or of its legacy file."""
+    if not folder.is_dir():
+        raise InputError("path", "must be a local folder, or owner/name on the Hub", str(folder))
+    available = {candidate for candidate in (name, LEGACY_FILE_NAME) if (folder / candidate).is_file()}
+    selected = _select_file(name, available, str(folder))
+    return selected, _parse_json(_read_limited(folder / selected), selected, str(folder))
+
+
+def load_from_hub(
+    repo: str, name: str, revision: str | None, token: str | bool | None
+) -> tuple[str, Mapping[str, Any]]:
+    """The name and content of the config file in a repository, or of its legacy file."""
+    commit = hub.resolve_commit(repo, revision, token=token)
+    selected = _select_file(name, commit.files.keys(), repo)
+    data = hub.fetch_files(repo, commit.sha, [selected], limit=_MAX_FILE_BYTES, token=token)[selected]
+    return selected, _parse_json(data, selected, repo)
+
+
+def _select_file(name: str, available: Set[str], source: str) -> str:
+    if name not in available and name == FILE_NAME and LEGACY_FILE_NAME in available:
+        return LEGACY_FILE_NAME
+    if name not in available:
+        raise InputError("config_file_name", f"must name a file in {source!r}", name)
+    return name
+
+
+def _read_limited(file: Path) -> bytes:
+    """The bytes of a file of at most `_MAX_FILE_BYTES`."""
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        must = f"must name a readable file in {str(file.parent)!r} ({error.strerror})"
+        raise InputError("config_file_name", must, file.name) from None
+    if len(data) > _MAX_FILE_BYTES:
+        must = f"must name a file of at most {_MAX_FILE_BYTES} bytes in {str(file.parent)!r}"
+        raise InputError("config_file_name", must, file.name)
+    return data
+
+
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(mapping := dict(pairs)) < len(pairs):
+        raise ValueError("duplicate key")
+    return mapping
+
+
+def _reject_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not valid JSON")
+
+
+def _parse_json(data: bytes, name: str, source: str) -> Mapping[str, Any]:
+    def error_for(expected: str) -> InputError:
+        return InputError("config_file_name", f"must name {expected} in {source!r}", name)
+
+    try:
+        text = data.decode("utf-8")
+        content = json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
+    except (ValueError, RecursionError) as error:
+        raise error_for(f"a JSON file ({format_value(error)})") from None
+    if not isinstance(content, dict):
+        raise error_for("a JSON file with an object at the top level")
+    return content
