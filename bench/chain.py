@@ -59,7 +59,7 @@ def _ours(ids: Tensor) -> list[Link]:
     }
     length = torch.full((len(ids),), ids.shape[1])
     context = Context(ids, length, torch.zeros_like(length), columns_from_rows([row] * len(ids)))
-    made = [getattr(ours, name).bare() for name in KINDS]
+    made = [getattr(ours, name).make_unbound() for name in KINDS]
     return [lambda scores, one=one: one.process(context, scores) for one in made]
 
 

@@ -201,7 +201,7 @@ def _ours(settings: BaseWatermarkingConfig, steps: Steps) -> Link:
         "synthid": ours.SynthIDTextWatermarkLogitsProcessor,
         "gumbel": ours.GumbelWatermarkLogitsProcessor,
     }[settings.scheme]
-    made, count = kind.bare(), len(steps.ids)
+    made, count = kind.make_unbound(), len(steps.ids)
     one = torch.ones(1, dtype=torch.long)
     start = Context(
         torch.zeros(1, 8, dtype=torch.long), 8 * one, one, columns_from_rows([{"watermark": settings}])

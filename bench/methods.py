@@ -80,7 +80,7 @@ def raced(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, fl
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the races that are asked for and print their ratios."""
     parser = argparse.ArgumentParser(prog="python -m bench.methods", description=__doc__)
-    default = os.environ.get("DESCANT_ORACLE_PYTHON", str(ROOT / ".oracle" / "bin" / "python"))
+    default = os.environ.get("DESCANT_REFERENCE_PYTHON", str(ROOT / ".reference" / "bin" / "python"))
     parser.add_argument("--rival", default=default, help="the Python that has transformers 4.52.4")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2")
     parser.add_argument("--new", type=int, default=256, help="new tokens of the race in contrastive search")

@@ -171,7 +171,7 @@ class Bench:
             plain = forwards.count(self.model) if way.theirs else sum(map(len, new))
             asked = sum(one.forwards for one in records) if records else plain
             tried, accepted = (
-                sum(sum(getattr(one, name)) for one in records) for name in ("tried", "accepted")
+                sum(sum(getattr(one, name)) for one in records) for name in ("drafted", "accepted")
             )
             beside = seconds - forwards.seconds
             sights.append(Sight(new, asked, tried, accepted, forwards.shapes[1:], beside))

@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: one thread, no network, the oracle, tiny models and pretrained ones."""
+"""Fixtures of the whole suite: one thread, no network, the reference, tiny models and pretrained ones."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.reference.oracle.client import Oracle
+from tests.reference.process.client import ReferenceClient
 from tests.security import watch
-from tests.support import pretrained, tiny_models
+from tests.support import ci_slices, pretrained, tiny_models
+from tests.support.forkserver import ForkServer
 from tests.unit.config.hub.server import hub  # noqa: F401 - a fixture
+
+# Tests with these fixtures, or below this folder, run transformers 4.52.4.
+REFERENCE_FIXTURES = {"reference", "transformers4"}
+REFERENCE_FOLDER = Path(__file__).parent / "reference"
 
 torch.set_num_threads(1)
 watch.begin()
@@ -48,6 +53,16 @@ def pytest_runtest_teardown() -> Iterator[None]:
     watch.settle()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Set the markers `reference` and `slow`, before pytest selects by them."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if REFERENCE_FIXTURES & fixtures or item.path.is_relative_to(REFERENCE_FOLDER):
+            item.add_marker(pytest.mark.reference)
+    ci_slices.sample(items, [Path(__file__).parent / "contracts"])
+
+
 @pytest.fixture(scope="session", autouse=True)
 def locks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Path]]:
     """Lock files of recipes that are not there yet; no test touches the user's own."""
@@ -66,11 +81,18 @@ def own_lock(locks: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def oracle() -> Iterator[Oracle]:
+def reference() -> Iterator[ReferenceClient]:
     """transformers 4.52.4; its process starts at the first question."""
-    client = Oracle()
+    client = ReferenceClient()
     yield client
     client.close()
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Runs Python programs in forks of one process that has torch and Descant imported."""
+    with ForkServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Build the oracle's venv: transformers 4.52.4 beside the torch that the tests use.
+"""Build the reference's venv: transformers 4.52.4 beside the torch that the tests use.
 
 Run `python tools/reference_env.py [folder]`. It installs nothing if the venv already holds the right
 versions.
@@ -21,7 +21,7 @@ UNPINNED = ("accelerate", "sentencepiece", "protobuf", "optimum-quanto", "hqq")
 
 
 def wanted() -> dict[str, str]:
-    """Packages that must stand there at an exact version: the tests' torch, and the oracle itself."""
+    """Packages that must stand there at an exact version: the tests' torch, and the reference itself."""
     found = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     if found is None:
         sys.exit("constraints.txt names no torch version: add a line `torch==...`")
@@ -67,5 +67,5 @@ def build(folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".oracle")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".reference")
     build(parser.parse_args().folder)

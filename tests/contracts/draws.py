@@ -62,7 +62,7 @@ def _batch(settings: Sequence[Setting], size: int, found: list[Drawn], seeded: f
     numbers = session.admit(*(one.request() for one in settings), noise_rows=total)
     rows = _repeated(session, size)
     values = dict(row_params(rows).values)
-    values["line"] = (torch.arange(len(settings)) * size).repeat_interleave(size)
+    values["noise_row"] = (torch.arange(len(settings)) * size).repeat_interleave(size)
     if seeded:
         own = torch.rand(total) < seeded
         values["seed"] = torch.where(own, torch.randint(2**62, (total,)), -1)
@@ -103,16 +103,16 @@ def _told(rows: Rows, found: Sequence[Drawn], numbers: Sequence[int]) -> None:
         here = (rows.request == number).nonzero().squeeze(1)
         start = rows.prompt_length[here][:, None] + torch.arange(WINDOW)
         mine.windows.append(rows.tokens[here].gather(1, start))
-        if (tally := rows.columns.get("drafts")) is not None:
-            mine.tried += int(tally.tried[here.numpy()].sum())
-            mine.right += int(tally.right[here.numpy()].sum())
+        if (tally := rows.columns.get("acceptance_stats")) is not None:
+            mine.tried += int(tally.num_drafted[here.numpy()].sum())
+            mine.right += int(tally.num_accepted[here.numpy()].sum())
 
 
 # ------------------------------------------------------------------------ the exact law
 class Forced:
     """Noise by which every row takes the path that it is given, as far as it can."""
 
-    lines = 0
+    num_rows = 0
 
     def __init__(self, paths: Tensor, prompt: int) -> None:
         self.paths, self.prompt = paths, prompt

@@ -20,6 +20,7 @@ from descant.core.interfaces import Drafter, ModelTraits, NoiseSource, RowCache
 from descant.core.records import DraftContext, ForwardOutput, Proposal
 from descant.core.rows import Rows
 from descant.engine.drafter_factory import DrafterSpec
+from descant.kv_cache.dense import DenseStore
 from tests.support import tiny_models
 
 VOCAB, EOS = 10, 9
@@ -33,7 +34,7 @@ class Pair:
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
-        self.facts = ModelTraits(
+        self.traits = ModelTraits(
             is_encoder_decoder=False,
             supports_position_ids=True,
             supports_logits_to_keep=False,
@@ -46,14 +47,23 @@ class Pair:
             context_length=None,
         )
 
+    network = None
+    rank_group = None
+
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+    def new_cache(self) -> RowCache:
+        return DenseStore()
+
+    def set_output_states(self, states: Sequence[str]) -> None:
         pass
 
-    def close(self, requests: Sequence[int]) -> None:
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+        pass
+
+    def remove_requests(self, requests: Sequence[int]) -> None:
         pass
 
     def forward(self, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:
@@ -124,13 +134,13 @@ def stranger() -> Pair:
 class Script:
     """A drafter that is told what to guess; stands where a draft model is given."""
 
-    cheap = False
+    is_model_free = False
     noise: NoiseSource
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         pass
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         pass
 
     def commit(self, parents: Tensor, lengths: Tensor) -> None:
@@ -225,7 +235,7 @@ def _scripted(config: GenerationConfig, model: Any, given: Any) -> DrafterSpec |
 @contextmanager
 def scripts() -> Iterator[None]:
     """Requests may bring a script for a draft model."""
-    with patch("descant.engine.admission.drafted", _scripted):
+    with patch("descant.engine.admission.drafter_spec", _scripted):
         yield
 
 

@@ -84,7 +84,7 @@ class Tries:
 
     def add(self, reports: Sequence[Any]) -> None:
         """Count what became of the guesses of some sequences."""
-        self.tried += sum(sum(one.tried) for one in reports)
+        self.tried += sum(sum(one.drafted) for one in reports)
         self.right += sum(sum(one.accepted) for one in reports)
 
     def check(self) -> None:

@@ -94,7 +94,7 @@ class AfarStatic(Afar, OffloadedStaticStore):
 STORES: dict[str, Store] = {
     "list": Store(ReferenceCache, CacheTraits(frees_memory=True)),
     "dense": Store(DenseStore),
-    "paged": Store(lambda: PagedStore(block=3)),
+    "paged": Store(lambda: PagedStore(block_size=3)),
     "window": windowed(None, 3, slack=2, room=1),
     "sink": Store(
         lambda: SinkStore(5, 1, lambda keys, shift: keys, slack=2, room=1), CacheTraits(ends(1, 3))
@@ -109,8 +109,8 @@ STORES: dict[str, Store] = {
 # The same in other sizes, at the edges of what they allow.
 VARIANTS: dict[str, Store] = {
     "list, forgetful": Store(lambda: ReferenceCache([last(3), None]), CacheTraits([last(3), None])),
-    "paged, a slot a block": Store(lambda: PagedStore(block=1)),
-    "paged, large blocks": Store(lambda: PagedStore(block=16)),
+    "paged, a slot a block": Store(lambda: PagedStore(block_size=1)),
+    "paged, large blocks": Store(lambda: PagedStore(block_size=16)),
     "window, no slack": windowed(3, 5, slack=0, room=1),
     "window of one": windowed(1, 6, slack=1, room=4),
     "sink, no slack": Store(

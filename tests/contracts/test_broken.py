@@ -1,4 +1,4 @@
-"""The laws can be broken: each check finds a model or a cache made to break it."""
+"""Each contract check finds a model or cache that violates it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Ageing(Chain):
         out = super().forward(rows, proposal, cache)
         return out if len(self.fed) < 8 else ForwardOutput(out.logits.roll(1, -1))
 
-    def open(self, requests, inputs):
+    def add_requests(self, requests, inputs):
         if 0 in requests:
             self.fed = []
 
@@ -129,7 +129,7 @@ class Uncut(ReferenceCache):
     def update(self, layer, key, value, span):
         starts = torch.tensor([len(row.get(layer, ())) for row in self._rows])
         rows = range(len(self._rows)) if span.rows is None else span.rows.tolist()
-        return super().update(layer, key, value, span._replace(start=starts[list(rows)], stop=99))
+        return super().update(layer, key, value, span._replace(start=starts[list(rows)], read_length=99))
 
 
 class Rooted(ReferenceCache):
@@ -161,14 +161,14 @@ class Tired(ReferenceCache):
 
 
 @pytest.mark.parametrize("kind", [Uncut, Rooted, Shared, Tired])
-def test_a_cache_that_breaks_the_law_is_found(kind):
+def test_a_cache_that_violates_the_contract_is_found(kind):
     check_cache(ReferenceCache, examples=30)
     with pytest.raises(AssertionError, match=rf"{kind.__name__}: .*, after\n  cache 0 = a new one\n  extend"):
         check_cache(kind)
 
 
 def test_a_cache_that_spoils_a_generation_is_found(tiny):
-    with pytest.raises(AssertionError, match="against a ListCache"):
+    with pytest.raises(AssertionError, match="against ReferenceCache"):
         check_generation(Tired, tiny("llama").model, mixed(tiny("llama")))
 
 

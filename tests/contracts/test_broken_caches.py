@@ -202,13 +202,13 @@ def no_copy_on_write(patch: Patch) -> None:
 @fault("paged")
 def short_copy(patch: Patch) -> None:
     """A block that is copied loses its last slot."""
-    before(patch, BlockPool, "copy", lambda self, old, new, slots: (old, new, slots - 1))
+    before(patch, BlockPool, "copy_slots", lambda self, old, new, slots: (old, new, slots - 1))
 
 
 @fault("paged")
 def freed_twice(patch: Patch) -> None:
     """A fork is not counted."""
-    before(patch, BlockPool, "name", lambda self, blocks: (np.unique(blocks),))
+    before(patch, BlockPool, "incref", lambda self, blocks: (np.unique(blocks),))
 
 
 @fault("paged")
@@ -217,7 +217,7 @@ def long_run(patch: Patch) -> None:
     after(
         patch,
         shared_prefix_attention.PagedReadPlan,
-        "tails",
+        "tail_starts",
         lambda given, *_: np.where(given > 0, given + 1, given),
     )
 
@@ -277,7 +277,7 @@ def out_of_order(patch: Patch) -> None:
         keys, values = given
         if isinstance(keys, torch.Tensor):
             return given
-        keys._block, values._block = keys._block.flip(2), values._block.flip(2)
+        keys.tensor, values.tensor = keys.tensor.flip(2), values.tensor.flip(2)
         return given
 
     after(patch, H2OStore, "update", update)
@@ -287,26 +287,27 @@ def out_of_order(patch: Patch) -> None:
 def too_much_told(patch: Patch) -> None:
     """It says that it shows all positions."""
 
-    def reach(given: Any, self: SnapKVStore, layer: int, span: Any) -> Any:
-        return given and VisibleSlots(torch.from_numpy(span.on_host(len(self))[1]), span.stop)
+    def visible_slots(given: Any, self: SnapKVStore, layer: int, span: Any) -> Any:
+        return given and VisibleSlots(torch.from_numpy(span.on_host(len(self))[1]), span.read_length)
 
-    after(patch, SnapKVStore, "reach", reach)
+    after(patch, SnapKVStore, "visible_slots", visible_slots)
 
 
 # ------------------------------------------------------------------------ those that round or lie elsewhere
 @fault("quantized")
 def uncut_chunk(patch: Patch) -> None:
     """A chunk that is cut counts as a whole."""
-    patch.setattr(quantized, "cut", lambda held, length: held)
+    patch.setattr(quantized, "truncate_chunks", lambda held, length: held)
 
 
 @fault("quantized")
 def wrong_scale(patch: Patch) -> None:
     """Numbers come back a fifth too large."""
-    after(
-        patch, QuantizedStore, "update",
-        lambda given, self, layer, key, value, span: given if span.fresh else [1.2 * one for one in given],
-    )  # fmt: skip
+
+    def update(given: Any, self: QuantizedStore, layer: int, key: Any, value: Any, span: Any) -> Any:
+        return given if span.is_first_write else [1.2 * one for one in given]
+
+    after(patch, QuantizedStore, "update", update)
 
 
 @fault("static")
@@ -371,11 +372,11 @@ def test_what_is_found_is_short(monkeypatch):
     ("make", "promise", "said"),
     [
         (DenseStore, {"traits": CacheTraits(frees_memory=True)}, r"nbytes is \d+ without any row"),
-        (DenseStore, {"keeps": last(3)}, "reach of layer 0 is None, must be told"),
-        (lambda: ReferenceCache(last(3)), {}, "says that rows hold"),
-        (lambda: ReferenceCache(last(3)), {"keeps": last(2)}, "says that rows hold"),
+        (DenseStore, {"retention": last(3)}, "visible_slots of layer 0 are None, must have past lengths"),
+        (lambda: ReferenceCache(last(3)), {}, r"past lengths of layer 0 are .*, must be"),
+        (lambda: ReferenceCache(last(3)), {"retention": last(2)}, r"past lengths of layer 0 are .*, must be"),
         (lambda: QuantizedStore(Quanto(2), 2), {"error": 0.01}, "are wrong in slots"),
-        (lambda: StaticStore(4), {}, "too small for"),
+        (lambda: StaticStore(4), {}, "visible_slots of layer 0 are 4, must hold"),
     ],
 )
 def test_a_promise_that_is_not_kept_is_found(make, promise, said):

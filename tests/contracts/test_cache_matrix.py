@@ -3,7 +3,7 @@
 Caches that forget are given room for everything here, so that they have to be exact; how they forget is
 held against references of its own, and in the last part of this file against themselves: with less room, too,
 neither neighbours nor guesses may be seen. CI runs some of the methods by themselves and all of them in one
-session; `pytest tests/contracts/test_cache_matrix.py -m "battery or not battery"` runs each by itself.
+session; `pytest tests/contracts/test_cache_matrix.py -m ""` runs each by itself.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def refused(cache: str, model: str, method: str) -> bool:
 CELLS = [
     pytest.param(
         cache, name, method,
-        marks=() if name == names[0] and method in SHOWN else pytest.mark.battery,
+        marks=() if name == names[0] and method in SHOWN else pytest.mark.slow,
         id=f"{cache}-{name}-{method}",
     )
     for cache, (names, _) in CACHES.items()
@@ -220,10 +220,10 @@ def _plain(config: GenerationConfig) -> GenerationConfig:
 @pytest.mark.parametrize(
     ("name", "cache", "lacks"),
     [
-        ("llama", "mamba", "a model with a state of its own"),
+        ("llama", "mamba", "a model with a recurrent state"),
         ("llama", "sliding_window", "a model with sliding windows"),
-        ("t5", "hybrid", "a model that takes positions and masks"),
-        ("gpt2", "sink", "a model with rotary positions"),
+        ("t5", "hybrid", "a model that takes position ids and attention masks"),
+        ("gpt2", "sink", "a model with rotary position embeddings"),
         ("mistral", "sink", "a model without windows"),
         ("mistral", "h2o", "a model without windows"),
         ("mistral", "snapkv", "a model without windows"),
@@ -264,5 +264,5 @@ def test_recurrent_models_have_theirs_by_name(method):
 def test_recurrent_models_have_no_other(cache):
     subject = subject_of(representative("recurrent"))
     given = [Request(subject.prompts[0]["input_ids"][0].tolist(), GenerationConfig(max_new_tokens=3))]
-    with pytest.raises(ConfigError, match=f"needs a model that remembers keys and values.*got '{cache}'"):
+    with pytest.raises(ConfigError, match=f"needs a model without a recurrent state, got '{cache}'"):
         outcomes(subject.model, on(cache, {}, given))

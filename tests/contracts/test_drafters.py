@@ -20,15 +20,15 @@ from tests.support import tiny_models
 class Told:
     """A drafter that is told what to say, by a function of the rows and a place in the run."""
 
-    cheap = False
+    is_model_free = False
 
     def __init__(self, say, law=None):
         self.say, self.law = say, law
 
-    def open(self, requests, inputs):
+    def add_requests(self, requests, inputs):
         pass
 
-    def close(self, requests):
+    def remove_requests(self, requests):
         pass
 
     def commit(self, parents, lengths):
@@ -42,7 +42,7 @@ class Told:
         return Proposal(None, drafts, most, None if self.law is None else self.law(drafts))
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow), "mistral"])
 def subject(request, tmp_path_factory):
     folder = tiny_models.build(request.param, tmp_path_factory.mktemp(request.param))
     return tiny_models.load(request.param, folder)
@@ -63,7 +63,7 @@ def requests_of(subject):
 
 def drafters(subject):
     target = as_model(subject.model)
-    size = target.facts.vocabulary
+    size = target.traits.vocab_size
     chance = SamplingNoise()
 
     def assistant():
@@ -96,17 +96,17 @@ def flat(drafts, size):
 
 
 def test_a_drafter_that_draws_from_the_law_it_gives_is_believed(subject):
-    size = as_model(subject.model).facts.vocabulary
+    size = as_model(subject.model).traits.vocab_size
     even = Told(lambda rows, place: torch.randint(size, (len(rows),)), lambda drafts: flat(drafts, size))
     check_drafter(subject.model, lambda: even, requests_of(subject)[:1], sizes=(1,))
 
 
 def test_a_drafter_that_lies_about_its_law_is_caught(subject):
-    size = as_model(subject.model).facts.vocabulary
+    size = as_model(subject.model).traits.vocab_size
     skewed = Told(
         lambda rows, place: torch.randint(size // 2, (len(rows),)), lambda drafts: flat(drafts, size)
     )
-    with pytest.raises(AssertionError, match="not drawn from the law"):
+    with pytest.raises(AssertionError, match="must be sampled from `draft_probs`"):
         check_drafter(subject.model, lambda: skewed, requests_of(subject)[:1], sizes=(1,))
 
 
@@ -115,5 +115,5 @@ def test_a_drafter_that_tampers_with_the_table_is_caught(subject):
         rows.tokens[:, 0] = 3  # not its own
         return rows.tokens[:, 0]
 
-    with pytest.raises(AssertionError, match="request 0 with up to 1 guesses"):
+    with pytest.raises(AssertionError, match="request 0 with up to 1 drafts"):
         check_drafter(subject.model, lambda: Told(tampered), requests_of(subject)[:1], sizes=(1,))

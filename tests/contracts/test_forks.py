@@ -105,7 +105,7 @@ def test_scores_equal_those_of_a_session_that_is_made_to_say_the_same(name, beam
     session = Session(model, observe=seen.append)
     session.admit(Request([1, 2, 1], config), Request([3], config))
     list(session.drain())
-    made = make_plan(GenerationConfig.merge({}, config), model.facts)
+    made = make_plan(GenerationConfig.merge({}, config), model.traits)
     checked = 0
     for step in seen[:: 2 if beams > 1 else 1]:
         rows = step.rows
@@ -121,14 +121,14 @@ def test_scores_equal_those_of_a_session_that_is_made_to_say_the_same(name, beam
 
 def replayed(model, made, tokens, start, normalised):
     """The processed scores after `tokens`, of a row that went there alone, one token at a time [V]."""
-    params = columns_from_rows([made.row(_prompt(tokens[:start]), model.facts)])
+    params = columns_from_rows([made.row_params(_prompt(tokens[:start]), model.traits)])
     states: dict[str, torch.Tensor] = {}
     for length in range(start, len(tokens) + 1):
         scores = model.after(length, tokens[length - 1])[None]
         scores = scores.log_softmax(-1) if normalised else scores
         where = (torch.tensor(one) for one in ([tokens[:length]], [length], [start]))
         context = Context(*where, params, states=states)
-        for _, stage in sorted(made.chain, key=lambda entry: entry[0]):
+        for _, stage in sorted(made.processors, key=lambda entry: entry[0]):
             before, scores = scores, stage.processor.process(context, scores)
             if as_stateful(stage.processor) and length < len(tokens):
                 states = states | stage.processor.advance(
@@ -170,7 +170,8 @@ def rows_of(tokens, said):
     zeros = torch.zeros_like(length)
     return Rows(
         torch.tensor([row + [0] * (wide - len(row)) for row in tokens]), length, zeros, zeros, zeros,
-        torch.arange(len(length)), zeros, {"params": RowParams(columns_from_rows([{"pad": 0}] * len(length))), "said": said},
+        torch.arange(len(length)), zeros,
+        {"params": RowParams(columns_from_rows([{"pad_token_id": 0}] * len(length))), "said": said},
     )  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def test_drafts_at_once_move_a_state_as_one_by_one(users):
     tried = Proposal(None, drafts, torch.tensor([2, 2, 2]))
     at_once = lane.process(rows, tried, logits)
     seen = Observation(rows, logits, at_once, ForwardOutput(at_once))
-    selected = lane.follow(seen, tried, Selection(tokens, parents, accepted))
+    selected = lane.observe(seen, tried, Selection(tokens, parents, accepted))
     for new, (parent, many) in enumerate(zip(parents.tolist(), accepted.tolist(), strict=True)):
         said = rows.column("said")[parent : parent + 1]
         for place in range(many + 1):
@@ -197,7 +198,7 @@ def test_drafts_at_once_move_a_state_as_one_by_one(users):
             scores = one.process(row, Proposal(), here)
             assert torch.allclose(scores, at_once[parent, place], atol=1e-6)
             token = tokens[new : new + 1] if place == many else drafts[parent, place : place + 1]
-            told = one.follow(
+            told = one.observe(
                 Observation(row, here, scores, ForwardOutput(scores)), Proposal(), Selection(token)
             )
             said = told.columns["said"]

@@ -102,7 +102,7 @@ def counted(name: str, scores: Tensor, draws: int) -> np.ndarray:
         marks = np.full(each, None)
         marks[:] = keyed(name, rng)
         there = Context(ids, torch.full((each,), 8), torch.full((each,), 2), {"watermark": marks})
-        marked = PROCESSORS[name].bare().process(there, scores.expand(each, -1))
+        marked = PROCESSORS[name].make_unbound().process(there, scores.expand(each, -1))
         assert not torch.equal(marked, scores.expand(each, -1))
         noise = torch.empty(marked.shape).exponential_(generator=chance)
         counts += np.bincount((marked.softmax(-1) / noise).argmax(-1).numpy(), minlength=len(scores))
@@ -177,8 +177,8 @@ def test_a_line_is_marked_by_itself(name):
         "synthid": [COINS, replace(COINS, keys=(4,), ngram_len=2, context_history_size=1)],
         "gumbel": [LOTS, replace(LOTS, nonce=2, context_width=1)],
     }
-    marks = [{"watermark": one, "dice": 3 + at} for at, one in enumerate(settings[name])]
-    check_processor(PROCESSORS[name].bare(), marks)
+    marks = [{"watermark": one, "processor_seed": 3 + at} for at, one in enumerate(settings[name])]
+    check_processor(PROCESSORS[name].make_unbound(), marks)
 
 
 # ------------------------------------------------------------------- nonces
@@ -295,7 +295,7 @@ def test_a_mark_at_the_first_place_of_a_run_alone_is_found(name):
 @torch.no_grad()
 def searched(tiny: Tiny, text: list[int], settings: Any, beams: int, new: int) -> list[list[int]]:
     """The beams' new tokens, the best first, by a search that reads everything anew for every beam."""
-    processor, held = PROCESSORS[settings.scheme].bare(), [(0.0, list(text))]
+    processor, held = PROCESSORS[settings.scheme].make_unbound(), [(0.0, list(text))]
     for _ in range(new):
         longer = []
         for total, ids in held:

@@ -36,7 +36,7 @@ SHOWN = (
 # What prepares its inputs in a generate() of its own has none for a Session.
 AROUND = "a generate of its own around a text model"
 EVERY = [
-    pytest.param(kind, marks=() if kind in SHOWN else pytest.mark.battery) for kind in KINDS if kind != AROUND
+    pytest.param(kind, marks=() if kind in SHOWN else pytest.mark.slow) for kind in KINDS if kind != AROUND
 ]
 
 
@@ -60,8 +60,8 @@ def test_laws_hold_on_every_kind(kind: str) -> None:
         if not (facts.is_encoder_decoder and name in DECODER_ONLY)
     ]
     sequential = _request(subject, 0, SEQUENTIAL)
-    if facts.cache_type == "own":
-        with pytest.raises(ConfigError, match="`low_memory` needs a model that can forget a token"):
+    if facts.cache_type == "recurrent":
+        with pytest.raises(ConfigError, match="`low_memory` needs a model that can drop a token"):
             outcomes(subject.model, [sequential])
     else:
         given.append(sequential)

@@ -11,7 +11,7 @@ from tests.contracts.methods import DECODER_ONLY, METHODS, SEEDED, mixed, of_met
 
 # Rotary positions, learned positions, and an encoder-decoder.
 DECODERS = ("llama", "gpt2")
-# In CI each by itself; the battery has the rest, and all of them share the sessions below.
+# In CI each by itself; `pytest -m slow` runs the rest, and all of them share the sessions below.
 SHOWN = {
     "llama": (
         "contrastive", "contrastive-sequential", "groups", "constrained", "constrained-groups", "banned",
@@ -22,7 +22,7 @@ SHOWN = {
     "t5": ("contrastive", "constrained-groups"),
 }  # fmt: skip
 EVERY = [
-    pytest.param(name, method, marks=() if method in SHOWN[name] else pytest.mark.battery)
+    pytest.param(name, method, marks=() if method in SHOWN[name] else pytest.mark.slow)
     for name in SHOWN
     for method in (METHODS if name == "t5" else (*METHODS, *DECODER_ONLY))
 ]
@@ -64,9 +64,13 @@ def test_all_methods_come_and_go(tiny, name):
 
 def _held(strategy: object) -> int:
     """How much a strategy remembers of its requests, besides what belongs to one step."""
-    own = {name: one for name, one in vars(strategy).items() if name not in ("_reasons", "_next", "_after")}
+    own = {
+        name: one
+        for name, one in vars(strategy).items()
+        if name not in ("_finish_reasons", "_next_states", "_token_states")
+    }
     count = sum(len(one) for one in own.values() if isinstance(one, dict | list))
-    past, pools = own.get("_past"), own.get("_pools")
+    past, pools = own.get("_hidden_states"), own.get("_finished_pools")
     return count + (0 if past is None else len(past._requests)) + (0 if pools is None else len(pools._keys))
 
 
@@ -89,5 +93,5 @@ def test_nothing_is_remembered_of_what_has_left(tiny, name):
     } == {}
     model = session.model
     while hasattr(model, "inner"):
-        assert not getattr(model, "_negative", None)
+        assert not getattr(model, "_negative_prompts", None)
         model = model.inner

@@ -139,7 +139,7 @@ def test_a_seed_for_each_prompt(tiny):
     assert not torch.equal(found[0], found[1])
     with pytest.raises(InputError, match="`seed` must be one for each of the 4 prompts"):
         generate(subject.model, ids, seed=[7, 8], **asked)
-    with pytest.raises(ConfigError, match="`seed` must be 2, one a prompt"):
+    with pytest.raises(ConfigError, match="`seed` must be a list of 2 ints, one per prompt"):
         generate(subject.model, ids[:2], [GenerationConfig(), GenerationConfig()], seed=[7, 8, 9], **asked)
 
 
@@ -175,5 +175,5 @@ def test_rows_that_do_not_use_a_processor_pay_nothing(tiny):
     assert seen == [2, 2, 2]
     session.admit(Request(texts[0], GenerationConfig(max_new_tokens=3)))
     assert session._running.strategy_groups(session._rows)[0].processors == []
-    assert "ledger" not in session._rows.columns
+    assert "token_logprobs" not in session._rows.columns
     assert "stop_state" not in session._rows.columns

@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "seeded, cut": {"do_sample": True, "seed": [5, 6, 7, 8], "temperature": 0.8, "top_k": 20, "top_p": 0.9},
     "seeded, fanned": {"do_sample": True, "seed": 13, "num_return_sequences": 3},
 }
-BATTERY = pytest.mark.battery
+SLOW = pytest.mark.slow
 
 
 def _cases() -> list[Any]:
@@ -48,7 +48,7 @@ def _cases() -> list[Any]:
                 shown = name in ("llama", "t5") or (name in MODELS and drafter in FEW)
                 shown &= method in ("greedy", "seeded, fanned") if name == "llama" else method == "greedy"
                 shown |= name in MODELS and drafter == "lookup" and method == "seeded, fanned"
-                whole.append(pytest.param(name, drafter, method, marks=() if shown else BATTERY))
+                whole.append(pytest.param(name, drafter, method, marks=() if shown else SLOW))
     return whole
 
 
@@ -73,7 +73,7 @@ def test_any_number_of_guesses(drafter, count, tiny):
     fields = drafted(model.model, drafter)
     field = next(name for name in fields if name.endswith("num_tokens") or name == "num_assistant_tokens")
     _, guessed = same_call(model.model, inputs(model), few_words(model), {**fields, field: count})
-    assert max(len(one.tried) for one in guessed.speculation) <= count
+    assert max(len(one.drafted) for one in guessed.speculation) <= count
     assert seen(guessed).tried > 0
 
 
@@ -157,7 +157,7 @@ IN_SHORT = ("lookup", "draft model")
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "drafter", [*IN_SHORT, *(pytest.param(one, marks=BATTERY) for one in ("suffix", "early exit"))]
+    "drafter", [*IN_SHORT, *(pytest.param(one, marks=SLOW) for one in ("suffix", "early exit"))]
 )
 def test_whatever_shapes_the_scores(drafter, shape, tiny):
     """Each guess is judged by what the processors would have said in its place."""
@@ -291,9 +291,9 @@ def test_what_cannot_take_back_is_refused():
         {"suffix_lookup_num_tokens": 3},
         {"assistant_early_exit": 1},
     ):
-        with pytest.raises(descant.ConfigError, match=rf"`{next(iter(fields))}`.*(forget|remembers more)"):
+        with pytest.raises(descant.ConfigError, match=rf"`{next(iter(fields))}`.*(forget|recurrent state)"):
             descant.generate(recurrent, **given, **fields)
-    with pytest.raises(descant.DescantError, match=r"`assistant_model` needs a model that can forget"):
+    with pytest.raises(descant.DescantError, match=r"`assistant_model` needs a model that can drop"):
         descant.generate(recurrent, **given, assistant_model=made("llama"))
 
 

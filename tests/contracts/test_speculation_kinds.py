@@ -34,9 +34,7 @@ SHOWN = (
 # One hears in windows, which takes no draft model, and one has a generate() of its own around a text model.
 APART = ("speech, fixed windows",)
 EVERY = [
-    pytest.param(kind, marks=() if kind in SHOWN else pytest.mark.battery)
-    for kind in KINDS
-    if kind not in APART
+    pytest.param(kind, marks=() if kind in SHOWN else pytest.mark.slow) for kind in KINDS if kind not in APART
 ]
 METHODS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "seed": 3, "num_return_sequences": 2})
 NEW = 12
@@ -68,14 +66,14 @@ def _drafts(model: Any) -> dict[str, dict[str, Any]]:
 def _refused(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any]) -> bool:
     """Whether a model that cannot take back what it has read refuses guesses, which it then must."""
     facts = traits_of(_inner(subject.model))
-    if facts.cache_type == "own":
-        with pytest.raises(ConfigError, match=r"needs a model that can forget tokens|remembers more than"):
+    if facts.cache_type == "recurrent":
+        with pytest.raises(ConfigError, match=r"needs a model that can drop tokens|has a recurrent state"):
             descant.generate(subject.model, **given, **drafts, max_new_tokens=3)
         return True
     if "assistant_early_exit" in drafts and (
         facts.is_encoder_decoder or facts.cache_type == "none" or facts.prepares_own_inputs
     ):
-        with pytest.raises(ConfigError, match="`assistant_early_exit` has no meaning for a model that"):
+        with pytest.raises(ConfigError, match="`assistant_early_exit` is not supported for a model that"):
             descant.generate(subject.model, **given, **drafts, max_new_tokens=3)
         return True
     return False
@@ -101,4 +99,4 @@ def test_guesses_change_nothing_on_any_kind(kind: str) -> None:
     if left:
         assert 0 < tries.right < tries.tried, f"{tries.right} of {tries.tried}"
     else:
-        assert traits_of(subject.model).cache_type == "own"
+        assert traits_of(subject.model).cache_type == "recurrent"

@@ -1,6 +1,6 @@
 """Drafts leave the law of sampling as it is: every window of tokens is as likely as without them.
 
-CI draws a tenth; `pytest tests/contracts/test_speculation_law.py -m battery -s` draws 200,000 windows of each
+CI draws a tenth; `pytest tests/contracts/test_speculation_law.py -m slow -s` draws 200,000 windows of each
 setting and prints how they fit. What a fit is worth is shown by laws that are wrong on purpose, which the
 same test must find out.
 """
@@ -99,14 +99,14 @@ def law_of(name: str) -> Tensor:
 
 
 def sizes(names: Any) -> list[Any]:
-    """Each name with few draws, and in the battery with many."""
+    """Each name with few draws, and with many among the slow cases."""
     made = []
     for name in names:
         mixed = name in MIXED
         few = SLICE // 4 if mixed or SETTINGS[name].dear else SLICE
         many = WHOLE // 4 if mixed else WHOLE
         made.append(pytest.param(name, few, id=name))
-        made.append(pytest.param(name, many, id=f"{name}-whole", marks=pytest.mark.battery))
+        made.append(pytest.param(name, many, id=f"{name}-whole", marks=pytest.mark.slow))
     return made
 
 
@@ -137,7 +137,7 @@ def test_so_do_those_of_rows_with_streams_of_their_own(name, count):
     assert not rejected(found, name)
 
 
-@pytest.mark.parametrize("seeded", [0.5, pytest.param(0.0, marks=pytest.mark.battery)], ids=["half", "none"])
+@pytest.mark.parametrize("seeded", [0.5, pytest.param(0.0, marks=pytest.mark.slow)], ids=["half", "none"])
 @pytest.mark.parametrize(("name", "count"), sizes(MIXED))
 def test_so_do_those_of_rows_that_share_a_table_and_draft_as_they_like(name, count, seeded):
     torch.manual_seed(3)
@@ -225,7 +225,7 @@ def test_processors_at_the_first_place_of_a_run_alone_are_found(name):
 def test_a_state_that_no_draft_brings_forward_is_found():
     def still(self, processor, index, context, before, proposal):
         after = processor.process(context, before)
-        self._remembered.append(_PendingState(processor, index, context, before, after))
+        self._pending_states.append(_PendingState(processor, index, context, before, after))
         return after
 
     torch.manual_seed(9)

@@ -16,7 +16,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded, fanned": {"do_sample": True, "seed": 13, "num_return_sequences": 3},
 }
-BATTERY = pytest.mark.battery
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("method", ["greedy", "seeded, fanned"])
@@ -33,7 +33,7 @@ def test_logprobs(drafter, method, tiny):
 
 
 STATED = [
-    pytest.param(name, drafter, marks=() if name in ("llama", "mistral", "t5") else BATTERY)
+    pytest.param(name, drafter, marks=() if name in ("llama", "mistral", "t5") else SLOW)
     for name in ("llama", "mistral", "t5", "gpt2", "bart")
     for drafter in FEW
     if drafter != "early exit" or not ARCHITECTURES[name].encoder_decoder
@@ -86,13 +86,13 @@ def test_streams_add_up(drafter, method, tiny):
             torch.testing.assert_close(one, two, rtol=0, atol=1e-4)
         assert events[-1].finish_reason == plain[key][-1].finish_reason
         report = events[-1].hypothesis.speculation
-        assert sum(event.tried for event in events) == sum(report.tried)
-        assert sum(event.accepted for event in events) == sum(report.accepted) == report.saved
+        assert sum(event.num_drafts for event in events) == sum(report.drafted)
+        assert sum(event.accepted for event in events) == sum(report.accepted) == report.saved_forwards
         assert len(events) == report.forwards
-        assert all(len(event.token_ids) <= event.accepted + 1 <= event.tried + 1 for event in events)
+        assert all(len(event.token_ids) <= event.accepted + 1 <= event.num_drafts + 1 for event in events)
         wide = max(wide, *(len(event.token_ids) for event in events))
     assert wide > 1, "no event has more than one token"
-    assert all(event.tried == event.accepted == 0 for events in plain.values() for event in events)
+    assert all(event.num_drafts == event.accepted == 0 for events in plain.values() for event in events)
 
 
 class Abreast:
@@ -141,8 +141,9 @@ def test_the_report_adds_up(drafter, tiny):
         out.sequences[:, given["input_ids"].shape[1] :].tolist(), out.speculation, strict=True
     ):
         count = line.index(model.eos) + 1 if model.eos in line else len(line)
-        assert report.forwards + report.saved - count in (0, 1), "the last run may end before its last token"
-        assert list(report.tried) == sorted(report.tried, reverse=True)
+        # The last run may end before its last token.
+        assert report.forwards + report.saved_forwards - count in (0, 1)
+        assert list(report.drafted) == sorted(report.drafted, reverse=True)
         assert list(report.accepted) == sorted(report.accepted, reverse=True)
-        assert all(right <= tried for right, tried in zip(report.accepted, report.tried, strict=True))
-        assert report.rate == pytest.approx(report.saved / max(sum(report.tried), 1))
+        assert all(right <= tried for right, tried in zip(report.accepted, report.drafted, strict=True))
+        assert report.acceptance_rate == pytest.approx(report.saved_forwards / max(sum(report.drafted), 1))

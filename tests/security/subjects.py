@@ -172,8 +172,10 @@ def signed(chance: random.Random, data: bytes) -> bytes:
 
 
 _SETTINGS = (
-    '{"block": 0}', '{"block": -1}', '{"block": 1000000000000}', '{"block": 4096}', '{"block": 1e9}',
-    '{"block": "9999999999"}', '{"block": [1]}', '{"self": 1}', '{"pool": 1}', '{"block": 3, "pool": 1}',
+    '{"block_size": 0}', '{"block_size": -1}', '{"block_size": 1000000000000}',
+    '{"block_size": 4096}', '{"block_size": 1e9}',
+    '{"block_size": "9999999999"}', '{"block_size": [1]}', '{"self": 1}',
+    '{"pool": 1}', '{"block_size": 3, "pool": 1}',
     "paged", "dynamic", "quantized",
 )  # fmt: skip
 

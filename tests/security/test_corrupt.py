@@ -157,7 +157,7 @@ def test_a_name_that_stands_twice_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_a_number_that_json_does_not_know_is_refused(number: str, folder: Path) -> None:
     (folder / "generation_config.json").write_text(f'{{"house": [{number}]}}', encoding="utf-8")
-    _refused(SUBJECTS["generation config"].read, folder, "is no JSON")
+    _refused(SUBJECTS["generation config"].read, folder, "is not valid JSON")
 
 
 def test_a_detector_with_none_numbers_is_refused(folder: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_detector_with_none_numbers_is_refused(folder: Path) -> None:
     tensors = safetensors.torch.load_file(folder / subject.file)
     tensors["prior"].fill_(float("nan"))
     safetensors.torch.save_file(tensors, folder / subject.file, {"format": "pt"})
-    _refused(subject.read, folder, "numbers that are none")
+    _refused(subject.read, folder, "weights that are not finite")
 
 
 def test_a_config_that_cannot_be_read_is_refused(folder: Path) -> None:

@@ -199,7 +199,7 @@ def test_a_test_that_unpickles_in_descant_fails(tmp_path: Path) -> None:
     pytest.main([*without, "-s", str(tmp_path)], plugins=[conftest, Reports()])
     assert told["test_good"].passed
     assert told["test_sly"].failed
-    assert "unpickled collections.OrderedDict under fields.py" in str(told["test_sly"].longrepr)
+    assert "unpickled collections.OrderedDict under config/fields.py" in str(told["test_sly"].longrepr)
 
 
 def test_a_processor_of_the_users_is_watched_too(tiny: Any) -> None:

@@ -1,45 +1,59 @@
-"""The slice of a wide sweep that CI runs: a share of its cases, in which no value of a parameter is missing.
+"""Which cases of a wide test CI runs: as few as have every value of every parameter among them.
 
-The rest is marked `battery`: `pytest -m battery` runs it, `pytest -m "battery or not battery"` everything.
+The other cases are marked `slow`: `pytest -m slow` runs them, `pytest -m ""` runs everything.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
 
-__all__ = ["cut", "first"]
+__all__ = ["cover", "first", "sample"]
 
-WIDE = 24  # cases of one test that are few enough to be run whole
+WIDE = 8  # a test with at most so many cases runs whole
+MODEL_FIXTURES = {"deep", "real", "reference", "tiny"}  # a case with one of them takes long
 
 
 def first(count: int, whole: int) -> list[Any]:
-    """The numbers of `whole` cases: the first `count` always, the rest only in the battery."""
-    return [n if n < count else pytest.param(n, marks=pytest.mark.battery) for n in range(whole)]
+    """The numbers of `whole` cases: the first `count` always run, the rest are slow."""
+    return [n if n < count else pytest.param(n, marks=pytest.mark.slow) for n in range(whole)]
 
 
-def cut(items: Iterable[pytest.Item], folder: Path, share: int) -> None:
-    """Leave a `share`-th of the cases of each wide test below a folder, and the rest to the battery.
+def cover(cases: Mapping[str, set[tuple[str, str]]]) -> set[str]:
+    """Names of cases that together have every value of every case, chosen greedily.
 
-    Chosen by their names, so that few cases change sides when others come and go.
+    Equal ones are chosen by a hash of their names, so that few change sides when others come and go.
     """
-    families: dict[str, list[Any]] = defaultdict(list)
+    ordered = sorted(cases, key=lambda name: crc32(name.encode()))
+    missing = set().union(*cases.values())
+    chosen: set[str] = set()
+    while missing:
+        best = max(ordered, key=lambda name: len(cases[name] & missing))
+        chosen.add(best)
+        missing -= cases[best]
+    return chosen
+
+
+def sample(items: Iterable[pytest.Item], folders: Iterable[Path]) -> None:
+    """Mark the surplus cases of wide tests slow: those below `folders`, and all that run a model."""
+    families: dict[str, dict[str, Any]] = defaultdict(dict)
+    folders = tuple(folders)
     for item in items:
-        if item.path.is_relative_to(folder) and hasattr(item, "callspec"):
-            families[item.nodeid.partition("[")[0]].append(item)
-    for cases in families.values():
-        cases = [one for one in cases if one.get_closest_marker("battery") is None]
-        if len(cases) <= WIDE:
+        if not hasattr(item, "callspec") or item.get_closest_marker("slow") is not None:
             continue
-        cases.sort(key=lambda one: crc32(one.nodeid.encode()))
-        seen: set[tuple[str, str]] = set()
-        for place, one in enumerate(cases):
-            values = {(name, repr(value)) for name, value in one.callspec.params.items()}
-            if place * share >= len(cases) and values <= seen:
-                one.add_marker(pytest.mark.battery)
-            seen |= values
+        runs_model = MODEL_FIXTURES & set(getattr(item, "fixturenames", ()))
+        if runs_model or any(item.path.is_relative_to(folder) for folder in folders):
+            families[item.nodeid.partition("[")[0]][item.nodeid] = item
+    for cases in families.values():
+        if len(cases) > WIDE:
+            values = {
+                name: {(parameter, repr(value)) for parameter, value in item.callspec.params.items()}
+                for name, item in cases.items()
+            }
+            for name in cases.keys() - cover(values):
+                cases[name].add_marker(pytest.mark.slow)

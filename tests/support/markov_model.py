@@ -12,6 +12,7 @@ from torch import Tensor
 from descant.core.interfaces import ModelTraits, RowCache
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
+from descant.kv_cache.dense import DenseStore
 
 
 class Chain:
@@ -22,7 +23,7 @@ class Chain:
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits.float().view(-1, *logits.shape[-2:])  # [S, V, V]
-        self.facts = ModelTraits(
+        self.traits = ModelTraits(
             is_encoder_decoder=False,
             supports_position_ids=True,
             supports_logits_to_keep=False,
@@ -46,10 +47,19 @@ class Chain:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def open(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
+    network = None
+    rank_group = None
+
+    def new_cache(self) -> RowCache:
+        return DenseStore()
+
+    def set_output_states(self, states: Sequence[str]) -> None:
+        pass
+
+    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         self.opened |= set(requests)
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         self.opened -= set(requests)
 
     def forward(self, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:

@@ -54,7 +54,7 @@ def folder(name: str) -> Path:
 
 
 # A handful at most, so that a test process does not hold every model at once.
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def load(name: str) -> Pretrained:
     """Load the model `name` in fp32."""
     import transformers

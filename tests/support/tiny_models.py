@@ -1,6 +1,6 @@
 """Tiny random models: seeded weights, a few layers, a vocabulary of about a hundred tokens.
 
-Each is written as a folder that transformers 4.52.4 (the oracle) and 5.x read alike, so both run the same
+Each is written as a folder that transformers 4.52.4 (the reference) and 5.x read alike, so both run the same
 weights. Weights are drawn so that the logits have a standard deviation of about three, which keeps greedy
 choices well apart in fp32 without making the distribution certain, and the end token's row of the output
 matrix is scaled until some rows of a batch end early and others do not.
@@ -47,7 +47,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A tiny model loaded in this process, and the folder from which the oracle loads it."""
+    """A tiny model loaded in this process, and the folder from which the reference loads it."""
 
     arch: Architecture
     folder: Path

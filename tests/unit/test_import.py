@@ -12,8 +12,8 @@ HEAVY = "transformers.modeling_utils"
 CODE = f"""
 import sys
 import descant
-from descant.cli.application import application
-application()
+from descant.cli.application import build_app
+build_app()
 assert {HEAVY!r} not in sys.modules, "loaded for nothing"
 assert descant.BayesianDetectorModel.__name__ == "BayesianDetectorModel"
 assert {HEAVY!r} in sys.modules

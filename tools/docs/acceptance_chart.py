@@ -68,7 +68,7 @@ class Count:
             lines = [getattr(one, part) for one in reports]
             return tuple(sum(line[at] for line in lines if at < len(line)) for at in range(PLACES))
 
-        return cls(name, total("tried"), total("accepted"), sum(one.forwards for one in reports))
+        return cls(name, total("drafted"), total("accepted"), sum(one.forwards for one in reports))
 
     @property
     def gain(self) -> float:

@@ -9,7 +9,6 @@ import difflib
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
 import transformers
@@ -17,6 +16,7 @@ import transformers
 import descant
 from descant.api.prefill import _SAVABLE_STORES as SAVED
 from descant.config.generation_config import GenerationConfig
+from descant.core.interfaces import ModelTraits
 from descant.engine.cache_factory import CACHES, missing_requirement
 from descant.engine.cache_sizing import CacheCost, Workload, cache_cost, cache_request
 from descant.engine.memory_check import format_bytes
@@ -56,13 +56,23 @@ CLASSES: Final[dict[str, tuple[type[Any], ...]]] = {
 OTHERWISE: Final = frozenset({"quantized", "sink", "snapkv", "h2o"})
 
 
+class WithTraits:
+    """A model with other traits than its own."""
+
+    def __init__(self, model: Any, traits: ModelTraits) -> None:
+        self.inner, self.traits = model, traits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
 def stand_in(model: Any, *kinds: str) -> Any:
     """A model as the table sees it, whose layers are of these kinds in turn."""
     own = as_model(model)
-    layers = tuple(kinds[at % len(kinds)] for at in range(own.facts.layers))
+    layers = tuple(kinds[at % len(kinds)] for at in range(own.traits.num_layers))
     windows = {kind: WINDOW if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
-    facts = replace(own.facts, windows=windows, kinds=layers)
-    return SimpleNamespace(facts=facts, device=own.device, model=own.model)
+    traits = replace(own.traits, sliding_windows=windows, layer_types=layers)
+    return WithTraits(own, traits)
 
 
 def taken(name: str, model: Any, geometry: KVShape, run: Workload) -> CacheCost | None:

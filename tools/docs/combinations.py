@@ -104,10 +104,10 @@ goes with what prompt lookup goes with.
 def verdict(first: Method, second: Method, encoder: bool) -> str | None:
     """Why two methods cannot go together on a kind of model; None where they can."""
     several = first.several or second.several
-    facts = (BOTHS if several else BOTH) if encoder else (DECODERS if several else DECODER)
+    traits = (BOTHS if several else BOTH) if encoder else (DECODERS if several else DECODER)
     try:
         config = GenerationConfig.merge({**first.fields, **second.fields, "eos_token_id": 2})
-        make_plan(config, facts, drafter_spec(config, SimpleNamespace(facts=facts), DraftInputs()))
+        make_plan(config, traits, drafter_spec(config, SimpleNamespace(traits=traits), DraftInputs()))
     except DescantError as error:
         return str(error).split(", got ")[0]
     return None

@@ -34,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # this file may be run from anywhere
 
-from tools.docs.transformers4 import Elder  # noqa: E402
+from tools.docs.transformers4 import Transformers4  # noqa: E402
 
 LANGUAGES = frozenset({"python", "text", "bash", "toml", "json", "yaml"})
 STORY = "<!-- in a folder of its own -->"
@@ -129,8 +129,16 @@ def paired(path: Path, languages: tuple[str, ...] = ("python",)) -> list[tuple[B
     return pairs
 
 
-def run(path: Path, folder: Path | None = None) -> int:
-    """Run a file's blocks in one namespace, at the checkout's root or in a story's folder; how many ran."""
+def needs_transformers4(path: Path) -> bool:
+    """Whether a file has code that runs on transformers 4.52.4."""
+    return any(block.before for block in read(path))
+
+
+def run(path: Path, folder: Path | None = None, programs: Path | None = None) -> int:
+    """Run a file's blocks in one namespace, at the checkout's root or in a story's folder; how many ran.
+
+    Shells find their commands in the folder `programs`, or else beside this Python.
+    """
     if is_story(path) and folder is None:
         raise BlockError(
             f"{path}: this file needs a folder of its own: run pytest tests/e2e/docs/test_blocks.py"
@@ -144,16 +152,25 @@ def run(path: Path, folder: Path | None = None) -> int:
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     os.chdir(folder or ROOT)
     try:
-        with contextlib.closing(Elder()) as elder, GUARD.armed():
+        with contextlib.closing(Transformers4()) as transformers4, GUARD.armed():
             for block, expected in pairs:
-                execute(block, expected, module.__dict__, elder)
+                execute(block, expected, Scope(module.__dict__, transformers4, programs))
     finally:
         os.chdir(before)
         del sys.modules[name]
     return len(pairs)
 
 
-def execute(block: Block, expected: Block | None, namespace: dict[str, object], elder: Elder) -> None:
+@dataclass(frozen=True)
+class Scope:
+    """What the blocks of one file share."""
+
+    namespace: dict[str, object]
+    transformers4: Transformers4
+    programs: Path | None = None  # where shells look first
+
+
+def execute(block: Block, expected: Block | None, scope: Scope) -> None:
     """Run one block; its traceback shows the lines of the Markdown file."""
     # Empty lines in front give every statement the line number that it has in the file.
     source = "\n" * block.line + block.text
@@ -163,11 +180,11 @@ def execute(block: Block, expected: Block | None, namespace: dict[str, object], 
     try:
         with contextlib.redirect_stdout(printed):
             if block.language == "bash":
-                shell(block.text)
+                shell(block.text, scope.programs)
             elif block.before:
-                print(elder.run(source, filename), end="")
+                print(scope.transformers4.run(source, filename), end="")
             else:
-                exec(compile(source, filename, "exec"), namespace)  # noqa: S102
+                exec(compile(source, filename, "exec"), scope.namespace)  # noqa: S102
     except Exception as error:
         raise BlockError(f"{block.where}: {type(error).__name__}: {error}") from error
     if expected is not None and tidy(printed.getvalue()) != tidy(expected.text):
@@ -177,9 +194,10 @@ def execute(block: Block, expected: Block | None, namespace: dict[str, object], 
         )
 
 
-def shell(text: str) -> None:
+def shell(text: str, programs: Path | None = None) -> None:
     """Run lines of bash with this Python's programs, and print what they print."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    folders = [*([str(programs)] if programs else []), str(Path(sys.executable).parent), os.environ["PATH"]]
+    path = os.pathsep.join(folders)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         env={**os.environ, "PATH": path, "COLUMNS": "110", "NO_COLOR": "1"},

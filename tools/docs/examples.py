@@ -14,7 +14,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +86,20 @@ def about(name: str) -> str:
     return (ast.get_docstring(ast.parse(source(name))) or "").partition("\n")[0].removesuffix(".")
 
 
-def run(name: str) -> Outcome:
+Runner = Callable[[Path, Path, Mapping[str, str]], tuple[int, str, str]]
+
+
+def in_own_process(program: Path, folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """Run a program as a user would; its exit code, its output and its errors."""
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+        capture_output=True, encoding="utf-8", check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def run(name: str, runner: Runner = in_own_process) -> Outcome:
     """Run a program in an empty folder, offline, on one thread."""
     models = Path(os.environ.get("DESCANT_MODELS") or ROOT / "models").resolve()
     settings = {
@@ -95,16 +108,12 @@ def run(name: str) -> Outcome:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "models").symlink_to(models)
-        done = subprocess.run(
-            [sys.executable, FOLDER / f"{name}.py"],
-            cwd=folder, env={**os.environ, **settings}, stdin=subprocess.DEVNULL,
-            capture_output=True, encoding="utf-8", check=False,
-        )  # fmt: skip
+        code, printed, errors = runner(FOLDER / f"{name}.py", Path(folder), {**os.environ, **settings})
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise ExampleError(f"examples/{name}.py: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    if code:
+        raise ExampleError(f"examples/{name}.py: exit code {code}\n{errors[-3000:]}")
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Outcome(tidy(done.stdout), seconds)
+    return Outcome(tidy(printed), seconds)
 
 
 def shown(page: Path = PAGE) -> dict[str, tuple[str, str]]:

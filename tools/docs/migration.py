@@ -27,7 +27,7 @@ import descant  # noqa: E402
 from descant.config.generation_config import FIELDS  # noqa: E402
 from tools.docs import migration_table, public_names  # noqa: E402
 from tools.docs.migration_table import Row  # noqa: E402
-from tools.docs.transformers4 import Elder  # noqa: E402
+from tools.docs.transformers4 import Transformers4  # noqa: E402
 
 PAGE = ROOT / "docs" / "guide" / "migrate-4.md"
 FIVE = PAGE.with_name("migrate-5.md")
@@ -42,10 +42,12 @@ class Comparison:
         self.old, self.new = old, new
 
     @classmethod
-    def live(cls, elder: Elder) -> Comparison:
+    def live(cls, transformers4: Transformers4) -> Comparison:
         """Ask both now."""
         source = Path(public_names.__file__).read_text(encoding="utf-8")
-        told = elder.run(f"{source}\nimport json\nprint(json.dumps(exported()))", public_names.__file__)
+        told = transformers4.run(
+            f"{source}\nimport json\nprint(json.dumps(exported()))", public_names.__file__
+        )
         return cls(json.loads(told), public_names.exported())
 
     def gone(self) -> set[str]:
@@ -181,11 +183,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     check = parser.parse_args().check
-    elder = Elder()
+    transformers4 = Transformers4()
     try:
-        compared = Comparison.live(elder)
+        compared = Comparison.live(transformers4)
     finally:
-        elder.close()
+        transformers4.close()
     if mistakes := wrong(compared):
         print("\n".join(mistakes))
         return 1

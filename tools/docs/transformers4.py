@@ -19,30 +19,32 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class ElderError(Exception):
+class Transformers4Error(Exception):
     """What the code raised there, or why there is nobody to run it."""
 
 
-class Elder:
+class Transformers4:
     """A process of the old version, started by the first block; all blocks share one namespace."""
 
     def __init__(self) -> None:
-        self.python = Path(os.environ.get("DESCANT_ORACLE_PYTHON") or ROOT / ".oracle" / "bin" / "python")
+        self.python = Path(
+            os.environ.get("DESCANT_REFERENCE_PYTHON") or ROOT / ".reference" / "bin" / "python"
+        )
         self.process: subprocess.Popen[str] | None = None
 
     def run(self, source: str, filename: str = "<before>") -> str:
         """Run code, and return what it printed."""
         process = self._started()
         if process.stdin is None or process.stdout is None:
-            raise ElderError("the pipe is gone")
+            raise Transformers4Error("the pipe is gone")
         process.stdin.write(json.dumps([source, filename]) + "\n")
         process.stdin.flush()
         answer = process.stdout.readline()
         if not answer:
-            raise ElderError(f"{self.python} died with {process.wait()}")
+            raise Transformers4Error(f"{self.python} died with {process.wait()}")
         printed, error = json.loads(answer)
         if error:
-            raise ElderError(error)
+            raise Transformers4Error(error)
         return str(printed)
 
     def close(self) -> None:
@@ -54,7 +56,9 @@ class Elder:
     def _started(self) -> subprocess.Popen[str]:
         if self.process is None:
             if not self.python.exists():
-                raise ElderError(f"found no {self.python}: build it with `python tools/reference_env.py`")
+                raise Transformers4Error(
+                    f"found no {self.python}: build it with `python tools/reference_env.py`"
+                )
             kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
             quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(

@@ -67,14 +67,14 @@ def test_a_config_may_be_a_folder(descant, stories, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("explain", "./nowhere"), "`model` must be a folder that exists, or a name on the hub"),
+        (("explain", "./nowhere"), "`model` must be a folder that exists, or a name on the Hub"),
         (("explain", "--config", "nowhere.json"), "`config_file_name` must name a file in '.'"),
         (("expln",), "No such command 'expln'. Did you mean 'explain'? (see descant --help)"),
         (("generate",), "Missing argument 'MODEL'"),
         (("generate", "m", "p", "q"), "unexpected extra argument"),
         (("generate", "./nowhere", "p"), "`model` must be a folder that exists"),
         (("generate", "./nowhere", "p", "--dtype", "int8"), "`dtype` must be one of auto, float32"),
-        (("generate", "./nowhere", "p", "--device", "abacus"), "`device` must be a device of this machine"),
+        (("generate", "./nowhere", "p", "--device", "abacus"), "`device` must be an available device"),
         (("generate", "m", "p", "--batch-size", "0"), "--batch-size"),
         (("chat", "m", "--logprobs", "1"), "`logprobs` has no use in a conversation, got 1: leave it out"),
     ],

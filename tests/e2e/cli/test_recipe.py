@@ -14,9 +14,9 @@ import pytest
 import descant as package
 from descant import testing
 from descant.cli import recipe as commands
+from descant.recipes.kinds import RECIPE_KINDS
 from descant.recipes.loading import inspect_recipe
 from descant.recipes.lock import Lock
-from descant.recipes.recipe import RECIPE_KINDS
 from tests.support.pretrained import ROOT
 
 PROMPT = "Once upon a time"
@@ -98,7 +98,7 @@ def entry(text, name):
 # tests in tests/unit/recipes/test_scaffold.py.
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind == "strategy" else pytest.param(kind, marks=pytest.mark.battery) for kind in RECIPE_KINDS],
+    [kind if kind == "strategy" else pytest.param(kind, marks=pytest.mark.slow) for kind in RECIPE_KINDS],
 )
 def test_a_new_folder_passes_its_check_as_written(descant, here, own_lock, capfd, kind):
     result = descant("recipe", "new", "mine", "--kind", kind)
@@ -107,7 +107,7 @@ def test_a_new_folder_passes_its_check_as_written(descant, here, own_lock, capfd
     before = sys.path[:], set(sys.modules)
     result = descant("recipe", "check", "mine", "--trust-remote-code")
     said = capfd.readouterr()
-    assert (result.exit_code, result.stdout) == (0, f"the laws of its kind, {kind}, hold\n")
+    assert (result.exit_code, result.stdout) == (0, f"the contracts of its kind, {kind}, are fulfilled\n")
     assert "2 passed" in said.out
     assert {str(one.relative_to(here)) for one in here.rglob("*") if one.is_file()} == files
     assert not own_lock.exists()
@@ -126,7 +126,7 @@ def test_new_is_a_strategy_unless_told(descant):
         (("a/b",), "`name` must be letters, digits, and single - . _ between them"),
         (("..",), "`name` must be"),
         (("a\x1b[31mb",), "`name` must be"),
-        (("there",), "`name` must be one that nothing has here yet, got 'there'"),
+        (("there",), "`name` must not exist yet, got 'there'"),
         (("mine", "--kind", "beam"), "`kind` must be one of generate, strategy, drafter, processor, wrapper"),
         ((), "Missing argument 'NAME'"),
     ],
@@ -144,7 +144,7 @@ def test_check_runs_nothing_untrusted(descant, canary, own_lock, capfd, words):
     bird(canary)
     result = descant("recipe", "check", "bird", *words)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "recipe `bird`: is somebody else's code, and needs --trust-remote-code" in result.stderr
+    assert "recipe `bird`: is third-party code and needs --trust-remote-code" in result.stderr
     assert not canary.exists()
     assert not own_lock.exists()
     assert capfd.readouterr().out == ""
@@ -166,7 +166,7 @@ def test_check_finds_a_broken_law(descant, capfd):
     Path("mine/generate.py").write_text(broken)
     result = descant("recipe", "check", "mine", "--trust-remote-code")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "error: mine breaks a law of its kind, processor: " in result.stderr
+    assert "error: mine violates a contract of its kind, processor: " in result.stderr
     assert result.stderr.count("\n") == 1
     assert "passed" not in capfd.readouterr().out  # its own tests have not run
 
@@ -185,7 +185,7 @@ def shut(here, monkeypatch):
 def test_check_finds_a_failing_test(descant, shut, capfd):
     Path("shut/tests/test_more.py").write_text("def test_that_fails():\n    assert 1 == 2\n")
     result = descant("recipe", "check", "shut", "--trust-remote-code")
-    assert (result.exit_code, result.stdout) == (1, "the laws of its kind, processor, hold\n")
+    assert (result.exit_code, result.stdout) == (1, "the contracts of its kind, processor, are fulfilled\n")
     assert "its own tests fail: pytest " in result.stderr
     assert "1 failed, 1 passed" in capfd.readouterr().out
     assert shut == [("processor", {})]
@@ -236,7 +236,7 @@ def test_check_says_that_it_is_not_what_was_trusted(descant, shut, own_lock):
         file.write("# a change\n")
     told = descant("recipe", "check", "shut", "--trust-remote-code")
     assert told.exit_code == 0
-    assert "warning: shut is not what was trusted; checking what is there now" in told.stderr
+    assert "warning: shut has changed since it was trusted; checking it anyway" in told.stderr
     assert own_lock.read_bytes() == before
 
 
@@ -342,12 +342,12 @@ def test_show_spells_out_what_a_terminal_obeys(descant, canary, monkeypatch):
         changed = replace(contents, files=files)
         vars(changed).update(readme=f"one{ODD}\ntwo\nstate         trusted", digest=contents.digest)
         vars(changed).update(
-            requirements=[], modules={"generate": b"", ODD: b""}, kinds=lambda: ("generate",)
+            requirements=[], modules={"generate": b"", ODD: b""}, defined_kinds=lambda: ("generate",)
         )
         pin = replace(real.current_pin, files={ODD: real.current_pin.digest}, digest="sha256:" + "0" * 64)
         return replace(real, reference=replace(real.reference, name=ODD), contents=changed, pin=pin)
 
-    monkeypatch.setattr(commands, "look", looked)
+    monkeypatch.setattr(commands, "inspect_recipe", looked)
     result = descant("recipe", "show", "bird", "--code")
     assert result.exit_code == 0
     text = result.stdout
@@ -407,7 +407,7 @@ def test_trust_only_what_was_read(descant, canary):
 
 
 def test_installed_ones_need_no_trust(descant):
-    untouched(descant("recipe", "trust", "bayes-risk"), "is of an installed package, and needs no trust")
+    untouched(descant("recipe", "trust", "bayes-risk"), "is from an installed package and needs no trust")
 
 
 def test_forget_takes_what_list_shows_and_folders_that_are_gone(descant, canary):
@@ -502,7 +502,7 @@ def test_nothing_runs_untrusted(descant, stories, talker, canary, own_lock):
     ):
         untouched(
             descant(*words, "--recipe", "./bird", input="Who?\n"),
-            "recipe `./bird`: is somebody else's code, and needs --trust-remote-code: read it with",
+            "recipe `./bird`: is third-party code and needs --trust-remote-code: read it with",
         )
     assert not canary.exists()
     assert not own_lock.exists()
@@ -588,7 +588,7 @@ def test_a_line_chooses_no_recipe(descant, stories, canary, name):
     bird(canary)
     Path("in.jsonl").write_text(json.dumps({"prompt": PROMPT, name: "./bird"}) + "\n")
     result = descant("generate", stories, "--input", "in.jsonl", *SHORT)
-    told = f"`{name}` is for all lines, and must not be in one, got './bird': give --recipe"
+    told = f"`{name}` applies to all lines and must not be set in one, got './bird': give --recipe"
     assert json.loads(result.stdout)["error"] == told
     assert result.exit_code == 1
     assert not canary.exists()
@@ -687,7 +687,7 @@ def test_chat_answers_with_a_recipe(descant, talker, kind):
         (("--recipe", "nowhere-at-all"), "recipe `nowhere-at-all`: is neither installed"),
         (("--recipe", "./nowhere", "--trust-remote-code"), "recipe `./nowhere`"),
         (("--recipe", "bayes-risk", "--recipe-argument", "sample=4"), "takes no argument `sample`"),
-        (("--recipe", ""), "is no path and no name"),
+        (("--recipe", ""), "is neither a path nor a name"),
     ],
 )
 def test_mistakes_are_one_line(descant, stories, talker, canary, words, message):

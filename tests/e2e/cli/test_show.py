@@ -83,7 +83,7 @@ def test_as_wide_as_the_terminal(descant):
         (("prose.txt",), "prose.txt: line 1 must be a record"),
         (("beams.jsonl", "prose.txt"), "prose.txt: line 1 must be a record"),
         (("empty.txt",), "empty.txt: a trace must begin with its header, got an empty file"),
-        (("latin.txt",), "latin.txt must be a trace, which is all ASCII"),
+        (("latin.txt",), "latin.txt must be a trace: JSON lines in ASCII"),
         (("beams.jsonl", "--picture", "portrait"), "`picture` must be one of tree, text, processors"),
         (("beams.jsonl", "--picture", "beside"), "`beside` must be a trace"),
         (("beams.jsonl", "guesses.jsonl", "--picture", "tree"), "`picture` must be beside"),

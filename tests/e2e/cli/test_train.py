@@ -85,11 +85,11 @@ def test_from_prompts(descant, stories, key, tmp_path):
     assert "figures are rough" in result.stderr
 
     config = load_detector(tmp_path / "out").config
-    assert config.figures["overall"]["auc"] > 0.7, "what was generated as marked is not"
-    whole = config.figures["lengths"]["whole"]
+    assert config.validation_metrics["overall"]["auc"] > 0.7, "what was generated as marked is not"
+    whole = config.validation_metrics["lengths"]["whole"]
     assert whole["marked"] == whole["unmarked"] == round(0.3 * 2 * len(PROMPTS))
     assert (config.watermarking_depth, config.model_name) == (len(SETTINGS.keys), stories)
-    assert config.threshold == config.figures["overall"]["threshold"]
+    assert config.threshold == config.validation_metrics["overall"]["threshold"]
 
 
 def test_a_seed_says_all(descant, stories, key, tmp_path):
@@ -104,7 +104,7 @@ def test_a_seed_says_all(descant, stories, key, tmp_path):
     first, same, other = ([value.tolist() for value in model.state_dict().values()] for model in found)
     assert first == same
     assert first != other
-    assert found[0].config.figures == found[1].config.figures
+    assert found[0].config.validation_metrics == found[1].config.validation_metrics
 
 
 def test_from_files_it_learns_and_the_key_stays_out(descant, stories, key, files, tmp_path):
@@ -161,7 +161,7 @@ def test_texts_as_generate_writes_them_and_as_lines_of_text(descant, stories, lo
     common = ("--key", key, "--epochs", 1, "--tokens", 30)
     result = descant("watermark", "train", stories, *common, "--out", tmp_path / "out", *options(given))
     assert result.exit_code == 0, result.stderr
-    whole = load_detector(tmp_path / "out").config.figures["lengths"]["whole"]
+    whole = load_detector(tmp_path / "out").config.validation_metrics["lengths"]["whole"]
     assert whole["marked"] == whole["unmarked"] == round(0.3 * 12)
     assert min(counts) > 30, "else --tokens is not shown to cut"
     assert [line for line in result.stdout.splitlines() if line.startswith(("50", "100"))] == []
@@ -203,9 +203,9 @@ REFUSED = {
     "no file": (("--marked", "nowhere", "--unmarked", "M"), "nowhere"),
     "a bad line": (("--marked", "BAD", "--unmarked", "M"), "`marked` must hold texts in line 2"),
     "a bad prompt": (("--prompts", "BAD"), '"prompt" in line 1'),
-    "too few": (("--marked", "FEW", "--unmarked", "M"), "`marked` must be at least 4 texts"),
-    "none": (("--marked", "M", "--unmarked", "NONE"), "`unmarked` must be at least 4 texts"),
-    "no prompts": (("--prompts", "NONE"), "`marked` must be at least 4 texts"),
+    "too few": (("--marked", "FEW", "--unmarked", "M"), "`marked` must contain at least 4 texts"),
+    "none": (("--marked", "M", "--unmarked", "NONE"), "`unmarked` must contain at least 4 texts"),
+    "no prompts": (("--prompts", "NONE"), "`marked` must contain at least 4 texts"),
     "another scheme": (("--marked", "M", "--unmarked", "M", "--key", "GREEN"), "must be one SynthID key"),
     "not empty": (("--marked", "M", "--unmarked", "M", "--out", "HERE"), "new or empty"),
 }

@@ -211,7 +211,7 @@ def test_a_wrong_line_is_its_own_and_the_others_are_answered(descant, stories, t
         ({"text": "a", "prompt": [1]}, "`prompt` must be text, as the text is"),
         ({"ids": ["a"]}, "`ids` must be a list of token ids"),
         ({"ids": [1, 2], "prompt": 3}, "`prompt` must be token ids, or how many of the ids are the prompt's"),
-        ({"ids": [99999]}, "`ids` must lie between 0 and 31999, got 99999"),
+        ({"ids": [99999]}, "`ids` must be between 0 and 31999, got 99999"),
         ({"text": "a\ud800"}, "`text` must hold whole characters"),
         ({"completions": ["a"]}, "must hold a JSON object in each line, got 'a'"),
     ]
@@ -243,18 +243,18 @@ def test_what_cannot_be_asked_is_said_in_one_line(descant, stories, tmp_path, ke
     (tmp_path / "wrong.json").write_text(json.dumps({"hashing_key": str(SECRET)}))
     file, good = tmp_path / "text.txt", ("--key", key("green"))
     cases = [
-        ((file,), "`key` must come from one place, got 'neither a file nor a variable'"),
+        ((file,), "`key` must come from exactly one source, got 'neither a file nor a variable'"),
         ((file, "--key", tmp_path / "none.json"), "`key` must be a file that can be read (No such file"),
         (
             (file, "--key", tmp_path / "wrong.json"),
             "must have a positive integer below 2^63 as `hashing_key`",
         ),
-        ((file, "--key", str(SECRET)), "got 'something that is no path'"),
+        ((file, "--key", str(SECRET)), "got 'a value that is not a path'"),
         ((tmp_path / "none.txt", *good), "`FILE` must be a file that can be opened (No such file"),
         ((tmp_path / "latin.txt", *good), "`FILE` must be text in UTF-8"),
         ((tmp_path / "empty.jsonl", *good), "`FILE` must hold a text"),
         (("-", "-", *good), "`FILE` must be standard input only once"),
-        ((file, *good, "--alpha", "2"), "`alpha` must lie between 0 and 1, got 2.0"),
+        ((file, *good, "--alpha", "2"), "`alpha` must be between 0 and 1, got 2.0"),
         ((file, *good, "--html", file), "`html` must be another file than FILE"),
         ((file, *good, "--html", tmp_path / "no" / "page.html"), "`html` must be a file that can be written"),
         ((file, *good, "--bayes", tmp_path), "`bayes` must be the folder of a trained Bayesian detector"),
@@ -349,7 +349,7 @@ def test_other_warnings_are_left_to_python(descant, stories, key, monkeypatch):
     seen = []
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: seen.append(str(message)))
     monkeypatch.setattr(
-        "descant.cli.watermark.tokenizing",
+        "descant.cli.watermark.load_tokenizer",
         lambda name: (warnings.warn("odd", stacklevel=1), load_tokenizer(name))[1],
     )
     with warnings.catch_warnings():
@@ -412,7 +412,7 @@ def test_a_key_is_made(descant, tmp_path, monkeypatch, scheme, called):
     kept = (tmp_path / "key.json").read_text()
     again = descant("watermark", "key", "--scheme", scheme)
     assert (again.exit_code, (tmp_path / "key.json").read_text()) == (2, kept)
-    assert "`key` must be a file that can be made (File exists), got 'key.json'" in again.stderr
+    assert "`key` must be a file that can be created (File exists), got 'key.json'" in again.stderr
     other = descant("watermark", "key", "--scheme", scheme, "--out", "b.json", "--name", "ours")
     assert other.stdout == f"{called} key ours in b.json, which only you can read\n"
     assert list(read_settings("b.json")) == ["ours"]
@@ -432,7 +432,7 @@ def test_a_key_may_go_into_a_pipe(descant, tmp_path, monkeypatch):
         ((), "Missing option '--scheme'"),
         (("--scheme", "red"), "`scheme` must be one of green, selfhash, synthid, gumbel, got 'red'"),
         (("--scheme", "green", "--name", ""), "`name` must not be empty"),
-        (("--scheme", "green", "--out", "/nowhere/key"), "must be a file that can be made (No such file"),
+        (("--scheme", "green", "--out", "/nowhere/key"), "must be a file that can be created (No such file"),
     ],
 )
 def test_what_no_key_is_made_of(descant, tmp_path, monkeypatch, line, message):
@@ -469,7 +469,7 @@ def test_generate_marks_with_a_key_that_is_no_option(descant, loaded, stories, k
 def test_generate_wants_one_key(descant, stories, key):
     for option, message in (
         (key("green", "gumbel"), "`watermark` must have one key to mark with, got ['green', 'gumbel']"),
-        ("env", "`key` must come from one place"),
+        ("env", "`key` must come from exactly one source"),
         ("none.json", "`key` must be a file that can be read (No such file or directory), got 'none.json'"),
     ):
         result = descant("generate", stories, PROMPT, "--watermark", option)

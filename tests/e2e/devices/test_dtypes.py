@@ -130,7 +130,7 @@ def test_caches_are_kept_in_the_models_dtype(tiny: Models, name: str, dtype: tor
         session.admit(descant.Request([one.arch.start], config, {"input_ids": torch.tensor([5, 6, 7])}))
         session.step()
         adapter = session.model
-        memory = getattr(adapter, "_encoder", adapter)._memory
+        memory = getattr(adapter, "_encoder", adapter)._cross_cache
         assert {block.dtype for block in memory._keys.values()} == {dtype}
     else:
         session.admit(descant.Request([5, 6, 7], config), descant.Request([8, 9], config))

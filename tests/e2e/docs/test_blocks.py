@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from tests.support import pretrained
+from tests.support.forkserver import ForkServer
 from tests.unit.config.hub.server import Hub
 from tools.docs import doc_blocks
 
 FILES = {str(path.relative_to(doc_blocks.ROOT)): path for path in doc_blocks.sources()}
 PLAIN = [
-    name for name, path in FILES.items() if not doc_blocks.is_story(path) and not doc_blocks.is_programs(path)
+    pytest.param(name, marks=pytest.mark.reference if doc_blocks.needs_transformers4(path) else ())
+    for name, path in FILES.items()
+    if not doc_blocks.is_story(path) and not doc_blocks.is_programs(path)
 ]
 
 
@@ -24,12 +27,14 @@ def test_every_python_block_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, path in FILES.items() if doc_blocks.is_story(path)])
-def test_every_story_is_as_it_is_told(name: str, hub: Hub, tmp_path: Path, monkeypatch: Any) -> None:
+def test_every_story_is_as_it_is_told(
+    name: str, hub: Hub, tmp_path: Path, monkeypatch: Any, fork_server: ForkServer
+) -> None:
     hub.user("you", "hf_yours")
     hub.login("hf_yours")
     (tmp_path / "models").symlink_to(pretrained.folder("smollm2").parent)
     monkeypatch.setenv("DESCANT_RECIPES_LOCK", str(tmp_path / ".lock"))
-    assert doc_blocks.run(FILES[name], tmp_path) > 3
+    assert doc_blocks.run(FILES[name], tmp_path, fork_server.programs) > 3
 
 
 def test_only_the_page_of_examples_shows_programs_that_run_elsewhere() -> None:

@@ -16,22 +16,22 @@ import descant
 import descant.parts
 from tools.docs import migration, migration_table
 from tools.docs.migration import Comparison
-from tools.docs.transformers4 import Elder, ElderError
+from tools.docs.transformers4 import Transformers4, Transformers4Error
 
 BOTH = ("constraints", "beams", "outputs", "caches", "inner", "methods", "cache methods", "fields", "kept")
 NEWER = ("newer", "newer fields")  # what only the installed version has
 
 
 @pytest.fixture(scope="module")
-def elder() -> Iterator[Elder]:
-    one = Elder()
+def transformers4() -> Iterator[Transformers4]:
+    one = Transformers4()
     yield one
     one.close()
 
 
 @pytest.fixture(scope="module")
-def compared(elder: Elder) -> Comparison:
-    return Comparison.live(elder)
+def compared(transformers4: Transformers4) -> Comparison:
+    return Comparison.live(transformers4)
 
 
 @pytest.fixture
@@ -74,15 +74,15 @@ def test_every_gone_name_is_on_the_page_once(compared: Comparison) -> None:
     assert [name for name in compared.gone() if cells.count(name) != 1] == []
 
 
-def test_what_was_written_before_ran_there(compared: Comparison, elder: Elder) -> None:
-    elder.run(migration_table.SETUP)
+def test_what_was_written_before_ran_there(compared: Comparison, transformers4: Transformers4) -> None:
+    transformers4.run(migration_table.SETUP)
     tables = migration.rows(compared)
     lines = [row.before for table in BOTH for row in tables[table].values() if row.before]
     failed = {}
     for line in lines:
         try:
-            elder.run(line)
-        except ElderError as error:
+            transformers4.run(line)
+        except Transformers4Error as error:
             failed[line] = str(error).splitlines()[-1]
     assert failed == {}
     assert len(lines) > 60
@@ -107,14 +107,14 @@ def test_what_is_written_after_runs_here(compared: Comparison, namespace: dict[s
 
 
 def test_a_method_that_is_gone_says_what_it_said(
-    compared: Comparison, elder: Elder, namespace: dict[str, Any], tmp_path: Any
+    compared: Comparison, transformers4: Transformers4, namespace: dict[str, Any], tmp_path: Any
 ) -> None:
     namespace["model"].save_pretrained(tmp_path)
-    elder.run(migration_table.SETUP)
-    elder.run(f"model = transformers.LlamaForCausalLM.from_pretrained({str(tmp_path)!r}).eval()")
+    transformers4.run(migration_table.SETUP)
+    transformers4.run(f"model = transformers.LlamaForCausalLM.from_pretrained({str(tmp_path)!r}).eval()")
     for name in ("_contrastive_search", "_dola_decoding", "_group_beam_search", "_constrained_beam_search"):
         row = migration_table.METHODS[name]
-        there = elder.run(f"print(({row.before})[0].tolist())").strip()
+        there = transformers4.run(f"print(({row.before})[0].tolist())").strip()
         here = eval(row.after, namespace)  # noqa: S307
         assert isinstance(here, torch.Tensor)
         assert str(here[0].tolist()) == there, name

@@ -1,15 +1,21 @@
-"""Every program of examples/ runs as a user would run it, and prints what the page says it prints."""
+"""Every program of examples/ runs, and prints what the page says it prints.
+
+One runs in a process of its own, as a user would run it; the others in forks of one process.
+"""
 
 import ast
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.support import pretrained
+from tests.support.forkserver import ForkServer
 from tools.docs import examples
 
 NAMES = sorted(path.stem for path in examples.FOLDER.glob("*.py"))
+OWN_PROCESS = "see_why"
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +23,25 @@ def page() -> dict[str, tuple[str, str]]:
     return examples.shown()
 
 
+@pytest.fixture
+def fork(fork_server: ForkServer) -> examples.Runner:
+    def run(program: Path, folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
+        done = fork_server.run([program], folder=folder, environment=environment)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_prints_what_the_page_shows(name: str, page: dict[str, tuple[str, str]]) -> None:
+def test_a_program_prints_what_the_page_shows(
+    name: str, page: dict[str, tuple[str, str]], fork: examples.Runner
+) -> None:
     for model in re.findall(r'"models/([\w.-]+)"', examples.source(name)):
         pretrained.folder(model)  # says how to build one that is missing
     code, printed = page[name]
     assert code == examples.source(name), "run tools/docs/examples.py"
-    assert examples.run(name).printed == printed
+    runner = examples.in_own_process if name == OWN_PROCESS else fork
+    assert examples.run(name, runner).printed == printed
 
 
 def test_the_page_and_the_list_are_current(page: dict[str, tuple[str, str]]) -> None:
@@ -49,20 +67,22 @@ def test_a_program_is_small_and_says_what_it_shows_and_how_to_run_it(name: str) 
 
 
 def test_a_program_that_fails_is_an_error_with_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork: examples.Runner
 ) -> None:
     (tmp_path / "broken.py").write_text("print('so far')\nraise OSError('no further')\n", encoding="utf-8")
     monkeypatch.setattr(examples, "FOLDER", tmp_path)
-    with pytest.raises(examples.ExampleError, match=r"broken\.py: exit code 1(.|\n)*OSError: no further"):
-        examples.run("broken")
+    for runner in (examples.in_own_process, fork):
+        with pytest.raises(examples.ExampleError, match=r"broken\.py: exit code 1(.|\n)*OSError: no further"):
+            examples.run("broken", runner)
 
 
 def test_a_program_runs_in_an_empty_folder_beside_the_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork: examples.Runner
 ) -> None:
     text = (
         "import os\nprint(os.listdir(), os.environ['HF_HUB_OFFLINE'], '  ')\nopen('made.html', 'w').close()\n"
     )
     (tmp_path / "look.py").write_text(text, encoding="utf-8")
     monkeypatch.setattr(examples, "FOLDER", tmp_path)
-    assert examples.run("look").printed == "['models'] 1"
+    for runner in (examples.in_own_process, fork):
+        assert examples.run("look", runner).printed == "['models'] 1"

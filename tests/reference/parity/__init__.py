@@ -1,1 +1,1 @@
-"""Live parity with the oracle, token for token, on tiny models of every architecture and on stories15m."""
+"""Live parity with the reference, token for token, on tiny models of every architecture and on stories15m."""

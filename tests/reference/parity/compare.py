@@ -1,15 +1,15 @@
-"""Run the same call here and on the oracle, and compare what the two say about each request.
+"""Run the same call here and on the reference, and compare what the two say about each request.
 
 A *request* is one prompt; its answer is `num_return_sequences` sequences. Sequences are compared up to and
-with their first end token: what the oracle puts after it depends on the other rows of its batch. There are
-three ways to compare, because the oracle's batches are not neutral:
+with their first end token: what the reference puts after it depends on the other rows of its batch. There are
+three ways to compare, because the reference's batches are not neutral:
 
 - `batched`: one padded batch there, one here (greedy and sampling: the noise is drawn for the whole batch);
 - `by_row`: one padded batch here, each row alone and unpadded there (beams stop by their batch mates there,
   and `max_length`, `min_length` and penalties count the padding there);
 - `alone`: each row alone on both sides (beam sampling, whose noise a batch mate's early end would shift).
 
-Of diverse and constrained beams the oracle's `beam_indices` are no use (counted inside a group and one too
+Of diverse and constrained beams the reference's `beam_indices` are no use (counted inside a group and one too
 many for a sequence that ended; none at all): ours are held to the sum that `sequences_scores` are made of.
 """
 
@@ -24,12 +24,12 @@ import transformers
 from torch import Tensor
 
 import descant
-from tests.reference.oracle.client import Oracle
+from tests.reference.process.client import ReferenceClient
 from tests.support.tiny_models import pad
 
 TOLERANCE = 1e-4
 ROUNDING = 5e-6  # of a large score: some forty units in its last place
-DEAD = -1e8  # beams with a lower sum only fill their places: the oracle carries them along
+DEAD = -1e8  # beams with a lower sum only fill their places: the reference carries them along
 TIE = 1e-5  # choices closer than this may fall either way with the machine's rounding
 TENSORS = ("sequences", "scores", "logits", "sequences_scores", "beam_indices")
 
@@ -96,7 +96,7 @@ class Call:
 
     @property
     def scorer(self) -> bool:
-        """Whether the oracle decodes with one of its beam scorers: diverse and constrained beams."""
+        """Whether the reference decodes with one of its beam scorers: diverse and constrained beams."""
         names = {*self.arguments, *self.objects}
         return bool({"num_beam_groups", "constraints", "force_words_ids"} & names)
 
@@ -119,7 +119,7 @@ class Call:
         return 1 if self.subject.encoder_decoder else prompts.inputs["input_ids"].shape[1]
 
     def ours(self, prompts: Batch) -> dict[str, Any]:
-        """Run `descant.generate` and collect its output in the oracle's terms."""
+        """Run `descant.generate` and collect its output in the reference's terms."""
         if self.seed is not None:
             torch.manual_seed(self.seed)
         out = descant.generate(
@@ -141,13 +141,13 @@ class Call:
             )
         return said
 
-    def theirs(self, oracle: Oracle, prompts: Batch) -> dict[str, Any]:
-        """Run the oracle's `generate`."""
+    def theirs(self, reference: ReferenceClient, prompts: Batch) -> dict[str, Any]:
+        """Run the reference's `generate`."""
         want = ["sequences", "choices", "margin"] + ([] if self.scorer else ["transition_scores"])
         want += ["sequences_scores", "running"] if self.beams > 1 else ["logprobs"]
         want += ["beam_indices"] if self.beams > 1 and not self.scorer else []
         want += ["scores", "logits"] if self.full else []
-        return oracle.generate(
+        return reference.generate(
             self.subject.folder, prompts.inputs, self.arguments, want, seed=self.seed, objects=self.objects
         )
 
@@ -220,9 +220,9 @@ def read(call: Call, said: Mapping[str, Any], prompts: Batch, request: int) -> A
     return answer
 
 
-def batched(oracle: Oracle, call: Call, prompts: Batch) -> list[Answer]:
+def batched(reference: ReferenceClient, call: Call, prompts: Batch) -> list[Answer]:
     """One padded batch on both sides."""
-    ours, theirs = call.ours(prompts), call.theirs(oracle, prompts)
+    ours, theirs = call.ours(prompts), call.theirs(reference, prompts)
     _check_prompts(call, ours, prompts)
     answers = []
     for i in range(len(prompts.rows)):
@@ -231,14 +231,14 @@ def batched(oracle: Oracle, call: Call, prompts: Batch) -> list[Answer]:
     return answers
 
 
-def by_row(oracle: Oracle, call: Call, prompts: Batch) -> list[Answer]:
+def by_row(reference: ReferenceClient, call: Call, prompts: Batch) -> list[Answer]:
     """One padded batch here, each row alone there."""
     ours = call.ours(prompts)
     _check_prompts(call, ours, prompts)
     answers, steps = [], 0
     for i in range(len(prompts.rows)):
         single = prompts.only(i)
-        theirs = read(call, call.theirs(oracle, single), single, 0)
+        theirs = read(call, call.theirs(reference, single), single, 0)
         steps = max(steps, len(theirs.scores))
         answers.append(read(call, ours, prompts, i))
         check(call, answers[-1], theirs, f"request {i}")
@@ -247,11 +247,11 @@ def by_row(oracle: Oracle, call: Call, prompts: Batch) -> list[Answer]:
     return answers
 
 
-def alone(oracle: Oracle, call: Call, prompts: Batch) -> list[Answer]:
+def alone(reference: ReferenceClient, call: Call, prompts: Batch) -> list[Answer]:
     """Each row alone on both sides, under the same seed."""
     answers: list[Answer] = []
     for i in range(len(prompts.rows)):
-        answers += batched(oracle, call, prompts.only(i))
+        answers += batched(reference, call, prompts.only(i))
     return answers
 
 
@@ -259,7 +259,9 @@ def check(call: Call, ours: Answer, theirs: Answer, where: str) -> None:
     """Assert that both sides said the same about one request."""
     assert len(ours.tokens) == len(theirs.tokens) == call.sequences
     gap = closest(call, theirs)
-    assert call.ties or gap > TIE, f"{where}: near tie, the oracle chose by {gap:.1e}: choose other prompts"
+    assert call.ties or gap > TIE, (
+        f"{where}: near tie, the reference chose by {gap:.1e}: choose other prompts"
+    )
     for j in range(call.sequences):
         here = f"{where}, sequence {j}"
         if ours.tokens[j] != theirs.tokens[j]:
@@ -283,7 +285,7 @@ def check(call: Call, ours: Answer, theirs: Answer, where: str) -> None:
 
 
 def closest(call: Call, theirs: Answer) -> float:
-    """The narrowest choice the oracle made for one request; infinite if unknown."""
+    """The narrowest choice the reference made for one request; infinite if unknown."""
     if call.arguments.get("do_sample") or not call.full or call.scorer or call.contrastive:
         return theirs.margin
     if call.beams == 1:
@@ -306,7 +308,7 @@ def _check_steps(call: Call, ours: Answer, theirs: Answer, where: str) -> None:
     for name in ("scores", "logits") if call.full else ():
         mine, wanted = getattr(ours, name), getattr(theirs, name)
         steps = len(wanted) if call.beams > 1 else max(map(len, ours.tokens))
-        assert len(mine) >= steps, f"{where}: {len(mine)} steps of {name}, the oracle has {steps}"
+        assert len(mine) >= steps, f"{where}: {len(mine)} steps of {name}, the reference has {steps}"
         for t in range(steps):
             live = _live(call, theirs, t)
             close(mine[t][live], wanted[t][live], f"{where}: {name} of step {t}")

@@ -1,20 +1,13 @@
-"""What several parity files build, and how much of them CI runs."""
+"""Models that several parity files build."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from tests.reference.parity.subjects import deepened
-from tests.support import ci_slices, tiny_models
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """The oracle is slow: CI asks it a quarter of what is asked in the battery."""
-    ci_slices.cut(items, Path(__file__).parent, 4)
+from tests.support import tiny_models
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What users write themselves, made alike on both sides of the oracle's pipe: it must not import descant."""
+"""A user's own parts, built alike here and in the reference's process: must not import descant."""
 
 from __future__ import annotations
 

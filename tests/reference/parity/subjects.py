@@ -62,7 +62,7 @@ def level(model: Any, seed: int = 0) -> Batch:
     return batch(model, [model.tokens(text)[:4] for text in BEGINNINGS[2:6]])
 
 
-seeds = first  # of prompts: the first ones always, the rest only in the battery
+seeds = first  # of prompts: the first ones always, the rest are slow cases
 
 
 def five(model: Any, seed: int) -> Batch:

@@ -1,4 +1,4 @@
-"""The Bayesian detector says what the oracle's says, and each reads the folders of the other."""
+"""The Bayesian detector says what the reference's says, and each reads the folders of the other."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("depth", [2, 9, 30])
-def test_posteriors_and_losses(depth, oracle):
+def test_posteriors_and_losses(depth, reference):
     asked = calls(depth, [(4, 12), (1, 12), (3, 2), (5, 100)], seed=depth)
     weights = state(depth, seed=depth)
-    theirs = oracle.ask("bayesian", calls=asked, config={"watermarking_depth": depth}, state=weights)
+    theirs = reference.ask("bayesian", calls=asked, config={"watermarking_depth": depth}, state=weights)
     model = BayesianDetectorModel(BayesianDetectorConfig(depth))
     model.load_state_dict(weights)
     found = ours(model, asked)
@@ -60,9 +60,9 @@ def test_posteriors_and_losses(depth, oracle):
     same(found, theirs["outputs"])
 
 
-def test_a_folder_of_theirs(oracle, tmp_path):
+def test_a_folder_of_theirs(reference, tmp_path):
     asked = calls(3, [(4, 12)])
-    theirs = oracle.ask(
+    theirs = reference.ask(
         "bayesian",
         calls=asked,
         config={"watermarking_depth": 3, "base_rate": 0.25},
@@ -77,27 +77,28 @@ def test_a_folder_of_theirs(oracle, tmp_path):
         assert getattr(model.config, name) == value
 
 
-def test_a_folder_of_ours(oracle, tmp_path):
+def test_a_folder_of_ours(reference, tmp_path):
     asked = calls(3, [(4, 12)])
     model = BayesianDetectorModel(BayesianDetectorConfig(3, base_rate=0.25))
     model.load_state_dict(state(3))
     model.config.set_detector_information("some/model", SETTINGS)
-    model.config.key_fingerprint, model.config.threshold, model.config.figures = "abcd", 0.9, {"auc": 1.0}
+    model.config.key_fingerprint, model.config.threshold = "abcd", 0.9
+    model.config.validation_metrics = {"auc": 1.0}
     model.save_pretrained(tmp_path)
-    theirs = oracle.ask("bayesian", calls=asked, folder=str(tmp_path))
+    theirs = reference.ask("bayesian", calls=asked, folder=str(tmp_path))
     same(ours(model, asked), theirs["outputs"])
     expected = {"watermarking_depth": 3, "base_rate": 0.25, "model_name": "some/model"}
     assert theirs["config"] == {**expected, "watermarking_config": SETTINGS}
 
 
 @pytest.mark.parametrize(("depth", "count", "length"), [(3, 4, 1), (1, 4, 4)])
-def test_theirs_mixes_texts_of_one_token_or_one_round(depth, count, length, oracle):
+def test_theirs_mixes_texts_of_one_token_or_one_round(depth, count, length, reference):
     """Their `squeeze` drops any axis of one: the g-values of one text then decide about the others."""
     asked = calls(depth, [(count, length)])[:1]
     asked[0]["mask"] = torch.ones_like(asked[0]["mask"])
     weights = {**state(depth), f"{PARTS}.delta": 2 * torch.ones(1, 1, depth, depth)}
     alone = [{name: value[row : row + 1] for name, value in asked[0].items()} for row in range(count)]
-    theirs = oracle.ask(
+    theirs = reference.ask(
         "bayesian", calls=[*asked, *alone], config={"watermarking_depth": depth}, state=weights
     )
     together, *single = (out[0] for out in theirs["outputs"])
@@ -111,10 +112,10 @@ def test_theirs_mixes_texts_of_one_token_or_one_round(depth, count, length, orac
     assert (found - together).abs().max() > 1e-3
 
 
-def test_theirs_has_no_answer_for_one_round(oracle):
+def test_theirs_has_no_answer_for_one_round(reference):
     """The same, where the lengths do not even fit."""
     asked = calls(1, [(2, 5)])[:1]
     with pytest.raises(Exception, match="must match the size"):
-        oracle.ask("bayesian", calls=asked, config={"watermarking_depth": 1}, state=state(1))
+        reference.ask("bayesian", calls=asked, config={"watermarking_depth": 1}, state=state(1))
     model = BayesianDetectorModel(BayesianDetectorConfig(1))
     assert ours(model, asked)[0][0].shape == (2,)

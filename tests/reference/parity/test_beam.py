@@ -1,4 +1,4 @@
-"""Beam search of a batch equals the oracle's run of each row alone."""
+"""Beam search of a batch equals the reference's run of each row alone."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def case(beams, early, penalty):
 @pytest.mark.parametrize("seed", seeds(1, 6))
 @pytest.mark.parametrize(("beams", "early", "penalty"), EVERY)
 @pytest.mark.parametrize("name", TINY)
-def test_every_setting(name, beams, early, penalty, seed, tiny, oracle):
+def test_every_setting(name, beams, early, penalty, seed, tiny, reference):
     model = tiny(name)
-    compare.by_row(oracle, Call(model, case(beams, early, penalty)), ragged(model, seed))
+    compare.by_row(reference, Call(model, case(beams, early, penalty)), ragged(model, seed))
 
 
 @pytest.mark.parametrize(("beams", "early", "penalty"), EVERY)
-def test_every_setting_on_stories(beams, early, penalty, tiny, oracle):
+def test_every_setting_on_stories(beams, early, penalty, tiny, reference):
     model = subject(STORIES, tiny)
     arguments = {**case(beams, early, penalty), "max_new_tokens": 10}
-    compare.by_row(oracle, Call(model, arguments, full=False), ragged(model))
+    compare.by_row(reference, Call(model, arguments, full=False), ragged(model))
 
 
-@pytest.mark.battery
+@pytest.mark.slow
 def test_the_settings_matter(tiny):
     """What the test above stands on: every value of a setting changes somebody's tokens."""
     seen = {}
@@ -64,24 +64,24 @@ def test_the_settings_matter(tiny):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_level_rows(name, tiny, oracle):
+def test_level_rows(name, tiny, reference):
     model = subject(name, tiny)
-    compare.by_row(oracle, Call(model, case(4, False, 1.0)), level(model))
+    compare.by_row(reference, Call(model, case(4, False, 1.0)), level(model))
 
 
 @pytest.mark.parametrize("early", EARLY)
 @pytest.mark.parametrize("name", NAMES)
-def test_several_sequences(name, early, tiny, oracle):
+def test_several_sequences(name, early, tiny, reference):
     model = subject(name, tiny)
     arguments = {**case(4, early, 1.0), "num_return_sequences": 3}
-    for answer in compare.by_row(oracle, Call(model, arguments), ragged(model)):
+    for answer in compare.by_row(reference, Call(model, arguments), ragged(model)):
         assert len({tuple(t) for t in answer.tokens}) == 3
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_default_length(name, tiny, oracle):
+def test_default_length(name, tiny, reference):
     model = subject(name, tiny)
-    compare.by_row(oracle, Call(model, {"num_beams": 3}), ragged(model))
+    compare.by_row(reference, Call(model, {"num_beams": 3}), ragged(model))
 
 
 OPTIONS = {
@@ -98,20 +98,20 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_option(name, option, tiny, oracle):
+def test_option(name, option, tiny, reference):
     model = subject(name, tiny)
     prompts = ragged(model)
     arguments = {"num_beams": 3, "num_return_sequences": 2, **OPTIONS[option]}
     if option == "max_length":
         arguments["max_length"] = max(map(len, prompts.rows)) + 3
-    compare.by_row(oracle, Call(model, arguments, full=name != STORIES), prompts)
+    compare.by_row(reference, Call(model, arguments, full=name != STORIES), prompts)
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODER)
-def test_forced_bos(name, tiny, oracle):
+def test_forced_bos(name, tiny, reference):
     model = tiny(name)
     # Only one beam lives after the forced token.
     arguments = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": NEW, "forced_bos_token_id": 33}
     call = Call(model, arguments)
-    for answer in compare.by_row(oracle, call, ragged(model)):
+    for answer in compare.by_row(reference, call, ragged(model)):
         assert answer.tokens[0][0] == 33

@@ -1,4 +1,4 @@
-"""Beam sampling draws the same beams as the oracle under the same torch seed."""
+"""Beam sampling draws the same beams as the reference under the same torch seed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ SETTINGS = {
 @pytest.mark.parametrize("seed", seeds(1, 8))
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_alone(name, setting, seed, tiny, oracle):
+def test_rows_alone(name, setting, seed, tiny, reference):
     model = subject(name, tiny)
     arguments = {"do_sample": True, "max_new_tokens": NEW, **SETTINGS[setting]}
-    compare.alone(oracle, Call(model, arguments, seed=seed, full=name != STORIES), ragged(model, seed))
+    compare.alone(reference, Call(model, arguments, seed=seed, full=name != STORIES), ragged(model, seed))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_batch_that_ends_together(name, tiny, oracle):
-    """With every row as long as the others, the oracle's batch is neutral and the noise is the batch's."""
+def test_batch_that_ends_together(name, tiny, reference):
+    """With every row as long as the others, the reference's batch is neutral and the noise is the batch's."""
     model = subject(name, tiny)
     arguments = {"do_sample": True, "num_beams": 3, "min_new_tokens": NEW, "max_new_tokens": NEW}
-    answers = compare.batched(oracle, Call(model, arguments, seed=2), ragged(model))
+    answers = compare.batched(reference, Call(model, arguments, seed=2), ragged(model))
     assert {len(a.tokens[0]) for a in answers} == {NEW}

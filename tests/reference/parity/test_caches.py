@@ -19,7 +19,7 @@ from descant.models.hf_caches.exports import (
     SlidingWindowCache,
     StaticCache,
 )
-from tests.reference.oracle.client import OracleError
+from tests.reference.process.client import ReferenceFailure
 from tests.support.extras import need_hqq
 from tests.support.manual_forwards import feeds, level, loader, padded, stepped, whole
 from tests.support.tiny_models import pad, prompts
@@ -40,7 +40,7 @@ def options(name):
 
 
 def placed(fed):
-    """What the oracle has to be told besides: where each forward writes."""
+    """What the reference has to be told besides: where each forward writes."""
     found, at = [], 0
     for feed in fed:
         width = feed["input_ids"].shape[1]
@@ -49,11 +49,11 @@ def placed(fed):
     return found
 
 
-def asked(oracle, subject, cache, fed, **more):
-    """The oracle's logits of forwards over one of its caches."""
+def asked(reference, subject, cache, fed, **more):
+    """The reference's logits of forwards over one of its caches."""
     load = options(subject.name)
     return torch.cat(
-        oracle.ask("steps", model=str(subject.folder), cache=cache, feeds=fed, load=load, **more), 1
+        reference.ask("steps", model=str(subject.folder), cache=cache, feeds=fed, load=load, **more), 1
     )
 
 
@@ -81,27 +81,30 @@ PLAIN = [
 
 
 @pytest.mark.parametrize(("kind", "given", "make", "name", "widths"), PLAIN)
-def test_level_rows(kind, given, make, name, widths, get, oracle):
+def test_level_rows(kind, given, make, name, widths, get, reference):
     subject = get(name, **options(name))
     fed = feeds(level(subject, sum(widths)), widths)
-    same(stepped(subject.model, make(subject.model), fed), asked(oracle, subject, (kind, given), placed(fed)))
+    same(
+        stepped(subject.model, make(subject.model), fed),
+        asked(reference, subject, (kind, given), placed(fed)),
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "given", "make", "name", "widths"), [case for case in PLAIN if case[0] != "SlidingWindowCache"]
 )
-def test_padded_rows(kind, given, make, name, widths, get, oracle):
+def test_padded_rows(kind, given, make, name, widths, get, reference):
     subject = get(name, **options(name))
     length = sum(widths)
     ids, mask = padded(subject, (length, length - 2, length - 4))
     fed, real = feeds(ids, widths, mask), mask.bool()
     ours = stepped(subject.model, make(subject.model), fed)
-    same(ours[real], asked(oracle, subject, (kind, given), placed(fed))[real])
+    same(ours[real], asked(reference, subject, (kind, given), placed(fed))[real])
 
 
 @pytest.mark.parametrize("rows", ["level", "padded"])
 @pytest.mark.parametrize("nbits", [2, 4])
-def test_quanto(nbits, rows, get, oracle):
+def test_quanto(nbits, rows, get, reference):
     """Quantised in the same steps: the prompt at once, then whenever the rest has grown long."""
     subject = get("wide")
     widths = (8, *(1,) * 13)
@@ -112,7 +115,7 @@ def test_quanto(nbits, rows, get, oracle):
     ours = stepped(subject.model, cache, fed)
     same(
         ours[real],
-        asked(oracle, subject, ("QuantoQuantizedCache", {"cache_config": settings}), placed(fed))[real],
+        asked(reference, subject, ("QuantoQuantizedCache", {"cache_config": settings}), placed(fed))[real],
     )
     assert (ours - whole(subject.model, ids, mask))[real].abs().max() > 0.1
 
@@ -132,7 +135,7 @@ def hqq(bits, residual):
 
 @pytest.mark.hqq
 @pytest.mark.parametrize("nbits", [1, 2, 4, 8])
-def test_hqq(nbits, get, oracle):
+def test_hqq(nbits, get, reference):
     """One row: hqq looks for better steps until a whole batch gets no better, ours for each row."""
     subject = get("wide")
     for seed in (3, 4):
@@ -140,12 +143,12 @@ def test_hqq(nbits, get, oracle):
         fed = feeds(ids, (8, *(1,) * 10))
         cache, theirs = hqq(nbits, 4)
         ours = stepped(subject.model, cache, fed)
-        same(ours, asked(oracle, subject, theirs, placed(fed)))
+        same(ours, asked(reference, subject, theirs, placed(fed)))
         assert (ours - whole(subject.model, ids)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_encoder_decoder(name, get, oracle):
+def test_encoder_decoder(name, get, reference):
     subject = get(name)
     ids, mask = pad(prompts(subject.arch, (9, 5, 7), seed=3), subject.pad, "right")
     said = level(subject, 10, seed=5)
@@ -154,11 +157,11 @@ def test_encoder_decoder(name, get, oracle):
         for one in feeds(said, (4, 1, 1, 2, 1, 1))
     ]
     ours = stepped(subject.model, EncoderDecoderCache(DynamicCache(), DynamicCache()), fed)
-    same(ours, asked(oracle, subject, ("EncoderDecoderCache", {}), fed))
+    same(ours, asked(reference, subject, ("EncoderDecoderCache", {}), fed))
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 8])
-def test_mamba(prompt, get, oracle):
+def test_mamba(prompt, get, reference):
     subject = get("mamba")
     fed = feeds(level(subject, 12), (prompt, *(1,) * (12 - prompt)))
     cache = MambaCache(subject.model.config, 3, subject.model.dtype, subject.model.device)
@@ -166,13 +169,13 @@ def test_mamba(prompt, get, oracle):
     told = [{**fed[0], "cache_position": torch.arange(4)}]
     told += [{**feed, "cache_position": torch.tensor([4 + at])} for at, feed in enumerate(fed[1:])]
     given = {"config": True, "max_batch_size": 3, "dtype": "float32"}
-    theirs = asked(oracle, subject, ("MambaCache", given), told, past="cache_params")
+    theirs = asked(reference, subject, ("MambaCache", given), told, past="cache_params")
     same(stepped(subject.model, cache, fed, "cache_params"), theirs)
 
 
 # -------------------------------------------------------------------- sinks
 def sinks(window, widths, ids, positions):
-    """What the oracle is fed, with the positions that are given it."""
+    """What the reference is fed, with the positions that are given it."""
     found, at = [], 0
     for width, first in zip(widths, positions, strict=True):
         places = torch.arange(first, first + width)
@@ -182,32 +185,32 @@ def sinks(window, widths, ids, positions):
     return ("SinkCache", {"window_length": window, "num_sink_tokens": 3}), found
 
 
-def test_sinks(get, oracle):
+def test_sinks(get, reference):
     """A prompt as long as the window, then tokens at its last position: so its SinkCache is right."""
     subject = get("llama")
     ids, widths = level(subject, 30), (12, *(1,) * 18)
-    theirs = asked(oracle, subject, *sinks(12, widths, ids, (0, *(11,) * 18)))
+    theirs = asked(reference, subject, *sinks(12, widths, ids, (0, *(11,) * 18)))
     ours = stepped(subject.model, SinkCache(12, 3, config=subject.model.config), feeds(ids, widths))
     same(ours, theirs)
     assert (ours - whole(subject.model, ids)).abs().max() > 0.1
 
 
-def test_its_generate_takes_sinks_for_further_away_at_every_step(get, oracle):
+def test_its_generate_takes_sinks_for_further_away_at_every_step(get, reference):
     """It counts positions on while its SinkCache turns keys back: distances grow by one a step."""
     subject = get("llama")
     ids, widths = level(subject, 30), (12, *(1,) * 18)
-    theirs = asked(oracle, subject, *sinks(12, widths, ids, (0, *range(12, 30))))
+    theirs = asked(reference, subject, *sinks(12, widths, ids, (0, *range(12, 30))))
     ours = stepped(subject.model, SinkCache(12, 3, config=subject.model.config), feeds(ids, widths))
     off = (ours - theirs).abs().amax((0, 2))  # [L]
     assert off[:12].max() < NEAR
     assert off[13:].min() > 0.1
 
 
-def test_its_sinks_turn_before_anything_has_left(get, oracle):
+def test_its_sinks_turn_before_anything_has_left(get, reference):
     """The token that fills its window moves all keys by one already, though none is forgotten."""
     subject = get("llama")
     ids, widths = level(subject, 12), (8, 1, 1, 1, 1)
-    theirs = asked(oracle, subject, *sinks(12, widths, ids, (0, 8, 9, 10, 11)))
+    theirs = asked(reference, subject, *sinks(12, widths, ids, (0, 8, 9, 10, 11)))
     want = whole(subject.model, ids)
     assert (theirs - want)[:, :11].abs().max() < NEAR
     assert (theirs - want)[:, 11].abs().max() > 0.1
@@ -215,62 +218,62 @@ def test_its_sinks_turn_before_anything_has_left(get, oracle):
     same(ours, want)
 
 
-# -------------------------------------------------------------------- where the oracle is wrong, or cannot
-def test_its_offloaded_caches_need_a_gpu(get, oracle):
+# -------------------------------------------------------------------- where the reference is wrong, or cannot
+def test_its_offloaded_caches_need_a_gpu(get, reference):
     subject = get("llama")
     fed = feeds(level(subject, 12), (8, 1, 1, 1, 1))
-    want = asked(oracle, subject, ("DynamicCache", {}), placed(fed))
+    want = asked(reference, subject, ("DynamicCache", {}), placed(fed))
     for kind, given in (("OffloadedCache", {}), ("OffloadedStaticCache", {**ROOM, "device": "cpu"})):
-        with pytest.raises(OracleError, match=r"GPU|CUDA"):
-            asked(oracle, subject, (kind, given), placed(fed))
+        with pytest.raises(ReferenceFailure, match=r"GPU|CUDA"):
+            asked(reference, subject, (kind, given), placed(fed))
     same(stepped(subject.model, OffloadedCache(), fed), want)
     same(stepped(subject.model, made(OffloadedStaticCache, subject.model), fed), want)
 
 
-def test_its_windows_read_no_prompt_longer_than_they_are(get, oracle):
+def test_its_windows_read_no_prompt_longer_than_they_are(get, reference):
     subject = get("mistral")
     ids = level(subject, 10)
     fed = feeds(ids, (7, 1, 1, 1))
-    with pytest.raises(OracleError, match="size of tensor"):
-        asked(oracle, subject, ("SlidingWindowCache", ROOM), placed(fed))
+    with pytest.raises(ReferenceFailure, match="size of tensor"):
+        asked(reference, subject, ("SlidingWindowCache", ROOM), placed(fed))
     same(stepped(subject.model, made(SlidingWindowCache, subject.model), fed), whole(subject.model, ids))
 
 
-def test_its_windows_forget_which_columns_are_padding(get, oracle):
+def test_its_windows_forget_which_columns_are_padding(get, reference):
     """What has moved to the window's first slots is masked as the first columns of the batch are."""
     subject = get("mistral")
     ids, mask = padded(subject, (14, 12, 10))
     fed, real = feeds(ids, (5, *(1,) * 9), mask), mask.bool()
     want = whole(subject.model, ids, mask)
-    theirs = asked(oracle, subject, ("SlidingWindowCache", ROOM), placed(fed))
+    theirs = asked(reference, subject, ("SlidingWindowCache", ROOM), placed(fed))
     assert (theirs - want)[0].abs().max() < NEAR  # the row without padding
     assert (theirs - want)[1:][real[1:]].abs().max() > 0.1
     same(stepped(subject.model, made(SlidingWindowCache, subject.model), fed)[real], want[real])
 
 
 @pytest.mark.hqq
-def test_rows_change_each_other_in_its_hqq(get, oracle):
+def test_rows_change_each_other_in_its_hqq(get, reference):
     """How long it looks for better steps is one choice for all that it quantises at once."""
     subject = get("wide")
     ids, widths = level(subject, 18), (8, *(1,) * 10)
     cache, theirs = hqq(4, 128)
-    batch = asked(oracle, subject, theirs, placed(feeds(ids, widths)))
+    batch = asked(reference, subject, theirs, placed(feeds(ids, widths)))
     ours = stepped(subject.model, cache, feeds(ids, widths))
     apart = []
     for row in range(3):
         fed = feeds(ids[row : row + 1], widths)
-        alone = asked(oracle, subject, theirs, placed(fed))
+        alone = asked(reference, subject, theirs, placed(fed))
         apart.append((batch[row] - alone[0]).abs().max())
         same(ours[row], alone[0])
     assert max(apart) > 1e-2
 
 
 @pytest.mark.hqq
-def test_hqq_cannot_read_three_bits_of_few_numbers(get, oracle):
+def test_hqq_cannot_read_three_bits_of_few_numbers(get, reference):
     subject = get("wide")
     fed = feeds(level(subject, 12), (8, 1, 1, 1, 1))
     cache, theirs = hqq(3, 128)
-    with pytest.raises(OracleError, match="size of tensor"):
-        asked(oracle, subject, theirs, placed(fed))
+    with pytest.raises(ReferenceFailure, match="size of tensor"):
+        asked(reference, subject, theirs, placed(fed))
     off = (stepped(subject.model, cache, fed) - whole(subject.model, level(subject, 12))).abs().mean()
     assert 1e-3 < off < 1.0

@@ -1,6 +1,6 @@
-"""Constrained beam search of a batch equals the oracle's run of each row alone.
+"""Constrained beam search of a batch equals the reference's run of each row alone.
 
-The tokens of the constraints stand in no prompt and in no other constraint: the oracle counts what the
+The tokens of the constraints stand in no prompt and in no other constraint: the reference counts what the
 prompt holds; see `test_method_bugs.py`.
 """
 
@@ -24,7 +24,7 @@ KINDS = {
     "one of two": [[[0], [1, 2]]],
     "one of three, and a phrase": [[[0, 1], [2, 3, 4], [5]], [6, 7]],
 }
-# Tokens that a model hardly says by itself. Where a phrase is begun anew before it is whole, the oracle loses
+# Tokens that a model hardly says by itself. Where a phrase begins anew before its end, the reference loses
 # count: see `tests/unit/decoding/constraints/test_known_bugs.py`.
 RARE = {
     "llama": (41, 93, 80, 50, 31, 12, 83, 75, 7, 78, 89, 92, 32, 73, 24, 95),
@@ -37,7 +37,7 @@ RARE = {
     "t5": (22, 3, 85, 55, 47, 58, 28, 20, 12, 45, 7, 78, 10, 92, 32, 73),
     "bart": (101, 22, 55, 25, 96, 53, 94, 45, 26, 67, 7, 21, 32, 103, 24, 57),
 }
-# Prompt seeds with which the oracle chooses by 3e-5 or more.
+# Prompt seeds with which the reference chooses by 3e-5 or more.
 SEEDS = {name: 701 if name in ("qwen2", "bart") else 700 for name in TINY}
 SHOWN = {
     "a phrase": 4,
@@ -46,7 +46,7 @@ SHOWN = {
     "one of three, and a phrase": 6,
 }  # in CI: with beams
 EVERY = [
-    one if SHOWN.get(one[0]) == one[1] else pytest.param(*one, marks=pytest.mark.battery)
+    one if SHOWN.get(one[0]) == one[1] else pytest.param(*one, marks=pytest.mark.slow)
     for one in product(KINDS, (3, 4, 6))
 ]
 
@@ -78,12 +78,12 @@ def case(beams, **more):
 
 @pytest.mark.parametrize(("kind", "beams"), EVERY)
 @pytest.mark.parametrize("name", TINY)
-def test_ragged_rows(name, kind, beams, tiny, oracle):
+def test_ragged_rows(name, kind, beams, tiny, reference):
     model = tiny(name)
     prompts = five(model, SEEDS[name])
     forced = words(model, prompts, kind)
     call = Call(model, case(beams, force_words_ids=forced), full=False)
-    for answer in compare.by_row(oracle, call, prompts):
+    for answer in compare.by_row(reference, call, prompts):
         assert all(met(answer.tokens[0], one) for one in forced), answer.tokens
 
 
@@ -97,34 +97,34 @@ def met(tokens, forced):
 
 @pytest.mark.parametrize("kind", ["a phrase", "one of three, and a phrase"])
 @pytest.mark.parametrize("name", TINY)
-def test_constraints_as_objects(name, kind, tiny, oracle):
+def test_constraints_as_objects(name, kind, tiny, reference):
     """`constraints=` and `force_words_ids=` are two ways to say the same."""
     model = tiny(name)
     prompts = five(model, SEEDS[name])
     forced = words(model, prompts, kind)
     call = Call(model, case(4), full=False, objects={"constraints": objects(forced)})
-    answers = compare.by_row(oracle, call, prompts)
+    answers = compare.by_row(reference, call, prompts)
     said = descant.generate(model.model, **prompts.inputs, **case(4, force_words_ids=forced))
     again = [compare.split(call, said, prompts, i)[0] for i in range(len(prompts.rows))]
     assert [answer.tokens for answer in answers] == again
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_one_row(name, tiny, oracle):
+def test_one_row(name, tiny, reference):
     model = tiny(name)
     one = five(model, SEEDS[name]).only(0)
     call = Call(model, case(6, force_words_ids=words(model, one, "two phrases")), full=False)
-    compare.batched(oracle, call, one)
+    compare.batched(reference, call, one)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_several_sequences(name, tiny, oracle):
-    """As many as meet the constraints: the oracle sorts those that do not among them, ours come after."""
+def test_several_sequences(name, tiny, reference):
+    """As many as meet the constraints: the reference sorts those that do not among them, ours come after."""
     model = tiny(name)
     prompts = five(model, SEEDS[name])
     forced = words(model, prompts, "a phrase")
     call = Call(model, case(6, num_return_sequences=2, force_words_ids=forced), full=False)
-    for answer in compare.by_row(oracle, call, prompts):
+    for answer in compare.by_row(reference, call, prompts):
         assert all(met(tokens, one) for tokens in answer.tokens for one in forced)
 
 
@@ -139,9 +139,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_option(name, option, tiny, oracle):
+def test_option(name, option, tiny, reference):
     model = tiny(name)
     prompts = five(model, SEEDS[name])
     forced = words(model, prompts, "two phrases")
     call = Call(model, case(6, force_words_ids=forced, **OPTIONS[option]), full=False)
-    compare.by_row(oracle, call, prompts)
+    compare.by_row(reference, call, prompts)

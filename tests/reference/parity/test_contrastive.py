@@ -1,4 +1,4 @@
-"""Contrastive search of a ragged batch equals the oracle's run of each row alone."""
+"""Contrastive search of a ragged batch equals the reference's run of each row alone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ALPHAS = (0.2, 0.4, 0.6, 0.8)
 SHOWN = [(2, 0.2), (4, 0.6), (5, 0.4), (8, 0.8)]  # in CI
 SETTINGS = [
     *SHOWN,
-    *(pytest.param(*one, marks=pytest.mark.battery) for one in product(WIDTHS, ALPHAS) if one not in SHOWN),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in product(WIDTHS, ALPHAS) if one not in SHOWN),
 ]
-# Prompt seeds with which the oracle chooses by 4e-5 or more under every setting.
+# Prompt seeds with which the reference chooses by 4e-5 or more under every setting.
 SEEDS = {
     "llama": (402, 403, 404),
     "gpt2": (403, 404, 405),
@@ -32,8 +32,8 @@ SEEDS = {
     "bart": (401, 402, 404),
 }
 FEW = ("llama", "gpt2", "t5")
-SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.battery) for name in TINY if name not in FEW)]
-TURNS = [0, *(pytest.param(turn, marks=pytest.mark.battery) for turn in (1, 2))]
+SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in TINY if name not in FEW)]
+TURNS = [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))]
 
 
 def case(width, alpha, **more):
@@ -43,12 +43,12 @@ def case(width, alpha, **more):
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize(("width", "alpha"), SETTINGS)
 @pytest.mark.parametrize("name", TINY)
-def test_ragged_rows(name, width, alpha, turn, tiny, oracle):
+def test_ragged_rows(name, width, alpha, turn, tiny, reference):
     model = tiny(name)
-    compare.by_row(oracle, Call(model, case(width, alpha)), five(model, SEEDS[name][turn]))
+    compare.by_row(reference, Call(model, case(width, alpha)), five(model, SEEDS[name][turn]))
 
 
-@pytest.mark.battery
+@pytest.mark.slow
 def test_the_settings_matter(tiny):
     """What the test above stands on: every width and every alpha changes somebody's tokens."""
     seen = {}
@@ -68,27 +68,27 @@ def test_the_settings_matter(tiny):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_one_row(name, tiny, oracle):
+def test_one_row(name, tiny, reference):
     model = tiny(name)
-    compare.batched(oracle, Call(model, case(4, 0.6)), five(model, SEEDS[name][0]).only(0))
+    compare.batched(reference, Call(model, case(4, 0.6)), five(model, SEEDS[name][0]).only(0))
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_one_padded_batch_on_both_sides(name, tiny, oracle):
-    """The oracle keeps the padding out of its similarities, so its batches can be compared as they are."""
+def test_one_padded_batch_on_both_sides(name, tiny, reference):
+    """The reference keeps the padding out of its similarities, so its batches can be compared as they are."""
     model = tiny(name)
-    answers = compare.batched(oracle, Call(model, case(4, 0.6)), five(model, SEEDS[name][0]))
+    answers = compare.batched(reference, Call(model, case(4, 0.6)), five(model, SEEDS[name][0]))
     if name not in ENCODER_DECODER:
         assert len({len(a.tokens[0]) for a in answers}) > 1, "all rows end together"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_low_memory(name, tiny, oracle):
+def test_low_memory(name, tiny, reference):
     """Candidates one after the other, on both sides."""
     model = tiny(name)
     prompts = five(model, SEEDS[name][0])
-    answers = compare.by_row(oracle, Call(model, case(4, 0.6, low_memory=True)), prompts)
-    plain = compare.by_row(oracle, Call(model, case(4, 0.6)), prompts)
+    answers = compare.by_row(reference, Call(model, case(4, 0.6, low_memory=True)), prompts)
+    plain = compare.by_row(reference, Call(model, case(4, 0.6)), prompts)
     assert [a.tokens for a in answers] == [a.tokens for a in plain]
 
 
@@ -104,12 +104,12 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", SOME)
-def test_option(name, option, tiny, oracle):
+def test_option(name, option, tiny, reference):
     model = tiny(name)
     arguments = {**case(4, 0.6), **OPTIONS[option]}
-    compare.by_row(oracle, Call(model, arguments), five(model, SEEDS[name][0]))
+    compare.by_row(reference, Call(model, arguments), five(model, SEEDS[name][0]))
 
 
-def test_on_stories(tiny, oracle):
+def test_on_stories(tiny, reference):
     model = subject(STORIES, tiny)
-    compare.by_row(oracle, Call(model, case(4, 0.6)), ragged(model))
+    compare.by_row(reference, Call(model, case(4, 0.6)), ragged(model))

@@ -1,4 +1,4 @@
-"""Every documented criterion against the oracle's, and what the oracle's stop strings miss."""
+"""Every documented criterion against the reference's, and what the reference's stop strings miss."""
 
 import random
 import time
@@ -10,21 +10,21 @@ import transformers
 from descant import InputError
 from descant.decoding.stopping import criteria
 from descant.tokenization.token_bytes import TokenBytes
-from tests.reference.oracle.client import OracleError
+from tests.reference.process.client import ReferenceFailure
 from tests.support import pretrained, wordpiece
 
 ROWS = 600  # of each criterion, at least
 
 
-def asked(oracle, cases):
-    return oracle.ask("criteria", cases=cases)
+def asked(reference, cases):
+    return reference.ask("criteria", cases=cases)
 
 
 def rows(draw, count, width, top):
     return torch.tensor([[draw.randrange(top) for _ in range(width)] for _ in range(count)])
 
 
-def test_length(oracle):
+def test_length(reference):
     draw = random.Random(0)
     cases = [
         {
@@ -37,14 +37,14 @@ def test_length(oracle):
         }
         for _ in range(ROWS // 3)
     ]
-    for case, theirs in zip(cases, asked(oracle, cases), strict=True):
+    for case, theirs in zip(cases, asked(reference, cases), strict=True):
         ours = criteria.MaxLengthCriteria(**case["arguments"])
         for ids, verdict in zip(case["calls"], theirs, strict=True):
             assert torch.equal(ours(ids, None), verdict)
             assert ours(ids, None).dtype == verdict.dtype
 
 
-def test_time(oracle):
+def test_time(reference):
     draw, now = random.Random(1), time.time()
     cases = [
         {
@@ -58,7 +58,7 @@ def test_time(oracle):
         for _ in range(ROWS)
     ]
     seen = set()
-    for case, theirs in zip(cases, asked(oracle, cases), strict=True):
+    for case, theirs in zip(cases, asked(reference, cases), strict=True):
         # Minutes may pass between both answers: none of these is that close.
         over = time.time() - case["arguments"]["initial_timestamp"] - case["arguments"]["max_time"]
         if abs(over) < 600:
@@ -69,7 +69,7 @@ def test_time(oracle):
     assert seen == {True, False}
 
 
-def test_end_tokens(oracle):
+def test_end_tokens(reference):
     draw = random.Random(2)
     cases = []
     for _ in range(ROWS):
@@ -78,7 +78,7 @@ def test_end_tokens(oracle):
         calls = [rows(draw, draw.randint(1, 5), draw.randint(1, 4), 12)]
         cases.append({"name": "EosTokenCriteria", "arguments": {"eos_token_id": eos}, "calls": calls})
     seen = set()
-    for case, theirs in zip(cases, asked(oracle, cases), strict=True):
+    for case, theirs in zip(cases, asked(reference, cases), strict=True):
         ours = criteria.EosTokenCriteria(**case["arguments"])(case["calls"][0], None)
         assert torch.equal(ours, theirs[0])
         seen |= set(ours.tolist())
@@ -148,7 +148,7 @@ class Near:
 
 
 def whole(one):
-    """Whether the bytes are text: the oracle knows no others."""
+    """Whether the bytes are text: the reference knows no others."""
     return bool(one) and "\ufffd" not in one.decode(errors="replace")
 
 
@@ -168,7 +168,7 @@ STRINGS = {
 
 
 @pytest.mark.parametrize("name", STRINGS)
-def test_stop_strings(name, oracle, loaded):
+def test_stop_strings(name, reference, loaded):
     tokenizer, folder = loaded(name)
     draw = random.Random(name)
     each = -(-ROWS // len(STRINGS[name]))
@@ -181,7 +181,7 @@ def test_stop_strings(name, oracle, loaded):
         cases.append(
             {"name": "StopStringCriteria", "tokenizer": folder, "arguments": arguments, "calls": calls}
         )
-    for case, theirs in zip(cases, asked(oracle, cases), strict=True):
+    for case, theirs in zip(cases, asked(reference, cases), strict=True):
         ours = criteria.StopStringCriteria(tokenizer, case["arguments"]["stop_strings"])
         verdicts = [ours(ids, None) for ids in case["calls"]]
         known = TokenBytes.from_tokenizer(tokenizer).bytes
@@ -192,53 +192,56 @@ def test_stop_strings(name, oracle, loaded):
         assert 0.05 < share < 0.95, f"{case['arguments']}: {share:.2f} of the rows end"
 
 
-def verdict(oracle, loaded, name, strings, ids):
-    """Both verdicts on one row: the oracle's and ours."""
+def verdict(reference, loaded, name, strings, ids):
+    """Both verdicts on one row: the reference's and ours."""
     tokenizer, folder = loaded(name)
     ids = torch.tensor([ids])
     arguments = {"stop_strings": strings}
     case = {"name": "StopStringCriteria", "tokenizer": folder, "arguments": arguments, "calls": [ids]}
-    theirs = asked(oracle, [case])[0][0]
+    theirs = asked(reference, [case])[0][0]
     return theirs.item(), criteria.StopStringCriteria(tokenizer, strings)(ids, None).item()
 
 
 @pytest.mark.parametrize(("name", "text"), [("smollm2", "𐍈s"), ("smollm2", "क्ष!"), ("stories15m", "𐍈s")])
-def test_a_character_of_several_tokens_is_never_seen(name, text, oracle, loaded):
-    """To the oracle a token that is part of a character is a replacement mark, and no text."""
+def test_a_character_of_several_tokens_is_never_seen(name, text, reference, loaded):
+    """To the reference a token that is part of a character is a replacement mark, and no text."""
     tokenizer, _ = loaded(name)
     ids = tokenizer(f"x {text}", add_special_tokens=False)["input_ids"]
-    assert verdict(oracle, loaded, name, [text], ids) == (False, True)
+    assert verdict(reference, loaded, name, [text], ids) == (False, True)
 
 
 @pytest.mark.parametrize(("name", "text"), [("smollm2", "क्ष"), ("stories15m", "𐍈")])
-def test_a_stop_string_that_ends_in_such_a_character_is_refused(name, text, oracle, loaded):
-    """The oracle finds no token to end it with, which it takes for an error."""
+def test_a_stop_string_that_ends_in_such_a_character_is_refused(name, text, reference, loaded):
+    """The reference finds no token to end it with, which it takes for an error."""
     tokenizer, _ = loaded(name)
     ids = tokenizer(f"x {text}", add_special_tokens=False)["input_ids"]
-    with pytest.raises(OracleError, match="unable to identify tokens"):
-        verdict(oracle, loaded, name, [text], ids)
+    with pytest.raises(ReferenceFailure, match="unable to identify tokens"):
+        verdict(reference, loaded, name, [text], ids)
     assert criteria.StopStringCriteria(tokenizer, text)(torch.tensor([ids]), None).item()
 
 
-def test_a_replacement_mark_is_taken_for_part_of_a_character(oracle, loaded):
+def test_a_replacement_mark_is_taken_for_part_of_a_character(reference, loaded):
     """And where it waits for the mark itself, any broken character will do."""
     tokenizer, _ = loaded("smollm2")
     ids = tokenizer("x 𐍈", add_special_tokens=False)["input_ids"]
-    assert verdict(oracle, loaded, "smollm2", ["\ufffd"], ids) == (True, False)
+    assert verdict(reference, loaded, "smollm2", ["\ufffd"], ids) == (True, False)
 
 
-def test_padding_is_text(oracle, loaded):
-    """The oracle reads the padding in front of a row as if it had been generated."""
+def test_padding_is_text(reference, loaded):
+    """The reference reads the padding in front of a row as if it had been generated."""
     tokenizer, _ = loaded("wordpiece")
     ids = tokenizer("stop", add_special_tokens=False)["input_ids"]
-    assert verdict(oracle, loaded, "wordpiece", ["] stop"], ids) == (False, False)
-    assert verdict(oracle, loaded, "wordpiece", ["] stop"], [tokenizer.pad_token_id, *ids]) == (True, False)
+    assert verdict(reference, loaded, "wordpiece", ["] stop"], ids) == (False, False)
+    assert verdict(reference, loaded, "wordpiece", ["] stop"], [tokenizer.pad_token_id, *ids]) == (
+        True,
+        False,
+    )
 
 
-def test_a_length_beyond_the_model_is_let_pass(oracle):
-    """The oracle goes on and leaves a line in a log; ours is not made."""
+def test_a_length_beyond_the_model_is_let_pass(reference):
+    """The reference goes on and leaves a line in a log; ours is not made."""
     arguments, ids = {"max_length": 9, "max_position_embeddings": 4}, torch.zeros(1, 6, dtype=torch.long)
     case = {"name": "MaxLengthCriteria", "arguments": arguments, "calls": [ids]}
-    assert asked(oracle, [case])[0][0].tolist() == [False]
+    assert asked(reference, [case])[0][0].tolist() == [False]
     with pytest.raises(InputError, match="max_position_embeddings"):
         criteria.MaxLengthCriteria(**arguments)

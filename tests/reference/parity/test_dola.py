@@ -1,6 +1,6 @@
-"""DoLa of a ragged batch equals the oracle's run of each row alone.
+"""DoLa of a ragged batch equals the reference's run of each row alone.
 
-Alone, because the oracle chooses one layer for its whole batch; see `test_method_bugs.py`. The models are
+Alone, because the reference chooses one layer for its whole batch; see `test_method_bugs.py`. The models are
 deeper than elsewhere: 5 to 8 layers, and two of more than 40, where the layers of "low" and "high" differ.
 """
 
@@ -24,7 +24,7 @@ LAYERS = {
     "three": [0, 2, 4],
     "out of order": [4, 1, 2],
 }
-# Prompt seeds with which the oracle chooses layers and tokens by 3e-5 or more.
+# Prompt seeds with which the reference chooses layers and tokens by 3e-5 or more.
 SEEDS = {
     "llama": (401, 400, 402),
     "gpt2": (400,),
@@ -37,12 +37,12 @@ SEEDS = {
 # In CI the two deepest only take what their depth changes.
 SHOWN = {name: ("low", "high") if DEEP[name][0] > 40 else tuple(LAYERS) for name in DEEP}
 EVERY = [
-    one if not one[2] and one[1] in SHOWN[one[0]] else pytest.param(*one, marks=pytest.mark.battery)
+    one if not one[2] and one[1] in SHOWN[one[0]] else pytest.param(*one, marks=pytest.mark.slow)
     for name in DEEP
     for one in product([name], LAYERS, range(len(SEEDS[name])))
 ]
 FEW = ("llama", "gemma")
-SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.battery) for name in DEEP if name not in FEW)]
+SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in DEEP if name not in FEW)]
 
 
 def prompts(model, name, turn=0):
@@ -54,9 +54,9 @@ def case(layers, **more):
 
 
 @pytest.mark.parametrize(("name", "layers", "turn"), EVERY)
-def test_ragged_rows(name, layers, turn, deep, oracle):
+def test_ragged_rows(name, layers, turn, deep, reference):
     model = deep(name)
-    compare.by_row(oracle, Call(model, case(layers)), prompts(model, name, turn))
+    compare.by_row(reference, Call(model, case(layers)), prompts(model, name, turn))
 
 
 def test_the_layers_matter(deep):
@@ -76,9 +76,9 @@ def test_the_layers_matter(deep):
 
 @pytest.mark.parametrize("layers", ["low", "high"])
 @pytest.mark.parametrize("name", SOME)
-def test_one_row(name, layers, deep, oracle):
+def test_one_row(name, layers, deep, reference):
     model = deep(name)
-    compare.batched(oracle, Call(model, case(layers)), prompts(model, name).only(0))
+    compare.batched(reference, Call(model, case(layers)), prompts(model, name).only(0))
 
 
 OPTIONS = {
@@ -90,9 +90,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", SOME)
-def test_option(name, option, deep, oracle):
+def test_option(name, option, deep, reference):
     model = deep(name)
-    compare.by_row(oracle, Call(model, case("high", **OPTIONS[option])), prompts(model, name))
+    compare.by_row(reference, Call(model, case("high", **OPTIONS[option])), prompts(model, name))
 
 
 SAMPLERS = {"defaults": {}, "temperature and top_p": {"temperature": 1.5, "top_p": 0.9}}
@@ -101,22 +101,22 @@ SAMPLERS = {"defaults": {}, "temperature and top_p": {"temperature": 1.5, "top_p
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("layers", ["low", "high", "three"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt-neox"])
-def test_sampling(name, layers, sampler, deep, oracle):
+def test_sampling(name, layers, sampler, deep, reference):
     """Under the same torch seed; rows alone on both sides, since a batch shares its noise and its layer."""
     model = deep(name)
     call = Call(model, case(layers, do_sample=True, **SAMPLERS[sampler]), seed=3)
-    compare.alone(oracle, call, prompts(model, name))
+    compare.alone(reference, call, prompts(model, name))
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_sampled_batch(name, deep, oracle):
-    """From one layer, of which the oracle has no choice: a batch on both sides."""
+def test_sampled_batch(name, deep, reference):
+    """From one layer, of which the reference has no choice: a batch on both sides."""
     model = deep(name)
     call = Call(model, case("the embeddings", do_sample=True), seed=5)
-    compare.batched(oracle, call, prompts(model, name))
+    compare.batched(reference, call, prompts(model, name))
 
 
-def test_on_stories(tiny, oracle):
+def test_on_stories(tiny, reference):
     model = subject(STORIES, tiny)
     for layers in ("low", "high"):
-        compare.by_row(oracle, Call(model, case(layers, repetition_penalty=1.2)), ragged(model))
+        compare.by_row(reference, Call(model, case(layers, repetition_penalty=1.2)), ragged(model))

@@ -1,4 +1,4 @@
-"""Diverse beam search of a batch equals the oracle's run of each row alone.
+"""Diverse beam search of a batch equals the reference's run of each row alone.
 
 The pad token is kept out: a group that has ended goes on with it there, and later groups are penalised for
 using it; see `test_method_bugs.py`.
@@ -30,12 +30,12 @@ SHOWN = [  # in CI
 EVERY = [
     *SHOWN,
     *(
-        pytest.param(*one, marks=pytest.mark.battery)
+        pytest.param(*one, marks=pytest.mark.slow)
         for one in product(GROUPS, PENALTIES, EARLY, LENGTH)
         if one not in SHOWN
     ),
 ]
-# Prompt seeds with which the oracle chooses by 4e-5 or more under what CI runs.
+# Prompt seeds with which the reference chooses by 4e-5 or more under what CI runs.
 SEEDS = {
     "llama": (502, 503),
     "gpt2": (501, 502),
@@ -48,7 +48,7 @@ SEEDS = {
     "bart": (500, 501),
 }
 FEW = ("gpt2", "t5")
-SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.battery) for name in TINY if name not in FEW)]
+SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in TINY if name not in FEW)]
 
 
 def case(model, groups, penalty, early=False, length=1.0, **more):
@@ -68,14 +68,14 @@ def case(model, groups, penalty, early=False, length=1.0, **more):
 
 @pytest.mark.parametrize(("groups", "penalty", "early", "length"), EVERY)
 @pytest.mark.parametrize("name", TINY)
-def test_ragged_rows(name, groups, penalty, early, length, tiny, oracle):
+def test_ragged_rows(name, groups, penalty, early, length, tiny, reference):
     """The best sequence, its score, and the scores of every beam at every step until its group ends."""
     model = tiny(name)
     call = Call(model, case(model, groups, penalty, early, length))
-    compare.by_row(oracle, call, five(model, SEEDS[name][0]))
+    compare.by_row(reference, call, five(model, SEEDS[name][0]))
 
 
-@pytest.mark.battery
+@pytest.mark.slow
 def test_the_settings_matter(tiny):
     """What the test above stands on: every value of a setting changes somebody's sequences."""
     seen = {}
@@ -97,18 +97,18 @@ def test_the_settings_matter(tiny):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_one_row(name, tiny, oracle):
+def test_one_row(name, tiny, reference):
     model = tiny(name)
-    compare.batched(oracle, Call(model, case(model, 3, 1.0)), five(model, SEEDS[name][1]).only(0))
+    compare.batched(reference, Call(model, case(model, 3, 1.0)), five(model, SEEDS[name][1]).only(0))
 
 
 @pytest.mark.parametrize(("groups", "early"), [(2, False), (3, True), (6, "never")])
 @pytest.mark.parametrize("name", SOME)
-def test_every_sequence(name, groups, early, tiny, oracle):
-    """As many sequences as beams: the best of all groups together, as the oracle sorts them."""
+def test_every_sequence(name, groups, early, tiny, reference):
+    """As many sequences as beams: the best of all groups together, as the reference sorts them."""
     model = tiny(name)
     arguments = case(model, groups, 1.0, early, num_return_sequences=BEAMS)
-    compare.by_row(oracle, Call(model, arguments), five(model, SEEDS[name][1]))
+    compare.by_row(reference, Call(model, arguments), five(model, SEEDS[name][1]))
 
 
 OPTIONS = {
@@ -122,7 +122,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", SOME)
-def test_option(name, option, tiny, oracle):
+def test_option(name, option, tiny, reference):
     model = tiny(name)
     arguments = case(model, 2, 1.0, num_return_sequences=2, **OPTIONS[option])
-    compare.by_row(oracle, Call(model, arguments), five(model, SEEDS[name][1]))
+    compare.by_row(reference, Call(model, arguments), five(model, SEEDS[name][1]))

@@ -1,6 +1,6 @@
-"""Classifier-free guidance of a ragged batch equals the oracle's run of each row alone.
+"""Classifier-free guidance of a ragged batch equals the reference's run of each row alone.
 
-Alone, because the oracle counts the padding of negative prompts as positions.
+Alone, because the reference counts the padding of negative prompts as positions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.support.tiny_models import prompts
 NEW = 12
 NAMES = tuple(name for name in TINY if name not in ENCODER_DECODER)
 SCALES = (0.5, 1.5, 3.0)
-# Prompt seeds with which the oracle chooses by 1e-4 or more under every setting.
+# Prompt seeds with which the reference chooses by 1e-4 or more under every setting.
 SEEDS = {name: (600, 601, 603 if name == "opt" else 602) for name in NAMES}
-TURNS = [0, *(pytest.param(turn, marks=pytest.mark.battery) for turn in (1, 2))]
+TURNS = [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))]
 FEW = ("gpt2", "opt")
-SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.battery) for name in NAMES if name not in FEW)]
+SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in FEW)]
 
 
 def guided(model, negative, turn=0):
@@ -38,11 +38,11 @@ def guided(model, negative, turn=0):
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", NAMES)
-def test_ragged_rows(name, scale, negative, turn, tiny, oracle):
+def test_ragged_rows(name, scale, negative, turn, tiny, reference):
     """Tokens, guided scores and the network's own logits; without a negative prompt, by the last token."""
     model = tiny(name)
     arguments = {"guidance_scale": scale, "max_new_tokens": NEW}
-    compare.by_row(oracle, Call(model, arguments), guided(model, negative, turn))
+    compare.by_row(reference, Call(model, arguments), guided(model, negative, turn))
 
 
 def test_guidance_matters(tiny):
@@ -60,10 +60,10 @@ def test_guidance_matters(tiny):
 
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("name", SOME)
-def test_one_row(name, negative, tiny, oracle):
+def test_one_row(name, negative, tiny, reference):
     model = tiny(name)
     call = Call(model, {"guidance_scale": 2.0, "max_new_tokens": NEW})
-    compare.batched(oracle, call, guided(model, negative).only(0))
+    compare.batched(reference, call, guided(model, negative).only(0))
 
 
 OPTIONS = {
@@ -77,10 +77,10 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", SOME)
-def test_option(name, option, tiny, oracle):
+def test_option(name, option, tiny, reference):
     model = tiny(name)
     arguments = {"guidance_scale": 1.5, "max_new_tokens": NEW, **OPTIONS[option]}
-    compare.by_row(oracle, Call(model, arguments), guided(model, True))
+    compare.by_row(reference, Call(model, arguments), guided(model, True))
 
 
 SAMPLERS = {"defaults": {}, "temperature and top_p": {"temperature": 1.5, "top_p": 0.9}}
@@ -89,24 +89,24 @@ SAMPLERS = {"defaults": {}, "temperature and top_p": {"temperature": 1.5, "top_p
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("name", SOME)
-def test_sampling(name, sampler, negative, tiny, oracle):
+def test_sampling(name, sampler, negative, tiny, reference):
     """Under the same torch seed, rows alone on both sides."""
     model = tiny(name)
     arguments = {"guidance_scale": 1.5, "do_sample": True, "max_new_tokens": NEW, **SAMPLERS[sampler]}
-    compare.alone(oracle, Call(model, arguments, seed=7), guided(model, negative))
+    compare.alone(reference, Call(model, arguments, seed=7), guided(model, negative))
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_several_sequences(name, tiny, oracle):
+def test_several_sequences(name, tiny, reference):
     model = tiny(name)
     arguments = {"guidance_scale": 1.5, "do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW}
-    compare.alone(oracle, Call(model, arguments, seed=7), guided(model, False))
+    compare.alone(reference, Call(model, arguments, seed=7), guided(model, False))
 
 
-def test_on_stories(tiny, oracle):
+def test_on_stories(tiny, reference):
     model = subject(STORIES, tiny)
     rows = ragged(model)
     negatives = [model.tokens(text)[:6] for text in BEGINNINGS[3:6]]
     call = Call(model, {"guidance_scale": 1.5, "max_new_tokens": NEW})
-    compare.by_row(oracle, call, rows)
-    compare.by_row(oracle, call, replace(rows, negatives=negatives))
+    compare.by_row(reference, call, rows)
+    compare.by_row(reference, call, replace(rows, negatives=negatives))

@@ -20,20 +20,20 @@ NEW = 10
 
 @pytest.mark.parametrize("lengths", [(2, 75, 40, 70), (66, 66, 66), (1, 1, 80)], ids=str)
 @pytest.mark.parametrize("name", TINY)
-def test_long_prompts(name, lengths, tiny, oracle):
+def test_long_prompts(name, lengths, tiny, reference):
     """Long enough that rows of very different length are worth prefilling apart."""
     model = tiny(name)
     rows = batch(model, prompts(model.arch, lengths, seed=401))
-    compare.batched(oracle, Call(model, {"max_new_tokens": NEW}), rows)
-    compare.batched(oracle, Call(model, {"max_new_tokens": NEW, "do_sample": True}, seed=1), rows)
-    compare.by_row(oracle, Call(model, {"max_new_tokens": NEW, "num_beams": 3}), rows)
+    compare.batched(reference, Call(model, {"max_new_tokens": NEW}), rows)
+    compare.batched(reference, Call(model, {"max_new_tokens": NEW, "do_sample": True}, seed=1), rows)
+    compare.by_row(reference, Call(model, {"max_new_tokens": NEW, "num_beams": 3}), rows)
 
 
-def test_encoder_inputs_padded_on_the_left(tiny, oracle):
+def test_encoder_inputs_padded_on_the_left(tiny, reference):
     model = tiny("t5")
     rows = Batch(ragged(model).rows, model.pad, "left")
-    compare.batched(oracle, Call(model, {"max_new_tokens": NEW}), rows)
-    compare.by_row(oracle, Call(model, {"max_new_tokens": NEW, "num_beams": 3}), rows)
+    compare.batched(reference, Call(model, {"max_new_tokens": NEW}), rows)
+    compare.by_row(reference, Call(model, {"max_new_tokens": NEW, "num_beams": 3}), rows)
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,18 @@ class BegunCall(Call):
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("name", ENCODER_DECODER)
-def test_decoder_prompts(name, arguments, tiny, oracle):
+def test_decoder_prompts(name, arguments, tiny, reference):
     model = tiny(name)
     rows = ragged(model).rows
     begun = [[model.arch.start, *row] for row in prompts(model.arch, [3] * len(rows), seed=402)]
     call = BegunCall(model, {"max_new_tokens": NEW, **arguments}, seed=3)
     how = compare.by_row if "num_beams" in arguments else compare.batched
-    how(oracle, call, DecoderPrompts(rows, model.pad, "right", begun=begun))
+    how(reference, call, DecoderPrompts(rows, model.pad, "right", begun=begun))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("name", DECODER_ONLY)
-def test_embeddings(name, arguments, tiny, oracle):
+def test_embeddings(name, arguments, tiny, reference):
     """Only the new tokens come back, and they are those of the tokens that were embedded."""
     model = tiny(name)
     inputs = batch(model, prompts(model.arch, (6, 6, 6), seed=403)).inputs
@@ -84,7 +84,7 @@ def test_embeddings(name, arguments, tiny, oracle):
     if name == "gemma":  # 4.52.4 scales what it is given by the root of its width; 5.x what it embeds
         given["inputs_embeds"] = embedded["inputs_embeds"] / model.model.config.hidden_size**0.5
     fixed = {"max_new_tokens": NEW, "min_new_tokens": NEW, **arguments}
-    theirs = oracle.generate(model.folder, given, fixed, seed=4)["sequences"]
+    theirs = reference.generate(model.folder, given, fixed, seed=4)["sequences"]
     torch.manual_seed(4)
     assert torch.equal(descant.generate(model.model, **embedded, **fixed), theirs)
     torch.manual_seed(4)
@@ -93,7 +93,7 @@ def test_embeddings(name, arguments, tiny, oracle):
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("name", TINY)
-def test_a_processor_of_the_user(name, arguments, tiny, oracle):
+def test_a_processor_of_the_user(name, arguments, tiny, reference):
     """It knows only `(input_ids, scores)`, and sees the running hypotheses of every strategy."""
     model = tiny(name)
     # Both show it padded ids; where no row says the pad token, the padding matters to no n-gram.
@@ -102,25 +102,25 @@ def test_a_processor_of_the_user(name, arguments, tiny, oracle):
         fixed["suppress_tokens"] = [model.pad]
     objects = {"logits_processor": [("NoRepeatNGramLogitsProcessor", {"ngram_size": 2})]}
     how = compare.by_row if "num_beams" in arguments else compare.batched
-    answers = how(oracle, Call(model, fixed, seed=1, objects=objects), ragged(model))
+    answers = how(reference, Call(model, fixed, seed=1, objects=objects), ragged(model))
     if name in ("gpt2", "opt", "t5", "bart") and not arguments:  # these repeat themselves
         assert [a.tokens for a in answers] != [
-            a.tokens for a in how(oracle, Call(model, fixed), ragged(model))
+            a.tokens for a in how(reference, Call(model, fixed), ragged(model))
         ]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("name", TINY)
-def test_a_criterion_of_the_user(name, arguments, tiny, oracle):
+def test_a_criterion_of_the_user(name, arguments, tiny, reference):
     model = tiny(name)
     how = compare.by_row if "num_beams" in arguments else compare.batched
     fixed = {"max_new_tokens": 16, **arguments}
-    plain = how(oracle, Call(model, fixed, seed=1), ragged(model))
+    plain = how(reference, Call(model, fixed, seed=1), ragged(model))
     longest = max((a.tokens[0] for a in plain), key=len)
-    # With the model's own end token: the oracle drops its own criterion for one of the same class.
+    # With the model's own end token: the reference drops its own criterion for one of the same class.
     ids = [model.eos, longest[len(longest) // 2], longest[1]]
     objects = {"stopping_criteria": [("EosTokenCriteria", {"eos_token_id": ids})]}
-    answers = how(oracle, Call(model, fixed, seed=1, objects=objects), ragged(model))
+    answers = how(reference, Call(model, fixed, seed=1, objects=objects), ragged(model))
     assert [a.tokens for a in answers] != [a.tokens for a in plain]
 
 

@@ -13,22 +13,22 @@ from tests.reference.parity.compare import Call, batch
 from tests.reference.parity.subjects import TINY, level, ragged
 from tests.support.tiny_models import prompts
 
-# A row whose beams the oracle stops in time when it runs alone, and too late beside this batch mate:
+# A row whose beams the reference stops in time when it runs alone, and too late beside this batch mate:
 # architecture, prompt seed, length penalty, row.
 HELD_UP = [("llama", 6, 2.0, 0), ("gpt-neox", 4, 2.0, 1), ("bart", 6, 2.0, 1), ("t5", 1, 1.0, 1)]
 
 
 @pytest.mark.parametrize(("name", "seed", "penalty", "row"), HELD_UP)
-def test_a_batch_mate_decides_when_beams_stop(name, seed, penalty, row, tiny, oracle):
+def test_a_batch_mate_decides_when_beams_stop(name, seed, penalty, row, tiny, reference):
     model = tiny(name)
     pair = batch(model, prompts(model.arch, (6, 6), seed=seed))
     call = Call(model, {"num_beams": 2, "length_penalty": penalty, "max_new_tokens": 20})
 
-    together = compare.read(call, call.theirs(oracle, pair), pair, row)
-    alone = compare.read(call, call.theirs(oracle, pair.only(row)), pair.only(row), 0)
+    together = compare.read(call, call.theirs(reference, pair), pair, row)
+    alone = compare.read(call, call.theirs(reference, pair.only(row)), pair.only(row), 0)
     assert together.tokens != alone.tokens
 
-    ours = compare.by_row(oracle, call, pair)
+    ours = compare.by_row(reference, call, pair)
     assert ours[row].tokens == alone.tokens
 
 
@@ -50,7 +50,7 @@ def tokens_fed(model):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("name", TINY)
-def test_finished_rows_keep_computing(name, do_sample, tiny, oracle):
+def test_finished_rows_keep_computing(name, do_sample, tiny, reference):
     model = tiny(name)
     rows = level(model)
     arguments = {"max_new_tokens": 24, "do_sample": do_sample}
@@ -63,7 +63,7 @@ def test_finished_rows_keep_computing(name, do_sample, tiny, oracle):
     longest, count = max(lengths), len(lengths)
     assert len(set(lengths)) > 1, "all rows end together: nothing to see"
 
-    theirs = oracle.generate(model.folder, rows.inputs, arguments, ["fed"], seed=4)["fed"]
+    theirs = reference.generate(model.folder, rows.inputs, arguments, ["fed"], seed=4)["fed"]
     assert theirs == [count * width] + [count] * (longest - 1)
 
     # The last token of a row is never fed, and a row that has ended is not there.
@@ -73,11 +73,11 @@ def test_finished_rows_keep_computing(name, do_sample, tiny, oracle):
 
 
 @pytest.mark.parametrize("name", [n for n in TINY if n not in ("t5", "bart")])
-def test_beams_read_the_prompt_once_each(name, tiny, oracle):
+def test_beams_read_the_prompt_once_each(name, tiny, reference):
     model = tiny(name)
     one = ragged(model).only(0)
     arguments = {"num_beams": 4, "max_new_tokens": 4}
-    theirs = oracle.generate(model.folder, one.inputs, arguments, ["fed"])["fed"]
+    theirs = reference.generate(model.folder, one.inputs, arguments, ["fed"])["fed"]
     assert theirs[0] == 4 * len(one.rows[0])
     with tokens_fed(model.model) as fed:
         descant.generate(model.model, **one.inputs, **arguments)
@@ -94,40 +94,40 @@ def run(model, inputs, **arguments):
     )
 
 
-def ask(oracle, model, inputs, **arguments):
-    said = oracle.generate(model.folder, inputs, {"max_new_tokens": 8, **arguments})
+def ask(reference, model, inputs, **arguments):
+    said = reference.generate(model.folder, inputs, {"max_new_tokens": 8, **arguments})
     return generated(said["sequences"], inputs["input_ids"].shape[1])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "opt", "qwen2", "gpt-neox"])
-def test_a_pad_token_inside_the_prompt_is_a_token(name, tiny, oracle):
-    """Without a mask the oracle hides every pad token; ours only the run that begins a row."""
+def test_a_pad_token_inside_the_prompt_is_a_token(name, tiny, reference):
+    """Without a mask the reference hides every pad token; ours only the run that begins a row."""
     model = tiny(name)
     first, second = prompts(model.arch, (8, 8), seed=300)
     first[4] = second[5] = model.pad
     ids = torch.tensor([first, second])
-    told = ask(oracle, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8)
+    told = ask(reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8)
 
-    assert ask(oracle, model, {"input_ids": ids}, min_new_tokens=8) != told
+    assert ask(reference, model, {"input_ids": ids}, min_new_tokens=8) != told
     assert run(model, {"input_ids": ids}, min_new_tokens=8) == told
 
     padded, mask = torch.tensor([first, [model.pad] * 3 + second[3:]]), torch.ones_like(ids)
     mask[1, :3] = 0
-    told = ask(oracle, model, {"input_ids": padded, "attention_mask": mask}, min_new_tokens=8)
+    told = ask(reference, model, {"input_ids": padded, "attention_mask": mask}, min_new_tokens=8)
     assert run(model, {"input_ids": padded}, min_new_tokens=8) == told
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_padding_that_equals_the_end_token(name, tiny, oracle):
-    """Without a mask the oracle attends the padding; ours asks for the mask."""
+def test_padding_that_equals_the_end_token(name, tiny, reference):
+    """Without a mask the reference attends the padding; ours asks for the mask."""
     model = tiny(name)
     pad = {"pad_token_id": model.eos}
     rows = prompts(model.arch, (8, 5), seed=301)
     inputs = compare.Batch(rows, model.eos).inputs
     ids = {"input_ids": inputs["input_ids"]}
-    told = ask(oracle, model, inputs, min_new_tokens=8, **pad)
+    told = ask(reference, model, inputs, min_new_tokens=8, **pad)
 
-    assert ask(oracle, model, ids, min_new_tokens=8, **pad) != told
+    assert ask(reference, model, ids, min_new_tokens=8, **pad) != told
     with pytest.raises(descant.InputError, match="attention_mask") as caught:
         run(model, ids, min_new_tokens=8, **pad)
     assert isinstance(caught.value, ValueError)
@@ -135,7 +135,7 @@ def test_padding_that_equals_the_end_token(name, tiny, oracle):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_an_end_token_inside_the_prompt_is_a_token(name, tiny, oracle):
+def test_an_end_token_inside_the_prompt_is_a_token(name, tiny, reference):
     """The mask many make themselves, `ids != pad`, hides a real end token; ours without a mask does not."""
     model = tiny(name)
     pad = {"pad_token_id": model.eos}
@@ -143,46 +143,46 @@ def test_an_end_token_inside_the_prompt_is_a_token(name, tiny, oracle):
     rows[0][4] = rows[1][2] = model.eos
     ids = torch.tensor(rows)
     told = ask(
-        oracle, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8, **pad
+        reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8, **pad
     )
 
     hidden = {"input_ids": ids, "attention_mask": (ids != model.eos).long()}
-    assert ask(oracle, model, hidden, min_new_tokens=8, **pad) != told
+    assert ask(reference, model, hidden, min_new_tokens=8, **pad) != told
     assert run(model, {"input_ids": ids}, min_new_tokens=8, **pad) == told
 
 
-def test_prompts_that_all_begin_with_the_end_token(tiny, oracle):
+def test_prompts_that_all_begin_with_the_end_token(tiny, reference):
     """As OPT's and GPT-2's do: if every row begins so, it is no padding, and nothing is ambiguous."""
     model = tiny("gpt2")
     rows = [[model.eos, *row] for row in prompts(model.arch, (5, 5), seed=303)]
     ids = torch.tensor(rows)
-    told = ask(oracle, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8)
+    told = ask(reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8)
     assert run(model, {"input_ids": ids}, min_new_tokens=8) == told
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "t5"])
-def test_a_pad_token_of_zero_pads_beams(name, tiny, oracle):
-    """The oracle fills the ends of beams with the end token when the pad token is 0; ours pads."""
+def test_a_pad_token_of_zero_pads_beams(name, tiny, reference):
+    """The reference fills the ends of beams with the end token when the pad token is 0; ours pads."""
     model = tiny(name)
     assert model.pad == 0
     one = ragged(model).only(0)
     arguments = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 14}
     call = Call(model, arguments)
-    theirs = compare.read(call, call.theirs(oracle, one), one, 0)
-    ours = compare.by_row(oracle, call, one)[0]
+    theirs = compare.read(call, call.theirs(reference, one), one, 0)
+    ours = compare.by_row(reference, call, one)[0]
     fills = {token for rest in theirs.rest for token in rest}
     assert fills == {model.eos}
     assert {token for rest in ours.rest for token in rest} == {0}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-neox", "opt"])
-def test_padding_is_penalised(name, tiny, oracle):
-    """The oracle's repetition penalty counts the pad tokens of a shorter row; ours sees the row alone."""
+def test_padding_is_penalised(name, tiny, reference):
+    """The reference's repetition penalty counts the pad tokens of a shorter row; ours sees the row alone."""
     model = tiny(name)
     rows = prompts(model.arch, (3, 12), seed=304)
     inputs = batch(model, rows).inputs
     arguments = {"repetition_penalty": 1.8, "max_new_tokens": 8, "min_new_tokens": 8}
-    theirs = oracle.generate(model.folder, inputs, arguments, ["scores", "logits"])
+    theirs = reference.generate(model.folder, inputs, arguments, ["scores", "logits"])
     ours = descant.generate(
         model.model,
         **inputs,

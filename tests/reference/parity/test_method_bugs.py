@@ -10,9 +10,9 @@ import torch
 
 import descant
 from descant.decoding.strategies.beams.scorers import BeamSearchScorer
-from tests.reference.oracle.client import OracleError
 from tests.reference.parity import compare
 from tests.reference.parity.compare import Batch, Call, batch, close
+from tests.reference.process.client import ReferenceFailure
 from tests.support.tiny_models import prompts
 
 
@@ -33,7 +33,7 @@ def constrained(word, beams, **more):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
-def test_duplicate_hypotheses(name, tiny, oracle):
+def test_duplicate_hypotheses(name, tiny, reference):
     """transformers 17812, 19070: a forced token that was likely anyway was taken twice.
 
     Mended there since 4.21, and 4.52.4 does not show it: no duplicates on either side.
@@ -47,7 +47,7 @@ def test_duplicate_hypotheses(name, tiny, oracle):
         arguments = constrained([[likely]], beams, max_new_tokens=3, min_new_tokens=3)
         call = Call(model, arguments)
         for said in (
-            oracle.generate(model.folder, rows.inputs, arguments)["sequences"],
+            reference.generate(model.folder, rows.inputs, arguments)["sequences"],
             ours(model, rows.inputs, **arguments).sequences,
         ):
             found = new_tokens(call, said, rows)
@@ -55,7 +55,7 @@ def test_duplicate_hypotheses(name, tiny, oracle):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_constraints_of_batch_mates(name, tiny, oracle):
+def test_constraints_of_batch_mates(name, tiny, reference):
     """transformers 15761: a row's forced tokens were looked up in its batch mates' scores.
 
     4.52.4 does not show it: rows in a batch are as alone on both sides.
@@ -64,11 +64,11 @@ def test_constraints_of_batch_mates(name, tiny, oracle):
     rows = batch(model, prompts(model.arch, (6, 6, 6), seed=953))
     arguments = {**constrained([[41, 42]], 4, max_new_tokens=6, min_new_tokens=6), "num_return_sequences": 1}
     call = Call(model, arguments)
-    theirs = oracle.generate(model.folder, rows.inputs, arguments)["sequences"]
+    theirs = reference.generate(model.folder, rows.inputs, arguments)["sequences"]
     mine = ours(model, rows.inputs, **arguments).sequences
     for i in range(3):
         one = rows.only(i)
-        alone = oracle.generate(model.folder, one.inputs, arguments)["sequences"]
+        alone = reference.generate(model.folder, one.inputs, arguments)["sequences"]
         told = new_tokens(call, alone, one)
         assert new_tokens(call, theirs, rows, i) == told
         assert new_tokens(call, mine, rows, i) == told
@@ -81,13 +81,13 @@ MIXED = [("llama", 909, 6, 94), ("llama", 918, 3, 40), ("bart", 910, 6, 102)]
 
 
 @pytest.mark.parametrize(("name", "seed", "beams", "token"), MIXED)
-def test_sequences_that_end_beside_some_that_do_not(name, seed, beams, token, tiny, oracle):
-    """With scores asked for, the oracle stumbles over beam indices that it kept for only some of them."""
+def test_sequences_that_end_beside_some_that_do_not(name, seed, beams, token, tiny, reference):
+    """With scores asked for, the reference stumbles over beam indices that it kept for only some of them."""
     model = tiny(name)
     rows = batch(model, prompts(model.arch, (6,), seed=seed))
     arguments = constrained([[token]], beams, max_new_tokens=8)
-    with pytest.raises(OracleError, match="NoneType"):
-        oracle.generate(model.folder, rows.inputs, arguments, ["sequences", "sequences_scores"])
+    with pytest.raises(ReferenceFailure, match="NoneType"):
+        reference.generate(model.folder, rows.inputs, arguments, ["sequences", "sequences_scores"])
 
     out = ours(model, rows.inputs, **arguments)
     found = new_tokens(Call(model, arguments), out.sequences, rows)
@@ -97,7 +97,7 @@ def test_sequences_that_end_beside_some_that_do_not(name, seed, beams, token, ti
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox"])
-def test_the_prompt_counts_as_output(name, tiny, oracle):
+def test_the_prompt_counts_as_output(name, tiny, reference):
     """A prompt that holds the phrase meets the constraint there; here what is generated must hold it."""
     model = tiny(name)
     phrase = [40, 41]
@@ -105,8 +105,8 @@ def test_the_prompt_counts_as_output(name, tiny, oracle):
     rows = batch(model, [[*row[:2], *phrase, *row[2:]]])
     arguments = {"num_beams": 4, "max_new_tokens": 6, "min_new_tokens": 6, "suppress_tokens": [model.eos]}
     call = Call(model, arguments)
-    theirs = oracle.generate(model.folder, rows.inputs, {**arguments, "force_words_ids": [phrase]})
-    free = oracle.generate(model.folder, rows.inputs, arguments)
+    theirs = reference.generate(model.folder, rows.inputs, {**arguments, "force_words_ids": [phrase]})
+    free = reference.generate(model.folder, rows.inputs, arguments)
     assert new_tokens(call, theirs["sequences"], rows) == new_tokens(call, free["sequences"], rows)
     assert 40 not in new_tokens(call, theirs["sequences"], rows)[0]
 
@@ -122,7 +122,7 @@ ENDED = [("gpt2", 802), ("gpt2", 810), ("llama", 803), ("llama", 810), ("qwen2",
 
 
 @pytest.mark.parametrize(("name", "seed"), ENDED)
-def test_a_group_that_has_ended_goes_on_with_padding(name, seed, tiny, oracle):
+def test_a_group_that_has_ended_goes_on_with_padding(name, seed, tiny, reference):
     """And later groups are penalised for the pad token: where that ends a text, they are kept from ending."""
     model = tiny(name)
     rows = batch(model, prompts(model.arch, (6,), seed=seed))
@@ -136,7 +136,7 @@ def test_a_group_that_has_ended_goes_on_with_padding(name, seed, tiny, oracle):
     }
     said = {}
     for pad in (model.eos, 50):  # 50 is said by nobody, and so is harmless
-        said[pad] = oracle.generate(
+        said[pad] = reference.generate(
             model.folder, rows.inputs, {**arguments, "pad_token_id": pad}, ["sequences", "sequences_scores"]
         )
     call = Call(model, arguments)
@@ -150,8 +150,8 @@ def test_a_group_that_has_ended_goes_on_with_padding(name, seed, tiny, oracle):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_beam_indices_of_groups(name, tiny, oracle):
-    """The oracle counts beams inside their group: what is made of them is another beam's."""
+def test_beam_indices_of_groups(name, tiny, reference):
+    """The reference counts beams inside their group: what is made of them is another beam's."""
     model = tiny(name)
     rows = batch(model, prompts(model.arch, (8,), seed=1))
     arguments = {
@@ -164,7 +164,7 @@ def test_beam_indices_of_groups(name, tiny, oracle):
         "suppress_tokens": [model.eos],
     }
     want = ["sequences", "sequences_scores", "beam_indices", "transition_scores"]
-    theirs = oracle.generate(model.folder, rows.inputs, arguments, want)
+    theirs = reference.generate(model.folder, rows.inputs, arguments, want)
     assert theirs["beam_indices"].max() == 1
     assert (theirs["transition_scores"].sum(1) / 6 - theirs["sequences_scores"]).abs().max() > 0.1
 
@@ -175,7 +175,7 @@ def test_beam_indices_of_groups(name, tiny, oracle):
 
 
 # ------------------------------------------------------------------------------------ scorers
-def test_the_prompt_counts_as_length(oracle):
+def test_the_prompt_counts_as_length(reference):
     """transformers 27351: a scorer driven by hand, as documented, divides by the prompt's length too.
 
     `generate` tells it the length since then; without `decoder_prompt_len` the shorter text still wins.
@@ -207,7 +207,7 @@ def test_the_prompt_counts_as_length(oracle):
     calls = [{**first, **tokens}, {**second, **tokens}]
 
     def theirs(**told):
-        said = oracle.ask(
+        said = reference.ask(
             "scorer",
             name="BeamSearchScorer",
             arguments=made,
@@ -233,28 +233,28 @@ def test_the_prompt_counts_as_length(oracle):
 @pytest.mark.parametrize(
     ("name", "seed", "row"), [("llama", 803, 1), ("gpt-neox", 801, 1), ("mistral", 801, 0)]
 )
-def test_a_batch_mate_decides_the_layer(name, seed, row, deep, oracle):
-    """The oracle takes the layer that differs most on average over its batch; ours each row's own."""
+def test_a_batch_mate_decides_the_layer(name, seed, row, deep, reference):
+    """The reference takes the layer that differs most on average over its batch; ours each row's own."""
     model = deep(name)
     rows = batch(model, prompts(model.arch, (6, 6), seed=seed))
     call = Call(model, {"dola_layers": "high", "max_new_tokens": 8})
-    together = compare.read(call, call.theirs(oracle, rows), rows, row)
-    alone = compare.read(call, call.theirs(oracle, rows.only(row)), rows.only(row), 0)
+    together = compare.read(call, call.theirs(reference, rows), rows, row)
+    alone = compare.read(call, call.theirs(reference, rows.only(row)), rows.only(row), 0)
     assert together.tokens != alone.tokens
 
-    assert compare.by_row(oracle, call, rows)[row].tokens == alone.tokens
+    assert compare.by_row(reference, call, rows)[row].tokens == alone.tokens
 
 
-def test_a_token_that_dola_has_ruled_out(deep, oracle):
-    """When the plausible tokens are all suppressed, the oracle's scores are all -inf and it says token 0."""
+def test_a_token_that_dola_has_ruled_out(deep, reference):
+    """When the plausible tokens are all suppressed, its scores are all -inf and it selects token 0."""
     model = deep("llama")
     rows = batch(model, prompts(model.arch, (6,), seed=801))
-    plain = oracle.generate(
+    plain = reference.generate(
         model.folder, rows.inputs, {"dola_layers": "high", "max_new_tokens": 1}, ["scores"]
     )["scores"][0][0]
     plausible = plain.isfinite().nonzero().flatten().tolist()
     arguments = {"dola_layers": "high", "max_new_tokens": 1, "suppress_tokens": plausible}
-    theirs = oracle.generate(model.folder, rows.inputs, arguments, ["sequences", "scores"])
+    theirs = reference.generate(model.folder, rows.inputs, arguments, ["sequences", "scores"])
     assert theirs["sequences"][0, -1] == 0
     assert not theirs["scores"][0].isfinite().any()
 
@@ -262,28 +262,28 @@ def test_a_token_that_dola_has_ruled_out(deep, oracle):
         ours(model, rows.inputs, **arguments)
 
 
-def test_dola_forgets_how_many_sequences(deep, oracle):
+def test_dola_forgets_how_many_sequences(deep, reference):
     model = deep("llama")
     rows = batch(model, prompts(model.arch, (6, 6), seed=801))
     arguments = {"dola_layers": [0], "do_sample": True, "num_return_sequences": 3, "max_new_tokens": 4}
-    assert len(oracle.generate(model.folder, rows.inputs, arguments, seed=1)["sequences"]) == 2
+    assert len(reference.generate(model.folder, rows.inputs, arguments, seed=1)["sequences"]) == 2
 
     torch.manual_seed(1)
     assert len(ours(model, rows.inputs, **arguments).sequences) == 6
 
 
 # ------------------------------------------------------------------------------------ guidance
-def spoken(oracle, model, text, new):
+def spoken(reference, model, text, new):
     """The log-probabilities of `new` after `text`, in one forward without a cache [T, V]."""
     inputs = {"input_ids": torch.tensor([[*text, *new]])}
-    logits = oracle.ask("forward", model=str(model.folder), inputs=inputs)["logits"][0]
+    logits = reference.ask("forward", model=str(model.folder), inputs=inputs)["logits"][0]
     return logits[len(text) - 1 : -1].log_softmax(-1)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_guidance_does_not_follow_the_beams(name, seed, tiny, oracle):
-    """The oracle's unguided cache stays in the beams' old order, so that a beam is guided by another's text.
+def test_guidance_does_not_follow_the_beams(name, seed, tiny, reference):
+    """The reference's unguided cache stays in the beams' old order: a beam is guided by another's text.
 
     Beams then have scores that their own text does not give; ours have.
     """
@@ -299,7 +299,7 @@ def test_guidance_does_not_follow_the_beams(name, seed, tiny, oracle):
 
     def guided(tokens):
         """What the guided scores at each of the tokens should be [T, V]."""
-        plain, unguided = spoken(oracle, model, row, tokens), spoken(oracle, model, row[-1:], tokens)
+        plain, unguided = spoken(reference, model, row, tokens), spoken(reference, model, row[-1:], tokens)
         return unguided + scale * (plain - unguided)
 
     def of(scores, tokens):
@@ -307,7 +307,7 @@ def test_guidance_does_not_follow_the_beams(name, seed, tiny, oracle):
 
     want = ["sequences", "transition_scores"]
     for beams in (1, 3):
-        theirs = oracle.generate(model.folder, rows.inputs, {**arguments, "num_beams": beams}, want)
+        theirs = reference.generate(model.folder, rows.inputs, {**arguments, "num_beams": beams}, want)
         tokens = theirs["sequences"][0, 6:].tolist()
         off = (of(guided(tokens), tokens) - theirs["transition_scores"][0]).abs().max()
         assert off < 1e-3 if beams == 1 else off > 0.1
@@ -319,15 +319,15 @@ def test_guidance_does_not_follow_the_beams(name, seed, tiny, oracle):
     close(moves[0], of(guided(tokens).log_softmax(-1), tokens), "transition scores")
 
 
-def test_padded_negative_prompts(tiny, oracle):
-    """The oracle counts the padding of a negative prompt as positions; ours are as without it."""
+def test_padded_negative_prompts(tiny, reference):
+    """The reference counts the padding of a negative prompt as positions; ours are as without it."""
     model = tiny("gpt2")
     rows = prompts(model.arch, (6, 6), seed=5)
     negatives = prompts(model.arch, (5, 2), seed=6)
     both = Batch(rows, model.pad, negatives=negatives)
     call = Call(model, {"guidance_scale": 2.0, "max_new_tokens": 6})
-    together = compare.read(call, call.theirs(oracle, both), both, 1)
-    alone = compare.read(call, call.theirs(oracle, both.only(1)), both.only(1), 0)
+    together = compare.read(call, call.theirs(reference, both), both, 1)
+    alone = compare.read(call, call.theirs(reference, both.only(1)), both.only(1), 0)
     assert together.tokens != alone.tokens
 
-    assert compare.by_row(oracle, call, both)[1].tokens == alone.tokens
+    assert compare.by_row(reference, call, both)[1].tokens == alone.tokens

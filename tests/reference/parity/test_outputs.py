@@ -1,4 +1,4 @@
-"""What else `generate` returns equals the oracle's: records, hidden states, attentions, transition scores."""
+"""Records, hidden states, attentions and transition scores equal the reference's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATES = {
 NEW = 6
 
 
-def both(model, oracle, inputs, arguments, want):
+def both(model, reference, inputs, arguments, want):
     """Our output and theirs, on models that compute attention eagerly."""
     ours = descant.generate(
         model.model,
@@ -36,7 +36,7 @@ def both(model, oracle, inputs, arguments, want):
         output_hidden_states=True,
         output_attentions=True,
     )
-    return ours, oracle.generate(model.folder, inputs, arguments, want, load=EAGER)
+    return ours, reference.generate(model.folder, inputs, arguments, want, load=EAGER)
 
 
 def flat(value):
@@ -55,34 +55,34 @@ def same(ours, theirs, name):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_states_of_level_rows(name, tiny, oracle):
+def test_states_of_level_rows(name, tiny, reference):
     model = tiny(name, **EAGER)
     arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW}
     want = ["sequences", *STATES[model.encoder_decoder]]
-    ours, theirs = both(model, oracle, level(model).inputs, arguments, want)
+    ours, theirs = both(model, reference, level(model).inputs, arguments, want)
     assert torch.equal(ours.sequences, theirs["sequences"])
     for field in STATES[model.encoder_decoder]:
         same(ours[field], theirs[field], field)
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_states_of_beams(name, tiny, oracle):
+def test_states_of_beams(name, tiny, reference):
     model = tiny(name, **EAGER)
     arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW, "num_beams": 3}
     want = ["sequences", *STATES[model.encoder_decoder]]
-    ours, theirs = both(model, oracle, ragged(model).only(0).inputs, arguments, want)
+    ours, theirs = both(model, reference, ragged(model).only(0).inputs, arguments, want)
     assert torch.equal(ours.sequences, theirs["sequences"])
     for field in STATES[model.encoder_decoder]:
         same(ours[field], theirs[field], field)
 
 
 @pytest.mark.parametrize("name", DECODER_ONLY)
-def test_states_of_ragged_rows(name, tiny, oracle):
-    """Where a prompt is padding the states mean nothing; at every real token they equal the oracle's."""
+def test_states_of_ragged_rows(name, tiny, reference):
+    """Where a prompt is padding the states mean nothing; at every real token they equal the reference's."""
     model = tiny(name, **EAGER)
     inputs = ragged(model).inputs
     arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW}
-    ours, theirs = both(model, oracle, inputs, arguments, ["sequences", "hidden_states", "attentions"])
+    ours, theirs = both(model, reference, inputs, arguments, ["sequences", "hidden_states", "attentions"])
     assert torch.equal(ours.sequences, theirs["sequences"])
     prompt = inputs["attention_mask"].bool()
     for step in range(NEW):
@@ -102,15 +102,15 @@ def test_states_of_ragged_rows(name, tiny, oracle):
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", TINY)
-def test_transition_scores(name, beams, normalize, tiny, oracle):
+def test_transition_scores(name, beams, normalize, tiny, reference):
     """Ours of their output equals theirs of their output, padding and all."""
     model = tiny(name)
     want = ["sequences", "scores"] + (["beam_indices"] if beams > 1 else [])
-    said = oracle.generate(
+    said = reference.generate(
         model.folder, ragged(model).inputs, {"num_beams": beams, "max_new_tokens": 12}, want
     )
     arguments = {**said, "scores": tuple(said["scores"]), "normalize_logits": normalize}
-    theirs = oracle.ask("transition_scores", model=str(model.folder), arguments=arguments)
+    theirs = reference.ask("transition_scores", model=str(model.folder), arguments=arguments)
     close(descant.compute_transition_scores(model.model, **arguments), theirs, "transition scores")
 
 

@@ -1,6 +1,6 @@
-"""Every documented field that calls for a processor acts in generate() as the oracle's does.
+"""Every documented field that calls for a processor acts in generate() as the reference's does.
 
-Each alone and all of them together, under greedy search, sampling, beams and beam sampling. The oracle's
+Each alone and all of them together, under greedy search, sampling, beams and beam sampling. The reference's
 processors count the padding of a batch, so rows run alone there, and under sampling, where a batch shares
 its noise, on both sides.
 """
@@ -25,7 +25,7 @@ from tests.support.tiny_models import Tiny
 
 NEW = 12
 SHOWN = ("llama", "t5")  # in CI: one decoder-only model and one encoder-decoder
-MODELS = [*SHOWN, *(pytest.param(n, marks=pytest.mark.battery) for n in TINY if n not in SHOWN)]
+MODELS = [*SHOWN, *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n not in SHOWN)]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"do_sample": True, "temperature": 1.3},
@@ -105,8 +105,8 @@ PAIRS = {
 def together(plain: Plain, mode: str) -> dict[str, Any]:
     """Every field at once; those of sampling where there is any.
 
-    The end token is raised only where nothing forbids it: the oracle makes NaN of what is ruled out. Left
-    out are the encoder's penalty under beams, of which the oracle misses most, and, where beams are drawn,
+    The end token is raised only where nothing forbids it: the reference makes NaN of what is ruled out. Left
+    out are the encoder's penalty under beams, of which the reference misses most, and, where beams are drawn,
     forced tokens, which leave nothing but ties to draw from.
     """
     model = plain.model
@@ -152,40 +152,40 @@ class Own(Call):
         arguments = {**self.arguments, "prefix_allowed_tokens_fn": allowed_by_any(*self.prefix)}
         return Call(self.subject, arguments, self.seed, self.full).ours(prompts)
 
-    def theirs(self, oracle: Any, prompts: Batch) -> dict[str, Any]:
-        return Call.theirs(self, _With(oracle, {"prefix": self.prefix}), prompts)
+    def theirs(self, reference: Any, prompts: Batch) -> dict[str, Any]:
+        return Call.theirs(self, _With(reference, {"prefix": self.prefix}), prompts)
 
 
 @dataclass(frozen=True)
 class Whole(Call):
-    """A call with the encoder's penalty, told the oracle as an object that sees the source of every beam."""
+    """A call with the encoder's penalty; the reference gets it as an object that sees every beam's source."""
 
-    def theirs(self, oracle: Any, prompts: Batch) -> dict[str, Any]:
+    def theirs(self, reference: Any, prompts: Batch) -> dict[str, Any]:
         arguments = dict(self.arguments)
         source = prompts.inputs["input_ids"].expand(self.beams, -1)
         given = {"penalty": arguments.pop("encoder_repetition_penalty"), "encoder_input_ids": source}
         objects = {"logits_processor": [("EncoderRepetitionPenaltyLogitsProcessor", given)]}
-        return Call(self.subject, arguments, self.seed, self.full, objects).theirs(oracle, prompts)
+        return Call(self.subject, arguments, self.seed, self.full, objects).theirs(reference, prompts)
 
 
 @dataclass(frozen=True)
 class _With:
-    """The oracle, asked with what a user brings along."""
+    """The reference, asked with what a user brings along."""
 
-    oracle: Any
+    reference: Any
     more: Mapping[str, Any]
 
     def generate(self, model, inputs, arguments, want, *, seed, objects):
-        return self.oracle.ask(
+        return self.reference.ask(
             "generate_own", model=str(model), inputs=dict(inputs), arguments=dict(arguments), want=want,
             seed=seed, objects=dict(objects), **self.more,
         )  # fmt: skip
 
 
-def run(oracle: Any, call: Call, mode: str, prompts: Batch) -> list[compare.Answer]:
+def run(reference: Any, call: Call, mode: str, prompts: Batch) -> list[compare.Answer]:
     """Compare in the way that suits the mode; see `compare`."""
     how = compare.alone if mode in DRAWN or isinstance(call, Own) else compare.by_row
-    return how(oracle, call, prompts)
+    return how(reference, call, prompts)
 
 
 def three(model: Tiny, seed: int = 0) -> Batch:
@@ -231,7 +231,7 @@ def test_every_documented_field_is_here(tiny):
 @pytest.mark.parametrize("mode", ["greedy", "sampling", "beams"])
 @pytest.mark.parametrize("option", RULES)
 @pytest.mark.parametrize("name", MODELS)
-def test_rule(name, option, mode, tiny, oracle):
+def test_rule(name, option, mode, tiny, reference):
     model = tiny(name)
     prompts = three(model)
     given = RULES[option](plain_of(model))
@@ -243,7 +243,7 @@ def test_rule(name, option, mode, tiny, oracle):
         call = Own(model, arguments, seed=seed, prefix=(SALTS, model.vocab))
     if option == "encoder_repetition_penalty" and mode == "beams":
         call = Whole(model, arguments)
-    answers = run(oracle, call, mode, prompts)
+    answers = run(reference, call, mode, prompts)
     without = {**base, **{k: v for k, v in given.items() if k not in (option, "bad_words_ids")}}
     assert acts(call, without, answers, prompts), "the option changes nothing here"
 
@@ -251,22 +251,22 @@ def test_rule(name, option, mode, tiny, oracle):
 @pytest.mark.parametrize("mode", DRAWN)
 @pytest.mark.parametrize("option", SAMPLERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_sampler(name, option, mode, tiny, oracle):
+def test_sampler(name, option, mode, tiny, reference):
     model = tiny(name)
     prompts = three(model)
     base = {"max_new_tokens": NEW, **MODES[mode]}
     call = Call(model, {**base, **SAMPLERS[option]}, seed=22)
-    answers = run(oracle, call, mode, prompts)
+    answers = run(reference, call, mode, prompts)
     assert acts(call, base, answers, prompts), "the option changes nothing here"
 
 
-def test_samplers_in_a_batch(tiny, oracle):
+def test_samplers_in_a_batch(tiny, reference):
     """What looks at no tokens does not mind padding: one batch on both sides."""
     model = tiny("llama")
     arguments = {name: value for given in SAMPLERS.values() for name, value in given.items()}
     arguments |= {"typical_p": 0.95, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3}
     call = Call(model, {"max_new_tokens": NEW, "do_sample": True, **arguments}, seed=26)
-    compare.batched(oracle, call, ragged(model))
+    compare.batched(reference, call, ragged(model))
 
 
 def pairs() -> Iterator[Any]:
@@ -275,30 +275,30 @@ def pairs() -> Iterator[Any]:
         for mode, name in product(("greedy", "sampling", "beams"), TINY):
             # Several forced ends are an exact tie, in which beams may choose either.
             if (options, mode) != ("several forced ends", "beams"):
-                marks = () if name == SHOWN[at % 2] else pytest.mark.battery
+                marks = () if name == SHOWN[at % 2] else pytest.mark.slow
                 yield pytest.param(name, options, mode, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "options", "mode"), list(pairs()))
-def test_pairs(name, options, mode, tiny, oracle):
+def test_pairs(name, options, mode, tiny, reference):
     model = tiny(name)
     arguments = {"max_new_tokens": NEW, **MODES[mode], **PAIRS[options]}
     # Without the scores nobody asks how close a choice was.
     call = Call(model, arguments, seed=23 if mode in DRAWN else None, full=options != "several forced ends")
-    run(oracle, call, mode, three(model))
+    run(reference, call, mode, three(model))
 
 
 @pytest.mark.parametrize("seed", seeds(1, 5))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_all_together(name, mode, seed, tiny, oracle):
+def test_all_together(name, mode, seed, tiny, reference):
     """In the documented order: another one gives other scores."""
     model = tiny(name)
     prompts = three(model, seed)
     given = together(plain_of(model, seed), mode)
     arguments = {"max_new_tokens": NEW, **MODES[mode], **given}
     prefix = (SALTS, model.vocab, [model.eos, given.get("forced_bos_token_id", 70)])
-    answers = run(oracle, Own(model, arguments, seed=24 + seed, prefix=prefix), mode, prompts)
+    answers = run(reference, Own(model, arguments, seed=24 + seed, prefix=prefix), mode, prompts)
     assert any(len(answer.tokens[0]) > 5 for answer in answers), "too short for the later rules to act"
 
 
@@ -316,7 +316,7 @@ def broken(tiny, tmp_path_factory) -> Callable[[str], Tiny]:
             output[90] = torch.inf
             output[91] = torch.nan
         model.model.save_pretrained(folder)
-        for file in ("config.json", "generation_config.json"):  # as the oracle reads them
+        for file in ("config.json", "generation_config.json"):  # as the reference reads them
             (folder / file).write_text((sound.folder / file).read_text())
         return model
 
@@ -325,8 +325,8 @@ def broken(tiny, tmp_path_factory) -> Callable[[str], Tiny]:
 
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
 @pytest.mark.parametrize("name", ["llama", "bart"])
-def test_a_model_with_invalid_logits(name, mode, broken, oracle):
+def test_a_model_with_invalid_logits(name, mode, broken, reference):
     """Not under beams, where the log-softmax has made NaN of every score before."""
     model = broken(name)
     arguments = {"max_new_tokens": NEW, **MODES[mode], "remove_invalid_values": True}
-    run(oracle, Call(model, arguments, seed=25, full=False), mode, three(model))
+    run(reference, Call(model, arguments, seed=25, full=False), mode, three(model))

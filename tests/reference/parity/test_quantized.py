@@ -1,4 +1,4 @@
-"""The quantised caches equal the oracle's, on a real model, as far as it can go.
+"""The quantised caches equal the reference's, on a real model, as far as it can go.
 
 There groups must divide what is quantised, and all of it is quantised again whenever the residual is full,
 which moves nothing but last digits: with quanto answers are the same. With hqq it is read in half precision
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import descant
-from tests.reference.oracle.client import OracleError
 from tests.reference.parity import compare
 from tests.reference.parity.compare import Batch, Call
+from tests.reference.process.client import ReferenceFailure
 from tests.support import pretrained
 from tests.support.extras import need_hqq
 
@@ -49,28 +49,28 @@ def dense(model, sequences, width):
 
 
 @pytest.mark.parametrize("settings", [{}, {"nbits": 2}], ids=str)
-def test_quanto(smollm, oracle, settings):
+def test_quanto(smollm, reference, settings):
     compare.alone(
-        oracle, Call(smollm, arguments("quanto", 30 if not settings else 12, **settings)), prompt(smollm)
+        reference, Call(smollm, arguments("quanto", 30 if not settings else 12, **settings)), prompt(smollm)
     )
 
 
-def test_quanto_over_positions(smollm, oracle):
+def test_quanto_over_positions(smollm, reference):
     call = Call(smollm, arguments("quanto", 8, axis_key=-1, axis_value=-1))
-    compare.alone(oracle, call, prompt(smollm, 64))
+    compare.alone(reference, call, prompt(smollm, 64))
 
 
-def test_quanto_where_the_residual_is_full(smollm, oracle):
+def test_quanto_where_the_residual_is_full(smollm, reference):
     """What was quantised is the same when it is quantised again, but for rounding."""
-    compare.alone(oracle, Call(smollm, arguments("quanto", 12, residual_length=4)), prompt(smollm))
+    compare.alone(reference, Call(smollm, arguments("quanto", 12, residual_length=4)), prompt(smollm))
 
 
 @pytest.mark.hqq
 @pytest.mark.parametrize("bits", [4, 8])
-def test_hqq(smollm, oracle, bits):
+def test_hqq(smollm, reference, bits):
     need_hqq()
     given = arguments("HQQ", 12, nbits=bits, axis_key=1, axis_value=1)
-    ours, theirs = asked(smollm, oracle, given)
+    ours, theirs = asked(smollm, reference, given)
     assert torch.equal(ours.sequences, theirs["sequences"])
     for mine, wanted in zip(ours.logits, theirs["logits"], strict=True):
         assert (mine - wanted).abs().max() < ROUNDING
@@ -86,9 +86,9 @@ def test_hqq(smollm, oracle, bits):
         pytest.param({}, 0.8, id="first axis"),
     ],
 )
-def test_hqq_is_no_further_from_no_quantisation(smollm, oracle, settings, share):
+def test_hqq_is_no_further_from_no_quantisation(smollm, reference, settings, share):
     need_hqq()
-    ours, theirs = asked(smollm, oracle, arguments("HQQ", 12, **settings))
+    ours, theirs = asked(smollm, reference, arguments("HQQ", 12, **settings))
     far = []
     for sequences, logits in ((ours.sequences, ours.logits), (theirs["sequences"], theirs["logits"])):
         wanted = dense(smollm, sequences, sequences.shape[1] - len(logits)).log_softmax(-1)
@@ -97,36 +97,36 @@ def test_hqq_is_no_further_from_no_quantisation(smollm, oracle, settings, share)
     assert far[0] < share * far[1]
 
 
-def asked(model, oracle, given, batch=None):
+def asked(model, reference, given, batch=None):
     """What both sides say of one prompt."""
     inputs = (batch or prompt(model)).inputs
     ours = descant.generate(model.model, **inputs, **given, return_dict_in_generate=True, output_logits=True)
-    return ours, oracle.generate(model.folder, inputs, given, ["sequences", "logits"])
+    return ours, reference.generate(model.folder, inputs, given, ["sequences", "logits"])
 
 
-# -------------------------------------------------------------------- what the oracle cannot do
-def works_here_alone(model, oracle, given, error, length):
+# -------------------------------------------------------------------- what the reference cannot do
+def works_here_alone(model, reference, given, error, length):
     batch = prompt(model, length)
-    with pytest.raises(OracleError, match=error):
-        oracle.generate(model.folder, batch.inputs, given)
+    with pytest.raises(ReferenceFailure, match=error):
+        reference.generate(model.folder, batch.inputs, given)
     found = descant.generate(model.model, **batch.inputs, **given)
     assert found.shape == (1, length + given["max_new_tokens"])
 
 
-def test_groups_need_not_divide_a_text(smollm, oracle):
+def test_groups_need_not_divide_a_text(smollm, reference):
     given = arguments("quanto", 4, axis_key=-1)
-    works_here_alone(smollm, oracle, given, "must be a divisor", 22)
+    works_here_alone(smollm, reference, given, "must be a divisor", 22)
 
 
 @pytest.mark.hqq
-def test_hqq_needs_no_even_number_of_groups(smollm, oracle):
+def test_hqq_needs_no_even_number_of_groups(smollm, reference):
     need_hqq()
     given = arguments("HQQ", 4, axis_key=1, axis_value=1)
-    works_here_alone(smollm, oracle, given, "must match", 21)
+    works_here_alone(smollm, reference, given, "must match", 21)
 
 
 @pytest.mark.hqq
-def test_hqq_has_three_bits(smollm, oracle):
+def test_hqq_has_three_bits(smollm, reference):
     need_hqq()
     given = arguments("HQQ", 4, nbits=3, axis_key=1, axis_value=1)
-    works_here_alone(smollm, oracle, given, "must match", 22)
+    works_here_alone(smollm, reference, given, "must match", 22)

@@ -1,4 +1,4 @@
-"""Sampling draws the same tokens as the oracle under the same torch seed."""
+"""Sampling draws the same tokens as the reference under the same torch seed."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ SETTINGS = {
 @pytest.mark.parametrize("seed", seeds(1, 10))
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", NAMES)
-def test_ragged_rows(name, setting, seed, tiny, oracle):
+def test_ragged_rows(name, setting, seed, tiny, reference):
     model = subject(name, tiny)
     call = Call(model, {"do_sample": True, "max_new_tokens": NEW, **SETTINGS[setting]}, seed=seed)
-    compare.batched(oracle, call, ragged(model, seed))
+    compare.batched(reference, call, ragged(model, seed))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_level_rows(name, tiny, oracle):
+def test_level_rows(name, tiny, reference):
     model = subject(name, tiny)
-    compare.batched(oracle, Call(model, {"do_sample": True, "max_new_tokens": NEW}, seed=3), level(model))
+    compare.batched(reference, Call(model, {"do_sample": True, "max_new_tokens": NEW}, seed=3), level(model))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_several_sequences(name, tiny, oracle):
+def test_several_sequences(name, tiny, reference):
     model = subject(name, tiny)
     arguments = {"do_sample": True, "max_new_tokens": NEW, "num_return_sequences": 3}
-    answers = compare.batched(oracle, Call(model, arguments, seed=5), ragged(model))
+    answers = compare.batched(reference, Call(model, arguments, seed=5), ragged(model))
     assert any(len({tuple(t) for t in a.tokens}) == 3 for a in answers)
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_rows_that_end_early_leave_the_noise_of_the_others_alone(name, tiny, oracle):
+def test_rows_that_end_early_leave_the_noise_of_the_others_alone(name, tiny, reference):
     model = tiny(name)
     seen = set()
     for seed in range(4):
         call = Call(model, {"do_sample": True, "max_new_tokens": NEW, "temperature": 1.5}, seed=seed)
-        seen |= {len(a.tokens[0]) for a in compare.batched(oracle, call, ragged(model))}
+        seen |= {len(a.tokens[0]) for a in compare.batched(reference, call, ragged(model))}
     assert len(seen) >= 3, f"rows end at {seen}: too uniform to show it"
 
 
@@ -62,14 +62,14 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_option(name, option, tiny, oracle):
+def test_option(name, option, tiny, reference):
     model = subject(name, tiny)
-    compare.batched(oracle, Call(model, {"do_sample": True, **OPTIONS[option]}, seed=11), ragged(model))
+    compare.batched(reference, Call(model, {"do_sample": True, **OPTIONS[option]}, seed=11), ragged(model))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_repetition_penalty_alone(name, tiny, oracle):
-    """The oracle penalises padding, so the rows run alone."""
+def test_repetition_penalty_alone(name, tiny, reference):
+    """The reference penalises padding, so the rows run alone."""
     model = subject(name, tiny)
     arguments = {"do_sample": True, "repetition_penalty": 1.3, "top_p": 0.9, "max_new_tokens": NEW}
-    compare.alone(oracle, Call(model, arguments, seed=13), ragged(model))
+    compare.alone(reference, Call(model, arguments, seed=13), ragged(model))

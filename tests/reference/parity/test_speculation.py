@@ -1,7 +1,7 @@
-"""With guesses a ragged batch says what the oracle says of each row alone, with the same kind of guesses.
+"""With guesses a ragged batch says what the reference says of each row alone, with the same kind of guesses.
 
-The oracle speculates on one row at a time. It, too, promises that guesses change nothing, and reads how many
-to make from the draft model's own config; both sides guess as many.
+The reference speculates on one row at a time. It promises the same, and reads the number of draft tokens from
+the draft model's own config; both sides draft as many.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import descant
-from tests.reference.oracle.client import Oracle
 from tests.reference.parity.compare import TOLERANCE, Batch, Call, batch, split
 from tests.reference.parity.subjects import DEEP, TINY, ragged, seeds
+from tests.reference.process.client import ReferenceClient
 from tests.reference.real.prompts import PROMPTS
 from tests.support import tiny_models
 from tests.support.tiny_models import ARCHITECTURES, Tiny
 
 NEW = 24
-LLAMAS = ("llama", "mistral", "qwen2", "gemma")  # of which the oracle can leave layers out
-BATTERY = pytest.mark.battery
+LLAMAS = ("llama", "mistral", "qwen2", "gemma")  # of which the reference can leave layers out
+SLOW = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Guessing:
             return_dict_in_generate=True,
         )
 
-    def theirs(self, oracle: Oracle, prompts: Batch) -> dict[str, Any]:
-        """The oracle's answer."""
+    def theirs(self, reference: ReferenceClient, prompts: Batch) -> dict[str, Any]:
+        """The reference's answer."""
         arguments = {**self.fields, "max_new_tokens": self.new}
         helper = None
         if self.helper is not None:
@@ -77,7 +77,7 @@ class Guessing:
         elif "assistant_early_exit" in self.fields:
             arguments |= self._settings
         more = {"tokenizer": str(self.subject.folder)} if self.foreign else {}
-        answer: dict[str, Any] = oracle.ask(
+        answer: dict[str, Any] = reference.ask(
             "generate_own",
             model=str(self.subject.folder),
             inputs=prompts.inputs,
@@ -94,20 +94,20 @@ class Seen:
     """What was guessed on either side."""
 
     right: int = 0
-    fed: list[int] = field(default_factory=list)  # tokens of each of the oracle's forwards
+    fed: list[int] = field(default_factory=list)  # tokens of each of the reference's forwards
 
 
-def same(oracle: Oracle, guessing: Guessing, prompts: Batch) -> Seen:
+def same(reference: ReferenceClient, guessing: Guessing, prompts: Batch) -> Seen:
     """Assert that both sides give the same tokens, ours in a batch."""
     call, seen = Call(guessing.subject, {"max_new_tokens": guessing.new}), Seen()
     mine = guessing.ours(prompts)
-    seen.right = sum(one.saved for one in mine.speculation)
+    seen.right = sum(one.saved_forwards for one in mine.speculation)
     for row in range(len(prompts.rows)):
         single = prompts.only(row)
-        theirs = guessing.theirs(oracle, single)
+        theirs = guessing.theirs(reference, single)
         (ours,), _ = split(call, mine.sequences, prompts, row)
         (wanted,), _ = split(call, theirs["sequences"], single, 0)
-        wanted = wanted[: guessing.new]  # a run of guesses may take the oracle one token too far
+        wanted = wanted[: guessing.new]  # a run of guesses may take the reference one token too far
         best, second = theirs["choices"][0, : len(wanted)].unbind(-1)
         assert float((best - second).min()) > TOLERANCE, "a near tie: choose other prompts"
         assert ours == wanted, f"row {row}"
@@ -153,40 +153,40 @@ def _saved(made: Tiny) -> None:
 # ------------------------------------------------------------------------ tiny models
 @pytest.mark.parametrize("seed", seeds(1, 6))
 @pytest.mark.parametrize("name", TINY)
-def test_a_draft_model(name, seed, tiny, helpers, oracle):
+def test_a_draft_model(name, seed, tiny, helpers, reference):
     model = tiny(name)
-    seen = same(oracle, Guessing(model, helper=helpers(name)), ragged(model, seed))
+    seen = same(reference, Guessing(model, helper=helpers(name)), ragged(model, seed))
     assert seen.right > 0
     assert max(seen.fed) > 1
 
 
-@pytest.mark.parametrize("count", [1, 2, *(pytest.param(one, marks=BATTERY) for one in (3, 4, 6, 7, 8))])
+@pytest.mark.parametrize("count", [1, 2, *(pytest.param(one, marks=SLOW) for one in (3, 4, 6, 7, 8))])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_any_number_of_guesses(name, count, tiny, helpers, oracle):
+def test_any_number_of_guesses(name, count, tiny, helpers, reference):
     model = tiny(name)
-    same(oracle, Guessing(model, helper=helpers(name), count=count), ragged(model))
+    same(reference, Guessing(model, helper=helpers(name), count=count), ragged(model))
 
 
 @pytest.mark.parametrize("seed", seeds(1, 6))
 @pytest.mark.parametrize("name", [name for name in TINY if name != "bart"])
-def test_prompt_lookup(name, seed, tiny, oracle):
+def test_prompt_lookup(name, seed, tiny, reference):
     """Of prompts that say everything twice."""
     model = tiny(name)
     prompts = ragged(model, seed)
     twice = batch(model, [[*row, *row] for row in prompts.rows])
     fields = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2}
-    same(oracle, Guessing(model, fields), twice)
+    same(reference, Guessing(model, fields), twice)
 
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
-def test_the_oracle_ends_before_it_begins(name, tiny, oracle):
+def test_the_reference_ends_before_it_begins(name, tiny, reference):
     """Where it finds nothing to copy it asks whether the prompt has ended: so it has if it ends with one."""
     model = tiny(name)
     row = [5, 6, 8, 9] if model.encoder_decoder else [5, 6, 8, model.eos]
     prompts = batch(model, [row])
     fields = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2}
     given = {"inputs": prompts.inputs, "arguments": {**fields, "max_new_tokens": 8}}
-    theirs = oracle.ask("generate_own", model=str(model.folder), **given, want=["sequences"])
+    theirs = reference.ask("generate_own", model=str(model.folder), **given, want=["sequences"])
     assert theirs["sequences"].shape[1] == (1 if model.encoder_decoder else len(row)), "nothing new"
     ours = descant.generate(model.model, **prompts.inputs, max_new_tokens=8, **fields)
     assert torch.equal(ours, descant.generate(model.model, **prompts.inputs, max_new_tokens=8))
@@ -195,14 +195,14 @@ def test_the_oracle_ends_before_it_begins(name, tiny, oracle):
 
 @pytest.mark.parametrize("seed", seeds(1, 3))
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=BATTERY if DEEP[name][0] > 40 else ()) for name in LLAMAS]
+    "name", [pytest.param(name, marks=SLOW if DEEP[name][0] > 40 else ()) for name in LLAMAS]
 )
-def test_early_exit(name, seed, deep, oracle):
+def test_early_exit(name, seed, deep, reference):
     model = deep(name)
     layers = DEEP[name][0]
     for last in (layers - 1, layers // 2):
         prompts = ragged_deep(model, name, seed)
-        seen = same(oracle, Guessing(model, {"assistant_early_exit": last}), prompts)
+        seen = same(reference, Guessing(model, {"assistant_early_exit": last}), prompts)
         assert max(seen.fed) > 1
 
 
@@ -221,7 +221,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("drafter", ["lookup", "draft model"])
-def test_option(drafter, option, tiny, helpers, oracle):
+def test_option(drafter, option, tiny, helpers, reference):
     model = tiny("llama")
     guessing = Guessing(model, OPTIONS[option], helper=helpers("llama"))
     if drafter == "lookup":
@@ -232,7 +232,7 @@ def test_option(drafter, option, tiny, helpers, oracle):
     for row in range(len(prompts.rows)):
         single = prompts.only(row)
         ours, _ = split(call, mine.sequences, prompts, row)
-        wanted, _ = split(call, guessing.theirs(oracle, single)["sequences"], single, 0)
+        wanted, _ = split(call, guessing.theirs(reference, single)["sequences"], single, 0)
         assert ours == wanted, f"row {row}"
 
 
@@ -250,23 +250,23 @@ def written(model: Any, texts: tuple[str, ...]) -> Batch:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_a_pretrained_draft_model(pair, real, oracle):
+def test_a_pretrained_draft_model(pair, real, reference):
     name, helper, foreign = PAIRS[pair]
     target = real(name)
     guessing = Guessing(target, helper=real(helper), foreign=foreign, new=12)
-    seen = same(oracle, guessing, written(target, TEXTS[:2]))
+    seen = same(reference, guessing, written(target, TEXTS[:2]))
     assert pair == "minimind2-small" or seen.right > 0
 
 
 @pytest.mark.parametrize("name", ["stories15m", "smollm2"])
-def test_pretrained_prompt_lookup(name, real, oracle):
+def test_pretrained_prompt_lookup(name, real, reference):
     model = real(name)
     fields = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}
-    seen = same(oracle, Guessing(model, fields, new=16), written(model, TEXTS))
+    seen = same(reference, Guessing(model, fields, new=16), written(model, TEXTS))
     assert max(seen.fed) > 1
 
 
 @pytest.mark.parametrize(("name", "layers"), [("stories15m", 4), ("smollm2", 20)])
-def test_pretrained_early_exit(name, layers, real, oracle):
+def test_pretrained_early_exit(name, layers, real, reference):
     model = real(name)
-    same(oracle, Guessing(model, {"assistant_early_exit": layers}, new=10), written(model, TEXTS[:2]))
+    same(reference, Guessing(model, {"assistant_early_exit": layers}, new=10), written(model, TEXTS[:2]))

@@ -1,7 +1,7 @@
-"""What ends a row ends it where the oracle's does: stop strings, criteria, time, several end tokens.
+"""What ends a row ends it where the reference's does: stop strings, criteria, time, several end tokens.
 
-Under greedy search and sampling the whole padded batch is the oracle's; beams are compared row by row, up to
-what fills them at the right (see `test_known_bugs`).
+Under greedy search and sampling the whole padded batch is the reference's; beams are compared row by row,
+without the padding at the right (see `test_known_bugs`).
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ class Stopped:
             self.subject.model, **prompts.inputs, **given, return_dict_in_generate=True, output_scores=True
         )
 
-    def theirs(self, oracle: Any, prompts: Batch) -> dict[str, Any]:
+    def theirs(self, reference: Any, prompts: Batch) -> dict[str, Any]:
         want = ["sequences", *(["sequences_scores"] if self.beams else [])]
         more: dict[str, Any] = {"verdicts": self.verdicts} if self.verdicts else {}
         if self.tokenizer:
             more["tokenizer"] = str(self.subject.folder)
-        return oracle.ask(
+        return reference.ask(
             "generate_own", model=str(self.subject.folder), inputs=prompts.inputs, want=want,
             arguments=self.arguments, seed=self.seed, objects=self.objects, **more,
         )  # fmt: skip
 
-    def check(self, oracle: Any, prompts: Batch) -> list[list[int]]:
+    def check(self, reference: Any, prompts: Batch) -> list[list[int]]:
         """Assert that both sides say the same; our new tokens, row by row."""
         if not self.beams:
-            ours, theirs = self.ours(prompts).sequences, self.theirs(oracle, prompts)["sequences"]
+            ours, theirs = self.ours(prompts).sequences, self.theirs(reference, prompts)["sequences"]
             assert ours.tolist() == theirs.tolist()
             return self.new(ours, prompts)
         # Beams of a batch are each row's own here, and not there; with chance, only alone on both sides.
@@ -83,7 +83,7 @@ class Stopped:
         each, found = self.arguments.get("num_return_sequences", 1), []
         for i in range(len(prompts.rows)):
             one = prompts.only(i)
-            theirs = self.theirs(oracle, one)
+            theirs = self.theirs(reference, one)
             ours = self.ours(one) if whole is None else whole
             mine = slice(0, each) if whole is None else slice(i * each, (i + 1) * each)
             found.append(self.new(ours.sequences, one if whole is None else prompts)[mine])
@@ -128,18 +128,18 @@ def stories() -> Any:
 
 
 def stops() -> Iterator[Any]:
-    """Every string in every mode with several prompts; in CI few: the oracle takes seconds for each."""
+    """Every string in every mode with several prompts; in CI few: the reference takes seconds for each."""
     for (at, stop), mode, seed in product(enumerate(STOPS), MODES, range(4)):
         few = at < 3 and mode != "beam sampling" and seed == 0
-        yield pytest.param(stop, mode, seed, marks=() if few else pytest.mark.battery)
+        yield pytest.param(stop, mode, seed, marks=() if few else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("stop", "mode", "seed"), list(stops()))
-def test_stop_strings(stop, mode, seed, stories, oracle):
+def test_stop_strings(stop, mode, seed, stories, reference):
     arguments = {"max_new_tokens": NEW, **MODES[mode], "stop_strings": STOPS[stop]}
     prompts = ragged(stories, seed)
     call = Stopped(stories, arguments, tokenizer=True, seed=31 + seed)
-    found = call.check(oracle, prompts)
+    found = call.check(reference, prompts)
     # Not decoded, which would take the first space away.
     texts = ["".join(stories.tokenizer.convert_ids_to_tokens(row)).replace("▁", " ") for row in found]
     given = [STOPS[stop]] if isinstance(STOPS[stop], str) else STOPS[stop]
@@ -161,7 +161,7 @@ def test_the_stop_strings_stop(stories):
 
 @pytest.mark.parametrize("mode", PLAIN)
 @pytest.mark.parametrize("prompt", ["Once upon a time", "They like to play with the b", "One day"])
-def test_a_stop_string_that_the_prompt_has_begun(prompt, mode, stories, oracle):
+def test_a_stop_string_that_the_prompt_has_begun(prompt, mode, stories, reference):
     """The overlap counts from wherever the string began, as documented: the prompt's text, too."""
     tokens = stories.tokens(prompt)
     arguments = {
@@ -169,7 +169,7 @@ def test_a_stop_string_that_the_prompt_has_begun(prompt, mode, stories, oracle):
         **MODES[mode],
         "stop_strings": ["e there", "ball", "day, L", "day, a"],
     }
-    Stopped(stories, arguments, tokenizer=True).check(oracle, Batch([tokens], stories.pad))
+    Stopped(stories, arguments, tokenizer=True).check(reference, Batch([tokens], stories.pad))
 
 
 @pytest.mark.parametrize("mode", PLAIN)
@@ -187,7 +187,7 @@ def test_criterion_of_stop_strings(mode, stories):
 
 
 SHOWN = ("llama", "t5")
-MODELS = [*SHOWN, *(pytest.param(n, marks=pytest.mark.battery) for n in TINY if n not in SHOWN)]
+MODELS = [*SHOWN, *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n not in SHOWN)]
 
 
 def few(model: Any) -> Batch:
@@ -197,21 +197,21 @@ def few(model: Any) -> Batch:
 @pytest.mark.parametrize("kind", ["bool", "scalar"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_one_verdict_for_all(name, mode, kind, tiny, oracle):
+def test_one_verdict_for_all(name, mode, kind, tiny, reference):
     model = tiny(name)
     width = 1 if model.encoder_decoder else 6
     call = Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}, verdicts=((kind, width + 5),))
-    found = call.check(oracle, few(model))
+    found = call.check(reference, few(model))
     assert max(map(len, found)) == 5
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_verdict_for_each_row(name, mode, tiny, oracle):
+def test_a_verdict_for_each_row(name, mode, tiny, reference):
     model = tiny(name)
     call = Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}, verdicts=(("rows", 7, 5),))
     prompts = level(model)
-    found = call.check(oracle, prompts)
+    found = call.check(reference, prompts)
     if mode == "greedy":
         plain = without(call, prompts)
         assert found != plain
@@ -220,36 +220,36 @@ def test_a_verdict_for_each_row(name, mode, tiny, oracle):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_criteria_together(name, mode, tiny, oracle):
+def test_criteria_together(name, mode, tiny, reference):
     """A list ends a row as soon as one of its members does."""
     model = tiny(name)
     width = 1 if model.encoder_decoder else 6
     objects = {
         "stopping_criteria": [
             ("MaxLengthCriteria", {"max_length": width + 9}),
-            # The model's own end too: an object takes the place of the oracle's own criterion.
+            # The model's own end too: an object takes the place of the reference's own criterion.
             ("EosTokenCriteria", {"eos_token_id": [model.eos, 40, 41, 42, 43, 44]}),
             ("MaxTimeCriteria", {"max_time": 1e6}),
         ]
     }
     call = Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}, objects=objects)
-    assert max(map(len, call.check(oracle, few(model)))) <= 9
+    assert max(map(len, call.check(reference, few(model)))) <= 9
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_time_that_is_over(name, mode, tiny, oracle):
+def test_time_that_is_over(name, mode, tiny, reference):
     model = tiny(name)
     call = Stopped(model, {"max_new_tokens": NEW, "max_time": 1e-9, **MODES[mode]})
-    assert {len(row) for row in call.check(oracle, ragged(model))} <= {0, 1}
+    assert {len(row) for row in call.check(reference, ragged(model))} <= {0, 1}
 
 
 @pytest.mark.parametrize("mode", PLAIN)
-def test_time_that_is_not(mode, tiny, oracle):
+def test_time_that_is_not(mode, tiny, reference):
     model = tiny("llama")
     prompts = ragged(model)
     call = Stopped(model, {"max_new_tokens": NEW, "max_time": 1e6, **MODES[mode]})
-    call.check(oracle, prompts)
+    call.check(reference, prompts)
     assert torch.equal(
         call.ours(prompts).sequences,
         Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}).ours(prompts).sequences,
@@ -259,21 +259,21 @@ def test_time_that_is_not(mode, tiny, oracle):
 @pytest.mark.parametrize("seed", seeds(1, 6))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_several_end_tokens(name, mode, seed, tiny, oracle):
+def test_several_end_tokens(name, mode, seed, tiny, reference):
     model = tiny(name)
     arguments = {"max_new_tokens": NEW, **MODES[mode], "eos_token_id": [model.eos, 20, 33, 44, 58]}
-    Stopped(model, arguments, seed=41 + seed).check(oracle, ragged(model, seed))
+    Stopped(model, arguments, seed=41 + seed).check(reference, ragged(model, seed))
 
 
 @pytest.mark.parametrize("mode", PLAIN)
 @pytest.mark.parametrize("name", MODELS)
-def test_stop_token_ids_are_end_tokens(name, mode, tiny, oracle):
-    """A field of our own: the oracle is told them as end tokens, and as the criterion it has for it."""
+def test_stop_token_ids_are_end_tokens(name, mode, tiny, reference):
+    """A field of our own: the reference is told them as end tokens, and as the criterion it has for it."""
     model = tiny(name)
     ids = [20, 33, 44, 58]
     given = {"max_new_tokens": NEW, **MODES[mode]}
     prompts = ragged(model)
-    as_ends = Stopped(model, {**given, "eos_token_id": [model.eos, *ids]}).check(oracle, prompts)
+    as_ends = Stopped(model, {**given, "eos_token_id": [model.eos, *ids]}).check(reference, prompts)
     torch.manual_seed(31)
     ours = descant.generate(model.model, **prompts.inputs, **given, stop_token_ids=ids)
     assert Stopped(model, given).new(ours, prompts) == as_ends

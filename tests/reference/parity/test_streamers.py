@@ -1,4 +1,4 @@
-"""Streamed text equals the oracle's, piece by piece; where the oracle shows a broken character, we do not."""
+"""Streamed text equals the reference's piece by piece, except where that has a broken character."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def ours(name: str, run: list[list[int]], **arguments: Any) -> list[tuple[str, b
     return streamer.texts
 
 
-def both(oracle, name: str, texts: tuple[str, ...], whole: bool = True, **arguments: Any) -> list[Any]:
-    """Each run with our pieces and the oracle's."""
+def both(reference, name: str, texts: tuple[str, ...], whole: bool = True, **arguments: Any) -> list[Any]:
+    """Each run with our pieces and the reference's."""
     # What the two versions clean up differs, and neither does unless a tokenizer's own config says so.
     arguments |= {"clean_up_tokenization_spaces": False}
     all_runs = runs(name, texts, whole)
     folder = str(pretrained.folder(name))
-    theirs = oracle.ask("streamer", tokenizer=folder, arguments=arguments, runs=all_runs)
+    theirs = reference.ask("streamer", tokenizer=folder, arguments=arguments, runs=all_runs)
     mine = [ours(name, run, **arguments) for run in all_runs]
     return list(zip(all_runs, mine, theirs, strict=True))
 
@@ -92,30 +92,30 @@ def joined(pieces: list[tuple[str, bool]]) -> str:
 
 @pytest.mark.parametrize("options", [{}, {"skip_prompt": True}, {"skip_special_tokens": True}], ids=str)
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_same_pieces(name, options, oracle):
+def test_the_same_pieces(name, options, reference):
     """Word by word and ideograph by ideograph, one piece a put, empty ones among them."""
     texts = tuple(text for text in WORDS + CJK + MARKS if name != "stories15m" or "\n" not in text)
-    for run, mine, theirs in both(oracle, name, texts, **options):
+    for run, mine, theirs in both(reference, name, texts, **options):
         assert mine == theirs
         assert len(mine) == len(run) + (0 if "skip_prompt" in options else 1)
         assert [last for _, last in mine] == [False] * (len(mine) - 1) + [True]
 
 
 @pytest.mark.parametrize("name", ["smollm2", "stories15m", "gemma3-270m"])
-def test_the_same_pieces_of_random_tokens(name, oracle):
+def test_the_same_pieces_of_random_tokens(name, reference):
     rng = random.Random(name)
     # Tokens that are text by themselves, line breaks apart (see below).
     fine = [one for one in range(300, 30000) if not {LOST, "\n"} & set(tokenizer(name).decode([one]))]
     all_runs = [[rng.choices(fine, k=5), *([one] for one in rng.choices(fine, k=60))] for _ in range(20)]
     folder = str(pretrained.folder(name))
-    theirs = oracle.ask("streamer", tokenizer=folder, arguments={}, runs=all_runs)
+    theirs = reference.ask("streamer", tokenizer=folder, arguments={}, runs=all_runs)
     assert [ours(name, run) for run in all_runs] == theirs
 
 
-def test_a_line_break_does_not_cost_a_space(oracle):
-    """The oracle decodes each line alone, where sentencepiece drops the space before its first word."""
+def test_a_line_break_does_not_cost_a_space(reference):
+    """The reference decodes each line alone, where sentencepiece drops the space before its first word."""
     texts = ("one\n two\n three and four",)
-    for run, mine, theirs in both(oracle, "stories15m", texts):
+    for run, mine, theirs in both(reference, "stories15m", texts):
         whole = [one for ids in run for one in ids]
         assert joined(mine) == tokenizer("stories15m").decode(whole)
         assert joined(theirs) != joined(mine)
@@ -123,19 +123,19 @@ def test_a_line_break_does_not_cost_a_space(oracle):
 
 
 @pytest.mark.parametrize("name", ["smollm2", "minimind2-small", "stories15m", "whisper-tiny.en"])
-def test_a_prompt_that_ends_within_a_character(name, oracle):
-    """The oracle skips the prompt and with it the first bytes; we show the character they begin."""
+def test_a_prompt_that_ends_within_a_character(name, reference):
+    """The reference skips the prompt and with it the first bytes; we show the character they begin."""
     broken = 0
-    for run, mine, theirs in both(oracle, name, MARKS, whole=False, skip_prompt=True):
+    for run, mine, theirs in both(reference, name, MARKS, whole=False, skip_prompt=True):
         assert LOST not in joined(mine)
         whole = tokenizer(name).decode(
             [one for ids in run for one in ids], clean_up_tokenization_spaces=False
         )
         assert whole.endswith(joined(mine))
         broken += LOST in joined(theirs)
-    assert broken, "what the oracle breaks"
+    assert broken, "what the reference breaks"
 
 
 def test_a_batch_is_refused_as_there():
-    with pytest.raises(ValueError, match=r"`streamer` must be given one sequence .*: use descant.stream"):
+    with pytest.raises(ValueError, match=r"`streamer` must get one sequence .*: use descant.stream"):
         TextStreamer(tokenizer("smollm2")).put(torch.ones(2, 3, dtype=torch.long))

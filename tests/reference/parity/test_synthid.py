@@ -1,4 +1,4 @@
-"""SynthID-Text is that of the oracle: g-values, masks, hashes, scores step by step, and sampled tokens."""
+"""SynthID-Text is that of the reference: g-values, masks, hashes, scores step by step, and sampled tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def few_sorts(rng, shape, sorts):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_methods(size, oracle):
+def test_methods(size, reference):
     given, rng = arguments(sampling_table_size=size, sampling_table_seed=size), random.Random(size)
     ours = SynthIDTextWatermarkLogitsProcessor(**given)
     ids, wide = few_sorts(rng, (3, 60), 4), few_sorts(rng, (2, 30), 260_000)
@@ -72,7 +72,7 @@ def test_methods(size, oracle):
         ("accumulate_hash", {"current_hash": hashes, "data": numbers, "multiplier": 77, "increment": -2}),
         ("update_scores", {"scores": scores, "g_values": g}),
     ]
-    theirs = oracle.ask("synthid", arguments=given, questions=questions)
+    theirs = reference.ask("synthid", arguments=given, questions=questions)
     assert torch.equal(ours.sampling_table, theirs["table"])
     for (name, keywords), wanted in zip(questions, theirs["answers"], strict=True):
         found = getattr(ours, name)(**keywords)
@@ -83,33 +83,33 @@ def test_methods(size, oracle):
     assert not repeats.all()
 
 
-def test_expected_mean_g_value(oracle):
+def test_expected_mean_g_value(reference):
     questions = [
         ("expected_mean_g_value", {"vocab_size": size, "coinflip_prob": chance})
         for size in (1, 2, 50_000)
         for chance in (0.0, 0.3, 0.5)
     ]
     ours = SynthIDTextWatermarkLogitsProcessor(**arguments())
-    theirs = oracle.ask("synthid", arguments=arguments(), questions=questions)["answers"]
+    theirs = reference.ask("synthid", arguments=arguments(), questions=questions)["answers"]
     assert [ours.expected_mean_g_value(**given) for _, given in questions] == pytest.approx(theirs, abs=1e-12)
     assert ours.expected_mean_g_value(2) == ours.expected_mean_g_value(vocab_size=2, coinflip_prob=0.5)
 
 
 @pytest.mark.parametrize("history", [1, 2, 5, 1024])
-def test_context_repetition_forgets_as_it_does_there(history, oracle):
+def test_context_repetition_forgets_as_it_does_there(history, reference):
     given, rng = arguments(context_history_size=history, ngram_len=3), random.Random(history)
     ids = few_sorts(rng, (4, 120), 4)
     questions = [("compute_context_repetition_mask", {"input_ids": ids})]
-    wanted = oracle.ask("synthid", arguments=given, questions=questions)["answers"][0]
+    wanted = reference.ask("synthid", arguments=given, questions=questions)["answers"][0]
     ours = SynthIDTextWatermarkLogitsProcessor(**given).compute_context_repetition_mask(ids)
     assert torch.equal(ours, wanted)
     assert 0 < int(ours.sum()) < ours.numel()
 
 
 @pytest.mark.parametrize("end", [2, 50])
-def test_detector_asks_the_module_the_same(end, oracle):
+def test_detector_asks_the_module_the_same(end, reference):
     texts = few_sorts(random.Random(end), (5, 80), 9)
-    theirs = oracle.ask("synthid", arguments=arguments(ngram_len=3), texts=texts, end=end)["asked"]
+    theirs = reference.ask("synthid", arguments=arguments(ngram_len=3), texts=texts, end=end)["asked"]
     processor = SynthIDTextWatermarkLogitsProcessor(**arguments(ngram_len=3))
     detector = SynthIDTextWatermarkDetector(
         lambda *asked: asked, processor, SimpleNamespace(eos_token_id=end)
@@ -135,10 +135,10 @@ TRIED = [(kind, size) for kind in KINDS for size in SIZES if size in (2**16, 999
 
 
 @pytest.mark.parametrize(("kind", "size"), TRIED)
-def test_scores_step_by_step(kind, size, oracle):
+def test_scores_step_by_step(kind, size, reference):
     given, rng = arguments(sampling_table_size=size, **KINDS[kind]), random.Random(f"{kind} {size}")
     calls = steps(rng, vocabulary=211, sorts=2)
-    theirs = oracle.ask("call", name="SynthIDTextWatermarkLogitsProcessor", arguments=given, calls=calls)
+    theirs = reference.ask("call", name="SynthIDTextWatermarkLogitsProcessor", arguments=given, calls=calls)
     ours = SynthIDTextWatermarkLogitsProcessor(**given)
     kept = 0
     for step, (one, wanted) in enumerate(zip(calls, theirs, strict=True)):
@@ -151,11 +151,11 @@ def test_scores_step_by_step(kind, size, oracle):
 
 
 @pytest.mark.parametrize("size", [2**16, 2**12, 1000])
-def test_scores_of_a_wide_vocabulary(size, oracle):
+def test_scores_of_a_wide_vocabulary(size, reference):
     """Lines so long that each is reckoned by itself, some of them wider than the table."""
     given = arguments(sampling_table_size=size, ngram_len=3)
     calls = steps(random.Random(size), vocabulary=9000, sorts=2, count=8)
-    theirs = oracle.ask("call", name="SynthIDTextWatermarkLogitsProcessor", arguments=given, calls=calls)
+    theirs = reference.ask("call", name="SynthIDTextWatermarkLogitsProcessor", arguments=given, calls=calls)
     ours = SynthIDTextWatermarkLogitsProcessor(**given)
     changed = 0
     for step, (one, wanted) in enumerate(zip(calls, theirs, strict=True)):
@@ -165,11 +165,11 @@ def test_scores_of_a_wide_vocabulary(size, oracle):
 
 
 @pytest.mark.parametrize("size", [2**16, 1000])
-def test_scores_where_few_tokens_are_left(size, oracle):
+def test_scores_where_few_tokens_are_left(size, reference):
     """Only what is left is reckoned with, in another order of sums: the law is the same but for rounding."""
     given = arguments(sampling_table_size=size, ngram_len=3)
     calls = steps(random.Random(size), vocabulary=9000, sorts=3, kept=50, count=14)
-    theirs = oracle.ask("call", name="SynthIDTextWatermarkLogitsProcessor", arguments=given, calls=calls)
+    theirs = reference.ask("call", name="SynthIDTextWatermarkLogitsProcessor", arguments=given, calls=calls)
     ours, lowest = SynthIDTextWatermarkLogitsProcessor(**given), torch.finfo(torch.float32).min
     marked = 0
     for one, wanted in zip(calls, theirs, strict=True):
@@ -194,42 +194,42 @@ SAMPLING = {
     "top_p and temperature": {"temperature": 0.7, "top_p": 0.9},
     "normalised": {"renormalize_logits": True},
 }
-# The oracle hashes the whole vocabulary of a real model in every step, so that one has few turns.
+# The reference hashes the whole vocabulary of a real model in every step, so that one has few turns.
 MODELS = [(name, setting) for name in ("llama", "gpt2", "t5") for setting in SAMPLING]
 MODELS += [(STORIES, "defaults"), (STORIES, "no filter")]
 
 
 @pytest.mark.parametrize("seed", seeds(1, 6))
 @pytest.mark.parametrize(("name", "setting"), MODELS)
-def test_tokens_of_padded_rows(name, setting, seed, tiny, oracle):
+def test_tokens_of_padded_rows(name, setting, seed, tiny, reference):
     model = subject(name, tiny)
     given = {"do_sample": True, "max_new_tokens": NEW, **SAMPLING[setting], **marked_by()}
-    compare.batched(oracle, Call(model, given, seed=seed, full=False), ragged(model, seed))
+    compare.batched(reference, Call(model, given, seed=seed, full=False), ragged(model, seed))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_of_every_kind(kind, tiny, oracle):
+def test_tokens_of_every_kind(kind, tiny, reference):
     model = tiny("llama")
     given = {"do_sample": True, "max_new_tokens": NEW, **marked_by(**KINDS[kind])}
-    compare.batched(oracle, Call(model, given, seed=7, full=False), five(model, 1))
+    compare.batched(reference, Call(model, given, seed=7, full=False), five(model, 1))
 
 
-def test_tokens_of_an_odd_table(tiny, oracle):
+def test_tokens_of_an_odd_table(tiny, reference):
     model = tiny("llama")
     given = {"do_sample": True, "max_new_tokens": NEW, **marked_by(sampling_table_size=999)}
-    compare.batched(oracle, Call(model, given, seed=8, full=False), level(model))
+    compare.batched(reference, Call(model, given, seed=8, full=False), level(model))
 
 
-def test_tokens_of_several_sequences(tiny, oracle):
+def test_tokens_of_several_sequences(tiny, reference):
     model = tiny("llama")
     given = {"do_sample": True, "max_new_tokens": NEW, "num_return_sequences": 3, **marked_by()}
-    answers = compare.batched(oracle, Call(model, given, seed=5, full=False), ragged(model))
+    answers = compare.batched(reference, Call(model, given, seed=5, full=False), ragged(model))
     assert any(len({tuple(tokens) for tokens in answer.tokens}) == 3 for answer in answers)
 
 
-def test_greedy_tokens_of_rows_alone(tiny, oracle):
+def test_greedy_tokens_of_rows_alone(tiny, reference):
     model = tiny("llama")
-    compare.alone(oracle, Call(model, {"max_new_tokens": NEW, **marked_by()}), ragged(model))
+    compare.alone(reference, Call(model, {"max_new_tokens": NEW, **marked_by()}), ragged(model))
 
 
 def test_the_mark_makes_a_difference(tiny):

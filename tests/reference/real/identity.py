@@ -220,8 +220,8 @@ class Trial:
                 for at, mine in zip(part, found, strict=True):
                     self._compare(tally, at, mine, f"{drafter}, {count} guesses, batch {size}, prompt {at}")
                 for one in out.speculation:
-                    tally.tried += sum(one.tried)
-                    tally.right += one.saved
+                    tally.tried += sum(one.drafted)
+                    tally.right += one.saved_forwards
                     tally.forwards += one.forwards
         tally.seconds = time.process_time() - began
         return tally

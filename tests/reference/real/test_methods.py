@@ -1,6 +1,6 @@
-"""SmolLM2-135M and a pretrained T5 give the oracle's tokens by every method.
+"""SmolLM2-135M and a pretrained T5 give the reference's tokens by every method.
 
-The oracle runs row by row, since few of these methods are neutral in its batches; prompts are few because
+The reference runs row by row, since few of these methods are neutral in its batches; prompts are few because
 it is slow.
 """
 
@@ -14,7 +14,7 @@ from tests.reference.parity import compare
 from tests.reference.parity.compare import Call, batch
 from tests.reference.real.prompts import ARTICLES, PROMPTS
 
-BATTERY = pytest.mark.battery
+SLOW = pytest.mark.slow
 SMOL, T5 = "smollm2", "flan-t5-small-titles"
 NEW = 16
 
@@ -24,8 +24,8 @@ def prompts(model, texts):
 
 
 def few(count, start=0):
-    """So many prompts, and more in the battery."""
-    return [start, *(pytest.param(n, marks=BATTERY) for n in range(start + count, 12, count))]
+    """So many prompts, and more among the slow cases."""
+    return [start, *(pytest.param(n, marks=SLOW) for n in range(start + count, 12, count))]
 
 
 def words(model, *texts):
@@ -34,16 +34,16 @@ def words(model, *texts):
 
 
 @pytest.mark.parametrize("start", few(3))
-@pytest.mark.parametrize(("width", "alpha"), [(4, 0.6), pytest.param(6, 0.3, marks=BATTERY)])
-def test_contrastive(width, alpha, start, real, oracle):
+@pytest.mark.parametrize(("width", "alpha"), [(4, 0.6), pytest.param(6, 0.3, marks=SLOW)])
+def test_contrastive(width, alpha, start, real, reference):
     model = real(SMOL)
     arguments = {"top_k": width, "penalty_alpha": alpha, "max_new_tokens": NEW}
-    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 3]))
+    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 3]))
 
 
 @pytest.mark.parametrize("start", few(3))
 @pytest.mark.parametrize("layers", ["low", "high", [0, 20]], ids=str)
-def test_dola(layers, start, real, oracle):
+def test_dola(layers, start, real, reference):
     """The model's middle layers are certain, and all but differ from the last by ln 2.
 
     Which of "low" and "high" is taken then hangs on the last bits, and on these prompts both sides agree.
@@ -51,18 +51,18 @@ def test_dola(layers, start, real, oracle):
     model = real(SMOL)
     arguments = {"dola_layers": layers, "repetition_penalty": 1.2, "max_new_tokens": NEW}
     call = Call(model, arguments, full=False, ties=isinstance(layers, str))
-    compare.by_row(oracle, call, prompts(model, PROMPTS[start : start + 3]))
+    compare.by_row(reference, call, prompts(model, PROMPTS[start : start + 3]))
 
 
-def test_dola_sampled(real, oracle):
+def test_dola_sampled(real, reference):
     model = real(SMOL)
     arguments = {"dola_layers": [0, 20], "do_sample": True, "top_p": 0.9, "max_new_tokens": NEW}
-    compare.alone(oracle, Call(model, arguments, seed=1, full=False), prompts(model, PROMPTS[:2]))
+    compare.alone(reference, Call(model, arguments, seed=1, full=False), prompts(model, PROMPTS[:2]))
 
 
 @pytest.mark.parametrize("start", few(2))
-@pytest.mark.parametrize(("groups", "penalty"), [(3, 1.0), pytest.param(2, 5.0, marks=BATTERY)])
-def test_diverse(groups, penalty, start, real, oracle):
+@pytest.mark.parametrize(("groups", "penalty"), [(3, 1.0), pytest.param(2, 5.0, marks=SLOW)])
+def test_diverse(groups, penalty, start, real, reference):
     model = real(SMOL)
     arguments = {
         "num_beams": 6,
@@ -71,23 +71,23 @@ def test_diverse(groups, penalty, start, real, oracle):
         "num_return_sequences": 3,
         "max_new_tokens": NEW,
     }
-    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 2]))
+    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 2]))
 
 
 @pytest.mark.parametrize("start", few(2))
-@pytest.mark.parametrize("kind", [pytest.param("phrases", marks=BATTERY), "alternatives"])
-def test_constrained(kind, start, real, oracle):
+@pytest.mark.parametrize("kind", [pytest.param("phrases", marks=SLOW), "alternatives"])
+def test_constrained(kind, start, real, reference):
     model = real(SMOL)
     forced = words(model, " hummingbird", " violin lesson")
     if kind == "alternatives":
         forced = [forced, *words(model, " teapot")]
     arguments = {"num_beams": 5, "force_words_ids": forced, "max_new_tokens": 16}
-    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 2]))
+    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 2]))
 
 
 @pytest.mark.parametrize("start", few(3))
-@pytest.mark.parametrize("scale", [0.5, 1.5, pytest.param(3.0, marks=BATTERY)])
-def test_guidance(scale, start, real, oracle):
+@pytest.mark.parametrize("scale", [0.5, 1.5, pytest.param(3.0, marks=SLOW)])
+def test_guidance(scale, start, real, reference):
     """With negative prompts for the stronger scales: not of one token, after which the model rounds badly."""
     model = real(SMOL)
     rows = prompts(model, PROMPTS[start : start + 3])
@@ -95,10 +95,10 @@ def test_guidance(scale, start, real, oracle):
         negatives = ("A sad story:", "Bad news for all of", "I do not know")
         rows = replace(rows, negatives=[model.tokens(text) for text in negatives])
     arguments = {"guidance_scale": scale, "max_new_tokens": NEW}
-    compare.by_row(oracle, Call(model, arguments, full=False), rows)
+    compare.by_row(reference, Call(model, arguments, full=False), rows)
 
 
-def test_scores_over_the_whole_vocabulary(real, oracle):
+def test_scores_over_the_whole_vocabulary(real, reference):
     model = real(SMOL)
     some = prompts(model, PROMPTS[1:3])
     for arguments in (
@@ -107,18 +107,18 @@ def test_scores_over_the_whole_vocabulary(real, oracle):
         {"guidance_scale": 1.5},
         {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
     ):
-        compare.by_row(oracle, Call(model, {**arguments, "max_new_tokens": 5}), some)
+        compare.by_row(reference, Call(model, {**arguments, "max_new_tokens": 5}), some)
 
 
-@pytest.mark.parametrize(("width", "alpha"), [(4, 0.6), pytest.param(8, 0.2, marks=BATTERY)])
-def test_t5_contrastive(width, alpha, real, oracle):
+@pytest.mark.parametrize(("width", "alpha"), [(4, 0.6), pytest.param(8, 0.2, marks=SLOW)])
+def test_t5_contrastive(width, alpha, real, reference):
     model = real(T5)
     arguments = {"top_k": width, "penalty_alpha": alpha, "max_new_tokens": 16}
-    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, ARTICLES[:5]))
+    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, ARTICLES[:5]))
 
 
-@pytest.mark.parametrize(("groups", "penalty"), [(2, 1.0), pytest.param(3, 5.0, marks=BATTERY)])
-def test_t5_diverse(groups, penalty, real, oracle):
+@pytest.mark.parametrize(("groups", "penalty"), [(2, 1.0), pytest.param(3, 5.0, marks=SLOW)])
+def test_t5_diverse(groups, penalty, real, reference):
     model = real(T5)
     arguments = {
         "num_beams": 6,
@@ -127,11 +127,11 @@ def test_t5_diverse(groups, penalty, real, oracle):
         "num_return_sequences": 3,
         "max_new_tokens": 16,
     }
-    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, ARTICLES[:5]))
+    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, ARTICLES[:5]))
 
 
-def test_t5_constrained(real, oracle):
+def test_t5_constrained(real, reference):
     model = real(T5)
     forced = words(model, "penguin", "castle")
     arguments = {"num_beams": 5, "force_words_ids": forced, "max_new_tokens": 16}
-    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, ARTICLES[:5]))
+    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, ARTICLES[:5]))

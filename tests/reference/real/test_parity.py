@@ -1,4 +1,4 @@
-"""SmolLM2-135M and a pretrained T5 give the oracle's tokens: greedy, sampled and from four beams."""
+"""SmolLM2-135M and a pretrained T5 give the reference's tokens: greedy, sampled and from four beams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.ci_slices import first
 NEW = 64
 GROUPS = [PROMPTS[start : start + 7] for start in range(0, len(PROMPTS), 7)]
 SIXES = [PROMPTS[start : start + 6] for start in range(0, len(PROMPTS), 6)]
-# Each group takes a minute, most of it the oracle's: CI runs the first.
+# Each group takes a minute, most of it the reference's: CI runs the first.
 
 
 def prompts(model, texts):
@@ -25,33 +25,35 @@ def test_there_are_forty_prompts():
 
 
 @pytest.mark.parametrize("group", first(1, len(GROUPS)))
-def test_greedy(group, real, oracle):
+def test_greedy(group, real, reference):
     model = real("smollm2")
-    compare.batched(oracle, Call(model, {"max_new_tokens": NEW}, full=False), prompts(model, GROUPS[group]))
+    compare.batched(
+        reference, Call(model, {"max_new_tokens": NEW}, full=False), prompts(model, GROUPS[group])
+    )
 
 
 SAMPLERS = ({}, {"temperature": 0.7, "top_p": 0.9}, {"min_p": 0.05, "top_k": 0})
 
 
 @pytest.mark.parametrize("group", first(len(SAMPLERS), len(GROUPS)))
-def test_sampling(group, real, oracle):
+def test_sampling(group, real, reference):
     model = real("smollm2")
     arguments = {"do_sample": True, "max_new_tokens": NEW, **SAMPLERS[group % len(SAMPLERS)]}
-    compare.batched(oracle, Call(model, arguments, seed=group, full=False), prompts(model, GROUPS[group]))
+    compare.batched(reference, Call(model, arguments, seed=group, full=False), prompts(model, GROUPS[group]))
 
 
 @pytest.mark.parametrize("group", first(1, len(SIXES)))
-def test_beams(group, real, oracle):
+def test_beams(group, real, reference):
     model = real("smollm2")
     arguments = {"num_beams": 4, "max_new_tokens": NEW}
-    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, SIXES[group]))
+    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, SIXES[group]))
 
 
-def test_scores_over_the_whole_vocabulary(real, oracle):
+def test_scores_over_the_whole_vocabulary(real, reference):
     model = real("smollm2")
     some = prompts(model, PROMPTS[:3])
-    compare.batched(oracle, Call(model, {"max_new_tokens": 8}), some)
-    compare.by_row(oracle, Call(model, {"num_beams": 2, "max_new_tokens": 8}), some)
+    compare.batched(reference, Call(model, {"max_new_tokens": 8}), some)
+    compare.by_row(reference, Call(model, {"num_beams": 2, "max_new_tokens": 8}), some)
 
 
 T5 = "flan-t5-small-titles"
@@ -62,28 +64,28 @@ T5_SETTINGS = {
 }
 
 
-def test_t5_greedy(real, oracle):
+def test_t5_greedy(real, reference):
     model = real(T5)
     answers = compare.batched(
-        oracle, Call(model, {"max_new_tokens": 32}, full=False), prompts(model, ARTICLES)
+        reference, Call(model, {"max_new_tokens": 32}, full=False), prompts(model, ARTICLES)
     )
     assert len({len(a.tokens[0]) for a in answers}) > 3, "titles of different length"
 
 
 @pytest.mark.parametrize("seed", range(len(SAMPLERS)))
-def test_t5_sampling(seed, real, oracle):
+def test_t5_sampling(seed, real, reference):
     model = real(T5)
     arguments = {"do_sample": True, "max_new_tokens": 32, **SAMPLERS[seed]}
-    compare.batched(oracle, Call(model, arguments, seed=seed, full=False), prompts(model, ARTICLES))
+    compare.batched(reference, Call(model, arguments, seed=seed, full=False), prompts(model, ARTICLES))
 
 
 @pytest.mark.parametrize("setting", T5_SETTINGS)
-def test_t5_beams(setting, real, oracle):
+def test_t5_beams(setting, real, reference):
     model = real(T5)
     arguments = {"max_new_tokens": 32, **T5_SETTINGS[setting]}
-    compare.by_row(oracle, Call(model, arguments, full=False), prompts(model, ARTICLES[:6]))
+    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, ARTICLES[:6]))
 
 
-def test_t5_scores_over_the_whole_vocabulary(real, oracle):
+def test_t5_scores_over_the_whole_vocabulary(real, reference):
     model = real(T5)
-    compare.batched(oracle, Call(model, {"max_new_tokens": 8}), prompts(model, ARTICLES[:3]))
+    compare.batched(reference, Call(model, {"max_new_tokens": 8}), prompts(model, ARTICLES[:3]))

@@ -1,6 +1,6 @@
 """Pretrained models say the same with guesses as without: greedily, token for token.
 
-The battery is `tests/reference/real/identity.py`: 500 prompts of 64 tokens on the small models and 60 on
+The wide sweep is `tests/reference/real/identity.py`: 500 prompts of 64 tokens on the small models and 60 on
 SmolLM2.
 """
 
@@ -56,7 +56,7 @@ def test_another_answer_is_found():
     assert (len(tally.differ), tally.ties) == (5 * len(one.plain), 0)
 
 
-@pytest.mark.battery
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "drafter"), PAIRS)
 def test_the_same_tokens_on_all_prompts(name, drafter, record_property):
     tally = trial(name, WHOLE[name], 64).run(drafter)

@@ -269,7 +269,7 @@ def test_the_look_costs_microseconds(llama: Any) -> None:
     session = descant.Session(llama)
     config = merge_configs(llama, None, {"max_new_tokens": 20})[0]
     known = session._admission.make_plan(
-        descant.Request([5], config, config_merged=True), session.model.facts
+        descant.Request([5], config, config_merged=True), session.model.traits
     )
     asked = [(known, 10, 30, 0)]
     best = float("inf")

@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from descant.config import generation_config as config_module
-from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED, GenerationConfig, register_explainer
+from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED, GenerationConfig
 from descant.errors import ConfigError, DescantError, HubError, InputError, NotInThisVersion
 from tests.support.config_cases import CASES, EVERY_VALUE, made
 
@@ -102,7 +101,7 @@ def test_a_method_that_is_not_built_is_refused_in_code_and_its_neutral_value_is_
     assert asked
     for value in asked:
         with pytest.raises(
-            NotInThisVersion, match=f"`{name}` is not in this version of Descant .*leave it unset"
+            NotInThisVersion, match=f"`{name}` is not supported in this version of Descant .*leave it unset"
         ) as e:
             GenerationConfig(**{name: value})
         assert e.value.field == name
@@ -159,11 +158,11 @@ def test_repr_shows_what_differs_from_the_default():
     assert eval(repr(config)) == config.replace(max_length=None)  # noqa: S307
 
 
-def test_explain_asks_the_registered_explainer(monkeypatch):
-    monkeypatch.setattr(config_module, "_explainer", None)
-    with pytest.raises(DescantError, match="resolver"):
+def test_explain_calls_the_explainer_of_the_class(monkeypatch):
+    monkeypatch.setattr(GenerationConfig, "explainer", None)
+    with pytest.raises(DescantError, match=r"`GenerationConfig\.explainer` must be set"):
         GenerationConfig().explain()
-    register_explainer(lambda config, model: f"{config.num_beams} {model}")
+    monkeypatch.setattr(GenerationConfig, "explainer", lambda config, model: f"{config.num_beams} {model}")
     assert GenerationConfig(num_beams=3).explain("m") == "3 m"
 
 
@@ -335,13 +334,13 @@ def test_bad_paths_and_unwritable_values_are_named(tmp_path):
         with pytest.raises(InputError) as error:
             attempt()
         assert error.value.field == field
-    with pytest.raises(InputError, match="`repo_id` has no use without `push_to_hub`"):
+    with pytest.raises(InputError, match="`repo_id` must be None without `push_to_hub`"):
         config.save_pretrained(tmp_path, repo_id="ann/configs")
     with pytest.raises(HubError, match="offline"):
         config.save_pretrained(tmp_path / "file.d", push_to_hub=True, token="hf_never_used")
     assert GenerationConfig.from_pretrained(tmp_path / "file.d") == config
     shutil.rmtree(tmp_path / "file.d")
-    with pytest.raises(ConfigError, match="`constraints` cannot be written"):
+    with pytest.raises(ConfigError, match="`constraints` must be representable as JSON"):
         made("constraints", [object()]).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="`alien` must be plain data"):
         made("alien", {"a": {1, 2}})

@@ -15,13 +15,13 @@ class Names:
     """Python state of every row, as a grammar matcher's would be."""
 
     held: tuple[str, ...]
-    constant: bool = False
+    is_per_request: bool = False
 
     def take(self, parents):
-        return Names(tuple(self.held[at] for at in parents.tolist()), self.constant)
+        return Names(tuple(self.held[at] for at in parents.tolist()), self.is_per_request)
 
     def cat(self, other):
-        return Names(self.held + other.held, self.constant)
+        return Names(self.held + other.held, self.is_per_request)
 
 
 def made(lengths, columns=None, requests=None, width=0):
@@ -77,7 +77,7 @@ def test_the_version_lasts_while_requests_keep_their_rows():
 
 
 def test_a_constant_column_does_not_move_inside_its_request():
-    constant, own = Names(("a", "a", "b"), constant=True), Names(("x", "y", "z"))
+    constant, own = Names(("a", "a", "b"), is_per_request=True), Names(("x", "y", "z"))
     rows = made([1, 1, 1], {"constant": constant, "own": own}, requests=[0, 0, 1])
     inside = rows.take(torch.tensor([1, 0, 2]))
     assert inside.columns["constant"] is constant
@@ -126,7 +126,7 @@ def test_the_store_grows_and_keeps_what_it_holds():
 
 def test_positions_count_what_has_no_token():
     rows = made([2, 3])
-    rows.offset, rows.cached = torch.tensor([4, 0]), torch.tensor([5, 3])
+    rows.offset, rows.cached_length = torch.tensor([4, 0]), torch.tensor([5, 3])
     assert rows.position.tolist() == [6, 3]
     assert rows.pending.tolist() == [1, 0]
 
@@ -138,5 +138,5 @@ def test_join_and_pick():
 
 
 def test_a_column_of_python_state_is_no_tensor():
-    with pytest.raises(TypeError, match="`names` holds Names"):
+    with pytest.raises(TypeError, match="`names` must be a tensor, got Names"):
         made([1], {"names": Names(("a",))}).column("names")

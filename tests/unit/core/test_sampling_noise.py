@@ -84,7 +84,7 @@ def rows(seeds, lines=None, slots=None, lengths=None):
     count = len(seeds)
     length = torch.tensor(lengths or [3] * count)
     zeros = torch.zeros(count, dtype=torch.long)
-    values = {"seed": torch.tensor(seeds), "line": torch.tensor(lines or list(range(count)))}
+    values = {"seed": torch.tensor(seeds), "noise_row": torch.tensor(lines or list(range(count)))}
     slot = torch.tensor(slots) if slots else zeros
     tokens = torch.zeros(count, 4, dtype=torch.long)
     return Rows(

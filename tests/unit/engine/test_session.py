@@ -267,7 +267,7 @@ def test_a_criterion_ends_only_the_rows_of_those_who_gave_it(model):
 def test_a_criterion_must_answer_bools(model, answer):
     session = Session(model)
     session.admit(Request([1], config(), stopping_criteria=[lambda ids, scores: answer]))
-    with pytest.raises(InputError, match="`stopping_criteria` must answer"):
+    with pytest.raises(InputError, match="`stopping_criteria` must return"):
         session.step()
 
 

@@ -70,7 +70,7 @@ def table_of(prompts, columns=None, **params):
     for line, prompt in enumerate(prompts):
         tokens[line, : len(prompt)] = torch.tensor(prompt)
     zeros, numbers = torch.zeros_like(length), torch.arange(len(prompts))
-    values = columns_from_rows([{"pad": 0, **params} for _ in prompts])
+    values = columns_from_rows([{"pad_token_id": 0, **params} for _ in prompts])
     columns = {"params": RowParams(values), **(columns or {})}
     return Rows(tokens, length, zeros, zeros.clone(), length.clone(), numbers, zeros.clone(), columns)
 
@@ -82,7 +82,8 @@ def told(rows):
 class Guessing:
     """Greedy search with drafts by chance: some right, some wrong, a random number for each row."""
 
-    normalised = False
+    needs_log_probs = False
+    has_groups = False
     columns = MappingProxyType({})
 
     def __init__(self, truth, vocabulary, seed):
@@ -95,7 +96,7 @@ class Guessing:
         n = torch.from_numpy(self.rng.integers(0, 5, len(rows)))
         drafts = torch.from_numpy(self.rng.integers(0, self.vocabulary, (len(rows), max(1, int(n.max())))))
         for row in range(len(rows)):
-            done = int(rows.length[row] - rows.prompt[row])
+            done = int(rows.length[row] - rows.prompt_length[row])
             right = int(self.rng.integers(0, drafts.shape[1] + 1))
             for at, token in enumerate(self.truth[int(rows.request[row])][done : done + right]):
                 drafts[row, at] = token
@@ -104,10 +105,10 @@ class Guessing:
     def select(self, rows, proposal, output):
         best = output.logits.argmax(-1)  # [R, K + 1]
         places = torch.arange(proposal.width)
-        hits = (best[:, :-1] == proposal.drafts) & (places < proposal.n[:, None])
+        hits = (best[:, :-1] == proposal.drafts) & (places < proposal.num_drafts[:, None])
         accepted = hits.long().cumprod(1).sum(1)
         self.kept += int(accepted.sum())
-        self.tried += int(proposal.n.sum())
+        self.tried += int(proposal.num_drafts.sum())
         return Selection(best.gather(1, accepted[:, None])[:, 0], accepted=accepted)
 
 
@@ -119,12 +120,12 @@ def test_drafts_by_chance_leave_greedy_search_as_it_was(tiny, name, make_cache):
     truth = [found.tokens[0] for found in outcomes(one.model, asked)]
     model, cache = as_model(one.model), make_cache()
     inputs = {"input_ids": [each.inputs["input_ids"] for each in asked]} if one.encoder_decoder else {}
-    model.open([0, 1, 2], inputs)
+    model.add_requests([0, 1, 2], inputs)
     rows = table_of([list(each.prompt) for each in asked])
     cache.extend(3)
     strategy = Guessing(truth, one.vocab, seed=5)
     lane = StrategyGroup(strategy, None, [])
-    while int((rows.length - rows.prompt).min()) < 20:
+    while int((rows.length - rows.prompt_length).min()) < 20:
         rows, _ = run_step(model, cache, rows, lambda _: [lane])
     for line, expected, each in zip(told(rows), truth, asked, strict=True):
         new = line[len(each.prompt) :]
@@ -136,7 +137,8 @@ def test_drafts_by_chance_leave_greedy_search_as_it_was(tiny, name, make_cache):
 class Steady:
     """Takes one fixed token for every row and writes down how often it did."""
 
-    normalised = False
+    needs_log_probs = False
+    has_groups = False
 
     def __init__(self, token, column=None, forks=1):
         self.token, self.name, self.forks = token, column, forks
@@ -207,28 +209,31 @@ def test_processors_reach_the_rows_that_use_them_and_their_drafts():
     rows = table_of([[1], [2, 3], [4]])
     logits = torch.randn(3, 3, 5)
     proposal = Proposal(None, torch.tensor([[1, 2], [3, 4], [0, 1]]), torch.tensor([2, 1, 0]))
-    strategy = SimpleNamespace(normalised=False)
+    strategy = SimpleNamespace(needs_log_probs=False, has_groups=False)
     lane = StrategyGroup(strategy, None, [(Counting(), None), (Doubling(), torch.tensor([0, 2]))])
     scores = lane.process(rows, proposal, logits)
     length = torch.tensor([[1, 2, 3], [2, 3, 4], [1, 2, 3]])[..., None]
     expected = logits + length
     expected[[0, 2]] *= 2
     assert torch.allclose(scores, expected)
-    normalised = StrategyGroup(SimpleNamespace(normalised=True), None, []).process(rows, proposal, logits)
+    normalised = StrategyGroup(SimpleNamespace(needs_log_probs=True, has_groups=False), None, []).process(
+        rows, proposal, logits
+    )
     assert torch.allclose(normalised.exp().sum(-1), torch.ones(3, 3))
 
 
 class Silent:
     """Chooses nothing at its first step, as a method that has to look first does."""
 
-    normalised = False
+    needs_log_probs = False
+    has_groups = False
     columns = MappingProxyType({})
 
     def propose(self, rows, aid):
         return Proposal()
 
     def select(self, rows, proposal, output):
-        fresh = bool((rows.cached == 0).all())
+        fresh = bool((rows.cached_length == 0).all())
         return Selection(torch.full((len(rows),), 3), emit_mode=not fresh)
 
 
@@ -247,7 +252,8 @@ def test_a_step_may_choose_nothing_yet():
 class Forking:
     """Proposes every row twice, with a draft each, and keeps the copy whose draft is even."""
 
-    normalised = False
+    needs_log_probs = False
+    has_groups = False
     columns = MappingProxyType({})
 
     def propose(self, rows, aid):

@@ -10,15 +10,15 @@ from descant.core.records import Proposal
 class Known:
     """Guesses from whole sequences, after their prompt was read; every fourth position wrongly."""
 
-    cheap = True
+    is_model_free = True
 
     def __init__(self, sequences):
         self.sequences = [list(one) for one in sequences]
 
-    def open(self, requests, inputs):
+    def add_requests(self, requests, inputs):
         pass
 
-    def close(self, requests):
+    def remove_requests(self, requests):
         pass
 
     def commit(self, parents, lengths):
@@ -29,7 +29,7 @@ class Known:
         for row, count in enumerate(most.tolist()):
             said = rows.tokens[row, : int(rows.length[row])].tolist()
             whole = next((one for one in self.sequences if one[: len(said)] == said), said)
-            guess = whole[len(said) : len(said) + count] if rows.cached[row] else []
+            guess = whole[len(said) : len(said) + count] if rows.cached_length[row] else []
             guesses.append([7 if (len(said) + at) % 4 == 3 else token for at, token in enumerate(guess)])
         wide = max(map(len, guesses))
         if not wide:

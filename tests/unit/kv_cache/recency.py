@@ -109,7 +109,7 @@ class Drill:
             None if whole else torch.tensor(rows), start, width, max(starts) + width, num_committed=told
         )
         for layer in range(self.layers):
-            reach = self.store.reach(layer, span)
+            reach = self.store.visible_slots(layer, span)
             key, value = torch.randn(2, len(rows), HEADS, width, SIZE, generator=self.fresh())
             for line, row in enumerate(rows):  # what was read before says the same as it did
                 for at, old in enumerate(self.lists.rows[row][layer][starts[line] : self.lengths[row]]):
@@ -122,8 +122,8 @@ class Drill:
                 place = [at for at, _ in seen] + list(range(first, first + width))
                 expected = torch.stack([held[at] for at in place], 1)
                 if reach is not None:
-                    assert reach.held[line].item() == len(seen)
-                    assert reach.size == keys.shape[2] == values.shape[2]
+                    assert reach.past_lengths[line].item() == len(seen)
+                    assert reach.num_slots == keys.shape[2] == values.shape[2]
                 else:
                     assert len(seen) == first
                 stop = len(place)
@@ -138,7 +138,7 @@ class Drill:
 
     @staticmethod
     def tensor(one):
-        return one if isinstance(one, torch.Tensor) else one.dense()
+        return one if isinstance(one, torch.Tensor) else one.materialize()
 
     def fresh(self):
         self.count += 1
@@ -151,7 +151,7 @@ class Drill:
         parents = (
             [self.int(0, rows - 1) for _ in range(self.int(0, rows + 2))] if moves else list(range(rows))
         )
-        back = self.store.rewind
+        back = self.store.max_rewind
         lengths = [
             self.int(max(self.certain[row], self.high[row] - back) if back is not None else 0, written[row])
             if cuts

@@ -259,9 +259,9 @@ class Trial:
                 torch.randn(len(rows), h, width, d, generator=self.random, dtype=torch.float64)
                 for h, d in ((heads, size), (heads, wide), (queries, size))
             )
-            reach = self.store.reach(layer, span)
-            held = torch.tensor(starts) if reach is None else reach.held
-            shown = span.read_length if reach is None else reach.size
+            reach = self.store.visible_slots(layer, span)
+            held = torch.tensor(starts) if reach is None else reach.past_lengths
+            shown = span.read_length if reach is None else reach.num_slots
             keys, values = self.store.update(layer, key, value, span)
             assert keys.shape[2] == values.shape[2] == shown
             mask = torch.arange(shown) <= held[:, None, None, None] + torch.arange(width)[:, None]
@@ -290,7 +290,7 @@ class Trial:
             mine.sure = mine.sure if fed[parent] else 0
             most = mine.length + fed[parent]
             back = self.int(0, 2)  # all of it; what was not committed before; as far as it goes
-            least = (most, mine.length, max(0, mine.highest - self.store.rewind))[back]
+            least = (most, mine.length, max(0, mine.highest - self.store.max_rewind))[back]
             lengths.append(self.int(max(mine.sure, min(least, most)), most))
         self.store.commit(torch.tensor(parents).long() if moves else None, torch.tensor(lengths).long())
         self.lists.commit(parents, lengths)
@@ -312,7 +312,7 @@ class Trial:
         """Every head has the slots that the lists have, and the votes."""
         everyone = torch.arange(len(self.lists.rows))
         state = self.store.state()
-        assert self.store.held.tolist() == [len(row.slots[0][0]) for row in self.lists.rows]
+        assert self.store.slot_counts.tolist() == [len(row.slots[0][0]) for row in self.lists.rows]
         for layer in self.store.layers:
             keys, values = self.store.read(layer, everyone)
             for line, row in enumerate(self.lists.rows):
@@ -592,9 +592,9 @@ def fed(store: Any, width: int, start: int = 0, rows: list[int] | None = None) -
     """A forward over all rows or some, at level."""
     count = len(store) if rows is None else len(rows)
     span = KVSpan(None if rows is None else torch.tensor(rows), start, width, start + width)
-    reach = store.reach(0, span)
-    held = torch.full((count,), start) if reach is None else reach.held
-    size = span.read_length if reach is None else reach.size
+    reach = store.visible_slots(0, span)
+    held = torch.full((count,), start) if reach is None else reach.past_lengths
+    size = span.read_length if reach is None else reach.num_slots
     key, value, query = (torch.randn(count, heads, width, 8) for heads in (2, 2, 4))
     keys, values = store.update(0, key, value, span)
     mask = torch.arange(size) <= held[:, None, None, None] + torch.arange(width)[:, None]
@@ -659,12 +659,12 @@ def test_a_row_can_be_cut_by_what_is_never_forgotten(store, spared):
     store.extend(1)
     fed(store, 30)
     store.commit(None, torch.tensor([30]))
-    assert store.rewind == spared
+    assert store.max_rewind == spared
     keys = store.read(0, torch.tensor([0]))[0].clone()
     store.commit(None, torch.tensor([30 - spared]))
-    assert store.held.tolist() == [10 - spared]
+    assert store.slot_counts.tolist() == [10 - spared]
     assert torch.equal(store.read(0, torch.tensor([0]))[0], keys[:, :, : 10 - spared])
-    with pytest.raises(InputError, match=f"row 0, .* at least {30 - spared} positions, got {29 - spared}"):
+    with pytest.raises(InputError, match=f"must be >= {30 - spared} for row 0, .* got {29 - spared}"):
         store.commit(None, torch.tensor([29 - spared]))
 
 
@@ -689,11 +689,11 @@ def test_what_is_read_from_its_beginning_replaces_what_there_was(make):
     fed(store, 6, 0, [1])
     fed(store, 1, 6, [1])
     store.commit(None, torch.tensor([30, 7]))
-    assert store.held.tolist() == [10, 7]
+    assert store.slot_counts.tolist() == [10, 7]
     store.commit(None, torch.tensor([30, 1]))
     fed(store, 30, 0, [0])
     store.commit(None, torch.tensor([30, 1]))
-    assert store.held.tolist() == [10, 1]
+    assert store.slot_counts.tolist() == [10, 1]
 
 
 def test_a_model_that_looks_at_its_keys_in_another_way_is_refused():

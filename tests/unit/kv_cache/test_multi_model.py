@@ -28,7 +28,7 @@ class Pair(MultiModelCache):
         read: list[Any] = [part.update(layer, key, value, span) for part in self.parts]
         return read[self._place]
 
-    def reach(self, layer: int, span: KVSpan) -> None:
+    def visible_slots(self, layer: int, span: KVSpan) -> None:
         return None
 
     @property
@@ -52,7 +52,7 @@ class Pair(MultiModelCache):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         for part in self.parts:
-            part.load(state)
+            part.load({name: value.clone() for name, value in state.items()})  # load takes ownership
         self._lengths = self.parts[self._place].lengths
 
 

@@ -80,7 +80,7 @@ def test_blocks_rest_on_the_other_device(kind):
     fed(cache, 2, start=[5, 4, 3])
     cache.commit(None, torch.tensor([7, 6, 5]))
     assert {block.device for store in (cache._keys, cache._values) for block in store.values()} == {HOST}
-    assert cache.aboard == 0
+    assert cache.prefetched_bytes == 0
     assert {one.device for one in cache.state().values()} == {HOST}
 
 
@@ -100,7 +100,7 @@ def test_the_next_layer_is_sent_for_while_one_is_used(monkeypatch):
     for layer in range(LAYERS):
         block = torch.ones(2, HEADS, 1, SIZE).to(FIRST)
         cache.update(layer, block, block, span)
-        ahead.append(cache._ahead and cache._ahead.layer)
+        ahead.append(cache._prefetched_layer and cache._prefetched_layer.layer)
     assert fetched == [0, 1, 2]  # each once
     assert ahead == [1, 2, None]
 
@@ -113,8 +113,8 @@ def test_the_model_has_two_layers_at_the_most():
     block = torch.ones(2, HEADS, 1, SIZE).to(FIRST)
     whole = cache.nbytes
     cache.update(0, block, block, span)
-    assert cache.aboard == whole // LAYERS  # besides the one that was returned
-    assert cache.nbytes == whole + cache.aboard
+    assert cache.prefetched_bytes == whole // LAYERS  # besides the one that was returned
+    assert cache.nbytes == whole + cache.prefetched_bytes
     cache.commit(None, torch.tensor([100, 100]))  # the forward went no further
     assert cache.nbytes == whole
 
@@ -199,4 +199,4 @@ def test_a_session_on_the_host_alone_copies_nothing(tiny):
     session.admit(Request(prompts(one.arch, [5], 2)[0], GenerationConfig(max_new_tokens=4)))
     list(session.drain())
     assert session._cache._streams == {}
-    assert session._cache._ahead is None
+    assert session._cache._prefetched_layer is None

@@ -14,6 +14,7 @@ from descant.kv_cache.attention_proxy import KVProxy
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.paged import PagedStore
 from descant.testing import compare, outcomes
+from descant.testing.block_pool import check_ref_counts, num_used_blocks
 from tests.support.tiny_models import prompts
 
 HEADS, SIZE = 2, 4
@@ -36,16 +37,16 @@ def filled(rows=1, length=100, block=16):
 
 def test_a_fork_holds_the_same_blocks_and_copies_nothing():
     store = filled()
-    held, bytes_before = store.blocks_used, store.nbytes
+    held, bytes_before = num_used_blocks(store.pool), store.nbytes
     store.commit(torch.zeros(8, dtype=torch.long), torch.full((8,), 100))
-    assert (store.blocks_used, store.nbytes, store.moved) == (held, bytes_before, 0)
+    assert (num_used_blocks(store.pool), store.nbytes, store.copied_slots) == (held, bytes_before, 0)
 
 
 def test_a_row_that_writes_into_a_shared_block_gets_a_copy_of_that_block_alone():
     store = filled(rows=3)  # 100 positions: the seventh block has four
     fed(store, 1, start=100)
-    assert store.moved == 2 * 4  # the last one keeps the block
-    assert store.blocks_used == 7 + 2
+    assert store.copied_slots == 2 * 4  # the last one keeps the block
+    assert num_used_blocks(store.pool) == 7 + 2
 
 
 def test_a_reorder_moves_nothing_however_long_the_prompt():
@@ -53,9 +54,9 @@ def test_a_reorder_moves_nothing_however_long_the_prompt():
         store = filled(rows=4, length=length)
         fed(store, 1, start=length)
         store.commit(torch.tensor([1, 1, 3, 0]), torch.full((4,), length + 1))
-        before = store.moved
+        before = store.copied_slots
         store.commit(torch.tensor([2, 0, 1, 3]), torch.full((4,), length + 1))
-        assert store.moved == before
+        assert store.copied_slots == before
 
 
 def test_a_prompt_gives_its_memory_back_when_the_last_row_leaves():
@@ -65,7 +66,7 @@ def test_a_prompt_gives_its_memory_back_when_the_last_row_leaves():
     store.update(0, key, key, KVSpan(torch.tensor([2]), 0, 3, 3))
     store.commit(torch.tensor([2]), torch.tensor([3]))
     assert store.nbytes < 3200 * HEADS * SIZE * 4
-    store.check()
+    check_ref_counts(store.pool, store)
 
 
 def test_a_selected_table_shares_blocks_and_frees_them_when_it_is_gone():
@@ -73,23 +74,23 @@ def test_a_selected_table_shares_blocks_and_frees_them_when_it_is_gone():
     other = store.select(torch.tensor([0, 0]))
     other.commit(torch.tensor([0, 1]), torch.tensor([50, 100]))
     store.commit(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long))
-    assert store.blocks_used == 7
-    other.check()
+    assert num_used_blocks(store.pool) == 7
+    check_ref_counts(store.pool, store, other)
     del other
     gc.collect()
-    assert store.blocks_used == 0
-    store.check()
+    assert num_used_blocks(store.pool) == 0
+    check_ref_counts(store.pool, store)
 
 
 def test_a_leak_and_a_double_free_are_noticed():
     store = filled(rows=2)
-    store.pool.refs[store.named()[0]] += 1
-    with pytest.raises(RuntimeError, match="counted"):
-        store.check()
-    store.pool.refs[store.named()[0]] -= 1
-    store.check()
+    store.pool.ref_counts[store.referenced_blocks()[0]] += 1
+    with pytest.raises(RuntimeError, match="must have reference counts"):
+        check_ref_counts(store.pool, store)
+    store.pool.ref_counts[store.referenced_blocks()[0]] -= 1
+    check_ref_counts(store.pool, store)
     with pytest.raises(RuntimeError, match="freed twice"):
-        store.pool.drop(store.named().repeat(2))
+        store.pool.decref(store.referenced_blocks().repeat(2))
 
 
 def attention(query, keys, values, **more):
@@ -120,9 +121,9 @@ def test_attention_on_shared_rows_is_that_on_rows_laid_out(monkeypatch, worth, m
     if masked == "added":
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     found = attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-    expected = attention(query, keys.materialize(), values.dense(), attn_mask=mask, enable_gqa=True)
+    expected = attention(query, keys.materialize(), values.materialize(), attn_mask=mask, enable_gqa=True)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert bool(keys.plan.runs) == (worth == 4 or worth <= 70)
+    assert bool(keys.plan.shared_segments) == (worth == 4 or worth <= 70)
 
 
 def test_without_the_fused_kernel_attention_is_the_same(monkeypatch):
@@ -144,16 +145,16 @@ def test_heads_that_are_repeated_are_not_laid_out():
     ]
     assert all(isinstance(one, KVProxy) for one in wide)
     query = torch.randn(3, 2 * HEADS, 1, SIZE)
-    expected = attention(query, *(one.dense().repeat_interleave(2, 1) for one in (keys, values)))
+    expected = attention(query, *(one.materialize().repeat_interleave(2, 1) for one in (keys, values)))
     torch.testing.assert_close(attention(query, *wide), expected, atol=1e-5, rtol=1e-5)
-    assert wide[0]._dense is None
+    assert wide[0]._materialized is None
 
 
 def test_for_anything_but_attention_lazy_keys_are_the_tensor():
     store = filled(rows=2)
     _, (keys, values) = fed(store, 1, start=100)
-    dense = keys.dense()
-    assert torch.equal(torch.cat((keys, values), 2), torch.cat((dense, values.dense()), 2))
+    dense = keys.materialize()
+    assert torch.equal(torch.cat((keys, values), 2), torch.cat((dense, values.materialize()), 2))
     assert torch.equal(keys.transpose(2, 3), dense.transpose(2, 3))
     assert torch.equal(torch.ones(2, HEADS, 1, SIZE) @ keys.transpose(2, 3), dense.sum(-1)[:, :, None])
     assert torch.equal(keys[:, :, -1:], dense[:, :, -1:])
@@ -187,15 +188,15 @@ def test_every_method_says_the_same_as_on_the_dense_cache(tiny, monkeypatch, nam
     monkeypatch.setattr(
         shared_prefix_attention.SharedPrefixKV,
         "attend",
-        lambda self, *more: (shared.append(self.plan.runs), attend(self, *more))[1],
+        lambda self, *more: (shared.append(self.plan.shared_segments), attend(self, *more))[1],
     )
     store = PagedStore(4)
     expected, found = (outcomes(model.model, requests, None, cache) for cache in (DenseStore(), store))
     for one, other, request in zip(expected, found, requests, strict=True):
         compare(one, other, str(request.generation_config), 1e-4)
     assert any(shared)  # otherwise nothing was tried
-    store.check_ref_counts()
-    assert store.num_used_blocks == 0
+    check_ref_counts(store.pool, store)
+    assert num_used_blocks(store.pool) == 0
 
 
 def test_long_prompts_of_many_rows_are_paged_and_short_ones_are_not(tiny):

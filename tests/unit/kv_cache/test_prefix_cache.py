@@ -254,7 +254,7 @@ def test_a_block_outlives_the_row_it_came_from():
     prefixes = PrefixCache(block=2)
     row = past(4, store=PagedStore())
     prefixes.insert(ids(1, 2, 3, 4, 5), row)
-    for arena in row.store.pool.arenas.values():
+    for arena in row.store.pool.slabs.values():
         for block in (*arena.keys.values(), *arena.values.values()):
             block.zero_()
     assert prefixes.lookup(ids(1, 2, 3, 4, 5)).store.read(0, ids(0))[0][0, 0, :, 0].tolist() == [0, 1, 2, 3]

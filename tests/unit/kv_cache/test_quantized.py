@@ -52,7 +52,7 @@ def one(bits=4, residual=8, **settings):
 
 def held(cache):
     """The chunks of each row, with how much of each counts."""
-    return [[(piece.chunk, piece.used) for piece in pieces] for pieces in cache._pieces]
+    return [[(piece.chunk, piece.used_length) for piece in pieces] for pieces in cache._chunk_refs]
 
 
 # -------------------------------------------------------------------- the law, where nothing is lost
@@ -97,7 +97,7 @@ def test_the_latest_positions_stay_as_they_came_until_there_are_enough():
         assert torch.equal(keys[:, :, -1:], content)
         cache.commit(None, cache.lengths + 1)
         assert [used for _, used in held(cache)[0]] == [6] + [4] * (step // 4)
-        assert cache._tail.lengths.tolist() == [step % 4]
+        assert cache._residual.lengths.tolist() == [step % 4]
 
 
 def test_more_than_enough_at_once_leaves_the_rest_as_it_came():
@@ -309,7 +309,7 @@ def test_a_wide_forward_leaves_no_wide_tail_behind():
     cache.commit(None, torch.tensor([5] * 4))
     fed(cache, drawn(1, 1000, 1), rows=[2])
     cache.commit(None, torch.tensor([5, 5, 1005, 5]))
-    assert cache._tail.slots < 200
+    assert cache._residual.num_slots < 200
     assert [used for _, used in held(cache)[2]] == [5, 1000]
 
 

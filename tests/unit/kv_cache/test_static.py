@@ -29,7 +29,7 @@ def fed(cache, width, rows=None, start=0):
 
 
 def places(cache):
-    keys, values = cache.lend(1)
+    keys, values = cache.layer_views(1)
     return [block.data_ptr() for blocks in (keys, values) for block in blocks.values()]
 
 

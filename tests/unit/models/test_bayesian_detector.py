@@ -174,7 +174,7 @@ def test_a_folder_holds_all_of_it(tmp_path):
     settings = SynthIDTextWatermarkingConfig(ngram_len=5, keys=(11, 22, 33, 44))
     model.config.set_detector_information("some/model", settings)
     model.config.key_fingerprint, model.config.threshold = "abcd", 0.75
-    model.config.figures = {"overall": {"auc": 0.5}}
+    model.config.validation_metrics = {"overall": {"auc": 0.5}}
     model.save_pretrained(tmp_path)
     again = BayesianDetectorModel.from_pretrained(tmp_path)
     values, mask = texts(5, 9)
@@ -182,7 +182,7 @@ def test_a_folder_holds_all_of_it(tmp_path):
     config = again.config
     assert (config.watermarking_depth, config.base_rate) == (DEPTH, 0.25)
     assert (config.model_name, config.key_fingerprint, config.threshold) == ("some/model", "abcd", 0.75)
-    assert config.figures == {"overall": {"auc": 0.5}}
+    assert config.validation_metrics == {"overall": {"auc": 0.5}}
     assert SynthIDTextWatermarkingConfig.from_dict(config.watermarking_config) == settings
 
 

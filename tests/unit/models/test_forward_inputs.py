@@ -75,7 +75,7 @@ def test_a_session_lets_go_of_media_that_were_fed():
     prompt.pop("attention_mask", None)
     session = descant.Session(subject.model)
     [number] = session.admit(descant.Request(ids, descant.GenerationConfig(max_new_tokens=4), prompt))
-    extra = session.model._extras[number]
+    extra = session.model._request_inputs[number]
     assert extra.media.keys() == prompt.keys()
     session.step()
     assert not extra.media

@@ -116,7 +116,7 @@ def test_padding_that_was_told_is_not_kept(kind, name, get):
     subject = get(name, **attention(name))
     lengths = (LENGTH, LENGTH - 4, LENGTH - 6)
     ids, mask = padded(subject, lengths)
-    cache = EXACT[kind][0](subject.model, 3).padded(mask[:, :7])
+    cache = EXACT[kind][0](subject.model, 3).set_padding(mask[:, :7])
     said = stepped(subject.model, cache, feeds(ids, WIDTHS, mask))
     close(said[mask.bool()], whole(subject.model, ids, mask)[mask.bool()])
     assert cache.lengths.tolist() == list(lengths)
@@ -205,7 +205,7 @@ def test_mamba(prompt, get):
     assert (cache.intermediate_size, cache.ssm_state_size, cache.conv_kernel_size) == (64, 4, 4)
     fed = feeds(ids, (prompt, *(1,) * (12 - prompt)))
     close(stepped(subject.model, cache, fed, "cache_params"), whole(subject.model, ids))
-    assert cache.lengths.tolist() == cache.store.lengths.tolist() == [12, 12, 12]
+    assert cache.lengths.tolist() == cache.commit_store().lengths.tolist() == [12, 12, 12]
     assert cache.nbytes == sum(one.nbytes for one in (cache.conv_states, cache.ssm_states))
 
 
@@ -221,7 +221,7 @@ def test_mamba_is_moved_copied_and_reset(get):
     assert cache.lengths.tolist() == [9, 9, 9]
     fed = feeds(ids, (1, 1, 1), first=9)
     close(stepped(subject.model, cache, fed, "cache_params"), want[:, 9:])
-    cache.store = other.store
+    cache.set_store(other.commit_store())
     assert torch.equal(cache.ssm_states, other.ssm_states)
     cache.reset()
     assert not cache.conv_states.any()
@@ -270,7 +270,7 @@ def test_rows_are_cut_moved_split_and_forgotten(kind, get):
 
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     parts = cache.batch_split(3, 2)
-    assert [len(part.store) for part in parts] == [2, 1]
+    assert [len(part.commit_store()) for part in parts] == [2, 1]
     goes_on(parts[0], [2, 0], 9)
     goes_on(parts[1], [1], 9)
     assert cache.lengths.tolist() == [9, 9, 9]
@@ -285,7 +285,7 @@ def test_rows_are_cut_moved_split_and_forgotten(kind, get):
     cache.reset()
     assert cache.get_seq_length() == 0
     close(stepped(subject.model, cache, feeds(ids, (9, 5))), want)
-    with pytest.raises(InputError, match="rows of a cache of 3"):
+    with pytest.raises(InputError, match="row indices of a cache of 3 rows"):
         cache.reorder_cache(torch.tensor([3]))
 
 
@@ -313,7 +313,7 @@ def test_a_cache_says_how_far_it_can_be_cut(get):
     cache.crop(-64)
     cache = sized(SlidingWindowCache)(subject.model, 1)
     stepped(subject.model, cache, feeds(level(subject, 90, rows=1), (90,)))
-    with pytest.raises(InputError, match="take back 64 positions of a SlidingWindowCache"):
+    with pytest.raises(InputError, match="remove at most 64 positions of a SlidingWindowCache"):
         cache.crop(-65)
 
 
@@ -381,10 +381,10 @@ def test_a_store_that_others_filled(name, get):
     kind = "dynamic" if name == "llama" else {"mistral": "sliding window", "gemma2": "hybrid"}[name]
     lengths = (14, 9, 11)
     ids, mask = padded(subject, lengths)
-    source = EXACT[kind][0](subject.model, 3).padded(mask[:, :10])
+    source = EXACT[kind][0](subject.model, 3).set_padding(mask[:, :10])
     stepped(subject.model, source, feeds(ids, (10,), mask))
     cache = EXACT[kind][0](subject.model, 3)
-    cache.store = source.store.select(torch.arange(3))
+    cache.set_store(source.commit_store().select(torch.arange(3)))
     assert cache.lengths.tolist() == [10, 5, 7]
     assert [one.shape[0] for one in cache.key_cache] == [3] * subject.model.config.num_hidden_layers
     assert torch.equal(cache.key_cache[-1], source.key_cache[-1])
@@ -508,7 +508,7 @@ def test_eviction_keeps_its_budget(make, held, get):
     assert cache.get_seq_length() == 30
     assert cache.key_cache[0].shape == (3, 2, held, 8)
     with pytest.raises(InputError, match="generate"):
-        make().padded(torch.ones(3, 4))
+        make().set_padding(torch.ones(3, 4))
     with pytest.raises(InputError, match="attention"):
         type(cache).from_legacy_cache(())
 
@@ -637,7 +637,7 @@ def test_caches_of_transformers_are_taken(name, kind, told, get):
     assert type(cache) is TAKEN[name, kind]
     assert cache.lengths.tolist() == ([12, 7, 4] if told else [12, 12, 12])
     if isinstance(cache, HybridCache):
-        with pytest.raises(InputError, match="take back 0 positions"):  # what they would need is gone
+        with pytest.raises(InputError, match="remove at most 0 positions"):  # what they would need is gone
             cache.crop(-1)
     close(stepped(subject.model, cache, feeds(ids, (1, 2, 1, 1), mask, first=12)), want[:, 12:])
     after = [one for layer in given.layers for one in (layer.keys, layer.values)]
@@ -659,7 +659,7 @@ def test_caches_of_ours_are_taken_as_they_are(get):
         assert to_descant_cache(other, mask) is other
     full = SinkCache(8, 2, config=get("llama").model.config)
     stepped(get("llama").model, full, feeds(ids, (11, 1), mask))
-    with pytest.raises(InputError, match="`padded`"):
+    with pytest.raises(InputError, match="`set_padding`"):
         to_descant_cache(full, mask)
 
 
@@ -708,7 +708,7 @@ def test_a_quantized_cache_is_taken(backend, get, monkeypatch):
         stepped(subject.model, cache, feeds(ids, (1, 1), first=18)), theirs, 3.0 if backend == "hqq" else 1.5
     )
     if group:
-        assert cache.store.residual == 6
+        assert cache.commit_store().residual_length == 6
 
 
 def test_a_state_of_transformers_is_taken_if_it_counts(get):
@@ -737,7 +737,7 @@ def test_a_state_of_transformers_is_taken_if_it_counts(get):
     cache = to_descant_cache(given)
     assert type(cache) is exports.RecurrentCache
     assert to_descant_cache(cache) is cache
-    assert cache.lengths.tolist() == cache.store.lengths.tolist() == [9, 9, 9]
+    assert cache.lengths.tolist() == cache.commit_store().lengths.tolist() == [9, 9, 9]
     fed = feeds(ids, (1, 1, 1), first=9)
     want = stepped(model, given, fed)
     close(stepped(model, cache.copy(), fed), want)
@@ -778,6 +778,6 @@ def test_masks_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match="at the left"):
         to_descant_cache(pairs, torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]))
     cache = DynamicCache(pairs)
-    assert isinstance(cache.store, DenseStore)
+    assert isinstance(cache.commit_store(), DenseStore)
     with pytest.raises(InputError, match="before the first forward"):
         cache.set_padding(torch.ones(2, 5))

@@ -214,32 +214,35 @@ BOTH: dict[str, tuple[Change, str]] = {
     # Python that is not what it looks like.
     "python-not-utf8": (code(b"# caf\xe9\n"), "must be UTF-8"),
     "python-utf16": (lambda bait: {"generate.py": bait.main.decode().encode("utf-16")}, "must be UTF-8"),
-    "python-marked": (before(b"\xef\xbb\xbf"), r"unseen character U\+FEFF in line 1"),
+    "python-marked": (before(b"\xef\xbb\xbf"), r"invisible character U\+FEFF in line 1"),
     "python-utf7": (before("# -*- coding: utf-7 -*-\n"), "says that it is 'utf-7'"),
     "python-rot13": (before("#!/usr/bin/env python\n# vim: set fileencoding=rot13 :\n"), "'rot13'"),
     "python-cookie-behind-return": (before("\r# coding: utf-7\r\n"), r"U\+000D"),
     "python-nul": (code("x = 1\0\n"), r"U\+0000"),
-    "python-bidi": (code("x = 'user\u202e \u2066# admin\u2069 \u2066'\n"), "unseen character"),
+    "python-bidi": (code("x = 'user\u202e \u2066# admin\u2069 \u2066'\n"), "invisible character"),
     "python-bidi-in-comment": (code("# \u2067 only a comment\n"), r"U\+2067"),
     "python-unseen-space": (code("x = 'a\u200bb'\n"), r"U\+200B"),
     "python-unseen-letter": (code("def f(a, \u3164=1): ...\n"), r"U\+3164"),
     "python-unseen-tags": (code("x = 'a\U000e0061\U000e0062'\n"), r"U\+E0061"),
     "python-unseen-selectors": (code("x = 'a\U000e0101\U000e0102'\n"), r"U\+E0101"),
     "python-line-separator": (code("# comment\u2028x = 1\n"), r"U\+2028"),
-    "python-escape": (code("# \x1b]0;title\x07\n"), "unseen character"),
+    "python-escape": (code("# \x1b]0;title\x07\n"), "invisible character"),
     "python-homoglyph": (code("\u0430dmin = 1\n"), "not ASCII in line 5"),
     "python-compatible-name": (code("\U0001d41e\U0001d431\U0001d41e\U0001d41c('x')\n"), "not ASCII"),
     "python-homoglyph-in-format": (code("x = f'{\u0430dmin}'\n"), "not ASCII"),
-    "python-does-not-parse": (code("def f(:\n"), "is no Python of this version in line 5"),
+    "python-does-not-parse": (code("def f(:\n"), "must be valid Python in line 5"),
     "python-does-not-compile": (code("return 1\n"), "'return' outside function"),
-    "python-number": (code("x = " + "9" * 5000 + "\n"), "is no Python"),
+    "python-number": (code("x = " + "9" * 5000 + "\n"), "must be valid Python"),
     "python-deep-operators": (code("x = " + "-" * 100_000 + "1\n"), "nested too deep"),
     "python-deep-attributes": (code("x = a" + ".b" * 100_000 + "\n"), "nested too deep"),
-    "python-deep-brackets": (code("x = " + "(" * 5000 + ")" * 5000 + "\n"), "is no Python|nested too deep"),
-    "python-deep-blocks": (code("".join(" " * at + "if x:\n" for at in range(150))), "is no Python"),
-    "sibling-does-not-parse": (also("other.py", "def f(:\n"), "'other.py' is no Python"),
-    "test-does-not-parse": (also("tests/test_it.py", "def f(:\n"), "'tests/test_it.py' is no Python"),
-    "sibling-bidi": (also("other.py", "x = 'a\u202eb'\n"), "'other.py' has the unseen character"),
+    "python-deep-brackets": (
+        code("x = " + "(" * 5000 + ")" * 5000 + "\n"),
+        "must be valid Python|nested too deep",
+    ),
+    "python-deep-blocks": (code("".join(" " * at + "if x:\n" for at in range(150))), "must be valid Python"),
+    "sibling-does-not-parse": (also("other.py", "def f(:\n"), "'other.py' must be valid Python"),
+    "test-does-not-parse": (also("tests/test_it.py", "def f(:\n"), "'tests/test_it.py' must be valid Python"),
+    "sibling-bidi": (also("other.py", "x = 'a\u202eb'\n"), "'other.py' has the invisible character"),
     # JSON that sends elsewhere.
     "auto-map": (
         also("config.json", config({"auto_map": {"AutoModel": "m.M"}})),
@@ -257,7 +260,7 @@ BOTH: dict[str, tuple[Change, str]] = {
         "'auto_map'",
     ),
     "redirection": (also("a.json", config({"cls": "eve/other--module.Class"})), "'eve/other--module.Class'"),
-    "redirection-in-a-list": (also("a.json", config({"a": ["eve/other--m"]})), "lies elsewhere"),
+    "redirection-in-a-list": (also("a.json", config({"a": ["eve/other--m"]})), "refers to code elsewhere"),
     "another-recipe": (also("a.json", config({"custom_generate": "eve/other"})), "'custom_generate'"),
     "trust-by-config": (also("a.json", config({"trust_remote_code": True})), "'trust_remote_code'"),
     "json-broken": (also("a.json", "{"), "must be JSON"),
@@ -270,7 +273,10 @@ BOTH: dict[str, tuple[Change, str]] = {
     "readme-not-utf8": (also("README.md", b"caf\xe9"), "must be UTF-8"),
     # Requirements that are more than names and versions.
     **{
-        f"requirement-{name}": (also("requirements.txt", f"torch\n{line}\n"), "an option, an address, a path")
+        f"requirement-{name}": (
+            also("requirements.txt", f"torch\n{line}\n"),
+            "must be a package name with versions",
+        )
         for name, line in {
             "index": "--index-url https://evil.example/simple",
             "extra-index": "--extra-index-url=https://evil.example/simple",

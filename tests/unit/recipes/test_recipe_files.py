@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from descant.errors import RecipeError
 from descant.recipes import folder as reading
 from descant.recipes import source_checks
-from descant.recipes.recipe import RECIPE_KINDS
+from descant.recipes.kinds import RECIPE_KINDS
 from descant.recipes.recipe_files import MAX_FILE_BYTES, RecipeFiles, select_files
 
 MAIN = b"def generate(model, left_padding=None, **kwargs):\n    return model\n"
@@ -333,7 +333,7 @@ def test_an_entry_swapped_between_the_look_and_the_opening(
 ) -> None:
     laid(place, FLAT)
     on_call(monkeypatch, "open", swapped(place, entry, by), lambda path, *_, **__: path == entry)
-    with pytest.raises(RecipeError, match=r"became another thing|neither a file nor a folder"):
+    with pytest.raises(RecipeError, match=r"was replaced while|neither a file nor a folder"):
         RecipeFiles.from_folder(place, "mine")
 
 

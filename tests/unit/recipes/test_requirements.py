@@ -178,7 +178,7 @@ def test_hostile_lines_are_refused_before_missing_ones_are_told() -> None:
 
 
 def test_markers_that_cannot_be_evaluated_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"the marker of its requirement .* means nothing"):
+    with pytest.raises(RecipeError, match=r"the marker of its requirement .* must be valid"):
         requirements.check(['torch; os_name ~= "posix"'], "owner/name")
 
 

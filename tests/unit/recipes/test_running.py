@@ -48,7 +48,7 @@ class Best(Sampling):
 
     @staticmethod
     def params(config, samples=3):
-        return {"copies": samples}
+        return {"num_sequences": samples}
 
     def select(self, rows, proposal, output):
         return super().select(rows, proposal, output)._replace(emitted=None)
@@ -67,7 +67,7 @@ class Mirror(ModelWrapper):
     def forward(self, rows, proposal, cache):
         output, mine = self.inner.forward(rows, proposal, cache), self.active_rows(rows)
         said = index_rows(output.logits, mine) * self.scale
-        return output._replace(logits=output.logits.index_copy(0, mine, said), plain=output.logits)
+        return output._replace(logits=output.logits.index_copy(0, mine, said), base_logits=output.logits)
 
 
 class Without(LogitsProcessor):
@@ -94,15 +94,15 @@ class Bare:
 class Parrot:
     """Guesses the last token again."""
 
-    cheap = True
+    is_model_free = True
 
     def __init__(self):
         self.asked = 0
 
-    def open(self, requests, inputs):
+    def add_requests(self, requests, inputs):
         pass
 
-    def close(self, requests):
+    def remove_requests(self, requests):
         pass
 
     def commit(self, parents, lengths):
@@ -128,10 +128,10 @@ def ids():
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("length", [20, 31])
 @pytest.mark.parametrize("more", [{}, {"left_padding": 5}])
-def test_the_documented_recipe_is_the_oracles(tiny, oracle, name, length, more):
+def test_the_documented_recipe_is_the_references(tiny, reference, name, length, more):
     subject = tiny(name)
     prompts = level(subject).inputs["input_ids"]
-    theirs = oracle.ask(
+    theirs = reference.ask(
         "custom", path=str(DOCUMENTED / "custom_generate" / "generate.py"), model=str(subject.folder),
         config={"max_length": length, "pad_token_id": subject.arch.pad},
         arguments={"input_ids": prompts, **more},
@@ -300,9 +300,9 @@ def test_a_function_has_no_place_in_a_session_or_a_stream(model, ids):
     def own(model, input_ids, **kwargs):
         return input_ids
 
-    with pytest.raises(InputError, match=r"part of the loop here.*use descant\.generate"):
+    with pytest.raises(InputError, match=r"not a function with its own loop.*use descant\.generate"):
         Session(model).admit(Request(ids[0], recipe=own))
-    with pytest.raises(InputError, match=r"part of the loop here.*use descant\.generate"):
+    with pytest.raises(InputError, match=r"not a function with its own loop.*use descant\.generate"):
         descant.stream(model, ids, recipe=own)
 
 
@@ -330,7 +330,8 @@ def test_a_strategy_runs_batched_streamed_and_in_a_mixed_session(model, ids):
     asked = [
         Request(ids[0], config, recipe=second), Request(ids[0], config),
         Request(ids[1], config, recipe=first), Request(ids[1], config.replace(num_beams=3)),
-        Request(ids[1], config, recipe=Recipe.from_object(Second)(rank=2)), Request(ids[2], config, recipe=Mirror),
+        Request(ids[1], config, recipe=Recipe.from_object(Second)(rank=2)),
+        Request(ids[2], config, recipe=Mirror),
     ]  # fmt: skip
     numbers = session.admit(*asked)
     found = {event.request: event for event in session.drain() if isinstance(event, Finished)}
@@ -458,7 +459,7 @@ def test_wrong_recipes_are_named(model, ids):
         Recipe("x", "processor", lambda *, top_k: None)
     with pytest.raises(RecipeError, match="takes no argument `rnak`: its own are rank"):
         Recipe.from_object(Second)(rnak=1)
-    with pytest.raises(RecipeError, match="must have `normalised`"):
+    with pytest.raises(RecipeError, match="must have `needs_log_probs`"):
         descant.generate(model, ids, recipe=Recipe("x", "strategy", lambda noise, stop, peers: Bare))
     with pytest.raises(RecipeError, match="must define one of"):
         Recipe.from_namespace("x", {})

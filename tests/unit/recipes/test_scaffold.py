@@ -11,7 +11,7 @@ import torch
 
 import descant
 from descant.errors import InputError
-from descant.recipes.recipe import RECIPE_KINDS
+from descant.recipes.kinds import RECIPE_KINDS
 from descant.recipes.recipe_files import RecipeFiles
 from descant.recipes.scaffold import new_recipe, template_files
 from tools.docs import doc_blocks
@@ -42,13 +42,13 @@ def test_its_code_is_tidy(tmp_path, kind):
 @pytest.mark.parametrize(
     "kind", [kind for kind in RECIPE_KINDS if kind != "strategy"]
 )  # see tests/e2e/cli/test_recipe.py
-def test_it_keeps_the_laws_and_passes_its_own_tests(tmp_path, own_lock, kind):
+def test_it_fulfils_the_contracts_and_passes_its_own_tests(tmp_path, own_lock, kind):
     folder = new_recipe("my-method", kind, tmp_path)
     recipe = descant.load_recipe(folder, trust_remote_code=True)
     tests = runpy.run_path(str(folder / "tests" / "test_recipe.py"))
     own = {name: one for name, one in tests.items() if name.startswith("test_")}
     assert len(own) == 2
-    assert "test_it_keeps_the_laws" in own
+    assert "test_it_fulfils_the_contracts" in own
     for one in own.values():
         one(recipe)
 
@@ -92,7 +92,7 @@ def test_what_is_there_stays(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "folder", "link"):
-        with pytest.raises(InputError, match="must be one that nothing has here yet"):
+        with pytest.raises(InputError, match="must not exist yet"):
             new_recipe(name, "strategy", tmp_path)
     assert (tmp_path / "file").read_text() == "mine"
     assert not list((tmp_path / "folder").iterdir())
@@ -101,7 +101,7 @@ def test_what_is_there_stays(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"`name` must be a folder that can be made \(Not a directory\)"):
+    with pytest.raises(InputError, match=r"`name` must be a folder that can be created \(Not a directory\)"):
         new_recipe("fine", "strategy", tmp_path / "file")
 
 

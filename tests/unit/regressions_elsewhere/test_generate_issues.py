@@ -43,7 +43,7 @@ class Script(Chain):
 
     def __init__(self, scripts, vocabulary):
         super().__init__(torch.zeros(1, 1, vocabulary))
-        self.facts = ModelTraits(**{**vars(self.facts), "vocabulary": vocabulary})
+        self.traits = ModelTraits(**{**vars(self.traits), "vocab_size": vocabulary})
         self.scripts, self.vocabulary = scripts, vocabulary
 
     def forward(self, rows, proposal, cache):

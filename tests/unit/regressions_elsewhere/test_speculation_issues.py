@@ -37,9 +37,9 @@ class Script(Chain):
         for row in range(len(rows)):
             script = self.scripts[int(rows.tokens[row, 0])]
             for ahead in range(proposal.width + 1):
-                at = int(rows.length[row] - rows.prompt[row]) + ahead
+                at = int(rows.length[row] - rows.prompt_length[row]) + ahead
                 lines[row, ahead, script[at] if at < len(script) else VOCAB - 1] = 10.0
-        tried = torch.as_tensor(proposal.tried())
+        tried = torch.as_tensor(proposal.draft_counts())
         self.furthest = max(self.furthest, int((rows.length + tried).max()))
         return ForwardOutput(lines)
 
@@ -65,7 +65,7 @@ def test_an_end_inside_a_run_is_run_over(count):
     found = said(Script(scripts), Script(scripts), [[5], [6], [7]], count)
     assert [one.tokens for one in found] == [[[10, 11, END]], [[20, 21, 22, 23, 24, END]], [[END]]]
     assert [one.reasons for one in found] == [["eos"]] * 3
-    assert [one.streamed[0] for one in found] == [one.tokens[0] for one in found]
+    assert [one.streamed_tokens[0] for one in found] == [one.tokens[0] for one in found]
 
 
 def test_an_end_that_was_looked_up_is_run_over():
@@ -164,7 +164,7 @@ def test_a_drafter_that_always_agrees(count):
     assert [one.tokens[0] for one in found] == [script[:24] for script in scripts.values()]
     assert len(target.fed) == -(-24 // (count + 1))
     report = found[0].hypotheses[0].speculation
-    assert (report.rate, report.saved) == (1.0, 24 - len(target.fed))
+    assert (report.acceptance_rate, report.saved_forwards) == (1.0, 24 - len(target.fed))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
@@ -176,7 +176,7 @@ def test_a_drafter_that_never_agrees(count):
     assert [one.tokens[0] for one in found] == [script[:24] for script in scripts.values()]
     assert len(target.fed) == 24
     report = found[0].hypotheses[0].speculation
-    assert (report.rate, report.saved, report.forwards) == (0.0, 0, 24)
+    assert (report.acceptance_rate, report.saved_forwards, report.forwards) == (0.0, 0, 24)
 
 
 @pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient"])
@@ -220,7 +220,7 @@ def test_the_draft_models_positions_go_stale(name, drafts):
     texts = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17]]
     ends = {"max_new_tokens": 14, "suppress_tokens": list(range(9)), "eos_token_id": None}
     found = said(target, helper, texts, 4, **ends, assistant_confidence_threshold=0.0)
-    refused = sum(sum(one.hypotheses[0].speculation.tried) for one in found)
+    refused = sum(sum(one.hypotheses[0].speculation.drafted) for one in found)
     assert refused > 20
     allowed = torch.arange(VOCAB) >= 9
     for rows, guesses in drafts:
@@ -272,7 +272,7 @@ def test_a_recurrent_state_is_not_rolled_back(kind):
     before = {name: value.clone() for name, value in subject.model.state_dict().items()}
     plain = descant.generate(subject.model, **subject.prompts[0], max_new_tokens=6)
     for fields in ({"prompt_lookup_num_tokens": 3}, {"suffix_lookup_num_tokens": 2}):
-        with pytest.raises(ConfigError, match="needs a model that can forget tokens"):
+        with pytest.raises(ConfigError, match="needs a model that can drop tokens from its cache"):
             descant.generate(subject.model, **subject.prompts[0], max_new_tokens=6, **fields)
     assert torch.equal(descant.generate(subject.model, **subject.prompts[0], max_new_tokens=6), plain)
     assert all(torch.equal(before[name], value) for name, value in subject.model.state_dict().items())
@@ -291,12 +291,12 @@ def test_a_draft_up_to_the_end_of_a_table_of_positions(count):
             found = said(target, helper, [text, text[:78]], count, **given)
             assert found[0].tokens == plain.tokens
             assert [len(one.tokens[0]) for one in found] == [limit - 80, limit - 78]
-            tried = sum(found[0].hypotheses[0].speculation.tried)
+            tried = sum(found[0].hypotheses[0].speculation.drafted)
             assert tried > 0 if helper is not short else tried == 0
     # The short one guesses for as long as it can.
     found = said(target, short, [text[:5]], count, max_new_tokens=40, eos_token_id=None)
     assert found[0].tokens[0] == greedy(target, text[:5], 40)
-    assert 0 < sum(found[0].hypotheses[0].speculation.tried) <= 20 * count
+    assert 0 < sum(found[0].hypotheses[0].speculation.drafted) <= 20 * count
 
 
 def _short_gpt2() -> Any:
@@ -358,11 +358,11 @@ def test_a_first_token_is_added_at_every_encoding(real):
     with Fed(stories.model, bos) as helper:
         reports = run(smol, stories)
     assert helper.count <= len(texts), "once a row at the most, where it begins"
-    assert sum(one.saved for one in reports) > 0
+    assert sum(one.saved_forwards for one in reports) > 0
     with Fed(stories.model, bos) as target:
         reports = run(stories, smol)
     assert target.count == 2 * len(texts), "the prompts' own, with guesses and without"
-    assert sum(one.saved for one in reports) > 0
+    assert sum(one.saved_forwards for one in reports) > 0
 
 
 # ------------------------------------------------------------------------ what goes on afterwards

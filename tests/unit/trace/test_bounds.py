@@ -33,12 +33,12 @@ def _generated(model, limit, **fields):
 @pytest.mark.parametrize("fields", [{}, {"num_beams": 4, "num_return_sequences": 2}])
 def test_first_details_go_then_steps_and_what_was_returned_stays(tiny, fields, tmp_path):
     out, trace = _generated(tiny("llama").model, 30_000, max_new_tokens=90, **fields)
-    assert [one.what for one in trace.cuts] == ["details", "steps"]
+    assert [one.what for one in trace.truncations] == ["details", "steps"]
     assert _size(trace) <= 30_000
     path = trace.save(tmp_path / "trace.jsonl")
     assert path.stat().st_size == _size(trace)
     assert Trace.load(path).records == trace.records
-    details, steps = (one.step for one in trace.cuts)
+    details, steps = (one.step for one in trace.truncations)
     assert [one.step for one in trace.steps] == list(range(steps))
     for step in trace.steps:
         for row in step.rows:
@@ -51,10 +51,10 @@ def test_first_details_go_then_steps_and_what_was_returned_stays(tiny, fields, t
     said = [one for _, result in sorted(trace.results.items()) for one in result.sequences]
     assert [list(one.tokens) for one in said] == [line[4:] for line in out.sequences.tolist()]
     for one in said:  # the leaf is where the record of it ends
-        path_ = trace.tree.path(one.leaf)
+        path_ = trace.tree.path_to(one.leaf)
         assert 0 < len(path_) <= steps
         assert [node.token for node in path_] == list(one.tokens[: len(path_)])
-    assert list(trace.replay())[-1].returned.keys() == {0, 1}
+    assert list(trace.replay())[-1].returned_sequences.keys() == {0, 1}
 
 
 @settings(max_examples=25, deadline=None)

@@ -31,10 +31,17 @@ SIZES = [
     {"beams": 6, "steps": 10, "groups": 3},
     {"beams": 3, "steps": 7, "requests": 3},
 ]
-COLUMNS = (
-    "number", "depth", "born", "left", "slot", "group", "raw", "processed", "score", "met", "state", "reason",
-    "rank",
-)  # fmt: skip
+# Column -> attribute of a node.
+COLUMNS = {
+    **{
+        name: name
+        for name in ("number", "depth", "slot", "group", "raw", "processed", "score", "met", "state")
+    },
+    "born": "step",
+    "left": "dropped_step",
+    "reason": "reason",
+    "rank": "rank",
+}
 
 
 def told(trace: Trace, detail: DetailLevel | None = None) -> dict:
@@ -64,8 +71,8 @@ def test_the_columns_are_the_tree(size: dict, seed: int) -> None:
     for request in told(trace)["runs"][0]["requests"]:
         nodes = sorted(trace.tree.request_nodes(request["request"]), key=lambda node: node.number)
         columns = request["nodes"]
-        for name in COLUMNS:
-            assert columns[name] == [getattr(node, name) for node in nodes], name
+        for name, attribute in COLUMNS.items():
+            assert columns[name] == [getattr(node, attribute) for node in nodes], name
         assert columns["token"] == [-1 if node.token is None else node.token for node in nodes]
         assert columns["guessed"] == [int(node.is_draft) for node in nodes]
         numbers = columns["number"]

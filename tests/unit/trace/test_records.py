@@ -67,8 +67,8 @@ PLAIN = st.recursive(
 HEADER = st.builds(TraceHeader, WORD, WORD, COUNT, COUNT, COUNT)
 OTHER = st.one_of(
     st.builds(
-        RequestRecord, COUNT, COUNT, several(COUNT), WORD, st.dictionaries(WORD, PLAIN, max_size=3), several(WORD),
-        COUNT, COUNT, COUNT, maybe(WORD), maybe(COUNT),
+        RequestRecord, COUNT, COUNT, several(COUNT), WORD, st.dictionaries(WORD, PLAIN, max_size=3),
+        several(WORD), COUNT, COUNT, COUNT, maybe(WORD), maybe(COUNT),
     ),
     st.builds(TokenTexts, st.dictionaries(COUNT, BYTES, max_size=3), several(COUNT)),
     st.builds(StepRecord, COUNT, NUMBER, several(ROW), maybe(COUNT)),
@@ -169,7 +169,7 @@ def test_a_sound_one_is_read():
         ([HEAD, "{}"], "line 2 must be a record, got 'None' for a kind"),
         ([HEAD, "[]"], "for an object"),
         ([HEAD, "nonsense"], "line 2 must be a record"),
-        ([HEAD, '{"kind":"cut","step":1}'], "Cut without 'what'"),
+        ([HEAD, '{"kind":"cut","step":1}'], "TruncationRecord without 'what'"),
         ([HEAD, '{"kind":"cut","step":1,"what":"x","why":2}'], "unknown field 'why'"),
         ([HEAD, '{"kind":"cut","step":-1,"what":"x"}'], "-1 for a count"),
         ([HEAD, '{"kind":"step","step":1,"seconds":NaN}'], "the number NaN"),
@@ -221,6 +221,6 @@ def test_files_are_read_within_bounds(tmp_path, monkeypatch):
     for missing in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(TraceError, match="must be a file that can be read"):
             Trace.load(missing)
-    monkeypatch.setattr("descant.trace.trace.MOST", 100)
+    monkeypatch.setattr("descant.trace.trace_data.MAX_TRACE_BYTES", 100)
     with pytest.raises(TraceError, match="at most 100 bytes"):
         Trace.load(file)

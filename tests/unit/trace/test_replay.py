@@ -75,11 +75,11 @@ def test_guesses_replay_too(tiny, drafter, sampled):
                 assert token in [one.token for one in look.top]
             if len(run_.tokens) <= len(row.drafts):  # the guess that was refused is told of
                 assert row.drafts[len(run_.tokens) - 1] in [one.token for one in row.looks[-1].top]
-    assert tried == sum(sum(one.tried) for one in out.speculation)
+    assert tried == sum(sum(one.drafted) for one in out.speculation)
     assert accepted == sum(sum(one.accepted) for one in out.speculation)
     assert accepted
     for number, result in trace.results.items():
-        path, law = tree.path(result.sequences[0].leaf), out.logprobs[number]
+        path, law = tree.path_to(result.sequences[0].leaf), out.logprobs[number]
         assert [node.token for node in path] == list(result.sequences[0].tokens)
         assert [node.raw for node in path] == pytest.approx(law.raw.tolist(), abs=1e-3)
         assert [node.processed for node in path] == pytest.approx(law.processed.tolist(), abs=1e-3)
@@ -97,9 +97,9 @@ def test_other_peoples_methods_replay_too(tiny, recipe):
     assert out.sequences.tolist() == plain.tolist()
     [result] = out.trace.results.values()
     [*_, last] = out.trace.replay()
-    assert last.returned == {0: result.sequences}
+    assert last.returned_sequences == {0: result.sequences}
     said = result.sequences[0]
-    assert [node.token for node in out.trace.tree.path(said.leaf)] == list(said.tokens)
+    assert [node.token for node in out.trace.tree.path_to(said.leaf)] == list(said.tokens)
     assert list(said.tokens) == out.sequences[0, 3 : 3 + len(said.tokens)].tolist()
 
 
@@ -120,11 +120,11 @@ def test_beams_have_their_scores_and_sums(tiny):
     sums: dict[int, float] = {}
     for moment in out.trace.replay():
         for one in moment.rows:
-            path = out.trace.tree.path(one.node)
+            path = out.trace.tree.path_to(one.node)
             assert one.score == pytest.approx(sum(node.processed for node in path), abs=2e-3)
             sums[one.node] = one.score
-        for one in moment.ended:
-            path = out.trace.tree.path(one.node)
+        for one in moment.finished_rows:
+            path = out.trace.tree.path_to(one.node)
             total = sum(node.processed for node in path)
             assert one.score == pytest.approx(total / len(path) ** 0.7, abs=2e-3)
     assert len(sums) > 20
@@ -137,5 +137,5 @@ def test_a_row_that_stands_nowhere_is_an_error():
     with pytest.raises(TraceError, match="node 7 of request 0"):
         list(Trace([header, asked, lost]).replay())
     back = StepRecord(0, 0.0, (RowRecord(0, 0, runs=(RunRecord((), (), back=1),)),))
-    with pytest.raises(TraceError, match="must fit"):
+    with pytest.raises(TraceError, match="must have one node per token"):
         list(Trace([header, asked, back]).replay())

@@ -120,7 +120,7 @@ def test_the_text_has_every_token_of_the_sequence(traces):
     for sequence, said in enumerate(trace.results[0].sequences):
         root = parsed(trace.svg("text", sequence=sequence))
         found = marked(root, "data-node")
-        path = trace.tree.path(said.leaf)
+        path = trace.tree.path_to(said.leaf)
         assert list(found) == [node.number for node in path]
         for node in path:
             assert float(found[node.number].attrib["data-raw"]) == node.raw
@@ -130,13 +130,13 @@ def test_the_text_has_every_token_of_the_sequence(traces):
 def test_bars_are_what_the_processors_did(traces):
     trace = traces["sampling"]
     root = parsed(trace.svg("processors", step=3))
-    node = next(one for one in trace.tree.path(trace.results[0].sequences[0].leaf) if one.born == 3)
+    node = next(one for one in trace.tree.path_to(trace.results[0].sequences[0].leaf) if one.step == 3)
     bars = [one for one in root.iter() if "data-before" in one.attrib]
-    expected = [one for stage in node.look.stages for one in stage.moved]
+    expected = [one for stage in node.choice.stages for one in stage.moved]
     got = [tuple(float(one.attrib[f"data-{key}"]) for key in ("token", "before", "after")) for one in bars]
     assert got[: len(expected)] == [tuple(map(float, one)) for one in expected]
     said = " ".join(root.itertext())
-    assert all(stage.name in said for stage in node.look.stages)
+    assert all(stage.name in said for stage in node.choice.stages)
 
 
 def test_guesses_that_stood_and_that_did_not():

@@ -118,7 +118,7 @@ def test_guesses_that_stood_are_marked_the_last_one_too(tokens, reason, guessed)
 @pytest.mark.parametrize(
     ("records", "says"),
     [
-        ([StepRecord(0, 0.1, (RowRecord(3, 0),))], "request 3 run"),
+        ([StepRecord(0, 0.1, (RowRecord(3, 0),))], "request 3 must be running"),
         (
             [RequestRecord(0, 0, (), ""), StepRecord(0, 0.1, (RowRecord(0, 9, runs=(RunRecord((), ()),)),))],
             "node 9",
@@ -135,19 +135,19 @@ def test_guesses_that_stood_are_marked_the_last_one_too(tokens, reason, guessed)
                 RequestRecord(0, 0, (), ""),
                 StepRecord(0, 0.1, (RowRecord(0, 0, runs=(RunRecord((4,), (0,)),)),)),
             ],
-            "each node once",
+            "created once",
         ),
         (
             [
                 RequestRecord(0, 0, (), ""),
                 StepRecord(0, 0.1, (RowRecord(0, 0, runs=(RunRecord((), (), back=2),)),)),
             ],
-            "take back more",
+            "take back at most",
         ),
         ([RequestRecord(0, 0, (), ""), ResultRecord(0, (ReturnedSequence((4,), "eos", 5),))], "node 5"),
         (
             [RequestRecord(0, 0, (), ""), ResultRecord(0), StepRecord(0, 0.1, (RowRecord(0, 0),))],
-            "request 0 run",
+            "request 0 must be running",
         ),
     ],
 )

@@ -168,10 +168,10 @@ def test_a_transcript_that_repeats_itself_shrinks():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"temperature": ()}, "`temperature` must be a number, or several"),
+        ({"temperature": ()}, "`temperature` must be a number or a non-empty list"),
         ({"temperature": (0.0, -1.0)}, "`temperature` must be"),
         ({"temperature": 0.5, "do_sample": False}, "`temperature` must be 0 while `do_sample` is False"),
-        ({"temperature": 0.0, "do_sample": True}, "`temperature` must be above 0 while `do_sample` is True"),
+        ({"temperature": 0.0, "do_sample": True}, "`temperature` must be > 0 while `do_sample` is True"),
         ({"top_k": 5}, "`top_k` has no use while `do_sample` is False"),
         ({"no_speech_threshold": 0.5}, "`no_speech_threshold` needs `logprob_threshold`"),
         ({"no_speech_threshold": -0.5, "logprob_threshold": -1}, "`no_speech_threshold` must be >= 0"),

@@ -17,7 +17,7 @@ from tests.unit.api.whisper.subjects import both, compared, equal
 RATE = 16_000
 LONG = {"return_timestamps": True, "return_segments": True}
 # Each minute of speech takes transformers and us several seconds of CPU time: CI runs one of each pair.
-BATTERY = pytest.mark.battery
+SLOW = pytest.mark.slow
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def both_recordings():
     return np.concatenate((recording("sonnet"), recording("jfk")))
 
 
-@pytest.mark.parametrize("past", [False, pytest.param(True, marks=BATTERY)])
+@pytest.mark.parametrize("past", [False, pytest.param(True, marks=SLOW)])
 def test_a_minute_of_speech(past):
     sound = both_recordings()
     assert len(sound) / RATE > 60
@@ -62,7 +62,7 @@ def test_a_minute_of_speech(past):
     assert "what you can do for your country" in said
 
 
-@pytest.mark.parametrize("past", [pytest.param(False, marks=BATTERY), True])
+@pytest.mark.parametrize("past", [pytest.param(False, marks=SLOW), True])
 def test_two_recordings_of_different_length_with_beams(past):
     sounds = recording("sonnet"), recording("jfk")
     out = compared(whisper(), **features(*sounds), **LONG, num_beams=2, condition_on_prev_tokens=past)

@@ -10,7 +10,9 @@ from tests.unit.api.whisper.subjects import recordings, whisper
 
 
 def test_a_stream_of_windows_is_refused():
-    with pytest.raises(descant.UnsupportedModel, match="hears by windows"):
+    with pytest.raises(
+        descant.UnsupportedModel, match="`stream` does not support WhisperForConditionalGeneration"
+    ):
         descant.stream(whisper(), **recordings(40))
 
 

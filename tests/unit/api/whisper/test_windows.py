@@ -196,14 +196,14 @@ def test_a_single_window_can_be_watched():
     shown = [token for some in watcher.seen[1:-1] for token in some]
     assert [token for token in shown if token != END] == out[0].tolist()
     assert len(watcher.seen[0]) == 4, "language detection is not shown"
-    with pytest.raises(InputError, match="`streamer` must be None where a window may be heard again"):
+    with pytest.raises(InputError, match="`streamer` must be None with timestamps or several temperatures"):
         descant.generate(whisper(), **recordings(WINDOW), return_timestamps=True, streamer=watcher)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({}, "`input_features` must be given, or `encoder_outputs` in its place"),
+        ({}, "`input_features` must be given, or else `encoder_outputs`"),
         ({"input_features": torch.zeros(1, BINS)}, "`input_features` must be a tensor of floats"),
         ({"input_features": torch.zeros(1, 5, 32)}, f"`input_features` must be \\[batch, {BINS}, frames\\]"),
         ({"input_features": torch.zeros(2, BINS, 40)}, "`attention_mask` must be given"),

@@ -94,7 +94,7 @@ def test_a_folder_comes_first_and_has_no_revision(hub, tmp_path):
     GenerationConfig(num_beams=3).save_pretrained("ann/model")
     assert GenerationConfig.from_pretrained("ann/model").num_beams == 3
     assert GenerationConfig.from_pretrained(tmp_path / "ann" / "model").num_beams == 3
-    with pytest.raises(InputError, match="`revision` is for a repository"):
+    with pytest.raises(InputError, match="`revision` must be None for a local folder"):
         GenerationConfig.from_pretrained("ann/model", revision="main")
     hub.repo("eve/model", {NAME: "{}"})
     for given in (tmp_path / "eve" / "model", "./eve/model", "eve", "eve/model/x", "eve\\model"):
@@ -160,7 +160,7 @@ def test_a_push_without_a_token_is_an_error_and_the_file_is_there(hub, tmp_path)
     "given", [{"repo_id": "ann/x"}, {"private": False}, {"commit_message": "x"}, {"repo_id": ""}]
 )
 def test_what_only_a_push_needs_is_refused_without_one(tmp_path, given):
-    with pytest.raises(InputError, match="has no use without `push_to_hub`"):
+    with pytest.raises(InputError, match="must be None without `push_to_hub`"):
         GenerationConfig().save_pretrained(tmp_path / "f", **given)
     assert not (tmp_path / "f").exists()
 

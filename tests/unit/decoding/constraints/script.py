@@ -1,4 +1,4 @@
-"""Scripts: calls in turn on constraints, the same here and at the oracle."""
+"""Scripts: calls in turn on constraints, the same here and at the reference."""
 
 from __future__ import annotations
 

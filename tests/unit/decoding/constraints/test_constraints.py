@@ -89,7 +89,7 @@ def test_the_fewest_tokens_are_counted_exactly(seed):
         for token in text[:5]:
             one.update(token)
         reached = [one]
-        for _ in range(one.least):
+        for _ in range(one.min_tokens_left):
             assert not any(state.completed for state in reached)
             reached = [_after(state, token) for state in reached for token in range(4)]
         assert any(state.completed for state in reached)
@@ -160,7 +160,7 @@ def test_alternatives_that_are_none_are_refused(given):
 
 @pytest.mark.parametrize("given", [[[1, 2], [3], [1, 2, 3]], [[1, 2, 3], [1]], [[1], [1]]], ids=str)
 def test_an_alternative_that_begins_another_is_refused(given):
-    with pytest.raises(InputError, match="none begins another"):
+    with pytest.raises(InputError, match="no phrase that is a prefix of another"):
         DisjunctiveConstraint(given)
     assert DisjunctiveConstraint([[1, 2], [2], [3, 1, 2]]).seqlen == 3  # ends and middles are no matter
 
@@ -198,7 +198,7 @@ FAULTS = {
     r"advance\(\) must give a token": {"advance": lambda self: None},
     r"must be 0 once it is complete": {"remaining": lambda self: 2},
     r"must be 2 again after reset\(\)": {"reset": lambda self: None},
-    r"must be >= 1 where nothing was read": {"remaining": lambda self: 0},
+    r"must be >= 1 before any token": {"remaining": lambda self: 0},
     r"must return \(stepped, completed, reset\)": {"update": lambda self, token_id: (True, True)},
     r"must step where does_advance\(\) is true": {"update": lambda self, token_id: (False, True, False)},
 }

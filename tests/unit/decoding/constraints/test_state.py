@@ -26,10 +26,10 @@ def check(state, choices, text, ordered=False, gap=0):
     found = look_through(choices, text, ordered, gap)
     sizes = [max(map(len, phrases)) for phrases in choices]
     places = range(len(choices))
-    assert state.unmet == tuple(place for place in places if place not in found.met)
+    assert state.unmet_indices == tuple(place for place in places if place not in found.met)
     assert state.completed == (len(found.met) == len(choices))
     assert _places(state, state.complete_constraints) == found.met
-    pending = [place for place in state.unmet if place not in found.begun]
+    pending = [place for place in state.unmet_indices if place not in found.begun]
     assert sorted(_places(state, state.pending_constraints)) == pending
     left = {place: sizes[place] - len(part) for place, part in found.begun.items()}
     bank = len(found.met) * max(sizes)
@@ -42,7 +42,7 @@ def check(state, choices, text, ordered=False, gap=0):
         assert state.inprogress_constraint is None
     assert state.get_bank() == bank
     if not found.begun and found.start <= len(text):
-        found.begun = {place: [] for place in (state.unmet[:1] if ordered else state.unmet)}
+        found.begun = {place: [] for place in (state.unmet_indices[:1] if ordered else state.unmet_indices)}
     tokens = state.advance()
     assert tokens is None or len(set(tokens)) == len(tokens)
     assert set(tokens or ()) == found.next_tokens(choices)
@@ -51,7 +51,7 @@ def check(state, choices, text, ordered=False, gap=0):
 
 def _places(state, some):
     """Where constraints stand in the list, by the object that is in use there."""
-    return [next(at for at, own in enumerate(state._now) if own is one) for one in some]
+    return [next(at for at, own in enumerate(state._current) if own is one) for one in some]
 
 
 @pytest.mark.parametrize(("ordered", "gap"), WAYS)
@@ -104,7 +104,9 @@ def _after(state, token):
 
 
 def _distinct(states):
-    return {(one.unmet, one._quiet, *(part._node for part in one._now)): one for one in states}.values()
+    return {
+        (one.unmet_indices, one._gap_left, *(part._node for part in one._current)): one for one in states
+    }.values()
 
 
 def test_the_least_of_a_list():
@@ -292,7 +294,7 @@ def test_an_unsound_constraint_is_found_out():
         def test(self):
             self.count = self.times
 
-    with pytest.raises(InputError, match=r"of a new copy remaining\(\) must be >= 1"):
+    with pytest.raises(InputError, match=r"remaining\(\) of a new copy must be >= 1"):
         ConstraintListState([Done(3, 2)])
 
 

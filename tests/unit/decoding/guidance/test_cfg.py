@@ -226,7 +226,7 @@ def test_a_longer_negative_prompt_needs_positions_too(tiny):
 # ------------------------------------------------------------------------ refusals
 def test_an_encoder_has_no_guidance(tiny):
     t5 = tiny("t5")
-    with pytest.raises(ConfigError, match="`guidance_scale` has no meaning for a model with an encoder"):
+    with pytest.raises(ConfigError, match="`guidance_scale` is not supported for a model with an encoder"):
         descant.generate(t5.model, torch.tensor(rows_of(t5)[:1]), guidance_scale=2.0)
 
 
@@ -255,7 +255,7 @@ def test_an_encoder_has_no_guidance(tiny):
         ),
         (
             {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[3], [4]])},
-            "one line for each of the 1 prompts",
+            "one row for each of the 1 prompts",
         ),
         (
             {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[3, 500]])},
@@ -290,7 +290,7 @@ def test_negative_prompts_that_are_none(tiny, fields, message):
 
 
 def test_not_with_dola(tiny):
-    with pytest.raises(ConfigError, match="`dola_layers` has no meaning with `guidance_scale`, since"):
+    with pytest.raises(ConfigError, match="`dola_layers` cannot be combined with `guidance_scale`, since"):
         call(tiny("llama"), rows_of(tiny("llama")), guidance_scale=2.0, dola_layers="low")
 
 

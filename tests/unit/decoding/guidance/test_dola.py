@@ -78,9 +78,17 @@ def named(tiny: Tiny, layers: Any) -> list[int]:
 
 # ------------------------------------------------------------------------ layers
 FACTS = ModelTraits(
-    is_encoder_decoder=False, supports_position_ids=True, supports_logits_to_keep=True, supports_inputs_embeds=True, vocab_size=9, num_layers=0,
-    attn_implementation="sdpa", sliding_windows={}, max_positions=None, context_length=None,
-)  # fmt: skip
+    is_encoder_decoder=False,
+    supports_position_ids=True,
+    supports_logits_to_keep=True,
+    supports_inputs_embeds=True,
+    vocab_size=9,
+    num_layers=0,
+    attn_implementation="sdpa",
+    sliding_windows={},
+    max_positions=None,
+    context_length=None,
+)
 
 TABLE = [
     # layers, tied, "low", "high"
@@ -127,7 +135,7 @@ def test_there_is_always_an_early_layer(count, tied):
 def test_layers_by_number():
     facts = dataclasses.replace(FACTS, num_layers=6)
     assert early_layers([4, 0, 4, 2], facts) == [0, 2, 4]
-    with pytest.raises(ConfigError, match="`dola_layers` must name layers below 6, the last, got 6"):
+    with pytest.raises(ConfigError, match="`dola_layers` must name layers below the last, 6, got 6"):
         early_layers([1, 6], facts)
 
 
@@ -233,13 +241,13 @@ def test_beams(tiny, name):
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("t5", {"dola_layers": "low"}, "`dola_layers` has no meaning for a model with an encoder"),
-        ("llama", {"dola_layers": [2]}, "`dola_layers` must name layers below 2, the last, got 2"),
+        ("t5", {"dola_layers": "low"}, "`dola_layers` is not supported for a model with an encoder"),
+        ("llama", {"dola_layers": [2]}, "`dola_layers` must name layers below the last, 2, got 2"),
         ("llama", {"dola_layers": "mid"}, "`dola_layers` must be"),
         (
             "llama",
             {"dola_layers": "low", "guidance_scale": 2.0},
-            "`dola_layers` has no meaning with `guidance_scale`",
+            "`dola_layers` cannot be combined with `guidance_scale`",
         ),
     ],
 )

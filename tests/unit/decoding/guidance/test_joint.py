@@ -185,31 +185,31 @@ def generated(whole: Any, **options: Any) -> Any:
 
 def test_another_vocabulary_is_refused(tiny):
     with pytest.raises(
-        InputError, match=r"`amateur` must have the vocabulary of `expert`, 97 tokens, got '101"
+        InputError, match=r"`amateur` must have the vocabulary size of `expert`, 97 tokens, got '101"
     ):
         generated(ContrastiveDecoding(made("llama", 0), tiny("gpt2").model))
-    with pytest.raises(InputError, match=r"`untuned` must have the vocabulary of `base`"):
+    with pytest.raises(InputError, match=r"`untuned` must have the vocabulary size of `base`"):
         generated(ProxyTuning(made("llama", 0), made("llama", 3), tiny("gpt2").model))
 
 
 def test_encoders_beside_none_are_refused():
-    with pytest.raises(InputError, match=r"`amateur` must be what `expert` is, a decoder alone"):
+    with pytest.raises(InputError, match=r"`amateur` must be a decoder-only model like `expert`"):
         generated(ContrastiveDecoding(made("llama", 0), made("t5", 1)))
-    with pytest.raises(InputError, match=r"`amateur` must be what `expert` is, an encoder and a decoder"):
+    with pytest.raises(InputError, match=r"`amateur` must be an encoder-decoder model like `expert`"):
         generated(ContrastiveDecoding(made("t5", 1), made("llama", 0)))
 
 
 def test_what_one_model_made_of_a_text_is_refused():
-    with pytest.raises(InputError, match=r"inputs_embeds.*several read"):
+    with pytest.raises(InputError, match=r"inputs_embeds.*several models"):
         generated(
             ContrastiveDecoding(made("llama", 0), made("llama", 3)), inputs_embeds=torch.zeros(1, 6, 32)
         )
     pair = ContrastiveDecoding(made("t5", 1), made("t5", 2))
-    with pytest.raises(InputError, match=r"encoder_outputs.*several read"):
+    with pytest.raises(InputError, match=r"encoder_outputs.*several models"):
         generated(pair, input_ids=None, encoder_outputs=(torch.zeros(1, 6, 32),))
     session = descant.Session(pair)
     given = {"inputs_embeds": torch.zeros(6, 32)}
-    with pytest.raises(InputError, match=r"inputs_embeds.*several read"):
+    with pytest.raises(InputError, match=r"inputs_embeds.*several models"):
         session.admit(descant.Request([EOS], GenerationConfig(max_new_tokens=3), given))
     assert len(session) == 0
 
@@ -225,7 +225,7 @@ def test_the_shortest_table_counts():
 
 
 def test_only_inputs_that_all_know_are_taken():
-    assert "token_type_ids" in as_model(made("gpt2", 1)).facts.accepts
+    assert "token_type_ids" in as_model(made("gpt2", 1)).traits.input_names
     with pytest.raises(InputError, match="token_type_ids"):
         generated(
             ContrastiveDecoding(made("gpt2", 1), made("llama", 0)),
@@ -259,18 +259,21 @@ def test_wrong_values_are_refused(build, name):
 class Said:
     """A model behind the port that says what it is told to, and notes what it is asked."""
 
+    network = None
+    rank_group = None
+
     def __init__(self, logits: Tensor, device: str = "cpu", fails: bool = False) -> None:
         self.logits, self.device, self.fails = logits, torch.device(device), fails
-        self.facts = as_model(made("llama", 0)).facts
+        self.traits = as_model(made("llama", 0)).traits
         self.opened: list[int] = []
         self.fed: list[torch.device] = []
 
-    def open(self, requests: Sequence[int], inputs: Any) -> None:
+    def add_requests(self, requests: Sequence[int], inputs: Any) -> None:
         if self.fails:
             raise RuntimeError("no room")
         self.opened += requests
 
-    def close(self, requests: Sequence[int]) -> None:
+    def remove_requests(self, requests: Sequence[int]) -> None:
         self.opened = [one for one in self.opened if one not in requests]
 
     def forward(self, rows: Rows, proposal: Proposal, cache: Any) -> ForwardOutput:
@@ -332,5 +335,5 @@ def test_caches_are_of_each_models_own_kind():
     whole = as_model(ContrastiveDecoding(made("llama", 0), made("mamba", 4)))
     made_now = whole.new_cache()
     assert [type(part) for part in made_now.parts] == [DenseStore, RecurrentStateCache]
-    assert made_now.rewind == 0
-    assert whole.facts.memory == "own"
+    assert made_now.max_rewind == 0
+    assert whole.traits.cache_type == "recurrent"

@@ -1,1 +1,1 @@
-"""Processors by hand: against the oracle, against slow and obvious code, and given what is wrong."""
+"""Processors by hand: against the reference, against slow and obvious code, and given what is wrong."""

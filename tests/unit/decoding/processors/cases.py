@@ -16,7 +16,7 @@ NEVER = -math.inf
 
 @dataclass(frozen=True)
 class Case:
-    """One call: what the processor is made from, as the oracle's pipe can carry it, and what it is given."""
+    """One call: the processor's arguments, as the reference's pipe can carry them, and what it is given."""
 
     arguments: Mapping[str, Any]
     input_ids: Tensor  # [N, L]
@@ -271,7 +271,7 @@ def case(name: str, seed: int) -> Case:
         draw.length = draw.one(1, draw.length)
     ids = draw.ids()
     arguments = ARGUMENTS[name](draw) if name in ARGUMENTS else AFTER_IDS[name](draw, ids)
-    # Where the oracle cannot have -inf, or no line of it (see test_known_bugs), it is given none.
+    # Where the reference cannot have -inf, or no line of it (see test_known_bugs), it is given none.
     plain = ("ExponentialDecayLengthPenalty", "ClassifierFreeGuidanceLogitsProcessor")
     doubled = 2 * draw.lines if name == "ClassifierFreeGuidanceLogitsProcessor" else None
     scores = draw.scores(name not in plain, name != "EtaLogitsWarper", doubled)

@@ -107,9 +107,9 @@ def test_rows_are_followed_through_steps_and_forks(name):
             lines = [chance_line(rng, vocabulary) for _ in rows]
             here = context(rng, [[0]] * len(rows), [0] * len(rows), params).with_states(states)
             before, nan = spoil(rng, torch.tensor(lines))
-            after = kind.bare().process(here, before)
+            after = kind.make_unbound().process(here, before)
             tokens = [rng.randrange(vocabulary) for _ in rows]
-            states = kind.bare().advance(here, before, after, torch.tensor(tokens))
+            states = kind.make_unbound().advance(here, before, after, torch.tensor(tokens))
             for at, row in enumerate(rows):
                 if at != nan:
                     wanted, margin = row.process(lines[at])
@@ -140,7 +140,7 @@ def test_lines_of_drafts_begin_with_the_state_of_their_row(name):
     params = [chance_params(rng) for _ in range(6)]
     lines = [chance_line(rng, 9) for _ in range(18)]
     here = drafted(rng, [[1]] * 6, [1] * 6, params, [[2, 3]] * 6)
-    found = kind.bare().process(here, torch.tensor(lines))
+    found = kind.make_unbound().process(here, torch.tensor(lines))
     for at, line in enumerate(lines):
         wanted, margin = slow(**params[at // 3]).process(line)
         assert margin > 1e-5

@@ -102,12 +102,12 @@ def test_one_long_sequence_among_many_short_ones_takes_no_room():
 
 def test_it_is_called_only_where_the_prompt_is_known():
     trie = AllowedSequences([[4, 5], [4, 6]], 2)
-    with pytest.raises(InputError, match=r"`ids` must come without a prompt.*after\(prompt_length\)"):
+    with pytest.raises(InputError, match=r"`ids` must not include a prompt.*prefix_fn\(prompt_length\)"):
         trie(0, torch.tensor([9, 9, 4]))
     after = trie.prefix_fn(2)
     assert after(0, torch.tensor([9, 9, 4])) == [5, 6]
     assert after(3, [9, 9]) == [4]
-    with pytest.raises(InputError, match="`ids` must begin with the 2 tokens of the prompt"):
+    with pytest.raises(InputError, match="`ids` must start with the 2 tokens of the prompt"):
         after(0, [9])
     with pytest.raises(InputError, match="`prompt_length` must be an integer"):
         trie.prefix_fn(-1)
@@ -136,7 +136,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 
     path = tmp_path / "trie.safetensors"
     path.write_text("nothing")
-    with pytest.raises(InputError, match="`path` must be a file that `save` wrote"):
+    with pytest.raises(InputError, match="`path` must be a file written by `save`"):
         AllowedSequences.load(path)
     AllowedSequences([[1, 2], [1, 3]], 0).save(path)
     arrays = load_file(path)
@@ -153,7 +153,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
         {"more": arrays["tokens"]},
     ):
         save_file({**arrays, **broken}, path)
-        with pytest.raises(InputError, match="`path` must be a file that `save` wrote"):
+        with pytest.raises(InputError, match="`path` must be a file written by `save`"):
             AllowedSequences.load(path)
     with pytest.raises(FileNotFoundError):
         AllowedSequences.load(tmp_path / "none")
@@ -162,26 +162,26 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("sequences", "ends", "words"),
     [
-        ([], 2, "`sequences` must hold at least one"),
+        ([], 2, "`sequences` must contain at least one sequence"),
         ([[1], []], 2, "`sequences` must have at least one token each"),
         ([[1], [2]], 2, "`sequences` must have at least one token each"),
-        ([[1, 2, 3]], 2, "`sequences` must not hold the end token 2 before their end"),
-        ([[1, 2, 2]], 2, "`sequences` must not hold the end token 2 before their end"),
-        ([[1, -1]], 2, "`sequences` must hold token ids, got -1"),
-        ([[1, 2**31]], 2, "`sequences` must hold token ids, got 2147483648"),
-        ([[1, 1.5]], 2, "`sequences` must hold integers"),
-        (["ab"], 2, "`sequences` must hold integers"),
-        ([[[1]]], 2, "`sequences` must hold integers"),
+        ([[1, 2, 3]], 2, "`sequences` must not contain the end token 2 before their end"),
+        ([[1, 2, 2]], 2, "`sequences` must not contain the end token 2 before their end"),
+        ([[1, -1]], 2, "`sequences` must contain token ids between 0 and 2147483647, got -1"),
+        ([[1, 2**31]], 2, "`sequences` must contain token ids between 0 and 2147483647, got 2147483648"),
+        ([[1, 1.5]], 2, "`sequences` must contain integers"),
+        (["ab"], 2, "`sequences` must contain integers"),
+        ([[[1]]], 2, "`sequences` must contain integers"),
         ([1, 3], 2, "`sequences` must be sequences of token ids"),
         (7, 2, "`sequences` must be sequences of token ids"),
         (np.array([1, 3]), 2, r"`sequences` must be an array \[N, L\]"),
-        (np.array([[-1, 3]]), 2, "`sequences` must be padded at the right"),
-        (np.array([[3, -2]]), 2, "`sequences` must hold token ids, got -2"),
-        (np.array([[3.0]]), 2, "`sequences` must hold integers"),
-        ([[1]], None, "`eos_token_id` must name at least one token"),
-        ([[1]], [], "`eos_token_id` must name at least one token"),
-        ([[1]], -1, "`eos_token_id` must name at least one token"),
-        ([[1]], 2.5, "`eos_token_id` must name at least one token"),
+        (np.array([[-1, 3]]), 2, "`sequences` must be padded on the right"),
+        (np.array([[3, -2]]), 2, "`sequences` must contain token ids between 0 and 2147483647, got -2"),
+        (np.array([[3.0]]), 2, "`sequences` must contain integers"),
+        ([[1]], None, "`eos_token_id` must be at least one token id"),
+        ([[1]], [], "`eos_token_id` must be at least one token id"),
+        ([[1]], -1, "`eos_token_id` must be at least one token id"),
+        ([[1]], 2.5, "`eos_token_id` must be at least one token id"),
     ],
 )
 def test_wrong_sequences(sequences, ends, words):
@@ -244,9 +244,9 @@ def test_wrong_arguments():
     with pytest.raises(InputError, match="`prompt_length` must be an integer"):
         AllowedSequencesLogitsProcessor(AllowedSequences([[1]], 0), -1)
     small = AllowedSequencesLogitsProcessor(AllowedSequences([[30]], 0), 2)
-    with pytest.raises(InputError, match=r"`allowed_sequences` must name tokens below 8, .* got 30"):
+    with pytest.raises(InputError, match=r"`allowed_sequences` must have token ids below 8, .* got 30"):
         small(torch.zeros(1, 2).long(), torch.zeros(1, 8))
-    with pytest.raises(InputError, match="`input_ids` must begin with the 2 tokens of the prompt"):
+    with pytest.raises(InputError, match="`input_ids` must start with the 2 tokens of the prompt"):
         small(torch.zeros(1, 1).long(), torch.zeros(1, 40))
 
 

@@ -78,14 +78,14 @@ def test_ngrams_of_sources_of_different_length():
         params = [
             {
                 "encoder_no_repeat_ngram_size": rng.randint(1, 4),
-                "source": [rng.randrange(3) for _ in range(rng.randint(0, 9))],
+                "source_ids": [rng.randrange(3) for _ in range(rng.randint(0, 9))],
             }
             for _ in rows
         ]
         lines = context(rng, rows, [0] * len(rows), params)
         answer = EncoderNoRepeatNGramLogitsProcessor.make_unbound().process(lines, torch.zeros(4, 4))
         expected = [
-            repeated(row, own["encoder_no_repeat_ngram_size"], 0, own["source"])
+            repeated(row, own["encoder_no_repeat_ngram_size"], 0, own["source_ids"])
             for row, own in zip(rows, params, strict=True)
         ]
         assert banned(answer) == expected
@@ -96,7 +96,7 @@ def test_a_source_has_no_padding():
     columns = EncoderNoRepeatNGramLogitsProcessor.params_from_config(
         config, PromptInfo(3, source_ids=lambda: [7, 8])
     )
-    assert columns == {"encoder_no_repeat_ngram_size": 2, "source": [7, 8]}
+    assert columns == {"encoder_no_repeat_ngram_size": 2, "source_ids": [7, 8]}
 
 
 def test_words_of_ragged_rows():
@@ -141,12 +141,12 @@ def test_a_word_that_is_an_end_is_passed_over():
 
 @pytest.mark.parametrize("words", [[], [[]], [3], [["a"]], [[-1]], [[1.5]], [[True]], "ab", None])
 def test_words_that_are_none_are_refused(words):
-    with pytest.raises(InputError, match="`bad_words_ids` must hold"):
+    with pytest.raises(InputError, match=r"`bad_words_ids` must (be a list|contain)"):
         NoBadWordsLogitsProcessor(words)
 
 
 def test_a_word_beyond_the_vocabulary_is_refused():
-    with pytest.raises(InputError, match="`bad_words_ids` must name tokens below 5"):
+    with pytest.raises(InputError, match="`bad_words_ids` must have token ids below 5"):
         NoBadWordsLogitsProcessor([[1, 5]])(torch.tensor([[1]]), torch.zeros(1, 5))
 
 
@@ -160,7 +160,7 @@ def test_the_function_sees_each_row_without_padding_and_with_its_prompt():
         return [batch]
 
     rows = [[1, 2, 3], [4], [2, 2]]
-    params = [{"prefix_allowed_tokens_fn": allow, "batch": batch} for batch in (2, 0, 2)]
+    params = [{"prefix_allowed_tokens_fn": allow, "prompt_index": batch} for batch in (2, 0, 2)]
     lines = context(rng, rows, [1, 1, 1], params)
     before = lines.tokens.clone()
     answer = PrefixConstrainedLogitsProcessor.make_unbound().process(lines, torch.zeros(3, 4))
@@ -171,7 +171,7 @@ def test_the_function_sees_each_row_without_padding_and_with_its_prompt():
 
 def test_rows_may_have_functions_of_their_own():
     rng = random.Random(1)
-    params = [{"prefix_allowed_tokens_fn": lambda b, ids, t=t: {t, 3}, "batch": 0} for t in range(3)]
+    params = [{"prefix_allowed_tokens_fn": lambda b, ids, t=t: {t, 3}, "prompt_index": 0} for t in range(3)]
     answer = PrefixConstrainedLogitsProcessor.make_unbound().process(
         context(rng, [[0]] * 3, [1] * 3, params), torch.zeros(3, 4)
     )
@@ -192,11 +192,11 @@ def test_any_collection_of_ids_is_an_answer(answer):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ([], r"must allow at least one token, for prompt 1 too, got \[\]: return the end token"),
+        ([], r"must allow at least one token, also for prompt 1, got \[\]: return the end token"),
         (torch.tensor([]), "must allow at least one token"),
         (None, "must return a list of token ids, got None"),
         ("ab", "must return a list of token ids"),
-        ([4], "must return token ids below 4, the vocabulary, got 4"),
+        ([4], "must return token ids below 4, the vocabulary size, got 4"),
         ([-1], "must return token ids below 4"),
         ([0.5], "must return token ids below 4"),
     ],

@@ -112,5 +112,5 @@ def test_token_biases_that_are_none_are_refused(given):
     ],
 )
 def test_a_token_beyond_the_vocabulary_is_refused(processor, name):
-    with pytest.raises(InputError, match=f"`{name}` must name tokens below 5, the vocabulary, got 5"):
+    with pytest.raises(InputError, match=f"`{name}` must have token ids below 5, the vocabulary size, got 5"):
         processor(torch.tensor([[1]]), torch.zeros(1, 5))

@@ -40,9 +40,9 @@ def calls(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_same_scores_as_the_oracle(seed, oracle):
+def test_the_same_scores_as_the_reference(seed, reference):
     arguments, given = calls(seed)
-    answers = oracle.ask("call", name="HammingDiversityLogitsProcessor", arguments=arguments, calls=given)
+    answers = reference.ask("call", name="HammingDiversityLogitsProcessor", arguments=arguments, calls=given)
     mine = HammingDiversityLogitsProcessor(**arguments)
     changed = 0
     for one, theirs in zip(given, answers, strict=True):
@@ -59,7 +59,7 @@ def test_a_list_hands_it_what_it_needs():
     tokens = torch.tensor([3, 3, 0, 0])
     answer = members(torch.zeros(2, 1), scores, current_tokens=tokens, beam_group_idx=1)
     assert answer.tolist() == [[0.0, 0.0, 0.0, -3.0]] * 2
-    with pytest.raises(InputError, match=r"must hold \['beam_group_idx'\] for HammingDiversity"):
+    with pytest.raises(InputError, match=r"must contain \['beam_group_idx'\] for HammingDiversity"):
         members(torch.zeros(2, 1), scores, current_tokens=tokens)
 
 
@@ -73,7 +73,9 @@ def test_in_the_loop_rivals_are_a_column():
     rivals = torch.tensor([[1, 1, 2], [-1, -1, -1]])
     values = columns_from_rows([{"diversity_penalty": 0.5}, {"diversity_penalty": 3.0}])
     length = torch.tensor([1, 1])
-    context = Context(torch.zeros(2, 1).long(), length, length, values, states={"rivals": rivals})
+    context = Context(
+        torch.zeros(2, 1).long(), length, length, values, states={"earlier_group_tokens": rivals}
+    )
     answer = HammingDiversityLogitsProcessor.make_unbound().process(context, torch.ones(2, 4))
     assert answer.tolist() == [[1, 0, 0.5, 1], [1, 1, 1, 1]]
     fixed = BoundProcessor(HammingDiversityLogitsProcessor(4.0, 2, 2))
@@ -86,7 +88,9 @@ class _Rivalled:
     def process(self, context, scores):
         at = context.length - 1 - torch.arange(3)
         own = torch.where(at >= 0, context.tokens.gather(1, at.clamp(min=0)), -1)
-        return HammingDiversityLogitsProcessor.make_unbound().process(context.after({"rivals": own}), scores)
+        return HammingDiversityLogitsProcessor.make_unbound().process(
+            context.with_states({"earlier_group_tokens": own}), scores
+        )
 
 
 def test_the_law_of_processors():
@@ -122,8 +126,8 @@ def test_wrong_arguments(arguments, words):
 @pytest.mark.parametrize(
     ("lines", "tokens", "group", "words"),
     [
-        (2, 3, 0, "`current_tokens` must hold 4 tokens for each prompt"),
-        (3, 4, 0, "`scores` must have 2 lines"),
+        (2, 3, 0, "`current_tokens` must have 4 tokens per prompt"),
+        (3, 4, 0, "`scores` must have 2 rows"),
         (2, 4, 2, "`beam_group_idx` must be an integer between 0 and 1"),
     ],
 )

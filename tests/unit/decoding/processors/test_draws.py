@@ -66,7 +66,7 @@ SAMPLERS = {
 class Endless:
     """A stop that ends nobody."""
 
-    def ended(self, rows, parents, tokens):
+    def finish_reasons(self, rows, parents, tokens):
         return []
 
 
@@ -74,7 +74,12 @@ def rows_of(seeded):
     """As many rows as draws, each a request of its own."""
     count, zeros = torch.arange(DRAWS), torch.zeros(DRAWS, dtype=torch.long)
     ones = zeros + 1
-    params = {"do_sample": ones, "copies": ones, "seed": count if seeded else zeros - 1, "line": count}
+    params = {
+        "do_sample": ones,
+        "num_sequences": ones,
+        "seed": count if seeded else zeros - 1,
+        "noise_row": count,
+    }
     return Rows(
         zeros[:, None],
         ones,
@@ -83,7 +88,7 @@ def rows_of(seeded):
         ones,
         count,
         zeros,
-        {"params": RowParams({**params, "dice": count})},
+        {"params": RowParams({**params, "processor_seed": count})},
     )
 
 

@@ -126,9 +126,9 @@ def _top_k(scores, count):
 def test_lines_cut_by_their_own_parameters():
     scores = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(3, -1)
     params = [
-        {"tail": 0.35, "min_tokens_to_keep": 1},
-        {"tail": 0.65, "min_tokens_to_keep": 1},
-        {"tail": 1.0, "min_tokens_to_keep": 3},
+        {"tail_mass": 0.35, "min_tokens_to_keep": 1},
+        {"tail_mass": 0.65, "min_tokens_to_keep": 1},
+        {"tail_mass": 1.0, "min_tokens_to_keep": 3},
     ]
     tokens, one = torch.zeros(3, 1, dtype=torch.long), torch.ones(3, dtype=torch.long)
     answer = TopPLogitsWarper.make_unbound().process(

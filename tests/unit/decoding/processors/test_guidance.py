@@ -21,7 +21,7 @@ def test_the_first_half_is_with_the_prompt():
 
 
 def test_halves_must_fit_the_ids():
-    with pytest.raises(InputError, match="`scores` must have 4 lines, two for each of `input_ids`"):
+    with pytest.raises(InputError, match="`scores` must have 4 rows, two per row of `input_ids`"):
         ClassifierFreeGuidanceLogitsProcessor(2.0)(torch.zeros(2, 1), torch.zeros(2, 3))
 
 
@@ -44,10 +44,10 @@ def texts(tiny, lengths, seed=0):
     return ids, torch.tensor([[0] * (wide - len(line)) + [1] * len(line) for line in lines])
 
 
-def theirs(oracle, tiny, ids, scale, negative=None, mask=None, **options):
-    """The oracle's sequences, and of each step the logits that its processor is given and the scores made."""
+def theirs(reference, tiny, ids, scale, negative=None, mask=None, **options):
+    """The reference's sequences, and of each step its processor's input logits and output scores."""
     given = {"negative_prompt_ids": negative, "negative_prompt_attention_mask": mask}
-    out = oracle.generate(
+    out = reference.generate(
         tiny.folder,
         {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
         {
@@ -82,12 +82,12 @@ def far(mine, other, tiny):
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 0.5, 1.5, 4.0])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "opt"])
-def test_the_same_scores_as_the_oracle(name, scale, use_cache, tiny, oracle):
+def test_the_same_scores_as_the_reference(name, scale, use_cache, tiny, reference):
     small = tiny(name)
     ids, _ = texts(small, [7, 7, 7])
     negative, _ = texts(small, [4, 4, 4], seed=1)
     for unlike in (None, negative):
-        sequences, scores, logits = theirs(oracle, small, ids, scale, unlike, use_cache=use_cache)
+        sequences, scores, logits = theirs(reference, small, ids, scale, unlike, use_cache=use_cache)
         mine = by_hand(Unbatched(scale, small.model, unlike, use_cache=use_cache), sequences, logits)
         # The two libraries' networks differ in the last bits, which the scale multiplies.
         assert far(mine, scores, small) < TOLERANCE * max(1.0, abs(1 - scale))
@@ -95,7 +95,7 @@ def test_the_same_scores_as_the_oracle(name, scale, use_cache, tiny, oracle):
         assert far(mine, plain, small) > 0.1
 
 
-def test_a_scale_of_1_asks_no_model(oracle):
+def test_a_scale_of_1_asks_no_model(reference):
     def model(*_, **given):
         raise AssertionError
 
@@ -103,16 +103,16 @@ def test_a_scale_of_1_asks_no_model(oracle):
     given = {"input_ids": torch.zeros(2, 3).long(), "scores": scores}
     arguments = {"guidance_scale": 1.0, "model": None}
     name = "UnbatchedClassifierFreeGuidanceLogitsProcessor"
-    expected = oracle.ask("call", name=name, arguments=arguments, calls=[given])[0]
+    expected = reference.ask("call", name=name, arguments=arguments, calls=[given])[0]
     assert torch.equal(Unbatched(1.0, model)(**given), expected)
 
 
-def test_padding_of_a_negative_prompt_counts_in_the_oracle(tiny, oracle):
+def test_padding_of_a_negative_prompt_counts_in_the_reference(tiny, reference):
     """On learned positions, a batch of ragged negative prompts equals each alone in ours, not in theirs."""
     small = tiny("gpt2")
     ids, _ = texts(small, [5, 5])
     negative, mask = texts(small, [2, 6], seed=1)
-    batch, wrong, logits = theirs(oracle, small, ids, 2.0, negative, mask)
+    batch, wrong, logits = theirs(reference, small, ids, 2.0, negative, mask)
     mine = by_hand(Unbatched(2.0, small.model, negative, mask), batch, logits)
     for line, real in ((0, negative[:1, 4:]), (1, negative[1:])):
         own = [given[line : line + 1] for given in logits]
@@ -196,7 +196,7 @@ def test_several_lines_may_share_a_negative_prompt(tiny):
     assert torch.allclose(answer[0], answer[1], atol=1e-6)
     assert torch.allclose(answer[2], answer[3], atol=1e-6)
     assert not torch.allclose(answer[1], answer[2], atol=0.1)
-    with pytest.raises(InputError, match="`input_ids` must have as many lines as `unconditional_ids`, 2"):
+    with pytest.raises(InputError, match="`input_ids` must have as many rows as `unconditional_ids`, 2"):
         Unbatched(2.0, small.model, negative)(ids[:3], scores[:3])
 
 
@@ -236,7 +236,7 @@ def test_the_loop_has_its_own(tiny):
     session = Session(small.model)
     given = Unbatched(2.0, small.model)
     session.admit(Request([4, 5], GenerationConfig(max_new_tokens=2), logits_processor=[given]))
-    with pytest.raises(InputError, match=r"for calls by hand.*set guidance_scale"):
+    with pytest.raises(InputError, match=r"for direct calls.*set guidance_scale"):
         list(session.drain())
 
 
@@ -249,7 +249,7 @@ IDS, MASK = torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1, 1]])
         (("2", len), "`guidance_scale` must be a number"),
         ((float("nan"), len), "`guidance_scale` must be a number"),
         ((float("inf"), len), "`guidance_scale` must be finite"),
-        ((2.0, None), "`model` must be a model"),
+        ((2.0, None), "`model` must be a callable model"),
         ((2.0, len, [1, 2]), "`unconditional_ids` must be token ids"),
         ((2.0, len, IDS[0]), "`unconditional_ids` must be token ids"),
         ((2.0, len, IDS.float()), "`unconditional_ids` must be token ids"),

@@ -182,7 +182,7 @@ def drawn(settings, dice, lengths=(9,)):
     """The winners of the same context, for rows with those dice."""
     rng = random.Random(0)
     texts = [[*range(40, 40 + size), 1, 2] for size in lengths for _ in dice]
-    marks = [{"watermark": settings, "dice": one} for _ in lengths for one in dice]
+    marks = [{"watermark": settings, "processor_seed": one} for _ in lengths for one in dice]
     there = context(rng, texts, [0] * len(texts), marks)
     return (
         GumbelWatermarkLogitsProcessor.make_unbound()
@@ -208,14 +208,15 @@ def test_every_sequence_draws_its_nonce_and_keeps_it():
 def test_the_best_luck_is_a_nonce_too(monkeypatch):
     """In float32 the largest number below 1 may come out as 1."""
     monkeypatch.setattr(
-        "descant.core.context.Context.luck", lambda self, salt: torch.ones(len(self._length), 1)
+        "descant.core.context.Context.uniform_per_sequence",
+        lambda self, salt: torch.ones(len(self._length), 1),
     )
     assert drawn(GumbelWatermarkingConfig(9, 2), [3]) == drawn(GumbelWatermarkingConfig(9, 2, 15), [3])
 
 
 def test_sequences_of_a_request_draw_apart():
     tokens = store(random.Random(0), [[3, 4]] * 60)
-    marks = [{"watermark": GumbelWatermarkingConfig(9, 2), "dice": 5}] * 60
+    marks = [{"watermark": GumbelWatermarkingConfig(9, 2), "processor_seed": 5}] * 60
     there = Context(
         tokens, torch.full((60,), 2), torch.zeros(60).long(), columns_from_rows(marks), slot=torch.arange(60)
     )
@@ -237,8 +238,8 @@ def test_by_hand_a_nonce_is_drawn_once():
 def test_a_line_is_judged_by_itself():
     marks = [
         {"watermark": GumbelWatermarkingConfig(9, 1, 4)},
-        {"watermark": GumbelWatermarkingConfig(9, 2), "dice": 7},
-        {"watermark": GumbelWatermarkingConfig(10, 3, 0), "dice": 8},
+        {"watermark": GumbelWatermarkingConfig(9, 2), "processor_seed": 7},
+        {"watermark": GumbelWatermarkingConfig(10, 3, 0), "processor_seed": 8},
     ]
     check_processor(GumbelWatermarkLogitsProcessor.make_unbound(), marks)
     check_processor(GumbelWatermarkLogitsProcessor.make_unbound(), marks, vocabulary=ABOVE, examples=3)

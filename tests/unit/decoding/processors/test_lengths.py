@@ -26,7 +26,7 @@ def test_rows_decay_from_their_own_prompts():
                 **ExponentialDecayLengthPenalty.params_from_config(
                     GenerationConfig(exponential_decay_length_penalty=pair), PromptInfo(prompt)
                 ),
-                "eos": end,
+                "eos_token_ids": end,
             }
             for pair, prompt, end in zip(pairs, prompts, ends, strict=True)
         ]

@@ -65,14 +65,14 @@ def test_sources_of_different_length():
 def test_a_batch_of_sources_given_by_hand_follows_the_rows():
     """Inside the loop lines come and go: each is told by its prompt's number."""
     processor = EncoderRepetitionPenaltyLogitsProcessor(0.5, torch.tensor([[0, 0], [1, 2]]))
-    lines = context(random.Random(1), [[3]] * 3, [1] * 3, [{"batch": batch} for batch in (1, 0, 1)])
+    lines = context(random.Random(1), [[3]] * 3, [1] * 3, [{"prompt_index": batch} for batch in (1, 0, 1)])
     answer = BoundProcessor(processor).process(lines, torch.ones(3, 4))
     assert answer.tolist() == [[1, 0.5, 0.5, 1], [0.5, 1, 1, 1], [1, 0.5, 0.5, 1]]
 
 
 def test_lines_must_share_the_sources_evenly():
     processor = EncoderRepetitionPenaltyLogitsProcessor(0.5, torch.tensor([[0], [1]]))
-    with pytest.raises(InputError, match="`input_ids` must have a multiple of 2 lines"):
+    with pytest.raises(InputError, match="`input_ids` must have a multiple of 2 rows"):
         processor(torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 4))
 
 

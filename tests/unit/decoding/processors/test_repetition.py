@@ -84,7 +84,7 @@ def test_penalties_equal_the_slow_ones(name):
         params = [chance_params(rng, name, vocabulary) for _ in rows]
         lines = [chance_scores(rng, vocabulary) for _ in rows]
         given, nan = spoil(rng, torch.tensor(lines))
-        found = KINDS[name].bare().process(context(rng, rows, prompts, params), given)
+        found = KINDS[name].make_unbound().process(context(rng, rows, prompts, params), given)
         for at, row in enumerate(rows):
             if at != nan:
                 wanted = SLOW[name](row, prompts[at], lines[at], **params[at])
@@ -103,7 +103,11 @@ def test_lines_of_drafts_count_the_drafts_before_them(name):
         params = [chance_params(rng, name, vocabulary) for _ in rows]
         drafts = [[rng.randrange(vocabulary) for _ in range(width)] for _ in rows]
         lines = [chance_scores(rng, vocabulary) for _ in range(count * (width + 1))]
-        found = KINDS[name].bare().process(drafted(rng, rows, prompts, params, drafts), torch.tensor(lines))
+        found = (
+            KINDS[name]
+            .make_unbound()
+            .process(drafted(rng, rows, prompts, params, drafts), torch.tensor(lines))
+        )
         for at, line in enumerate(lines):
             row, so_far = divmod(at, width + 1)
             wanted = SLOW[name](rows[row] + drafts[row][:so_far], prompts[row], line, **params[row])

@@ -62,7 +62,7 @@ def test_rows_of_different_length_and_models_of_their_own():
                 "max_initial_timestamp_index": rng.choice([-1, 0, 2]),
                 "detect_timestamps": rng.randint(0, 1),
                 "begin_index": rng.randint(1, len(row)),
-                "eos": [rng.randint(1, 4)],
+                "eos_token_ids": [rng.randint(1, 4)],
             }
             for row in rows
         ]
@@ -74,7 +74,7 @@ def test_rows_of_different_length_and_models_of_their_own():
             latest = own["max_initial_timestamp_index"]
             config = SimpleNamespace(
                 no_timestamps_token_id=own["no_timestamps_token_id"],
-                eos_token_id=own["eos"][0],
+                eos_token_id=own["eos_token_ids"][0],
                 max_initial_timestamp_index=None if latest < 0 else latest,
             )
             alone = WhisperTimeStampLogitsProcessor(

@@ -202,7 +202,7 @@ def test_by_hand_and_in_the_loop_are_one():
     processor, ids = made(), torch.tensor([[3, 4, 5]])
     line = torch.randn(1, 30, generator=torch.Generator().manual_seed(2))
     processor(torch.tensor([[9, 9, 9, 9]]), line)
-    given = Context.standalone(ids, {"watermark": settings(), "prompt": 1})
+    given = Context.standalone(ids, {"watermark": settings(), "prompt_length": 1})
     assert torch.equal(processor.process(given, line), made().process(given, line))
 
 

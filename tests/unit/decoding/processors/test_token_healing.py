@@ -61,13 +61,18 @@ def test_by_hand_what_does_not_agree_is_ruled_out():
 
 
 def test_by_hand_it_wants_a_tail():
-    with pytest.raises(InputError, match=r"`tail` must be a Tail, got b'x': make it with Tail\.of"):
+    with pytest.raises(
+        InputError,
+        match=r"`healed_suffix` must be a HealedSuffix, got b'x': create it with HealedSuffix\.from_prompt",
+    ):
         HealingLogitsProcessor(b"x", 1)
 
 
 def test_each_line_is_judged_by_itself():
     tails = [HealedSuffix.from_prompt(tokenizer(), prompt) for prompt in PROMPTS]
-    check_processor(HealingLogitsProcessor.make_unbound(), [{"healing": tail} for tail in tails], len(TEXTS))
+    check_processor(
+        HealingLogitsProcessor.make_unbound(), [{"healed_suffix": tail} for tail in tails], len(TEXTS)
+    )
 
 
 # ------------------------------------------------------------------------ in a session
@@ -98,7 +103,7 @@ def test_it_equals_a_model_asked_with_the_mask(tiny):
         short = prompt[: len(prompt) - len(tail)]
 
         def only(given, scores, tail=tail, short=short):
-            found = tail.allowed(given[0, len(short) :].tolist())
+            found = tail.allowed_ids(given[0, len(short) :].tolist())
             if found is None:
                 return scores
             mask = torch.full_like(scores, -torch.inf)
@@ -208,7 +213,7 @@ def test_embeddings_and_types_are_shortened_too(tiny):
     assert torch.equal(by_ids, by_both)
 
 
-# ------------------------------------------------------------------------ beside the oracle
+# ------------------------------------------------------------------------ beside the reference
 SENSIBLE = [
     'The link is <a href="http:',
     'The link is <a href="http://ww',
@@ -217,9 +222,9 @@ SENSIBLE = [
 ]
 
 
-def _theirs(oracle, model, prompt: str) -> tuple[str, int]:
+def _theirs(reference, model, prompt: str) -> tuple[str, int]:
     rows = torch.tensor([model.tokens(prompt)])
-    found = oracle.ask(
+    found = reference.ask(
         "generate_own",
         model=str(model.folder),
         inputs={"input_ids": rows, "attention_mask": torch.ones_like(rows)},
@@ -238,8 +243,8 @@ def _ours(model, prompt: str) -> str:
 
 
 @pytest.mark.parametrize("prompt", SENSIBLE)
-def test_where_theirs_is_sensible_ours_is_the_same(oracle, real, prompt):
-    theirs, _ = _theirs(oracle, real("smollm2"), prompt)
+def test_where_theirs_is_sensible_ours_is_the_same(reference, real, prompt):
+    theirs, _ = _theirs(reference, real("smollm2"), prompt)
     ours = _ours(real("smollm2"), prompt)
     # Theirs does not always replace as many tokens as it takes away.
     assert ours.startswith(theirs) or theirs.startswith(ours)
@@ -254,7 +259,7 @@ def test_where_theirs_is_sensible_ours_is_the_same(oracle, real, prompt):
         ("The end.<|endoftext|>", "The end.\n", "The end.<|endoftext|>"),  # a special token is lost
     ],
 )
-def test_where_theirs_is_wrong(oracle, real, prompt, theirs_says, ours_says):
-    assert _theirs(oracle, real("smollm2"), prompt)[0].startswith(theirs_says)
+def test_where_theirs_is_wrong(reference, real, prompt, theirs_says, ours_says):
+    assert _theirs(reference, real("smollm2"), prompt)[0].startswith(theirs_says)
     assert _ours(real("smollm2"), prompt).startswith(ours_says)
     assert _ours(real("smollm2"), prompt).startswith(prompt)

@@ -75,7 +75,7 @@ def test_every_line_is_cut_by_its_own_parameters(name):
         params = [{**chance_params(rng), "min_tokens_to_keep": one} for one in least]
         rows = [[rng.randrange(vocabulary) for _ in range(rng.randint(1, 4))] for _ in lines]
         given, nan = spoil(rng, torch.tensor(lines))
-        found = kind.bare().process(context(rng, rows, [0] * count, params), given)
+        found = kind.make_unbound().process(context(rng, rows, [0] * count, params), given)
         rest = [at for at in range(count) if at != nan]
         close += check(name, found[rest], [lines[at] for at in rest], [params[at] for at in rest])
         tried += len(rest)
@@ -93,7 +93,9 @@ def test_lines_of_drafts_are_cut_alike(name):
         rows = [[rng.randrange(vocabulary) for _ in range(rng.randint(1, 4))] for _ in params]
         drafts = [[rng.randrange(vocabulary) for _ in range(width)] for _ in params]
         lines = [chance_scores(rng, vocabulary) for _ in range(count * (width + 1))]
-        found = kind.bare().process(drafted(rng, rows, [1] * count, params, drafts), torch.tensor(lines))
+        found = kind.make_unbound().process(
+            drafted(rng, rows, [1] * count, params, drafts), torch.tensor(lines)
+        )
         check(name, found, lines, [params[at // (width + 1)] for at in range(len(lines))])
 
 
@@ -160,7 +162,7 @@ def test_xtc_asks_the_row_not_the_batch():
     """In the loop the same row at the same place has the same luck, whoever else is there."""
     rng = random.Random(1)
     params = [
-        {"xtc_probability": 0.5, "xtc_threshold": 0.1, "min_tokens_to_keep": 1, "dice": seed}
+        {"xtc_probability": 0.5, "xtc_threshold": 0.1, "min_tokens_to_keep": 1, "processor_seed": seed}
         for seed in range(200)
     ]
     rows = [[0] * (1 + seed % 3) for seed in range(200)]

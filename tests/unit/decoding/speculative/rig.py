@@ -102,8 +102,14 @@ def rows_of(lines: Sequence[Line], vocab: int = VOCAB, offset: int = 0) -> Rows:
     tokens = torch.full((len(lines), int(length.max()) + 2), vocab - 1)
     for at, line in enumerate(lines):
         tokens[at, : len(line.tokens)] = torch.tensor(line.tokens)
-    default = {"eos": [], "do_sample": 0, "seed": -1, "line": 0, "assistant_confidence_threshold": 0.0}
-    params = [{**default, "line": at, **line.params} for at, line in enumerate(lines)]
+    default = {
+        "eos_token_ids": [],
+        "do_sample": 0,
+        "seed": -1,
+        "noise_row": 0,
+        "assistant_confidence_threshold": 0.0,
+    }
+    params = [{**default, "noise_row": at, **line.params} for at, line in enumerate(lines)]
     return Rows(
         tokens,
         length=length,

@@ -16,54 +16,59 @@ def ints(*values):
 
 
 def test_guesses_are_counted_by_row_and_place():
-    tally = many(3).counted(ints(0, 1, 2), ints(3, 0, 1), ints(2, 0, 1))
-    tally = tally.counted(ints(0, 1, 2), ints(1, 2, 0), ints(0, 2, 0))
-    assert tally.tried.tolist() == [[2, 1, 1], [1, 1, 0], [1, 0, 0]]
-    assert tally.right.tolist() == [[1, 1, 0], [1, 1, 0], [1, 0, 0]]
+    tally = many(3).after_step(ints(0, 1, 2), ints(3, 0, 1), ints(2, 0, 1))
+    tally = tally.after_step(ints(0, 1, 2), ints(1, 2, 0), ints(0, 2, 0))
+    assert tally.num_drafted.tolist() == [[2, 1, 1], [1, 1, 0], [1, 0, 0]]
+    assert tally.num_accepted.tolist() == [[1, 1, 0], [1, 1, 0], [1, 0, 0]]
     report = tally.report(0)
-    assert (report.tried, report.accepted, report.forwards, report.saved) == ((2, 1, 1), (1, 1, 0), 2, 2)
-    assert report.rate == pytest.approx(0.5)
-    assert tally.report(1).tried == (1, 1)
+    assert (report.drafted, report.accepted, report.forwards, report.saved_forwards) == (
+        (2, 1, 1),
+        (1, 1, 0),
+        2,
+        2,
+    )
+    assert report.acceptance_rate == pytest.approx(0.5)
+    assert tally.report(1).drafted == (1, 1)
     assert many(1).report(0) == ((), (), 0)
-    assert many(1).report(0).rate == 0
+    assert many(1).report(0).acceptance_rate == 0
 
 
 def test_a_tally_follows_its_row():
-    tally = many(2).counted(ints(0, 1), ints(1, 3), ints(1, 0))
+    tally = many(2).after_step(ints(0, 1), ints(1, 3), ints(1, 0))
     moved = tally.take(torch.tensor([1, 1, 0]))
-    assert moved.tried.tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 0]]
-    assert moved.place.tolist() == [1, 1, 0]
+    assert moved.num_drafted.tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 0]]
+    assert moved.draft_row.tolist() == [1, 1, 0]
     both = moved.cat(AcceptanceStats.new())
-    assert both.place.tolist() == [1, 1, 0, -1]
-    assert both.tried.tolist()[-1] == [0, 0, 0]
+    assert both.draft_row.tolist() == [1, 1, 0, -1]
+    assert both.num_drafted.tolist()[-1] == [0, 0, 0]
     assert AcceptanceStats.new().cat(moved).num_accepted.shape == (4, 3)
 
 
 def test_a_rate_follows_what_was_right_and_forgets():
     tally = many(2)
     for _ in range(20):
-        tally = tally.counted(ints(0, 1), ints(4, 4), ints(4, 0))
-    assert tally.rate[0] > 0.98
-    assert tally.rate[1] < 0.05
+        tally = tally.after_step(ints(0, 1), ints(4, 4), ints(4, 0))
+    assert tally.acceptance_rate[0] > 0.98
+    assert tally.acceptance_rate[1] < 0.05
     for _ in range(6):
-        tally = tally.counted(ints(0, 1), ints(4, 4), ints(0, 4))
-    assert tally.rate[0] < tally.rate[1]
-    still = tally.counted(ints(0, 1), ints(0, 0), ints(0, 0))
-    assert still.rate.tolist() == tally.rate.tolist()
+        tally = tally.after_step(ints(0, 1), ints(4, 4), ints(0, 4))
+    assert tally.acceptance_rate[0] < tally.acceptance_rate[1]
+    still = tally.after_step(ints(0, 1), ints(0, 0), ints(0, 0))
+    assert still.acceptance_rate.tolist() == tally.acceptance_rate.tolist()
 
 
 def test_a_guess_that_was_passed_over_is_judged_all_the_same():
     tally = many(3)
-    heard = tally.heard(np.array([True, False, True]), np.array([True, True, False]))
-    assert heard.rate[0] > tally.rate[0] > heard.rate[1]
-    assert heard.rate[2] == tally.rate[2]
-    assert not heard.tried.any()
+    heard = tally.after_untried(np.array([True, False, True]), np.array([True, True, False]))
+    assert heard.acceptance_rate[0] > tally.acceptance_rate[0] > heard.acceptance_rate[1]
+    assert heard.acceptance_rate[2] == tally.acceptance_rate[2]
+    assert not heard.num_drafted.any()
 
 
 def timed(pace, times):
     for positions, seconds in times.items():
         for _ in range(2):
-            pace.took(positions, seconds)
+            pace.record_forward(positions, seconds)
     return pace
 
 
@@ -75,14 +80,14 @@ def test_what_a_step_takes_is_measured_before_anything_is_guessed():
     assert pace.choose_length(np.array([0.9]), ints(5), is_model_free=True, use_timings=True) == 5
     # Of nearly as many rows is good enough.
     assert (
-        timed(DraftLengthController(), {15: 1.0}).width(
-            np.full(16, 0.9), np.full(16, 2), cheap=True, measured=True
+        timed(DraftLengthController(), {15: 1.0}).choose_length(
+            np.full(16, 0.9), np.full(16, 2), is_model_free=True, use_timings=True
         )
         > 0
     )
     assert (
-        timed(DraftLengthController(), {8: 1.0}).width(
-            np.full(16, 0.9), np.full(16, 2), cheap=True, measured=True
+        timed(DraftLengthController(), {8: 1.0}).choose_length(
+            np.full(16, 0.9), np.full(16, 2), is_model_free=True, use_timings=True
         )
         == 0
     )
@@ -93,7 +98,9 @@ def test_as_many_are_tried_as_pay(rate, expected):
     # Three lines cost what one does, four to six nearly twice that: so does a product in steps of three.
     times = {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.8, 5: 1.85, 6: 1.9}
     assert (
-        timed(DraftLengthController(), times).width(np.array([rate]), ints(5), cheap=True, measured=True)
+        timed(DraftLengthController(), times).choose_length(
+            np.array([rate]), ints(5), is_model_free=True, use_timings=True
+        )
         == expected
     )
 
@@ -101,19 +108,19 @@ def test_as_many_are_tried_as_pay(rate, expected):
 def test_a_wider_step_that_takes_less_is_preferred():
     times = {4: 1.0, 8: 1.6, 12: 1.9, 16: 1.3}
     pace = timed(DraftLengthController(), times)
-    assert pace.width(np.full(4, 0.5), np.full(4, 3), cheap=True, measured=True) == 3
-    assert pace.width(np.full(4, 0.5), np.full(4, 2), cheap=True, measured=True) == 0
+    assert pace.choose_length(np.full(4, 0.5), np.full(4, 3), is_model_free=True, use_timings=True) == 3
+    assert pace.choose_length(np.full(4, 0.5), np.full(4, 2), is_model_free=True, use_timings=True) == 0
 
 
 def test_a_width_is_given_a_second_chance_and_no_third():
     pace = timed(DraftLengthController(), {1: 1.0})
-    pace.took(2, 9.0)  # whatever had to be prepared
-    assert pace.width(np.array([0.5]), ints(1), cheap=True, measured=True) == 1
-    pace.took(2, 9.0)
-    assert pace.width(np.array([0.5]), ints(1), cheap=True, measured=True) == 0
+    pace.record_forward(2, 9.0)  # whatever had to be prepared
+    assert pace.choose_length(np.array([0.5]), ints(1), is_model_free=True, use_timings=True) == 1
+    pace.record_forward(2, 9.0)
+    assert pace.choose_length(np.array([0.5]), ints(1), is_model_free=True, use_timings=True) == 0
     for _ in range(5):
-        pace.took(2, 1.0)
-    assert pace.width(np.array([0.5]), ints(1), cheap=True, measured=True) == 1
+        pace.record_forward(2, 1.0)
+    assert pace.choose_length(np.array([0.5]), ints(1), is_model_free=True, use_timings=True) == 1
 
 
 def test_what_a_network_takes_for_a_guess_counts():
@@ -122,10 +129,10 @@ def test_what_a_network_takes_for_a_guess_counts():
         timed(DraftLengthController(), {1: 1.0, 2: 1.1}),
         timed(DraftLengthController(), {1: 1.0, 2: 1.1}),
     )
-    dear.guessed(2, 1.8)
-    fair.guessed(2, 0.1)
-    assert fair.width(rate, most, cheap=False, measured=True) >= 2
-    assert [dear.width(rate, most, cheap=False, measured=True) for _ in range(2)] == [
+    dear.record_draft(2, 1.8)
+    fair.record_draft(2, 0.1)
+    assert fair.choose_length(rate, most, is_model_free=False, use_timings=True) >= 2
+    assert [dear.choose_length(rate, most, is_model_free=False, use_timings=True) for _ in range(2)] == [
         1,
         0,
     ]  # a trial, then none
@@ -133,20 +140,23 @@ def test_what_a_network_takes_for_a_guess_counts():
 
 def test_a_network_that_is_never_right_is_asked_ever_more_seldom():
     pace = timed(DraftLengthController(), {1: 1.0, 2: 1.1})
-    pace.guessed(1, 0.5)
-    asked = [pace.width(np.array([0.01]), ints(4), cheap=False, measured=True) for _ in range(1000)]
+    pace.record_draft(1, 0.5)
+    asked = [
+        pace.choose_length(np.array([0.01]), ints(4), is_model_free=False, use_timings=True)
+        for _ in range(1000)
+    ]
     assert set(asked) == {0, 1}
     assert sum(asked) < 25
     assert sum(asked[500:]) >= 7
-    assert pace.width(np.array([0.99]), ints(4), cheap=False, measured=True) == 4
+    assert pace.choose_length(np.array([0.99]), ints(4), is_model_free=False, use_timings=True) == 4
 
 
 def test_what_a_step_takes_without_guesses_is_measured_again_now_and_then():
     pace = timed(DraftLengthController(), {1: 1.0, 2: 1.05})
     widths = []
     for _ in range(200):
-        widths.append(pace.width(np.array([0.9]), ints(1), cheap=True, measured=True))
-        pace.took(1 + widths[-1], 1.0, widths[-1])
+        widths.append(pace.choose_length(np.array([0.9]), ints(1), is_model_free=True, use_timings=True))
+        pace.record_forward(1 + widths[-1], 1.0, widths[-1])
     assert set(widths) == {0, 1}
     assert 3 <= widths.count(0) <= 5
 

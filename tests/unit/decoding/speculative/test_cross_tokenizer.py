@@ -59,7 +59,12 @@ def rows_of(sequences, **params):
     for at, one in enumerate(sequences):
         tokens[at, : len(one)] = torch.tensor(one, dtype=torch.long)
     length, nothing = torch.tensor([len(one) for one in sequences]), torch.zeros(count, dtype=torch.long)
-    given = {"do_sample": 0, "seed": -1, "line": list(range(count)), "eos": [[2]] * count} | params
+    given = {
+        "do_sample": 0,
+        "seed": -1,
+        "noise_row": list(range(count)),
+        "eos_token_ids": [[2]] * count,
+    } | params
     lines = [
         {name: value[at] if isinstance(value, list) else value for name, value in given.items()}
         for at in range(count)
@@ -82,9 +87,9 @@ def asked(drafter, parents, sequences, most, aid=AID, **params):
     assert torch.equal(rows.tokens[known], before[known])
     if found.drafts is None:
         return [[] for _ in sequences], found
-    assert int(found.n.max()) == found.width
-    assert bool((found.n <= most).all())
-    return [line[:n] for line, n in zip(found.drafts.tolist(), found.n.tolist(), strict=True)], found
+    assert int(found.num_drafts.max()) == found.width
+    assert bool((found.num_drafts <= most).all())
+    return [line[:n] for line, n in zip(found.drafts.tolist(), found.num_drafts.tolist(), strict=True)], found
 
 
 def built(pair, real, tokenizers, kind=RetokenizingDrafter, **options):
@@ -92,7 +97,7 @@ def built(pair, real, tokenizers, kind=RetokenizingDrafter, **options):
     model = as_model(real(assistant).model)
     theirs = tokenizers(assistant)
     return kind(
-        model, new_cache(model.facts), tokenizer=tokenizers(target), assistant_tokenizer=theirs, **options
+        model, new_cache(model.traits), tokenizer=tokenizers(target), assistant_tokenizer=theirs, **options
     )
 
 
@@ -218,7 +223,7 @@ def test_a_step_costs_the_window_and_not_the_length(real, tokenizers, monkeypatc
     target = tokenizers("smollm2")
     whole = target(STORY * 6)["input_ids"]
     sizes = []
-    for tongue in (drafter._between.target, drafter._between.assistant):
+    for tongue in (drafter._translator.target, drafter._translator.assistant):
         encode = tongue.encode
         monkeypatch.setattr(tongue, "encode", lambda text, e=encode: sizes.append(len(text)) or e(text))
     model = drafter._model
@@ -317,8 +322,8 @@ def test_an_assistant_without_bytes_waits_for_the_whole_character(tokenizers):
     for at in range(10, len(whole) + 1):
         (found,), _ = asked(drafter, [0 if at > 10 else -1], [whole[:at]], 1)
         try:
-            drafter._between.target.said(whole[:at]).decode()
-            assert drafter._between.target.said(found) == b" end"
+            drafter._translator.target.decode_bytes(whole[:at]).decode()
+            assert drafter._translator.target.decode_bytes(found) == b" end"
         except UnicodeDecodeError:
             assert found == []
             inside += 1
@@ -327,9 +332,17 @@ def test_an_assistant_without_bytes_waits_for_the_whole_character(tokenizers):
 
 # ------------------------------------------------------------------------ a model that says what it is told
 FACTS = ModelTraits(
-    is_encoder_decoder=False, supports_position_ids=True, supports_logits_to_keep=True, supports_inputs_embeds=True, vocab_size=0, num_layers=1,
-    attn_implementation="sdpa", sliding_windows={"full_attention": None}, max_positions=None, context_length=None,
-)  # fmt: skip
+    is_encoder_decoder=False,
+    supports_position_ids=True,
+    supports_logits_to_keep=True,
+    supports_inputs_embeds=True,
+    vocab_size=0,
+    num_layers=1,
+    attn_implementation="sdpa",
+    sliding_windows={"full_attention": None},
+    max_positions=None,
+    context_length=None,
+)
 
 
 class Scripted:
@@ -337,13 +350,13 @@ class Scripted:
 
     def __init__(self, say, size, **facts):
         self.say, self.seen, self.opened = say, [], []
-        self.facts = ModelTraits(**{**vars(FACTS), "vocabulary": size, **facts})
+        self.traits = ModelTraits(**{**vars(FACTS), "vocab_size": size, **facts})
         self.device = torch.device("cpu")
 
-    def open(self, requests, inputs):
+    def add_requests(self, requests, inputs):
         self.opened.append((list(requests), dict(inputs)))
 
-    def close(self, requests):
+    def remove_requests(self, requests):
         self.opened.append(list(requests))
 
     def forward(self, rows, proposal, cache):
@@ -351,11 +364,11 @@ class Scripted:
         pending = rows.pending
         assert bool((pending > 0).all())
         width = int(pending.max())
-        at = rows.cached[:, None] + torch.arange(width)
+        at = rows.cached_length[:, None] + torch.arange(width)
         fed = rows.tokens.gather(1, at.clamp(max=rows.tokens.shape[1] - 1)).double()[:, None, :, None]
-        span = KVSpan(None, rows.cached, width, int(rows.cached.max()) + width)
+        span = KVSpan(None, rows.cached_length, width, int(rows.cached_length.max()) + width)
         held, _ = cache.update(0, fed, fed, span)
-        logits = torch.full((len(rows), 1, self.facts.vocab_size), -20.0)
+        logits = torch.full((len(rows), 1, self.traits.vocab_size), -20.0)
         for row, stop in enumerate(rows.position.tolist()):
             tokens = held[row, 0, :stop, 0].long().tolist()
             assert tokens == rows.tokens[row, :stop].tolist()  # what some models read instead
@@ -375,17 +388,17 @@ def knowing(tongue, text):
     whole = text.encode()
 
     def say(tokens):
-        said = tongue.said([one for one in tokens if one not in tongue.special])
-        said = said.removeprefix(tongue.lead)
+        said = tongue.decode_bytes([one for one in tokens if one not in tongue.special_ids])
+        said = said.removeprefix(tongue.leading_space)
         assert whole.startswith(said), (said, whole)
         rest = whole[len(said) :]
         if not rest:
-            return tongue.eos
-        lead = tongue.lead if not said else b""
+            return tongue.eos_token_id
+        lead = tongue.leading_space if not said else b""
         size = next(
-            size for size in range(len(lead + rest), 0, -1) if (lead + rest)[:size] in tongue.spelling
+            size for size in range(len(lead + rest), 0, -1) if (lead + rest)[:size] in tongue.id_by_bytes
         )
-        return tongue.spelling[(lead + rest)[:size]]
+        return tongue.id_by_bytes[(lead + rest)[:size]]
 
     return say
 
@@ -567,8 +580,8 @@ def test_rows_that_move_take_their_tokens_along(tokenizers):
 
 def test_embeddings_stay_with_the_target(tokenizers):
     drafter, model = scripted(PAIRS[0], tokenizers, lambda seen: 5)
-    drafter.open([3, 4], {"inputs_embeds": [torch.zeros(2, 8), None]})
-    drafter.close([3])
+    drafter.add_requests([3, 4], {"inputs_embeds": [torch.zeros(2, 8), None]})
+    drafter.remove_requests([3])
     assert model.opened == [([3, 4], {}), [3]]
 
 
@@ -662,7 +675,7 @@ def test_an_assistant_stops_when_it_is_unsure(real, tokenizers):
 
 def test_a_row_beyond_the_assistant_s_positions_is_left_alone(tokenizers):
     dog = tokenizers("stories15m").encode("a dog", add_special_tokens=False)[-1]
-    drafter, model = scripted(PAIRS[0], tokenizers, lambda seen: dog, facts={"table": 12})
+    drafter, model = scripted(PAIRS[0], tokenizers, lambda seen: dog, facts={"max_positions": 12})
     whole = tokenizers("smollm2")(STORY)["input_ids"]
     found, _ = asked(drafter, [-1, -1, -1], [whole[:40], whole[:4], whole[:9]], 6)
     assert [len(one) for one in found] == [0, 6, 3]
@@ -686,9 +699,11 @@ def test_tokens_that_the_target_s_model_lacks_are_not_tried(tokenizers):
 
 def test_encoders_that_read_tokens_are_refused():
     check_draft_model(FACTS)
-    check_draft_model(ModelTraits(**{**vars(FACTS), "encoder_decoder": True, "main": "input_features"}))
+    check_draft_model(
+        ModelTraits(**{**vars(FACTS), "is_encoder_decoder": True, "main_input_name": "input_features"})
+    )
     with pytest.raises(UnsupportedModel, match="assistant_tokenizer"):
-        check_draft_model(ModelTraits(**{**vars(FACTS), "encoder_decoder": True}))
+        check_draft_model(ModelTraits(**{**vars(FACTS), "is_encoder_decoder": True}))
 
 
 @pytest.mark.parametrize("most", [1, 3])
@@ -708,7 +723,7 @@ def test_an_assistant_that_cannot_forget_begins_again(kind, most, tokenizers):
 
     def made():
         model = as_model(network)
-        return RetokenizingDrafter(model, new_cache(model.facts), *pair)
+        return RetokenizingDrafter(model, new_cache(model.traits), *pair)
 
     drafter, parents, tried = made(), [-1, -1], 0
     for step in range(5):
@@ -748,11 +763,11 @@ def test_a_law_is_the_assistant_s_of_the_tokens_that_both_have(pair, real, token
     row = tokenizers(pair[0])(STORY)["input_ids"][:30]
     row = row if row[0] == 1 or not naive.begun else [1, *row]
     (found,), proposal = asked(drafter, [-1], [row], 3, do_sample=1)
-    assert len(found) == 3 == proposal.probs.shape[1]
+    assert len(found) == 3 == proposal.draft_probs.shape[1]
     ids, _ = naive.continued(tokenizers(pair[0]).decode(row, skip_special_tokens=True), 0)
     by_bytes = {text: at for at, text in enumerate(theirs) if both.get(text) == 1}
     for place, token in enumerate(found):
-        law = proposal.probs[0, place]
+        law = proposal.draft_probs[0, place]
         assert float(law.double().sum()) == pytest.approx(1.0, abs=1e-4)
         assert float(law[token]) > 0
         with torch.no_grad():
@@ -785,8 +800,8 @@ def test_tokens_are_drawn_by_the_law_that_is_told(real, tokenizers):
         parents = [0 if step else -1] * count
         _, proposal = asked(drafter, parents, [row] * count, width, aid=aid, do_sample=1)
         for place in range(width):
-            there = proposal.n > place
-            law = proposal.probs[there, place].double()
+            there = proposal.num_drafts > place
+            law = proposal.draft_probs[there, place].double()
             told[place] += law.sum(0)
             spread[place] += (law * (1 - law)).sum(0)
             seen[place] += torch.bincount(proposal.drafts[there, place], minlength=size)
@@ -809,21 +824,21 @@ def test_seeds_greed_and_neighbours(real, tokenizers):
 
     torch.manual_seed(0)
     mixed, proposal = guessed([0, 1, 1, 0], [-1, 7, -1, -1])
-    assert proposal.probs.shape == (4, 3, 49152)
-    assert proposal.probs.double().sum(-1)[2].tolist() == pytest.approx([1.0] * 3, abs=1e-4)
+    assert proposal.draft_probs.shape == (4, 3, 49152)
+    assert proposal.draft_probs.double().sum(-1)[2].tolist() == pytest.approx([1.0] * 3, abs=1e-4)
     found, proposal = guessed([0, 1, 1, 0], [-1, 7, 8, -1])
-    assert proposal.probs is None
+    assert proposal.draft_probs is None
     assert [found[at] for at in (0, 1, 3)] == [mixed[at] for at in (0, 1, 3)]
     for at in range(4):
         alone, proposal = guessed([0, 1, 1, 0], [-1, 7, 8, -1], [at])
         assert alone == [found[at]]
-        assert proposal.probs is None
+        assert proposal.draft_probs is None
     assert found[0] != found[1]
     # A seed's guess is what its noise at that place makes of the law.
     drafter = crossed(PAIRS[0], real, tokenizers, 1)
     _, told = asked(drafter, [-1], [rows[1]], 1, do_sample=1)
     at_place = SamplingNoise().draw(rows_of([rows[1]], do_sample=1, seed=7), 49152)
-    assert int((told.probs[0, 0] / at_place[0]).argmax()) == found[1][0]
+    assert int((told.draft_probs[0, 0] / at_place[0]).argmax()) == found[1][0]
 
 
 def test_processors_have_their_say(real, tokenizers):
@@ -853,7 +868,7 @@ def test_processors_have_their_say(real, tokenizers):
     drafter = crossed(PAIRS[0], real, tokenizers)
     found, proposal = asked(drafter, [-1], [row], 3, aid=DraftContext(force, DenseStore()), do_sample=1)
     assert found == [[foreign]]
-    assert float(proposal.probs[0, 0, foreign]) == 1.0
+    assert float(proposal.draft_probs[0, 0, foreign]) == 1.0
     assert drafter.forwards == 1
 
 
@@ -872,7 +887,7 @@ def test_common_tokens_continue_a_character_that_has_begun(pair, tokenizers):
     whole, text, tried = tokenizers(pair[0])(FOREIGN)["input_ids"], FOREIGN.encode(), 0
     for at in range(1, len(whole)):
         (found,), _ = asked(drafter, [0 if at > 1 else -1], [whole[:at]], 1)
-        if found and drafter._known[found[0]] >= 0 and found[0] not in target.special_ids:
+        if found and drafter._assistant_by_target[found[0]] >= 0 and found[0] not in target.special_ids:
             so_far = [one for one in whole[:at] if one not in target.special_ids]
             said = target.decode_bytes([*so_far, *found]).removeprefix(target.leading_space)
             tried += text.startswith(said)

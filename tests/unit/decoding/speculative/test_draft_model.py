@@ -13,7 +13,7 @@ from descant.core.rows import Rows
 from descant.core.sampling_noise import SamplingNoise, keyed_exponential
 from descant.decoding.guidance.arithmetic import ProxyTuning
 from descant.decoding.speculative.draft_model import AssistantDrafter
-from descant.engine.planner import as_model, new_cache_for
+from descant.engine.planner import as_model
 from descant.kv_cache.dense import DenseStore
 from tests.unit.decoding.speculative.rig import (
     VOCAB,
@@ -34,7 +34,7 @@ OTHERS = ["mamba", "rwkv", "openai-gpt"]  # a state, a state for one row at a ti
 
 def assistant(model: Any, vocabulary: int = VOCAB, noise: Any = None) -> AssistantDrafter:
     own = as_model(model)
-    return AssistantDrafter(own, new_cache_for(own), noise or SamplingNoise(), vocabulary)
+    return AssistantDrafter(own, own.new_cache(), noise or SamplingNoise(), vocabulary)
 
 
 # ------------------------------------------------------------------------ following the rows
@@ -83,7 +83,7 @@ def test_models_joined_by_arithmetic_draft_as_one():
 def test_a_token_is_read_once(name: str):
     model = network(name, 3)
     own = as_model(model)
-    drafter = AssistantDrafter(own, new_cache_for(own), SamplingNoise(), VOCAB)
+    drafter = AssistantDrafter(own, own.new_cache(), SamplingNoise(), VOCAB)
     lines = [Line([5, 6, 7, 8], 0), Line([9, 10, 11, 12], 1)]
     fed = []
     for accepted in (2, 3, 1, 0, 0):
@@ -150,12 +150,12 @@ def test_a_row_stops_after_a_token_that_was_unlikely():
     assert 0 < stopped < 8
 
 
-@pytest.mark.parametrize("column", ["eos", "ends"])
+@pytest.mark.parametrize("column", ["eos_token_ids", "end_token_ids"])
 def test_a_row_stops_after_an_end(column: str):
     model = network("llama", 3)
     free = greedy(model, [5, 6, 7], 5)
-    ends = {"eos": [], column: [96, free[2]]}
-    lines = [Line([5, 6, 7], 0, params=ends), Line([5, 6, 7], 1, params={"eos": [], column: []})]
+    ends = {"eos_token_ids": [], column: [96, free[2]]}
+    lines = [Line([5, 6, 7], 0, params=ends), Line([5, 6, 7], 1, params={"eos_token_ids": [], column: []})]
     assert tried(draft(assistant(model), lines, 5), 2) == [free[:3], free]
 
 
@@ -268,7 +268,7 @@ def test_what_is_drawn_is_tried_however_unlikely():
     model = network("llama", 3)
     chance = SamplingNoise()
     chance.num_rows = 64
-    wants = {"do_sample": 1, "assistant_confidence_threshold": 0.9, "eos": list(range(50))}
+    wants = {"do_sample": 1, "assistant_confidence_threshold": 0.9, "eos_token_ids": list(range(50))}
     lines = [Line([5, 6, 7], at, params=wants) for at in range(64)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -383,7 +383,7 @@ def test_an_encoder_reads_ids_that_it_does_not_know_as_one_that_it_does():
 def test_what_ends_is_closed():
     own = as_model(network("llama", 3))
     closed: list[Any] = []
-    own.close = closed.append
+    own.remove_requests = closed.append
     AssistantDrafter(own, DenseStore(), SamplingNoise(), VOCAB).remove_requests([3, 5])
     assert closed == [[3, 5]]
 

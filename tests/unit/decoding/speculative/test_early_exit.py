@@ -225,7 +225,7 @@ def test_prompts_given_as_embeddings():
 def test_what_ends_is_closed():
     own = as_model(truncate_model(deep("llama"), 2))
     closed: list[Any] = []
-    own.close = closed.append
+    own.remove_requests = closed.append
     EarlyExit(own, SamplingNoise(), VOCAB).remove_requests([3, 5])
     assert closed == [[3, 5]]
 
@@ -315,7 +315,7 @@ def test_what_stretches_with_a_draft_is_not_the_models():
 def test_a_model_without_a_list_of_its_layers_is_refused():
     model = copy.deepcopy(deep("llama"))
     model.model.layers = nn.Sequential(*model.model.layers)
-    with pytest.raises(UnsupportedModel, match="no list of its 4 layers"):
+    with pytest.raises(UnsupportedModel, match="no ModuleList of its 4 layers"):
         truncate_model(model, 2)
 
 
@@ -324,12 +324,12 @@ def test_a_model_without_a_list_of_its_layers_is_refused():
     ("layers", "change", "says"),
     [
         (0, {}, ">= 1"),
-        (4, {}, "below 4"),
-        (9, {}, "below 4"),
-        (2, {"encoder_decoder": True}, "encoder"),
-        (2, {"memory": "own"}, "more than keys and values"),
-        (2, {"memory": "none"}, "remembers nothing"),
-        (2, {"asks": True}, "by itself"),
+        (4, {}, "below the model's 4 layers"),
+        (9, {}, "below the model's 4 layers"),
+        (2, {"is_encoder_decoder": True}, "has an encoder"),
+        (2, {"cache_type": "recurrent"}, "recurrent state"),
+        (2, {"cache_type": "none"}, "no KV cache"),
+        (2, {"prepares_own_inputs": True}, "prepares its own inputs"),
     ],
 )
 def test_an_exit_that_cannot_be(layers: int, change: dict[str, Any], says: str):

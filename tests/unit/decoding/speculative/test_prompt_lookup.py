@@ -96,8 +96,8 @@ def test_two_tokens_are_matched_where_nothing_else_is_said():
 
 def test_rows_that_do_not_use_it_and_rows_without_room_try_nothing():
     text = [1, 2, 1, 2]
-    none = {"pad": 0}
-    uses = {"pad": 0, "prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
+    none = {"pad_token_id": 0}
+    uses = {"pad_token_id": 0, "prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
     assert drafted(rows_of([text, text, text], [uses, none, uses]), [3, 3, 0]) == [[1, 2, 1], [], []]
     assert drafted(rows_of([text], [none]), [3]) == [[1, 2, 1]]  # nobody says how many: as many as may be
     assert drafted(rows_of([text], [uses]), [0]) == [[]]

@@ -160,7 +160,7 @@ class Table:
         self.draw = draw
         self.letter = st.integers(0, draw(st.integers(0, 2)))
         self.room = draw(st.sampled_from([8, 24, 400]))
-        kind = type("Small", (SuffixLookup,), {"ROOM": self.room})
+        kind = type("Small", (SuffixLookup,), {"SHARED_CAPACITY": self.room})
         self.drafter = kind(shared)
         self.kept = Kept(self.room) if shared else None
         self.lines, self.left, self.requests = [], {}, 0
@@ -211,7 +211,7 @@ class Table:
 
     def _close(self, standing, ended):
         numbers = sorted(ended)
-        self.drafter.close(numbers)
+        self.drafter.remove_requests(numbers)
         for place, line in enumerate(standing):
             if line.request in ended:
                 self._write(line)
@@ -244,7 +244,7 @@ def test_a_row_that_does_not_use_it_tries_nothing_and_is_not_read():
     assert drafted(drafter, lines, [-1, -1], [9, 9]) == [[], [1]]
     assert [row is None for row in drafter._rows] == [True, False]
     rows = rows_of(lines)
-    rows = rows.changed(columns={"params": RowParams(columns_from_rows([{"pad": 0}] * 2))})
+    rows = rows.replace(columns={"params": RowParams(columns_from_rows([{"pad_token_id": 0}] * 2))})
     bare = SuffixLookup(True)  # nobody says how many: as many as may be
     bare.commit(torch.tensor([-1, -1]), rows.length)
     assert bare.draft(rows, torch.tensor([9, 9]), None).drafts.tolist() == [[1, 2], [1, 2]]
@@ -253,7 +253,7 @@ def test_a_row_that_does_not_use_it_tries_nothing_and_is_not_read():
 # ------------------------------------------------------------------- earlier requests
 def wrote(drafter, text, request=0, prompt=0):
     drafted(drafter, [Line(request, prompt, text)], [-1], [0])
-    drafter.close([request])
+    drafter.remove_requests([request])
 
 
 def test_what_a_request_wrote_helps_later_ones_only_where_that_is_asked_for():
@@ -292,12 +292,12 @@ def test_a_copy_ends_where_the_text_it_comes_from_ends():
 
 
 def test_the_archive_is_bounded_and_forgets_the_oldest():
-    drafter = type("Small", (SuffixLookup,), {"ROOM": 64})(True)
+    drafter = type("Small", (SuffixLookup,), {"SHARED_CAPACITY": 64})(True)
     for number in range(200):
         wrote(drafter, [10 * number + at for at in range(9)], request=number)
-        sizes = [len(one.text) for one in drafter._archive.generations]
+        sizes = [len(one.tokens) for one in drafter._shared_index.generations]
         assert sum(sizes) <= 64
-        assert not drafter._left
+        assert not drafter._finished_texts
     assert sum(sizes) > 32
     lines = [Line(500, 0, [1990, 1991, 1992]), Line(501, 0, [0, 1, 2])]
     assert drafted(drafter, lines, [-1, -1], [2, 2]) == [[1993, 1994], []]
@@ -324,10 +324,10 @@ def test_a_match_in_the_archive_is_cut_to_what_goes_on():
 
 
 def test_of_equal_matches_the_younger_generation_has_the_latest():
-    drafter = type("Small", (SuffixLookup,), {"ROOM": 12})(True)
+    drafter = type("Small", (SuffixLookup,), {"SHARED_CAPACITY": 12})(True)
     wrote(drafter, [1, 2, 3, 3])
     wrote(drafter, [1, 2, 4, 4])
-    assert len(drafter._archive.generations) == 2
+    assert len(drafter._shared_index.generations) == 2
     assert drafted(drafter, [Line(1, 0, [1, 2])], [-1], [9]) == [[4, 4]]
 
 

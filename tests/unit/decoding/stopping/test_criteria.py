@@ -98,7 +98,7 @@ def test_a_list_hands_on_what_it_is_given():
 
 @pytest.mark.parametrize("verdict", [None, 1, torch.tensor([1, 0]), torch.tensor([True] * 3), "yes"])
 def test_a_verdict_that_is_none_is_refused(verdict):
-    with pytest.raises(InputError, match="must answer a bool, or a tensor of 2 bools"):
+    with pytest.raises(InputError, match="must return a bool, or a bool tensor with one entry per row"):
         StoppingCriteriaList([lambda ids, scores: verdict])(torch.zeros(2, 1, dtype=torch.long), None)
 
 

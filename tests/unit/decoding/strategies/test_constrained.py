@@ -398,7 +398,7 @@ def test_only_new_tokens_count():
 
 def test_unknown_tokens_are_refused():
     with pytest.raises(
-        InputError, match="`constraints` must advance by tokens below 6, the vocabulary, got 9"
+        InputError, match="`constraints` must advance by tokens below the vocabulary size 6, got 9"
     ):
         generated(small(6), constraints=[PhrasalConstraint([2, 9])], num_beams=2, max_new_tokens=4)
     with pytest.raises(ConfigError, match="`force_words_ids` must name tokens below 6"):

@@ -1,4 +1,4 @@
-"""The scorers in a loop written by hand: the same as the oracle's scorers and as `generate`."""
+"""The scorers in a loop written by hand: the same as the reference's scorers and as `generate`."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class Run:
     def crowded(self):
         """Whether some open request has fewer beams that meet the constraints than sequences to return.
 
-        The oracle then lets the others compete with those that do.
+        The reference then lets the others compete with those that do.
         """
         open_ids = self.last["input_ids"].view(len(self.case.ids), self.case.beams, -1)
         return any(
@@ -256,10 +256,10 @@ class Run:
         )
 
 
-def same_as_the_oracle(oracle, run, compare_end=True):
+def same_as_the_reference(reference, run, compare_end=True):
     case = run.case
     name = type(case.scorer()).__name__
-    theirs = oracle.ask(
+    theirs = reference.ask(
         "scorer",
         name=name,
         arguments=case.settings,
@@ -272,7 +272,7 @@ def same_as_the_oracle(oracle, run, compare_end=True):
         group = asked.get("group_index", 0)
         live = ~before.view(len(case.ids), case.groups)[:, group]
         for key, value in mine.items():
-            # Of requests that are done the oracle's rows are those of the batch's first.
+            # Of requests that are done the reference's rows are those of the batch's first.
             shown, said = (one.view(len(case.ids), -1)[live] for one in (value, their[key]))
             assert torch.equal(shown, said), key
         assert torch.equal(done, their["done"])
@@ -282,7 +282,7 @@ def same_as_the_oracle(oracle, run, compare_end=True):
     end = theirs["end"]
     width = case.ids.shape[1]
     mine = run.end["sequences"].clone()
-    # Whichever token ended it, the oracle writes the first.
+    # Whichever token ended it, the reference writes the first.
     mine[:, width:][torch.isin(mine[:, width:], torch.tensor(case.eos))] = case.eos[0]
     assert torch.equal(mine, end["sequences"])
     assert torch.allclose(run.end["sequence_scores"], end["sequence_scores"], rtol=1e-6, atol=0)
@@ -290,25 +290,25 @@ def same_as_the_oracle(oracle, run, compare_end=True):
 
 
 @pytest.mark.parametrize("seed", range(64))
-def test_plain_as_the_oracle(seed, tiny, oracle):
-    same_as_the_oracle(oracle, Run(Case.chance(tiny("llama"), seed)))
+def test_plain_as_the_reference(seed, tiny, reference):
+    same_as_the_reference(reference, Run(Case.chance(tiny("llama"), seed)))
 
 
 @pytest.mark.parametrize("seed", range(64))
-def test_groups_as_the_oracle(seed, tiny, oracle):
-    same_as_the_oracle(oracle, Run(Case.chance(tiny("llama"), seed, grouped=True)))
+def test_groups_as_the_reference(seed, tiny, reference):
+    same_as_the_reference(reference, Run(Case.chance(tiny("llama"), seed, grouped=True)))
 
 
 @pytest.mark.parametrize("seed", range(96))
-def test_constraints_as_the_oracle(seed, tiny, oracle):
-    """But for what the oracle misses of its constraints: see
+def test_constraints_as_the_reference(seed, tiny, reference):
+    """But for what the reference misses of its constraints: see
     `tests/unit/decoding/constraints/test_known_bugs.py`.
 
     Its copies of a begun disjunction share what they read, so no two alternatives begin alike; it misses a
     phrase that begins where another breaks off, so none does.
     """
     run = Run(replace(Case.chance(tiny("llama"), seed, constrained=True), **MET))
-    same_as_the_oracle(oracle, run, not run.crowded)
+    same_as_the_reference(reference, run, not run.crowded)
 
 
 KINDS = {"plain": {}, "groups": {"grouped": True}, "constraints": {"constrained": True}}
@@ -367,7 +367,7 @@ def test_as_generate(seed, kind, tiny):
             assert torch.equal(run.end["beam_indices"][:, :count], whole.beam_indices.long())
 
 
-# -------------------------------------------------------------------- what the oracle has wrong, and bounds
+# ------------------------------------------------------------------- what the reference has wrong, and bounds
 def candidates(rows):
     """`next_scores`, `next_tokens` and `next_indices` of `(score, token, beam)`, for each request."""
     scores, tokens, beams = (
@@ -446,7 +446,7 @@ def test_impossible_candidates_fill_the_beams_and_are_never_returned():
     )
     assert step["next_beam_tokens"].tolist() == [5, 6]
     assert step["next_beam_scores"].tolist() == [-1.0, low]
-    with pytest.raises(RowError, match="must have 2 sequences that are possible, got 1"):
+    with pytest.raises(RowError, match="must have 2 possible sequences, got 1"):
         finished(scorer, [[3, 4, 5], [3, 4, 6]], (-1.0, low))
 
 
@@ -521,7 +521,7 @@ def test_steps_that_are_refused(change, name):
 
 def test_ends_that_are_refused():
     ids = [[3, 4, 5], [3, 4, 6]]
-    with pytest.raises(InputError, match="`decoder_prompt_len` must be given where no step"):
+    with pytest.raises(InputError, match="`decoder_prompt_len` must be given if `process` was never called"):
         finished(one_request(), ids)
     scorer = one_request(num_beam_hyps_to_keep=2)
     scorer.process(IDS, **candidates([FOUR]), eos_token_id=9)
@@ -539,7 +539,7 @@ def test_constraints_that_are_refused():
     with pytest.raises(InputError, match="`constraints` must be a non-empty list"):
         one_request(ConstrainedBeamSearchScorer, constraints=[])
     scorer = constrained([[12]])
-    with pytest.raises(InputError, match="`constraints` must advance by tokens below 10"):
+    with pytest.raises(InputError, match="`constraints` must advance by tokens below the vocabulary size 10"):
         scorer.process(IDS, **candidates([FOUR]), scores_for_all_vocab=torch.zeros(2, 10), eos_token_id=9)
     with pytest.raises(InputError, match="`scores_for_all_vocab` must"):
         scorer.process(IDS, **candidates([FOUR]), scores_for_all_vocab=torch.zeros(3, 10), eos_token_id=9)

@@ -40,7 +40,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(settings, WatermarkingConfig)
         return [Counting(settings.hashing_key)]
 
-    monkeypatch.setattr(detection, "schemes_of", made)
+    monkeypatch.setattr(detection, "build_schemes", made)
 
 
 def _unmarked(seed: int, count: int) -> list[int]:
@@ -56,7 +56,7 @@ def _marked(seed: int, count: int, strength: float = 0.7) -> list[int]:
 def test_a_marked_text() -> None:
     ids = _marked(0, 200)
     found = Detector(KEY, V).ids(ids)
-    evidence = Counting(KEY.hashing_key).evidence(np.array(ids))
+    evidence = Counting(KEY.hashing_key).score_tokens(np.array(ids))
     hits, count = int(evidence.values.sum()), int(evidence.mask.sum())
     assert found.verdict == MARKED
     assert found.marked
@@ -78,7 +78,7 @@ def test_a_marked_text() -> None:
 def test_an_unmarked_text_long_enough_is_not_marked() -> None:
     found = Detector(KEY, V).ids(_unmarked(1, 400))
     assert found.verdict == NOT_MARKED
-    assert found.interval[1] < Counting.weakest
+    assert found.interval[1] < Counting.min_marked_mean
     assert not found.marked
     assert found.needed is None
 
@@ -301,7 +301,7 @@ def test_ids_in_any_form(form: Callable[[list[int]], Any]) -> None:
 @pytest.mark.usefixtures("counting")
 @pytest.mark.parametrize("ids", [[[1, 2]], torch.ones(1, 5, dtype=torch.long), [1.5], [True], 7, None])
 def test_what_is_no_row_of_ids(ids: Any) -> None:
-    with pytest.raises(InputError, match="`ids` must be one text's token ids"):
+    with pytest.raises(InputError, match="`ids` must be a one-dimensional sequence of token ids"):
         Detector(KEY, V).ids(ids)
 
 
@@ -309,23 +309,23 @@ def test_what_is_no_row_of_ids(ids: Any) -> None:
 @pytest.mark.parametrize("strange", [-1, V])
 def test_ids_of_another_vocabulary(strange: int) -> None:
     with pytest.raises(
-        InputError, match=f"must lie between 0 and {V - 1}, got {strange}: is the tokenizer another"
+        InputError, match=f"must be between 0 and {V - 1}, got {strange}: check that the tokenizer"
     ):
         Detector(KEY, V).ids([1, strange])
 
 
 @pytest.mark.parametrize("keys", [{}, [], None, "abc", {"a": 1}, [1]])
 def test_keys_that_are_none(keys: Any) -> None:
-    with pytest.raises(InputError, match="`keys` must be one watermark's settings or several"):
+    with pytest.raises(InputError, match="`keys` must be the settings of one or more watermarks"):
         Detector(keys, V)
 
 
 def test_options_that_cannot_be() -> None:
-    with pytest.raises(InputError, match="`alpha` must lie between 0 and 1, got 1"):
+    with pytest.raises(InputError, match="`alpha` must be between 0 and 1, got 1"):
         Detector(KEY, V, alpha=1)
     with pytest.raises(InputError, match="`correction` must be one of holm, bonferroni"):
         Detector(KEY, V, correction="none")
-    with pytest.raises(InputError, match="`tokenizer` is needed to read a text"):
+    with pytest.raises(InputError, match="`tokenizer` is required for text"):
         Detector(KEY, V).text("a text")
 
 

@@ -33,8 +33,8 @@ def written(law, texts, tokens, key=KEY, width=4, nonce=0, seed=0):
 
 
 def p_value(one, ids):
-    found = one.evidence(ids)
-    return one.tail(int(found.scored.sum()), float(found.value.sum()))
+    found = one.score_tokens(ids)
+    return one.p_value(int(found.mask.sum()), float(found.values.sum()))
 
 
 FLAT = [1 / 300] * 300
@@ -47,13 +47,13 @@ def test_values_are_those_of_the_race():
     for width in (1, 2, 4):
         ids = rng.integers(0, 6, 60)
         one, race = scheme(width=width, nonce=3), KeyedUniforms(GumbelWatermarkingConfig(KEY, width))
-        found = one.evidence(ids)
+        found = one.score_tokens(ids)
         seen = set()
         for place, token in enumerate(ids.tolist()):
             context = tuple(ids[max(place - width, 0) : place].tolist())
             fresh = len(context) == width and context not in seen
             seen.add(context)
-            assert found.scored[place] == fresh
+            assert found.mask[place] == fresh
             wanted = 0.0
             if fresh:
                 wanted = -np.log(
@@ -61,13 +61,13 @@ def test_values_are_those_of_the_race():
                         race.context_states_on_host(np.array([context]), 3), np.array([token])
                     )[0]
                 )
-            assert found.value[place] == wanted
-        assert 0 < found.scored.sum() < 60
+            assert found.values[place] == wanted
+        assert 0 < found.mask.sum() < 60
 
 
 def test_it_says_what_it_is():
     one = scheme(width=3, nonce=5)
-    assert (one.name, one.mean, one.sd, one.width, one.nonce) == ("gumbel", 1.0, 1.0, 3, 5)
+    assert (one.name, one.null_mean, one.null_std, one.context_size, one.nonce) == ("gumbel", 1.0, 1.0, 3, 5)
     assert one.settings == GumbelWatermarkingConfig(KEY, 3)
     assert GumbelScheme(GumbelWatermarkingConfig(KEY, 3, nonce=8)).nonce == 8
     with pytest.raises(InputError, match="`nonce` must be given"):
@@ -76,19 +76,19 @@ def test_it_says_what_it_is():
 
 @pytest.mark.parametrize("count", range(6))
 def test_texts_too_short_for_a_context(count):
-    found = scheme().evidence(np.arange(count))
-    assert found.scored.tolist() == [place >= 4 for place in range(count)]
-    assert len(found.value) == count
+    found = scheme().score_tokens(np.arange(count))
+    assert found.mask.tolist() == [place >= 4 for place in range(count)]
+    assert len(found.values) == count
 
 
 def test_ids_of_any_kind():
     ids = np.random.default_rng(1).integers(0, 99, 40)
-    wanted = [part.tolist() for part in scheme().evidence(ids)]
+    wanted = [part.tolist() for part in scheme().score_tokens(ids)]
     for given in (ids.astype(np.int32), np.repeat(ids, 2)[::2], ids):
-        found = scheme().evidence(given)
+        found = scheme().score_tokens(given)
         assert [part.tolist() for part in found] == wanted
-    found.scored[:] = False  # what a caller does to an answer is not what the next one gets
-    assert [part.tolist() for part in scheme().evidence(ids)] == wanted
+    found.mask[:] = False  # what a caller does to an answer is not what the next one gets
+    assert [part.tolist() for part in scheme().score_tokens(ids)] == wanted
 
 
 # ------------------------------------------------------------------- marked text
@@ -99,8 +99,8 @@ def test_what_was_marked_is_scored_and_nothing_else(width):
     processor = GumbelWatermarkLogitsProcessor(KEY, width, 0)
     scores, sure = torch.tensor(STEEP).log()[None], 0
     for text in ids:
-        found = scheme(width=width).evidence(text)
-        for place, scored in enumerate(found.scored.tolist()):
+        found = scheme(width=width).score_tokens(text)
+        for place, scored in enumerate(found.mask.tolist()):
             left = processor(torch.tensor(text[None, :place]), scores)
             assert scored == (not torch.equal(left, scores))
             if scored:
@@ -120,8 +120,8 @@ def test_marked_tokens_are_worth_what_they_should(law):
     ids = written(law, 4000, 5, seed=2)
     contexts = {}
     for text in ids:
-        found = scheme().evidence(text)
-        contexts[tuple(text[:4])] = found.value[4]
+        found = scheme().score_tokens(text)
+        contexts[tuple(text[:4])] = found.values[4]
     values = np.array(list(contexts.values()))
     assert len(values) > 2000 or law is STEEP
     assert abs(values.mean() - worth(law)) < 4.5 * values.std() / len(values) ** 0.5
@@ -145,17 +145,17 @@ def test_a_passage_is_found_wherever_it_stands():
     """A context is a few tokens: what comes before and after, and where, is no matter."""
     (text,) = written(FLAT, 1, 60)
     around = np.random.default_rng(3).integers(0, 300, 200)
-    found = scheme().evidence(np.concatenate((around, text, around)))
-    alone = scheme().evidence(text)
-    assert found.value[204:260].tolist() == alone.value[4:].tolist()
-    assert alone.value[alone.scored].mean() > 4
+    found = scheme().score_tokens(np.concatenate((around, text, around)))
+    alone = scheme().score_tokens(text)
+    assert found.values[204:260].tolist() == alone.values[4:].tolist()
+    assert alone.values[alone.mask].mean() > 4
 
 
 def test_even_weakly_marked_text_is_worth_the_weakest():
     law = [0.92, *[0.08 / 99] * 99]  # 0.65 nats
     assert -sum(p * np.log(p) for p in law) > 0.25
-    assert worth(law) > scheme().weakest
-    assert worth([0.93, 0.07]) == pytest.approx(scheme().weakest, abs=0.01)  # a quarter of a nat
+    assert worth(law) > scheme().min_marked_mean
+    assert worth([0.93, 0.07]) == pytest.approx(scheme().min_marked_mean, abs=0.01)  # a quarter of a nat
     assert -sum(p * np.log(p) for p in (0.93, 0.07)) == pytest.approx(0.25, abs=0.01)
 
 
@@ -187,7 +187,7 @@ def test_a_repeat_that_counted_would_look_like_a_mark():
     rng, wrong = np.random.default_rng(5), []
     for _ in range(300):
         text, one = np.tile(rng.integers(0, 99, 10), 12), scheme(int(rng.integers(2**62)))
-        once = one.evidence(text)
-        assert once.scored.sum() == 10
-        wrong.append(one.tail(110, 11 * float(once.value.sum())))
+        once = one.score_tokens(text)
+        assert once.mask.sum() == 10
+        wrong.append(one.p_value(110, 11 * float(once.values.sum())))
     assert np.mean(np.array(wrong) < 0.01) > 0.1

@@ -256,11 +256,9 @@ def test_all_tokens_are_in_the_table_too() -> None:
 
 
 def test_texts_must_fit() -> None:
-    with pytest.raises(
-        InputError, match="must be the strings of the tokens where a detection has no offsets"
-    ):
+    with pytest.raises(InputError, match="must be token strings if the detection has no offsets"):
         render_report([detection([1])], ["a"])
-    with pytest.raises(InputError, match="`texts` must have 1 tokens, as the detection, got 2"):
+    with pytest.raises(InputError, match="`texts` must have 1 tokens, like the detection, got 2"):
         render_report([detection([1])], [["a", "b"]])
     with pytest.raises(ValueError, match="shorter"):
         render_report([detection([1])], [])

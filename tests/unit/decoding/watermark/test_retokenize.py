@@ -219,7 +219,7 @@ class Pairs:
 
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> Detector:
-    monkeypatch.setattr(detection, "schemes_of", lambda settings, _: [Counting(settings.hashing_key)])
+    monkeypatch.setattr(detection, "build_schemes", lambda settings, _: [Counting(settings.hashing_key)])
     return Detector(WatermarkingConfig(hashing_key=3), 5000, Pairs())
 
 
@@ -321,7 +321,7 @@ def test_next_to_nothing_is_too_short(text: str, label: str) -> None:
 
 def test_what_is_no_text() -> None:
     asked = detector("smollm2", "lefthash")
-    with pytest.raises(InputError, match="`text` must be a string, got 3: give token ids to `ids`"):
+    with pytest.raises(InputError, match="`text` must be a string, got 3: pass token ids to `ids`"):
         asked.text(3)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="`prompt` must be a string, as the text is, got 3"):
+    with pytest.raises(InputError, match="`prompt` must be a string, like the text, got 3"):
         asked.text("a text", prompt=3)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def test_the_oddest_window_of_each_size_is_taken() -> None:
     for (size, starts), one in zip(window_grid(120), scan_windows(scheme, values, windows=True), strict=True):
         totals = [values[at : at + size].sum() for at in starts]
         assert one.total == max(totals)
-        assert one.p_value == min(scheme.tail(size, total) for total in totals)
+        assert one.p_value == min(scheme.p_value(size, total) for total in totals)
 
 
 @pytest.mark.parametrize(("length", "passage"), [(400, 60), (400, 100), (1500, 100)])
@@ -79,7 +79,7 @@ def test_a_marked_passage_is_found_where_it_is(length: int, passage: int) -> Non
     assert np.median(overlaps) > 0.85
     assert np.quantile(overlaps, 0.1) > 0.6
     # The whole text does not tell it.
-    assert scheme.tail(1500, 1500 * 0.25 + 100 * 0.4) > 0.005
+    assert scheme.p_value(1500, 1500 * 0.25 + 100 * 0.4) > 0.005
 
 
 @pytest.mark.parametrize("length", [20, 90, 400])

@@ -191,7 +191,7 @@ def test_mean_interval_is_students(count: int) -> None:
     values = np.random.default_rng(count).normal(0.5, 0.1, count)
     exact = stats.t.interval(0.95, count - 1, values.mean(), values.std(ddof=1) / math.sqrt(count))
     assert mean_interval(values) == pytest.approx(exact, rel=1e-6)
-    wide = mean_interval(values, least_sd=10.0)
+    wide = mean_interval(values, min_std=10.0)
     assert wide[1] - wide[0] > 5 * (exact[1] - exact[0])
 
 
@@ -233,18 +233,19 @@ def test_holm_keeps_the_level_with_dependent_tests() -> None:
 # --------------------------------------------------------------------------- level and power
 def test_the_randomised_p_value_is_uniform() -> None:
     scheme, rng = Counting(), np.random.default_rng(3)
-    totals = rng.binomial(37, scheme.mean, 4000)
-    plain = np.array([scheme.tail(37, float(total)) for total in totals])
+    totals = rng.binomial(37, scheme.null_mean, 4000)
+    plain = np.array([scheme.p_value(37, float(total)) for total in totals])
     mixed = np.array([
-        randomized_p_value(scheme, 37, float(total), u) for total, u in zip(totals, rng.random(4000), strict=True)
+        randomized_p_value(scheme, 37, float(total), u)
+        for total, u in zip(totals, rng.random(4000), strict=True)
     ])  # fmt: skip
     assert stats.kstest(mixed, "uniform").pvalue > 0.001
     assert stats.kstest(plain, "uniform").pvalue < 1e-6  # the plain one is not, counts being lumpy
     for level in (0.01, 0.05, 0.2):  # but it never exceeds its level
         assert (plain <= level).mean() <= level + 3 * math.sqrt(level / 4000)
     assert np.all(mixed <= plain + 1e-15)
-    assert randomized_p_value(scheme, 37, 12.0, 1.0) == scheme.tail(37, 12.0)
-    assert randomized_p_value(scheme, 37, 12.0, 0.0) == scheme.tail(37, 13.0)
+    assert randomized_p_value(scheme, 37, 12.0, 1.0) == scheme.p_value(37, 12.0)
+    assert randomized_p_value(scheme, 37, 12.0, 0.0) == scheme.p_value(37, 13.0)
 
 
 @pytest.mark.parametrize(("score", "alpha"), [(0.5, 0.01), (0.4, 0.001), (0.8, 0.01)])
@@ -252,13 +253,15 @@ def test_as_many_tokens_as_needed_are_enough(score: float, alpha: float) -> None
     scheme, rng = Counting(), np.random.default_rng(4)
     count = required_tokens(scheme, score, alpha)
     assert count is not None
-    found = [scheme.tail(count, float(hits)) <= alpha for hits in rng.binomial(count, score, 2000)]
+    found = [scheme.p_value(count, float(hits)) <= alpha for hits in rng.binomial(count, score, 2000)]
     assert 0.85 < np.mean(found) <= 1.0
-    fewer = [scheme.tail(count // 2, float(hits)) <= alpha for hits in rng.binomial(count // 2, score, 2000)]
+    fewer = [
+        scheme.p_value(count // 2, float(hits)) <= alpha for hits in rng.binomial(count // 2, score, 2000)
+    ]
     assert np.mean(fewer) < 0.8
 
 
 def test_no_number_of_tokens_tells_what_is_no_mark() -> None:
     assert required_tokens(Counting(), 0.25) is None
-    with pytest.raises(InputError, match="must lie between 0 and 1"):
+    with pytest.raises(InputError, match="must be between 0 and 1"):
         required_tokens(Counting(), 0.5, alpha=0.0)

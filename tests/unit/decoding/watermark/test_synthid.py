@@ -60,14 +60,14 @@ def written(length=200):
 
 
 def z_of(scheme, ids):
-    evidence = scheme.evidence(np.asarray(ids))
-    count = int(evidence.scored.sum())
-    return (float(evidence.value.sum()) - count * scheme.mean) / (scheme.sd * math.sqrt(count))
+    evidence = scheme.score_tokens(np.asarray(ids))
+    count = int(evidence.mask.sum())
+    return (float(evidence.values.sum()) - count * scheme.null_mean) / (scheme.null_std * math.sqrt(count))
 
 
 def p_of(scheme, ids):
-    evidence = scheme.evidence(np.asarray(ids))
-    return scheme.tail(int(evidence.scored.sum()), float(evidence.value.sum()))
+    evidence = scheme.score_tokens(np.asarray(ids))
+    return scheme.p_value(int(evidence.mask.sum()), float(evidence.values.sum()))
 
 
 # ---------------------------------------------------------------------------------- evidence

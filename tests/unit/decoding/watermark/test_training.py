@@ -57,7 +57,7 @@ def trained(pairs):
 
 def test_it_beats_the_mean_on_texts_that_it_has_not_seen(trained):
     model = detector()
-    model.load_state_dict(trained.state)
+    model.load_state_dict(trained.state_dict)
     fresh = coins(1500, True, 3), coins(1500, False, 4)
     learnt, _ = evaluate_detector(model.log_odds, *fresh, (20, 40))
     mean, _ = evaluate_detector(mean_score, *fresh, (20, 40))
@@ -68,13 +68,13 @@ def test_it_beats_the_mean_on_texts_that_it_has_not_seen(trained):
 
 
 def test_it_learns_that_later_rounds_mark_less(trained):
-    beta = trained.state["likelihood_model_watermarked.beta"].flatten()
+    beta = trained.state_dict["likelihood_model_watermarked.beta"].flatten()
     assert beta[:2].mean() > beta[-2:].mean() + 0.5
 
 
 def test_the_threshold_has_its_false_positives_elsewhere_too(trained):
     model = detector()
-    model.load_state_dict(trained.state)
+    model.load_state_dict(trained.state_dict)
     unmarked = coins(4000, False, 5)
     with torch.no_grad():
         false = float((model(*unmarked)[0] > trained.overall.threshold).double().mean())
@@ -83,19 +83,19 @@ def test_the_threshold_has_its_false_positives_elsewhere_too(trained):
 
 def test_the_figures_are_those_of_the_held_out_texts(trained, pairs):
     model = detector()
-    model.load_state_dict(trained.state)
+    model.load_state_dict(trained.state_dict)
     with torch.no_grad():
-        scores = [model(*texts)[0] for texts in trained.held]
-    assert compute_metrics(*scores) == trained.lengths["whole"]
-    assert list(trained.lengths) == ["20", "40", "whole"]
-    assert [len(texts.mask) for texts in trained.held] == [90, 120]
-    assert trained.overall.marked == sum(one.marked for one in trained.lengths.values())
-    for texts, held in zip(pairs, trained.held, strict=True):
+        scores = [model(*texts)[0] for texts in trained.held_out]
+    assert compute_metrics(*scores) == trained.by_length["whole"]
+    assert list(trained.by_length) == ["20", "40", "whole"]
+    assert [len(texts.mask) for texts in trained.held_out] == [90, 120]
+    assert trained.overall.marked == sum(one.marked for one in trained.by_length.values())
+    for texts, held in zip(pairs, trained.held_out, strict=True):
         known = {tuple(row.flatten().tolist()) for row in texts.g_values}
         assert all(tuple(row.flatten().tolist()) in known for row in held.g_values)
     json.dumps(trained.to_dict())
     assert trained.penalty in QUICK.delta_penalties
-    assert 1 <= trained.epochs <= QUICK.epochs
+    assert 1 <= trained.best_epoch <= QUICK.epochs
 
 
 def test_a_seed_says_all_and_nothing_of_the_caller_is_touched(pairs):
@@ -117,7 +117,7 @@ def test_a_seed_says_all_and_nothing_of_the_caller_is_touched(pairs):
 
 
 def test_what_is_not_to_be_learnt_stays(trained):
-    assert trained.state["prior"].tolist() == [0.5]
+    assert trained.state_dict["prior"].tolist() == [0.5]
 
 
 class Scripted(torch.nn.Module):
@@ -290,7 +290,7 @@ def test_texts_of_several_lengths_are_padded_by_what_does_not_count():
 
 REFUSED = {
     "few": lambda: train_detector(detector(), coins(3, True, 0), coins(9, False, 0), QUICK),
-    "empty": lambda: train_detector(detector(), coins(9, True, 0).cut(0), coins(9, False, 0), QUICK),
+    "empty": lambda: train_detector(detector(), coins(9, True, 0).truncate(0), coins(9, False, 0), QUICK),
     "epochs": lambda: DetectorTrainingConfig(epochs=0),
     "batch": lambda: DetectorTrainingConfig(batch_size=1),
     "share": lambda: DetectorTrainingConfig(validation_share=1.0),
@@ -301,5 +301,5 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_refuses(case):
-    with pytest.raises(InputError, match="must be"):
+    with pytest.raises(InputError, match=r"must (be|contain)"):
         REFUSED[case]()

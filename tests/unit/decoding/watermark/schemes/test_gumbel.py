@@ -45,7 +45,7 @@ def race(key=77, width=4):
 
 def asked(one, contexts, nonce, tokens):
     """The uniforms of tokens [M] after contexts [M, W]."""
-    return one.chosen(one.words(np.asarray(contexts), nonce), np.asarray(tokens))
+    return one.token_uniforms(one.context_states_on_host(np.asarray(contexts), nonce), np.asarray(tokens))
 
 
 # ------------------------------------------------------------------- one answer
@@ -82,34 +82,34 @@ GOLDEN = {
 def test_the_whole_vocabulary_equals_its_tokens(vocabulary):
     one, rng = race(5, 3), np.random.default_rng(2)
     contexts = rng.integers(0, 60_000, (6, 3))
-    states, words = one.states(torch.from_numpy(contexts), 9), one.words(contexts, 9)
+    states, words = one.context_states(torch.from_numpy(contexts), 9), one.context_states_on_host(contexts, 9)
     assert states.tolist() == words.tolist()
-    whole = one.whole(states, vocabulary)
-    assert [line.tolist() for line in one.each(words, vocabulary)] == whole.tolist()
+    whole = one.vocab_uniforms(states, vocabulary)
+    assert [line.tolist() for line in one.iter_vocab_uniforms(words, vocabulary)] == whole.tolist()
     for line, word in zip(whole, words, strict=True):
-        exact = one.chosen(np.repeat(word[None], vocabulary, 0), np.arange(vocabulary))
+        exact = one.token_uniforms(np.repeat(word[None], vocabulary, 0), np.arange(vocabulary))
         np.testing.assert_allclose(line.numpy(), exact, rtol=2**-22)
 
 
 def test_a_nonce_for_each_line():
     one, nonces = race(6, 2), [0, 5, 0, 15, 2**20 - 1]
     contexts = torch.tensor([[3, 4]] * 5)
-    found = one.states(contexts, torch.tensor(nonces)[:, None])
-    assert found.tolist() == [one.states(contexts[:1], nonce)[0].tolist() for nonce in nonces]
+    found = one.context_states(contexts, torch.tensor(nonces)[:, None])
+    assert found.tolist() == [one.context_states(contexts[:1], nonce)[0].tolist() for nonce in nonces]
     assert len({str(line) for line in found.tolist()}) == 4
 
 
 def test_never_0_nor_1():
     """Where all bits are 0, and where all are 1."""
     one = race(8, 1)
-    signs = one._signs_on(torch.device("cpu"), 3).tolist()
-    assert one.whole(torch.tensor([[signs[1], 1]]), 3)[0, 1] == 2.0**-33
-    assert one.chosen(np.array([[signs[1], 1]], np.uint32), np.array([1])).tolist() == [2.0**-33]
+    signs = one._token_words(torch.device("cpu"), 3).tolist()
+    assert one.vocab_uniforms(torch.tensor([[signs[1], 1]]), 3)[0, 1] == 2.0**-33
+    assert one.token_uniforms(np.array([[signs[1], 1]], np.uint32), np.array([1])).tolist() == [2.0**-33]
     last = unmixed(WORD)
     assert mixed(last) == WORD
     state = np.array([[signs[1] ^ last, 1]], np.uint32)
-    assert one.chosen(state, np.array([1])).tolist() == [1 - 2.0**-33]
-    assert one.whole(torch.from_numpy(state.astype(np.int64)), 3)[0, 1] == 1.0
+    assert one.token_uniforms(state, np.array([1])).tolist() == [1 - 2.0**-33]
+    assert one.vocab_uniforms(torch.from_numpy(state.astype(np.int64)), 3)[0, 1] == 1.0
 
 
 def unmixed(word):
@@ -139,8 +139,8 @@ def series(name):
         tokens = np.arange(COUNT)
     elif name == "nonce":
         one = race(31, 3)
-        states = one.states(torch.from_numpy(contexts), torch.arange(COUNT)[:, None])
-        return one.chosen(states.numpy().astype(np.uint32), tokens)
+        states = one.context_states(torch.from_numpy(contexts), torch.arange(COUNT)[:, None])
+        return one.token_uniforms(states.numpy().astype(np.uint32), tokens)
     elif name == "key":
         return np.concatenate([asked(race(key, 3), contexts[:200], 2, np.arange(200)) for key in range(500)])
     elif name == "chance":
@@ -188,5 +188,5 @@ def test_whatever_changes_changes_the_chance(change):
 
 def test_contexts_do_not_collide():
     contexts = np.stack(np.meshgrid(*[np.arange(60)] * 3), -1).reshape(-1, 3)
-    words = race(31, 3).words(contexts, 2).astype(np.uint64)
+    words = race(31, 3).context_states_on_host(contexts, 2).astype(np.uint64)
     assert len(np.unique(words[:, 0] << np.uint64(32) | words[:, 1] | np.uint64(1))) == len(contexts)

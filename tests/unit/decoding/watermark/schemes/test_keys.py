@@ -82,7 +82,7 @@ def test_the_environment_holds_it_or_its_path(tmp_path, monkeypatch):
     [
         (
             {},
-            "`key` must come from one place, got 'neither a file nor a variable': set DESCANT",
+            "`key` must come from exactly one source, got 'neither a file nor a variable': set DESCANT",
         ),
         (
             {KEY_VARIABLE: "{}", KEY_FILE_VARIABLE: "x"},
@@ -90,14 +90,14 @@ def test_the_environment_holds_it_or_its_path(tmp_path, monkeypatch):
         ),
         (
             {KEY_VARIABLE: "/etc/key.json"},
-            f"`{KEY_VARIABLE}` must hold JSON (Expecting value), got 'other text: a",
+            f"`{KEY_VARIABLE}` must contain JSON (Expecting value), got 'other text; use",
         ),
         (
             {KEY_FILE_VARIABLE: "/nowhere/key"},
             f"`{KEY_FILE_VARIABLE}` must be a file that can be read (No such file",
         ),
-        ({KEY_FILE_VARIABLE: json.dumps(GREEN)}, "got 'something that is no path'"),
-        ({KEY_FILE_VARIABLE: str(SECRET)}, "got 'something that is no path'"),
+        ({KEY_FILE_VARIABLE: json.dumps(GREEN)}, "got 'a value that is not a path'"),
+        ({KEY_FILE_VARIABLE: str(SECRET)}, "got 'a value that is not a path'"),
     ],
 )
 def test_what_the_environment_may_not_hold(environment, message):
@@ -110,13 +110,13 @@ def test_what_the_environment_may_not_hold(environment, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("", "`key` must hold JSON (Expecting value)"),
-        (f'{{"key": {SECRET}', "must hold JSON (Expecting ',' delimiter)"),
-        ("[" * 100_000, "must hold JSON (it is nested too deep)"),
-        ([], "must hold an object of settings, a list of them, or an object of them by name"),
+        ("", "`key` must contain JSON (Expecting value)"),
+        (f'{{"key": {SECRET}', "must contain JSON (Expecting ',' delimiter)"),
+        ("[" * 100_000, "must contain JSON (nested too deeply)"),
+        ([], "must contain an object of settings, a list of them, or an object of them by name"),
         ({}, "must have one of `hashing_key`, `keys`, `key` in the key, got []"),
-        (SECRET, "must hold an object of settings"),
-        ([SECRET], "must hold an object of settings"),
+        (SECRET, "must contain an object of settings"),
+        ([SECRET], "must contain an object of settings"),
         ({"bias": 2.0}, "must have one of `hashing_key`, `keys`, `key` in the key, got ['bias']"),
         ({**GREEN, **RACE}, "must have one of"),
         ([GREEN, {"name": "b"}], "in key 2 of 2, got []"),
@@ -124,19 +124,19 @@ def test_what_the_environment_may_not_hold(environment, message):
         ({**GREEN, "bias": "high"}, "(`watermarking_config` must have a number between -10000.0 and"),
         ({**GREEN, "biass": 1.0}, "got ['biass'])"),
         ({**TOURNAMENT, "ngram_len": 1}, "as `ngram_len`, got 1)"),
-        ({"keys": [SECRET]}, "lacks some of ngram_len"),
+        ({"keys": [SECRET]}, "must have all of ngram_len"),
         ({"hashing_key": f"{SECRET}"}, "must have a positive integer below 2^63 as `hashing_key` of the key"),
-        ({"hashing_key": -SECRET}, "got 'int that is none'"),
-        ({"key": float(SECRET)}, "as `key` of the key, got 'float that is none'"),
+        ({"hashing_key": -SECRET}, "got 'an invalid int'"),
+        ({"key": float(SECRET)}, "as `key` of the key, got 'an invalid float'"),
         (
             {**TOURNAMENT, "keys": [SECRET, "x"]},
             "must have a non-empty list of integers below 2^63 as",
         ),
-        ({**TOURNAMENT, "keys": SECRET}, "got 'int that is none'"),
+        ({**TOURNAMENT, "keys": SECRET}, "got 'an invalid int'"),
         ({"name": 5, **GREEN}, "must have text as \"name\" of the key, got 'int'"),
         ({"name": "", **GREEN}, 'must have text as "name"'),
-        ([GREEN, GREEN], "must give each key a name of its own"),
-        ([{"name": "a", **GREEN}, {"name": "a", **RACE}], "a name of its own, got 'a'"),
+        ([GREEN, GREEN], "must have unique key names"),
+        ([{"name": "a", **GREEN}, {"name": "a", **RACE}], "must have unique key names, got 'a'"),
     ],
 )
 def test_what_a_file_may_not_hold(tmp_path, data, message):
@@ -186,9 +186,9 @@ def test_what_a_new_key_may_be_given():
     assert new_settings("gumbel", nonces=3).nonces == 3
     with pytest.raises(InputError, match="must be one of green, selfhash, synthid, gumbel, got 'red'"):
         new_settings("red")
-    with pytest.raises(InputError, match=r"`new_settings` makes the key itself, got \['hashing_key'\]"):
+    with pytest.raises(InputError, match=r"`new_settings` must not be given a key, got \['hashing_key'\]"):
         new_settings("green", hashing_key=5)
-    with pytest.raises(InputError, match="takes only greenlist_ratio, bias, seeding_scheme, context_width"):
+    with pytest.raises(InputError, match="accepts only greenlist_ratio, bias, seeding_scheme, context_width"):
         new_settings("green", biass=5)
     with pytest.raises(ConfigError, match="greenlist_ratio"):
         new_settings("green", greenlist_ratio=2.0)
@@ -205,7 +205,7 @@ def test_a_written_key_is_its_owners_and_reads_back(tmp_path, scheme):
     assert read_settings(path) == {"ours": made}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     kept = path.read_bytes()
-    with pytest.raises(InputError, match=r"must be a file that can be made \(File exists\)"):
+    with pytest.raises(InputError, match=r"must be a file that can be created \(File exists\)"):
         write_settings(path, new_settings(scheme))
     assert path.read_bytes() == kept
     write_settings(tmp_path / "other.json", made)
@@ -228,7 +228,7 @@ def test_a_fingerprint_is_the_keys_alone():
 
 
 def test_a_public_key_is_warned_of():
-    with pytest.warns(PublicKeyWarning, match="is public: it stands in a documentation") as caught:
+    with pytest.warns(PublicKeyWarning, match="is public: it is in documentation") as caught:
         warn_if_public(WatermarkingConfig(), stacklevel=2)
     assert caught[0].filename == __file__
     assert "15485863" not in str(caught[0].message)

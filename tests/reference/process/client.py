@@ -1,4 +1,4 @@
-"""The tests' side of the pipe: starts the oracle at its first request and keeps it."""
+"""The tests' side of the pipe: starts the reference at its first request and keeps it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.reference.oracle import wire
+from tests.reference.process import wire
 
 ROOT = Path(__file__).resolve().parents[3]
 VERSION = "4.52.4"
 
 
-class OracleError(Exception):
-    """What the oracle raised: `type` and `message` are the original's."""
+class ReferenceFailure(Exception):
+    """What the reference raised: `type` and `message` are the original's."""
 
     def __init__(self, error: Mapping[str, str]) -> None:
         super().__init__(f"{error['type']}: {error['message']}\n{error['traceback']}")
@@ -25,11 +25,11 @@ class OracleError(Exception):
         self.message = error["message"]
 
 
-class Oracle:
-    """transformers 4.52.4 in its own process; `tests/reference/oracle/worker.py` lists its requests."""
+class ReferenceClient:
+    """transformers 4.52.4 in its own process; `tests/reference/process/worker.py` lists its requests."""
 
     def __init__(self, python: Path | None = None) -> None:
-        default = os.environ.get("DESCANT_ORACLE_PYTHON") or ROOT / ".oracle" / "bin" / "python"
+        default = os.environ.get("DESCANT_REFERENCE_PYTHON") or ROOT / ".reference" / "bin" / "python"
         self.python = Path(python or default)
         self.process: subprocess.Popen[bytes] | None = None
         self.log: Any = None
@@ -43,11 +43,11 @@ class Oracle:
             wire.send(process.stdin, {"op": op, **fields})
             answer = wire.receive(process.stdout)
         except (wire.Closed, BrokenPipeError) as error:
-            said = f"the oracle died ({process.wait()}):\n{self._tail()}"
+            said = f"the reference died ({process.wait()}):\n{self._tail()}"
             self.close()
             raise RuntimeError(said) from error
         if "error" in answer:
-            raise OracleError(answer["error"])
+            raise ReferenceFailure(answer["error"])
         return answer["ok"]
 
     def generate(
@@ -93,15 +93,15 @@ class Oracle:
         if self.process is None:
             if not self.python.exists():
                 raise RuntimeError(
-                    f"the oracle needs transformers {VERSION} in a venv of its own, found no {self.python}: "
+                    f"the reference is transformers {VERSION} in a venv of its own, found no {self.python}: "
                     "build it with `python tools/reference_env.py`, "
-                    "or name its python in DESCANT_ORACLE_PYTHON"
+                    "or name its python in DESCANT_REFERENCE_PYTHON"
                 )
             self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
             environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
             environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             self.process = subprocess.Popen(
-                [str(self.python), "-m", "tests.reference.oracle.worker"],
+                [str(self.python), "-m", "tests.reference.process.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,
@@ -110,7 +110,7 @@ class Oracle:
             )
             found = self.ask("ping")["transformers"]
             if found != VERSION:
-                raise RuntimeError(f"the oracle must be transformers {VERSION}, {self.python} has {found}")
+                raise RuntimeError(f"the reference must be transformers {VERSION}, {self.python} has {found}")
         return self.process
 
     def _tail(self) -> str:

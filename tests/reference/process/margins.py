@@ -1,4 +1,4 @@
-"""How narrowly the oracle chose, and which beams it carried, for the methods whose scores do not tell it.
+"""How narrowly the reference chose, and which beams it carried, for the methods whose scores do not tell it.
 
 A choice that hangs on the last bits may fall either way on another machine, so parity tests refuse it.
 """
@@ -41,7 +41,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Watch]:
-    """Watch the oracle's own functions while it decodes."""
+    """Watch the reference's own functions while it decodes."""
     watch = Watch()
 
     def told(function: Callable[..., Any], margin: Callable[..., float]) -> Callable[..., Any]:

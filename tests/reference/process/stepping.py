@@ -1,4 +1,4 @@
-"""Forwards that a user runs by hand over one cache; on the oracle's side of the pipe."""
+"""Forwards that a user runs by hand over one cache; on the reference's side of the pipe."""
 
 from __future__ import annotations
 

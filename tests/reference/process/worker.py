@@ -1,4 +1,4 @@
-"""The oracle's side of the pipe; runs in the venv that holds transformers 4.52.4.
+"""The reference's side of the pipe; runs in the venv that holds transformers 4.52.4.
 
 A request is `{"op": name, ...}`, an answer `{"ok": result}` or `{"error": {"type", "message", "traceback"}}`.
 To teach it something new, write a function and put `@operation` over it: its name is the op, its keyword
@@ -28,8 +28,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VER
 import torch
 import transformers
 
-from tests.reference.oracle import detectors, margins, stepping, wire
 from tests.reference.parity.own import allowed_by_any, verdict
+from tests.reference.process import detectors, margins, stepping, wire
 from tests.unit.decoding.constraints import script
 from tests.unit.decoding.processors.prefixes import allowed_after
 
@@ -119,7 +119,7 @@ def generate(
     `compute_transition_scores`), `log_transition_scores` (the same, normalised), `logprobs` (what the latter
     should be: its fp32 sums along a strided axis lose up to 3e-4 over 32,000 tokens), `choices` (the two
     best scores of each step, [R, T, 2]), `running` (the sums with which beams enter each step, [T, B, K]),
-    `margin` (how narrowly the removed methods chose: see `tests/reference/oracle/margins.py`) and `fed`
+    `margin` (how narrowly the removed methods chose: see `tests/reference/process/margins.py`) and `fed`
     (tokens put through each forward).
     """
     if arguments.get("cache_implementation") == "quantized":
@@ -252,7 +252,7 @@ def steps(
     past: str = "past_key_values",
     load: Mapping[str, Any] | None = None,
 ) -> list[torch.Tensor]:
-    """The logits of manual forwards over one cache, `(class, arguments)`; see `oracle/stepping.py`."""
+    """The logits of manual forwards over one cache, `(class, arguments)`; see `reference/stepping.py`."""
     if cache[0] == "QuantoQuantizedCache":
         _spare_compiler()
     net = _models.get(model, load or {})

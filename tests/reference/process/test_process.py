@@ -1,4 +1,4 @@
-"""The oracle itself: what passes through its pipe, what it says when it fails, how small it stays."""
+"""The reference itself: what passes through its pipe, what it says when it fails, how small it stays."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from tests.reference.oracle import wire
-from tests.reference.oracle.client import ROOT, Oracle, OracleError
+from tests.reference.process import wire
+from tests.reference.process.client import ROOT, ReferenceClient, ReferenceFailure
 
 
 def through(message):
@@ -49,27 +49,27 @@ def test_a_cut_message_is_noticed():
         wire.receive(io.BytesIO(stream.getvalue()[:-1]))
 
 
-def test_it_is_the_pinned_version_on_one_thread(oracle):
-    said = oracle.ask("ping")
+def test_it_is_the_pinned_version_on_one_thread(reference):
+    said = reference.ask("ping")
     assert said["transformers"] == "4.52.4"
     assert said["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert said["threads"] == 1
 
 
-def test_its_errors_come_back_with_their_type(oracle, tiny):
+def test_its_errors_come_back_with_their_type(reference, tiny):
     model = tiny("llama")
-    with pytest.raises(OracleError, match="num_return_sequences") as caught:
-        oracle.generate(
+    with pytest.raises(ReferenceFailure, match="num_return_sequences") as caught:
+        reference.generate(
             model.folder, {"input_ids": torch.tensor([[5]])}, {"num_beams": 1, "num_return_sequences": 2}
         )
     assert caught.value.type == "ValueError"
-    assert oracle.ask("ping"), "it lives on"
+    assert reference.ask("ping"), "it lives on"
 
 
-def test_the_same_seed_gives_the_same_tokens(oracle, tiny):
+def test_the_same_seed_gives_the_same_tokens(reference, tiny):
     model = tiny("llama")
     first, again, other = (
-        oracle.generate(
+        reference.generate(
             model.folder,
             {"input_ids": torch.tensor([[5, 6, 7]] * 4)},
             {"do_sample": True, "max_new_tokens": 12},
@@ -81,7 +81,7 @@ def test_the_same_seed_gives_the_same_tokens(oracle, tiny):
     assert not torch.equal(first, other)
 
 
-def test_it_runs_the_same_weights(oracle, tiny):
+def test_it_runs_the_same_weights(reference, tiny):
     for name in ("llama", "gpt2", "gpt-neox", "mistral", "qwen2", "gemma", "opt", "t5", "bart"):
         model = tiny(name)
         ids = torch.arange(20, 40)[None]
@@ -90,7 +90,7 @@ def test_it_runs_the_same_weights(oracle, tiny):
             inputs["decoder_input_ids"] = torch.arange(40, 52)[None]
         with torch.no_grad():
             ours = model.model(**inputs).logits
-        theirs = oracle.ask("forward", model=str(model.folder), inputs=inputs)["logits"]
+        theirs = reference.ask("forward", model=str(model.folder), inputs=inputs)["logits"]
         assert torch.allclose(ours, theirs, rtol=0, atol=5e-5), name
 
 
@@ -106,9 +106,9 @@ def test_the_window_of_mistral_matters(tiny):
     assert not torch.allclose(far[reach], near[reach], atol=1e-3)
 
 
-def test_it_calls_things_on_their_own(oracle):
+def test_it_calls_things_on_their_own(reference):
     scores = torch.tensor([[0.1, 0.5, 0.2, 0.9]])
-    said = oracle.ask(
+    said = reference.ask(
         "call",
         name="TopKLogitsWarper",
         arguments={"top_k": 2},
@@ -119,7 +119,7 @@ def test_it_calls_things_on_their_own(oracle):
 
 
 def test_it_stays_small(tiny):
-    fresh = Oracle()  # the shared one remembers the largest model that any test has shown it
+    fresh = ReferenceClient()  # the shared one remembers the largest model that any test has shown it
     try:
         for name in ("llama", "gpt2", "gpt-neox", "mistral", "qwen2", "gemma", "opt", "t5", "bart"):
             fresh.generate(tiny(name).folder, {"input_ids": torch.tensor([[5, 6]])}, {"max_new_tokens": 2})
@@ -130,7 +130,7 @@ def test_it_stays_small(tiny):
 
 def test_a_missing_venv_says_how_to_build_it(tmp_path):
     with pytest.raises(RuntimeError, match=r"python tools/reference_env\.py"):
-        Oracle(tmp_path / "python").ask("ping")
+        ReferenceClient(tmp_path / "python").ask("ping")
 
 
 def test_a_dead_worker_shows_its_last_words(tmp_path):
@@ -138,12 +138,12 @@ def test_a_dead_worker_shows_its_last_words(tmp_path):
     python.write_text("#!/bin/sh\necho no such venv >&2\nexit 3\n")
     python.chmod(0o755)
     with pytest.raises(RuntimeError, match="no such venv"):
-        Oracle(python).ask("ping")
+        ReferenceClient(python).ask("ping")
 
 
-def test_a_complete_venv_is_left_alone(oracle):
+def test_a_complete_venv_is_left_alone(reference):
     """`tools/reference_env.py` run again on the venv in use changes nothing."""
-    folder = oracle.python.parent.parent
+    folder = reference.python.parent.parent
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "reference_env.py", folder],
         capture_output=True,

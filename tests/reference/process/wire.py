@@ -1,4 +1,4 @@
-"""The oracle's wire format, the same on both ends: a JSON header and a safetensors body, both with lengths.
+"""The wire format of both ends: a JSON header and a safetensors body, each with its length.
 
 A message is any tree of dicts, lists, tuples, strings, numbers, booleans, None and tensors. Tensors travel in
 the body; the header holds their names. Nothing is ever unpickled.

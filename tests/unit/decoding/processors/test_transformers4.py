@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from descant.decoding import processors
-from tests.reference.oracle.client import Oracle
+from tests.reference.process.client import ReferenceClient
 from tests.unit.decoding.processors.cases import DOCUMENTED, Case, case
 from tests.unit.decoding.processors.prefixes import allowed_after
 
 CASES = 600
 TOLERANCE = 1e-6
-# Of tokens with equal scores these keep some, and the oracle, whose sort is not stable, any.
+# Of tokens with equal scores these keep some, and the reference, whose sort is not stable, any.
 KEEPS_SOME = {"TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper"}
 
 
@@ -49,10 +49,10 @@ def differ(name: str, given: Case, mine: Tensor, theirs: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_the_same_scores(name: str, oracle: Oracle) -> None:
+def test_the_same_scores(name: str, reference: ReferenceClient) -> None:
     cases = [case(name, seed) for seed in range(CASES)]
     asked = [(dict(one.arguments), one.input_ids, one.scores) for one in cases]
-    answers = oracle.ask("process", name=name, cases=asked)
+    answers = reference.ask("process", name=name, cases=asked)
     wrong, still = [], 0
     for seed, (given, theirs) in enumerate(zip(cases, answers, strict=True)):
         before = given.input_ids.clone(), given.scores.clone()
@@ -73,7 +73,7 @@ def _shown(name: str, seed: int, theirs: Tensor) -> str:
 
 @pytest.mark.parametrize("size", [4_099, 20_000])
 @pytest.mark.parametrize("name", ["TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"])
-def test_the_same_scores_of_many_tokens(name: str, size: int, oracle: Oracle) -> None:
+def test_the_same_scores_of_many_tokens(name: str, size: int, reference: ReferenceClient) -> None:
     """Vocabularies for which the filters have shorter ways."""
     chance = torch.Generator().manual_seed(size)
     given = []
@@ -90,5 +90,5 @@ def test_the_same_scores_of_many_tokens(name: str, size: int, oracle: Oracle) ->
         arguments = {**options, "min_tokens_to_keep": 1 + seed % 3}
         given.append(Case(arguments, torch.zeros(3, 1, dtype=torch.long), scores))
     asked = [(dict(one.arguments), one.input_ids, one.scores) for one in given]
-    for one, theirs in zip(given, oracle.ask("process", name=name, cases=asked), strict=True):
+    for one, theirs in zip(given, reference.ask("process", name=name, cases=asked), strict=True):
         assert torch.equal(ours(name, one), theirs), one.arguments

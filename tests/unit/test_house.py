@@ -1,0 +1,158 @@
+"""The shape of the source: names, rooms, sizes and the direction of imports, read from the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import descant
+
+ROOT = Path(descant.__file__).resolve().parent
+FILES = sorted(ROOT.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+TOP = {"__init__.py", "errors.py", "parts.py", "py.typed"}
+PACKAGES, LINES, FUNCTION = 13, 450, 60
+
+
+def module(path: Path) -> str:
+    """`descant.core.rows` of a path; a package is named without `__init__`."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module(path): path for path in FILES}
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def base_names(node: ast.ClassDef) -> set[str]:
+    """The last part of each base's name: `Cache` of `interfaces.Cache[int]`."""
+    names = set()
+    for base in node.bases:
+        inner = base.value if isinstance(base, ast.Subscript) else base
+        if isinstance(inner, ast.Name | ast.Attribute):
+            names.add(inner.id if isinstance(inner, ast.Name) else inner.attr)
+    return names
+
+
+def is_interface(node: ast.ClassDef) -> bool:
+    return "Protocol" in base_names(node)
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """An implementation may have its interface's name."""
+    classes: dict[str, list[tuple[Path, ast.ClassDef]]] = defaultdict(list)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append((path, node))
+    shared = {
+        name: [short(path) for path, _ in places]
+        for name, places in classes.items()
+        if len([node for _, node in places if not is_interface(node)]) > 1
+        or len([node for _, node in places if is_interface(node)]) > 1
+    }
+    assert shared == {}
+
+
+def test_the_top_holds_rooms_and_nothing_else() -> None:
+    entries = {path.name for path in ROOT.iterdir() if path.is_file()}
+    assert entries <= TOP
+
+
+def test_there_are_at_most_thirteen_rooms() -> None:
+    rooms = sorted(path.name for path in ROOT.iterdir() if (path / "__init__.py").exists())
+    assert len(rooms) <= PACKAGES, rooms
+
+
+def test_no_file_is_long() -> None:
+    lines = {short(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name: count for name, count in lines.items() if count > LINES} == {}
+
+
+def test_no_function_is_long() -> None:
+    """Counted from `def` to the last line, the docstring included, decorators not."""
+    lengths = {
+        f"{short(path)}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+    }
+    assert {name: count for name, count in lengths.items() if count > FUNCTION} == {}
+
+
+# ------------------------------------------------------------------------ imports
+def imported(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Every module of ours that a file names in an import: at the top, in a function or for types only."""
+    own = module(path).split(".")
+    package = own if path.name == "__init__.py" else own[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*start, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{source}.{alias.name}"
+                if name in MODULES:
+                    yield name
+                elif source in MODULES:
+                    yield source
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The sets of modules that import each other around a circle (Tarjan's components of more than one)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            component = stack[at:]
+            del stack[at:]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def import_graph() -> dict[str, set[str]]:
+    return {
+        name: {other for other in imported(path, TREES[path]) if other != name}
+        for name, path in MODULES.items()
+    }
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Imports inside functions and under TYPE_CHECKING count as well."""
+    assert circles(import_graph()) == []
+
+
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}, [["a", "b", "c"]]),
+    ],
+)
+def test_circles_are_found(graph: dict[str, set[str]], expected: list[list[str]]) -> None:
+    assert circles(graph) == expected
