@@ -40,5 +40,5 @@ for name, fields in {
 }.items():
     out = descant.generate(model, **inputs, **settings, **always, **fields)
     [report] = out.speculation
-    stood = f"{sum(report.accepted)} of {sum(report.tried)}"
+    stood = f"{sum(report.accepted)} of {sum(report.drafted)}"
     print(f"{name:<16}{report.forwards:>8}  {stood:>18}  {out.sequences.tolist() == plain.tolist()}")
