@@ -54,7 +54,7 @@ def _ours(ids: Tensor) -> list[Link]:
         "repetition_penalty": ASKED["repetition_penalty"],
         "temperature": ASKED["temperature"],
         "top_k": ASKED["top_k"],
-        "tail": 1.0 - ASKED["top_p"],
+        "tail_mass": 1.0 - ASKED["top_p"],
         "min_tokens_to_keep": 1,
     }
     length = torch.full((len(ids),), ids.shape[1])
