@@ -78,7 +78,7 @@ def _long(model: Any, prompt: torch.Tensor, tokenizer: Any, steps: int) -> bool:
     """Weigh a long run; whether it is whole and within its limit."""
     trace = _generated(model, prompt, tokenizer, steps, True).trace
     size = sum(len(to_json_line(one)) + 1 for one in trace.records)
-    whole = len(trace.steps) == steps and not trace.cuts
+    whole = len(trace.steps) == steps and not trace.truncations
     print(f"{steps} steps: {size} bytes of {trace.header.limit}, {'whole' if whole else 'cut'}")
     return whole and size <= trace.header.limit
 

@@ -181,7 +181,7 @@ def _stylesheet(body: str) -> str:
         "".join(f".{name}{{{attribute}:{_COLOURS[colour][shade]}}}" for name, attribute, colour in uses)
         for shade in (0, 1)
     )
-    return f"{_BASE_STYLE}{light}{{@media (prefers-color-scheme:dark){dark}}}"
+    return f"{_BASE_STYLE}{light}@media (prefers-color-scheme:dark){{{dark}}}"
 
 
 def _format_attribute(value: object) -> str:
