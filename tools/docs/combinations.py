@@ -107,7 +107,9 @@ def verdict(first: Method, second: Method, encoder: bool) -> str | None:
     traits = (BOTHS if several else BOTH) if encoder else (DECODERS if several else DECODER)
     try:
         config = GenerationConfig.merge({**first.fields, **second.fields, "eos_token_id": 2})
-        make_plan(config, traits, drafter_spec(config, SimpleNamespace(traits=traits, network=None), DraftInputs()))
+        make_plan(
+            config, traits, drafter_spec(config, SimpleNamespace(traits=traits, network=None), DraftInputs())
+        )
     except DescantError as error:
         return str(error).split(", got ")[0]
     return None
