@@ -17,49 +17,42 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from descant.parts import (
-    ConfigError,
-    ForwardOutput,
-    GenerationConfig,
-    Hypothesis,
-    NoiseSource,
-    Proposal,
-    RankGroup,
-    Rows,
-    Sampling,
-    Selection,
-    StopCondition,
-    check_number,
-)
+import descant.parts as parts
 
 
-class BayesRisk(Sampling):
+class BayesRisk(parts.Sampling):
     """Sampling that returns its samples by expected utility, which is their score, best first."""
 
     def __init__(
         self,
-        noise: NoiseSource,
-        stop: StopCondition,
-        peers: RankGroup | None = None,
+        noise: parts.NoiseSource,
+        stop: parts.StopCondition,
+        rank_group: parts.RankGroup | None = None,
         samples: int = 16,
         ngram: int = 2,
     ) -> None:
-        super().__init__(noise, stop, peers)
-        self.samples = check_number("samples", samples, 2, integer=True)
-        self.ngram = check_number("ngram", ngram, 1, integer=True)
+        super().__init__(noise, stop, rank_group)
+        self.samples = parts.check_number("samples", samples, 2, integer=True)
+        self.ngram = parts.check_number("ngram", ngram, 1, integer=True)
 
     @staticmethod
-    def params(config: GenerationConfig, samples: int = 16, ngram: int = 2) -> Mapping[str, Any]:  # noqa: ARG004
+    def params(
+        config: parts.GenerationConfig,
+        samples: int = 16,
+        ngram: int = 2,  # noqa: ARG004 - the arguments of the recipe
+    ) -> Mapping[str, Any]:
         """Expand a request to `samples` rows after its prefill."""
         if not config.do_sample:
-            raise ConfigError("do_sample", "must be True, or all samples are the same", False)
+            raise parts.ConfigError("do_sample", "must be True, or all samples are the same", False)
         return {"num_sequences": samples}
 
-    def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:
+    def select(
+        self, rows: parts.Rows, proposal: parts.Proposal, output: parts.ForwardOutput
+    ) -> parts.Selection:
         """Sample one token per row, and emit nothing yet."""
         return super().select(rows, proposal, output)._replace(emitted=None)
 
-    def finish(self, request: int) -> list[Hypothesis]:
+    def finish(self, request: int) -> list[parts.Hypothesis]:
         """The samples by expected utility, best first."""
         samples = super().finish(request)
         grams = [ngrams(sample.tokens.tolist(), self.ngram) for sample in samples]
