@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if REFERENCE_FIXTURES & fixtures or item.path.is_relative_to(REFERENCE_FOLDER):
             item.add_marker(pytest.mark.reference)
-    ci_slices.sample(items, [Path(__file__).parent / "contracts"])
+    tests = Path(__file__).parent
+    ci_slices.sample(items, [tests / "contracts", tests / "unit" / "decoding" / "guidance"])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
-"""Write docs/guide/combinations.md: what the resolver says of every pair of methods, or check the page.
+"""Write docs/guide/combinations.md: what the planner says of every pair of methods, or check the page.
 
 python tools/docs/combinations.py             write
-python tools/docs/combinations.py --check     fail if the page says anything else than the resolver
+python tools/docs/combinations.py --check     fail if the page says anything else than the planner
 """
 
 import argparse
@@ -84,14 +84,13 @@ METHODS: Final = (
 )
 
 HEAD = """\
-<!-- Made by tools/docs/combinations.py from what the resolver says: edit there. -->
+<!-- Made by tools/docs/combinations.py from what the planner says: edit there. -->
 
 # Combinations
 
-Which methods go together in one request. A number is a refusal, whose reason stands below the table:
-`generate` raises it as an error before anything runs. *Yes* means that both do their work, as their pages
-say. The tables are made by asking the resolver about every pair, and the test suite fails where they say
-anything else.
+Which methods go together in one request. A number marks an unsupported pair; the reason is listed below the
+table, and `generate` raises it as an error before anything runs. *Yes* means that both work as their pages
+say. The tables are generated from the planner, pair by pair, and tested.
 
 Methods of *different* requests always go together: a batch or a [session](sessions.md) may mix all of them,
 each prompt with a config of its own; only the model, and so logit arithmetic, is the same for all. All of
@@ -144,7 +143,7 @@ def table(title: str, encoder: bool) -> str:
 
 
 def render() -> str:
-    """The page as the resolver has it now."""
+    """The page as the planner has it now."""
     return HEAD + table("Decoder-only models", False) + table("Encoder-decoder models", True)
 
 
@@ -158,7 +157,7 @@ def main() -> int:
         return 0
     old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     difference = difflib.unified_diff(
-        old.splitlines(), new.splitlines(), "the page", "the resolver", lineterm=""
+        old.splitlines(), new.splitlines(), "the page", "the planner", lineterm=""
     )
     print("\n".join(difference), end="")
     return int(old != new)

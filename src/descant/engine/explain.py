@@ -20,10 +20,9 @@ from descant.engine.planner import (
     DecodingPlan,
     as_model,
     drafter_spec,
-    is_constrained,
-    is_contrastive,
     make_plan,
 )
+from descant.engine.strategy_choice import strategy_name
 from descant.errors import RowError
 from descant.trace.records import RequestRecord
 
@@ -47,7 +46,7 @@ def explain_config(config: GenerationConfig, model: object = None) -> str:
         (spec for spec in PROCESSOR_SPECS if spec.is_enabled(merged)),
         key=lambda spec: order.index(spec.name),
     )
-    lines = [f"strategy    {_strategy_name(merged)}"]
+    lines = [f"strategy    {strategy_name(merged)}"]
     wrappers = [spec.name for spec in WRAPPERS.values() if spec.is_enabled(merged)]
     if wrappers:
         lines.append("model       " + ", ".join(f"with {name}" for name in wrappers))
@@ -68,23 +67,12 @@ def explain_config(config: GenerationConfig, model: object = None) -> str:
     return "\n".join(lines)
 
 
-def _strategy_name(config: GenerationConfig) -> str:
-    """The name of a config's strategy."""
-    if config.num_beams == 1:
-        single = "sampling" if config.do_sample else "greedy search"
-        return f"contrastive search, {config.top_k} candidates" if is_contrastive(config) else single
-    kind = "beam sampling" if config.do_sample else "beam search"
-    kind = f"constrained {kind}" if is_constrained(config) else kind
-    groups = f" in {config.num_beam_groups} groups" if config.num_beam_groups > 1 else ""
-    return f"{kind}, {config.num_beams} beams{groups}"
-
-
 def request_record(
     number: int, prompt: Sequence[int], plan: DecodingPlan, processors: Sequence[str], drafter: Drafter | None
 ) -> RequestRecord:
     """The trace record of a request with these processors; the tracer sets its root."""
     config, recipe, constraints = plan.config, plan.recipe, plan.method_params.get("constraint_state")
-    method = _strategy_name(config)
+    method = strategy_name(config)
     if recipe is not None and recipe.kind == "strategy":
         method = f"recipe {recipe.name}"
     return RequestRecord(

@@ -25,7 +25,7 @@ from descant.engine.config_checks import check_config, resolve_max_length
 from descant.engine.drafter_factory import DrafterSpec, DraftInputs, make_drafter_spec
 from descant.engine.model_factory import as_model, new_cache
 from descant.engine.row_params import PlanParams, PromptParams
-from descant.engine.strategy_choice import StrategyChoice, choose_strategy, is_constrained, is_contrastive
+from descant.engine.strategy_choice import StrategyChoice, choose_strategy
 from descant.engine.wrapper_specs import WRAPPERS
 from descant.errors import ConfigError
 from descant.recipes.recipe import Recipe
@@ -36,8 +36,6 @@ __all__ = [
     "as_model",
     "choose_cache",
     "drafter_spec",
-    "is_constrained",
-    "is_contrastive",
     "make_plan",
     "new_cache",
     "pad_token_id",

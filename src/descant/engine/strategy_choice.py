@@ -21,7 +21,7 @@ from descant.engine.drafter_factory import DrafterSpec
 from descant.errors import ConfigError
 from descant.recipes.recipe import Recipe
 
-__all__ = ["StrategyChoice", "choose_strategy", "is_constrained", "is_contrastive"]
+__all__ = ["StrategyChoice", "choose_strategy", "is_constrained", "is_contrastive", "strategy_name"]
 
 StrategyFactory = Callable[[NoiseSource, StopCondition, RankGroup | None], Strategy]
 
@@ -95,6 +95,18 @@ def _config_strategy(config: GenerationConfig, drafts: DrafterSpec | None) -> St
             requested_by="a drafter",
         )
     return StrategyChoice("sampling", Sampling, Sampling.traits)
+
+
+def strategy_name(config: GenerationConfig) -> str:
+    """The name of a config's strategy."""
+    if config.num_beams == 1:
+        single = "sampling" if config.do_sample else "greedy search"
+        single += " with backtracking" if config.banned_phrases else ""
+        return f"contrastive search, {config.top_k} candidates" if is_contrastive(config) else single
+    kind = "beam sampling" if config.do_sample else "beam search"
+    kind = f"constrained {kind}" if is_constrained(config) else kind
+    groups = f" in {config.num_beam_groups} groups" if config.num_beam_groups > 1 else ""
+    return f"{kind}, {config.num_beams} beams{groups}"
 
 
 def _beam_strategy(config: GenerationConfig) -> StrategyChoice:

@@ -163,11 +163,11 @@ class Pairs:
     def commit(self, parents: Tensor, lengths: Tensor) -> None:
         """No state per row: the tokens are enough."""
 
-    def draft(self, rows: Rows, limits: Tensor, context: DraftContext) -> Proposal:
-        """Propose up to `ahead` tokens per row, and at most `limits` [R]."""
+    def draft(self, rows: Rows, max_drafts: Tensor, context: DraftContext) -> Proposal:
+        """Propose up to `ahead` tokens per row, and at most `max_drafts` [R]."""
         drafts = [
             self._draft_row(rows.tokens[row, : rows.length[row]].tolist(), limit)
-            for row, limit in enumerate(limits.clamp(max=self.ahead).tolist())
+            for row, limit in enumerate(max_drafts.clamp(max=self.ahead).tolist())
         ]
         width = max(map(len, drafts), default=0)
         if not width:

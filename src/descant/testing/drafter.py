@@ -74,9 +74,9 @@ class _RecordingDrafter:
         """Hand on."""
         self._drafter.commit(parents, lengths)
 
-    def draft(self, rows: Rows, limits: Tensor, context: DraftContext) -> Proposal:
+    def draft(self, rows: Rows, max_drafts: Tensor, context: DraftContext) -> Proposal:
         """What the other guesses."""
-        proposal = self._drafter.draft(rows, limits, context)
+        proposal = self._drafter.draft(rows, max_drafts, context)
         self.first_proposal = proposal if self.first_proposal is None else self.first_proposal
         return proposal
 

@@ -270,15 +270,15 @@ class _KnownTextDrafter:
     def commit(self, parents: Tensor, lengths: Tensor) -> None:
         """No state per row."""
 
-    def draft(self, rows: Rows, limits: Tensor, context: DraftContext) -> Proposal:  # noqa: ARG002
+    def draft(self, rows: Rows, max_drafts: Tensor, context: DraftContext) -> Proposal:  # noqa: ARG002
         """The next tokens, for a table of one request."""
-        width, vocabulary = int(limits.max()), max(self._tokens) + 1
+        width, vocabulary = int(max_drafts.max()), max(self._tokens) + 1
         padded, counts = [], []
         for row in range(len(rows)):
             start = int(rows.length[row]) - self._prompt_length
             draft = [
                 token if (start + step) % 3 else (token + 1) % vocabulary
-                for step, token in enumerate(self._tokens[start : start + int(limits[row])])
+                for step, token in enumerate(self._tokens[start : start + int(max_drafts[row])])
             ]
             padded.append([*draft, *[0] * (width - len(draft))])
             counts.append(len(draft))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from descant.core import interfaces, records, rows
@@ -35,3 +37,32 @@ def test_a_stale_picture_is_reported(tmp_path, monkeypatch, capsys):
     assert "rooms.svg is stale" in capsys.readouterr().out
     assert pictures.main([]) == 0
     assert pictures.main(["--check"]) == 0
+
+
+def _extension_points():
+    """(symbol, path) for every "`symbol` in `path`" of the table "Where to add what"."""
+    page = (pictures.ROOT / "docs/guide/architecture.md").read_text(encoding="utf-8")
+    table = page.split("## Where to add what")[1].split("\n## ")[0]
+    for cell in re.split(r"[|\n]", table):
+        for symbols, path in re.findall(r"((?:`\w+`(?: or )?)+) (?:in|of) `([\w/]+(?:\.py|/))`", cell):
+            for symbol in re.findall(r"`(\w+)`", symbols):
+                yield symbol, path
+
+
+@pytest.mark.parametrize(("symbol", "path"), sorted(set(_extension_points())))
+def test_the_table_names_what_the_file_defines(symbol, path):
+    target = pictures.SOURCE / path
+    assert target.exists()
+    if target.is_dir():  # the interface to implement there
+        from descant import parts
+        from descant.decoding.guidance import model_wrapper
+
+        assert hasattr(parts, symbol) or hasattr(interfaces, symbol) or hasattr(model_wrapper, symbol)
+        return
+    assert re.search(
+        rf"^\s*(?:class |def )?{symbol}\b\s*[:(=]", target.read_text(encoding="utf-8"), re.MULTILINE
+    )
+
+
+def test_the_table_has_every_kind_of_part():
+    assert len(set(_extension_points())) >= 20

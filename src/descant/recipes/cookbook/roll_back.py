@@ -26,12 +26,12 @@ class RollBack(Backtracking):
         self,
         noise: NoiseSource,
         stop: StopCondition,
-        peers: RankGroup | None = None,
+        rank_group: RankGroup | None = None,
         period: int = 32,
         repeats: int = 3,
         most: int = 16,
     ) -> None:
-        super().__init__(noise, stop, peers)
+        super().__init__(noise, stop, rank_group)
         self.period = check_number("period", period, 1, integer=True)
         self.repeats = check_number("repeats", repeats, 2, integer=True)
         self.most = check_number("most", most, 0, integer=True)
