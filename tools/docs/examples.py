@@ -27,7 +27,7 @@ FOLDER = ROOT / "examples"
 PAGE = ROOT / "docs" / "examples.md"
 LIST = FOLDER / "README.md"
 # Program: title and guide page, in the order of the page.
-SHOWN = {
+PROGRAM_PAGES = {
     "summarise": ("Summarise with constraints", "constrained-beams"),
     "translate": ("Translate with beams", "scores"),
     "chat": ("Stream a chat", "stop-and-stream"),
@@ -116,7 +116,7 @@ def run(name: str, runner: Runner = in_own_process) -> Outcome:
     return Outcome(tidy(printed), seconds)
 
 
-def shown(page: Path = PAGE) -> dict[str, tuple[str, str]]:
+def page_blocks(page: Path = PAGE) -> dict[str, tuple[str, str]]:
     """The code and the output of each program on the page."""
     found = {}
     names = re.findall(r"^`examples/(\w+)\.py`", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -130,7 +130,7 @@ def shown(page: Path = PAGE) -> dict[str, tuple[str, str]]:
 def render(printed: Mapping[str, str]) -> str:
     """The page."""
     parts = [HEAD]
-    for name, (title, more) in SHOWN.items():
+    for name, (title, more) in PROGRAM_PAGES.items():
         parts.append(
             f"\n## {title}\n\n`examples/{name}.py`: {about(name)}. [More](guide/{more}.md)\n\n"
             f"```python\n{source(name)}```\n\n```text\n{printed[name]}\n```\n"
@@ -141,11 +141,11 @@ def render(printed: Mapping[str, str]) -> str:
 def listing(seconds: Mapping[str, str]) -> str:
     """The README of the folder."""
     return TABLE + "".join(
-        f"| [{name}.py]({name}.py) | {about(name)} | {seconds[name]} |\n" for name in SHOWN
+        f"| [{name}.py]({name}.py) | {about(name)} | {seconds[name]} |\n" for name in PROGRAM_PAGES
     )
 
 
-def listed() -> dict[str, str]:
+def listed_seconds() -> dict[str, str]:
     """The seconds of each program in the README of the folder."""
     return dict(
         re.findall(r"^\| \[(\w+)\.py\].* \| (\d+) \|$", LIST.read_text(encoding="utf-8"), re.MULTILINE)
@@ -158,11 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs to run (default: all)")
-    names = parser.parse_args(arguments).names or list(SHOWN)
-    if unknown := sorted(set(names) - SHOWN.keys()):
-        parser.error(f"a program must be one of {', '.join(SHOWN)}, got {', '.join(unknown)}")
-    printed = {name: text for name, (_, text) in shown().items()} if PAGE.exists() else {}
-    seconds = listed() if LIST.exists() else {}
+    names = parser.parse_args(arguments).names or list(PROGRAM_PAGES)
+    if unknown := sorted(set(names) - PROGRAM_PAGES.keys()):
+        parser.error(f"a program must be one of {', '.join(PROGRAM_PAGES)}, got {', '.join(unknown)}")
+    printed = {name: text for name, (_, text) in page_blocks().items()} if PAGE.exists() else {}
+    seconds = listed_seconds() if LIST.exists() else {}
     for name in names:
         outcome = run(name)
         printed[name], seconds[name] = outcome.printed, f"{outcome.seconds:.0f}"

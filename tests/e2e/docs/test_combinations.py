@@ -44,7 +44,7 @@ def test_a_refusal_is_a_number_and_its_reason_stands_below() -> None:
     assert line.split(" | ")[2] == "(1)"
     assert f"\n1. {reason}\n" in table
     assert combinations.verdict(methods["DoLa"], methods["DoLa"], encoder=True) is not None
-    assert "Not for these models at all" in combinations.table("T", encoder=True)
+    assert "Not available for these models" in combinations.table("T", encoder=True)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_what_the_table_says_is_what_happens(models: tuple[Any, Any, bool], toke
         said = None
         try:
             descant.generate(
-                joined if one.several or other.several else first,
+                joined if one.joint_model or other.joint_model else first,
                 **prompt,
                 **{**one.fields, **other.fields},
                 eos_token_id=2,
@@ -127,7 +127,7 @@ def test_whoever_guesses_leaves_what_the_other_method_says(
         fields = {**other.fields, "eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 5}
         if other.fields.get("do_sample"):
             fields["seed"] = 3
-        model = joined if other.several else first
+        model = joined if other.joint_model else first
 
         def said(fields: Any = fields, model: Any = model, **more: Any) -> Any:
             out = descant.generate(
@@ -161,7 +161,7 @@ def test_a_draft_model_goes_with_what_prompt_lookup_goes_with(
         said = None
         try:
             descant.generate(
-                joined if other.several else first,
+                joined if other.joint_model else first,
                 **prompt,
                 **other.fields,
                 eos_token_id=2,

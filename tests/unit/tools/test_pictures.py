@@ -155,9 +155,9 @@ def test_the_hook_puts_pictures_and_the_order_in_their_place() -> None:
 
 def test_a_picture_that_nobody_draws_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"must be one of before, .* got 'top_q'"):
-        pictures.filled("<!-- picture: top_q -->")
+        pictures.fill_page("<!-- picture: top_q -->")
 
 
 def test_the_ids_of_a_page_are_unique() -> None:
-    ids = re.findall(r'id="([^"]+)"', pictures.filled(PAGE))
+    ids = re.findall(r'id="([^"]+)"', pictures.fill_page(PAGE))
     assert len(ids) == len(set(ids)) == 2 * len(pictures.PICTURES)

@@ -82,4 +82,4 @@ def test_the_hook_puts_pictures_in_their_place() -> None:
         == "# Nothing <!-- picture: top_k -->"
     )
     with pytest.raises(ValueError, match=r"a picture must be one of green, unmarked, .* got 'blue'"):
-        watermark_pictures.filled("<!-- marked: blue -->")
+        watermark_pictures.fill_page("<!-- marked: blue -->")
