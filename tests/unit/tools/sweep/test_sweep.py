@@ -21,7 +21,7 @@ from tools.sweep.catalogue import MEDIA, TASKS, TEXT, entries
 from tools.sweep.process import Limits, each
 from tools.sweep.small import BOS, EOS, FIRST, PAD, TABLE, VOCABULARY, WINDOW, small
 from tools.sweep.subject import Entry
-from tools.sweep.trial import Differs, Said, compared
+from tools.sweep.trial import Differs, ModelOutput, check_equal
 
 LLAMA = Entry("causal-lm", "llama", "LlamaForCausalLM")
 BART = Entry("seq2seq-lm", "bart", "BartForConditionalGeneration")
@@ -144,26 +144,26 @@ def test_norms_are_not_neutral(llama):
 # What is noticed
 
 
-def _said(*tokens: int, logits: list[list[float]] | None = None) -> Said:
-    return Said(torch.tensor([tokens]), torch.tensor(logits)[:, None] if logits else None)
+def _said(*tokens: int, logits: list[list[float]] | None = None) -> ModelOutput:
+    return ModelOutput(torch.tensor([tokens]), torch.tensor(logits)[:, None] if logits else None)
 
 
 def test_equal_answers_pass():
-    compared("x", _said(1, 2, logits=[[0.0, 1.0]]), _said(1, 2, logits=[[0.0, 1.00001]]))
+    check_equal("x", _said(1, 2, logits=[[0.0, 1.0]]), _said(1, 2, logits=[[0.0, 1.00001]]))
 
 
 def test_masked_logits_are_equal_when_both_are():
-    compared("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[float("-inf"), 1.0]]))
+    check_equal("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[float("-inf"), 1.0]]))
 
 
 def test_masked_logits_do_not_hide_others():
     with pytest.raises(Differs, match=r"logits of step 0 by 1\.00e"):
-        compared("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[float("-inf"), 2.0]]))
+        check_equal("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[float("-inf"), 2.0]]))
 
 
 def test_a_masked_logit_that_is_not_masked_is_noticed():
     with pytest.raises(Differs, match="logits of step 0 by inf"):
-        compared("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[0.0, 1.0]]))
+        check_equal("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[0.0, 1.0]]))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_masked_logit_that_is_not_masked_is_noticed():
 )
 def test_differences_are_named(got, says):
     with pytest.raises(Differs, match=f"x: {says}"):
-        compared("x", _said(1, 2, logits=[[0.0, 1.0]]), got)
+        check_equal("x", _said(1, 2, logits=[[0.0, 1.0]]), got)
 
 
 def test_an_architecture_that_works():
