@@ -90,7 +90,7 @@ def tensors(names: Iterable[str]) -> dict[str, Row]:
         if after is None and bare in torch:
             after = torch[bare].after
         if after is not None and (bare != name or name in migration_table.TENSORS):
-            found[name] = Row("", after, "" if after else "an inner function")
+            found[name] = Row("", after, "" if after else "an internal function")
     return found
 
 
