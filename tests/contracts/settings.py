@@ -1,4 +1,4 @@
-"""Settings under which windows of tokens are drawn: what the model says, who guesses, and how."""
+"""Settings under which windows of tokens are drawn: the model, the drafter, and the method."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ def letters(other: bool = False) -> Any:
 
 @cache
 def stranger() -> Pair:
-    """A draft model that speaks in the other tokens."""
+    """A draft model with the other tokenizer."""
     return Pair(_table(5, 11))
 
 
 # ------------------------------------------------------------------------ drafters by script
 class Script:
-    """A drafter that is told what to guess; stands where a draft model is given."""
+    """A scripted drafter, given in place of a draft model."""
 
     is_model_free = False
     noise: NoiseSource
@@ -170,7 +170,7 @@ class Certain(Script):
 
 
 class Weighted(Script):
-    """Draws by a law that hangs on the last token [V, V]; what it says of its law may be a lie."""
+    """Draws from a distribution that depends on the last token [V, V]; the reported one may be wrong."""
 
     def __init__(self, law: Tensor, told: Tensor | None = None) -> None:
         self.law, self.told = law, law if told is None else told

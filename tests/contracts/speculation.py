@@ -52,12 +52,12 @@ def drafted(model: Any, name: str) -> dict[str, Any]:
 
 
 def words(tiny: Tiny, count: int = 5, seed: int = 3) -> list[int]:
-    """So few tokens that what was said before is a good guess."""
+    """So few tokens that a lookup often succeeds."""
     return prompts(tiny.arch, [count], seed)[0]
 
 
 def few_words(tiny: Tiny) -> dict[str, Any]:
-    """Keep a model to those words, and to an end once it has said some."""
+    """Restrict a model to those tokens, and to an end after some of them."""
     left = {*words(tiny), tiny.eos}
     return {"suppress_tokens": [one for one in range(tiny.vocab) if one not in left], "min_new_tokens": 9}
 
@@ -77,7 +77,7 @@ def inputs(tiny: Tiny, lengths: Sequence[int] = (7, 12, 1, 5), seed: int = 0) ->
 
 @dataclass
 class Tries:
-    """How many guesses a test has seen, so that it can say that it saw some of either kind."""
+    """The accepted and rejected drafts of a test, to assert that both occurred."""
 
     tried: int = 0
     right: int = 0

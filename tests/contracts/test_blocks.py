@@ -1,4 +1,4 @@
-"""Blocks of the paged cache: whoever comes, forks, leaves or is forgotten, none is leaked or freed twice.
+"""Blocks of the paged cache: rows are admitted, fork, finish or are dropped; none is leaked or freed twice.
 
 CI goes through the first of 10,000 schedules; `pytest tests/contracts/test_blocks.py -m ""` goes through all.
 """
@@ -92,7 +92,7 @@ class Server:
             self.commit([row for row, owner in enumerate(self.owner) if owner != gone])
 
     def fail(self) -> None:
-        """A forward writes, and nobody commits it."""
+        """A forward writes without a commit."""
         if self.owner:
             self.write([self.rng.randrange(len(self.owner))], 4)
 

@@ -136,7 +136,7 @@ def selected_once(patch: Patch) -> None:
 
 @fault("dense")
 def uncommitted(patch: Patch) -> None:
-    """What nobody committed is selected, too."""
+    """Uncommitted positions are selected, too."""
 
     def select(other: DenseStore, self: DenseStore, rows: torch.Tensor) -> DenseStore:
         other._lengths = other._lengths + 1
@@ -174,7 +174,7 @@ def shared_memory(patch: Patch) -> None:
 
 @fault("static")
 def nothing_held(patch: Patch) -> None:
-    """It says that it takes no memory."""
+    """It reports no memory."""
     patch.setattr(StaticStore, "nbytes", 0)
 
 
@@ -231,7 +231,7 @@ def not_merged(patch: Patch) -> None:
     )
 
 
-# ------------------------------------------------------------------------ those that forget
+# ------------------------------------------------------------------------ faulty eviction
 @fault("window")
 def stale_slot(patch: Patch) -> None:
     """One position more is shown than the window has."""
@@ -265,7 +265,7 @@ def no_sinks(patch: Patch) -> None:
 
 @fault("window")
 def untold(patch: Patch) -> None:
-    """What a layer is about to show is not told."""
+    """The announcement of a layer's positions is missing."""
     patch.setattr(WindowStore, "visible_slots", lambda *_: None)
 
 
@@ -285,7 +285,7 @@ def out_of_order(patch: Patch) -> None:
 
 @fault("snapkv")
 def too_much_told(patch: Patch) -> None:
-    """It says that it shows all positions."""
+    """It reports that it shows all positions."""
 
     def visible_slots(given: Any, self: SnapKVStore, layer: int, span: Any) -> Any:
         return given and VisibleSlots(torch.from_numpy(span.on_host(len(self))[1]), span.read_length)
@@ -312,7 +312,7 @@ def wrong_scale(patch: Patch) -> None:
 
 @fault("static")
 def short_reach(patch: Patch) -> None:
-    """It shows a slot less than it says."""
+    """It shows a slot less than it reports."""
     after(patch, StaticStore, "update", lambda given, *_: tuple(one[:, :, :-1] for one in given))
 
 
@@ -340,7 +340,7 @@ def hasty() -> Iterator[None]:
 
 
 def found(name: str, patch: Patch, broken: Broken) -> str:
-    """What is said of a fault."""
+    """The report of a fault."""
     quietly(patch)
     broken(patch)
     kind, said = store(name), ""
@@ -361,7 +361,7 @@ def test_a_cache_with_a_fault_is_found(monkeypatch, name):
 
 
 def test_what_is_found_is_short(monkeypatch):
-    """A fault that takes a fork and two forwards is told in no more than that."""
+    """A fault that takes a fork and two forwards is reported with no more than that."""
     told = found("paged", monkeypatch, short_copy).split(", after\n")[1]
     lines = [line for line in told.splitlines() if re.match(r"  \w", line)]
     assert len(lines) <= 9, told

@@ -116,7 +116,7 @@ def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(cache: str, model: str, method: str) -> bool:
-    """Whether a cache cannot take back what the method takes back."""
+    """Whether a cache cannot rewind as far as the method does."""
     forgets = cache in FORGETFUL or (cache == "hybrid" and model == "mistral")
     return forgets and method.startswith("banned")
 
@@ -189,7 +189,7 @@ ALONE = ("greedy", "sampling-fanned", "beam-4", "contrastive", "constrained-grou
 
 @pytest.mark.parametrize("cache", TIGHT)
 def test_neighbours_are_not_seen(tiny, cache):
-    """A batch of N equals N batches of 1, admitted whenever, on a cache that forgets or rounds."""
+    """A batch of N equals N batches of 1, admitted at any step, on an evicting or rounding cache."""
     name, settings = TIGHT[cache]
     given = [request for method in ALONE for request in asked(tiny(name), method)[1:2]]
     check_batch(tiny(name).model, on(cache, settings, given))
@@ -199,7 +199,7 @@ def test_neighbours_are_not_seen(tiny, cache):
 @pytest.mark.parametrize("drafts", [one for one in DRAFTS if "adaptive" not in one and "shared" not in one])
 @pytest.mark.parametrize("cache", TIGHT)
 def test_guesses_are_not_seen(tiny, cache, drafts):
-    """What is guessed and taken back leaves a cache that forgets or rounds as it was."""
+    """Rejected drafts leave an evicting or rounding cache unchanged."""
     name, settings = TIGHT[cache]
     guessed = on(cache, settings, asked(tiny(name), drafts))
     plain = [replace(one, generation_config=_plain(one.generation_config)) for one in guessed]
@@ -229,7 +229,7 @@ def _plain(config: GenerationConfig) -> GenerationConfig:
         ("mistral", "snapkv", "a model without windows"),
     ],
 )
-def test_a_model_that_cannot_have_a_cache_is_told_why(tiny, name, cache, lacks):
+def test_an_unsupported_cache_is_an_error_with_a_reason(tiny, name, cache, lacks):
     with pytest.raises(ConfigError, match=rf"`cache_implementation` needs {lacks}.*got '{cache}'"):
         outcomes(tiny(name).model, on(cache, {}, asked(tiny(name), "greedy")))
 

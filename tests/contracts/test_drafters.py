@@ -18,7 +18,7 @@ from tests.support import tiny_models
 
 
 class Told:
-    """A drafter that is told what to say, by a function of the rows and a place in the run."""
+    """A scripted drafter, by a function of the rows and a draft position."""
 
     is_model_free = False
 

@@ -25,7 +25,7 @@ PARTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_memory() -> Iterator[None]:
-    """At most 4 GiB more, so that what asks for all memory there is fails instead of getting it."""
+    """At most 4 GiB more, so that an allocation of all memory fails."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

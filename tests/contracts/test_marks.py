@@ -150,7 +150,7 @@ def test_a_seed_is_a_marked_requests_own(tiny):
 
 
 def test_a_mark_can_be_seen(tiny):
-    """The laws above would hold of marks that nobody makes."""
+    """The laws above would also hold without any watermark."""
     marked = [given for given in MIXED if "watermarking_config" in given]
     plain = [{name: one for name, one in given.items() if name != "watermarking_config"} for given in marked]
     other = [{**given, "watermarking_config": another(given["watermarking_config"])} for given in marked]
@@ -229,7 +229,7 @@ SPOKEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("drafter", ["lookup", "suffix", "draft model"])
 @pytest.mark.parametrize("name", SPOKEN)
 def test_guesses_leave_marked_tokens_as_they_were(tiny, name, drafter):
-    """Greedy and seeded rows say the same with guesses, of which some were right and some wrong."""
+    """Greedy and seeded rows give the same with drafts, some accepted and some rejected."""
     subject = tiny("llama")
     options = {**few_words(subject), **SPOKEN[name], "max_new_tokens": 24}
     drafts = guessing(subject.model, drafter)

@@ -90,7 +90,7 @@ def test_a_row_may_come_at_any_time(batch):
 
 
 def test_they_differ_in_more_than_their_prompts(batch):
-    """The law would hold of configs that nobody reads."""
+    """The law would also hold for ignored configs."""
     _, given, alone = batch
     assert len({str(one.tokens) for one in alone}) > ROWS * 0.8
     assert len({type(one.generation_config.num_beams) for one in given}) == 1
@@ -100,7 +100,7 @@ def test_they_differ_in_more_than_their_prompts(batch):
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_one_call_of_generate_with_a_list_of_configs(tiny, name):
-    """Token for token, with the log-probabilities that were asked for."""
+    """Token for token, with the requested log-probabilities."""
     subject = tiny(name)
     configs, texts = asked(subject, 8)
     configs = [
@@ -154,7 +154,7 @@ def test_what_concerns_the_call_must_be_the_same(tiny):
 
 
 def test_rows_that_do_not_use_a_processor_pay_nothing(tiny):
-    """A processor is called with the rows that ask for it, and a chain that nobody asks for is empty."""
+    """A processor is called with the rows that enable it, and a chain that no row enables is empty."""
     subject = tiny("llama")
     seen = []
 

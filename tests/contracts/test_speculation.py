@@ -1,4 +1,4 @@
-"""With guesses and without, a call says the same: greedily or with a seed, whatever shapes the scores."""
+"""With and without drafts a call gives the same, greedy or seeded, with any processors."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ IN_SHORT = ("lookup", "draft model")
     "drafter", [*IN_SHORT, *(pytest.param(one, marks=SLOW) for one in ("suffix", "early exit"))]
 )
 def test_whatever_shapes_the_scores(drafter, shape, tiny):
-    """Each guess is judged by what the processors would have said in its place."""
+    """Each draft is verified with the processors' scores at its position."""
     model = tiny("llama")
     options = SHAPES[shape] if shape in OWN else {**few_words(model), **SHAPES[shape]}
     plain, guessed = same_call(model.model, inputs(model), options, drafted(model.model, drafter))
@@ -200,7 +200,7 @@ def test_what_shapes_the_scores_of_an_encoder_decoder(drafter, tiny):
 
 @pytest.mark.parametrize("drafter", FEW)
 def test_guidance_and_layers(drafter, deep_llama, tiny):
-    """What wraps the model is asked about guesses as about anything."""
+    """Model wrappers apply to drafts as well."""
     model, fanned = tiny("llama"), {"do_sample": True, "seed": 13, "num_return_sequences": 3}
     negative = {"negative_prompt_ids": torch.tensor([[7, 8, 9]] * 4)}
     records = []

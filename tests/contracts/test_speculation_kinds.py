@@ -1,4 +1,4 @@
-"""Guesses change nothing on any kind of model: how it is fed, and what it remembers, must not be seen."""
+"""Drafts change nothing on any kind of model, whatever its inputs and its cache."""
 
 from __future__ import annotations
 

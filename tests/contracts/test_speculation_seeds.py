@@ -1,4 +1,4 @@
-"""A row with a seed has the same tokens whoever guesses for it, how many at a time, and beside whom."""
+"""A row with a seed has the same tokens for any drafter, draft length and batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Tokens = list[list[int]]  # of each sequence of a request
 
 
 class Likely(Script):
-    """Knows what comes, and says it seven times out of ten."""
+    """Drafts the right token seven times out of ten."""
 
     def __init__(self, truth: Mapping[tuple[Any, ...], Sequence[int]]) -> None:
         self.truth, self.rng = truth, np.random.default_rng(0)
@@ -87,7 +87,7 @@ def told(model: Any, requests: Sequence[Request]) -> tuple[list[Tokens], list[An
 
 @cache
 def plainly(kind: str) -> list[Tokens]:
-    """What each row says alone and without drafts."""
+    """The output of each row alone and without drafts."""
     model = network() if kind == "network" else pair()
     return [told(model, [one.request(drafts=False)])[0][0] for one in settings(kind, "none", 1)]
 
@@ -99,7 +99,7 @@ def plainly(kind: str) -> list[Tokens]:
 @pytest.mark.parametrize(
     ("kind", "drafter"), [(kind, one) for kind, some in GUESSERS.items() for one in some]
 )
-def test_a_seed_says_the_same_whoever_guesses(kind, drafter, tokens, monkeypatch):
+def test_a_seed_gives_the_same_for_any_drafter(kind, drafter, tokens, monkeypatch):
     model, expected = (network() if kind == "network" else pair()), plainly(kind)
     rows = settings(kind, drafter, tokens)
     if drafter == "likely":

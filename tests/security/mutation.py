@@ -84,7 +84,7 @@ def encoded(chance: random.Random, data: bytes) -> bytes:
 
 
 def swollen(chance: random.Random, data: bytes) -> bytes:
-    """More than anybody would write."""
+    """An excessive amount."""
     size = chance.choice((_MEGABYTE + 1, 5 * _MEGABYTE))
     return chance.choice(
         (data + b" " * size, data + b"\n" * size, b" " * size + data, data + data * (size // len(data)))
@@ -96,7 +96,7 @@ ANY: tuple[Mutation, ...] = (flipped, flipped, cut, stuffed, encoded)
 
 # ------------------------------------------------------------------------ JSON
 def _written(value: Any, chosen: dict[int, str]) -> str:
-    """JSON text of a value in which some of its parts, told by identity, are given texts."""
+    """JSON text of a value with given texts for some of its parts, by identity."""
     if id(value) in chosen:
         return chosen[id(value)]
     if isinstance(value, _Box):
@@ -221,7 +221,7 @@ def header_mutated(chance: random.Random, data: bytes) -> bytes:
 
 
 def tensor_lied(chance: random.Random, data: bytes) -> bytes:
-    """What is said of a tensor is not so: its kind, its shape, where it lies."""
+    """The metadata of a tensor is wrong: its dtype, its shape, its offsets."""
     header, body = _split(data)
     told = json.loads(header)
     names = [name for name in told if name != "__metadata__"]

@@ -154,7 +154,7 @@ def _cache(folder: Path) -> None:
 
 
 def signed(chance: random.Random, data: bytes) -> bytes:
-    """A cache that has been tampered with by somebody who can sum it up, as anybody can."""
+    """A tampered cache with a valid checksum, which anyone can compute."""
     changed = chance.choice(mutation.SAFETENSORS)(chance, data)
     try:
         tensors = safetensors.torch.load(changed)

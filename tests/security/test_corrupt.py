@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(subject: Subject, folder: Path, what: str) -> str | None:
-    """What was said when the file was refused by name; None where it was read."""
+    """The error text if the file was refused by name; None if it was read."""
     try:
         subject.read(folder)
     except MissingRequirements as error:  # which tells one requirement a line, as documented

@@ -153,7 +153,7 @@ def test_the_watch_sees_what_descant_unpickles(inside: types.ModuleType, road: s
     UNPICKLING[road](inside.call)
     with pytest.raises(pytest.fail.Exception, match=r"under caller\.py:2"):
         watch.settle()
-    watch.settle()  # and it is told once
+    watch.settle()  # and it is reported once
 
 
 def test_the_watch_sees_other_threads(inside: types.ModuleType) -> None:

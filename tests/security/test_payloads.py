@@ -150,7 +150,7 @@ def test_a_careless_reader_would_set_it_off(payload: str, tmp_path: Path) -> Non
 
 
 def refused(read: Callable[[Path], Any], folder: Path, canary: Path) -> str:
-    """Read what must be refused by name; what was said."""
+    """Read a file that must be refused by name; the error text."""
     with pytest.raises(DescantError) as caught:
         read(folder)
     assert not canary.exists()
@@ -171,7 +171,7 @@ def changed(file: Path, changes: Mapping[str, Any]) -> None:
 
 
 def index(folder: Path, name: str, names: Iterable[str], file: str) -> None:
-    """Write an index that says that all weights are in one file."""
+    """Write an index with all weights in one file."""
     told = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, file)}
     (folder / name).write_text(json.dumps(told), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What importing Descant brings along, and what it leaves until somebody needs it."""
+"""The modules that importing Descant loads, and those it loads on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ assert {HEAVY!r} in sys.modules
 """
 
 
-def test_models_are_not_loaded_before_somebody_has_one() -> None:
+def test_models_are_not_imported_before_use() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -132,7 +132,7 @@ def long(tiny: Callable[..., tiny_models.Tiny]) -> Callable[..., Trace]:
 
 
 def clock(page: Page) -> Callable[[], float]:
-    """What says how many seconds a page has worked; others that are busy do not count."""
+    """A counter of the seconds of a page's own work, without other processes."""
     protocol = page.context.new_cdp_session(page)
     protocol.send("Performance.enable", {"timeDomain": "threadTicks"})
 

@@ -1,4 +1,4 @@
-"""The views of a text on small traces made by hand: their figures, and what they say if little was kept."""
+"""The views of a text on small traces made by hand: their figures, and their text if little was kept."""
 
 from __future__ import annotations
 

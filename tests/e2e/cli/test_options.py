@@ -18,7 +18,7 @@ from descant.cli.command import ConfigCommand, typer_callback
 from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED
 from tests.support.config_cases import CASES
 
-# What no command line can say: a function and objects; nor should: a key, for others would see it.
+# Not on a command line: a function and objects; and a key, which other users would see.
 UNSAYABLE = {"prefix_allowed_tokens_fn", "constraints", "watermarking_config"}
 OFFERED = FIELDS.keys() - UNSUPPORTED.keys() - UNSAYABLE
 VALUES = [(name, value) for name in FIELDS if name in OFFERED for value in CASES[name][0]]
@@ -92,7 +92,7 @@ def test_every_command_offers_every_field(name: str) -> None:
     assert len(written) == len(set(written))
 
 
-def test_the_help_says_what_the_table_says() -> None:
+def test_the_help_equals_the_table() -> None:
     result = CliRunner().invoke(
         build_app(), ["explain", "--help"], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
     )
@@ -181,7 +181,7 @@ def test_how_it_is_written(line: tuple[str, ...], expected: dict[str, Any]) -> N
         (("--do-sample=yes",), "--do-sample"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(line: tuple[str, ...], message: str) -> None:
+def test_an_error_is_reported_in_one_line(line: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(build_app(), ["explain", *line])
     assert result.exit_code == 2
     assert result.stdout == ""

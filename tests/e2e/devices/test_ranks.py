@@ -80,7 +80,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 @pytest.mark.parametrize("case", ALIKE)
-def test_every_rank_says_what_the_whole_model_says(
+def test_every_rank_gives_the_same_as_the_whole_model(
     answers: Answers, llama: Tiny, kind: str, case: str
 ) -> None:
     first, second = (answer[kind][case] for answer in answers)
@@ -89,7 +89,7 @@ def test_every_rank_says_what_the_whole_model_says(
 
 
 @pytest.mark.parametrize("case", ALIKE)
-def test_every_rank_says_the_same_in_bfloat16(answers: Answers, case: str) -> None:
+def test_every_rank_gives_the_same_in_bfloat16(answers: Answers, case: str) -> None:
     first, second = (answer["half"][case] for answer in answers)
     assert first == second
     assert "tokens" in first
@@ -159,7 +159,7 @@ def test_no_rank_goes_on_where_another_has_failed(answers: Answers, case: str) -
 
 
 @pytest.mark.parametrize("case", ["prompts differ", "lengths differ"])
-def test_ranks_that_are_asked_for_different_things_all_refuse(answers: Answers, case: str) -> None:
+def test_ranks_with_different_requests_all_refuse(answers: Answers, case: str) -> None:
     assert [answer["apart"][case]["error"] for answer in answers] == ["InputError", "InputError"]
 
 

@@ -1,4 +1,4 @@
-"""The table of combinations is what the resolver says."""
+"""The table of combinations equals the planner's verdicts."""
 
 import itertools
 from typing import Any
@@ -82,7 +82,7 @@ def models(request: pytest.FixtureRequest, tokenizer: Any) -> tuple[Any, Any, bo
     return made[0], made[1], both
 
 
-def test_what_the_table_says_is_what_happens(models: tuple[Any, Any, bool], tokenizer: Any) -> None:
+def test_the_table_equals_the_behaviour(models: tuple[Any, Any, bool], tokenizer: Any) -> None:
     first, second, both = models
     prompt = tokenizer("Once upon a time book", return_tensors="pt")
     joined = descant.ProxyTuning(first, second, first)
@@ -110,7 +110,7 @@ def test_what_the_table_says_is_what_happens(models: tuple[Any, Any, bool], toke
 GUESSES = {"prompt lookup", "suffix lookup", "early exit"}
 
 
-def test_whoever_guesses_leaves_what_the_other_method_says(
+def test_a_drafter_leaves_the_output_of_the_other_method(
     models: tuple[Any, Any, bool], tokenizer: Any
 ) -> None:
     first, second, both = models

@@ -33,7 +33,7 @@ def test_enough_was_measured(figures: Any) -> None:
         }
 
 
-def test_the_rates_are_what_the_levels_say(figures: Any) -> None:
+def test_the_rates_equal_the_levels(figures: Any) -> None:
     for mark, found in figures["false"].items():
         for level in ("0.01", "0.001"):
             assert abs(found[level]["randomised"]["sigma"]) < 3, mark

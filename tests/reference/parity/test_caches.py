@@ -40,7 +40,7 @@ def options(name):
 
 
 def placed(fed):
-    """What the reference has to be told besides: where each forward writes."""
+    """A further input of the reference: where each forward writes."""
     found, at = [], 0
     for feed in fed:
         width = feed["input_ids"].shape[1]
@@ -239,7 +239,7 @@ def test_its_windows_read_no_prompt_longer_than_they_are(get, reference):
     same(stepped(subject.model, made(SlidingWindowCache, subject.model), fed), whole(subject.model, ids))
 
 
-def test_its_windows_forget_which_columns_are_padding(get, reference):
+def test_its_windows_lose_which_columns_are_padding(get, reference):
     """What has moved to the window's first slots is masked as the first columns of the batch are."""
     subject = get("mistral")
     ids, mask = padded(subject, (14, 12, 10))

@@ -148,7 +148,7 @@ class Near:
 
 
 def whole(one):
-    """Whether the bytes are text: the reference knows no others."""
+    """Whether the bytes are text: the reference supports no others."""
     return bool(one) and "\ufffd" not in one.decode(errors="replace")
 
 

@@ -26,7 +26,7 @@ SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if 
 
 
 def guided(model, negative, turn=0):
-    """Five ragged prompts, with negative ones of other lengths if asked for."""
+    """Five ragged prompts, with optional negative ones of other lengths."""
     seed = SEEDS[model.name][turn]
     rows = five(model, seed)
     return (

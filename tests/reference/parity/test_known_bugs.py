@@ -119,7 +119,7 @@ def test_a_pad_token_inside_the_prompt_is_a_token(name, tiny, reference):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_padding_that_equals_the_end_token(name, tiny, reference):
-    """Without a mask the reference attends the padding; ours asks for the mask."""
+    """Without a mask the reference attends the padding; ours requires the mask."""
     model = tiny(name)
     pad = {"pad_token_id": model.eos}
     rows = prompts(model.arch, (8, 5), seed=301)

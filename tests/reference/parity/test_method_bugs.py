@@ -82,7 +82,7 @@ MIXED = [("llama", 909, 6, 94), ("llama", 918, 3, 40), ("bart", 910, 6, 102)]
 
 @pytest.mark.parametrize(("name", "seed", "beams", "token"), MIXED)
 def test_sequences_that_end_beside_some_that_do_not(name, seed, beams, token, tiny, reference):
-    """With scores asked for, the reference stumbles over beam indices that it kept for only some of them."""
+    """With scores, the reference fails on beam indices that it has for only some of them."""
     model = tiny(name)
     rows = batch(model, prompts(model.arch, (6,), seed=seed))
     arguments = constrained([[token]], beams, max_new_tokens=8)
@@ -135,7 +135,7 @@ def test_a_group_that_has_ended_goes_on_with_padding(name, seed, tiny, reference
         "suppress_tokens": [50],
     }
     said = {}
-    for pad in (model.eos, 50):  # 50 is said by nobody, and so is harmless
+    for pad in (model.eos, 50):  # 50 is never generated, and so is harmless
         said[pad] = reference.generate(
             model.folder, rows.inputs, {**arguments, "pad_token_id": pad}, ["sequences", "sequences_scores"]
         )
@@ -262,7 +262,7 @@ def test_a_token_that_dola_has_ruled_out(deep, reference):
         ours(model, rows.inputs, **arguments)
 
 
-def test_dola_forgets_how_many_sequences(deep, reference):
+def test_dola_ignores_num_return_sequences(deep, reference):
     model = deep("llama")
     rows = batch(model, prompts(model.arch, (6, 6), seed=801))
     arguments = {"dola_layers": [0], "do_sample": True, "num_return_sequences": 3, "max_new_tokens": 4}

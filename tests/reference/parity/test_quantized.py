@@ -27,13 +27,13 @@ def smollm():
 
 
 def prompt(model, length=None):
-    """One row: the text, over and over, as long as asked."""
+    """One row: the repeated text, of the given length."""
     ids = model.tokens(TEXT)
     return Batch([(ids * 8)[:length] if length else ids], model.pad)
 
 
 def arguments(backend, new, **settings):
-    # Scales in full precision, which is all that quanto there knows.
+    # Scales in full precision, the only kind that quanto there supports.
     exact = {"compute_dtype": "float32"} if backend == "quanto" else {}
     return {
         "max_new_tokens": new,
@@ -98,7 +98,7 @@ def test_hqq_is_no_further_from_no_quantisation(smollm, reference, settings, sha
 
 
 def asked(model, reference, given, batch=None):
-    """What both sides say of one prompt."""
+    """The outputs of both sides for one prompt."""
     inputs = (batch or prompt(model)).inputs
     ours = descant.generate(model.model, **inputs, **given, return_dict_in_generate=True, output_logits=True)
     return ours, reference.generate(model.folder, inputs, given, ["sequences", "logits"])

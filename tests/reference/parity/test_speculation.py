@@ -1,4 +1,4 @@
-"""With guesses a ragged batch says what the reference says of each row alone, with the same kind of guesses.
+"""With drafts a ragged batch gives the same as the reference for each row alone, with the same drafter.
 
 The reference speculates on one row at a time. It promises the same, and reads the number of draft tokens from
 the draft model's own config; both sides draft as many.
@@ -170,7 +170,7 @@ def test_any_number_of_guesses(name, count, tiny, helpers, reference):
 @pytest.mark.parametrize("seed", seeds(1, 6))
 @pytest.mark.parametrize("name", [name for name in TINY if name != "bart"])
 def test_prompt_lookup(name, seed, tiny, reference):
-    """Of prompts that say everything twice."""
+    """Of prompts with repeated text."""
     model = tiny(name)
     prompts = ragged(model, seed)
     twice = batch(model, [[*row, *row] for row in prompts.rows])
@@ -180,7 +180,7 @@ def test_prompt_lookup(name, seed, tiny, reference):
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_the_reference_ends_before_it_begins(name, tiny, reference):
-    """Where it finds nothing to copy it asks whether the prompt has ended: so it has if it ends with one."""
+    """Without a match it checks whether the prompt has ended: so it has if its last token is an end token."""
     model = tiny(name)
     row = [5, 6, 8, 9] if model.encoder_decoder else [5, 6, 8, model.eos]
     prompts = batch(model, [row])

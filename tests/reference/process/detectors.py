@@ -81,7 +81,7 @@ def green_detector(
     calls: Sequence[Mapping[str, Any]],
     **options: Any,
 ) -> list[dict[str, list[float]]]:
-    """What a WatermarkDetector of a model's `config` says of each call's ids, field by field."""
+    """The output of a WatermarkDetector of a model's `config` for each call's ids, by field."""
     model = transformers.PretrainedConfig(**config)
     detector = transformers.WatermarkDetector(model, "cpu", dict(settings), **options)
     said = [detector(**one, return_dict=True) for one in calls]

@@ -84,7 +84,7 @@ def _done(scorer: Any, group: int, groups: int) -> Tensor:
 
 
 def _apart(values: Tensor) -> float:
-    """The smallest distance between neighbours of descending values that live."""
+    """The smallest distance between adjacent finite descending values."""
     living = values[values > DEAD]
     return float((living[:-1] - living[1:]).min()) if len(living) > 1 else float("inf")
 

@@ -170,7 +170,7 @@ class Tally:
 
 @dataclass
 class Trial:
-    """A model, its prompts, and what it says without guesses."""
+    """A model, its prompts, and its output without drafts."""
 
     model: Pretrained
     rows: Sequence[Sequence[int]]
@@ -248,7 +248,7 @@ class Trial:
 
 
 def _asked(model: Pretrained, text: str) -> list[int]:
-    """The tokens of a prompt, as the model was taught to be asked."""
+    """The tokens of a prompt in the chat template of the model."""
     template = getattr(model.tokenizer, "chat_template", None)
     if model.name in ENDLESS and template is not None:
         turns = [{"role": "user", "content": text}]
@@ -257,7 +257,7 @@ def _asked(model: Pretrained, text: str) -> list[int]:
 
 
 def main() -> None:
-    """Run the trials that are asked for and print what came of them."""
+    """Run the selected trials and print their results."""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(prog="python -m tests.reference.real.identity")
     parser.add_argument("--model", choices=DRAFTERS, action="append")

@@ -107,7 +107,7 @@ def test_windows_are_counted(name: str, kind: str) -> None:
 def test_beams_share_a_prompt_only_where_they_do(llama: Any) -> None:
     told = descant.estimate(llama, prompt_length=256, max_new_tokens=32, num_beams=4)
     assert (told.cache_name, told.rows, told.positions) == ("paged", 4, 256 + 31)
-    # How much beams share after the prompt nobody knows before: nothing at the least.
+    # How much beams share after the prompt is not known before; the bound assumes nothing.
     real = measured(llama, 256, 1, max_new_tokens=32, num_beams=4)
     assert 0.5 * told.bytes <= real <= told.bytes
     assert told.total_bytes["dynamic"] > 2 * told.total_bytes["paged"]
@@ -157,7 +157,7 @@ def test_a_state_of_a_models_own_is_weighed() -> None:
     assert set(told.total_bytes) == {"mamba", "hybrid", "dynamic"}
 
 
-def test_what_nobody_can_know_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_size_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1)
     )

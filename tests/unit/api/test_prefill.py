@@ -296,7 +296,7 @@ def test_a_cache_of_transformers_is_filled_in_place(name, tiny):
         "of the config": transformers.DynamicCache(config=model.model.config),
         "static": transformers.StaticCache(config=model.model.config, max_cache_len=80),
     }
-    if name == "mistral":  # of these, windows forget
+    if name == "mistral":  # of these, windows evict
         theirs = {"growing": theirs["growing"]}
     for cache in theirs.values():
         text = torch.tensor(tinies.prompts(model.arch, [9], 4))
@@ -413,7 +413,7 @@ def refused(model, ids, past, **call):
     return str(error.value)
 
 
-def test_a_prompt_that_begins_otherwise_is_refused_and_told_where(llama):
+def test_a_prompt_with_another_beginning_is_refused_with_the_position(llama):
     beginning, _, _ = texts(llama)
     cache = descant.prefill(llama.model, beginning)
     other = beginning[None].clone()

@@ -1,4 +1,4 @@
-"""A drafter that knows what will come, and is wrong now and then."""
+"""A drafter with the right continuation and occasional errors."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class ListStore:
 
 
 class Trial:
-    """A store and lists that are told the same, by chance."""
+    """A store and lists with the same random operations."""
 
     def __init__(self, store: Any, lists: ListStore, data: st.DataObject) -> None:
         self.store, self.lists, self.data = store, lists, data
@@ -193,7 +193,7 @@ class Trial:
             if kind == 0:
                 self.extend()
             elif kind == 1:
-                self.commit([0] * len(self.lists.rows))  # somebody leaves between two steps
+                self.commit([0] * len(self.lists.rows))  # a row leaves between two steps
             elif kind == 2:
                 self.whole()
             if self.lists.rows:
@@ -350,7 +350,7 @@ Seen = list[list[list[list[int]]]]  # layer, head, position of a query: the posi
 def recomputed(model: Any, tokens: list[int], seen: Seen) -> tuple[Tensor, list[Tensor]]:
     """A Llama read from its first token on: logits [T, V], and who looks at what [Hq, T, T] a layer.
 
-    Each query sees of each head the positions that it is told and no others.
+    Each query sees the given positions of each head and no others.
     """
     body, count = model.model, len(tokens)
     hidden = body.embed_tokens(torch.tensor([tokens]))
@@ -382,7 +382,7 @@ def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Recomputing:
-    """Greedy text of a model that forgets by a rule, everything computed again for each token."""
+    """Greedy text of a model with eviction by a rule, recomputed for each token."""
 
     def __init__(self, model: Any, rule: Any, once: bool, window: int | None = None) -> None:
         self.model, self.rule, self.once, self.window = model, rule, once, window
@@ -533,7 +533,7 @@ def asked(one: Any, names: list[str], lengths: list[int], seed: int, tokens: int
 
 
 @pytest.mark.parametrize("make", [lambda: SnapKVStore(200), lambda: H2OStore(200, 20)], ids=["snap", "heavy"])
-def test_who_forgets_nothing_is_dense(tiny, make):
+def test_without_eviction_it_equals_dense(tiny, make):
     """All methods in one table, each come at its own time: tokens and logits are those of a dense cache."""
     one = tiny("llama", attn_implementation="sdpa")
     requests = asked(one, list(METHODS), [8, 30, 12, 50, 9, 21, 33, 40, 16, 27], 3)
@@ -545,7 +545,7 @@ def test_who_forgets_nothing_is_dense(tiny, make):
 
 
 def test_a_batch_of_many_is_many_of_one(tiny, kind):
-    """Whoever else is there, a row forgets the same."""
+    """A row evicts the same in any batch."""
     one = tiny("llama", attn_implementation="sdpa")
     requests = asked(one, list(METHODS), [18, 30, 22, 50, 29, 21, 33, 40, 26, 37], 4)
     times = Schedule({0: [3, 1, 7, 0], 2: [2, 4, 9], 3: [5, 6, 8]}, {}, admit_together=True)

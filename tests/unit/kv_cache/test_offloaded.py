@@ -22,7 +22,7 @@ HOST = torch.device("cpu")
 
 
 class Far(OffloadedStore):
-    """Rests on a device whose memory nobody can look at, so that what is saved is brought to the host."""
+    """Offloads to a device whose memory cannot be read directly, so that saving copies to the host."""
 
     def state(self):
         return {name: one.cpu() for name, one in OffloadedStore.state(self).items()}

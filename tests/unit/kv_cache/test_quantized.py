@@ -128,12 +128,12 @@ def test_what_was_quantised_is_never_quantised_again(monkeypatch):
     fed(cache, drawn(1, 10))
     cache.commit(torch.tensor([0, 0, 0]), torch.tensor([10, 10, 7]))
     cache.commit(torch.tensor([2, 0]), torch.tensor([5, 10]))
-    assert sorted(made) == [7, 7, 10, 10]  # one of keys and one of values a length, whoever shares it
+    assert sorted(made) == [7, 7, 10, 10]  # one of keys and one of values per length, shared or not
     grown(cache, 4)
     assert sorted(made) == [4] * 4 + [7, 7, 10, 10]
 
 
-def test_a_row_written_anew_forgets_its_chunks():
+def test_a_rewritten_row_drops_its_chunks():
     """A model that reads everything again with each step."""
     cache = one()
     cache.extend(1)
@@ -238,7 +238,7 @@ def test_lines_are_read_in_as_few_moves_as_can_be():
 
 # -------------------------------------------------------------------- rows beside each other
 @pytest.mark.parametrize("settings", [{}, {"axis_key": -1, "axis_value": -1}, {"q_group_size": 24}], ids=str)
-def test_a_row_is_the_same_whoever_is_beside_it(settings):
+def test_a_row_is_the_same_in_any_batch(settings):
     lengths, more = [9, 4, 70], [3, 6, 1]
     contents = [
         drawn(1, length + extra, row) for row, (length, extra) in enumerate(zip(lengths, more, strict=True))

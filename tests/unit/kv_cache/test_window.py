@@ -51,7 +51,7 @@ SCHEDULES = (Schedule.at_once(range(4)), Schedule({0: [1], 2: [3, 0], 9: [2]}, {
 
 
 def check(expected, found, where):
-    """The same outcome, wherever both stood: guesses begin a step later on a cache that forgets."""
+    """The same outcome at any position: drafts start a step later on an evicting cache."""
     both = expected.logits.keys() & found.logits.keys()
     assert len(both) * 2 > len(expected.logits)
     compare(
@@ -177,7 +177,7 @@ def test_a_long_prompt_takes_no_room_in_other_rows():
     assert torch.equal(kept[:, :, :15], shown[:, :, 4321 - 15 : 4321])
 
 
-def test_a_prompt_that_is_told_to_stay_is_trimmed_at_once():
+def test_a_committed_prompt_is_trimmed_at_once():
     store = WindowStore([16, 16], slack=8, room=8)
     store.extend(2)
     told = torch.tensor([5000, 4000])  # the rest fills the shorter row up

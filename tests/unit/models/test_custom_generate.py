@@ -32,7 +32,7 @@ def known() -> dict[str, Any]:
 
 
 def tiny(name: str) -> Subject:
-    """A small model of that class and what it is asked."""
+    """A small model of that class and its prompts."""
     return subject(known()[name])
 
 
@@ -42,7 +42,7 @@ def fresh(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def agree(model: Any, inputs: dict[str, Tensor], **asked: Any) -> Any:
-    """Both ways to generate say the same; what they say."""
+    """Both generate() give the same; the output."""
     expected = model.generate(**fresh(inputs), **asked)
     got = descant.generate(model, **fresh(inputs), **asked)
     for one, other in zip(parts(expected), parts(got), strict=True):
@@ -180,7 +180,7 @@ def test_an_attached_model_is_decoded_by_ours() -> None:
     model, ids = Twice(config).eval(), torch.tensor([[3, 4, 5]])
     expected = model.generate(ids, **SHORT)
     descant.attach(model)
-    assert torch.equal(model.generate(ids, **SHORT, seed=1), expected)  # no model of theirs knows a seed
+    assert torch.equal(model.generate(ids, **SHORT, seed=1), expected)  # no model of theirs has a seed
     descant.detach(model)
     assert torch.equal(descant.generate(model, ids, **SHORT), expected)
 

@@ -1,4 +1,4 @@
-"""How keys are turned: found by trial, told by a config, and the same by both."""
+"""The rotation of keys: measured, derived from a config, and equal."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_turned(name):
 
 
 @pytest.mark.parametrize("name", ["HunYuanDenseV1ForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel"])
-def test_a_config_tells_no_more_than_it_knows(name):
+def test_a_config_without_a_known_rotation_gives_none(name):
     assert rope_from_config(model_of(name).config) is None
 
 

@@ -484,7 +484,7 @@ def test_a_session_is_unharmed_by_a_recipe_that_cannot_be_made(model, ids):
     assert [one.request for one in found] == [number]
 
 
-def test_a_model_that_hears_takes_functions_alone():
+def test_a_speech_model_accepts_function_recipes_only():
     heard = transformers.WhisperForConditionalGeneration.from_pretrained(pretrained.folder("whisper-tiny.en"))
     features = torch.zeros(1, 80, 3000)
     with pytest.raises((InputError, UnsupportedModel), match="recipe"):

@@ -36,7 +36,7 @@ NAN, INF = math.nan, math.inf
 
 
 class Script(Chain):
-    """A model that says what it is told to: the row whose prompt is token `n` gets script `n`.
+    """A scripted model: the row whose prompt is token `n` gets script `n`.
 
     A script is the tokens to come; a place of it may instead be a line of logits.
     """
@@ -107,7 +107,7 @@ def test_padding_is_penalised(name, option, mode, tiny):
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 2}], ids=str)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_a_penalty_favours_negative_logits(sign, mode):
-    """Dividing a negative logit would raise it: what was said must become less likely (transformers#2302)."""
+    """Dividing a negative logit would raise it: repeats must become less likely (transformers#2302)."""
     logits = torch.full((4, 4), -9.0 if sign < 0 else 0.1)
     logits[:, 1], logits[:, 2] = (-1.0, -1.2) if sign < 0 else (3.0, 2.8)
     model = Chain(logits)
@@ -145,7 +145,7 @@ def test_a_neighbour_is_penalised(tiny):
 
 # ------------------------------------------------------------------------------------- leftover settings
 def test_leftover_temperature_is_used_or_warned_about(tiny, monkeypatch):
-    """A model's own sampling knobs have no say, and no warning, in greedy search (transformers#33480)."""
+    """A model's own sampling fields have no effect, and no warning, in greedy search (transformers#33480)."""
     model = tiny("llama").model
     inputs = batch(tiny("llama"), prompts(tiny("llama").arch, (6, 4), seed=8)).inputs
     greedy = descant.generate(model, **inputs, max_new_tokens=10)
@@ -174,7 +174,7 @@ def test_leftover_temperature_is_used_or_warned_about(tiny, monkeypatch):
     ]
     assert all(torch.equal(drawn[0], one) for one in drawn[:3])
     assert not torch.equal(drawn[3], drawn[4])
-    # ... and a caller who asks for them without it is told so.
+    # ... and setting them without it is an error.
     for knob in ({"temperature": 0.5}, {"top_p": 0.5}, {"mirostat_tau": 3.0}, {"xtc_probability": 0.5}):
         with pytest.raises(ConfigError, match=next(iter(knob))):
             descant.generate(model, **inputs, max_new_tokens=10, do_sample=False, **knob)
@@ -293,7 +293,7 @@ def test_two_of_a_kind_share_their_memory(kind, field):
 
 # ------------------------------------------------------------------------------------------------- seeds
 def test_a_seed_depends_on_the_neighbours(tiny):
-    """A seed is the row's own: beside others, in another place, or alone it says the same (vLLM#51226)."""
+    """A seed is the row's own: in any batch, at any index, or alone it gives the same (vLLM#51226)."""
     model = tiny("gpt2")
     texts = prompts(model.arch, (5, 9, 1, 6), seed=10)
     given = {"do_sample": True, "max_new_tokens": 12, "xtc_probability": 0.5, "mirostat_tau": 4.0}
@@ -317,7 +317,7 @@ def test_a_seed_depends_on_the_neighbours(tiny):
 
 
 def test_the_same_seed_gives_neighbours_the_same_luck(tiny):
-    """Rows that share a prompt and a seed say the same; sequences of one row do not."""
+    """Rows that share a prompt and a seed give the same; sequences of one row do not."""
     model = tiny("llama")
     rows = batch(model, prompts(model.arch, (6,), seed=11) * 3)
     given = {"do_sample": True, "max_new_tokens": 10, "temperature": 1.5}
@@ -339,7 +339,7 @@ def tokenizer_of(name):
 
 
 def told(name, pieces, stops, **given):
-    """What a model that says these pieces of text, each tokenised by itself, is let say."""
+    """The output of a model with these pieces of text, each tokenised separately."""
     tokenizer = tokenizer_of(name)
     tokens = [
         token
@@ -374,7 +374,7 @@ def test_a_stop_string_across_token_borders_is_missed(name, given):
 def test_a_stop_string_inside_a_character_is_missed(name, given):
     """A character that comes as several tokens of bytes ends the row with its last one, and no other does."""
     tokenizer = tokenizer_of(name)
-    want, other = "🦜", "🦛"  # alike but for the last byte
+    want, other = "🦜", "🦛"  # equal except for the last byte
     emoji, near = (_bytes_of(tokenizer, one) for one in (want, other))
     assert len(emoji) > 1
     assert emoji[:-1] == near[:-1]
@@ -474,7 +474,7 @@ def test_a_hopeless_row_spoils_its_batch(kind, method):
 
 
 def test_a_hopeless_row_still_says_something():
-    """No token is told of a row that has none to choose: a stream must not show what cannot be."""
+    """A row without candidates emits no token: a stream must not show an impossible one."""
     scripts = {0: [1, 3, [NAN] * 8], 1: [4]}
     session = Session(Script(scripts, 8))
     numbers = session.admit(Request([0], config()), Request([1], config(max_new_tokens=6)))

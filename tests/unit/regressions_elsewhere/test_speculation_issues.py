@@ -24,7 +24,7 @@ VOCAB, END = 97, 2
 
 
 class Script(Chain):
-    """A model that goes on with a script whatever was said: the one of the row's first token."""
+    """A model that continues with the script of the row's first token, whatever the other tokens."""
 
     def __init__(self, scripts: dict[int, Sequence[int]]) -> None:
         super().__init__(torch.zeros(1, 1, VOCAB))
@@ -60,7 +60,7 @@ def said(target: Any, helper: Any, texts: Sequence[Sequence[int]], count: int = 
 # ------------------------------------------------------------------------ ends
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_an_end_inside_a_run_is_run_over(count):
-    """What is guessed after an end token is nobody's (transformers#31301, #47912)."""
+    """Drafts after an end token are dropped (transformers#31301, #47912)."""
     scripts = {5: [10, 11, END, 12, 13, 14], 6: [20, 21, 22, 23, 24, END, 25], 7: [END, 30, 31]}
     found = said(Script(scripts), Script(scripts), [[5], [6], [7]], count)
     assert [one.tokens for one in found] == [[[10, 11, END]], [[20, 21, 22, 23, 24, END]], [[END]]]
@@ -169,7 +169,7 @@ def test_a_drafter_that_always_agrees(count):
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_a_drafter_that_never_agrees(count):
-    """Costs forwards of its own and nothing else: no token is lost and none said twice."""
+    """Costs forwards of its own and nothing else: no token is lost or repeated."""
     scripts = {5: list(range(10, 40)), 6: list(range(50, 80))}
     target = Script(scripts)
     found = said(target, Script({5: [3] * 30, 6: [4] * 30}), [[5], [6]], count, max_new_tokens=24)
@@ -367,7 +367,7 @@ def test_a_first_token_is_added_at_every_encoding(real):
 
 # ------------------------------------------------------------------------ what goes on afterwards
 def test_a_drafter_keeps_rows_that_have_left(monkeypatch):
-    """However requests leave, their drafter is told and holds nothing of them (1Cat-vLLM#656)."""
+    """However requests leave, their drafter drops their state (1Cat-vLLM#656)."""
     known: set[int] = set()
     opening, closing = AssistantDrafter.add_requests, AssistantDrafter.remove_requests
 

@@ -153,7 +153,7 @@ def test_the_hook_puts_pictures_and_the_order_in_their_place() -> None:
     assert pictures.on_page_markdown("# Nothing <!-- else -->") == "# Nothing <!-- else -->"
 
 
-def test_a_picture_that_nobody_draws_is_an_error() -> None:
+def test_an_unknown_picture_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"must be one of before, .* got 'top_q'"):
         pictures.fill_page("<!-- picture: top_q -->")
 

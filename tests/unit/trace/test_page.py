@@ -89,7 +89,7 @@ def test_only_the_pages_own_script_and_style_are_obeyed() -> None:
     assert names.count("style") == 1
 
 
-def test_a_page_asks_for_nothing() -> None:
+def test_a_page_makes_no_requests() -> None:
     text = render_page(invented())
     found = Found(text)
     assert not {"src", "href", "srcset", "action", "data"} & {
@@ -151,7 +151,7 @@ def noise(steps: int, top: int) -> Trace:
     return Trace(records)
 
 
-def test_a_page_is_never_large_and_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_bounded_and_lists_what_it_omits(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = noise(400, 8)
     whole, least = render_page(trace), render_page(Trace([TraceHeader("0", "Invented", 1, 1, 1)]))
     assert packed(whole)["notes"] == []

@@ -1,4 +1,4 @@
-"""What a page is told of a trace: all of it, and nothing else."""
+"""The data of a page: the whole trace, and nothing else."""
 
 from __future__ import annotations
 

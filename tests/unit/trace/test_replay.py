@@ -73,7 +73,7 @@ def test_guesses_replay_too(tiny, drafter, sampled):
             accepted += len(run_.tokens) - (0 if ends else 1)
             for look, token in zip(row.looks, run_.tokens, strict=True):
                 assert token in [one.token for one in look.top]
-            if len(run_.tokens) <= len(row.drafts):  # the guess that was refused is told of
+            if len(run_.tokens) <= len(row.drafts):  # the rejected draft is recorded
                 assert row.drafts[len(run_.tokens) - 1] in [one.token for one in row.looks[-1].top]
     assert tried == sum(sum(one.drafted) for one in out.speculation)
     assert accepted == sum(sum(one.accepted) for one in out.speculation)

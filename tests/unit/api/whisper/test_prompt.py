@@ -1,4 +1,4 @@
-"""What the decoder is told before it listens: language, task, timestamps, and what was said before."""
+"""The decoder prompt: language, task, timestamps, and previous text."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_prompt_stands_before_the_beginning():
 
 
 @pytest.mark.parametrize("how", ["first-segment", "all-segments"])
-def test_a_prompt_and_what_was_said(how):
+def test_a_prompt_and_previous_text(how):
     sound = recordings(100, 30, 70)
     out = compared(
         whisper(), **sound, language="en", return_timestamps=True, return_segments=True,
@@ -152,6 +152,6 @@ def test_a_prompt_given_whole_begins_the_first_window_only():
         ({"decoder_input_ids": torch.tensor([[END]])}, "`decoder_input_ids` must be \\[2, length\\]"),
     ],
 )
-def test_what_cannot_be_said_is_refused(call, message):
+def test_an_invalid_prompt_is_refused(call, message):
     with pytest.raises((ConfigError, InputError), match=message):
         descant.generate(whisper(), **SHORT, **call)

@@ -21,7 +21,7 @@ FILES = {"generate.py": "def generate(model): ...\n", "README.md": "# one\n", "b
 
 @pytest.fixture(autouse=True)
 def nothing_else_is_written(hub, tmp_path, monkeypatch):
-    """Whatever happens, only the cache grows, and nobody is asked anything on standard input."""
+    """In all cases only the cache grows, and nothing is read from standard input."""
     monkeypatch.chdir(tmp_path)
 
     def refused(*_args):

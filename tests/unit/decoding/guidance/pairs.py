@@ -85,7 +85,7 @@ def shifted(alpha: float) -> Formula:
 
 @torch.no_grad()
 def heard(models: Sequence[Any], sequence: Sequence[int], source: Tensor | None) -> list[Tensor]:
-    """What each model says after a sequence, read as a whole and without a cache [V]."""
+    """The logits of each model after a sequence [V], without a cache."""
     ids = torch.tensor([sequence])
     given = {"input_ids": ids} if source is None else {"input_ids": source[None], "decoder_input_ids": ids}
     return [model(**given, use_cache=False).logits[0, -1] for model in models]

@@ -61,7 +61,7 @@ def test_greedy_with_processors_equals_the_reference():
 
 
 class Rescored(transformers.LogitsProcessor):
-    """For transformers' own beams: the log-probabilities of the whole, every model asked without a cache."""
+    """For transformers' own beams: the log-probabilities of the whole, every model run without a cache."""
 
     def __init__(self, models: Sequence[Any], formula: Formula) -> None:
         self._models, self._formula = models, formula
@@ -172,7 +172,7 @@ def test_contrastive_search_over_models():
     check_batch(whole, requests("llama", [GenerationConfig(**options)] * 4))
 
 
-def test_no_layer_speaks_for_several_models():
+def test_several_models_have_no_layers():
     _, whole, _, _ = case("proxy")
     with pytest.raises(ConfigError, match="dola_layers"):
         new_tokens(whole, prompts(arch("llama", 0), (4,), 32), "llama", dola_layers="low")

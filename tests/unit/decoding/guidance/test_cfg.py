@@ -25,7 +25,7 @@ SCALES = (1.5, 3.0, 0.0, -1.0, 0.5)
 def law(
     tiny: Tiny, prompt: Sequence[int], negative: Sequence[int] | None, new: Sequence[int], scale: float
 ) -> Tensor:
-    """What is said after a prompt and new tokens [V], by two forwards of all of it."""
+    """The scores after a prompt and new tokens [V], by two full forwards."""
     negative = prompt[-1:] if negative is None else negative
     given, without = (
         tiny.model(torch.tensor([[*one, *new]])).logits[0, -1].log_softmax(-1) for one in (prompt, negative)

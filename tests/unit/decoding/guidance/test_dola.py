@@ -1,4 +1,4 @@
-"""DoLa against a reference that reads the whole text again and asks every layer by itself."""
+"""DoLa against a reference that recomputes the whole text and every layer separately."""
 
 from __future__ import annotations
 

@@ -256,8 +256,8 @@ def test_wrong_values_are_refused(build, name):
 
 
 # ------------------------------------------------------------------------ the port
-class Said:
-    """A model behind the port that says what it is told to, and notes what it is asked."""
+class ScriptedModel:
+    """A model with given outputs that records its inputs."""
 
     network = None
     rank_group = None
@@ -298,7 +298,7 @@ def table() -> Rows:
 
 
 def test_rows_are_brought_to_each_models_device():
-    here, there = Said(torch.randn(1, 2, VOCAB)), Said(torch.randn(1, 2, VOCAB), "meta")
+    here, there = ScriptedModel(torch.randn(1, 2, VOCAB)), ScriptedModel(torch.randn(1, 2, VOCAB), "meta")
     whole = joint(here, there)
     drafts = torch.tensor([[7]])
     whole.forward(table(), Proposal(None, drafts, torch.tensor([1])), whole.new_cache())
@@ -307,7 +307,7 @@ def test_rows_are_brought_to_each_models_device():
 
 
 def test_the_answer_holds_the_first_models_own():
-    first, second = Said(torch.randn(1, 1, VOCAB)), Said(torch.randn(1, 1, VOCAB))
+    first, second = ScriptedModel(torch.randn(1, 1, VOCAB)), ScriptedModel(torch.randn(1, 1, VOCAB))
     whole = joint(first, second)
     answer = whole.forward(table(), Proposal(), whole.new_cache())
     assert answer.base_logits is first.logits
@@ -316,7 +316,7 @@ def test_the_answer_holds_the_first_models_own():
 
 
 def test_an_infinite_contrast_is_still_a_distribution():
-    first, second = Said(torch.zeros(1, 1, VOCAB)), Said(torch.zeros(1, 1, VOCAB))
+    first, second = ScriptedModel(torch.zeros(1, 1, VOCAB)), ScriptedModel(torch.zeros(1, 1, VOCAB))
     second.logits[..., 3] = -math.inf
     whole = joint(first, second)
     answer = whole.forward(table(), Proposal(), whole.new_cache()).logits[0, 0]
@@ -325,7 +325,7 @@ def test_an_infinite_contrast_is_still_a_distribution():
 
 
 def test_a_request_that_one_model_refuses_is_forgotten_by_all():
-    first, second = Said(torch.zeros(1)), Said(torch.zeros(1), fails=True)
+    first, second = ScriptedModel(torch.zeros(1)), ScriptedModel(torch.zeros(1), fails=True)
     with pytest.raises(RuntimeError, match="no room"):
         joint(first, second).add_requests([3, 4], {})
     assert first.opened == []

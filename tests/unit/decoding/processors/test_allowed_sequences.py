@@ -325,7 +325,7 @@ def test_every_row_of_a_mixed_session_stays_in_its_own_trie(method):
 
 @pytest.mark.parametrize("method", [{}, {"num_beams": 4}, {"do_sample": True, "seed": 3}])
 def test_brought_along_it_does_the_same(method):
-    """Made by hand it is told no prompt: the loop knows where each row's ends."""
+    """By hand it has no prompt length: the loop provides the prompt length of each row."""
     model = Chain.chance(VOCABULARY, 4)
     trie = AllowedSequences(drawn(4, count=60), 0)
     given = [AllowedSequencesLogitsProcessor(trie, 7)]

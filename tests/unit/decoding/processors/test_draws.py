@@ -64,7 +64,7 @@ SAMPLERS = {
 
 
 class Endless:
-    """A stop that ends nobody."""
+    """A stop that ends no row."""
 
     def finish_reasons(self, rows, parents, tokens):
         return []

@@ -108,7 +108,7 @@ def test_lines_of_drafts_count_the_drafts_before_them():
 
 @pytest.mark.parametrize("kept", [1, 7, 80, 600, 3000])
 def test_every_way_to_the_winner_is_the_same(kept, monkeypatch):
-    """All tokens as a device is asked, those that may win, and those that are possible."""
+    """All tokens that a device evaluates, the candidates, and the possible ones."""
     torch.manual_seed(kept)
     scores = 3 * torch.randn(24, 3000)
     scores = scores.masked_fill(scores < scores.topk(kept).values[:, -1:], -INF)
@@ -124,7 +124,7 @@ def test_every_way_to_the_winner_is_the_same(kept, monkeypatch):
 
 
 @pytest.mark.parametrize("vocabulary", [8, ABOVE])
-def test_lines_in_which_nobody_can_win_stay_as_they_are(vocabulary):
+def test_lines_without_a_candidate_stay_unchanged(vocabulary):
     """The loop must see that there is no token, or no number."""
     scores = torch.randn(5, vocabulary)
     scores[0], scores[1], scores[2, 3], scores[3, 3] = -INF, torch.nan, torch.nan, INF
@@ -154,7 +154,7 @@ def test_a_context_is_new_tokens_only():
     for prompt in range(6):
         processor = GumbelWatermarkLogitsProcessor(3, 2, 0, prompt_length=prompt)
         assert torch.equal(processor(torch.tensor([text]), scores), scores) == (prompt > 3)
-    # What the prompt says hinders nothing; what was written does.
+    # Repetition of the prompt has no effect; repetition of new tokens has.
     again = torch.tensor([[4, 5, 1, 4, 5]])
     assert torch.equal(GumbelWatermarkLogitsProcessor(3, 2, 0)(again, scores), scores)
     marked = GumbelWatermarkLogitsProcessor(3, 2, 0, prompt_length=1)(again, scores)

@@ -162,7 +162,7 @@ def test_a_certain_token_stays_certain():
 
 
 @pytest.mark.parametrize("vocabulary", [30, 5000])
-def test_broken_lines_stay_broken_and_harm_nobody(vocabulary):
+def test_broken_lines_leave_the_others_unchanged(vocabulary):
     """A line without a possible token, or with no numbers, must not become one with even chances."""
     rng, scores = random.Random(6), torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(1))
     scores[1] = -torch.inf
@@ -224,7 +224,7 @@ def test_attributes_are_the_documented_ones():
     assert torch.equal(processor.sampling_table, get_tournament(settings()).sampling_table.long())
 
 
-def test_a_key_that_everybody_knows_is_warned_of():
+def test_a_public_key_is_warned_of():
     with pytest.warns(PublicKeyWarning, match="public"):
         made(keys=(654, 400, 836))
 

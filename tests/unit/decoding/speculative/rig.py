@@ -87,7 +87,7 @@ def greedy(model: Any, sequence: Sequence[int], count: int, source: Tensor | Non
 
 @dataclass
 class Line:
-    """A row as the test knows it."""
+    """The expected state of a row."""
 
     tokens: list[int]
     request: int

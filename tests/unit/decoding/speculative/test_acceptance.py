@@ -44,7 +44,7 @@ def test_a_tally_follows_its_row():
     assert AcceptanceStats.new().cat(moved).num_accepted.shape == (4, 3)
 
 
-def test_a_rate_follows_what_was_right_and_forgets():
+def test_a_rate_is_a_decaying_average():
     tally = many(2)
     for _ in range(20):
         tally = tally.after_step(ints(0, 1), ints(4, 4), ints(4, 0))
@@ -138,7 +138,7 @@ def test_what_a_network_takes_for_a_guess_counts():
     ]  # a trial, then none
 
 
-def test_a_network_that_is_never_right_is_asked_ever_more_seldom():
+def test_a_drafter_that_is_never_accepted_runs_less_and_less():
     pace = timed(DraftLengthController(), {1: 1.0, 2: 1.1})
     pace.record_draft(1, 0.5)
     asked = [

@@ -330,7 +330,7 @@ def test_an_assistant_without_bytes_waits_for_the_whole_character(tokenizers):
     assert inside
 
 
-# ------------------------------------------------------------------------ a model that says what it is told
+# ------------------------------------------------------------------------ a scripted model
 FACTS = ModelTraits(
     is_encoder_decoder=False,
     supports_position_ids=True,
@@ -384,7 +384,7 @@ def scripted(pair, tokenizers, say, kind=RetokenizingDrafter, facts=None, **opti
 
 
 def knowing(tongue, text):
-    """What an assistant says that knows how a text goes on: it spells the rest of it."""
+    """The output of an assistant with the right continuation, in its own tokens."""
     whole = text.encode()
 
     def say(tokens):
@@ -532,7 +532,7 @@ def test_without_an_end_an_end_only_stops(tokenizers):
     )
     (found,), _ = asked(drafter, [-1], [bare("A")["input_ids"]], 6)
     assert bare.decode(found) == " dog dog"
-    # A tokenizer that knows of no ends at all.
+    # A tokenizer without end tokens.
     drafter, model = scripted(
         (bare.backend_tokenizer, assistant.backend_tokenizer),
         tokenizers,
@@ -540,7 +540,7 @@ def test_without_an_end_an_end_only_stops(tokenizers):
     )
     (found,), _ = asked(drafter, [-1], [bare("A")["input_ids"]], 6)
     assert bare.decode(found) == " dog dog"
-    # It is told to begin so by its tokenizer's own template.
+    # Its tokenizer's own template begins like this.
     assert model.seen[0][0] == assistant.bos_token_id
 
 
@@ -587,7 +587,7 @@ def test_embeddings_stay_with_the_target(tokenizers):
 
 # ------------------------------------------------------------------------ texts that come out otherwise
 def lowered(tokenizers):
-    """A tokenizer that knows no capitals."""
+    """A tokenizer without capital letters."""
     made = Tokenizer.from_str(tokenizers("minimind2-small").backend_tokenizer.to_str())
     made.normalizer = normalizers.Lowercase()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
@@ -642,7 +642,7 @@ def test_a_row_that_was_taken_back_is_read_again(real, tokenizers):
         assert found[0][0]
 
 
-def test_a_row_waits_while_nothing_is_asked_of_it(real, tokenizers):
+def test_a_row_without_drafts_is_not_run(real, tokenizers):
     drafter, other = built(PAIRS[0], real, tokenizers), built(PAIRS[0], real, tokenizers)
     whole = tokenizers("smollm2")(STORY)["input_ids"]
     first, second = whole[:20], whole[30:45]
@@ -708,7 +708,7 @@ def test_encoders_that_read_tokens_are_refused():
 
 @pytest.mark.parametrize("most", [1, 3])
 @pytest.mark.parametrize("kind", ["rwkv", "mamba"])
-def test_an_assistant_that_cannot_forget_begins_again(kind, most, tokenizers):
+def test_an_assistant_without_rewind_starts_again(kind, most, tokenizers):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sizes = {"vocab_size": 6400, "hidden_size": 32, "num_hidden_layers": 2}
@@ -789,7 +789,7 @@ def test_a_law_is_the_assistant_s_of_the_tokens_that_both_have(pair, real, token
         ids = [*ids, by_bytes[mine[token]]]
 
 
-def test_tokens_are_drawn_by_the_law_that_is_told(real, tokenizers):
+def test_tokens_are_drawn_from_the_reported_distribution(real, tokenizers):
     count, rounds, width, size = 48, 20, 3, 6400
     drafter = crossed(("minimind2-small", "stories15m"), real, tokenizers, count)
     row = tokenizers("minimind2-small")("One day, she saw a big")["input_ids"]
@@ -841,7 +841,7 @@ def test_seeds_greed_and_neighbours(real, tokenizers):
     assert int((told.draft_probs[0, 0] / at_place[0]).argmax()) == found[1][0]
 
 
-def test_processors_have_their_say(real, tokenizers):
+def test_processors_apply(real, tokenizers):
     row = tokenizers("smollm2")(STORY)["input_ids"][:24]
     (free,), _ = asked(crossed(PAIRS[0], real, tokenizers), [-1], [row], 3)
     lengths = []

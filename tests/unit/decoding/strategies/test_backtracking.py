@@ -30,7 +30,7 @@ def text(tokens: list[int]) -> str:
 
 
 class Wanting:
-    """A model's mind, as a processor: it wants to say the first of these texts, else the next, else 'z'."""
+    """A processor that prefers the first of these texts, else the next, else 'z'."""
 
     def __init__(self, start: int, *texts: str) -> None:
         self.start, self.texts = start, texts
@@ -65,7 +65,7 @@ def said(model, phrases: Any, *wanted: str, **given: Any) -> str:
     return text(found.tokens[0])
 
 
-# ------------------------------------------------------------------------ what is said instead
+# ------------------------------------------------------------------------ output instead of a phrase
 @pytest.mark.parametrize(
     ("phrases", "wanted", "expected"),
     [
@@ -82,7 +82,7 @@ def said(model, phrases: Any, *wanted: str, **given: Any) -> str:
         (["zz"], ["a"], "a!!z"),
     ],
 )
-def test_what_is_said_instead(tiny, phrases, wanted, expected):
+def test_the_output_instead_of_a_phrase(tiny, phrases, wanted, expected):
     found = said(tiny("llama").model, phrases, *wanted, max_new_tokens=len(expected))
     assert not any(one in found for one in phrases)
     assert found == expected
@@ -135,7 +135,7 @@ def test_samplers_see_what_is_left(tiny):
 
 # ------------------------------------------------------------------------ against a reference
 def reference(model, prompt: list[int], phrases: list[str], given: dict[str, Any]) -> list[int]:
-    """Starts from scratch whenever a phrase is complete, with what may not be said by now."""
+    """Restarts whenever a phrase is complete, with the bans so far."""
     masks: dict[tuple[int, ...], set[int]] = defaultdict(set)
 
     def ruled(row, scores):
@@ -174,7 +174,7 @@ def _first(new: list[int], phrases: list[str]) -> int | None:
 
 
 def _cases(tiny, count: int, **given: Any):
-    """Prompts with phrases that the model would say."""
+    """Prompts with phrases that the model would generate."""
     model = tiny("llama")
     for number in range(count):
         rng = random.Random(number)
@@ -310,7 +310,7 @@ def test_the_cache_equals_a_fresh_run(tiny):
     assert seen > 50
 
 
-def test_what_token_healing_says_again_is_the_prompts_own(tiny):
+def test_healed_tokens_belong_to_the_prompt(tiny):
     model, spelt = tiny("llama").model, spelling.tokenizer()
     prompt = [spelling.TEXTS.index(one) for one in (b"a", b"d", b"http")]
 
@@ -322,19 +322,19 @@ def test_what_token_healing_says_again_is_the_prompts_own(tiny):
 
     assert new().startswith(b"http")
     assert new("http", "tp") == new()
-    # Whichever of "http" and "https" it is, the other is said once what follows is banned.
+    # Whichever of "http" and "https" it is, the other is generated once the continuation is banned.
     first = "s" if new().startswith(b"https") else new()[4:].decode(errors="ignore")[:1]
     other = new(first)
     assert other.startswith(b"http")
     assert first.encode() not in other[4:]
 
 
-# ------------------------------------------------------------------------ ends, stops, what is told
+# ------------------------------------------------------------------------ ends, stops, events
 def test_a_stop_string_is_judged_by_what_stays(tiny):
     model = tiny("llama").model
     # "xb" would stop the row, but its 'b' is banned; 'x' stays and 'c' follows.
     assert said(model, ["b"], "axb", "axcd", max_new_tokens=4, stop_strings="xb") == "axcd"
-    # The state of the stop string "bc" must not remember a 'b' that was taken back.
+    # The state of the stop string "bc" must not keep a 'b' that was retracted.
     assert said(model, ["bx"], "abx", "acde", max_new_tokens=4, stop_strings="bc") == "acde"
     assert said(model, ["bx"], "abx", "abcd", "aabc", max_new_tokens=4, stop_strings="bc") == "aabc"
     assert said(model, ["cx"], "abcx", "abcd", "abe", "abd", max_new_tokens=6, stop_strings="bd") == "abezzz"
@@ -434,8 +434,8 @@ def test_the_record_is_of_what_stayed(tiny, copies):
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_record_forgets_how_far_a_row_has_been(tiny, others):
-    # The first row says six tokens, takes five back and ends; another goes on.
+def test_a_record_does_not_keep_the_retracted_length(tiny, others):
+    # The first row generates six tokens, retracts five and ends; another continues.
     model, end = tiny("llama").model, TEXTS.index("!")
     shared = {"max_new_tokens": 8, "eos_token_id": end, "pad_token_id": 0, "return_dict_in_generate": True}
     shared |= {"output_scores": True, "output_hidden_states": True}

@@ -41,7 +41,7 @@ def test_wide_enough_beams_search_exhaustively(seed, penalty):
 
 @dataclass
 class ByHand:
-    """Beam search as it is told: beams, a pool of those that ended, and when to stop."""
+    """Textbook beam search: beams, a pool of finished hypotheses, and the stopping rule."""
 
     model: Chain
     width: int
@@ -160,7 +160,7 @@ def _banned(ids, scores):
 
 @pytest.mark.parametrize("method", [{}, {"do_sample": True, "seed": 1}], ids=["search", "sampling"])
 def test_what_is_impossible_is_never_returned(method):
-    """One sequence is possible: it alone comes back, or, where more are asked for, an error."""
+    """One sequence is possible: it alone comes back, or, where more are requested, an error."""
     model = Chain.chance(5, 0)
     one = Request([0], config(num_beams=3, **method), logits_processor=[_banned])
     assert outcomes(model, [one])[0].tokens == [[1, 1, 1]]

@@ -123,7 +123,7 @@ def texts(tiny: Tiny, lengths=(6, 1, 11), seed=50) -> list[list[int]]:
 
 
 def call(tiny: Tiny, rows: list[list[int]], **fields: Any) -> Any:
-    """The new tokens of a ragged batch, without ends unless told."""
+    """The new tokens of a ragged batch, without end tokens by default."""
     ids, mask = pad(rows, tiny.arch.pad, "right" if tiny.encoder_decoder else "left")
     found = descant.generate(
         tiny.model, input_ids=ids, attention_mask=mask,

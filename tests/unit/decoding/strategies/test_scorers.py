@@ -112,7 +112,7 @@ class Case:
         )
 
     def logprobs(self, ids):
-        """What the model says of the next token [R, V]; never the pad token."""
+        """The scores of the next token [R, V]; never the pad token."""
         with torch.no_grad():
             logits = self.model.model(ids).logits[:, -1].float()
         logits[:, self.eos] += self.boost
@@ -162,10 +162,10 @@ def _constraint(word):
 
 @dataclass
 class Run:
-    """A loop as a user writes it, with everything that was asked and answered."""
+    """A loop as a user writes it, with all calls and results."""
 
     case: Case
-    told: bool = True  # whether the scorer is told the prompt's length
+    told: bool = True  # whether the scorer gets the prompt length
     calls: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, torch.Tensor]] = field(default_factory=list)
     done: list[torch.Tensor] = field(default_factory=list)  # [B * groups] after each call

@@ -106,7 +106,7 @@ def test_a_short_text_is_too_short_to_tell(count: int) -> None:
 
 @pytest.mark.usefixtures("counting")
 def test_what_is_needed_to_tell_does_tell() -> None:
-    """Texts of as many tokens as the answer names are told nine times in ten, weakly marked as they are."""
+    """Weakly marked texts of the stated number of tokens are detected nine times in ten."""
     count = Detector(KEY, V).ids([]).needed
     assert count is not None
     rng = np.random.default_rng(3)
@@ -124,7 +124,7 @@ def test_the_level_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("counting")
-def test_what_is_said_twice_counts_once() -> None:
+def test_repeated_text_counts_once() -> None:
     phrase = _marked(4, 3, strength=1.0)
     found = Detector(KEY, V).ids(phrase * 80)
     assert found.tokens == 240

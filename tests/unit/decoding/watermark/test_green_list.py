@@ -242,7 +242,7 @@ def test_lists_are_remembered_from_call_to_call(monkeypatch):
     ids = torch.tensor([[one for token in range(10, 20) for one in (5, token)]])  # ten questions after 5
     for size, expected in ((128, 1), (0, 2)):
         made.clear()
-        mark = settings(hashing_key=1_299_709 + size)  # that nobody has asked about
+        mark = settings(hashing_key=1_299_709 + size)  # not used before
         detector = WatermarkDetector(MODEL, "cpu", mark, max_cache_size=size)
         assert detector(ids).tolist() == detector(ids).tolist()
         assert len(made) == expected

@@ -94,7 +94,7 @@ def test_ids_of_any_kind():
 # ------------------------------------------------------------------- marked text
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_what_was_marked_is_scored_and_nothing_else(width):
-    """Whoever knows the key can say which token comes, exactly where the detector scores."""
+    """The key determines the next token, exactly where the detector scores."""
     ids = written(STEEP, 20, 60, width=width)
     processor = GumbelWatermarkLogitsProcessor(KEY, width, 0)
     scores, sure = torch.tensor(STEEP).log()[None], 0

@@ -42,7 +42,7 @@ def random_keys(rng, depth=9):
 
 @functools.lru_cache(maxsize=8)
 def texts(known=None, count=24, length=150, temperature=1.0):
-    """Texts of a model that knows nothing, marked if settings are given [count, length]."""
+    """Texts of a uniform model, marked if settings are given [count, length]."""
     draw, ids = torch.Generator().manual_seed(8), torch.zeros(count, 1, dtype=torch.long)
     processor = known and SynthIDTextWatermarkLogitsProcessor(**known.to_dict(), device="cpu")
     for _ in range(length):

@@ -1,4 +1,4 @@
-"""Roll back: what is said instead of a loop, what is told meanwhile, and a real loop that ends."""
+"""Roll back: the output instead of a loop, the events meanwhile, and a real loop that ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.markov_model import Chain
 
 
 def chain(*wishes: str) -> Chain:
-    """A model of a few tokens: "123" says that after 1 it wants to say 2, and 3 if it may not."""
+    """A model of a few tokens: "123" means that 2 is most likely after 1, then 3."""
     logits = torch.full((8, 8), -20.0)
     for wish in wishes:
         last, *wanted = map(int, wish)
@@ -42,7 +42,7 @@ def back(**arguments) -> Recipe:
 LOOP = chain("01", "123", "214", "35", "45", "56", "67", "7765")
 
 
-# ------------------------------------------------------------------------ what is said instead
+# ------------------------------------------------------------------------ output instead of a loop
 def test_without_it_the_text_loops():
     assert said(LOOP, None) == [1, 2, 1, 2, 1, 2, 1, 2]
 
@@ -63,7 +63,7 @@ def test_without_it_the_text_loops():
         ({"period": 5, "repeats": 2, "most": 9}, None),
     ],
 )
-def test_what_is_said_instead(arguments, expected):
+def test_the_output_instead_of_a_loop(arguments, expected):
     found = said(LOOP, back(**arguments))
     assert expected is None or found == expected
 
@@ -113,15 +113,15 @@ def test_the_prompt_is_no_part_of_a_loop():
     assert kept == [2, 1, 2, 1]
 
 
-# ------------------------------------------------------------------------ what is told meanwhile
+# ------------------------------------------------------------------------ events meanwhile
 def told(most: int, new: int) -> list[tuple[int, ...]]:
     """What each event of a stream brings."""
     given = {"eos_token_id": None, "max_new_tokens": new, "period": 2, "repeats": 3, "most": most}
     return [event.token_ids for event in stream(LOOP, torch.tensor([[0]]), recipe=RollBack, **given)]
 
 
-def test_nothing_told_is_taken_back():
-    """While 1 2 1 2 may be a loop only its first 1 2 is told; then the text has gone another way."""
+def test_no_emitted_token_is_retracted():
+    """While 1 2 1 2 may be a loop only its first 1 2 is emitted; then the text continues differently."""
     assert told(most=1, new=6) == [(1,), (2,), (4,), (5,), (6,), (7,)]
     assert told(most=0, new=6) == [(1,), (2,), (1,), (2,), (1,), (2,)]
 
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused(given, error, match):
 
 # ------------------------------------------------------------------------ a real loop
 def looping(tokens: list[int], period: int = 32, repeats: int = 3) -> bool:
-    """Whether a run is said `repeats` times anywhere."""
+    """Whether a run occurs `repeats` times anywhere."""
     ends = range(1, len(tokens) + 1)
     return any(
         repeated_suffix_length(tokens[:end], run) >= run * (repeats - 1)
@@ -188,7 +188,7 @@ def looping(tokens: list[int], period: int = 32, repeats: int = 3) -> bool:
 
 
 def test_a_real_loop_ends(real):
-    """SmolLM2 says "she was the cat" over and over by itself."""
+    """SmolLM2 repeats "she was the cat" by itself."""
     one = real("smollm2")
     ids = torch.tensor([one.tokens("The cat sat and")])
     given = {"max_new_tokens": 44, "do_sample": False, "eos_token_id": None}

@@ -144,40 +144,40 @@ def test_norms_are_not_neutral(llama):
 # What is noticed
 
 
-def _said(*tokens: int, logits: list[list[float]] | None = None) -> ModelOutput:
+def _output(*tokens: int, logits: list[list[float]] | None = None) -> ModelOutput:
     return ModelOutput(torch.tensor([tokens]), torch.tensor(logits)[:, None] if logits else None)
 
 
 def test_equal_answers_pass():
-    check_equal("x", _said(1, 2, logits=[[0.0, 1.0]]), _said(1, 2, logits=[[0.0, 1.00001]]))
+    check_equal("x", _output(1, 2, logits=[[0.0, 1.0]]), _output(1, 2, logits=[[0.0, 1.00001]]))
 
 
 def test_masked_logits_are_equal_when_both_are():
-    check_equal("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[float("-inf"), 1.0]]))
+    check_equal("x", _output(1, logits=[[float("-inf"), 1.0]]), _output(1, logits=[[float("-inf"), 1.0]]))
 
 
 def test_masked_logits_do_not_hide_others():
     with pytest.raises(Differs, match=r"logits of step 0 by 1\.00e"):
-        check_equal("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[float("-inf"), 2.0]]))
+        check_equal("x", _output(1, logits=[[float("-inf"), 1.0]]), _output(1, logits=[[float("-inf"), 2.0]]))
 
 
 def test_a_masked_logit_that_is_not_masked_is_noticed():
     with pytest.raises(Differs, match="logits of step 0 by inf"):
-        check_equal("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[0.0, 1.0]]))
+        check_equal("x", _output(1, logits=[[float("-inf"), 1.0]]), _output(1, logits=[[0.0, 1.0]]))
 
 
 @pytest.mark.parametrize(
     ("got", "says"),
     [
-        (_said(1, 2, 3), "shape of the sequences"),
-        (_said(1, 3, logits=[[0.0, 1.0]]), r"token at \[0, 1\], 2 expected, got 3"),
-        (_said(1, 2, logits=[[0.0, 1.001]]), "logits of step 0 by 1.00e-03"),
-        (_said(1, 2, logits=[[float("-inf"), 1.0]]), "logits of step 0 by inf"),
+        (_output(1, 2, 3), "shape of the sequences"),
+        (_output(1, 3, logits=[[0.0, 1.0]]), r"token at \[0, 1\], 2 expected, got 3"),
+        (_output(1, 2, logits=[[0.0, 1.001]]), "logits of step 0 by 1.00e-03"),
+        (_output(1, 2, logits=[[float("-inf"), 1.0]]), "logits of step 0 by inf"),
     ],
 )
 def test_differences_are_named(got, says):
     with pytest.raises(Differs, match=f"x: {says}"):
-        check_equal("x", _said(1, 2, logits=[[0.0, 1.0]]), got)
+        check_equal("x", _output(1, 2, logits=[[0.0, 1.0]]), got)
 
 
 def test_an_architecture_that_works():
@@ -316,7 +316,7 @@ def test_memory_is_limited(memory, says):
     assert _run(grow, memory=memory)["status"] == says
 
 
-def test_a_process_that_dies_is_told_of():
+def test_a_process_that_dies_is_reported():
     def crash(_: Entry, told: Any) -> dict[str, Any]:
         told("descant")
         os.kill(os.getpid(), signal.SIGTERM)
