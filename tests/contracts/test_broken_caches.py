@@ -264,7 +264,7 @@ def no_sinks(patch: Patch) -> None:
 
 
 @fault("window")
-def untold(patch: Patch) -> None:
+def unannounced(patch: Patch) -> None:
     """The announcement of a layer's positions is missing."""
     patch.setattr(WindowStore, "visible_slots", lambda *_: None)
 
@@ -339,7 +339,7 @@ def hasty() -> Iterator[None]:
     hypothesis.settings.load_profile("usual")
 
 
-def found(name: str, patch: Patch, broken: Broken) -> str:
+def fault_report(name: str, patch: Patch, broken: Broken) -> str:
     """The report of a fault."""
     quietly(patch)
     broken(patch)
@@ -357,12 +357,12 @@ def found(name: str, patch: Patch, broken: Broken) -> str:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_cache_with_a_fault_is_found(monkeypatch, name):
     which, broken = FAULTS[name]
-    assert re.search(r"(?s): .*, after\n  cache 0 = a new one\n  extend", found(which, monkeypatch, broken))
+    assert re.search(r"(?s): .*, after\n  cache 0 = a new one\n  extend", fault_report(which, monkeypatch, broken))
 
 
 def test_what_is_found_is_short(monkeypatch):
     """A fault that takes a fork and two forwards is reported with no more than that."""
-    told = found("paged", monkeypatch, short_copy).split(", after\n")[1]
+    told = fault_report("paged", monkeypatch, short_copy).split(", after\n")[1]
     lines = [line for line in told.splitlines() if re.match(r"  \w", line)]
     assert len(lines) <= 9, told
 

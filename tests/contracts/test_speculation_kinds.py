@@ -63,7 +63,7 @@ def _drafts(model: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def _refused(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any]) -> bool:
+def _refuses_drafts(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any]) -> bool:
     """Whether a model that cannot take back what it has read refuses guesses, which it then must."""
     facts = traits_of(_inner(subject.model))
     if facts.cache_type == "recurrent":
@@ -85,7 +85,7 @@ def test_guesses_change_nothing_on_any_kind(kind: str) -> None:
     options, tries, left = {**_options(subject), **subject.options}, Tries(), 0
     batches = subject.prompts if subject.batch is None else [subject.batch]
     for name, drafts in _drafts(subject.model).items():
-        if _refused(subject, batches[0], drafts):
+        if _refuses_drafts(subject, batches[0], drafts):
             continue
         left += 1
         for method in METHODS:

@@ -72,7 +72,7 @@ def settings(kind: str, drafter: str, tokens: int) -> list[Setting]:
     return made
 
 
-def told(model: Any, requests: Sequence[Request]) -> tuple[list[Tokens], list[Any]]:
+def run_session(model: Any, requests: Sequence[Request]) -> tuple[list[Tokens], list[Any]]:
     """The tokens of every sequence of each request, all in one session, and what became of guesses."""
     session, found = Session(model), {}
     numbers = session.admit(*(replace(one, noise_row=-1) for one in requests))
@@ -89,7 +89,7 @@ def told(model: Any, requests: Sequence[Request]) -> tuple[list[Tokens], list[An
 def plainly(kind: str) -> list[Tokens]:
     """The output of each row alone and without drafts."""
     model = network() if kind == "network" else pair()
-    return [told(model, [one.request(drafts=False)])[0][0] for one in settings(kind, "none", 1)]
+    return [run_session(model, [one.request(drafts=False)])[0][0] for one in settings(kind, "none", 1)]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_seed_gives_the_same_for_any_drafter(kind, drafter, tokens, monkeypatc
     reports = []
     with scripts():
         for batch in BATCHES:
-            found, more = told(model, [rows[at].request() for at in batch])
+            found, more = run_session(model, [rows[at].request() for at in batch])
             assert found == [expected[at] for at in batch]
             reports += more
     right, tried = sum(one.saved_forwards for one in reports), sum(sum(one.drafted) for one in reports)

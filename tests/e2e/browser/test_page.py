@@ -136,7 +136,7 @@ def clock(page: Page) -> Callable[[], float]:
     protocol = page.context.new_cdp_session(page)
     protocol.send("Performance.enable", {"timeDomain": "threadTicks"})
 
-    def worked() -> float:
+    def busy_seconds() -> float:
         told = protocol.send("Performance.getMetrics")["metrics"]
         return next(float(one["value"]) for one in told if one["name"] == "TaskDuration")
 
@@ -153,9 +153,9 @@ def test_two_thousand_steps_open_at_once(long: Callable[..., Trace], sheet: Open
     opened = sheet(path)
     page = opened.page
     worked = clock(page)
-    before = worked()
+    before = busy_seconds()
     opened.open(path)
-    assert 0.01 < worked() - before < 2
+    assert 0.01 < busy_seconds() - before < 2
     for name in tabs(page):
         show(page, name)
     expect(page.locator("#view-text .flow .tok")).to_have_count(2000)
@@ -186,7 +186,7 @@ def test_sixteen_beams_scrub_smoothly(long: Callable[..., Trace], sheet: Open, t
         "Performance.enable", {"timeDomain": "threadTicks"}
     )  # time of its own, however busy others are
 
-    def worked() -> float:
+    def busy_seconds() -> float:
         """Seconds that the page has worked until now."""
         return {one["name"]: one["value"] for one in protocol.send("Performance.getMetrics")["metrics"]}[
             "TaskDuration"
@@ -196,8 +196,8 @@ def test_sixteen_beams_scrub_smoothly(long: Callable[..., Trace], sheet: Open, t
     for zoomed in (False, True):
         if zoomed:
             page.locator("#fit").click()
-        before = worked()
+        before = busy_seconds()
         page.evaluate(MOVES, places)
-        taken = (worked() - before) / len(places)
+        taken = (busy_seconds() - before) / len(places)
         assert 0.0005 < taken < 0.2, zoomed
     opened.check()

@@ -60,7 +60,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | range | set) else value
 
 
-def written(name: str, value: Any) -> list[str]:
+def command_line_of(name: str, value: Any) -> list[str]:
     """A field's value as a user writes it."""
     flag, kind, value = "--" + name.replace("_", "-"), FIELDS[name].type, plain(value)
     if kind == "bool":
@@ -106,7 +106,7 @@ def test_the_help_equals_the_table() -> None:
     ("name", "value"), VALUES, ids=[f"{name}-{at}" for at, (name, _) in enumerate(VALUES)]
 )
 def test_an_option_is_the_same_config_as_the_call(name: str, value: Any) -> None:
-    values = parsed(*written(name, value))
+    values = parsed(*command_line_of(name, value))
     assert values.keys() == {name}
     ours, theirs = GenerationConfig(**values), GenerationConfig(**{name: value})
     assert (ours, ours.given) == (theirs, theirs.given)
@@ -114,7 +114,7 @@ def test_an_option_is_the_same_config_as_the_call(name: str, value: Any) -> None
 
 def test_all_at_once() -> None:
     first = {name: CASES[name][0][-1] for name in OFFERED}
-    values = parsed(*(text for name, value in first.items() for text in written(name, value)))
+    values = parsed(*(text for name, value in first.items() for text in command_line_of(name, value)))
     assert {name: FIELDS[name].parse(value) for name, value in values.items()} == {
         name: FIELDS[name].parse(value) for name, value in first.items()
     }

@@ -245,7 +245,7 @@ PAIRS = {
 }
 
 
-def written(model: Any, texts: tuple[str, ...]) -> Batch:
+def batch_of(model: Any, texts: tuple[str, ...]) -> Batch:
     return batch(model, [model.tokens(text) for text in texts])
 
 
@@ -254,7 +254,7 @@ def test_a_pretrained_draft_model(pair, real, reference):
     name, helper, foreign = PAIRS[pair]
     target = real(name)
     guessing = Guessing(target, helper=real(helper), foreign=foreign, new=12)
-    seen = same(reference, guessing, written(target, TEXTS[:2]))
+    seen = same(reference, guessing, batch_of(target, TEXTS[:2]))
     assert pair == "minimind2-small" or seen.right > 0
 
 
@@ -262,11 +262,11 @@ def test_a_pretrained_draft_model(pair, real, reference):
 def test_pretrained_prompt_lookup(name, real, reference):
     model = real(name)
     fields = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}
-    seen = same(reference, Guessing(model, fields, new=16), written(model, TEXTS))
+    seen = same(reference, Guessing(model, fields, new=16), batch_of(model, TEXTS))
     assert max(seen.fed) > 1
 
 
 @pytest.mark.parametrize(("name", "layers"), [("stories15m", 4), ("smollm2", 20)])
 def test_pretrained_early_exit(name, layers, real, reference):
     model = real(name)
-    same(reference, Guessing(model, {"assistant_early_exit": layers}, new=10), written(model, TEXTS[:2]))
+    same(reference, Guessing(model, {"assistant_early_exit": layers}, new=10), batch_of(model, TEXTS[:2]))

@@ -44,7 +44,7 @@ def watched() -> Iterator[Watch]:
     """Watch the reference's own functions while it decodes."""
     watch = Watch()
 
-    def told(function: Callable[..., Any], margin: Callable[..., float]) -> Callable[..., Any]:
+    def with_margin(function: Callable[..., Any], margin: Callable[..., float]) -> Callable[..., Any]:
         def both(*given: Any, **named: Any) -> Any:
             watch.margins.append(margin(*given, **named))
             return function(*given, **named)
@@ -72,7 +72,7 @@ def watched() -> Iterator[Watch]:
     scorers = beam_search.BeamSearchScorer, beam_search.ConstrainedBeamSearchScorer
     with contextlib.ExitStack() as stack:
         for name, margin in (("_ranking_fast", _contrastive), ("_dola_select_contrast", _layers)):
-            stack.enter_context(mock.patch.object(utils, name, told(getattr(utils, name), margin)))
+            stack.enter_context(mock.patch.object(utils, name, with_margin(getattr(utils, name), margin)))
         for scorer in scorers:
             stack.enter_context(mock.patch.object(scorer, "process", scored(scorer.process)))
         yield watch

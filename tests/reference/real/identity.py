@@ -181,7 +181,7 @@ class Trial:
     def of(cls, name: str, count: int, new: int = 64) -> Trial:
         """The trial of a model with so many prompts."""
         model = pretrained.load(name)
-        made = cls(model, [_asked(model, text) for text in prompts(count)], new)
+        made = cls(model, [_prompt_ids(model, text) for text in prompts(count)], new)
         for part in made.parts(max(BATCHES)):
             made.plain += made.said(part)[0]
         return made
@@ -247,7 +247,7 @@ class Trial:
         return bool((logits[list(tokens)] > logits.max() - TIE).all())
 
 
-def _asked(model: Pretrained, text: str) -> list[int]:
+def _prompt_ids(model: Pretrained, text: str) -> list[int]:
     """The tokens of a prompt in the chat template of the model."""
     template = getattr(model.tokenizer, "chat_template", None)
     if model.name in ENDLESS and template is not None:

@@ -391,8 +391,8 @@ def test_a_state_goes_on_from_where_it_was(method):
         assert fed[0] == 1
         assert cache.lengths.tolist() == [cold.shape[1] - 1]
         text = torch.cat((cold, torch.tensor([[13, 14 + turn]])), 1)
-    assert "a state cannot be cut" in refused(model, text[:, :9], cache)
-    assert "with one returned sequence" in refused(model, text, cache, do_sample=True, num_return_sequences=2)
+    assert "a state cannot be cut" in refusal_of(model, text[:, :9], cache)
+    assert "with one returned sequence" in refusal_of(model, text, cache, do_sample=True, num_return_sequences=2)
 
 
 def test_an_empty_cache_of_transformers_is_taken(tiny):
@@ -407,7 +407,7 @@ def test_an_empty_cache_of_transformers_is_taken(tiny):
 
 
 # ------------------------------------------------------------------------ what cannot be
-def refused(model, ids, past, **call):
+def refusal_of(model, ids, past, **call):
     with pytest.raises((InputError, ConfigError)) as error:
         descant.generate(model, ids, past_key_values=past, **NEW, **call)
     return str(error.value)
@@ -418,7 +418,7 @@ def test_a_prompt_with_another_beginning_is_refused_with_the_position(llama):
     cache = descant.prefill(llama.model, beginning)
     other = beginning[None].clone()
     other[0, 17] = (other[0, 17] + 1) % llama.vocab
-    told = refused(llama.model, other, cache)
+    told = refusal_of(llama.model, other, cache)
     assert f"has token {int(other[0, 17])} at 17" in told
     assert f"got 'token {int(beginning[17])}'" in told
 
@@ -426,19 +426,19 @@ def test_a_prompt_with_another_beginning_is_refused_with_the_position(llama):
 def test_a_past_that_does_not_fit_is_refused(llama, tiny):
     ids = torch.tensor(tinies.prompts(llama.arch, [7, 7, 7], 0))
     two = descant.prefill(llama.model, ids[:2])
-    assert "one row, or one for each of 3 prompts" in refused(llama.model, ids, two)
+    assert "one row, or one for each of 3 prompts" in refusal_of(llama.model, ids, two)
     deeper = descant.prefill(tiny("qwen2").model, ids[0])
-    assert "must have been made by this model, which has 2 layers" in refused(llama.model, ids[:1], deeper)
+    assert "must have been made by this model, which has 2 layers" in refusal_of(llama.model, ids[:1], deeper)
     one = descant.prefill(llama.model, ids[0])
-    assert "use_cache" in refused(llama.model, ids[:1], one, use_cache=False)
-    assert "cache_implementation" in refused(llama.model, ids[:1], one, cache_implementation="dynamic")
-    assert "inputs_embeds" in refused(
+    assert "use_cache" in refusal_of(llama.model, ids[:1], one, use_cache=False)
+    assert "cache_implementation" in refusal_of(llama.model, ids[:1], one, cache_implementation="dynamic")
+    assert "inputs_embeds" in refusal_of(
         llama.model, ids[:1], one, inputs_embeds=llama.model.get_input_embeddings()(ids[:1])
     )
-    assert "past_key_values" in refused(llama.model, ids, "a cache")
+    assert "past_key_values" in refusal_of(llama.model, ids, "a cache")
     stranger = one.copy()
     stranger.tokens = None
-    assert "encoder" in refused(tiny("t5").model, ids[:1], stranger)
+    assert "encoder" in refusal_of(tiny("t5").model, ids[:1], stranger)
 
 
 def test_a_frozen_cache_is_not_written_to(llama):

@@ -150,15 +150,15 @@ def test_guesses_change_nothing(tiny, attention):
     plain = GenerationConfig(max_new_tokens=60, eos_token_id=None)
     guessed = plain.replace(num_assistant_tokens=5, num_assistant_tokens_schedule="constant")
 
-    def said(config, drafter=None):
+    def output_of(config, drafter=None):
         # Longer than what is tried along with a prompt, which counts as the prompt does.
         store = SinkStore(12, SINKS, rope_of_model(one.model), slack=3, room=4)
         asked = [Request(text, config, assistant_model=drafter) for text in texts]
         return outcomes(one.model, asked, cache=store)
 
-    alone = said(plain)
+    alone = output_of(plain)
     whole = [[*text, *found.tokens[0]] for text, found in zip(texts, alone, strict=True)]
-    for expected, found in zip(alone, said(guessed, Known(whole)), strict=True):
+    for expected, found in zip(alone, output_of(guessed, Known(whole)), strict=True):
         assert found.tokens == expected.tokens
         assert found.hypotheses[0].speculation.saved_forwards > 20
         assert found.tokens == expected.tokens

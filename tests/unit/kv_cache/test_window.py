@@ -180,17 +180,17 @@ def test_a_long_prompt_takes_no_room_in_other_rows():
 def test_a_committed_prompt_is_trimmed_at_once():
     store = WindowStore([16, 16], slack=8, room=8)
     store.extend(2)
-    told = torch.tensor([5000, 4000])  # the rest fills the shorter row up
+    lengths = torch.tensor([5000, 4000])  # the rest fills the shorter row up
     blocks = torch.randn(2, 2, HEADS, 5000, SIZE)
-    span = KVSpan(None, 0, 5000, 5000, num_committed=told)
+    span = KVSpan(None, 0, 5000, 5000, num_committed=lengths)
     for layer in range(2):
         store.update(layer, blocks[layer], blocks[layer], span)
     assert store.nbytes <= 2 * 2 * (5000 - (4000 - 16 - 8)) * SLOT
-    store.commit(None, told)
+    store.commit(None, lengths)
     new = torch.randn(2, HEADS, 1, SIZE)
     for layer in range(2):
-        kept, _ = store.update(layer, new, new, KVSpan(None, told, 1, 5001, host_starts=told))
-        for row, stop in enumerate(told.tolist()):
+        kept, _ = store.update(layer, new, new, KVSpan(None, lengths, 1, 5001, host_starts=lengths))
+        for row, stop in enumerate(lengths.tolist()):
             assert torch.equal(kept[row, :, :15], blocks[layer, row, :, stop - 15 : stop])
 
 

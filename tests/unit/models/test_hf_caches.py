@@ -623,19 +623,19 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("name", "kind"), TAKEN)
-def test_caches_of_transformers_are_taken(name, kind, told, get):
+def test_caches_of_transformers_are_taken(name, kind, masked, get):
     subject = get(name, **attention(name))
     given = of_transformers(kind, subject.model.config)
-    ids, mask = padded(subject, (17, 17, 17) if not told else (17, 12, 9))
+    ids, mask = padded(subject, (17, 17, 17) if not masked else (17, 12, 9))
     want = whole(subject.model, ids, mask)
     stepped(subject.model, given, feeds(ids, (11, 1), mask))
     before = [one.clone() for layer in given.layers for one in (layer.keys, layer.values)]
     past = tuple((layer.keys, layer.values) for layer in given.layers) if kind == "tuples" else given
-    cache = to_descant_cache(past, mask[:, :12]) if told else to_descant_cache(past)
+    cache = to_descant_cache(past, mask[:, :12]) if masked else to_descant_cache(past)
     assert type(cache) is TAKEN[name, kind]
-    assert cache.lengths.tolist() == ([12, 7, 4] if told else [12, 12, 12])
+    assert cache.lengths.tolist() == ([12, 7, 4] if masked else [12, 12, 12])
     if isinstance(cache, HybridCache):
         with pytest.raises(InputError, match="remove at most 0 positions"):  # what they would need is gone
             cache.crop(-1)

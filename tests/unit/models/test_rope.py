@@ -78,10 +78,10 @@ def test_keys_are_turned_as_the_model_does(name):
 @pytest.mark.parametrize("name", TURNED)
 def test_a_config_tells_the_same(name):
     model = model_of(name)
-    found, told = rope_of_model(model), rope_from_config(model.config)
-    assert isinstance(told, RopeShift)
-    assert (told.interleaved, told.rotates_last_dims) == (found.interleaved, found.rotates_last_dims)
-    assert torch.allclose(told.inv_freq, found.inv_freq)
+    found, from_config = rope_of_model(model), rope_from_config(model.config)
+    assert isinstance(from_config, RopeShift)
+    assert (from_config.interleaved, from_config.rotates_last_dims) == (found.interleaved, found.rotates_last_dims)
+    assert torch.allclose(from_config.inv_freq, found.inv_freq)
 
 
 @pytest.mark.parametrize("name", NOT)

@@ -254,7 +254,7 @@ def test_a_function_is_given_the_whole_call(model, ids):
 
 
 def test_a_functions_config_is_what_would_count(model, ids):
-    def told(model, input_ids, generation_config):
+    def return_config(model, input_ids, generation_config):
         return generation_config
 
     before = dict(vars(model.generation_config))
@@ -485,11 +485,11 @@ def test_a_session_is_unharmed_by_a_recipe_that_cannot_be_made(model, ids):
 
 
 def test_a_speech_model_accepts_function_recipes_only():
-    heard = transformers.WhisperForConditionalGeneration.from_pretrained(pretrained.folder("whisper-tiny.en"))
+    whisper = transformers.WhisperForConditionalGeneration.from_pretrained(pretrained.folder("whisper-tiny.en"))
     features = torch.zeros(1, 80, 3000)
     with pytest.raises((InputError, UnsupportedModel), match="recipe"):
-        descant.generate(heard, input_features=features, recipe=Second)
-    assert descant.generate(heard, input_features=features, recipe=lambda model, **given: 5) == 5
+        descant.generate(whisper, input_features=features, recipe=Second)
+    assert descant.generate(whisper, input_features=features, recipe=lambda model, **given: 5) == 5
 
 
 def test_a_missing_argument_is_named(model, ids):

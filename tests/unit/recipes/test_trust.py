@@ -285,13 +285,13 @@ def kit(world: World, tiny: Tiny, name: str, **config: Any) -> Path:
     tiny("llama").model.save_pretrained(made)
     tokenizer().save_pretrained(made)
     mapped = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoModel": "code.Model"}
-    told = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps({**told, "auto_map": mapped, **config}))
-    told = json.loads((made / "tokenizer_config.json").read_text())
+    content = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**content, "auto_map": mapped, **config}))
+    content = json.loads((made / "tokenizer_config.json").read_text())
     mapped = {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]}
-    (made / "tokenizer_config.json").write_text(json.dumps({**told, "auto_map": mapped}))
-    told = {"max_new_tokens": 2, "custom_generate": str(made), "trust_remote_code": True, "recipe": str(made)}
-    (made / "generation_config.json").write_text(json.dumps(told))
+    (made / "tokenizer_config.json").write_text(json.dumps({**content, "auto_map": mapped}))
+    content = {"max_new_tokens": 2, "custom_generate": str(made), "trust_remote_code": True, "recipe": str(made)}
+    (made / "generation_config.json").write_text(json.dumps(content))
     (made / "custom_generate").mkdir()
     for file in ("code.py", "generate.py", "custom_generate/generate.py", "__init__.py", "conftest.py"):
         (made / file).write_text(world.code)

@@ -201,12 +201,12 @@ def test_temperature_after_truncation():
     model = Chain(torch.tensor([0.60, 0.25, 0.10, 0.05]).log().repeat(4, 1))
     given = {"max_new_tokens": 1, "do_sample": True, "temperature": 3.0, "top_p": 0.8, "top_k": 0}
 
-    def seen(**more):
+    def sampled_tokens(**more):
         requests = [Request([0], GenerationConfig(**given, **more, seed=seed)) for seed in range(200)]
         return {one.tokens[0][0] for one in outcomes(model, requests)}
 
-    assert seen() == {0, 1, 2}  # hot first: the first two of them have less than 0.8
-    assert seen(processor_order=["top_p", "temperature"]) == {0, 1}
+    assert sampled_tokens() == {0, 1, 2}  # hot first: the first two of them have less than 0.8
+    assert sampled_tokens(processor_order=["top_p", "temperature"]) == {0, 1}
 
 
 # ------------------------------------------------------------------------------------------------- reuse
@@ -276,19 +276,19 @@ def test_two_of_a_kind_share_their_memory(kind, field):
     given = {"do_sample": True, "seed": 11, "max_new_tokens": 20, "top_k": 0}
     value = next(iter(field.values()))
 
-    def said(*some, **more):
+    def output_of(*some, **more):
         request = Request([1], GenerationConfig(**given, **more), logits_processor=some)
         return outcomes(model, [request])[0].tokens[0]
 
-    assert said(kind(value)) == said(**field) != said()
+    assert output_of(kind(value)) == output_of(**field) != output_of()
     for some, more in (((kind(value), kind(value / 2)), {}), ((kind(value),), field)):
         with pytest.raises(InputError, match="logits_processor"):
-            said(*some, **more)
+            output_of(*some, **more)
     # Neither does a neighbour's share it: rows are rows.
     pair = [
         Request([1], GenerationConfig(**given), logits_processor=[kind(one)]) for one in (value, value / 2)
     ]
-    assert [one.tokens[0] for one in outcomes(model, pair)] == [said(kind(value)), said(kind(value / 2))]
+    assert [one.tokens[0] for one in outcomes(model, pair)] == [output_of(kind(value)), output_of(kind(value / 2))]
 
 
 # ------------------------------------------------------------------------------------------------- seeds
@@ -298,7 +298,7 @@ def test_a_seed_depends_on_the_neighbours(tiny):
     texts = prompts(model.arch, (5, 9, 1, 6), seed=10)
     given = {"do_sample": True, "max_new_tokens": 12, "xtc_probability": 0.5, "mirostat_tau": 4.0}
 
-    def said(order, **more):
+    def output_of(order, **more):
         rows = batch(model, [texts[i] for i in order])
         seeds = [100 + i for i in order]
         out = descant.generate(model.model, **rows.inputs, **given, **more, seed=seeds)
@@ -309,9 +309,9 @@ def test_a_seed_depends_on_the_neighbours(tiny):
         end = row.index(model.eos) + 1 if model.eos in row else len(row)
         return row[:end]
 
-    together = said([0, 1, 2, 3])
+    together = output_of([0, 1, 2, 3])
     for order in ([3, 1, 0, 2], [2, 0], [1], [0], [3], [2]):
-        for i, row in said(order).items():
+        for i, row in output_of(order).items():
             assert bare(row) == bare(together[i]), f"row {i} among {order}"
     assert len({tuple(row) for row in together.values()}) == 4
 
@@ -338,7 +338,7 @@ def tokenizer_of(name):
     return transformers.AutoTokenizer.from_pretrained(pretrained.folder(name))
 
 
-def told(name, pieces, stops, **given):
+def stopped_output(name, pieces, stops, **given):
     """The output of a model with these pieces of text, each tokenised separately."""
     tokenizer = tokenizer_of(name)
     tokens = [
@@ -362,7 +362,7 @@ def test_a_stop_string_across_token_borders_is_missed(name, given):
     text = "The answer is forty-two, of course. Nothing else matters."
     tokens = tokenizer.encode(text, add_special_tokens=False)
     for stop in ("wer is for", "y-two, o", "rse. N", "of", "."):
-        _, _, found = told(name, [text], ["never", stop], **given)
+        _, _, found = stopped_output(name, [text], ["never", stop], **given)
         said = found.tokens[0]
         end = next(n for n in range(1, len(tokens) + 1) if stop in tokenizer.decode(tokens[:n]))
         assert said == tokens[:end], stop
@@ -378,16 +378,16 @@ def test_a_stop_string_inside_a_character_is_missed(name, given):
     emoji, near = (_bytes_of(tokenizer, one) for one in (want, other))
     assert len(emoji) > 1
     assert emoji[:-1] == near[:-1]
-    _, tokens, found = told(name, ["so ", near, " and ", emoji, " again"], [want], **given)
+    _, tokens, found = stopped_output(name, ["so ", near, " and ", emoji, " again"], [want], **given)
     end = next(n for n in range(len(tokens)) if tokens[n : n + len(emoji)] == emoji) + len(emoji)
     assert found.tokens[0] == tokens[:end]
     assert found.reasons == ["stop"]
     assert tokenizer.decode(found.tokens[0]).endswith(want)
     # A string that begins inside of what a token says and ends inside a character's bytes.
-    _, tokens, found = told(name, ["so ", near, " and ", emoji, " again"], ["d " + want], **given)
+    _, tokens, found = stopped_output(name, ["so ", near, " and ", emoji, " again"], ["d " + want], **given)
     assert found.tokens[0] == tokens[:end]
     # Only a piece of it: the row goes on.
-    _, tokens, found = told(name, ["so ", near[:-1], near, " and ", emoji[:-1]], [want], **given)
+    _, tokens, found = stopped_output(name, ["so ", near[:-1], near, " and ", emoji[:-1]], [want], **given)
     assert found.tokens[0] == tokens
     assert found.reasons == ["length"]
 

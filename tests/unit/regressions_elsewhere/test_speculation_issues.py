@@ -51,7 +51,7 @@ def config(count: int | None = None, **given: Any) -> GenerationConfig:
     return GenerationConfig(**given)
 
 
-def said(target: Any, helper: Any, texts: Sequence[Sequence[int]], count: int = 8, **given: Any) -> list[Any]:
+def outcomes_of(target: Any, helper: Any, texts: Sequence[Sequence[int]], count: int = 8, **given: Any) -> list[Any]:
     """What became of requests with that draft model."""
     more = {"assistant_model": helper, "tokenizer": given.pop("tokenizer", None)}
     return outcomes(target, [Request(text, config(count, **given), **more) for text in texts])
@@ -62,7 +62,7 @@ def said(target: Any, helper: Any, texts: Sequence[Sequence[int]], count: int = 
 def test_an_end_inside_a_run_is_run_over(count):
     """Drafts after an end token are dropped (transformers#31301, #47912)."""
     scripts = {5: [10, 11, END, 12, 13, 14], 6: [20, 21, 22, 23, 24, END, 25], 7: [END, 30, 31]}
-    found = said(Script(scripts), Script(scripts), [[5], [6], [7]], count)
+    found = outcomes_of(Script(scripts), Script(scripts), [[5], [6], [7]], count)
     assert [one.tokens for one in found] == [[[10, 11, END]], [[20, 21, 22, 23, 24, END]], [[END]]]
     assert [one.reasons for one in found] == [["eos"]] * 3
     assert [one.streamed_tokens[0] for one in found] == [one.tokens[0] for one in found]
@@ -105,7 +105,7 @@ def test_a_length_inside_a_run_is_run_over(count):
     for limit in range(1, 10):
         for fields in ({"max_new_tokens": limit}, {"max_new_tokens": None, "max_length": limit + 2}):
             target = Script(script)
-            one, two = said(target, Script(script), [[5, 7], [6, 7]], count, **fields)
+            one, two = outcomes_of(target, Script(script), [[5, 7], [6, 7]], count, **fields)
             assert one.tokens == [list(range(10, 10 + limit))]
             assert two.tokens == [list(range(50, 50 + limit))]
             assert one.reasons == two.reasons == ["length"]
@@ -118,7 +118,7 @@ def test_a_stop_string_across_guesses_is_missed(count):
     texts = {text: at for at, text in enumerate(TEXTS)}
     spelled = [texts[letter] for letter in "onestopmore!!"]
     scripts = {5: spelled, 6: [texts["x"]] * 13, texts["s"]: [texts["t"], *spelled]}
-    found = said(
+    found = outcomes_of(
         Script(scripts),
         Script(scripts),
         [[5], [6], [texts["s"]]],
@@ -136,7 +136,7 @@ def test_a_stop_string_across_guesses_is_missed(count):
 def test_a_row_that_ended_spoils_those_that_draft(count):
     """Rows end at every place of a run while others go on (the request of transformers#32165)."""
     scripts = {row: [*range(30 + row, 30 + row + row), END, 3, 4] for row in range(5, 20)}
-    found = said(Script(scripts), Script(scripts), [[row] for row in scripts], count, max_new_tokens=30)
+    found = outcomes_of(Script(scripts), Script(scripts), [[row] for row in scripts], count, max_new_tokens=30)
     assert [one.tokens[0] for one in found] == [script[:-2] for script in scripts.values()]
 
 
@@ -147,9 +147,9 @@ def test_prompts_of_very_different_length():
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(3, VOCAB, (size,), generator=generator).tolist() for size in lengths]
     for fields in ({}, {"do_sample": True, "seed": 5}):
-        together = said(target, helper, texts, 5, max_new_tokens=20, **fields)
+        together = outcomes_of(target, helper, texts, 5, max_new_tokens=20, **fields)
         for one, text in zip(together, texts, strict=True):
-            alone = said(target, helper, [text], 5, max_new_tokens=20, **fields)[0]
+            alone = outcomes_of(target, helper, [text], 5, max_new_tokens=20, **fields)[0]
             assert one.tokens == alone.tokens
             assert one.hypotheses[0].speculation == alone.hypotheses[0].speculation
             plain = outcomes(target, [Request(text, config(max_new_tokens=20, **fields))])[0]
@@ -160,7 +160,7 @@ def test_prompts_of_very_different_length():
 def test_a_drafter_that_always_agrees(count):
     scripts = {5: list(range(10, 40)), 6: list(range(50, 80))}
     target = Script(scripts)
-    found = said(target, Script(scripts), [[5], [6]], count, max_new_tokens=24)
+    found = outcomes_of(target, Script(scripts), [[5], [6]], count, max_new_tokens=24)
     assert [one.tokens[0] for one in found] == [script[:24] for script in scripts.values()]
     assert len(target.fed) == -(-24 // (count + 1))
     report = found[0].hypotheses[0].speculation
@@ -172,7 +172,7 @@ def test_a_drafter_that_never_agrees(count):
     """Costs forwards of its own and nothing else: no token is lost or repeated."""
     scripts = {5: list(range(10, 40)), 6: list(range(50, 80))}
     target = Script(scripts)
-    found = said(target, Script({5: [3] * 30, 6: [4] * 30}), [[5], [6]], count, max_new_tokens=24)
+    found = outcomes_of(target, Script({5: [3] * 30, 6: [4] * 30}), [[5], [6]], count, max_new_tokens=24)
     assert [one.tokens[0] for one in found] == [script[:24] for script in scripts.values()]
     assert len(target.fed) == 24
     report = found[0].hypotheses[0].speculation
@@ -219,7 +219,7 @@ def test_the_draft_models_positions_go_stale(name, drafts):
     target, helper = network(name, 1), network(name, 3)
     texts = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17]]
     ends = {"max_new_tokens": 14, "suppress_tokens": list(range(9)), "eos_token_id": None}
-    found = said(target, helper, texts, 4, **ends, assistant_confidence_threshold=0.0)
+    found = outcomes_of(target, helper, texts, 4, **ends, assistant_confidence_threshold=0.0)
     refused = sum(sum(one.hypotheses[0].speculation.drafted) for one in found)
     assert refused > 20
     allowed = torch.arange(VOCAB) >= 9
@@ -288,13 +288,13 @@ def test_a_draft_up_to_the_end_of_a_table_of_positions(count):
         given = {"max_new_tokens": None, "max_length": limit, "eos_token_id": None}
         plain = outcomes(target, [Request(text, config(**given))])[0]
         for helper in (target, network("gpt2", 4), short):
-            found = said(target, helper, [text, text[:78]], count, **given)
+            found = outcomes_of(target, helper, [text, text[:78]], count, **given)
             assert found[0].tokens == plain.tokens
             assert [len(one.tokens[0]) for one in found] == [limit - 80, limit - 78]
             tried = sum(found[0].hypotheses[0].speculation.drafted)
             assert tried > 0 if helper is not short else tried == 0
     # The short one guesses for as long as it can.
-    found = said(target, short, [text[:5]], count, max_new_tokens=40, eos_token_id=None)
+    found = outcomes_of(target, short, [text[:5]], count, max_new_tokens=40, eos_token_id=None)
     assert found[0].tokens[0] == greedy(target, text[:5], 40)
     assert 0 < sum(found[0].hypotheses[0].speculation.drafted) <= 20 * count
 

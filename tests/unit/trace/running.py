@@ -40,7 +40,7 @@ def run(
     return found
 
 
-def told(found: Found) -> dict[int, Any]:
+def plain_values(found: Found) -> dict[int, Any]:
     """The same as plain values that can be compared."""
     return {
         number: some

@@ -11,7 +11,7 @@ from descant.testing import failing_request
 from descant.trace.records import RequestRecord, RowRecord, RunRecord, StepRecord, TraceHeader
 from tests.contracts import methods, subjects
 from tests.contracts.speculation import DRAFTERS, drafted, few_words, words
-from tests.unit.trace.running import check, run, told
+from tests.unit.trace.running import check, run, plain_values
 
 METHODS = (*subjects.METHODS, *methods.METHODS, *methods.DECODER_ONLY)
 
@@ -27,7 +27,7 @@ def test_a_method_replays_to_what_it_returned_and_is_not_disturbed(tiny, method)
     model, given = tiny("llama").model, _requests(tiny("llama"), method)
     tracer = Tracer(top=3)
     found = run(model, given, tracer)
-    assert told(found) == told(run(model, given))
+    assert plain_values(found) == plain_values(run(model, given))
     check(tracer.trace, found)
 
 
@@ -42,7 +42,7 @@ def test_all_methods_in_one_table_come_late_fail_and_are_cancelled(tiny, name, t
         return [*given, *(failing_request(one, 2) for one in given[:8])]
 
     found = run(model, doomed(), tracer, later, cancelled)
-    assert told(found) == told(run(model, doomed(), None, later, cancelled))
+    assert plain_values(found) == plain_values(run(model, doomed(), None, later, cancelled))
     check(tracer.trace, found)
     assert sum(isinstance(one, str) for one in found.values()) > len(cancelled)
     again = Trace.load(tracer.trace.save(tmp_path / "trace.jsonl"))

@@ -103,7 +103,7 @@ def both(model: Any, seed: int | None = None, **call: Any) -> tuple[Any, Any]:
 
 
 def equal(theirs: Any, ours: Any) -> None:
-    """Assert that both heard the same: tokens, and segment by segment their tokens and times."""
+    """Assert that both transcripts are equal: tokens, and the tokens and times of each segment."""
     if isinstance(theirs, Tensor):
         assert torch.equal(theirs, ours), (theirs, ours)
         return

@@ -1,4 +1,4 @@
-"""Windows that are not believed are heard again, at the next temperature, and silence is passed over."""
+"""Rejected windows are decoded again at the next temperature, and silence is skipped."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_silence_is_passed_over():
     silent = descant.generate(whisper(), **recordings(110, 40), **call, no_speech_threshold=0.0)
     assert silent["segments"] == [[], []]
     assert silent["sequences"].shape == (2, 0)
-    heard = descant.generate(whisper(), **recordings(110, 40), **call, no_speech_threshold=1.0)
-    assert all(heard["segments"])
+    output = descant.generate(whisper(), **recordings(110, 40), **call, no_speech_threshold=1.0)
+    assert all(output["segments"])
 
 
 def test_a_neighbour_changes_neither_doubt_nor_silence():

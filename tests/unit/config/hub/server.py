@@ -272,13 +272,13 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.readable(name)
         what, revision = rest[:2] if len(rest) > 1 else ("revision", "main")
         if what == "preupload":
-            self.mine(name)
+            self.require_owner(name)
             asked = [one["path"] for one in json.loads(body)["files"]]
             known = {file: oid(data) for file, data in repo.files.items()}
             self.json({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False,
                                   "oid": known.get(path)} for path in asked]}, fault)  # fmt: skip
         elif what == "commit":
-            self.mine(name)
+            self.require_owner(name)
             self.json(self.commit(repo, body), fault)
         elif what == "revision":
             self.json(self.info(repo, self.commit_of(repo, revision)), fault)
@@ -294,7 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(401, message="Invalid user token." if self.asked.token else "Unauthorized")
         return self.hub.users[self.asked.token]
 
-    def mine(self, name: str) -> None:
+    def require_owner(self, name: str) -> None:
         if self.current_user() != name.partition("/")[0]:
             raise _Refused(403, message="You don't have the rights to write there")
 
@@ -343,7 +343,7 @@ class _Handler(BaseHTTPRequestHandler):
     def create(self, asked: dict[str, Any], fault: str) -> None:
         owner = asked.get("organization") or self.current_user()
         name = f"{owner}/{asked['name']}"
-        self.mine(name)
+        self.require_owner(name)
         url = f"{self.hub.url}/{name}"
         if name in self.hub.repos:
             data = json.dumps({"error": "You already created this model repo", "url": url}).encode()

@@ -24,7 +24,7 @@ from tests.unit.decoding.guidance.pairs import (
     arch,
     case,
     contrasted,
-    heard,
+    logits_of,
     made,
     new_tokens,
     reference,
@@ -67,7 +67,7 @@ class Rescored(transformers.LogitsProcessor):
         self._models, self._formula = models, formula
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        lines = [self._formula(*heard(self._models, line, None)) for line in input_ids.tolist()]
+        lines = [self._formula(*logits_of(self._models, line, None)) for line in input_ids.tolist()]
         return torch.stack(lines).log_softmax(-1).float()
 
 
@@ -152,7 +152,7 @@ def test_guidance_around_models_equals_the_reference():
         sequence: list[int] = []
         while len(sequence) < 10 and EOS not in sequence:
             given, without = (
-                formula(*heard(models, [*before, *sequence], None)).log_softmax(-1)
+                formula(*logits_of(models, [*before, *sequence], None)).log_softmax(-1)
                 for before in (text, text[-1:])
             )
             sequence.append(int((without + 1.7 * (given - without)).argmax()))

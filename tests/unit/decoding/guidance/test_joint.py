@@ -21,7 +21,7 @@ from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.multi_model import MultiModelCache
 from descant.kv_cache.recurrent_state import RecurrentStateCache
 from tests.support.tiny_models import prompts
-from tests.unit.decoding.guidance.pairs import EOS, PAD, VOCAB, arch, case, heard, made, requests
+from tests.unit.decoding.guidance.pairs import EOS, PAD, VOCAB, arch, case, logits_of, made, requests
 
 
 def test_sessions_of_one_object_do_not_meet():
@@ -65,7 +65,7 @@ def test_logits_are_the_first_models_and_scores_the_whole():
     )  # fmt: skip
     sequence = found.sequences[0].tolist()
     for at, (logits, scores) in enumerate(zip(found.logits, found.scores, strict=True)):
-        said = heard(models, sequence[: 6 + at], None)
+        said = logits_of(models, sequence[: 6 + at], None)
         torch.testing.assert_close(logits[0], said[0], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(scores[0], formula(*said).float(), atol=1e-3, rtol=1e-4)
     states = models[0](ids, output_hidden_states=True).hidden_states
@@ -79,7 +79,7 @@ def test_logits_are_those_of_a_network_however_deep():
     ids = torch.tensor(prompts(arch("llama", 0), (6,), 25))
     options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
     found = descant.generate(whole, input_ids=ids, **options).logits[0][0]
-    torch.testing.assert_close(found, heard(models[:1], ids[0].tolist(), None)[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, logits_of(models[:1], ids[0].tolist(), None)[0], atol=1e-4, rtol=1e-4)
 
 
 def test_attentions_of_the_encoder_are_the_first_models():

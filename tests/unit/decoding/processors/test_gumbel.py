@@ -178,7 +178,7 @@ def test_half_numbers_stay_half_numbers():
 
 
 # -------------------------------------------------------------------------- nonces
-def drawn(settings, dice, lengths=(9,)):
+def winners(settings, dice, lengths=(9,)):
     """The winners of the same context, for rows with those dice."""
     rng = random.Random(0)
     texts = [[*range(40, 40 + size), 1, 2] for size in lengths for _ in dice]
@@ -193,16 +193,16 @@ def drawn(settings, dice, lengths=(9,)):
 
 
 def test_every_sequence_draws_its_nonce_and_keeps_it():
-    given = [drawn(GumbelWatermarkingConfig(9, 2, nonce), [1])[0] for nonce in range(16)]
+    given = [winners(GumbelWatermarkingConfig(9, 2, nonce), [1])[0] for nonce in range(16)]
     assert len(set(given)) == 16
-    found = drawn(GumbelWatermarkingConfig(9, 2), range(400))
+    found = winners(GumbelWatermarkingConfig(9, 2), range(400))
     assert set(found) == set(given)
     counts = np.bincount([given.index(one) for one in found])
     assert counts.min() >= 8  # of 25 expected
     # At another place of the row it is the same.
-    assert drawn(GumbelWatermarkingConfig(9, 2), range(20), lengths=(9, 13))[:20] == found[:20]
-    assert drawn(GumbelWatermarkingConfig(9, 2), range(20), lengths=(9, 13))[20:] == found[:20]
-    assert set(drawn(GumbelWatermarkingConfig(9, 2, nonces=1), range(50))) == {given[0]}
+    assert winners(GumbelWatermarkingConfig(9, 2), range(20), lengths=(9, 13))[:20] == found[:20]
+    assert winners(GumbelWatermarkingConfig(9, 2), range(20), lengths=(9, 13))[20:] == found[:20]
+    assert set(winners(GumbelWatermarkingConfig(9, 2, nonces=1), range(50))) == {given[0]}
 
 
 def test_the_best_luck_is_a_nonce_too(monkeypatch):
@@ -211,7 +211,7 @@ def test_the_best_luck_is_a_nonce_too(monkeypatch):
         "descant.core.context.Context.uniform_per_sequence",
         lambda self, salt: torch.ones(len(self._length), 1),
     )
-    assert drawn(GumbelWatermarkingConfig(9, 2), [3]) == drawn(GumbelWatermarkingConfig(9, 2, 15), [3])
+    assert winners(GumbelWatermarkingConfig(9, 2), [3]) == winners(GumbelWatermarkingConfig(9, 2, 15), [3])
 
 
 def test_sequences_of_a_request_draw_apart():

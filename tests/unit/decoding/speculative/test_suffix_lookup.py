@@ -44,10 +44,10 @@ def drafted(drafter, lines, parents, most):
     """What is tried for each row, after the promises of a proposal have been looked at."""
     rows, most = rows_of(lines), torch.tensor(most)
     drafter.commit(torch.tensor(parents), rows.length)
-    return tried(drafter, rows, most)
+    return drafts_of(drafter, rows, most)
 
 
-def tried(drafter, rows, most):
+def drafts_of(drafter, rows, most):
     return copied(drafter.draft(rows, most, None), rows, most)
 
 
@@ -149,7 +149,7 @@ def test_only_new_tokens_are_read():
     rows = rows_of([line])
     rows.tokens[0, :6] = GARBAGE
     drafter.commit(torch.tensor([0]), rows.length)
-    assert tried(drafter, rows, torch.tensor([9])) == [[4, 1, 2]]
+    assert drafts_of(drafter, rows, torch.tensor([9])) == [[4, 1, 2]]
 
 
 # ------------------------------------------------------------------- many rows

@@ -52,7 +52,7 @@ def request(prompt: list[int], phrases: Any, **given: Any) -> Request:
     return Request(prompt, config, tokenizer=tokenizer())
 
 
-def said(model, phrases: Any, *wanted: str, **given: Any) -> str:
+def output_of(model, phrases: Any, *wanted: str, **given: Any) -> str:
     mind = Request(
         ids("Q"),
         GenerationConfig(**{"max_new_tokens": 8, "eos_token_id": None, "banned_phrases": phrases, **given}),
@@ -83,7 +83,7 @@ def said(model, phrases: Any, *wanted: str, **given: Any) -> str:
     ],
 )
 def test_the_output_instead_of_a_phrase(tiny, phrases, wanted, expected):
-    found = said(tiny("llama").model, phrases, *wanted, max_new_tokens=len(expected))
+    found = output_of(tiny("llama").model, phrases, *wanted, max_new_tokens=len(expected))
     assert not any(one in found for one in phrases)
     assert found == expected
 
@@ -91,18 +91,18 @@ def test_the_output_instead_of_a_phrase(tiny, phrases, wanted, expected):
 def test_masks_stay_while_the_text_before_them_does(tiny):
     # 'b' is masked after 'a'; then 'c' completes another phrase there, and both are.
     model = tiny("llama").model
-    assert said(model, ["bx", "cy"], "abx", "acy", "adq", max_new_tokens=3) == "adq"
+    assert output_of(model, ["bx", "cy"], "abx", "acy", "adq", max_new_tokens=3) == "adq"
     # 'x' was masked after 'ab' and that mask goes when 'b' does: 'x' may come after 'ac'.
-    assert said(model, ["xq", "by"], "abxq", "aby", "acx", max_new_tokens=4) == "acxz"
+    assert output_of(model, ["xq", "by"], "abxq", "aby", "acx", max_new_tokens=4) == "acxz"
 
 
 def test_a_long_way_back(tiny):
-    found = said(tiny("llama").model, ["abcdefg"], "abcdefgh", "abcdefxx", "qrs", max_new_tokens=9)
+    found = output_of(tiny("llama").model, ["abcdefg"], "abcdefgh", "abcdefxx", "qrs", max_new_tokens=9)
     assert found.startswith("qrs")
 
 
 def test_one_phrase_may_be_given_by_itself(tiny):
-    assert said(tiny("llama").model, "bc", "abc", "ax", max_new_tokens=3) == "axz"
+    assert output_of(tiny("llama").model, "bc", "abc", "ax", max_new_tokens=3) == "axz"
 
 
 def test_the_prompt_may_have_a_phrase_and_its_beginning(tiny):
@@ -119,7 +119,7 @@ def test_the_prompt_may_have_a_phrase_and_its_beginning(tiny):
 
 def test_samplers_see_what_is_left(tiny):
     # With one token left to draw from, a mask after top-k would leave none.
-    found = said(
+    found = output_of(
         tiny("llama").model,
         ["b", "x"],
         "abcd",
@@ -333,17 +333,17 @@ def test_healed_tokens_belong_to_the_prompt(tiny):
 def test_a_stop_string_is_judged_by_what_stays(tiny):
     model = tiny("llama").model
     # "xb" would stop the row, but its 'b' is banned; 'x' stays and 'c' follows.
-    assert said(model, ["b"], "axb", "axcd", max_new_tokens=4, stop_strings="xb") == "axcd"
+    assert output_of(model, ["b"], "axb", "axcd", max_new_tokens=4, stop_strings="xb") == "axcd"
     # The state of the stop string "bc" must not keep a 'b' that was retracted.
-    assert said(model, ["bx"], "abx", "acde", max_new_tokens=4, stop_strings="bc") == "acde"
-    assert said(model, ["bx"], "abx", "abcd", "aabc", max_new_tokens=4, stop_strings="bc") == "aabc"
-    assert said(model, ["cx"], "abcx", "abcd", "abe", "abd", max_new_tokens=6, stop_strings="bd") == "abezzz"
+    assert output_of(model, ["bx"], "abx", "acde", max_new_tokens=4, stop_strings="bc") == "acde"
+    assert output_of(model, ["bx"], "abx", "abcd", "aabc", max_new_tokens=4, stop_strings="bc") == "aabc"
+    assert output_of(model, ["cx"], "abcx", "abcd", "abe", "abd", max_new_tokens=6, stop_strings="bd") == "abezzz"
 
 
 def test_an_end_inside_a_phrase_lets_it_stay(tiny):
     model = tiny("llama").model
-    assert said(model, ["bcd"], "abcd", max_new_tokens=3) == "abc"
-    assert said(model, ["bcd"], "abc!", max_new_tokens=8, eos_token_id=TEXTS.index("!")) == "abc!"
+    assert output_of(model, ["bcd"], "abcd", max_new_tokens=3) == "abc"
+    assert output_of(model, ["bcd"], "abc!", max_new_tokens=8, eos_token_id=TEXTS.index("!")) == "abc!"
 
 
 def test_tokens_are_held_back_no_longer_than_they_must(tiny):
@@ -360,7 +360,7 @@ def test_tokens_are_held_back_no_longer_than_they_must(tiny):
 
 def test_what_a_later_cut_could_reach_is_held(tiny):
     # After "xab" nothing that began with 'x' is under way; but "bz" would lead back to "xa", where "xaq" is.
-    found = said(tiny("llama").model, ["xaq", "bz"], "xabz", "xaq", "yy", max_new_tokens=4)
+    found = output_of(tiny("llama").model, ["xaq", "bz"], "xabz", "xaq", "yy", max_new_tokens=4)
     assert found == "yyzz"
 
 

@@ -36,11 +36,11 @@ THIRD = WatermarkingConfig(hashing_key=13)
 def counting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Detectors ask the tests' own watermark."""
 
-    def made(settings: BaseWatermarkingConfig, vocabulary: int) -> list[Counting]:
+    def make_schemes(settings: BaseWatermarkingConfig, vocabulary: int) -> list[Counting]:
         assert isinstance(settings, WatermarkingConfig)
         return [Counting(settings.hashing_key)]
 
-    monkeypatch.setattr(detection, "build_schemes", made)
+    monkeypatch.setattr(detection, "build_schemes", make_schemes)
 
 
 def _unmarked(seed: int, count: int) -> list[int]:
@@ -278,11 +278,11 @@ def test_without_a_passage_the_answer_is_about_the_whole_text() -> None:
 @pytest.mark.usefixtures("counting")
 def test_to_dict_is_json() -> None:
     found = Detector(KEY, V).ids(_marked(16, 60), windows=True)
-    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert told["verdict"] == MARKED
-    assert tuple(told["span"]) == found.span
-    assert "evidence" not in told
-    assert "ids" not in told
+    document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert document["verdict"] == MARKED
+    assert tuple(document["span"]) == found.span
+    assert "evidence" not in document
+    assert "ids" not in document
     full = json.loads(json.dumps(found.to_dict(tokens=True), allow_nan=False))
     assert full["ids"] == list(found.ids)
     assert full["evidence"][0] is None

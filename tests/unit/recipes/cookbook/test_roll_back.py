@@ -28,7 +28,7 @@ def ask(recipe: Recipe | None = None, prompt: tuple[int, ...] = (0,), **given) -
     return Request(list(prompt), config, recipe=recipe)
 
 
-def said(model, recipe: Recipe | None, **given) -> list[int]:
+def output_of(model, recipe: Recipe | None, **given) -> list[int]:
     [found] = outcomes(model, [ask(recipe, **given)])
     assert found.error is None, found.error
     assert found.streamed_tokens == dict(enumerate(found.tokens))
@@ -44,7 +44,7 @@ LOOP = chain("01", "123", "214", "35", "45", "56", "67", "7765")
 
 # ------------------------------------------------------------------------ output instead of a loop
 def test_without_it_the_text_loops():
-    assert said(LOOP, None) == [1, 2, 1, 2, 1, 2, 1, 2]
+    assert output_of(LOOP, None) == [1, 2, 1, 2, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_without_it_the_text_loops():
     ],
 )
 def test_the_output_instead_of_a_loop(arguments, expected):
-    found = said(LOOP, back(**arguments))
+    found = output_of(LOOP, back(**arguments))
     assert expected is None or found == expected
 
 
@@ -95,8 +95,8 @@ def test_it_is_what_a_text_written_anew_would_be(period, repeats):
     for seed in range(12):
         model = Chain.chance(20, seed, positions=1)
         expected = reference(model, 24, period, repeats, 10)
-        assert said(model, back(period=period, repeats=repeats, most=10), max_new_tokens=24) == expected, seed
-        left += expected != said(model, None, max_new_tokens=24)
+        assert output_of(model, back(period=period, repeats=repeats, most=10), max_new_tokens=24) == expected, seed
+        left += expected != output_of(model, None, max_new_tokens=24)
     assert left >= 2  # most of these models loop by themselves
 
 
@@ -104,17 +104,17 @@ def test_a_narrow_sampler_sees_what_is_left():
     """What is barred is ruled out before top_k, which otherwise would keep nothing else."""
     narrow = {"do_sample": True, "top_k": 1, "seed": 0, "max_new_tokens": 8}
     given = {"period": 2, "repeats": 2, "most": 1}
-    assert said(LOOP, back(**given), **narrow) == said(LOOP, back(**given))
+    assert output_of(LOOP, back(**given), **narrow) == output_of(LOOP, back(**given))
 
 
 def test_the_prompt_is_no_part_of_a_loop():
     model = chain("12", "21")
-    kept = said(model, back(period=2, repeats=3, most=4), prompt=(1, 2, 1, 2, 1), max_new_tokens=4)
+    kept = output_of(model, back(period=2, repeats=3, most=4), prompt=(1, 2, 1, 2, 1), max_new_tokens=4)
     assert kept == [2, 1, 2, 1]
 
 
 # ------------------------------------------------------------------------ events meanwhile
-def told(most: int, new: int) -> list[tuple[int, ...]]:
+def event_tokens(most: int, new: int) -> list[tuple[int, ...]]:
     """What each event of a stream brings."""
     given = {"eos_token_id": None, "max_new_tokens": new, "period": 2, "repeats": 3, "most": most}
     return [event.token_ids for event in stream(LOOP, torch.tensor([[0]]), recipe=RollBack, **given)]
@@ -122,13 +122,13 @@ def told(most: int, new: int) -> list[tuple[int, ...]]:
 
 def test_no_emitted_token_is_retracted():
     """While 1 2 1 2 may be a loop only its first 1 2 is emitted; then the text continues differently."""
-    assert told(most=1, new=6) == [(1,), (2,), (4,), (5,), (6,), (7,)]
-    assert told(most=0, new=6) == [(1,), (2,), (1,), (2,), (1,), (2,)]
+    assert event_tokens(most=1, new=6) == [(1,), (2,), (4,), (5,), (6,), (7,)]
+    assert event_tokens(most=0, new=6) == [(1,), (2,), (1,), (2,), (1,), (2,)]
 
 
 def test_what_only_might_have_gone_comes_with_the_end():
-    assert told(most=1, new=5) == [(1,), (2,), (1, 2, 1)]
-    assert told(most=1, new=4) == [(1,), (2,), (1, 2)]
+    assert event_tokens(most=1, new=5) == [(1,), (2,), (1, 2, 1)]
+    assert event_tokens(most=1, new=4) == [(1,), (2,), (1, 2)]
 
 
 # ------------------------------------------------------------------------ beside others
