@@ -1,4 +1,4 @@
-"""What guesses ahead for tiny models, and how a call with guesses is held to the same call without."""
+"""Drafters for tiny models, and the comparison of a call with drafts to the same call without."""
 
 from __future__ import annotations
 

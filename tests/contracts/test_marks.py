@@ -1,4 +1,4 @@
-"""The laws of the marks: what they leave as it was, and whom they follow."""
+"""The laws of watermarks: what they leave unchanged, and which rows they apply to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With guesses and without, a call hands out the same scores, states and streams; and it reports on them."""
+"""With and without drafts a call returns the same scores, states and streams; it reports the drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a call made by chance: a valid result, an error that names its cause, or a violation."""
+"""The verdict on a random call: a valid result, an error that names its cause, or a violation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Descant reads that strangers write: for each kind of file a good one, and the way it is read."""
+"""Files from untrusted sources that Descant reads: for each kind a valid one, and its reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that users read and ports that they fill: what each promises is there, in what the loop makes."""
+"""Public records and interfaces: the objects of the loop have every documented member."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Debian's Chromium without a window, and pages in it that tell what went wrong."""
+"""Debian's Chromium, headless, with pages that record their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of two processes does with its part of a tiny Llama, started by torchrun: answers as JSON.
+"""The script of each of two torchrun processes with a part of a tiny Llama: results as JSON.
 
 `torchrun --nproc-per-node 2 launched.py <folder of the model> <folder for the answers>`
 """

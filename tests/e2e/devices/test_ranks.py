@@ -1,4 +1,4 @@
-"""Models shared among two processes, by torchrun and gloo: all ranks choose alike and none goes on alone."""
+"""Models split over two processes by torchrun and gloo: all ranks choose the same and stop together."""
 
 from __future__ import annotations
 

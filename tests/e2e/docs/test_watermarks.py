@@ -1,4 +1,4 @@
-"""The tables of the page on watermarks are what was measured, and what was measured is enough."""
+"""The tables of the page on watermarks equal the measurements, and the measurements are sufficient."""
 
 import json
 from typing import Any

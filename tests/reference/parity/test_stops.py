@@ -1,4 +1,4 @@
-"""What ends a row ends it where the reference's does: stop strings, criteria, time, several end tokens.
+"""Rows end at the same token as in the reference: stop strings, criteria, time, several end tokens.
 
 Under greedy search and sampling the whole padded batch is the reference's; beams are compared row by row,
 without the padding at the right (see `test_known_bugs`).

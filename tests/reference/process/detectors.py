@@ -1,4 +1,4 @@
-"""Detectors of the reference: what a Bayesian one makes of g-values, and the folder it writes."""
+"""Detectors of the reference: the Bayesian scores of g-values, and the folder that it writes."""
 
 from __future__ import annotations
 

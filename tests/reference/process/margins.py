@@ -1,4 +1,4 @@
-"""How narrowly the reference chose, and which beams it carried, for the methods whose scores do not tell it.
+"""The reference's margins and running beams, for the methods whose scores do not show them.
 
 A choice that hangs on the last bits may fall either way on another machine, so parity tests refuse it.
 """

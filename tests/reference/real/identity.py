@@ -1,4 +1,4 @@
-"""Greedy identity on pretrained models: the same tokens with any drafter, number of guesses and batch.
+"""Greedy identity on pretrained models: the same tokens with any drafter, draft length and batch.
 
 `python -m tests.reference.real.identity` runs all of it and prints a table; `--model`, `--drafter` and
 `--prompts` take

@@ -1,4 +1,4 @@
-"""The loop itself: how rows settle, and what becomes of drafts, columns and several strategies."""
+"""The loop itself: row order, drafts, columns and several strategies."""
 
 from __future__ import annotations
 

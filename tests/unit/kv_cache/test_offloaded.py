@@ -1,4 +1,4 @@
-"""The offloaded caches: what is where, and when it comes. The other device is a pretended one."""
+"""The offloaded caches: locations and prefetching. The other device is simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantized cache beyond the law of caches: what becomes a chunk, who shares it, what it takes."""
+"""The quantized cache beyond the law of caches: chunks, sharing and memory."""
 
 from __future__ import annotations
 

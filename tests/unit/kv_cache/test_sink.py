@@ -1,4 +1,4 @@
-"""Attention sinks: what is shown, and the model's answers against a cache that is counted anew by hand."""
+"""Attention sinks: visible positions, and outputs against a recomputed cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The static cache beyond the law of caches: what it never does again, and what it has no room for."""
+"""The static cache beyond the law of caches: its fixed allocation, and inputs beyond its capacity."""
 
 from __future__ import annotations
 

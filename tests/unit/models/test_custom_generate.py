@@ -1,4 +1,4 @@
-"""Models with a generate() of their own: what theirs returns, decoded by our loop, nothing left behind."""
+"""Models with their own generate(): the same output from our loop, and no change of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of strangers whose code leaves a mark where it runs, and a terminal that tempts to ask."""
+"""Untrusted recipes whose code leaves a file if it runs, and a fake interactive terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recipes need: checked before anything is imported, with all that is missing in one list."""
+"""Requirements of recipes: checked before any import, with all missing ones in one list."""
 
 from __future__ import annotations
 

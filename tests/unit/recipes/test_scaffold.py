@@ -1,4 +1,4 @@
-"""The files of a new recipe: sound, tidy, and doing what their README says."""
+"""The files of a new recipe: valid, formatted, and consistent with their README."""
 
 from __future__ import annotations
 

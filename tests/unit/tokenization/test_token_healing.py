@@ -1,4 +1,4 @@
-"""Which tokens are taken off a prompt's end, and what may say their text again."""
+"""The tokens removed at a prompt's end, and the tokens that may replace them."""
 
 from __future__ import annotations
 

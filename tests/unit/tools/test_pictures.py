@@ -1,4 +1,4 @@
-"""The pictures of the guide: each sampler has one, it shows what a slow reference keeps, it can be read."""
+"""The pictures of the guide: one per sampler, equal to a simple reference, and legible."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Traces without a model: beam search, and guesses ahead, over made-up scores."""
+"""Traces without a model: beam search and speculation on artificial scores."""
 
 from __future__ import annotations
 

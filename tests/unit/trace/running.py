@@ -1,4 +1,4 @@
-"""Requests run with and without a tracer, and what a trace must come to."""
+"""Requests run with and without a tracer, and checks of the trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However long a run, its trace keeps to its limit, and what is left of it can be read."""
+"""The trace of a run of any length stays within its limit, and remains readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace of any method, gone through again without the model, comes to what the method returned."""
+"""The replay of a trace of any method, without the model, gives the output of the method."""
 
 from __future__ import annotations
 

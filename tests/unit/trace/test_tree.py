@@ -1,4 +1,4 @@
-"""The tree of a trace: who took what after whom, and what became of it."""
+"""The tree of a trace: parents, tokens and outcomes."""
 
 from __future__ import annotations
 

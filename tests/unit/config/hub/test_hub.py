@@ -1,4 +1,4 @@
-"""The Hub's face: what is asked, what is cached, and everything that a server can do wrong."""
+"""The Hub client: its requests, its cache, and faults of a server."""
 
 import builtins
 import json

@@ -1,4 +1,4 @@
-"""Several models behind one port: what is shown of them, what they refuse, what is left of them."""
+"""Several models as one: their outputs, their errors, and their cleanup."""
 
 from __future__ import annotations
 

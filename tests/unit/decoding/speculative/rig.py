@@ -1,4 +1,4 @@
-"""Drafters driven by hand: tiny models, tables, and schedules of what may become of rows."""
+"""Drafters run by hand: tiny models, tables, and schedules of row operations."""
 
 from __future__ import annotations
 

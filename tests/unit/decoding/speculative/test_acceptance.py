@@ -1,4 +1,4 @@
-"""What has become of guesses, and how many to make next."""
+"""Acceptance statistics and the next draft length."""
 
 import numpy as np
 import pytest

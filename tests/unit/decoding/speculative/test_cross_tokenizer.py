@@ -1,4 +1,4 @@
-"""Guesses of a model with another tokenizer are what decoding and encoding everything would give."""
+"""Drafts of a model with another tokenizer equal those of decoding and encoding everything."""
 
 import random
 from collections import Counter

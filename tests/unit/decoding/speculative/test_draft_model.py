@@ -1,4 +1,4 @@
-"""A draft model's guesses are its own: what it would say alone, whatever became of the rows."""
+"""Drafts of a draft model equal its output alone, after any row operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phrase bans that rewind: never a phrase, the reference's tokens, and events that are never taken back."""
+"""Phrase bans with backtracking: no phrase, the reference's tokens, and events that are never retracted."""
 
 from __future__ import annotations
 

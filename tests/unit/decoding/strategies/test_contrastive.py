@@ -1,4 +1,4 @@
-"""Contrastive search against one that reads the whole text again for every candidate of every step."""
+"""Contrastive search against one that recomputes the whole text for every candidate of every step."""
 
 from __future__ import annotations
 

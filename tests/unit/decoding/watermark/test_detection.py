@@ -1,4 +1,4 @@
-"""The answers: how sure, for how many tests, about whom, and when none."""
+"""Verdicts: p-values, corrections for several tests, keys, and texts without a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The green list found again: what is scored, what unmarked text looks like, and the documented detector."""
+"""Detection of the green list: scored tokens, unmarked text, and the documented detector."""
 
 from __future__ import annotations
 

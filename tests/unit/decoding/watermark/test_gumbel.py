@@ -1,4 +1,4 @@
-"""The Gumbel watermark is found where it is, is worth what it should, and chance looks like chance."""
+"""The Gumbel watermark is found, has the expected strength, and unmarked text has uniform p-values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page: every token where it stands, coloured by what it says, and nothing of the text is obeyed."""
+"""The HTML report: every token in place, coloured by its score, and no text is interpreted as markup."""
 
 from __future__ import annotations
 

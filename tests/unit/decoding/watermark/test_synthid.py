@@ -1,4 +1,4 @@
-"""SynthID found again: what tokens are scored, what unmarked text says, and that marked text says more."""
+"""Detection of SynthID: scored tokens, unmarked text, and higher scores of marked text."""
 
 from __future__ import annotations
 

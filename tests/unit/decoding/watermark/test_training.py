@@ -1,4 +1,4 @@
-"""Training: what it learns, that chance is its own, and that its figures are what they say."""
+"""Training: what it learns, its own random state, and the correctness of its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the worked recipes look like: a page each, made of public parts alone, with the papers named."""
+"""The form of the example recipes: one page each, with public parts only, and with their papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sweep's own parts: what it lists, what it builds, what it notices, what it lets a process use."""
+"""The parts of the sweep: catalogue, models, comparison and resource limits."""
 
 from __future__ import annotations
 
