@@ -242,7 +242,7 @@ def scripts() -> Iterator[None]:
 # ------------------------------------------------------------------------ settings
 @dataclass(frozen=True)
 class Setting:
-    """How a window is drawn: fields of a config, who guesses and how many tokens."""
+    """How a window is drawn: fields of a config, the drafter and how many tokens."""
 
     fields: Mapping[str, Any]
     drafter: str
@@ -262,7 +262,7 @@ class Setting:
         return self.network or self.drafter in ("suffix", "intersection")
 
     def request(self, drafts: bool = True) -> Request:
-        """The setting as a request, with what guesses or without."""
+        """The setting as a request, with what drafts or without."""
         fields = {"max_new_tokens": _ROOM, "do_sample": True, "top_k": 0, **self.fields}
         given = DRAFTERS[self.drafter](self) if drafts and self.drafter != "none" else {}
         brought = {
@@ -275,7 +275,7 @@ class Setting:
 
 
 def _draft_fields(setting: Setting, **others: Any) -> dict[str, Any]:
-    """The fields of a setting for which a network guesses."""
+    """The fields of a setting for which a network drafts."""
     return {
         "num_assistant_tokens": setting.tokens,
         "num_assistant_tokens_schedule": setting.schedule,

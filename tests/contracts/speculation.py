@@ -46,7 +46,7 @@ def near(model: Any, share: float) -> Any:
 
 
 def drafted(model: Any, name: str) -> dict[str, Any]:
-    """The arguments of a call that has the model guess with that drafter."""
+    """The arguments of a call that has the model draft with that drafter."""
     fields, share = DRAFTERS[name]
     return fields if share is None else {**fields, "assistant_model": near(model, share)}
 
@@ -83,17 +83,17 @@ class Tries:
     right: int = 0
 
     def add(self, reports: Sequence[Any]) -> None:
-        """Count what became of the guesses of some sequences."""
+        """Count what became of the drafts of some sequences."""
         self.tried += sum(sum(one.drafted) for one in reports)
         self.right += sum(sum(one.accepted) for one in reports)
 
     def check(self) -> None:
-        """Raise where nothing was guessed right, or nothing wrong: there was nothing to see."""
+        """Raise where nothing was drafted right, or nothing wrong: there was nothing to see."""
         assert 0 < self.right < self.tried, f"{self.right} of {self.tried} guesses were right"
 
 
 def seen(*records: Any) -> Tries:
-    """The guesses of some calls."""
+    """The drafts of some calls."""
     tries = Tries()
     for record in records:
         tries.add(record.speculation)
@@ -106,7 +106,7 @@ RECORDS = {"return_dict_in_generate": True, "output_scores": True, "output_logit
 def same_call(
     model: Any, given: Mapping[str, Any], options: Mapping[str, Any], drafts: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Run a call without and with guesses; both records, of which tokens, scores and logits are the same."""
+    """Run a call without and with drafts; both records, of which tokens, scores and logits are the same."""
     options = {"max_new_tokens": NEW, **options, **RECORDS}
     plain = descant.generate(model, **given, **options)
     guessed = descant.generate(model, **given, **options, **drafts)

@@ -2,7 +2,7 @@
 
 Caches that forget are given room for everything here, so that they have to be exact; how they forget is
 held against references of its own, and in the last part of this file against themselves: with less room, too,
-neither neighbours nor guesses may be seen. CI runs some of the methods by themselves and all of them in one
+neither neighbours nor drafts may be seen. CI runs some of the methods by themselves and all of them in one
 session; `pytest tests/contracts/test_cache_matrix.py -m ""` runs each by itself.
 """
 
@@ -148,7 +148,7 @@ def test_every_method_on_every_cache(tiny, dense, cache, name, method):
 
 
 def same(alone: Outcome, other: Outcome, where: str) -> None:
-    """Compare two outcomes, which may have made their steps at other places where anything was guessed."""
+    """Compare two outcomes, which may have made their steps at other places where anything was drafted."""
     if any(one.speculation is not None for one in alone.hypotheses):
         both = alone.logits.keys() & other.logits.keys()
         alone, other = (replace(one, logits={key: one.logits[key] for key in both}) for one in (alone, other))
@@ -198,7 +198,7 @@ def test_neighbours_are_not_seen(tiny, cache):
 
 @pytest.mark.parametrize("drafts", [one for one in DRAFTS if "adaptive" not in one and "shared" not in one])
 @pytest.mark.parametrize("cache", TIGHT)
-def test_guesses_are_not_seen(tiny, cache, drafts):
+def test_drafts_change_nothing(tiny, cache, drafts):
     """Rejected drafts leave an evicting or rounding cache unchanged."""
     name, settings = TIGHT[cache]
     guessed = on(cache, settings, requests_for(tiny(name), drafts))
@@ -211,7 +211,7 @@ def test_guesses_are_not_seen(tiny, cache, drafts):
 
 
 def _plain(config: GenerationConfig) -> GenerationConfig:
-    """The same without guesses."""
+    """The same without drafts."""
     fields = {name for drafter, _ in speculation.DRAFTERS.values() for name in drafter}
     return GenerationConfig(**{name: getattr(config, name) for name in config.given if name not in fields})
 

@@ -228,7 +228,7 @@ SPOKEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("drafter", ["lookup", "suffix", "draft model"])
 @pytest.mark.parametrize("name", SPOKEN)
-def test_guesses_leave_marked_tokens_as_they_were(tiny, name, drafter):
+def test_drafts_leave_marked_tokens_as_they_were(tiny, name, drafter):
     """Greedy and seeded rows give the same with drafts, some accepted and some rejected."""
     subject = tiny("llama")
     options = {**few_words(subject), **SPOKEN[name], "max_new_tokens": 24}
@@ -264,7 +264,7 @@ def p_of(found: Drawn, law: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_guesses_leave_the_law_of_a_mark_as_it_was(name):
+def test_drafts_leave_the_law_of_a_mark_as_it_was(name):
     """Rows without a seed: under one key every window of tokens comes as often as without drafts."""
     torch.manual_seed(11)
     (found,) = drawn([WINDOWS[name]], 20_000)

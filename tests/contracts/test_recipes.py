@@ -282,7 +282,7 @@ class Attributed(LogitsProcessor):
 
 
 class Forgetful(LogitsProcessor):
-    """Rules out every second choice by a column that guesses do not bring forward."""
+    """Rules out every second choice by a column that drafts do not bring forward."""
 
     state = MappingProxyType({"turn": 0.0})
 
@@ -328,7 +328,7 @@ def test_a_broken_processor_is_found(recipe, found):
 
 # ------------------------------------------------------------------------ drafters, wrappers, functions
 class Liar(Again):
-    """Says that its guesses are drawn evenly, and always guesses the last token again."""
+    """Says that its drafts are drawn evenly, and always drafts the last token again."""
 
     def draft(self, rows, most, aid):
         guess = super().draft(rows, most, aid)
@@ -336,7 +336,7 @@ class Liar(Again):
 
 
 class Meddling(Again):
-    """Writes its guess into the rows."""
+    """Writes its draft into the rows."""
 
     def draft(self, rows, most, aid):
         rows.tokens[:, 0] = 5
@@ -360,7 +360,7 @@ class Crowded(Colder):
 
 
 class Shortsighted(Colder):
-    """Forgets what follows the guesses."""
+    """Forgets what follows the drafts."""
 
     def forward(self, rows, proposal, cache):
         output = self.inner.forward(rows, proposal, cache)

@@ -53,8 +53,8 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "drafter", "method"), _cases())
-def test_guesses_change_nothing(name, drafter, method, tiny):
-    """In a model's own words, and where it has so few that guesses are often right."""
+def test_drafts_change_nothing(name, drafter, method, tiny):
+    """In a model's own words, and where it has so few that drafts are often right."""
     model, records = tiny(name), []
     for options in ({}, few_words(model)):
         given = {**METHODS[method], **options}
@@ -68,7 +68,7 @@ def test_guesses_change_nothing(name, drafter, method, tiny):
 
 @pytest.mark.parametrize("count", range(1, 9))
 @pytest.mark.parametrize("drafter", FEW)
-def test_any_number_of_guesses(drafter, count, tiny):
+def test_any_number_of_drafts(drafter, count, tiny):
     model = tiny("llama")
     fields = drafted(model.model, drafter)
     field = next(name for name in fields if name.endswith("num_tokens") or name == "num_assistant_tokens")
@@ -227,7 +227,7 @@ def deep_llama() -> Any:
 
 
 def test_a_batch_of_calls_that_differ(tiny):
-    """One config a row, some with guesses and some without, one drafter or several."""
+    """One config a row, some with drafts and some without, one drafter or several."""
     model = tiny("llama")
     base = {**few_words(model), "max_new_tokens": 15}
     kinds = [
@@ -266,7 +266,7 @@ def _ends(model: Any) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("drafter", FEW)
 def test_whatever_ends_a_row(drafter, tiny):
-    """A run of guesses ends where the row does, at the very token."""
+    """A run of drafts ends where the row does, at the very token."""
     model = tiny("llama")
     records = []
     for end, options in _ends(model).items():
@@ -280,7 +280,7 @@ def test_whatever_ends_a_row(drafter, tiny):
     seen(*records).check()
 
 
-# ------------------------------------------------------------------------ who cannot guess
+# ------------------------------------------------------------------------ no drafter
 def test_what_cannot_take_back_is_refused():
     from tests.unit.decoding.guidance.pairs import made
 
@@ -298,7 +298,7 @@ def test_what_cannot_take_back_is_refused():
 
 
 def test_a_recurrent_draft_model():
-    """It cannot take back what it has read and guesses all the same; it never changes a token."""
+    """It cannot take back what it has read and drafts all the same; it never changes a token."""
     from tests.unit.decoding.guidance.pairs import made
 
     given = {"input_ids": torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 9]])}

@@ -46,7 +46,7 @@ def _inner(model: Any) -> Any:
 
 
 def _options(subject: Subject) -> dict[str, Any]:
-    """A few words of the model's, so that guesses are sometimes right."""
+    """A few words of the model's, so that drafts are sometimes right."""
     model = _inner(subject.model)
     kept = (11, 34, 57, 80, 103, model.generation_config.forced_eos_token_id)
     size = model.config.get_text_config().vocab_size
@@ -64,7 +64,7 @@ def _drafts(model: Any) -> dict[str, dict[str, Any]]:
 
 
 def _refuses_drafts(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any]) -> bool:
-    """Whether a model that cannot take back what it has read refuses guesses, which it then must."""
+    """Whether a model that cannot take back what it has read refuses drafts, which it then must."""
     facts = traits_of(_inner(subject.model))
     if facts.cache_type == "recurrent":
         with pytest.raises(ConfigError, match=r"needs a model that can drop tokens|has a recurrent state"):
@@ -80,7 +80,7 @@ def _refuses_drafts(subject: Subject, given: Mapping[str, Any], drafts: dict[str
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_guesses_change_nothing_on_any_kind(kind: str) -> None:
+def test_drafts_change_nothing_on_any_kind(kind: str) -> None:
     subject = subject_of(representative(kind))
     options, tries, left = {**_options(subject), **subject.options}, Tries(), 0
     batches = subject.prompts if subject.batch is None else [subject.batch]

@@ -62,7 +62,7 @@ class Likely(Script):
 
 
 def settings(kind: str, drafter: str, tokens: int) -> list[Setting]:
-    """Eight rows of other lengths and with other configs, and who guesses for them."""
+    """Eight rows of other lengths and with other configs, and the drafter for them."""
     generator = torch.Generator().manual_seed(3)
     made = []
     for at, fields in enumerate(FIELDS):
@@ -73,7 +73,7 @@ def settings(kind: str, drafter: str, tokens: int) -> list[Setting]:
 
 
 def run_session(model: Any, requests: Sequence[Request]) -> tuple[list[Tokens], list[Any]]:
-    """The tokens of every sequence of each request, all in one session, and what became of guesses."""
+    """The tokens of every sequence of each request, all in one session, and what became of drafts."""
     session, found = Session(model), {}
     numbers = session.admit(*(replace(one, noise_row=-1) for one in requests))
     before = torch.random.get_rng_state()

@@ -25,7 +25,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def mixed(tiny: Any) -> list[tuple[Request, Request]]:
-    """Requests that guess, each with the same request that does not; and others, twice the same."""
+    """Requests that draft, each with the same request that does not; and others, twice the same."""
     pairs, base = [], few_words(tiny)
     for at, name in enumerate((*DRAFTERS, *DRAFTERS)):
         if tiny.encoder_decoder and name == "early exit":
@@ -56,7 +56,7 @@ def alike(plain: list[Any], guessed: list[Any], where: str) -> None:
 @pytest.mark.parametrize(
     "name", ["llama", "t5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt2", "mistral"))]
 )
-def test_guessing_and_other_requests_share_a_session(name, tiny):
+def test_requests_with_and_without_drafts_share_a_session(name, tiny):
     model = tiny(name)
     pairs = mixed(model)
     alone = [outcomes(model.model, [plain])[0] for plain, _ in pairs]

@@ -26,9 +26,9 @@ FIRST = 1000  # the token of the first text
 
 
 def of_texts(texts: Sequence[str]) -> Trace:
-    """A trace whose first request writes every text as a token, guesses and could have chosen every other.
+    """A trace whose first request writes every text as a token, drafts and could have chosen every other.
 
-    Each text then names a request of its own: what was asked, what was set, who guessed and what went wrong.
+    Each text then names a request of its own: what was asked, what was set, who drafted and what went wrong.
     """
     return Trace(_records(list(texts)))
 
@@ -76,7 +76,7 @@ def _request_record(
 
 
 def _token_steps(tokens: Sequence[int], texts: Sequence[str]) -> Iterator[TraceRecord]:
-    """A step a token: the next two are guessed, and all of them could have been chosen."""
+    """A step a token: the next two are drafted, and all of them could have been chosen."""
     for place, token in enumerate(tokens):
         around = [tokens[(place + by) % len(tokens)] for by in range(min(4, len(tokens)))]
         top = tuple(CandidateRecord(one, -1.0 - by, -0.5 - by) for by, one in enumerate(around))

@@ -126,7 +126,7 @@ def test_the_page_shows_it_as_text(family: str, sheet: Open, tmp_path: Path, tam
     assert shows(heading, " | ".join(texts))
     assert found["title"] == " ".join(heading.split())
     assert {"tab-text", "tab-processors", "tab-speculation"} <= set(found["tabs"])
-    assert found["tips"] == 2 * len(texts)  # in the text, and along its guesses
+    assert found["tips"] == 2 * len(texts)  # in the text, and along its drafts
     for text in texts:
         assert any(shows(stage, text) for stage in found["stages"])
     tokens = range(sample_pages.FIRST, sample_pages.FIRST + len(texts))

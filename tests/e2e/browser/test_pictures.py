@@ -161,7 +161,7 @@ def logarithm(text: str) -> float:
     return float(text) if text else -math.inf
 
 
-def test_speculation_shows_which_guesses_stood(runs: Runs, sheet: Open) -> None:
+def test_speculation_shows_which_drafts_were_accepted(runs: Runs, sheet: Open) -> None:
     trace = runs.trace("speculation")
     page = sheet(runs.page("speculation")).page
     show(page, "speculation")

@@ -187,8 +187,8 @@ def test_a_step_that_chose_nothing_shows_the_one_before(shown: Callable[..., Pag
     assert page.locator("#view-processors .bar").count() == 2
 
 
-# ------------------------------------------------------------------------ guesses, and two runs
-def test_guesses_that_were_never_judged_are_counted(shown: Callable[..., Page]) -> None:
+# ------------------------------------------------------------------------ drafts, and two runs
+def test_unverified_drafts_are_counted(shown: Callable[..., Page]) -> None:
     looks = (look(2, 0.5), look(3, 0.5))
     rows = [
         RowRecord(0, 0, looks=looks, drafts=(2, 4, 4, 4), runs=(RunRecord((2, 3), (1, 2)),)),
@@ -203,7 +203,7 @@ def test_guesses_that_were_never_judged_are_counted(shown: Callable[..., Page]) 
     expect(page.locator("#tip")).to_contain_text("Guessed instead: ·five")
 
 
-def test_a_guess_that_ended_the_text_stood(shown: Callable[..., Page]) -> None:
+def test_a_draft_that_ended_the_text_was_accepted(shown: Callable[..., Page]) -> None:
     rows = [
         RowRecord(
             0, 0, looks=(look(2, 0.5), look(3, 0.5)), drafts=(2, 3, 4), runs=(RunRecord((2, 3), (1, 2)),)

@@ -111,7 +111,7 @@ def nested(model: Any, failing: Failing) -> Answer:
 
 
 def draft(size: int) -> Any:
-    """A small model that guesses, the same on every rank."""
+    """A small model that drafts, the same on every rank."""
     config = transformers.LlamaConfig(
         vocab_size=size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )

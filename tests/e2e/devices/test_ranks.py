@@ -96,7 +96,7 @@ def test_every_rank_gives_the_same_in_bfloat16(answers: Answers, case: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_what_is_guessed_by_chance_is_the_first_ranks(answers: Answers, kind: str) -> None:
+def test_sampled_drafts_are_those_of_the_first_rank(answers: Answers, kind: str) -> None:
     first, second = (answer[kind]["guessed"] for answer in answers)
     assert first == second
     assert "tokens" in first

@@ -29,7 +29,7 @@ SLOW = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Guessing:
-    """A call with guesses, as each side takes it."""
+    """A call with drafts, as each side takes it."""
 
     subject: Any
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the config, the same on both sides
@@ -91,7 +91,7 @@ class Guessing:
 
 @dataclass
 class Seen:
-    """What was guessed on either side."""
+    """What was drafted on either side."""
 
     right: int = 0
     fed: list[int] = field(default_factory=list)  # tokens of each of the reference's forwards
@@ -107,7 +107,7 @@ def same(reference: ReferenceClient, guessing: Guessing, prompts: Batch) -> Seen
         theirs = guessing.theirs(reference, single)
         (ours,), _ = split(call, mine.sequences, prompts, row)
         (wanted,), _ = split(call, theirs["sequences"], single, 0)
-        wanted = wanted[: guessing.new]  # a run of guesses may take the reference one token too far
+        wanted = wanted[: guessing.new]  # a run of drafts may take the reference one token too far
         best, second = theirs["choices"][0, : len(wanted)].unbind(-1)
         assert float((best - second).min()) > TOLERANCE, "a near tie: choose other prompts"
         assert ours == wanted, f"row {row}"
@@ -135,7 +135,7 @@ def helpers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
 
 @torch.no_grad()
 def _blur(model: Any) -> None:
-    """Move the weights a little, so that it guesses right about every other time."""
+    """Move the weights a little, so that it drafts right about every other time."""
     generator = torch.Generator().manual_seed(5)
     for _, weight in sorted(model.named_parameters()):
         if weight.dim() > 1:
@@ -162,7 +162,7 @@ def test_a_draft_model(name, seed, tiny, helpers, reference):
 
 @pytest.mark.parametrize("count", [1, 2, *(pytest.param(one, marks=SLOW) for one in (3, 4, 6, 7, 8))])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_any_number_of_guesses(name, count, tiny, helpers, reference):
+def test_any_number_of_drafts(name, count, tiny, helpers, reference):
     model = tiny(name)
     same(reference, Guessing(model, helper=helpers(name), count=count), ragged(model))
 

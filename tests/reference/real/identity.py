@@ -2,8 +2,8 @@
 
 `python -m tests.reference.real.identity` runs all of it and prints a table; `--model`, `--drafter` and
 `--prompts` take
-a part. Every drafter continues every prompt in batches of 1, 3 and 8, while the number of guesses goes round
-from 1 to 8 batch by batch. What it says is held to the same prompt without guesses. fp32 rounds otherwise in
+a part. Every drafter continues every prompt in batches of 1, 3 and 8, while the number of drafts goes round
+from 1 to 8 batch by batch. What it says is held to the same prompt without drafts. fp32 rounds otherwise in
 another shape: where two tokens differ of which the model scores both within 1e-4 of the best, that is a tie,
 and counted as such.
 """
@@ -91,7 +91,7 @@ def prompts(count: int) -> list[str]:
 
 
 # ------------------------------------------------------------------------ drafters
-Fields = Callable[[Pretrained, int], dict[str, Any]]  # of a call, by the model and how many are guessed
+Fields = Callable[[Pretrained, int], dict[str, Any]]  # of a call, by the model and how many are drafted
 
 
 def _helped(name: str | None, share: float = 1.0) -> Fields:
@@ -149,7 +149,7 @@ WHOLE = {"stories15m": 500, "minimind2-small": 500, "smollm2": 60}  # prompts
 # ------------------------------------------------------------------------ the trial
 @dataclass
 class Tally:
-    """What was compared, and what became of the guesses."""
+    """What was compared, and what became of the drafts."""
 
     prompts: int = 0
     tokens: int = 0
@@ -211,7 +211,7 @@ class Trial:
         return row[: next((at + 1 for at, token in enumerate(row) if token in ends), len(row))]
 
     def run(self, drafter: str, sizes: Sequence[int] = BATCHES, counts: Sequence[int] = COUNTS) -> Tally:
-        """Every prompt in batches of every size, with guesses."""
+        """Every prompt in batches of every size, with drafts."""
         fields, tally, began = DRAFTERS[self.model.name][drafter], Tally(), time.process_time()
         for size in sizes:
             for turn, part in enumerate(self.parts(size)):

@@ -160,7 +160,7 @@ def test_a_conversation_on_one_cache_equals_cold_calls(kind, method, llama):
         assert torch.equal(found, cold)
         assert cache.lengths.tolist() == [found.shape[1] - 1]
         if turn and "penalty_alpha" not in method:
-            assert fed[0] <= 2 * (4 + 3)  # the last token, what is new, what is guessed; and a twin's
+            assert fed[0] <= 2 * (4 + 3)  # the last token, what is new, what is drafted; and a twin's
         text = torch.cat((found, torch.tensor(tinies.prompts(llama.arch, [3], 5 + turn))), 1)
 
 

@@ -39,7 +39,7 @@ DOCUMENTED = {
     "output_logits": None, "return_dict_in_generate": False, "pad_token_id": None,
     "bos_token_id": None, "eos_token_id": None, "encoder_no_repeat_ngram_size": 0,
     "decoder_start_token_id": None, "is_assistant": False, "num_assistant_tokens": 20,
-    # Documented: "constant". How many tokens are guessed never changes what comes out, only how soon.
+    # Documented: "constant". How many tokens are drafted never changes what comes out, only how soon.
     "num_assistant_tokens_schedule": "adaptive", "assistant_confidence_threshold": 0.4,
     "prompt_lookup_num_tokens": None, "max_matching_ngram_size": None, "assistant_early_exit": None,
     "assistant_lookbehind": 10, "target_lookbehind": 10, "compile_config": None,

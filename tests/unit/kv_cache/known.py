@@ -8,7 +8,7 @@ from descant.core.records import Proposal
 
 
 class Known:
-    """Guesses from whole sequences, after their prompt was read; every fourth position wrongly."""
+    """Drafts from whole sequences, after their prompt was read; every fourth position wrongly."""
 
     is_model_free = True
 

@@ -91,7 +91,7 @@ class Drill:
             for _ in range(self.int(1, 2)):  # a drafter goes on before anything is committed
                 fresh = all(written[row] == 0 for row in fed)
                 width = self.int(1, 4) if self.int(0, 3) or not fresh else self.int(1, 40)
-                # The tail of a row may be there to fill it up, and some of it be guesses.
+                # The tail of a row may be there to fill it up, and some of it be drafts.
                 kept = [self.int(1, width) for _ in fed]
                 sure = [self.int(1, one) for one in kept]
                 self.feed(fed, [written[row] for row in fed], width, sure if self.int(0, 1) else None)

@@ -62,9 +62,9 @@ class Row:
     length: int = 0
     highest: int = 0
     reading: bool = True
-    given: int = 0  # the most that a forward gave it, guesses aside
+    given: int = 0  # the most that a forward gave it, drafts aside
     sure: int = 0  # what a commit will not cut
-    firm: int | None = None  # of the forward that it is fed by, how many are no guesses, where that matters
+    firm: int | None = None  # of the forward that it is fed by, how many are no drafts, where that matters
     new: list[list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=lambda: [[] for _ in HEADS])
 
 
@@ -96,14 +96,14 @@ class ListStore:
         head = query_head // (HEADS[layer][0] // HEADS[layer][1])
         entries = self.seen(row, layer, head, at)
         if self.kernel is None and row.firm is not None and at >= row.firm:
-            # A guess sees what is left when all before it are accepted.
+            # A draft sees what is left when all before it are accepted.
             entries = [*self.heavy(row, layer, at)[head], entries[-1]]
         query = row.new[layer][at][2][query_head]
         logits = torch.stack([entry.key for entry in entries]) @ query / math.sqrt(len(query))
         return entries, logits.softmax(0)
 
     def heavy(self, row: Row, layer: int, count: int) -> list[list[Entry]]:
-        """The slots of each head after so many new positions, committed together or guess by guess."""
+        """The slots of each head after so many new positions, committed together or draft by draft."""
         queries, heads, *_ = HEADS[layer]
         kept = [[replace(entry) for entry in head] for head in row.slots[layer]]
         firm = count if row.firm is None else min(row.firm, count)
@@ -226,7 +226,7 @@ class Trial:
     def forwards(self, rows: list[int], fed: list[int]) -> None:
         starts = [self.lists.rows[row].length for row in rows]
         kind = self.int(0, 5)
-        if kind == 0:  # the first layer guesses ahead, twice, and all is written again
+        if kind == 0:  # the first layer drafts ahead, twice, and all is written again
             real = self.forward(rows, starts, [0], self.int(1, 3))
             self.forward(rows, [a + b for a, b in zip(starts, real, strict=True)], [0], 1)
         elif kind == 1:  # two forwards, the second goes on from the first
@@ -574,7 +574,7 @@ def test_a_prompt_in_pieces(tiny, size, held):
 
 
 @pytest.mark.parametrize("method", ["lookup", "early exit"])
-def test_guesses_change_nothing(tiny, kind, method):
+def test_drafts_change_nothing(tiny, kind, method):
     """Neither how many are tried, nor what is made of them."""
     one = tiny("llama", attn_implementation="sdpa")
     plain, guessing = (requests_for(one, [name] * 4, [18, 40, 26, 31], 6, 20) for name in ("greedy", method))

@@ -143,7 +143,7 @@ def test_sinks_matter(tiny):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_guesses_change_nothing(tiny, attention):
+def test_drafts_change_nothing(tiny, attention):
     """Each of several queries that are fed at once has the window that it has alone."""
     one = tiny("llama", attn_implementation=attention)
     texts = prompts(one.arch, [4, 17, 30], 3)

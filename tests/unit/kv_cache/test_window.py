@@ -85,7 +85,7 @@ def test_generations_are_those_on_a_dense_cache(name, method):
 
 
 @pytest.mark.parametrize("name", ["mistral", "hybrid"])
-def test_guesses_change_nothing(name):
+def test_drafts_change_nothing(name):
     model = model_of(name)
     texts = prompts(ARCHITECTURES["llama"], [3, 12, 25], 5)
     plain = GenerationConfig(max_new_tokens=40, eos_token_id=None)

@@ -92,7 +92,7 @@ class Bare:
 
 
 class Parrot:
-    """Guesses the last token again."""
+    """Drafts the last token again."""
 
     is_model_free = True
 
@@ -404,7 +404,7 @@ def test_a_processor_goes_with_every_method(model, ids, kind, how):
     assert token not in said[:, 6:]
 
 
-def test_a_drafter_guesses_and_changes_nothing(model, ids):
+def test_a_drafter_drafts_and_changes_nothing(model, ids):
     made: list[Parrot] = []
 
     def drafter_of():

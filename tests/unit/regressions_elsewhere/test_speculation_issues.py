@@ -113,7 +113,7 @@ def test_a_length_inside_a_run_is_run_over(count):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_a_stop_string_across_guesses_is_missed(count):
+def test_a_stop_string_across_drafts_is_missed(count):
     """It may begin in one run, or before all, and end in the midst of another."""
     texts = {text: at for at, text in enumerate(TEXTS)}
     spelled = [texts[letter] for letter in "onestopmore!!"]
@@ -141,7 +141,7 @@ def test_a_row_that_ended_spoils_those_that_draft(count):
 
 
 def test_prompts_of_very_different_length():
-    """What a long neighbour would do to a short row's positions and guesses (transformers#32165)."""
+    """What a long neighbour would do to a short row's positions and drafts (transformers#32165)."""
     target, helper = made("gpt2", 1), network("gpt2", 1)
     lengths = (1, 70, 3, 40)
     generator = torch.Generator().manual_seed(2)
@@ -181,7 +181,7 @@ def test_a_drafter_that_never_agrees(count):
 
 @pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient"])
 def test_a_schedule_that_never_recovers(schedule):
-    """After guesses that were all wrong come some that are all right: they are used again."""
+    """After drafts that were all wrong come some that are all right: they are used again."""
     scripts = {5: [10 + at % 40 for at in range(200)]}
     wrong = {5: [3] * 100 + scripts[5][100:]}
     target = Script(scripts)
@@ -196,7 +196,7 @@ def test_a_schedule_that_never_recovers(schedule):
 # ------------------------------------------------------------------------ what is remembered
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[list[int]], list[list[int]]]]:
-    """What draft models guess: the rows' texts, and the guesses after each."""
+    """What draft models draft: the rows' texts, and the drafts after each."""
     kept: list[tuple[list[list[int]], list[list[int]]]] = []
     original = AssistantDrafter.draft
 
@@ -215,7 +215,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[list[int]], list[
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "mistral"])
 def test_the_draft_models_positions_go_stale(name, drafts):
-    """After guesses that were refused it goes on as if it read the whole text anew (transformers#46124)."""
+    """After drafts that were refused it goes on as if it read the whole text anew (transformers#46124)."""
     target, helper = network(name, 1), network(name, 3)
     texts = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17]]
     ends = {"max_new_tokens": 14, "suppress_tokens": list(range(9)), "eos_token_id": None}
@@ -234,7 +234,7 @@ def test_the_draft_models_positions_go_stale(name, drafts):
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 @pytest.mark.parametrize("count", [3, 5, 9])
 def test_a_roll_back_past_a_windows_edge(name, count):
-    """More guesses than the window of 5 holds, refused at every place (transformers#46629, #48280)."""
+    """More drafts than the window of 5 holds, refused at every place (transformers#46629, #48280)."""
     target = network(name, 1)
     texts = [[5, 6, 7, 8, 9, 10, 11, 12], [9], list(range(20, 44))]
     ids, mask = pad(texts, 0, "left")
@@ -264,7 +264,7 @@ def test_a_roll_back_past_a_windows_edge(name, count):
 
 @pytest.mark.parametrize("kind", ["MambaForCausalLM", "JambaForCausalLM", "RecurrentGemmaForCausalLM"])
 def test_a_recurrent_state_is_not_rolled_back(kind):
-    """It cannot be cut, so guesses are refused, with the reason (transformers#46741, #46937)."""
+    """It cannot be cut, so drafts are refused, with the reason (transformers#46741, #46937)."""
     from tools.sweep.catalogue import entries
     from tools.sweep.trial import subject_of
 
@@ -293,7 +293,7 @@ def test_a_draft_up_to_the_end_of_a_table_of_positions(count):
             assert [len(one.tokens[0]) for one in found] == [limit - 80, limit - 78]
             tried = sum(found[0].hypotheses[0].speculation.drafted)
             assert tried > 0 if helper is not short else tried == 0
-    # The short one guesses for as long as it can.
+    # The short one drafts for as long as it can.
     found = outcomes_of(target, short, [text[:5]], count, max_new_tokens=40, eos_token_id=None)
     assert found[0].tokens[0] == greedy(target, text[:5], 40)
     assert 0 < sum(found[0].hypotheses[0].speculation.drafted) <= 20 * count

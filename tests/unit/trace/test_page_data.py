@@ -50,7 +50,7 @@ def page_data_of(trace: Trace, detail: DetailLevel | None = None) -> dict:
 
 
 def drafted() -> Trace:
-    """Guesses of which one stood, a token that was taken back, and no end."""
+    """Drafts of which one stood, a token that was taken back, and no end."""
     never = CandidateRecord(9, -math.inf, -math.inf)
     looks = tuple(ChoiceRecord(1.0, 0.5, (CandidateRecord(5 + at, -0.5, -0.25), never)) for at in range(3))
     return Trace(
@@ -112,7 +112,7 @@ def test_texts_are_pieces_that_are_safe_to_show() -> None:
     assert {str(token) for token in met} <= run["texts"].keys()
 
 
-def test_guesses_what_was_taken_back_and_a_run_that_goes_on() -> None:
+def test_drafts_what_was_taken_back_and_a_run_that_goes_on() -> None:
     (request,) = page_data_of(drafted())["runs"][0]["requests"]
     first, second = (one["rows"][0] for one in request["steps"])
     assert (first["drafts"], first["accepted"]) == ([5, 8], 1)

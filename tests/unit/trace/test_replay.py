@@ -51,7 +51,7 @@ def test_all_methods_in_one_table_come_late_fail_and_are_cancelled(tiny, name, t
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_guesses_replay_too(tiny, drafter, sampled):
+def test_drafts_replay_too(tiny, drafter, sampled):
     llama = tiny("llama")
     fields = {**few_words(llama), **drafted(llama.model, drafter), "max_new_tokens": 16}
     fields |= {"do_sample": True, "temperature": 1.5} if sampled else {}

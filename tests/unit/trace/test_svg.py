@@ -139,7 +139,7 @@ def test_bars_are_what_the_processors_did(traces):
     assert all(stage.name in said for stage in node.choice.stages)
 
 
-def test_guesses_that_stood_and_that_did_not():
+def test_accepted_and_rejected_drafts():
     trace = fakes.guesses(seed=4)
     root = parsed(trace.svg("speculation"))
     rows = [row for step in trace.steps for row in step.rows]

@@ -85,7 +85,7 @@ def test_every_token_is_marked_by_its_probability():
     assert not any(line.startswith("p ") for line in trace.text("text", colour=True).splitlines())
 
 
-def test_guesses_are_counted_by_position():
+def test_drafts_are_counted_by_position():
     trace = fakes.guesses(seed=4)
     said = trace.text("speculation")
     rows = [row for step in trace.steps for row in step.rows]

@@ -283,7 +283,7 @@ def test_a_neighbour_changes_nothing(tiny):
     assert both[0] != both[1]
 
 
-def test_guesses_ahead_leave_a_greedy_text_as_it_is(tiny):
+def test_drafts_ahead_leave_a_greedy_text_as_it_is(tiny):
     """Drafts that are taken back leave nothing in the history of contexts."""
     model = tiny("llama")
     for prompt in ([5, 6, 7, 5, 6, 7, 5, 6], [11, 12, 11, 12, 11], [40, 41, 42]):

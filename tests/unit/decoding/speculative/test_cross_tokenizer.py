@@ -77,7 +77,7 @@ AID = DraftContext(lambda rows, logits: logits, DenseStore())
 
 
 def commit_and_draft(drafter, parents, sequences, most, aid=AID, **params):
-    """Commit and draft: the guesses of each row, and the proposal."""
+    """Commit and draft: the drafts of each row, and the proposal."""
     rows = rows_of(sequences, **params)
     drafter.commit(torch.tensor(parents), rows.length)
     most = torch.tensor(most if isinstance(most, list) else [most] * len(sequences))
@@ -138,7 +138,7 @@ class Naive:
 
 @pytest.mark.parametrize("text", [STORY, FACT], ids=["story", "fact"])
 @pytest.mark.parametrize("pair", PAIRS, ids="<-".join)
-def test_guesses_are_those_of_encoding_everything_anew(pair, text, real, tokenizers):
+def test_drafts_are_those_of_encoding_everything_anew(pair, text, real, tokenizers):
     drafter = built(pair, real, tokenizers)
     target = tokenizers(pair[0])
     naive = Naive(target, tokenizers(pair[1]), real(pair[1]).model)
@@ -201,7 +201,7 @@ def test_rows_that_fork_leave_join_and_keep_part_of_what_was_tried(real, tokeniz
     assert min(seen[what] for what in ("left", "partly", "forked", "joined")) >= 2, seen
 
 
-def test_rows_of_very_different_length_guess_as_they_do_alone(real, tokenizers):
+def test_rows_of_very_different_length_draft_as_they_do_alone(real, tokenizers):
     target = tokenizers("smollm2")
     whole = target(STORY)["input_ids"]
     rows = [whole, whole[:3], target("One day, ")["input_ids"][:2], whole[20:]]
@@ -405,7 +405,7 @@ def knowing(tongue, text):
 
 @pytest.mark.parametrize("most", [1, 3, 8])
 @pytest.mark.parametrize("pair", [*PAIRS, ("minimind2-small", "stories15m")], ids="<-".join)
-def test_no_guess_breaks_a_character(pair, most, tokenizers):
+def test_no_draft_breaks_a_character(pair, most, tokenizers):
     target = ByteTokenizer(tokenizers(pair[0]))
     drafter, _ = scripted(pair, tokenizers, knowing(ByteTokenizer(tokenizers(pair[1])), FOREIGN))
     whole = tokenizers(pair[0])(FOREIGN)["input_ids"]
@@ -416,7 +416,7 @@ def test_no_guess_breaks_a_character(pair, most, tokenizers):
         end = [target.eos_token_id] if found[-1:] == [target.eos_token_id] else []
         so_far = [one for one in whole[:at] if one not in target.special_ids]
         said = target.decode_bytes(so_far + found[: len(found) - len(end)]).removeprefix(target.leading_space)
-        # The assistant is right, so that what it guesses is the text, whatever the target has cut.
+        # The assistant is right, so that what it drafts is the text, whatever the target has cut.
         assert text.startswith(said)
         assert not end or said == text
         decided = target.decode_bytes(so_far).removeprefix(target.leading_space)
@@ -834,7 +834,7 @@ def test_seeds_greed_and_neighbours(real, tokenizers):
         assert alone == [found[at]]
         assert proposal.draft_probs is None
     assert found[0] != found[1]
-    # A seed's guess is what its noise at that place makes of the law.
+    # A seed's draft is what its noise at that place makes of the law.
     drafter = crossed(PAIRS[0], real, tokenizers, 1)
     _, told = commit_and_draft(drafter, [-1], [rows[1]], 1, do_sample=1)
     at_place = SamplingNoise().draw(rows_of([rows[1]], do_sample=1, seed=7), 49152)

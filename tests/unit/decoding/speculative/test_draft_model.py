@@ -323,7 +323,7 @@ def test_rows_longer_than_its_table_of_positions_propose_nothing(name: str):
     assert [len(one) for one in tried(draft(drafter, lines, 3), len(lines))] == [3, 1, 0, 0, 0]
 
 
-def test_a_prompt_of_embeddings_is_guessed_from_the_tokens_there_are():
+def test_a_prompt_of_embeddings_is_drafted_from_the_tokens_there_are():
     model = network("llama", 3)
     drafter = assistant(model)
     drafter.add_requests([0, 1], {"inputs_embeds": [torch.zeros(4, 8), torch.zeros(4, 8)]})

@@ -1,4 +1,4 @@
-"""Beam search against exhaustive search and against a beam search by hand, on a chain with known distribution."""
+"""Beam search against exhaustive search and a simple beam search, on a chain with known distribution."""
 
 from __future__ import annotations
 
