@@ -2,8 +2,8 @@
 
 A text is prefilled and then fed in small steps, as in decoding; each token is scored with the cache.
 "x smaller" is the size of a dense cache after a prompt of `--long` tokens / the size of this one. "change" is
-the change of the perplexity against the dense cache. "x time" is the CPU time of the steps / that of the dense cache in the
-same run.
+the change of the perplexity against the dense cache. "x time" is the CPU time of the steps / that of the
+dense cache in the same run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A cold call prefills everything. The others continue from a cache of `descant.prefill` of each kind, from one
 loaded from disk, from a DynamicCache of an earlier turn, or from a session's prefix cache. All calls
-alternate in each repeat; ratios are medians over repeats. CPU time, one thread. With `--bar` the exit code says whether
-every call has this speedup over a cold call.
+alternate in each repeat; ratios are medians over repeats. CPU time, one thread. With `--bar` the exit code
+says whether every call has this speedup over a cold call.
 """
 
 from __future__ import annotations

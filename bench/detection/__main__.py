@@ -1,8 +1,8 @@
 """`python -m bench.detection`: error rates of the watermark detectors, by edit and by decoding method.
 
 Finished units are stored in a folder, so that an interrupted run continues, and several processes can share
-the work. The figures are written to a JSON file, from which `tools/docs/watermark_tables.py` writes the tables of
-the guide.
+the work. The figures are written to a JSON file, from which `tools/docs/watermark_tables.py` writes the tables
+of the guide.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a small sample, on the small models")
     parser.add_argument("--keys", type=int, help="random keys per unmarked text")
     parser.add_argument("--stage", choices=STAGES, nargs="*", help="only these stages; writes no figures")
-    parser.add_argument("--mark", choices=("none", *MARKS), nargs="*", help="only these schemes; writes no figures")
+    parser.add_argument("--mark", choices=("none", *MARKS), nargs="*", help="only these; writes no figures")
     parser.add_argument("--models", type=Path, default=ROOT / "models")
     parser.add_argument("--folder", type=Path, help="folder of finished units (build/detection)")
     parser.add_argument("--out", type=Path, help="file of the figures (bench/results/detection.json)")

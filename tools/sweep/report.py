@@ -19,7 +19,7 @@ from tools.sweep.catalogue import TASKS
 __all__ = ["PAGE", "RESULTS", "document", "page", "reduced_document"]
 
 _STATUS = {
-    "works": "tokens (greedy, beam-4) and greedy logits equal those of transformers, and batches equal single rows",
+    "works": "greedy and beam-4 tokens and greedy logits equal transformers', and batches equal single rows",
     "refused": "Descant raises an error that gives the reason",
     "differs": "a check failed",
     "fails": "Descant raised an unexpected error",
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "sweep" / "results.json"
 PAGE = ROOT / "docs" / "reference" / "models.md"
 
-_HEAD = """<!-- Written by `python -m tools.sweep.report --keep` from tools/sweep/results.json: edit there. -->
+_HEAD = """<!-- Written by `python -m tools.sweep.report --keep` from results.json: edit there. -->
 
 # Models
 

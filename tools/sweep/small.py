@@ -96,7 +96,7 @@ _SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 _SLIDING = ["sliding_attention", "full_attention"]
 _RECURRENT = ["linear_attention", "full_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_UNGROUPED = {"num_key_value_heads": _HEADS}  # equal to the number of heads, where grouped heads are unsupported
+_UNGROUPED = {"num_key_value_heads": _HEADS}  # all heads, where grouped heads are unsupported
 _ASSISTANT = {
     "backbone_hidden_size": _HIDDEN, "num_centroids": 8, "centroid_intermediate_top_k": 4,
 }  # fmt: skip

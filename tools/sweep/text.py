@@ -23,8 +23,8 @@ _LENGTHS = (5, 9, 14)
 # and biases.
 _GAIN, _SPREAD, _NOISE = 1.0, 3.0, 0.15
 # Other gains, by parameter name: queries and keys, so that attention is not uniform; queries without the
-# division by the root of the head size; cross-attention outputs, which vary little between steps; decay, input
-# and skip of a recurrent state.
+# division by the root of the head size; cross-attention outputs, which vary little between steps; decay,
+# input and skip of a recurrent state.
 _GAINS = {
     re.compile(r"(^|[._])(k|query|key|[qk]_lin|[qk]_(a|b)?_?proj\w*|kv_a\w*)\.weight$"): 1.5,
     re.compile(r"Attention\.q\.weight$"): 0.5,

@@ -205,8 +205,10 @@ def check_equal(check: str, expected: ModelOutput, got: ModelOutput) -> None:
         tokens = f"{int(expected.tokens[where])} expected, got {int(got.tokens[where])}"
         raise Differs(f"{check}: token at {list(where)}, {tokens}{_gap(expected, got)}")
     difference = _logit_difference(expected, got)
-    if difference is not None and difference[1] > difference[2]:
-        raise Differs(f"{check}: logits of step {difference[0]} by {difference[1]:.2e} (tolerance {difference[2]:.1e})")
+    if difference is not None:
+        step, distance, tolerance = difference
+        if distance > tolerance:
+            raise Differs(f"{check}: logits of step {step} by {distance:.2e} (tolerance {tolerance:.1e})")
 
 
 def _logit_difference(expected: ModelOutput, got: ModelOutput) -> tuple[int, float, float] | None:
