@@ -1,4 +1,4 @@
-"""Calls of generate() made by chance, over every documented field, with good, odd and bad values and inputs.
+"""Random calls of generate(), over every documented field, with good, odd and bad values and inputs.
 
 A case is made from its number alone, so one that fails can be made again: `case(seed, number)`.
 """
@@ -265,7 +265,7 @@ ODD: list[Any] = [
     Odd(), Rude(), int, len,
 ]  # fmt: skip
 
-# Nothing that can be called: what a stranger's function raises is the caller's own affair.
+# No functions: errors of a caller's function are not ours.
 MUTE = [one for one in ODD if not callable(one)]
 
 NOW = tuple(name for name in FIELDS if name not in UNSUPPORTED)

@@ -86,7 +86,7 @@ class Hasty(Chain):
 
 @pytest.mark.parametrize("kind", [Crowded, Ordered, Vague])
 @pytest.mark.parametrize("method", [{}, {"num_beams": 2}, SEEDED], ids=["greedy", "beam", "sampling"])
-def test_a_model_that_minds_its_neighbours_is_found(kind, method):
+def test_a_model_that_depends_on_the_batch_is_found(kind, method):
     check_batch(Chain.chance(11, 0), requests_for(**method))
     with pytest.raises(AssertionError, match="in a batch of 4"):
         check_batch(kind.chance(11, 0), requests_for(**method))
@@ -111,7 +111,7 @@ def test_a_seed_that_is_not_read_is_found():
         check_seed(sure, requests_for(**SEEDED))
 
 
-def test_a_model_that_misjudges_drafts_is_found():
+def test_a_model_that_scores_drafts_wrongly_is_found():
     given = requests_for()
     check_drafts(Chain.chance(11, 0), given)
     with pytest.raises(AssertionError, match="from those of one by one"):

@@ -58,7 +58,7 @@ def before(patch: Patch, kind: type, name: str, change: Callable[..., tuple[Any,
 # ------------------------------------------------------------------------ rows
 @fault("dense")
 def wrong_parent(patch: Patch) -> None:
-    """A row continues its neighbour."""
+    """A row continues another row."""
     before(
         patch, DenseStore, "commit", lambda self, parents, lengths: (
             parents if parents is None or len(parents) < 2 else parents.flip(0), lengths
@@ -68,7 +68,7 @@ def wrong_parent(patch: Patch) -> None:
 
 @fault("dense")
 def stale_prefix(patch: Patch) -> None:
-    """Rows that part are believed to share what one of them lost."""
+    """Diverged rows are treated as sharing what one of them lost."""
 
     def commit(_: None, self: DenseStore, parents: Any, lengths: torch.Tensor) -> None:
         self._prefix_groups._shared_lengths = lengths.numpy() + 2
@@ -106,7 +106,7 @@ def swapped(patch: Patch) -> None:
 
 @fault("dense")
 def extended_in_front(patch: Patch) -> None:
-    """A row that comes is believed to be as long as the last one."""
+    """A new row is treated as having the length of the last one."""
 
     def extend(_: None, self: DenseStore, rows: int) -> None:
         if len(self._lengths) > rows:
@@ -271,7 +271,7 @@ def unannounced(patch: Patch) -> None:
 
 @fault("h2o")
 def out_of_order(patch: Patch) -> None:
-    """What is kept lies with the latest first."""
+    """The kept slots are in reverse order."""
 
     def update(given: Any, *_: Any) -> Any:
         keys, values = given
@@ -293,7 +293,7 @@ def too_much_told(patch: Patch) -> None:
     after(patch, SnapKVStore, "visible_slots", visible_slots)
 
 
-# ------------------------------------------------------------------------ those that round or lie elsewhere
+# ------------------------------------------------------------------------ quantised and offloaded caches
 @fault("quantized")
 def uncut_chunk(patch: Patch) -> None:
     """A chunk that is cut counts as a whole."""

@@ -188,7 +188,7 @@ ALONE = ("greedy", "sampling-fanned", "beam-4", "contrastive", "constrained-grou
 
 
 @pytest.mark.parametrize("cache", TIGHT)
-def test_neighbours_are_not_seen(tiny, cache):
+def test_other_rows_have_no_effect(tiny, cache):
     """A batch of N equals N batches of 1, admitted at any step, on an evicting or rounding cache."""
     name, settings = TIGHT[cache]
     given = [request for method in ALONE for request in requests_for(tiny(name), method)[1:2]]

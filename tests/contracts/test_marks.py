@@ -69,7 +69,7 @@ SURE = 0.001
 
 
 def keyed(name: str, rng: np.random.Generator) -> Any:
-    """Settings with a key made by chance."""
+    """A config with a random key."""
     key = int(rng.integers(1, 2**40))
     if name == "gumbel":
         return GumbelWatermarkingConfig(key, int(rng.integers(1, 6)), nonce=int(rng.integers(16)))
@@ -171,7 +171,7 @@ def another(settings: Any) -> Any:
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_a_line_is_marked_by_itself(name):
-    """Whatever its neighbours, and all drafts at once as one by one."""
+    """In any batch, and with batched drafts as one by one."""
     settings = {
         "green list": [GREEN, SELF, replace(GREEN, greenlist_ratio=0.6, context_width=2)],
         "synthid": [COINS, replace(COINS, keys=(4,), ngram_len=2, context_history_size=1)],
@@ -294,7 +294,7 @@ def test_a_mark_at_the_first_place_of_a_run_alone_is_found(name):
 # ------------------------------------------------------------------- beams
 @torch.no_grad()
 def searched(tiny: Tiny, text: list[int], settings: Any, beams: int, new: int) -> list[list[int]]:
-    """The beams' new tokens, the best first, by a search that reads everything anew for every beam."""
+    """The beams' new tokens, the best first, by a search that recomputes everything for every beam."""
     processor, held = PROCESSORS[settings.scheme].make_unbound(), [(0.0, list(text))]
     for _ in range(new):
         longer = []

@@ -312,7 +312,7 @@ def test_a_recurrent_draft_model():
 
 
 def test_near_is_near(tiny):
-    """What these tests stand on: the draft model is another, and not by much."""
+    """Precondition of these tests: the draft model is another, and not by much."""
     model = tiny("llama").model
     whole = near(model, 1.0).state_dict()
     assert all(torch.equal(whole[name], weight) for name, weight in model.state_dict().items())

@@ -191,7 +191,7 @@ def _joined(header: bytes, body: bytes) -> bytes:
 
 
 def misheaded(chance: random.Random, data: bytes) -> bytes:
-    """The length of the header is a lie."""
+    """The length of the header is wrong."""
     header, body = _split(data)
     size = len(header)
     lies = (

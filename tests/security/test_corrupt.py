@@ -141,7 +141,7 @@ def _assert_refused(read: Callable[[Path], Any], folder: Path, words: str) -> No
     "name", ["generation config", "old config", "watermark keys", "lock", "model's config"]
 )
 def test_what_is_read_is_bounded(name: str, folder: Path) -> None:
-    """A sparse giant, which takes no room where it lies."""
+    """A large sparse file, which takes no disk space."""
     subject = SUBJECTS[name]
     subject.make(folder)
     with (folder / subject.file).open("r+b") as file:

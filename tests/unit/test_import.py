@@ -7,7 +7,7 @@ import sys
 
 import descant
 
-# What transformers' models stand on: seconds, for which `descant --help` and `descant tree` need not wait.
+# Dependencies of transformers' models: seconds that `descant --help` and `descant tree` do not need.
 HEAVY = "transformers.modeling_utils"
 CODE = f"""
 import sys

@@ -331,7 +331,7 @@ ODD = "a\x1b[2J\x9b31m\r\b\x07\x00\u202e\u2066\u200b\ufeff\u2028\x7fz"
 SPELT = r"a\x1b[2J\x9b31m\r\x08\x07\x00\u202e\u2066\u200b\ufeff\u2028\x7fz"
 
 
-def test_show_spells_out_what_a_terminal_obeys(descant, canary, monkeypatch):
+def test_show_escapes_control_sequences(descant, canary, monkeypatch):
     """Also where it could only be there by a gap in the checks before."""
     bird(canary)
     real = inspect_recipe("./bird")
@@ -360,7 +360,7 @@ def test_show_spells_out_what_a_terminal_obeys(descant, canary, monkeypatch):
 
 
 def test_what_is_refused_is_refused_without_escapes(descant, canary):
-    """A folder that cannot be a recipe, and names that a terminal would obey."""
+    """A folder that cannot be a recipe, and names with control sequences."""
     bird(canary, **{"x\x1b[2J\u202e.py": "", "requirements.txt": ""})
     result = descant("recipe", "show", "bird")
     untouched(result)

@@ -194,7 +194,7 @@ def test_the_p_value_is_exact(reference):
 
 
 def test_the_token_that_begins_a_text_is_left_out_row_by_row(reference):
-    """They look at the first row alone: what a batch mate begins with changes how a text is scored."""
+    """They use only the first row: the beginning of another row changes the score of a text."""
     ids = texts(random.Random(9), 2, 30)
     ids[0, 0] = TEXT["bos_token_id"]
     settings = detected("lefthash")

@@ -46,7 +46,7 @@ def test_ragged_rows(name, scale, negative, turn, tiny, reference):
 
 
 def test_guidance_matters(tiny):
-    """What the test above stands on: every scale, and the negative prompt, changes everybody's tokens."""
+    """Precondition of the test above: every scale, and the negative prompt, changes all rows."""
     for name in NAMES:
         model = tiny(name)
         seen = [descant.generate(model.model, **guided(model, False).inputs, max_new_tokens=NEW).tolist()]

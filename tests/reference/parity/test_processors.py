@@ -261,7 +261,7 @@ def test_sampler(name, option, mode, tiny, reference):
 
 
 def test_samplers_in_a_batch(tiny, reference):
-    """What looks at no tokens does not mind padding: one batch on both sides."""
+    """Processors without token history do not depend on padding: one batch on both sides."""
     model = tiny("llama")
     arguments = {name: value for given in SAMPLERS.values() for name, value in given.items()}
     arguments |= {"typical_p": 0.95, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3}

@@ -197,7 +197,7 @@ def test_a_model_that_is_trained_draws_nothing() -> None:
 # ------------------------------------------------------------------------ no room
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with 64 KiB left, and a look at every run."""
+    """A device with 64 KiB left, and a record of every check."""
     monkeypatch.setattr(memory_check, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(memory_check, "free_bytes", lambda device: 64 * 1024)
 

@@ -80,7 +80,7 @@ def token_lists(rows):
 
 
 class Guessing:
-    """Greedy search with drafts by chance: some right, some wrong, a random number for each row."""
+    """Greedy search with random drafts: some right, some wrong, a random number per row."""
 
     needs_log_probs = False
     has_groups = False
@@ -223,7 +223,7 @@ def test_processors_reach_the_rows_that_use_them_and_their_drafts():
 
 
 class Silent:
-    """Chooses nothing at its first step, as a method that has to look first does."""
+    """Chooses nothing at its first step, as a method with a first pass does."""
 
     needs_log_probs = False
     has_groups = False

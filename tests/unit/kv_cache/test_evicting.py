@@ -92,7 +92,7 @@ class ListStore:
         return row.slots[layer][head] + new
 
     def looks(self, row: Row, layer: int, query_head: int, at: int) -> tuple[list[Entry], Tensor]:
-        """What a query sees, and how much it looks at each."""
+        """The visible slots of a query, and their attention weights."""
         head = query_head // (HEADS[layer][0] // HEADS[layer][1])
         entries = self.seen(row, layer, head, at)
         if self.kernel is None and row.firm is not None and at >= row.firm:
@@ -348,7 +348,7 @@ Seen = list[list[list[list[int]]]]  # layer, head, position of a query: the posi
 
 
 def recomputed(model: Any, tokens: list[int], seen: Seen) -> tuple[Tensor, list[Tensor]]:
-    """A Llama read from its first token on: logits [T, V], and who looks at what [Hq, T, T] a layer.
+    """A Llama read from its first token on: logits [T, V], and the attention mask [Hq, T, T] of each layer.
 
     Each query sees the given positions of each head and no others.
     """

@@ -104,7 +104,7 @@ def test_attention_on_shared_rows_is_that_on_rows_laid_out(monkeypatch, worth, m
     monkeypatch.setattr(shared_prefix_attention, "_MIN_SHARED_SLOTS", worth)
     store = filled(rows=5, length=70, block=4)
     feed(store, 2, start=70)  # parts the rows
-    # Two of the five go on together, and a stranger of the same length joins.
+    # Two of the five continue, and an unrelated row of the same length joins.
     store.commit(torch.tensor([0, 1, 1, 3, 4]), torch.full((5,), 72))
     store.extend(1)
     key = torch.randn(1, HEADS, 72, SIZE)

@@ -13,12 +13,12 @@ from descant.models.rope import RopeShift, rope_from_config, rope_of_model
 from tools.sweep.catalogue import entries
 from tools.sweep.trial import subject_of
 
-# One of each way to turn keys that there is: how many pairs, neighbours or not, which way round.
+# One model for each kind of rotation: number of pairs, interleaved or not, direction.
 TURNED = {
     "LlamaForCausalLM": (4, False, 1),
     "GPTNeoXForCausalLM": (1, False, 1),  # a part of each head
     "PhiForCausalLM": (2, False, 1),
-    "GPTJForCausalLM": (2, True, 1),  # neighbours, frequencies in a table
+    "GPTJForCausalLM": (2, True, 1),  # interleaved, frequencies in a table
     "CohereForCausalLM": (4, True, 1),
     "GlmForCausalLM": (2, True, 1),
     "NanoChatForCausalLM": (4, False, -1),  # the other way round

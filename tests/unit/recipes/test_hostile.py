@@ -104,7 +104,7 @@ def code(text: str | bytes) -> Change:
 
 
 def instead(text: str | bytes) -> Change:
-    """The canary, and other code in the place of the method."""
+    """The canary, and other code instead of the method."""
     return lambda bait: {"generate.py": bait.mark + (text.encode() if isinstance(text, str) else text)}
 
 

@@ -25,7 +25,7 @@ def ours() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    """What a test imports, the next imports anew."""
+    """Every test imports its modules again."""
     yield
     for name in ours():
         del sys.modules[name]

@@ -1,4 +1,4 @@
-"""A recipe runs in the place of generate() or as a part of its loop, with the arguments of the call."""
+"""A recipe runs instead of generate() or as a part of its loop, with the arguments of the call."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def ids():
     return torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(5))
 
 
-# ------------------------------------------------------------------------ in the place of generate()
+# ------------------------------------------------------------------------ instead of generate()
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("length", [20, 31])
 @pytest.mark.parametrize("more", [{}, {"left_padding": 5}])

@@ -279,7 +279,7 @@ def test_a_line_of_a_file_brings_no_recipe(
 
 
 def kit(world: World, tiny: Tiny, name: str, **config: Any) -> Path:
-    """A model's folder with its own code in every place where some loader would look for it."""
+    """A model's folder with its own code in every place where some loader may find it."""
     made = world.place / name
     made.mkdir()
     tiny("llama").model.save_pretrained(made)
@@ -316,7 +316,7 @@ def on_the_hub(world: World, made: Path) -> str:
 
 
 def redirected(world: World, made: Path) -> str:
-    """Its code lies in another repository."""
+    """Its code is in another repository."""
     world.hub.repo("eve/code", {"code.py": world.code})
     for file in ("config.json", "tokenizer_config.json"):
         text = (made / file).read_text()

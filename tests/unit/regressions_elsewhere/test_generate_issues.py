@@ -98,7 +98,7 @@ def test_padding_is_penalised(name, option, mode, tiny):
             torch.testing.assert_close(
                 ours[i * beams : (i + 1) * beams], theirs, rtol=0, atol=1e-4, msg=f"row {i}, step {step}"
             )
-    # What the assertions above stand on: the pad token has a score of its own to lose.
+    # Precondition of the assertions above: the pad token has a score of its own to lose.
     assert model.pad not in {token for row in rows.rows for token in row}
     assert together.scores[0][0, model.pad].isfinite()
 
@@ -131,7 +131,7 @@ def test_a_penalty_counts_the_prompt(field):
     assert said[:2] == [3, 4]
 
 
-def test_a_neighbour_is_penalised(tiny):
+def test_another_row_is_penalised(tiny):
     """A rule of one row leaves the others alone (transformers#14530)."""
     model = tiny("llama")
     rows = batch(model, prompts(model.arch, (6, 6, 6), seed=7))
@@ -284,7 +284,7 @@ def test_two_of_a_kind_share_their_memory(kind, field):
     for some, more in (((kind(value), kind(value / 2)), {}), ((kind(value),), field)):
         with pytest.raises(InputError, match="logits_processor"):
             output_of(*some, **more)
-    # Neither does a neighbour's share it: rows are rows.
+    # Neither does another row share it.
     pair = [
         Request([1], GenerationConfig(**given), logits_processor=[kind(one)]) for one in (value, value / 2)
     ]
@@ -292,7 +292,7 @@ def test_two_of_a_kind_share_their_memory(kind, field):
 
 
 # ------------------------------------------------------------------------------------------------- seeds
-def test_a_seed_depends_on_the_neighbours(tiny):
+def test_a_seed_depends_on_the_batch(tiny):
     """A seed is the row's own: in any batch, at any index, or alone it gives the same (vLLM#51226)."""
     model = tiny("gpt2")
     texts = prompts(model.arch, (5, 9, 1, 6), seed=10)
@@ -316,7 +316,7 @@ def test_a_seed_depends_on_the_neighbours(tiny):
     assert len({tuple(row) for row in together.values()}) == 4
 
 
-def test_the_same_seed_gives_neighbours_the_same_luck(tiny):
+def test_the_same_seed_gives_rows_the_same_draws(tiny):
     """Rows that share a prompt and a seed give the same; sequences of one row do not."""
     model = tiny("llama")
     rows = batch(model, prompts(model.arch, (6,), seed=11) * 3)
@@ -399,7 +399,7 @@ def _bytes_of(tokenizer, character):
     return ids[len(plain) :]
 
 
-def test_a_stop_string_of_a_neighbour_stops():
+def test_a_stop_string_of_another_row_stops():
     """Each row has its own strings."""
     tokenizer = tokenizer_of("minimind2-small")
     tokens = tokenizer.encode("one two three four five six", add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The page of a trace: it holds all it needs, obeys only itself, and is never large."""
+"""The page of a trace: it is self-contained, runs only its own scripts, and is bounded."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_page_holds_its_scene() -> None:
     assert packed(render_page(trace, other, "Two")) == {**made, "notes": []}
 
 
-def test_only_the_pages_own_script_and_style_are_obeyed() -> None:
+def test_only_the_pages_own_script_and_style_are_allowed() -> None:
     found = Found(render_page(invented()))
     policy = next(attrs["content"] for tag, attrs in found.tags if attrs.get("http-equiv"))
     assert policy is not None

@@ -1,4 +1,4 @@
-"""Tokens as pictures show them: nothing hidden, nothing obeyed, nothing lost."""
+"""Tokens as pictures show them: nothing hidden, nothing interpreted, nothing lost."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_without_timestamps_of_segments(masked):
     assert float(ours["token_timestamps"].max()) <= (0.2 if masked else 0.32)
 
 
-def test_a_neighbour_does_not_change_the_times():
+def test_another_row_does_not_change_the_times():
     call = {
         "return_token_timestamps": True,
         "language": "en",

@@ -107,7 +107,7 @@ def test_silence_is_passed_over():
     assert all(output["segments"])
 
 
-def test_a_neighbour_changes_neither_doubt_nor_silence():
+def test_another_row_changes_neither_fallback_nor_silence():
     sound = recordings(80, 40, seed=3)
     call = {**LONG, "temperature": (0.0, 0.4, 0.8), "logprob_threshold": -0.9, "no_speech_threshold": 0.001}
     together = descant.generate(whisper(), **sound, **call, seed=[5, 6])
@@ -139,7 +139,7 @@ def test_copies_are_drawn_apart():
     assert torch.equal(out["sequences"], again["sequences"])
 
 
-def test_every_window_and_attempt_has_luck_of_its_own(monkeypatch):
+def test_every_window_and_attempt_has_its_own_seed(monkeypatch):
     from descant.api.whisper.decoder import WindowDecoder
 
     seeds = []

@@ -47,7 +47,7 @@ class Commit:
 
 @dataclass
 class Repo:
-    """A repository: commits, the names that point at them, and the lies that it can be made to tell."""
+    """A repository: commits, the names that point at them, and its faults."""
 
     id: str
     private: bool = False
@@ -108,7 +108,7 @@ class Fault:
 
 
 class Hub:
-    """The server: `repo` and `user` fill it, `fail`, `rename` and a repository's lies break it."""
+    """The server: `repo` and `user` fill it, `fail`, `rename` and a repository's faults break it."""
 
     seen: ClassVar[bool] = False  # whether this process has had one
 

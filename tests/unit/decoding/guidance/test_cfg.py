@@ -88,7 +88,7 @@ def test_greedy(tiny, name, scale, given):
 
 
 def test_the_scale_and_the_negative_prompt_matter(tiny):
-    """What the tests above stand on."""
+    """Precondition of the tests above."""
     model, rows = tiny("llama"), rows_of(tiny("llama"))
     found = {
         str(call(model, rows, negatives(model) if given else None, guidance_scale=scale)[0])

@@ -370,7 +370,7 @@ def test_the_law_of_seeds():
 
 
 @pytest.mark.parametrize("users", [None, torch.tensor([0, 2])])
-def test_drafts_at_once_are_judged_as_one_by_one(users):
+def test_batched_drafts_equal_drafts_one_by_one(users):
     """Every line of every row, and rows without a trie left alone."""
     rng, chance = random.Random(1), torch.Generator().manual_seed(1)
     sequences = random_sequences(2, count=80)

@@ -235,7 +235,7 @@ def test_by_hand_a_nonce_is_drawn_once():
 
 
 # -------------------------------------------------------------------------- the law of processors, and errors
-def test_a_line_is_judged_by_itself():
+def test_lines_are_independent():
     marks = [
         {"watermark": GumbelWatermarkingConfig(9, 1, 4)},
         {"watermark": GumbelWatermarkingConfig(9, 2), "processor_seed": 7},

@@ -273,7 +273,7 @@ def marked_rows(model, **given):
     return descant.generate(model.model, **config)
 
 
-def test_a_neighbour_changes_nothing(tiny):
+def test_another_row_changes_nothing(tiny):
     """Rows of a padded batch are marked as each would be alone."""
     model = tiny("llama")
     ids, mask = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])

@@ -68,7 +68,7 @@ def test_by_hand_it_needs_a_suffix():
         HealingLogitsProcessor(b"x", 1)
 
 
-def test_each_line_is_judged_by_itself():
+def test_lines_are_independent():
     tails = [HealedSuffix.from_prompt(tokenizer(), prompt) for prompt in PROMPTS]
     check_processor(
         HealingLogitsProcessor.make_unbound(), [{"healed_suffix": tail} for tail in tails], len(TEXTS)

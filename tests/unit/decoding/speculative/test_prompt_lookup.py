@@ -12,7 +12,7 @@ from descant.core.rows import Rows
 from descant.decoding.speculative.prompt_lookup import PromptLookup
 from tests.unit.decoding.speculative.rig import copied
 
-GARBAGE = 77  # lies behind the decided tokens, and may never be matched nor copied
+GARBAGE = 77  # after the final tokens; must never be matched or copied
 
 
 def rows_of(texts, params):

@@ -15,7 +15,7 @@ from descant.decoding.speculative import suffix_lookup
 from descant.decoding.speculative.suffix_lookup import SuffixLookup
 from tests.unit.decoding.speculative.rig import copied
 
-GARBAGE = 77  # lies behind the decided tokens, and may never be matched nor copied
+GARBAGE = 77  # after the final tokens; must never be matched or copied
 
 
 @dataclass

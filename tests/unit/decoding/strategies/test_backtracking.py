@@ -330,7 +330,7 @@ def test_healed_tokens_belong_to_the_prompt(tiny):
 
 
 # ------------------------------------------------------------------------ ends, stops, events
-def test_a_stop_string_is_judged_by_what_stays(tiny):
+def test_a_stop_string_matches_final_text_only(tiny):
     model = tiny("llama").model
     # "xb" would stop the row, but its 'b' is banned; 'x' stays and 'c' follows.
     assert output_of(model, ["b"], "axb", "axcd", max_new_tokens=4, stop_strings="xb") == "axcd"

@@ -135,8 +135,8 @@ def test_trails_tell_which_beam_each_token_came_from():
         assert all(0 <= beam < 3 for beam in one.beam_indices)
 
 
-def test_a_request_is_judged_by_its_own_pool():
-    """A neighbour whose pool is full does not end one whose pool is not."""
+def test_a_request_ends_by_its_own_pool():
+    """A request with a full pool does not end another one."""
     model = Chain.chance(9, 2)
     quick = Request(
         [0], config(num_beams=2, max_new_tokens=12, early_stopping=True, eos_token_id=list(range(1, 9)))

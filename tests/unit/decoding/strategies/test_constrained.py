@@ -126,7 +126,7 @@ def unmet(
 
 @dataclass(frozen=True)
 class Set:
-    """A set of constraints by chance, in the words of the test and in those of a call."""
+    """A random set of constraints, for the test and for a call."""
 
     demands: list[Phrases]
     fields: dict[str, Any]

@@ -316,7 +316,7 @@ KINDS = {"plain": {}, "groups": {"grouped": True}, "constraints": {"constrained"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cases_are_varied(kind, tiny):
-    """What the tests above stand on: requests that end apart, by themselves and at the limit."""
+    """Precondition of the tests above: requests that end apart, by themselves and at the limit."""
     cases = [Case.chance(tiny("llama"), seed, **KINDS[kind]) for seed in range(64)]
     runs = [Run(replace(case, **MET) if case.words else case) for case in cases]
     figures = [

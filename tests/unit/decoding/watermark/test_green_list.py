@@ -122,7 +122,7 @@ def test_the_tail_is_that_of_the_binomial_law():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_unmarked_text_that_repeats_itself_says_nothing(scheme):
-    """Over many keys the values have the mean and not more than the spread that the tail believes in."""
+    """Over many keys the values have the mean and at most the variance that the p-value assumes."""
     rng = random.Random(3)
     phrase = [rng.randrange(1, SIZE) for _ in range(25)]
     ids = np.array([token for _ in range(8) for token in (*phrase, rng.randrange(1, SIZE))])

@@ -131,7 +131,7 @@ def test_marked_texts_are_found_and_only_by_their_key_and_nonce():
     ids = generate_texts(STEEP, 60, 200, nonce=3)
     right = [p_value(scheme(nonce=3), text) for text in ids]
     assert np.mean(np.array(right) < 1e-6) > 0.95
-    # Another one for each text: of texts that share contexts one stranger thinks alike.
+    # A different key for each text: texts that share contexts have correlated scores.
     strangers = [
         p_value(one, text)
         for at, text in enumerate(ids)

@@ -69,7 +69,7 @@ def test_the_output_instead_of_a_loop(arguments, expected):
 
 
 def reference(model: Chain, length: int, period: int, repeats: int, most: int) -> list[int]:
-    """The same by a text that is written anew, with what may not follow each beginning."""
+    """The same by restarting the text, with the bans after each prefix."""
     text: list[int] = []
     barred: dict[tuple[int, ...], set[int]] = {}
     while len(text) < length:

@@ -1,4 +1,4 @@
-"""The keyed uniforms: the same on every way to ask for them, even, and a stranger to every other key."""
+"""The keyed uniforms: the same by every call, uniform, and independent of every other key."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_same_race_is_made_once():
     assert get_keyed_uniforms(settings) is not get_keyed_uniforms(GumbelWatermarkingConfig(3, 3))
 
 
-# ------------------------------------------------------------------- even, and strangers to each other
+# ------------------------------------------------------------------- uniform and independent
 COUNT = 100_000
 
 

@@ -1,4 +1,4 @@
-"""Keys: read from a file or the environment, made anew, and never shown."""
+"""Keys: read from a file or the environment, newly generated, and never shown."""
 
 from __future__ import annotations
 
