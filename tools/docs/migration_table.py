@@ -372,7 +372,7 @@ KEPT: Final = {
     "ConfidenceCriteria": Row(
         "generation.ConfidenceCriteria(0.4)",
         "descant.GenerationConfig(assistant_confidence_threshold=0.4)",
-        "a field of the draft model",
+        "a config field of speculation",
     ),
     "BaseWatermarkingConfig": Row(
         "isinstance(transformers.WatermarkingConfig(), generation.BaseWatermarkingConfig)",
