@@ -137,10 +137,10 @@ def clock(page: Page) -> Callable[[], float]:
     protocol.send("Performance.enable", {"timeDomain": "threadTicks"})
 
     def busy_seconds() -> float:
-        told = protocol.send("Performance.getMetrics")["metrics"]
-        return next(float(one["value"]) for one in told if one["name"] == "TaskDuration")
+        metrics = protocol.send("Performance.getMetrics")["metrics"]
+        return next(float(one["value"]) for one in metrics if one["name"] == "TaskDuration")
 
-    return worked
+    return busy_seconds
 
 
 def test_two_thousand_steps_open_at_once(long: Callable[..., Trace], sheet: Open, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_two_thousand_steps_open_at_once(long: Callable[..., Trace], sheet: Open
     assert path.stat().st_size <= 2_000_000
     opened = sheet(path)
     page = opened.page
-    worked = clock(page)
+    busy_seconds = clock(page)
     before = busy_seconds()
     opened.open(path)
     assert 0.01 < busy_seconds() - before < 2
@@ -187,7 +187,7 @@ def test_sixteen_beams_scrub_smoothly(long: Callable[..., Trace], sheet: Open, t
     )  # time of its own, however busy others are
 
     def busy_seconds() -> float:
-        """Seconds that the page has worked until now."""
+        """Seconds that the page has been busy so far."""
         return {one["name"]: one["value"] for one in protocol.send("Performance.getMetrics")["metrics"]}[
             "TaskDuration"
         ]

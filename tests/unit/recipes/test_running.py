@@ -258,14 +258,14 @@ def test_a_functions_config_is_what_would_count(model, ids):
         return generation_config
 
     before = dict(vars(model.generation_config))
-    plain = descant.generate(model, ids, recipe=told)
+    plain = descant.generate(model, ids, recipe=return_config)
     assert (plain.max_length, plain.max_new_tokens) == (20, None)
     assert plain.eos_token_id == model.generation_config.eos_token_id
     assert (plain.num_beams, plain.do_sample, plain.temperature) == (1, False, 1.0)
-    short = descant.generate(model, ids, recipe=told, max_new_tokens=3)
+    short = descant.generate(model, ids, recipe=return_config, max_new_tokens=3)
     assert (short.max_length, short.max_new_tokens) == (None, 3)
     given = descant.GenerationConfig(max_new_tokens=7, top_k=4)
-    both = descant.generate(model, ids, given, recipe=told, max_length=50)
+    both = descant.generate(model, ids, given, recipe=return_config, max_length=50)
     assert (both.max_length, both.max_new_tokens, both.top_k) == (50, None, 4)
     assert vars(model.generation_config) == before
 
