@@ -89,7 +89,9 @@ def cache_usage(model: Any, ids: torch.Tensor, new: int, rows: int, fields: dict
         session.step()
         peak = max(peak, cache.nbytes)
     # The last token is never fed, so a suffix has one position less.
-    return CacheUsage(cache.copied_slots / session.steps, peak, slot_bytes * (ids.shape[1] + rows * (new - 1)))
+    return CacheUsage(
+        cache.copied_slots / session.steps, peak, slot_bytes * (ids.shape[1] + rows * (new - 1))
+    )
 
 
 def speedup(model: Any, ids: torch.Tensor, new: int, fields: dict[str, Any], repeats: int) -> float:

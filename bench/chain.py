@@ -68,7 +68,13 @@ def _theirs(ids: Tensor) -> list[ProcessorCall]:
     return [lambda scores, one=one: one(ids, scores) for one in instances]
 
 
-def _compare(name: str, our_chain: Sequence[ProcessorCall], their_chain: Sequence[ProcessorCall], scores: Tensor, repeats: int) -> None:
+def _compare(
+    name: str,
+    our_chain: Sequence[ProcessorCall],
+    their_chain: Sequence[ProcessorCall],
+    scores: Tensor,
+    repeats: int,
+) -> None:
     """Print the median CPU times of both, run in turn, and whether their outputs are equal."""
     times: tuple[list[float], list[float]] = ([], [])
     outputs = [scores, scores]

@@ -88,7 +88,11 @@ class StepBenchmark:
                 _step(sessions[variant], tokens[variant])
                 steps[variant].append(self._clock() - start)
         return Figures(
-            steps, tokens, self._products(rows), compiled_steps.compile_seconds - before, compiled_steps.num_graphs - graphs
+            steps,
+            tokens,
+            self._products(rows),
+            compiled_steps.compile_seconds - before,
+            compiled_steps.num_graphs - graphs,
         )
 
     def count_recompiles(self, prompts: int) -> int:

@@ -99,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def ours(inputs: torch.Tensor, new: int, **fields: Any) -> Callable[[], float]:
         mask = torch.ones_like(inputs)
         extra = {"max_new_tokens": new, "min_new_tokens": new, **fields}
-        return lambda: cpu_seconds(lambda: descant.generate(model, input_ids=inputs, attention_mask=mask, **extra))
+        return lambda: cpu_seconds(
+            lambda: descant.generate(model, input_ids=inputs, attention_mask=mask, **extra)
+        )
 
     if "contrastive" in selected:
         rival = Transformers4Worker(options.rival, options.model)
@@ -124,7 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         calls = {
             "batch of 2": ours(both, options.few),
             "guidance": ours(ids, options.few, guidance_scale=1.5),
-            "guidance, negative prompt": ours(ids, options.few, guidance_scale=1.5, negative_prompt_ids=negative),
+            "guidance, negative prompt": ours(
+                ids, options.few, guidance_scale=1.5, negative_prompt_ids=negative
+            ),
         }
         found = median_seconds(calls, options.repeats)
         for name in ("guidance", "guidance, negative prompt"):

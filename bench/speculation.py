@@ -27,7 +27,7 @@ from torch import Tensor
 import descant
 from bench.forward import Forwards, Shape
 from bench.prompts import GROUNDED
-from bench.scenarios import CASES, Scenario, Method, build_scenarios, load_model
+from bench.scenarios import CASES, Method, Scenario, build_scenarios, load_model
 
 __all__ = ["main"]
 
@@ -144,7 +144,9 @@ class Bench:
             for method in (*scenario.methods[offset:], *scenario.methods[:offset]):
                 seconds, stats[method.name] = self._run_once(scenario, method, fastest)
                 times[method.name].append(seconds)
-        return [_result(scenario, method, Times(times, firsts, fastest), stats) for method in scenario.methods]
+        return [
+            _result(scenario, method, Times(times, firsts, fastest), stats) for method in scenario.methods
+        ]
 
     def _run_once(
         self,
@@ -174,11 +176,17 @@ class Bench:
                 sum(sum(getattr(one, name)) for one in records) for name in ("drafted", "accepted")
             )
             overhead_seconds = seconds - forwards.seconds
-            stats.append(DecodeStats(new, target_forwards, drafted, accepted, forwards.shapes[1:], overhead_seconds))
+            stats.append(
+                DecodeStats(new, target_forwards, drafted, accepted, forwards.shapes[1:], overhead_seconds)
+            )
         return total, DecodeStats.of(stats)
 
     def _generate(
-        self, scenario: Scenario, method: Method, inputs: Mapping[str, Tensor], more: Mapping[str, Any] | None = None
+        self,
+        scenario: Scenario,
+        method: Method,
+        inputs: Mapping[str, Tensor],
+        more: Mapping[str, Any] | None = None,
     ) -> Any:
         fields: dict[str, Any] = {**inputs, **scenario.common, **method.fields, **(more or {})}
         fields["return_dict_in_generate"] = True

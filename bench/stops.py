@@ -65,7 +65,8 @@ def _line(name: str, tokenizer: Any, kind: str, repeats: int) -> Iterator[str]:
     # A copy of a tokenizer and a new string are not cached.
     cold_time = _median(repeats, lambda: StopStringMatcher.from_tokenizer(copy.copy(tokenizer), strings))
     warm_time = _median(
-        repeats, lambda: StopStringMatcher.from_tokenizer(warm, [*strings[1:], f"{strings[0]}{next(suffixes)}"])
+        repeats,
+        lambda: StopStringMatcher.from_tokenizer(warm, [*strings[1:], f"{strings[0]}{next(suffixes)}"]),
     )
     their_time = _median(max(1, repeats // 2), lambda: _theirs(tokenizer, strings))
     yield f"{name:12}{kind:8}{cold_time * 1e3:9.1f}{warm_time * 1e3:9.1f}{their_time * 1e3:9.0f}"

@@ -1,8 +1,8 @@
 """`python -m bench.detection`: error rates of the watermark detectors, by edit and by decoding method.
 
 Finished units are stored in a folder, so that an interrupted run continues, and several processes can share
-the work. The figures are written to a JSON file, from which `tools/docs/watermark_tables.py` writes the tables
-of the guide.
+the work. The figures are written to a JSON file, from which `tools/docs/watermark_tables.py` writes the
+tables of the guide.
 """
 
 from __future__ import annotations

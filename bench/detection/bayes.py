@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.detection.corpus import LENGTH
-from bench.detection.marks import unrelated_config, marking_config
+from bench.detection.marks import marking_config, unrelated_config
 from bench.detection.texts import Text
 from descant.decoding.watermark.schemes import BaseWatermarkingConfig, SynthIDTextWatermarkingConfig
 from descant.decoding.watermark.schemes.synthid import get_tournament, repetition_mask
@@ -28,19 +28,28 @@ _MARK = "synthid"
 _NEGATIVES = 3  # keys per unmarked text
 
 
-def compare_detectors(marked: Sequence[Text], unmarked: Sequence[Text], lengths: Sequence[int]) -> dict[str, Any]:
+def compare_detectors(
+    marked: Sequence[Text], unmarked: Sequence[Text], lengths: Sequence[int]
+) -> dict[str, Any]:
     """The share of marked texts that each detector finds at 1 % false positives, by length.
 
     Every second text is for training. Training uses g-values only, so texts of many keys can be combined.
     """
     positives = [_g_values(marking_config(_MARK, *text.tag), text) for text in marked]
-    negatives = [_g_values(unrelated_config(_MARK, *text.tag, key), text) for key in range(_NEGATIVES) for text in unmarked]
+    negatives = [
+        _g_values(unrelated_config(_MARK, *text.tag, key), text)
+        for key in range(_NEGATIVES)
+        for text in unmarked
+    ]
     model = BayesianDetectorModel(BayesianDetectorConfig(positives[0][0].shape[1]))
     model.prior.requires_grad_(False)  # half of each batch is marked
     # Train on as many unmarked texts as marked ones; the others set the threshold.
     training_negatives = negatives[: len(unmarked) : 2][: len(positives)]
     found = train_detector(
-        model, GValueBatch.from_texts(positives[::2]), GValueBatch.from_texts(training_negatives), DetectorTrainingConfig()
+        model,
+        GValueBatch.from_texts(positives[::2]),
+        GValueBatch.from_texts(training_negatives),
+        DetectorTrainingConfig(),
     )
     model.load_state_dict(found.state_dict)
     detectors: dict[str, Callable[[GValueBatch], Tensor]] = {
@@ -49,14 +58,19 @@ def compare_detectors(marked: Sequence[Text], unmarked: Sequence[Text], lengths:
     }
     held_out = positives[1::2], negatives[1 : len(unmarked) : 2] + negatives[len(unmarked) :]
     return {
-        str(length): {name: _figures(detector, held_out, length) for name, detector in detectors.items()} for length in lengths
+        str(length): {name: _figures(detector, held_out, length) for name, detector in detectors.items()}
+        for length in lengths
     }
 
 
 ScoredText = tuple[Tensor, Tensor]  # g-values [L, D] and the mask of scored tokens [L]
 
 
-def _figures(detector: Callable[[GValueBatch], Tensor], held_out: tuple[list[ScoredText], list[ScoredText]], length: int) -> Any:
+def _figures(
+    detector: Callable[[GValueBatch], Tensor],
+    held_out: tuple[list[ScoredText], list[ScoredText]],
+    length: int,
+) -> Any:
     with torch.no_grad():
         scores = [torch.cat([detector(part) for part in _parts(texts, length)]) for texts in held_out]
     one = compute_metrics(*scores)

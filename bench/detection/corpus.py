@@ -50,7 +50,9 @@ def _groups() -> list[list[Path]]:
     packages, standard = Path(paths["purelib"]), Path(paths["stdlib"])
     names = ("METADATA", "LICENSE", "COPYING", "NOTICE")
     documents = [one for one in packages.rglob("*") if one.suffix in _PROSE or one.name in names]
-    library_files = [one for one in standard.rglob("*.py") if packages not in one.parents and "test" not in one.parts]
+    library_files = [
+        one for one in standard.rglob("*.py") if packages not in one.parents and "test" not in one.parts
+    ]
     package_files = [one for one in packages.rglob("*.py") if not {"test", "tests"} & set(one.parts)]
     return [documents, library_files, package_files]
 

@@ -24,7 +24,9 @@ def _delete(words: list[str], places: list[int], _: Sequence[str], __: random.Ra
     return [word for at, word in enumerate(words) if at not in removed]
 
 
-def _replace(words: list[str], places: list[int], replacements: Sequence[str], rng: random.Random) -> list[str]:
+def _replace(
+    words: list[str], places: list[int], replacements: Sequence[str], rng: random.Random
+) -> list[str]:
     out = list(words)
     for at in places:
         out[at] = _with_space_of(words[at], rng.choice(replacements))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bench.detection.bayes import compare_detectors
 from bench.detection.edits import KINDS, SHARES, edit_text
-from bench.detection.marks import MARKS, unrelated_config, marking_config
+from bench.detection.marks import MARKS, marking_config, unrelated_config
 from bench.detection.texts import NONE, SAMPLED, Batch, Library, Text
 from bench.detection.trial import score_ids, score_text
 from descant.decoding.watermark.schemes import BaseWatermarkingConfig, GumbelWatermarkingConfig
@@ -86,7 +86,9 @@ class Measures:
         keys = range(min(self.keys, _TEXT_KEYS))
         return {
             "text": [
-                score_text(unrelated_config(mark, *text.tag, key), reader, text.text) for key in keys for text in texts
+                score_text(unrelated_config(mark, *text.tag, key), reader, text.text)
+                for key in keys
+                for text in texts
             ]
         }
 
@@ -106,7 +108,9 @@ class Measures:
         replacements = [word for text in texts for word in text.text.split()]
         return {
             f"{kind} {share}": [
-                score_text(marking_config(batch.mark, *text.tag), reader, _edit(text, kind, share, replacements))
+                score_text(
+                    marking_config(batch.mark, *text.tag), reader, _edit(text, kind, share, replacements)
+                )
                 for text in texts
             ]
             for kind in KINDS

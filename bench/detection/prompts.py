@@ -54,5 +54,8 @@ def chat(tokenizer: Any, index: int) -> list[int]:
 
 def story(tokenizer: Any, index: int) -> list[int]:
     """The tokens of the `index`th beginning of a story."""
-    character, clause = _CHARACTERS[index % len(_CHARACTERS)], _CLAUSES[index // len(_CHARACTERS) % len(_CLAUSES)]
+    character, clause = (
+        _CHARACTERS[index % len(_CHARACTERS)],
+        _CLAUSES[index // len(_CHARACTERS) % len(_CLAUSES)],
+    )
     return list(tokenizer(f"Once upon a time, there was {character} {clause}.")["input_ids"])

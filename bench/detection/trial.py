@@ -37,7 +37,9 @@ def score_ids(
     schemes = [(scheme, *scheme.score_tokens(array)) for scheme in build_schemes(settings, vocabulary)]
     out = []
     for length in lengths:
-        parts = [_score(scheme, scored[:length], value[:length], len(schemes)) for scheme, scored, value in schemes]
+        parts = [
+            _score(scheme, scored[:length], value[:length], len(schemes)) for scheme, scored, value in schemes
+        ]
         out.append(min(parts, key=lambda one: one.p))
     return out
 

@@ -357,7 +357,9 @@ def fault_report(name: str, patch: Patch, broken: Broken) -> str:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_cache_with_a_fault_is_found(monkeypatch, name):
     which, broken = FAULTS[name]
-    assert re.search(r"(?s): .*, after\n  cache 0 = a new one\n  extend", fault_report(which, monkeypatch, broken))
+    assert re.search(
+        r"(?s): .*, after\n  cache 0 = a new one\n  extend", fault_report(which, monkeypatch, broken)
+    )
 
 
 def test_what_is_found_is_short(monkeypatch):

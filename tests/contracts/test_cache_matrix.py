@@ -163,7 +163,9 @@ def together(tiny: Callable[..., Tiny]) -> Callable[[str, bool], tuple[list[Requ
     def get(name: str, bans: bool) -> tuple[list[Request], list[Outcome]]:
         one = tiny(name)
         given = [some for some in methods.mixed(one) if bans or not some.generation_config.banned_phrases]
-        given += [some for drafter in speculation.FEW for some in requests_for(one, f"guessed by {drafter}")[:1]]
+        given += [
+            some for drafter in speculation.FEW for some in requests_for(one, f"guessed by {drafter}")[:1]
+        ]
         return given, outcomes(one.model, on("dynamic", {}, given))
 
     return get

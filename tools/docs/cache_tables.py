@@ -1,7 +1,7 @@
 """Write the table of caches in docs/guide/memory.md from the code and SmolLM2, or check that it is current.
 
-    python tools/docs/cache_tables.py             write
-    python tools/docs/cache_tables.py --check     fail if the page differs from the code
+python tools/docs/cache_tables.py             write
+python tools/docs/cache_tables.py --check     fail if the page differs from the code
 """
 
 import argparse

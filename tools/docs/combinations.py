@@ -1,7 +1,7 @@
 """Write docs/guide/combinations.md, the planner's verdict on every pair of methods, or check the page.
 
-    python tools/docs/combinations.py             write
-    python tools/docs/combinations.py --check     fail if the page differs from the planner
+python tools/docs/combinations.py             write
+python tools/docs/combinations.py --check     fail if the page differs from the planner
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Write docs/reference/config.md from the table of generation parameters, or check that it is current.
 
-    python tools/docs/config_reference.py             write
-    python tools/docs/config_reference.py --check     fail if the page differs from the table
+python tools/docs/config_reference.py             write
+python tools/docs/config_reference.py --check     fail if the page differs from the table
 """
 
 import argparse

@@ -139,9 +139,7 @@ def run(path: Path, folder: Path | None = None, programs: Path | None = None) ->
     Bash blocks find their commands in the folder `programs`, else beside this Python.
     """
     if is_isolated(path) and folder is None:
-        raise BlockError(
-            f"{path}: this file needs its own folder: run pytest tests/e2e/docs/test_blocks.py"
-        )
+        raise BlockError(f"{path}: this file needs its own folder: run pytest tests/e2e/docs/test_blocks.py")
     if is_programs(path):
         raise BlockError(f"{path}: these programs run separately: run pytest tests/e2e/examples")
     name = "blocks_" + re.sub(r"\W", "_", str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path))

@@ -196,7 +196,9 @@ def main() -> int:
         new = render(old, compared)
         stale += old != new
         if check:
-            difference = difflib.unified_diff(old.splitlines(), new.splitlines(), path.name, "new", lineterm="")
+            difference = difflib.unified_diff(
+                old.splitlines(), new.splitlines(), path.name, "new", lineterm=""
+            )
             print("\n".join(difference), end="")
         else:
             path.write_text(new, encoding="utf-8")

@@ -226,9 +226,7 @@ METHODS: Final = {
     "_prepare_encoder_decoder_kwargs_for_generation": Row("", "", "internal input preparation"),
     "_cache_dependant_input_preparation": Row("", "", "internal input preparation"),
     "_cache_dependant_input_preparation_exporting": Row("", "", "internal input preparation, for export"),
-    "_get_initial_cache_position": Row(
-        "", "", "internal input preparation; positions are those of the rows"
-    ),
+    "_get_initial_cache_position": Row("", "", "internal input preparation; positions are those of the rows"),
     "_get_layer_device_map_for_cache_init": Row(
         "", "", "internal; a cache takes the device of each layer from its tensors"
     ),

@@ -1,6 +1,6 @@
 """The picture at the top of the README: the run of its first example, drawn by the library.
 
-    python tools/docs/readme_picture.py        write docs/pictures/beams.svg
+python tools/docs/readme_picture.py        write docs/pictures/beams.svg
 """
 
 import contextlib

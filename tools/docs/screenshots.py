@@ -1,6 +1,6 @@
 """The screenshots of the page "See it": runs of SmolLM2, drawn by the library and rendered in Chromium.
 
-    python tools/docs/screenshots.py [NAME ...]        write docs/pictures/NAME.png (default: all)
+python tools/docs/screenshots.py [NAME ...]        write docs/pictures/NAME.png (default: all)
 """
 
 import argparse

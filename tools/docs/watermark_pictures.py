@@ -226,7 +226,8 @@ def texts() -> dict[str, Any]:
     plain = generate_ids(None, 2, 2 * TOKENS)
     ids_by_name["passage"] = plain[:TOKENS] + ids_by_name["passage"] + plain[TOKENS:]
     found = {
-        name: {"ids": ids, "pieces": [tokenizer.decode([one]) for one in ids]} for name, ids in ids_by_name.items()
+        name: {"ids": ids, "pieces": [tokenizer.decode([one]) for one in ids]}
+        for name, ids in ids_by_name.items()
     }
     return {"vocabulary": model.config.vocab_size, "texts": found}
 

@@ -1,7 +1,7 @@
 """Write the tables of docs/guide/watermarks.md from the figures of `bench.detection`, or check them.
 
-    python tools/docs/watermark_tables.py             write
-    python tools/docs/watermark_tables.py --check     fail if the page differs from the figures
+python tools/docs/watermark_tables.py             write
+python tools/docs/watermark_tables.py --check     fail if the page differs from the figures
 """
 
 import argparse
@@ -118,7 +118,11 @@ def models(figures: Figures) -> str:
     for mark, found in figures["true"].items():
         by_model = [found["models"][name] for name in names]
         lines.append(
-            [NAMES[mark], *(percent(one["p"]["rate"]) for one in by_model), *(f"{one['z']:.1f}" for one in by_model)]
+            [
+                NAMES[mark],
+                *(percent(one["p"]["rate"]) for one in by_model),
+                *(f"{one['z']:.1f}" for one in by_model),
+            ]
         )
     return table(head, lines)
 
@@ -144,7 +148,14 @@ def rows(figures: Figures) -> str:
             model, method = name.split(", ", 1)
             shares = [percent(one[part]["rate"]) for part in ("short", "p")]
             lines.append(
-                [NAMES[mark], MODELS[model], METHODS[method], str(one["p"]["count"]), f"{one['z']:.1f}", *shares]
+                [
+                    NAMES[mark],
+                    MODELS[model],
+                    METHODS[method],
+                    str(one["p"]["count"]),
+                    f"{one['z']:.1f}",
+                    *shares,
+                ]
             )
     return table(head, lines)
 

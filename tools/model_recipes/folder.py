@@ -26,7 +26,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def write_config(folder: Path, config: Mapping[str, Any], dtype: str = "float32") -> None:
     """Write `config.json`."""
     # The version selects the config format; without one, version 5 warns about large tokenizers.
-    write_json(folder / "config.json", {**config, "torch_dtype": dtype, "transformers_version": FORMAT_VERSION})
+    write_json(
+        folder / "config.json", {**config, "torch_dtype": dtype, "transformers_version": FORMAT_VERSION}
+    )
 
 
 def write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:

@@ -55,7 +55,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time (default 1)")
     parser.add_argument("--seconds", type=int, default=20, help="CPU time of each process (default 20)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="only classes that failed in these results")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="only classes that failed in these results"
+    )
     parser.add_argument("--list", action="store_true", help="list the classes and exit")
     parser.add_argument("--verbose", action="store_true", help="print tracebacks")
     return parser.parse_args(argv)

@@ -355,7 +355,11 @@ def media_prompts(entry: Entry, model: Any) -> Subject:
 def place(entry: Entry, model: Any, media: Inputs) -> list[int]:
     """The placeholder ids of one image or sound, between its start and end tokens if it has them."""
     config = model.config
-    count = NUM_PLACEHOLDERS[entry.model_type] if entry.model_type in NUM_PLACEHOLDERS else num_features(model, media)
+    count = (
+        NUM_PLACEHOLDERS[entry.model_type]
+        if entry.model_type in NUM_PLACEHOLDERS
+        else num_features(model, media)
+    )
     opening, closing = first(config, *OPENINGS), first(config, *CLOSINGS)
     middle = [placeholder(config)] * count
     return middle if opening is None or closing is None else [opening, *middle, closing]

@@ -245,7 +245,9 @@ def _with_layer_types(kind: type[Any], chosen: dict[str, Any], fields: set[str])
     if count is None or not list_fields:
         return chosen
     layers = len(chosen["layer_types"]) if "layer_types" in chosen else chosen[count]
-    found = {name: list(dict.fromkeys(getattr(kind(), name) or ())) for name in list_fields if name not in chosen}
+    found = {
+        name: list(dict.fromkeys(getattr(kind(), name) or ())) for name in list_fields if name not in chosen
+    }
     mixing, feeding = found.get("layer_types", []), found.get("mlp_layer_types", [])
     if len(mixing) > 1:
         layers = 2 * len(mixing)

@@ -233,10 +233,17 @@ def _gap(expected: ModelOutput, got: ModelOutput) -> str:
     return "" if difference is None else f" (logits of step {difference[0]} by {difference[1]:.2e})"
 
 
-def _run(call: Callable[..., Any], subject: Subject, prompt: Mapping[str, Any], beams: int = 1) -> ModelOutput:
+def _run(
+    call: Callable[..., Any], subject: Subject, prompt: Mapping[str, Any], beams: int = 1
+) -> ModelOutput:
     # Models may write into their inputs; the next call needs the originals.
     inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in prompt.items()}
-    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "num_beams": beams, **subject.options}
+    options: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "num_beams": beams,
+        **subject.options,
+    }
     if beams == 1:
         options = {"output_logits": True, "return_dict_in_generate": True, **options}
     options = {name: value for name, value in options.items() if value is not None}

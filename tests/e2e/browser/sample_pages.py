@@ -65,7 +65,9 @@ def _records(texts: list[str]) -> Iterator[TraceRecord]:
     yield ResultRecord(0, (ReturnedSequence(tuple(tokens), "length", len(tokens), -1.0),))
     for place, text in enumerate(texts, 1):
         root = len(tokens) + place
-        yield _request_record(place, root, [tokens[place - 1]], text, {text: text, "many": [text, {text: [text]}]})
+        yield _request_record(
+            place, root, [tokens[place - 1]], text, {text: text, "many": [text, {text: [text]}]}
+        )
         yield ResultRecord(place, error=text)
 
 

@@ -36,7 +36,9 @@ def test_a_name_without_entry_example_or_test_is_found(monkeypatch: pytest.Monke
 
 
 def test_an_import_or_a_string_is_no_example() -> None:
-    assert api_pages.used_names("from descant import TopKLogitsWarper\nprint('TopKLogitsWarper')") == {"print"}
+    assert api_pages.used_names("from descant import TopKLogitsWarper\nprint('TopKLogitsWarper')") == {
+        "print"
+    }
     assert "TopKLogitsWarper" in api_pages.used_names("import descant\ndescant.TopKLogitsWarper(3)")
 
 

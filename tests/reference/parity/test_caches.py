@@ -74,7 +74,13 @@ PLAIN = [
     ("DynamicCache", {}, lambda model: DynamicCache(), "mistral", (9, *(1,) * 6)),
     ("StaticCache", ROOM, lambda model: make_cache(StaticCache, model), "llama", (7, *(1,) * 9)),
     ("StaticCache", ROOM, lambda model: make_cache(StaticCache, model), "qwen2", (7, *(1,) * 9)),
-    ("SlidingWindowCache", ROOM, lambda model: make_cache(SlidingWindowCache, model), "mistral", (5, *(1,) * 9)),
+    (
+        "SlidingWindowCache",
+        ROOM,
+        lambda model: make_cache(SlidingWindowCache, model),
+        "mistral",
+        (5, *(1,) * 9),
+    ),
     ("HybridCache", ROOM, lambda model: make_cache(HybridCache, model), "gemma2", (5, *(1,) * 9)),
     ("HybridCache", ROOM, lambda model: make_cache(HybridCache, model), "gemma2", (9, *(1,) * 6)),
 ]
@@ -115,7 +121,9 @@ def test_quanto(nbits, rows, get, reference):
     ours = stepped(subject.model, cache, fed)
     same(
         ours[real],
-        reference_logits(reference, subject, ("QuantoQuantizedCache", {"cache_config": settings}), placed(fed))[real],
+        reference_logits(
+            reference, subject, ("QuantoQuantizedCache", {"cache_config": settings}), placed(fed)
+        )[real],
     )
     assert (ours - whole(subject.model, ids, mask))[real].abs().max() > 0.1
 
@@ -236,7 +244,9 @@ def test_its_windows_read_no_prompt_longer_than_they_are(get, reference):
     fed = feeds(ids, (7, 1, 1, 1))
     with pytest.raises(ReferenceFailure, match="size of tensor"):
         reference_logits(reference, subject, ("SlidingWindowCache", ROOM), placed(fed))
-    same(stepped(subject.model, make_cache(SlidingWindowCache, subject.model), fed), whole(subject.model, ids))
+    same(
+        stepped(subject.model, make_cache(SlidingWindowCache, subject.model), fed), whole(subject.model, ids)
+    )
 
 
 def test_its_windows_lose_which_columns_are_padding(get, reference):

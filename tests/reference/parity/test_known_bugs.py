@@ -106,7 +106,9 @@ def test_a_pad_token_inside_the_prompt_is_a_token(name, tiny, reference):
     first, second = prompts(model.arch, (8, 8), seed=300)
     first[4] = second[5] = model.pad
     ids = torch.tensor([first, second])
-    expected = ask(reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8)
+    expected = ask(
+        reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8
+    )
 
     assert ask(reference, model, {"input_ids": ids}, min_new_tokens=8) != expected
     assert run(model, {"input_ids": ids}, min_new_tokens=8) == expected
@@ -156,7 +158,9 @@ def test_prompts_that_all_begin_with_the_end_token(tiny, reference):
     model = tiny("gpt2")
     rows = [[model.eos, *row] for row in prompts(model.arch, (5, 5), seed=303)]
     ids = torch.tensor(rows)
-    expected = ask(reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8)
+    expected = ask(
+        reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8
+    )
     assert run(model, {"input_ids": ids}, min_new_tokens=8) == expected
 
 

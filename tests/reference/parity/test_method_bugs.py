@@ -299,7 +299,10 @@ def test_guidance_does_not_follow_the_beams(name, seed, tiny, reference):
 
     def guided(tokens):
         """What the guided scores at each of the tokens should be [T, V]."""
-        plain, unguided = reference_logprobs(reference, model, row, tokens), reference_logprobs(reference, model, row[-1:], tokens)
+        plain, unguided = (
+            reference_logprobs(reference, model, row, tokens),
+            reference_logprobs(reference, model, row[-1:], tokens),
+        )
         return unguided + scale * (plain - unguided)
 
     def of(scores, tokens):

@@ -13,7 +13,7 @@ import torch
 
 from bench.detection.corpus import pieces
 from bench.detection.edits import edit_text
-from bench.detection.marks import MARKS, random_config, marking_config
+from bench.detection.marks import MARKS, marking_config, random_config
 from bench.detection.results import rate
 from bench.detection.store import Store
 from bench.detection.texts import Batch, Library
@@ -69,7 +69,8 @@ def own_scores(mark: str, texts: list[list[int]], length: int, method: str = "sa
     """Marked texts with their own keys."""
     vocabulary = library().reader(MODEL).vocabulary
     return [
-        score_ids(marking_config(mark, MODEL, method, index), vocabulary, ids, [length])[0] for index, ids in enumerate(texts)
+        score_ids(marking_config(mark, MODEL, method, index), vocabulary, ids, [length])[0]
+        for index, ids in enumerate(texts)
     ]
 
 
@@ -108,7 +109,11 @@ def test_it_is_found_without_token_ids_and_after_edits(mark: str) -> None:
     edge = 0.5 if mark == "selfhash" else 0.7  # selfhash has the least margin in 100 tokens
     for kind, share, least in (("deleted", 0.0, 0.9), ("deleted", 0.1, edge), ("replaced", 0.1, edge)):
         tests = [
-            score_text(marking_config(mark, MODEL, "sampled", index), reader, edit_text(text, kind, share, words, rng))
+            score_text(
+                marking_config(mark, MODEL, "sampled", index),
+                reader,
+                edit_text(text, kind, share, words, rng),
+            )
             for index, text in enumerate(texts)
         ]
         assert detection_rate(tests) >= least, (kind, share)

@@ -392,7 +392,9 @@ def test_a_state_goes_on_from_where_it_was(method):
         assert cache.lengths.tolist() == [cold.shape[1] - 1]
         text = torch.cat((cold, torch.tensor([[13, 14 + turn]])), 1)
     assert "a state cannot be cut" in refusal_of(model, text[:, :9], cache)
-    assert "with one returned sequence" in refusal_of(model, text, cache, do_sample=True, num_return_sequences=2)
+    assert "with one returned sequence" in refusal_of(
+        model, text, cache, do_sample=True, num_return_sequences=2
+    )
 
 
 def test_an_empty_cache_of_transformers_is_taken(tiny):

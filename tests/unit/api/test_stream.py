@@ -226,7 +226,9 @@ def test_logprobs(kind, tiny):
             assert all(one.logprob is None for one in mine[:-1])
             mine[:-1] = []
         torch.testing.assert_close(torch.tensor(record.law("raw_logprob", row, sequence)), found.raw[-late:])
-        torch.testing.assert_close(torch.tensor(record.law("logprob", row, sequence)), found.processed[-late:])
+        torch.testing.assert_close(
+            torch.tensor(record.law("logprob", row, sequence)), found.processed[-late:]
+        )
         assert found.raw.tolist() != found.processed.tolist()
 
 

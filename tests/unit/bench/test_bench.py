@@ -104,7 +104,9 @@ def test_ratios_are_taken_repeat_by_repeat(model: Any, monkeypatch: pytest.Monke
         return remaining[implementation].pop(0)
 
     monkeypatch.setattr(compare, "_time_run", timed)
-    results = {one.implementation: one for one in compare.run(model, "tiny", CASES["greedy-1"], NEW, repeats=3)}
+    results = {
+        one.implementation: one for one in compare.run(model, "tiny", CASES["greedy-1"], NEW, repeats=3)
+    }
     assert turns[:6] == ["baseline", "descant", "transformers", "descant", "transformers", "baseline"]
     ours = results["descant"]
     assert (ours.ratio, ours.low, ours.high, ours.best) == (1.5, 1.5, 1.5, 1.5)

@@ -13,12 +13,18 @@ from bench import scenarios, speculation
 from bench.forward import Forwards
 from bench.models import SUBJECTS
 from bench.prompts import GROUNDED, PROMPTS, Prompt, high_entropy_prompts
-from bench.scenarios import Scenario, Method, batches
-from bench.speculation import Bench, Result, DecodeStats
+from bench.scenarios import Method, Scenario, batches
+from bench.speculation import Bench, DecodeStats, Result
 
 SMALL = ["--new", "8", "--repeats", "1", "--prompts", "1", "--guesses", "3", "--layers", "1"]
 ALONE = ["none", "transformers none"]
-LOOKUP_METHODS = [*ALONE, "lookup, constant 10", "lookup, adaptive", "suffix, constant 10", "suffix, adaptive"]
+LOOKUP_METHODS = [
+    *ALONE,
+    "lookup, constant 10",
+    "lookup, adaptive",
+    "suffix, constant 10",
+    "suffix, adaptive",
+]
 
 
 class CharTokenizer:
@@ -75,7 +81,11 @@ def test_grounded_text_alone_and_in_batches(capsys: pytest.CaptureFixture[str]) 
         assert float(row["tok/s"]) > 0
         low, high = map(float, row["range"].split("-"))
         assert low <= float(row["x none"]) <= high
-        counterpart = row["batch"] == "1" and row["method"] in ("none", "lookup, constant 10", "lookup, adaptive")
+        counterpart = row["batch"] == "1" and row["method"] in (
+            "none",
+            "lookup, constant 10",
+            "lookup, adaptive",
+        )
         assert (row["x theirs"] != "-") == counterpart
     assert {row["x none"] for row in rows if row["method"] == "none"} == {"1.00"}
     assert {row["tok/fwd"] for row in rows if row["method"].endswith("none")} == {"1.00"}
@@ -147,7 +157,9 @@ def test_ratios_are_taken_repeat_by_repeat(small: Any, monkeypatch: pytest.Monke
     }
     turns: list[str] = []
 
-    def run_once(self: Bench, scenario: Scenario, method: Method, fastest: Any, more: Any = None) -> tuple[float, DecodeStats]:
+    def run_once(
+        self: Bench, scenario: Scenario, method: Method, fastest: Any, more: Any = None
+    ) -> tuple[float, DecodeStats]:
         if more is not None:
             fastest.update({wide: 1.25, narrow: 1.0})
             return firsts.pop(0), stats["none"]

@@ -523,7 +523,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def requests_for(one: Any, names: list[str], lengths: list[int], seed: int, tokens: int = 12) -> list[Request]:
+def requests_for(
+    one: Any, names: list[str], lengths: list[int], seed: int, tokens: int = 12
+) -> list[Request]:
     """A request for each method, of texts that repeat themselves."""
     texts = [text[: len(text) // 2] * 2 for text in prompts(one.arch, lengths, seed)]
     return [

@@ -241,7 +241,8 @@ def test_lines_are_read_in_as_few_moves_as_can_be():
 def test_a_row_is_the_same_in_any_batch(settings):
     lengths, more = [9, 4, 70], [3, 6, 1]
     contents = [
-        random_block(1, length + extra, row) for row, (length, extra) in enumerate(zip(lengths, more, strict=True))
+        random_block(1, length + extra, row)
+        for row, (length, extra) in enumerate(zip(lengths, more, strict=True))
     ]
     whole = one(residual=4, **settings)
     whole.extend(3)

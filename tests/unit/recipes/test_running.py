@@ -485,7 +485,9 @@ def test_a_session_is_unharmed_by_a_recipe_that_cannot_be_made(model, ids):
 
 
 def test_a_speech_model_accepts_function_recipes_only():
-    whisper = transformers.WhisperForConditionalGeneration.from_pretrained(pretrained.folder("whisper-tiny.en"))
+    whisper = transformers.WhisperForConditionalGeneration.from_pretrained(
+        pretrained.folder("whisper-tiny.en")
+    )
     features = torch.zeros(1, 80, 3000)
     with pytest.raises((InputError, UnsupportedModel), match="recipe"):
         descant.generate(whisper, input_features=features, recipe=Second)

@@ -290,7 +290,12 @@ def kit(world: World, tiny: Tiny, name: str, **config: Any) -> Path:
     content = json.loads((made / "tokenizer_config.json").read_text())
     mapped = {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]}
     (made / "tokenizer_config.json").write_text(json.dumps({**content, "auto_map": mapped}))
-    content = {"max_new_tokens": 2, "custom_generate": str(made), "trust_remote_code": True, "recipe": str(made)}
+    content = {
+        "max_new_tokens": 2,
+        "custom_generate": str(made),
+        "trust_remote_code": True,
+        "recipe": str(made),
+    }
     (made / "generation_config.json").write_text(json.dumps(content))
     (made / "custom_generate").mkdir()
     for file in ("code.py", "generate.py", "custom_generate/generate.py", "__init__.py", "conftest.py"):

@@ -288,7 +288,10 @@ def test_two_of_a_kind_share_their_memory(kind, field):
     pair = [
         Request([1], GenerationConfig(**given), logits_processor=[kind(one)]) for one in (value, value / 2)
     ]
-    assert [one.tokens[0] for one in outcomes(model, pair)] == [output_of(kind(value)), output_of(kind(value / 2))]
+    assert [one.tokens[0] for one in outcomes(model, pair)] == [
+        output_of(kind(value)),
+        output_of(kind(value / 2)),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- seeds

@@ -51,7 +51,9 @@ def config(count: int | None = None, **given: Any) -> GenerationConfig:
     return GenerationConfig(**given)
 
 
-def outcomes_of(target: Any, helper: Any, texts: Sequence[Sequence[int]], count: int = 8, **given: Any) -> list[Any]:
+def outcomes_of(
+    target: Any, helper: Any, texts: Sequence[Sequence[int]], count: int = 8, **given: Any
+) -> list[Any]:
     """What became of requests with that draft model."""
     more = {"assistant_model": helper, "tokenizer": given.pop("tokenizer", None)}
     return outcomes(target, [Request(text, config(count, **given), **more) for text in texts])
@@ -136,7 +138,9 @@ def test_a_stop_string_across_drafts_is_missed(count):
 def test_a_row_that_ended_spoils_those_that_draft(count):
     """Rows end at every place of a run while others go on (the request of transformers#32165)."""
     scripts = {row: [*range(30 + row, 30 + row + row), END, 3, 4] for row in range(5, 20)}
-    found = outcomes_of(Script(scripts), Script(scripts), [[row] for row in scripts], count, max_new_tokens=30)
+    found = outcomes_of(
+        Script(scripts), Script(scripts), [[row] for row in scripts], count, max_new_tokens=30
+    )
     assert [one.tokens[0] for one in found] == [script[:-2] for script in scripts.values()]
 
 

@@ -11,7 +11,7 @@ from descant.testing import failing_request
 from descant.trace.records import RequestRecord, RowRecord, RunRecord, StepRecord, TraceHeader
 from tests.contracts import methods, subjects
 from tests.contracts.speculation import DRAFTERS, drafted, few_words, words
-from tests.unit.trace.running import check, run, plain_values
+from tests.unit.trace.running import check, plain_values, run
 
 METHODS = (*subjects.METHODS, *methods.METHODS, *methods.DECODER_ONLY)
 

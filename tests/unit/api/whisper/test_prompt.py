@@ -45,7 +45,9 @@ def test_a_language_for_each_recording():
 
 
 def test_a_language_that_is_not_given_is_heard():
-    found = {token for seed in range(6) for (_, token, _) in prompts_of(whisper(), **recordings(32, 32, seed=seed))}
+    found = {
+        token for seed in range(6) for (_, token, _) in prompts_of(whisper(), **recordings(32, 32, seed=seed))
+    }
     assert found <= set(LANGUAGES.values())
     assert len(found) > 1, "recordings in several languages are wanted here"
 

@@ -14,7 +14,9 @@ WINDOW = AudioWindow(start=400, frames=3000)  # begins at 4 s
 
 def times(tokens, window=WINDOW):
     pieces, advance = split_segments(tokens, window, CLOCK)
-    return [(one.token_start, one.token_end, round(one.start, 6), round(one.end, 6)) for one in pieces], advance
+    return [
+        (one.token_start, one.token_end, round(one.start, 6), round(one.end, 6)) for one in pieces
+    ], advance
 
 
 def test_two_timestamps_in_a_row_end_a_segment_and_begin_the_next():

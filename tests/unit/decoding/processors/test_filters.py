@@ -51,7 +51,9 @@ def test_top_p_of_few_tokens_gives_the_bits_of_top_p_of_all(size, tied):
         assert filters.above_threshold(scores, NEVER) is not None
         short = processor(line, scores)
         assert torch.equal(short, whole(scores, processor.tail_mass, 1 + seed % 4)), seed
-        many = torch.cat((scores, torch.randn(1, size)))  # another line for which the fast path does not apply
+        many = torch.cat(
+            (scores, torch.randn(1, size))
+        )  # another line for which the fast path does not apply
         assert filters.above_threshold(many, NEVER) is None
         beside = processor(torch.zeros(len(many), 1, dtype=torch.long), many)
         assert torch.equal(short, beside[:-1]), seed

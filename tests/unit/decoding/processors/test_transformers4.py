@@ -62,7 +62,9 @@ def test_the_same_scores(name: str, reference: ReferenceClient) -> None:
         if differ(name, given, mine, theirs):
             wrong.append(seed)
         still += theirs.shape == given.scores.shape and torch.equal(theirs, given.scores)
-    assert not wrong, f"{len(wrong)} cases, such as {wrong[0]}: {_describe(name, wrong[0], answers[wrong[0]])}"
+    assert not wrong, (
+        f"{len(wrong)} cases, such as {wrong[0]}: {_describe(name, wrong[0], answers[wrong[0]])}"
+    )
     assert still < 0.7 * CASES, "most cases leave the scores as they are and show nothing"
 
 

@@ -690,7 +690,9 @@ def test_tokens_that_the_target_s_model_lacks_are_not_tried(tokenizers):
     def say(seen):
         return words[min(len(seen) - 2, len(words) - 1)]
 
-    (whole,), _ = commit_and_draft(scripted((more, "stories15m"), tokenizers, say)[0], [-1], [more("A")["input_ids"]], 9)
+    (whole,), _ = commit_and_draft(
+        scripted((more, "stories15m"), tokenizers, say)[0], [-1], [more("A")["input_ids"]], 9
+    )
     assert more.convert_tokens_to_ids(" dragonfruit") in whole
     drafter, _ = scripted((more, "stories15m"), tokenizers, say, vocabulary=49152)
     assert commit_and_draft(drafter, [-1], [more("A")["input_ids"]], 9)[0] == [whole[:1]]
@@ -866,7 +868,9 @@ def test_processors_apply(real, tokenizers):
         return torch.full_like(logits, -torch.inf).index_fill(1, torch.tensor([foreign]), 0.0)
 
     drafter = crossed(PAIRS[0], real, tokenizers)
-    found, proposal = commit_and_draft(drafter, [-1], [row], 3, aid=DraftContext(force, DenseStore()), do_sample=1)
+    found, proposal = commit_and_draft(
+        drafter, [-1], [row], 3, aid=DraftContext(force, DenseStore()), do_sample=1
+    )
     assert found == [[foreign]]
     assert float(proposal.draft_probs[0, 0, foreign]) == 1.0
     assert drafter.forwards == 1

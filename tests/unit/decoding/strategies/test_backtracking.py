@@ -337,7 +337,10 @@ def test_a_stop_string_matches_final_text_only(tiny):
     # The state of the stop string "bc" must not keep a 'b' that was retracted.
     assert output_of(model, ["bx"], "abx", "acde", max_new_tokens=4, stop_strings="bc") == "acde"
     assert output_of(model, ["bx"], "abx", "abcd", "aabc", max_new_tokens=4, stop_strings="bc") == "aabc"
-    assert output_of(model, ["cx"], "abcx", "abcd", "abe", "abd", max_new_tokens=6, stop_strings="bd") == "abezzz"
+    assert (
+        output_of(model, ["cx"], "abcx", "abcd", "abe", "abd", max_new_tokens=6, stop_strings="bd")
+        == "abezzz"
+    )
 
 
 def test_an_end_inside_a_phrase_lets_it_stay(tiny):

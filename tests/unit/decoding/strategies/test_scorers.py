@@ -411,7 +411,9 @@ def test_the_prompt_is_what_stood_there_first():
         scorer.process(
             more_ids, **candidates([[(-2.0, 9, 0), (-3.0, 6, 0), (-9.0, 7, 1), (-9.5, 8, 1)]]), eos_token_id=9
         )
-    ends = [finished(scorer, [[3, 4, 5, 6], [3, 4, 6, 7]], (-3.0, -9.0)) for scorer in (with_prompt_length, found)]
+    ends = [
+        finished(scorer, [[3, 4, 5, 6], [3, 4, 6, 7]], (-3.0, -9.0)) for scorer in (with_prompt_length, found)
+    ]
     assert ends[0]["sequence_scores"].tolist() == ends[1]["sequence_scores"].tolist() == [-1.0]
     assert found.is_done, "nothing is left open"
 

@@ -174,7 +174,9 @@ def test_the_weakest_mark_lies_between_none_and_a_free_one():
 def test_a_batch_says_what_its_texts_say_alone():
     for scheme in SCHEMES:
         detector = WatermarkDetector(MODEL, "cpu", settings(scheme, context_width=2))
-        ids = torch.tensor([generate_text(settings(scheme, context_width=2), 80, 1), generate_text(None, 80, 2)])
+        ids = torch.tensor(
+            [generate_text(settings(scheme, context_width=2), 80, 1), generate_text(None, 80, 2)]
+        )
         ids[1, 0] = MODEL.bos_token_id
         together = vars(detector(ids, return_dict=True))
         assert together["prediction"].tolist() == [True, False] == detector(ids).tolist()

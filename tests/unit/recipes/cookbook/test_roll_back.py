@@ -95,7 +95,9 @@ def test_it_is_what_a_text_written_anew_would_be(period, repeats):
     for seed in range(12):
         model = Chain.chance(20, seed, positions=1)
         expected = reference(model, 24, period, repeats, 10)
-        assert output_of(model, back(period=period, repeats=repeats, most=10), max_new_tokens=24) == expected, seed
+        assert (
+            output_of(model, back(period=period, repeats=repeats, most=10), max_new_tokens=24) == expected
+        ), seed
         left += expected != output_of(model, None, max_new_tokens=24)
     assert left >= 2  # most of these models loop by themselves
 

@@ -142,7 +142,9 @@ def series(name):
         states = one.context_states(torch.from_numpy(contexts), torch.arange(COUNT)[:, None])
         return one.token_uniforms(states.numpy().astype(np.uint32), tokens)
     elif name == "key":
-        return np.concatenate([uniforms_of(race(key, 3), contexts[:200], 2, np.arange(200)) for key in range(500)])
+        return np.concatenate(
+            [uniforms_of(race(key, 3), contexts[:200], 2, np.arange(200)) for key in range(500)]
+        )
     elif name == "chance":
         contexts = rng.integers(0, 50_000, (COUNT, 3))
     elif name == "walk":  # contexts that overlap, as those of a text do
