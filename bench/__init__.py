@@ -1,1 +1,1 @@
-"""Side by side in one run: Descant's generate(), transformers' own, and the bare loop below both."""
+"""Benchmarks: Descant's generate(), transformers' own and a baseline loop, in one run."""

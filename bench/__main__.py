@@ -1,4 +1,4 @@
-"""`python -m bench`: the table of ways to decode, measured in this process on one thread."""
+"""`python -m bench`: a table of decoding implementations, measured in this process on one thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.models import SUBJECTS, Subject
 
 __all__ = ["main"]
 
-# What is left of a full run for CI: the loop's overhead everywhere, the network's presence once.
+# The short run of CI: all cases on the tiny model, one on the real model.
 _QUICK = {"tiny": tuple(CASES), "smollm2": ("greedy-1",)}
 _QUICK_REPEATS = {"tiny": 5, "smollm2": 2}
 _QUICK_NEW = {"tiny": 20, "smollm2": 8}
@@ -32,19 +32,19 @@ class _Plan:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for, print each case as it is done; the process's exit status."""
+    """Run the selected cases, print each result; the exit status of the process."""
     options = _options(argv)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results: list[compare.Result] = []
     print(table.head(), flush=True)
-    for plan in _plans(options):
+    for plan in _selected_plans(options):
         model = plan.subject.model()
         for case in plan.cases:
-            some = compare.run(model, plan.subject.name, case, plan.subject.new, plan.subject.repeats)
-            print(*table.lines(some), sep="\n", flush=True)
-            results += some
+            case_results = compare.run(model, plan.subject.name, case, plan.subject.new, plan.subject.repeats)
+            print(*table.lines(case_results), sep="\n", flush=True)
+            results += case_results
     if options.json is not None:
         options.json.write_text(table.document(results), encoding="utf-8")
     return 0
@@ -54,9 +54,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--model", action="append", choices=SUBJECTS, help="only this model; may be repeated")
     parser.add_argument("--case", action="append", choices=CASES, help="only this case; may be repeated")
-    parser.add_argument("--repeats", type=_positive, help="how often each way runs, timed")
+    parser.add_argument("--repeats", type=_positive, help="timed runs of each implementation")
     parser.add_argument("--quick", action="store_true", help="few repeats and tokens, under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     return parser.parse_args(argv)
 
 
@@ -66,7 +66,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _plans(options: argparse.Namespace) -> Iterator[_Plan]:
+def _selected_plans(options: argparse.Namespace) -> Iterator[_Plan]:
     for name, subject in SUBJECTS.items():
         if options.model and name not in options.model:
             continue

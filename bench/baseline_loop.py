@@ -1,4 +1,4 @@
-"""The bare loop: forward with a preallocated cache, argmax, and nothing else. The floor."""
+"""The baseline loop: forward with a preallocated cache and argmax. A lower bound of the time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-__all__ = ["Slots", "decode"]
+__all__ = ["PreallocatedCache", "decode"]
 
 
-class Slots(Cache):
-    """Keys and values in blocks made once, written by slice: no growing, no rows, no mask."""
+class PreallocatedCache(Cache):
+    """Preallocated keys and values, written by slice: no growth, no row moves, no mask."""
 
     def __init__(self, model: Any, rows: int, slots: int) -> None:
-        # The base's constructor makes layers; this cache is nothing but its blocks.
+        # The base constructor would create layers; this cache only has its tensors.
         self.layers: list[Any] = []
         config = model.config
         heads = config.num_key_value_heads
@@ -23,7 +23,7 @@ class Slots(Cache):
         shape = (config.num_hidden_layers, rows, heads, slots, size)
         self._keys = torch.empty(shape, dtype=model.dtype, device=model.device)
         self._values = torch.empty(shape, dtype=model.dtype, device=model.device)
-        self.start = 0  # where the next forward writes
+        self.start = 0  # write position of the next forward
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any
@@ -54,14 +54,14 @@ class Slots(Cache):
 
 @torch.no_grad()
 def decode(model: Any, ids: Tensor, new: int) -> Tensor:
-    """The `new` likeliest tokens after `ids` [B, L], taken as level and real [B, new]."""
+    """The `new` most likely tokens [B, new] after `ids` [B, L], without padding."""
     rows, length = ids.shape
-    cache = Slots(model, rows, length + new - 1)  # the last token is never fed
+    cache = PreallocatedCache(model, rows, length + new - 1)  # the last token is never fed
     tokens = ids.new_empty(rows, new)
-    fed = ids
+    inputs = ids
     for at in range(new):
-        logits = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        cache.start += fed.shape[1]
-        fed = logits[:, -1].argmax(-1, keepdim=True)
-        tokens[:, at : at + 1] = fed
+        logits = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        cache.start += inputs.shape[1]
+        inputs = logits[:, -1].argmax(-1, keepdim=True)
+        tokens[:, at : at + 1] = inputs
     return tokens

@@ -1,4 +1,4 @@
-"""What is decoded: how many prompts, how long, and by which method."""
+"""The benchmark cases: number and lengths of prompts, and the method."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CASES", "Case", "Prompts"]
 
 @dataclass(frozen=True)
 class Prompts:
-    """Random prompts, padded at the left as a tokenizer would."""
+    """Random prompts, padded at the left."""
 
     ids: Tensor  # [B, L]
     mask: Tensor  # [B, L] 1 where an id is real
@@ -22,20 +22,20 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Case:
-    """A batch and a method; `arguments` go to both generate() alike."""
+    """A batch and a method; both generate() receive the same `arguments`."""
 
     name: str
     lengths: tuple[int, ...]  # of the prompts
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def level(self) -> bool:
-        """Whether all prompts are equally long."""
+    def equal_lengths(self) -> bool:
+        """Whether all prompts have the same length."""
         return len(set(self.lengths)) == 1
 
     @property
     def greedy(self) -> bool:
-        """Whether the bare loop, which only ever takes the likeliest token, runs the same method."""
+        """Whether the method is that of the baseline loop, greedy search."""
         return not self.arguments
 
     def prompts(self, vocabulary: int) -> Prompts:

@@ -1,4 +1,4 @@
-"""`python -m bench.chain`: what a chain of processors costs, beside transformers' own on the same scores."""
+"""`python -m bench.chain`: the cost of a processor chain, ours and transformers', on the same scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from descant.decoding import processors as ours
 
 __all__ = ["main"]
 
-ASKED = {"repetition_penalty": 1.1, "temperature": 0.8, "top_k": 50, "top_p": 0.95}
+PARAMETERS = {"repetition_penalty": 1.1, "temperature": 0.8, "top_k": 50, "top_p": 0.95}
 LENGTH = 200  # tokens of each row
 KINDS = (
     "RepetitionPenaltyLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
@@ -29,58 +29,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.chain", description=__doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=131072)
-    parser.add_argument("--repeats", type=int, default=7, help="how often each way runs, timed")
+    parser.add_argument("--repeats", type=int, default=7, help="timed runs of each")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(options.rows, options.vocabulary, generator=generator) * 3
     ids = torch.randint(options.vocabulary, (options.rows, LENGTH), generator=generator)
-    mine, other = _ours(ids), _theirs(ids)
-    print(f"{'':34}{'ours ms':>9}{'theirs':>9}{'gain':>7}  scores")
+    our_chain, their_chain = _ours(ids), _theirs(ids)
+    print(f"{'':34}{'ours ms':>9}{'theirs':>9}{'ratio':>7}  scores")
     for place, name in enumerate(KINDS):
-        _raced(name, [mine[place]], [other[place]], scores, options.repeats)
-        scores = mine[place](scores)  # each is timed on what the one before leaves
+        _compare(name, [our_chain[place]], [their_chain[place]], scores, options.repeats)
+        scores = our_chain[place](scores)  # each is timed on the output of the one before
     scores = torch.randn(options.rows, options.vocabulary, generator=generator) * 3
-    _raced("chain", mine, other, scores, options.repeats)
+    _compare("chain", our_chain, their_chain, scores, options.repeats)
     return 0
 
 
-Link = Callable[[Tensor], Tensor]
+ProcessorCall = Callable[[Tensor], Tensor]
 
 
-def _ours(ids: Tensor) -> list[Link]:
-    """Our processors with a column of parameters, as the loop calls them."""
+def _ours(ids: Tensor) -> list[ProcessorCall]:
+    """Our processors with parameter columns, as the loop calls them."""
     row = {
-        "repetition_penalty": ASKED["repetition_penalty"],
-        "temperature": ASKED["temperature"],
-        "top_k": ASKED["top_k"],
-        "tail_mass": 1.0 - ASKED["top_p"],
+        "repetition_penalty": PARAMETERS["repetition_penalty"],
+        "temperature": PARAMETERS["temperature"],
+        "top_k": PARAMETERS["top_k"],
+        "tail_mass": 1.0 - PARAMETERS["top_p"],
         "min_tokens_to_keep": 1,
     }
     length = torch.full((len(ids),), ids.shape[1])
     context = Context(ids, length, torch.zeros_like(length), columns_from_rows([row] * len(ids)))
-    made = [getattr(ours, name).make_unbound() for name in KINDS]
-    return [lambda scores, one=one: one.process(context, scores) for one in made]
+    instances = [getattr(ours, name).make_unbound() for name in KINDS]
+    return [lambda scores, one=one: one.process(context, scores) for one in instances]
 
 
-def _theirs(ids: Tensor) -> list[Link]:
-    made = [getattr(theirs, name)(value) for name, value in zip(KINDS, ASKED.values(), strict=True)]
-    return [lambda scores, one=one: one(ids, scores) for one in made]
+def _theirs(ids: Tensor) -> list[ProcessorCall]:
+    instances = [getattr(theirs, name)(value) for name, value in zip(KINDS, PARAMETERS.values(), strict=True)]
+    return [lambda scores, one=one: one(ids, scores) for one in instances]
 
 
-def _raced(name: str, mine: Sequence[Link], other: Sequence[Link], scores: Tensor, repeats: int) -> None:
-    """Print the median CPU times of both, run in turn, and whether their answers are the same."""
+def _compare(
+    name: str,
+    our_chain: Sequence[ProcessorCall],
+    their_chain: Sequence[ProcessorCall],
+    scores: Tensor,
+    repeats: int,
+) -> None:
+    """Print the median CPU times of both, run in turn, and whether their outputs are equal."""
     times: tuple[list[float], list[float]] = ([], [])
-    found = [scores, scores]
+    outputs = [scores, scores]
     for repeat in range(repeats):
         for which in (0, 1) if repeat % 2 else (1, 0):
-            start, answer = time.process_time(), scores
-            for link in (mine, other)[which]:
-                answer = link(answer)
+            start, output = time.process_time(), scores
+            for processor in (our_chain, their_chain)[which]:
+                output = processor(output)
             times[which].append(time.process_time() - start)
-            found[which] = answer
+            outputs[which] = output
     first, second = (statistics.median(part) * 1e3 for part in times)
-    same = "same" if torch.equal(*found) else "OTHER"
+    same = "same" if torch.equal(*outputs) else "OTHER"
     print(f"{name:34}{first:9.1f}{second:9.1f}{second / first:7.2f}  {same}", flush=True)
 
 

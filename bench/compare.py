@@ -1,4 +1,4 @@
-"""One case on one model, all ways in turn, repeat after repeat."""
+"""One case on one model: all implementations in turn, for each repeat."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.case import Case, Prompts
-from bench.forward_counter import Tally
-from bench.implementations import BARE, CONTENDERS, OURS, THEIRS
+from bench.forward_counter import ForwardCounter
+from bench.implementations import BASELINE, IMPLEMENTATIONS, OURS, THEIRS
 from bench.peak import Peak
 
 __all__ = ["Result", "run"]
@@ -22,29 +22,29 @@ __all__ = ["Result", "run"]
 
 @dataclass(frozen=True)
 class Result:
-    """What one way came to in one case. Times are CPU time; ratios are medians of each repeat's ratio."""
+    """The result of one implementation in one case. Times are CPU time, ratios medians over repeats."""
 
     model: str
     case: str
-    way: str
+    implementation: str
     repeats: int
     steps: int  # tokens decoded for each row
-    ratio: float  # time / the bare loop's
-    low: float  # the ratio's first quartile
-    high: float  # and third
-    best: float  # fastest repeat / the bare loop's fastest: neighbours on the machine disturb it least
-    step: float  # milliseconds a step
-    over: float  # milliseconds a step on top of the bare loop
-    gain: float  # transformers' time / this one's
-    peak: int | None  # bytes of memory on top of what the process held
+    ratio: float  # time / baseline time
+    low: float  # first quartile of the ratio
+    high: float  # third quartile
+    best: float  # fastest repeat / fastest baseline: least disturbed by other processes
+    step: float  # milliseconds per step
+    overhead: float  # milliseconds per step above the baseline
+    speedup: float  # transformers' time / this time
+    peak: int | None  # bytes of memory above the start
     forwards: int
-    fed: int  # positions fed, padding included
-    same: bool | None  # the same tokens as transformers; None where this way decodes otherwise
+    fed: int  # input positions, padding included
+    same: bool | None  # the same tokens as transformers; None if the method differs
 
 
 @dataclass(frozen=True)
-class _Sight:
-    """What is looked at outside the clock."""
+class _UntimedRun:
+    """Output, memory and forwards of the untimed run."""
 
     tokens: Tensor
     peak: int | None
@@ -53,41 +53,41 @@ class _Sight:
 
 
 def run(model: Any, name: str, case: Case, new: int, repeats: int) -> list[Result]:
-    """Every way `repeats` times, taking turns in a rotating order; a result for each."""
+    """Every implementation `repeats` times, in a rotating order; a result for each."""
     prompts = case.prompts(model.config.vocab_size)
-    sights = {way: _looked(way, model, case, prompts, new) for way in CONTENDERS}
-    times: dict[str, list[float]] = {way: [] for way in CONTENDERS}
-    ways = list(CONTENDERS)
+    untimed = {one: _run_untimed(one, model, case, prompts, new) for one in IMPLEMENTATIONS}
+    times: dict[str, list[float]] = {implementation: [] for implementation in IMPLEMENTATIONS}
+    names = list(IMPLEMENTATIONS)
     gc.collect()
-    gc.freeze()  # what exists by now is not searched for garbage again
+    gc.freeze()  # existing objects are not scanned again
     try:
         for repeat in range(repeats):
-            turn = repeat % len(ways)
-            for way in ways[turn:] + ways[:turn]:
-                times[way].append(_timed(way, model, case, prompts, new))
+            offset = repeat % len(names)
+            for implementation in names[offset:] + names[:offset]:
+                times[implementation].append(_time_run(implementation, model, case, prompts, new))
     finally:
         gc.unfreeze()
-    return [_result(name, case, new, way, times, sights) for way in CONTENDERS]
+    return [_result(name, case, new, implementation, times, untimed) for implementation in IMPLEMENTATIONS]
 
 
-def _looked(way: str, model: Any, case: Case, prompts: Prompts, new: int) -> _Sight:
-    """A first run, which also warms up."""
-    CONTENDERS[way](model, case, prompts, 2)
+def _run_untimed(implementation: str, model: Any, case: Case, prompts: Prompts, new: int) -> _UntimedRun:
+    """The first run, which is also the warm-up."""
+    IMPLEMENTATIONS[implementation](model, case, prompts, 2)
     gc.collect()
     torch.manual_seed(0)
-    with Tally(model) as tally, Peak() as peak:
-        tokens = CONTENDERS[way](model, case, prompts, new)
+    with ForwardCounter(model) as counter, Peak() as peak:
+        tokens = IMPLEMENTATIONS[implementation](model, case, prompts, new)
     if tokens.shape != (len(case.lengths), new) or bool((tokens == model.config.vocab_size - 1).any()):
-        raise RuntimeError(f"{way} ended a row of {case.name} early: its times cannot be compared")
-    return _Sight(tokens, peak.bytes, tally.forwards, tally.fed)
+        raise RuntimeError(f"{implementation} ended a row of {case.name} early: its times cannot be compared")
+    return _UntimedRun(tokens, peak.bytes, counter.forwards, counter.fed)
 
 
-def _timed(way: str, model: Any, case: Case, prompts: Prompts, new: int) -> float:
+def _time_run(implementation: str, model: Any, case: Case, prompts: Prompts, new: int) -> float:
     """The CPU seconds of one run."""
     gc.collect()
     torch.manual_seed(0)
     start = time.process_time()
-    CONTENDERS[way](model, case, prompts, new)
+    IMPLEMENTATIONS[implementation](model, case, prompts, new)
     return time.process_time() - start
 
 
@@ -95,31 +95,31 @@ def _result(
     name: str,
     case: Case,
     new: int,
-    way: str,
+    implementation: str,
     times: Mapping[str, Sequence[float]],
-    sights: Mapping[str, _Sight],
+    untimed: Mapping[str, _UntimedRun],
 ) -> Result:
-    mine, sight = times[way], sights[way]
-    ratios = _ratios(mine, times[BARE])
+    seconds, inspected = times[implementation], untimed[implementation]
+    ratios = _ratios(seconds, times[BASELINE])
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    alike = way in (OURS, THEIRS) or (case.greedy and case.level)
+    comparable = implementation in (OURS, THEIRS) or (case.greedy and case.equal_lengths)
     return Result(
         model=name,
         case=case.name,
-        way=way,
-        repeats=len(mine),
+        implementation=implementation,
+        repeats=len(seconds),
         steps=new,
         ratio=statistics.median(ratios),
         low=low,
         high=high,
-        best=min(mine) / min(times[BARE]),
-        step=statistics.median(mine) / new * 1e3,
-        over=statistics.median(a - b for a, b in zip(mine, times[BARE], strict=True)) / new * 1e3,
-        gain=statistics.median(_ratios(times[THEIRS], mine)),
-        peak=sight.peak,
-        forwards=sight.forwards,
-        fed=sight.fed,
-        same=torch.equal(sight.tokens, sights[THEIRS].tokens) if alike else None,
+        best=min(seconds) / min(times[BASELINE]),
+        step=statistics.median(seconds) / new * 1e3,
+        overhead=statistics.median(a - b for a, b in zip(seconds, times[BASELINE], strict=True)) / new * 1e3,
+        speedup=statistics.median(_ratios(times[THEIRS], seconds)),
+        peak=inspected.peak,
+        forwards=inspected.forwards,
+        fed=inspected.fed,
+        same=torch.equal(inspected.tokens, untimed[THEIRS].tokens) if comparable else None,
     )
 
 

@@ -1,10 +1,9 @@
-"""`python -m bench.compiled`: the compiled decode step beside the same step uncompiled, and its price.
+"""`python -m bench.compiled`: the compiled decode step against the same step uncompiled, and its cost.
 
-Three sessions go on side by side with the same prompts: on a dense cache, on a static one, and on a static
-one whose step is compiled. They take turns step by step, in changing order, so that whatever else the machine
-does falls on all alike; ratios are medians over the steps. "products" is how much of a compiled step the
-matrix products alone take with the same weights: what no way can do without. CPU time with one thread; with
-more, the wall's. Then prompts of different length follow each other, and what torch compiles for them is
+Three sessions decode the same prompts: on a dense cache, on a static one, and on a static one with a compiled
+step. They alternate step by step in rotating order, so that other load affects all equally; ratios are
+medians over the steps. "products" is the share of a compiled step that its matrix products need. CPU time
+with one thread; wall time with more. Then prompts of different lengths follow, and recompilations are
 counted.
 """
 
@@ -31,71 +30,75 @@ from descant.kv_cache.static import StaticStore
 from descant.models.compiled_step import compiled_steps_of
 from descant.models.traits import traits_of
 
-__all__ = ["Figures", "Race", "main"]
+__all__ = ["Figures", "StepBenchmark", "main"]
 
-_WAYS = ("dense", "static", "compiled")
+_VARIANTS = ("dense", "static", "compiled")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What the ways came to: seconds of each step, and the tokens."""
+    """The results of all variants: seconds of each step, and the tokens."""
 
     steps: Mapping[str, Sequence[float]]
     tokens: Mapping[str, Sequence[Sequence[int]]]
     products: float  # seconds
-    compiling: float  # seconds, by the wall
+    compiling: float  # seconds of wall time
     graphs: int
 
-    def speed(self, way: str, rows: int) -> float:
-        """Tokens a second."""
-        return rows / statistics.median(self.steps[way])
+    def speed(self, variant: str, rows: int) -> float:
+        """Tokens per second."""
+        return rows / statistics.median(self.steps[variant])
 
-    def gain(self, way: str, over: str) -> float:
-        """How many times faster a step is."""
-        pairs = zip(self.steps[over], self.steps[way], strict=True)
+    def speedup(self, variant: str, over: str) -> float:
+        """The median speedup of a step."""
+        pairs = zip(self.steps[over], self.steps[variant], strict=True)
         return statistics.median(below / above for below, above in pairs)
 
     @property
     def same(self) -> bool:
-        """Whether all ways chose the same tokens."""
-        return all(self.tokens[way] == self.tokens["dense"] for way in _WAYS)
+        """Whether all variants gave the same tokens."""
+        return all(self.tokens[variant] == self.tokens["dense"] for variant in _VARIANTS)
 
 
 @dataclass(frozen=True)
-class Race:
-    """A model, and how it is measured."""
+class StepBenchmark:
+    """A model and the options of the benchmark."""
 
     model: Any
     options: argparse.Namespace
 
     def run(self, rows: int) -> Figures:
-        """The ways side by side, with so many rows."""
-        known = compiled_steps_of(self.model, traits_of(self.model))
-        before, graphs = known.compile_seconds, known.num_graphs
+        """All variants in turn, with this many rows."""
+        compiled_steps = compiled_steps_of(self.model, traits_of(self.model))
+        before, graphs = compiled_steps.compile_seconds, compiled_steps.num_graphs
         new = self.options.new
         config = GenerationConfig(max_new_tokens=new + 2, eos_token_id=None, do_sample=False)
-        sessions = {way: Session(self.model, cache=cache) for way, cache in self._caches().items()}
-        tokens: dict[str, list[list[int]]] = {way: [[] for _ in range(rows)] for way in _WAYS}
+        sessions = {variant: Session(self.model, cache=cache) for variant, cache in self._caches().items()}
+        tokens: dict[str, list[list[int]]] = {variant: [[] for _ in range(rows)] for variant in _VARIANTS}
         prompts = [self._prompt(self.options.prompt, row) for row in range(rows)]
-        for way, session in sessions.items():
+        for variant, session in sessions.items():
             session.admit(*(Request(prompt, config) for prompt in prompts))
-            for _ in range(2):  # the prompt, and the step that is compiled
-                _step(session, tokens[way])
-        steps: dict[str, list[float]] = {way: [] for way in _WAYS}
+            for _ in range(2):  # the prefill, and the step that compiles
+                _step(session, tokens[variant])
+        steps: dict[str, list[float]] = {variant: [] for variant in _VARIANTS}
         for number in range(new):
-            turn = number % len(_WAYS)
-            for way in (*_WAYS[turn:], *_WAYS[:turn]):
+            offset = number % len(_VARIANTS)
+            for variant in (*_VARIANTS[offset:], *_VARIANTS[:offset]):
                 start = self._clock()
-                _step(sessions[way], tokens[way])
-                steps[way].append(self._clock() - start)
+                _step(sessions[variant], tokens[variant])
+                steps[variant].append(self._clock() - start)
         return Figures(
-            steps, tokens, self._products(rows), known.compile_seconds - before, known.num_graphs - graphs
+            steps,
+            tokens,
+            self._products(rows),
+            compiled_steps.compile_seconds - before,
+            compiled_steps.num_graphs - graphs,
         )
 
-    def recompiled(self, prompts: int) -> int:
-        """What torch compiles for prompts of different length, each with a cache of its own."""
-        known = compiled_steps_of(self.model, traits_of(self.model))
-        graphs = known.num_graphs
+    def count_recompiles(self, prompts: int) -> int:
+        """The number of graphs compiled for prompts of different lengths, each with its own cache."""
+        compiled_steps = compiled_steps_of(self.model, traits_of(self.model))
+        graphs = compiled_steps.num_graphs
         config = GenerationConfig(max_new_tokens=3, eos_token_id=None, do_sample=False)
         longest = self.options.capacity - 3
         for number in range(prompts):
@@ -103,15 +106,15 @@ class Race:
             length = 2 + number * max(longest - 2, 0) // max(prompts - 1, 1)
             session.admit(Request(self._prompt(length, number), config))
             list(session.drain())
-        return known.num_graphs - graphs
+        return compiled_steps.num_graphs - graphs
 
     def _caches(self) -> dict[str, KVCache]:
         capacity = self.options.capacity
-        how = CompileConfig(backend=self.options.backend)
+        compile_config = CompileConfig(backend=self.options.backend)
         return {
             "dense": DenseStore(),
             "static": StaticStore(capacity),
-            "compiled": StaticStore(capacity, compile_config=how),
+            "compiled": StaticStore(capacity, compile_config=compile_config),
         }
 
     @property
@@ -124,28 +127,28 @@ class Race:
 
     @torch.no_grad()
     def _products(self, rows: int) -> float:
-        """Seconds of one product with every matrix that a step multiplies with, the least of several."""
+        """Median seconds of one product with every matrix of a step."""
         linear = [part.weight for part in self.model.modules() if isinstance(part, torch.nn.Linear)]
-        lines = {wide: torch.randn(rows, wide) for wide in {weight.shape[1] for weight in linear}}
-        found = []
+        inputs = {width: torch.randn(rows, width) for width in {weight.shape[1] for weight in linear}}
+        times = []
         for _ in range(5):
             start = self._clock()
             for weight in linear:
-                torch.nn.functional.linear(lines[weight.shape[1]], weight)
-            found.append(self._clock() - start)
-        return statistics.median(found)
+                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+            times.append(self._clock() - start)
+        return statistics.median(times)
 
 
 def _step(session: Session, tokens: Sequence[list[int]]) -> None:
-    """One step of a session, its tokens noted."""
-    for made in session.step():
-        if isinstance(made, Tokens):
-            for request, token in zip(made.request.tolist(), made.token.tolist(), strict=True):
+    """Run one step of a session and record its tokens."""
+    for event in session.step():
+        if isinstance(event, Tokens):
+            for request, token in zip(event.request.tolist(), event.token.tolist(), strict=True):
                 tokens[request].append(token)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for, print each model as it is done; the process's exit status."""
+    """Run the selected models, print each result; the exit status of the process."""
     options = _options(argv)
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
@@ -159,26 +162,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     head += "products  compile s  tokens"
     print(f"{head}\n{'-' * len(head)}", flush=True)
     for name in options.model:
-        race = Race(_loaded(name), options)
+        benchmark = StepBenchmark(_load_model(name), options)
         for rows in options.rows:
-            found = race.run(rows)
-            speeds = [found.speed(way, rows) for way in _WAYS]
+            figures = benchmark.run(rows)
+            speeds = [figures.speed(variant, rows) for variant in _VARIANTS]
             print(
                 f"{name:<11} {rows:>4}  {speeds[0]:>11.1f}  {speeds[1]:>12.1f}  {speeds[2]:>14.1f}  "
-                f"{found.gain('compiled', 'dense'):>7.2f}  {found.gain('compiled', 'static'):>8.2f}  "
-                f"{found.products / statistics.median(found.steps['compiled']):>8.0%}  "
-                f"{found.compiling:>9.1f}  {'same' if found.same else 'OTHER'}",
+                f"{figures.speedup('compiled', 'dense'):>7.2f}  "
+                f"{figures.speedup('compiled', 'static'):>8.2f}  "
+                f"{figures.products / statistics.median(figures.steps['compiled']):>8.0%}  "
+                f"{figures.compiling:>9.1f}  {'same' if figures.same else 'OTHER'}",
                 flush=True,
             )
         if options.prompts:
-            graphs = race.recompiled(options.prompts)
+            graphs = benchmark.count_recompiles(options.prompts)
             print(
                 f"{name:<11} {options.prompts} prompts of different length: {graphs} recompiled", flush=True
             )
     return 0
 
 
-def _loaded(name: str) -> Any:
+def _load_model(name: str) -> Any:
     root = Path(os.environ.get("DESCANT_MODELS") or Path(__file__).resolve().parents[1] / "models")
     folder = root / name
     if not (folder / "config.json").exists():
@@ -193,7 +197,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=96, help="steps timed")
     parser.add_argument("--capacity", type=int, default=256, help="slots of the static caches")
-    parser.add_argument("--prompts", type=int, default=50, help="how many of different length follow")
+    parser.add_argument("--prompts", type=int, default=50, help="prompts of different lengths that follow")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Every forward of some models: its shape and how long it took."""
+"""The shape and the time of every forward of some models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["Forwards", "Shape"]
 
-Shape = tuple[int, int, int]  # (id of the model, rows, positions a row)
+Shape = tuple[int, int, int]  # (id of the model, rows, positions per row)
 
 
 class Forwards:
@@ -35,17 +35,17 @@ class Forwards:
 
     @property
     def seconds(self) -> float:
-        """Of all forwards together."""
+        """The total time of all forwards."""
         return sum(self._times)
 
     def count(self, model: Any) -> int:
-        """How many forwards the model made."""
+        """The number of forwards of the model."""
         return sum(shape[0] == id(model) for shape in self.shapes)
 
-    def lower(self, least: dict[Shape, float]) -> None:
-        """Bring the least seconds of each shape up to date."""
+    def update_minimum(self, fastest: dict[Shape, float]) -> None:
+        """Update the minimum seconds of each shape."""
         for shape, seconds in zip(self.shapes, self._times, strict=True):
-            least[shape] = min(seconds, least.get(shape, seconds))
+            fastest[shape] = min(seconds, fastest.get(shape, seconds))
 
     def _begin(self, model: Any, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         self._began = self._clock()

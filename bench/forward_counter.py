@@ -1,22 +1,22 @@
-"""How often a model is run, and on how many positions."""
+"""The number of forwards of a model, and of their input positions."""
 
 from __future__ import annotations
 
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Tally"]
+__all__ = ["ForwardCounter"]
 
 
-class Tally:
-    """Counts the forwards of a model while open: `with Tally(model) as tally`."""
+class ForwardCounter:
+    """Counts the forwards of a model while open: `with ForwardCounter(model) as counter`."""
 
     def __init__(self, model: Any) -> None:
         self.forwards = 0
         self.fed = 0  # positions, padding included
         self._model = model
 
-    def __enter__(self) -> Tally:
+    def __enter__(self) -> ForwardCounter:
         self._hook = self._model.register_forward_pre_hook(self._count, with_kwargs=True)
         return self
 

@@ -1,4 +1,4 @@
-"""The three ways to decode that are compared, behind one signature."""
+"""The three compared implementations, with one signature."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import descant
 from bench import baseline_loop
 from bench.case import Case, Prompts
 
-__all__ = ["BARE", "CONTENDERS", "OURS", "THEIRS", "Contender"]
+__all__ = ["BASELINE", "IMPLEMENTATIONS", "OURS", "THEIRS", "Implementation"]
 
-Contender = Callable[[Any, Case, Prompts, int], Tensor]  # (model, case, prompts, new) -> new tokens [B, new]
+Implementation = Callable[[Any, Case, Prompts, int], Tensor]  # (model, case, prompts, new) -> [B, new]
 
 
-def _bare(model: Any, case: Case, prompts: Prompts, new: int) -> Tensor:  # noqa: ARG001
+def _baseline(model: Any, case: Case, prompts: Prompts, new: int) -> Tensor:  # noqa: ARG001
     return baseline_loop.decode(model, prompts.ids, new)
 
 
@@ -34,5 +34,5 @@ def _theirs(model: Any, case: Case, prompts: Prompts, new: int) -> Tensor:
     return whole[:, prompts.ids.shape[1] :]
 
 
-BARE, OURS, THEIRS = "bare", "descant", "transformers"
-CONTENDERS: Mapping[str, Contender] = {BARE: _bare, OURS: _ours, THEIRS: _theirs}
+BASELINE, OURS, THEIRS = "baseline", "descant", "transformers"
+IMPLEMENTATIONS: Mapping[str, Implementation] = {BASELINE: _baseline, OURS: _ours, THEIRS: _theirs}

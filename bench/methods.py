@@ -1,7 +1,7 @@
-"""`python -m bench.methods`: what each method costs beside another way to spend the forwards, on SmolLM2.
+"""`python -m bench.methods`: the cost of methods against a baseline with equal forwards, on SmolLM2.
 
-Contrastive search races transformers 4.52.4 in a Python of its own (`--rival`); DoLa and guidance race our
-own greedy search. All ways take turns in one run; CPU time, one thread, the median of each.
+Contrastive search is compared with transformers 4.52.4 in its own Python (`--rival`), DoLa and guidance with
+our own greedy search. All alternate in one run; median CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -29,61 +29,61 @@ PROMPT = "The history of the printing press begins with"
 NEGATIVE = "Here is a list of numbers: 1, 2, 3,"
 
 
-class Rival:
-    """transformers of another version, in a process of its own."""
+class Transformers4Worker:
+    """Another version of transformers, in its own process."""
 
     def __init__(self, python: str, folder: Path) -> None:
-        # Not `-m`: the package's own imports are not to be had there.
-        command = [python, str(ROOT / "bench" / "rival.py"), str(folder)]
+        # Not `-m`: the imports of the package are not installed there.
+        command = [python, str(ROOT / "bench" / "transformers4_worker.py"), str(folder)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        self.version = self._heard()["transformers"]
+        self.version = self._read_reply()["transformers"]
 
     def run(self, ids: torch.Tensor, arguments: Mapping[str, Any]) -> float:
-        """The CPU seconds of one call there."""
+        """The CPU seconds of one call in that process."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"ids": ids.tolist(), "arguments": dict(arguments)}) + "\n")
         self.process.stdin.flush()
-        return float(self._heard()["seconds"])
+        return float(self._read_reply()["seconds"])
 
     def close(self) -> None:
         """End the process."""
         self.process.terminate()
         self.process.wait()
 
-    def _heard(self) -> dict[str, Any]:
+    def _read_reply(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
 
 
-def timed(call: Callable[[], Any]) -> float:
+def cpu_seconds(call: Callable[[], Any]) -> float:
     """The CPU seconds of a call."""
     begin = time.process_time()
     call()
     return time.process_time() - begin
 
 
-def raced(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """The median seconds of each way, after one run of each that does not count."""
-    for way in ways.values():
-        way()
-    seen: dict[str, list[float]] = {name: [] for name in ways}
+def median_seconds(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """The median seconds of each call, after one warm-up run."""
+    for call in calls.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
-        for name, way in ways.items():
-            seen[name].append(way())
-    return {name: statistics.median(some) for name, some in seen.items()}
+        for name, call in calls.items():
+            seconds[name].append(call())
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the races that are asked for and print their ratios."""
+    """Run the selected comparisons and print their ratios."""
     parser = argparse.ArgumentParser(prog="python -m bench.methods", description=__doc__)
     default = os.environ.get("DESCANT_REFERENCE_PYTHON", str(ROOT / ".reference" / "bin" / "python"))
     parser.add_argument("--rival", default=default, help="the Python that has transformers 4.52.4")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2")
-    parser.add_argument("--new", type=int, default=256, help="new tokens of the race in contrastive search")
+    parser.add_argument("--new", type=int, default=256, help="new tokens of contrastive search")
     parser.add_argument("--few", type=int, default=64, help="new tokens of the others")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=("contrastive", "dola", "guidance"), action="append")
@@ -94,45 +94,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(options.model).eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(options.model)
     ids = torch.tensor([tokenizer.encode(PROMPT)])
-    wanted = options.only or ("contrastive", "dola", "guidance")
+    selected = options.only or ("contrastive", "dola", "guidance")
 
     def ours(inputs: torch.Tensor, new: int, **fields: Any) -> Callable[[], float]:
         mask = torch.ones_like(inputs)
         extra = {"max_new_tokens": new, "min_new_tokens": new, **fields}
-        return lambda: timed(lambda: descant.generate(model, input_ids=inputs, attention_mask=mask, **extra))
+        return lambda: cpu_seconds(
+            lambda: descant.generate(model, input_ids=inputs, attention_mask=mask, **extra)
+        )
 
-    if "contrastive" in wanted:
-        rival = Rival(options.rival, options.model)
-        how = {"penalty_alpha": 0.6, "top_k": 4}
+    if "contrastive" in selected:
+        rival = Transformers4Worker(options.rival, options.model)
+        fields = {"penalty_alpha": 0.6, "top_k": 4}
         lengths = {"max_new_tokens": options.new, "min_new_tokens": options.new}
-        ways = {
-            "descant": ours(ids, options.new, **how),
-            rival.version: lambda: rival.run(ids, {**how, **lengths}),
+        calls = {
+            "descant": ours(ids, options.new, **fields),
+            rival.version: lambda: rival.run(ids, {**fields, **lengths}),
         }
-        found = raced(ways, options.repeats)
+        found = median_seconds(calls, options.repeats)
         rival.close()
-        _told(f"contrastive search, k=4, {options.new} tokens", found, rival.version, "descant")
-    if "dola" in wanted:
-        ways = {"greedy": ours(ids, options.few)}
-        ways |= {f"DoLa {layers}": ours(ids, options.few, dola_layers=layers) for layers in ("low", "high")}
-        found = raced(ways, options.repeats)
+        _print_ratio(f"contrastive search, k=4, {options.new} tokens", found, rival.version, "descant")
+    if "dola" in selected:
+        calls = {"greedy": ours(ids, options.few)}
+        calls |= {f"DoLa {layers}": ours(ids, options.few, dola_layers=layers) for layers in ("low", "high")}
+        found = median_seconds(calls, options.repeats)
         for name in ("DoLa low", "DoLa high"):
-            _told(f"{name}, {options.few} tokens", found, name, "greedy")
-    if "guidance" in wanted:
-        away = torch.tensor([tokenizer.encode(NEGATIVE)])
+            _print_ratio(f"{name}, {options.few} tokens", found, name, "greedy")
+    if "guidance" in selected:
+        negative = torch.tensor([tokenizer.encode(NEGATIVE)])
         both = ids.repeat(2, 1)
-        ways = {
+        calls = {
             "batch of 2": ours(both, options.few),
             "guidance": ours(ids, options.few, guidance_scale=1.5),
-            "guidance, negative prompt": ours(ids, options.few, guidance_scale=1.5, negative_prompt_ids=away),
+            "guidance, negative prompt": ours(
+                ids, options.few, guidance_scale=1.5, negative_prompt_ids=negative
+            ),
         }
-        found = raced(ways, options.repeats)
+        found = median_seconds(calls, options.repeats)
         for name in ("guidance", "guidance, negative prompt"):
-            _told(f"{name}, {options.few} tokens", found, name, "batch of 2")
+            _print_ratio(f"{name}, {options.few} tokens", found, name, "batch of 2")
     return 0
 
 
-def _told(title: str, found: Mapping[str, float], above: str, below: str) -> None:
+def _print_ratio(title: str, found: Mapping[str, float], above: str, below: str) -> None:
     seconds = ", ".join(f"{name} {found[name]:.2f} s" for name in (above, below))
     print(f"{title}: {above} / {below} = {found[above] / found[below]:.2f} ({seconds})", flush=True)
 

@@ -1,4 +1,4 @@
-"""The models: one where the network is the cost, one where the loop is."""
+"""The models: a real one, dominated by the forward, and a tiny one, dominated by the loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and how much of it makes a fair measurement."""
+    """A model, and the size of its measurement."""
 
     name: str
     load: Callable[[], Any]
@@ -26,7 +26,7 @@ class Subject:
     repeats: int
 
     def model(self) -> Any:
-        """The model, with an end token that is looked for but never comes: all ways take the same steps."""
+        """The model, with an end token of minimal probability, so that all runs have the same steps."""
         model = self.load().eval()
         end = model.config.vocab_size - 1
         with torch.no_grad():
@@ -46,7 +46,7 @@ def _tiny() -> Any:
         max_position_embeddings=1024,
         bos_token_id=None,
         eos_token_id=None,
-        initializer_range=0.2,  # wide enough that the likeliest token is not always the same
+        initializer_range=0.2,  # wide enough that the most likely token varies
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""How far a process's memory rises while something runs, as the kernel counts it."""
+"""The peak memory of a process during a block, as counted by the kernel."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Peak:
-    """`with Peak() as peak`: then `peak.bytes` is the highest resident size over the one at the start.
+    """`with Peak() as peak`: `peak.bytes` is the peak resident size above the size at the start.
 
-    None where the kernel keeps no such mark that can be reset (anything but Linux).
+    None where the kernel has no resettable high-water mark (anything but Linux).
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Peak:
     def __enter__(self) -> Peak:
         _trim()
         try:
-            _RESET.write_text("5", encoding="ascii")  # sets the high-water mark back to the present size
+            _RESET.write_text("5", encoding="ascii")  # resets the high-water mark to the current size
             self._before = _status("VmRSS")
         except OSError:
             self._before = None
@@ -38,7 +38,7 @@ class Peak:
 
 
 def _trim() -> None:
-    """Give freed memory back, so that what is needed next is seen to be taken; glibc alone can."""
+    """Return freed memory to the system, so that new allocations are counted; only with glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""What is decoded where guesses are measured: prompts whose answer leans on them, and some whose does not."""
+"""Prompts for speculative decoding: some whose answer copies the prompt, some whose answer does not."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GROUNDED", "PASSAGES", "Passage", "unguessable"]
+__all__ = ["GROUNDED", "PROMPTS", "Prompt", "high_entropy_prompts"]
 
 
 @dataclass(frozen=True)
-class Passage:
-    """A prompt: what a user says to a chat model, or the beginning of a text to go on with."""
+class Prompt:
+    """A prompt: a user message for a chat model, or the beginning of a text."""
 
     kind: str
     text: str
     chat: bool = True
 
     def ids(self, tokenizer: Any) -> list[int]:
-        """The prompt in tokens; a tokenizer without a chat template gets the bare text."""
+        """The token ids of the prompt; without a chat template, those of the text."""
         if not self.chat or not tokenizer.chat_template:
             return list(tokenizer(self.text)["input_ids"])
         turns = [{"role": "user", "content": self.text}]
@@ -145,33 +145,33 @@ def read_settings(path):
         raise ValueError("the setting port is missing")
     return settings"""
 
-PASSAGES: tuple[Passage, ...] = (
-    Passage("edit", f"Write this text again, word for word, but call the place Orm, not Velm:\n\n{_HARBOUR}"),
-    Passage("summarise", f"Summarise this text in its own words, in five or six sentences:\n\n{_LIBRARY}"),
-    Passage("code", _SHAPES, chat=False),
-    Passage("edit", f"Correct the spelling of this text, and write all of it out again:\n\n{_BREAD}"),
-    Passage(
+PROMPTS: tuple[Prompt, ...] = (
+    Prompt("edit", f"Write this text again, word for word, but call the place Orm, not Velm:\n\n{_HARBOUR}"),
+    Prompt("summarise", f"Summarise this text in its own words, in five or six sentences:\n\n{_LIBRARY}"),
+    Prompt("code", _SHAPES, chat=False),
+    Prompt("edit", f"Correct the spelling of this text, and write all of it out again:\n\n{_BREAD}"),
+    Prompt(
         "code",
         "Here is a Python function:\n\n```python\n"
         f"{_SETTINGS}\n```\n\nWrite the whole function again, and rename the variable `settings` to `found`.",
     ),
-    Passage("summarise", f"Which findings does this report state? Quote them.\n\n{_BATTERY}"),
+    Prompt("summarise", f"Which findings does this report state? Quote them.\n\n{_BATTERY}"),
 )
 
-GROUNDED: Mapping[str, tuple[Passage, ...]] = {
-    kind: tuple(one for one in PASSAGES if one.kind == kind) for kind in ("edit", "summarise", "code")
+GROUNDED: Mapping[str, tuple[Prompt, ...]] = {
+    kind: tuple(one for one in PROMPTS if one.kind == kind) for kind in ("edit", "summarise", "code")
 }
 
 _OPENINGS = ("The last person to see", "Nobody had told the", "On a Tuesday, two", "It is said of")
 
 
-def unguessable(kind: str, count: int) -> Iterator[Passage]:
-    """Prompts to draw from at full temperature.
+def high_entropy_prompts(kind: str, count: int) -> Iterator[Prompt]:
+    """Prompts to sample from at temperature 1.
 
-    "digits" are random: the last ones always stand somewhere before, and what followed them there is no
-    help. "free" text has a few words to look for itself in.
+    "digits" are random: the last ones always occur earlier, and what followed them there does not help.
+    "free" text has only a few words to look up.
     """
     for at in range(count):
         digits = "".join(random.Random(at).choices("0123456789", k=250))
         text = digits if kind == "digits" else _OPENINGS[at % len(_OPENINGS)]
-        yield Passage(kind, text, chat=False)
+        yield Prompt(kind, text, chat=False)

@@ -1,9 +1,9 @@
-"""`python -m bench.quantized`: what a quantised cache saves in bytes, and costs in perplexity and time.
+"""`python -m bench.quantized`: memory, perplexity and time of quantised caches.
 
-A text is read as a prompt and then fed on in small steps, as decoding would, each token scored by what the
-cache lets the model see of those before it. "x smaller" is the bytes that a dense cache takes after a prompt
-of `--long` tokens by those that this one takes; "change" is that of the perplexity against the dense
-cache's; "x time" is the CPU time of the steps by the dense cache's in the same run.
+A text is prefilled and then fed in small steps, as in decoding; each token is scored with the cache.
+"x smaller" is the size of a dense cache after a prompt of `--long` tokens / the size of this one. "change" is
+the change of the perplexity against the dense cache. "x time" is the CPU time of the steps / that of the
+dense cache in the same run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.prompts import PASSAGES
-from bench.scenarios import loaded
+from bench.prompts import PROMPTS
+from bench.scenarios import load_model
 from descant.core.interfaces import KVCache, KVSpan
 from descant.errors import MissingExtra
 from descant.kv_cache.dense import DenseStore
@@ -33,10 +33,10 @@ from descant.models.forward_view import SelfAttentionView
 
 __all__ = ["main"]
 
-# Written for this project: no model has been trained on it.
-TEXT = "\n\n".join(one.text for one in PASSAGES if one.kind in ("edit", "summarise"))
+# Written for this project: not in any training data.
+TEXT = "\n\n".join(one.text for one in PROMPTS if one.kind in ("edit", "summarise"))
 DENSE = "dense"
-WAYS: Mapping[str, Callable[[], Quantizer] | None] = {
+QUANTIZERS: Mapping[str, Callable[[], Quantizer] | None] = {
     DENSE: None,
     **{f"quanto {bits}": partial(Quanto, bits) for bits in (4, 2)},
     # As in the paper: keys in groups over positions, values in groups over channels.
@@ -55,18 +55,18 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What one cache took and cost."""
+class Measurement:
+    """Memory, loss and time of one cache."""
 
     nbytes: int  # after the long prompt
-    loss: float  # mean of the fed tokens, in nats
+    loss: float  # mean over the fed tokens, in nats
     seconds: float  # for feeding them
 
-    def line(self, way: str, dense: Reading) -> str:
+    def line(self, name: str, dense: Measurement) -> str:
         """Its row of the table."""
         change = math.exp(self.loss - dense.loss) - 1
         cells = [
-            way,
+            name,
             f"{self.nbytes:,}",
             f"{dense.nbytes / self.nbytes:.2f}",
             f"{math.exp(self.loss):.3f}",
@@ -77,11 +77,11 @@ class Reading:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each cache; the process's exit status."""
+    """Print a line for each cache; the exit status of the process."""
     options = _options(argv)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    model = loaded(options.model)
+    model = load_model(options.model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     text = list(tokenizer(TEXT)["input_ids"])
     need = options.prompt + options.fed + 1
@@ -94,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"at a time, residual {options.residual}; bytes after a prompt of {options.long}"
     )
     print(_row([name for name, _ in _COLUMNS]))
-    dense = _read(model, DENSE, torch.tensor(text), options)
+    dense = _measure(model, DENSE, torch.tensor(text), options)
     print(dense.line(DENSE, dense), flush=True)
-    for way in options.way or list(WAYS)[1:]:
+    for name in options.way or list(QUANTIZERS)[1:]:
         try:
-            print(_read(model, way, torch.tensor(text), options).line(way, dense), flush=True)
+            print(_measure(model, name, torch.tensor(text), options).line(name, dense), flush=True)
         except MissingExtra as error:
-            print(f"{way}: {error}")
+            print(f"{name}: {error}")
     return 0
 
 
@@ -108,45 +108,45 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.quantized", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"), help="a model's folder")
     parser.add_argument(
-        "--way", action="append", choices=list(WAYS)[1:], help="only this cache; may be repeated"
+        "--way", action="append", choices=list(QUANTIZERS)[1:], help="only this cache; may be repeated"
     )
-    parser.add_argument("--prompt", type=int, default=256, help="tokens read at once")
+    parser.add_argument("--prompt", type=int, default=256, help="prefilled tokens")
     parser.add_argument("--fed", type=int, default=256, help="tokens fed and scored after them")
-    parser.add_argument("--step", type=int, default=4, help="how many are fed at a time")
-    parser.add_argument("--long", type=int, default=1024, help="the prompt whose bytes are counted")
-    parser.add_argument("--residual", type=int, default=128, help="how many positions stay as they came")
+    parser.add_argument("--step", type=int, default=4, help="tokens per step")
+    parser.add_argument("--long", type=int, default=1024, help="length of the prompt for the size")
+    parser.add_argument("--residual", type=int, default=128, help="positions that are not quantised")
     return parser.parse_args(argv)
 
 
 @torch.no_grad()
-def _read(model: Any, way: str, text: Tensor, options: argparse.Namespace) -> Reading:
-    """Read the text through a cache, and another prompt to see how large it makes one."""
-    cache = _cache(way, options)
-    logits = _fed(model, cache, text[: options.prompt])
+def _measure(model: Any, name: str, text: Tensor, options: argparse.Namespace) -> Measurement:
+    """Feed the text through a cache, and measure the size after the long prompt."""
+    cache = _cache(name, options)
+    logits = _feed(model, cache, text[: options.prompt])
     losses, last = [], logits[-1:]
     stop = options.prompt + options.fed
     began = time.process_time()
     for start in range(options.prompt, stop, options.step):
         tokens = text[start : min(start + options.step, stop)]
-        logits = torch.cat((last, _fed(model, cache, tokens)))
+        logits = torch.cat((last, _feed(model, cache, tokens)))
         losses.append(torch.nn.functional.cross_entropy(logits[:-1].double(), tokens, reduction="none"))
         last = logits[-1:]
     seconds = time.process_time() - began
-    large = _cache(way, options)
-    _fed(model, large, text.repeat(-(-options.long // len(text)))[: options.long])
-    return Reading(large.nbytes, float(torch.cat(losses).mean()), seconds)
+    large = _cache(name, options)
+    _feed(model, large, text.repeat(-(-options.long // len(text)))[: options.long])
+    return Measurement(large.nbytes, float(torch.cat(losses).mean()), seconds)
 
 
-def _cache(way: str, options: argparse.Namespace) -> KVCache:
+def _cache(name: str, options: argparse.Namespace) -> KVCache:
     """A cache with an empty row."""
-    quantizer = WAYS[way]
+    quantizer = QUANTIZERS[name]
     cache: KVCache = DenseStore() if quantizer is None else QuantizedStore(quantizer(), options.residual)
     cache.extend(1)
     return cache
 
 
-def _fed(model: Any, cache: KVCache, tokens: Tensor) -> Tensor:
-    """What the model says after each of some tokens [T, V], which the only row of the cache holds then."""
+def _feed(model: Any, cache: KVCache, tokens: Tensor) -> Tensor:
+    """The logits [T, V] after each of some tokens, which are appended to the only row of the cache."""
     start, width = int(cache.lengths[0]), len(tokens)
     view = SelfAttentionView(cache, KVSpan(None, start, width, start + width))
     logits: Tensor = model(input_ids=tokens[None], past_key_values=view, use_cache=True).logits[0]

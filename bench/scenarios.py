@@ -1,4 +1,4 @@
-"""What races what: the prompts of a contest and the ways that decode them."""
+"""Benchmark scenarios of speculative decoding: the prompts, and the methods that decode them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.prompts import GROUNDED, PASSAGES, Passage, unguessable
+from bench.prompts import GROUNDED, PROMPTS, Prompt, high_entropy_prompts
 
-__all__ = ["CASES", "Contest", "Way", "batches", "contests", "loaded"]
+__all__ = ["CASES", "Method", "Scenario", "batches", "build_scenarios", "load_model"]
 
 CASES = ("grounded", "unguessable", "pair", "exit", "foreign")
 _LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
@@ -23,134 +23,134 @@ _SUFFIX = {"suffix_lookup_num_tokens": 10}
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to decode; `theirs` is that of transformers, which `rival` names for one of ours."""
+class Method:
+    """A decoding method; `theirs` runs in transformers, `counterpart` names that of one of ours."""
 
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     theirs: bool = False
-    rival: str | None = None
-    # What transformers reads from the draft model's own config alone.
-    lent: Mapping[str, Any] = field(default_factory=dict)
+    counterpart: str | None = None
+    # Fields that transformers reads only from the draft model's own config.
+    draft_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Contest:
-    """Batches of prompts, one after the other, that all ways decode."""
+class Scenario:
+    """Batches of prompts that all methods decode."""
 
     case: str
     size: int  # rows of each batch
     batches: Sequence[Mapping[str, Tensor]]
-    ways: Sequence[Way]
-    common: Mapping[str, Any]  # fields of every way
+    methods: Sequence[Method]
+    common: Mapping[str, Any]  # fields of every method
     seed: int | None = None  # None: greedy
 
 
-def contests(case: str, tokenizer: Any, options: argparse.Namespace) -> Iterator[Contest]:
-    """The contests of a case, batch by batch. One row at a time is measured for each kind of text."""
-    ways: Callable[[], list[Way]] = {
-        "grounded": _looking,
-        "unguessable": lambda: [*_looking(), *_assisted(options, plain=False)],
-        "pair": lambda: _assisted(options),
-        "exit": lambda: _leaving(options),
-        "foreign": lambda: _translated(tokenizer, options),
+def build_scenarios(case: str, tokenizer: Any, options: argparse.Namespace) -> Iterator[Scenario]:
+    """The scenarios of a case by batch size; with one row, one for each kind of text."""
+    methods: Callable[[], list[Method]] = {
+        "grounded": _lookup_methods,
+        "unguessable": lambda: [*_lookup_methods(), *_assistant_methods(options, plain=False)],
+        "pair": lambda: _assistant_methods(options),
+        "exit": lambda: _early_exit_methods(options),
+        "foreign": lambda: _cross_tokenizer_methods(tokenizer, options),
     }[case]
-    made = [way for way in ways() if not options.way or way.name in ("none", *options.way)]
-    drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_new_tokens": options.new}
+    selected = [method for method in methods() if not options.way or method.name in ("none", *options.way)]
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_new_tokens": options.new}
     kinds = options.kind or tuple(GROUNDED)
     for size in options.batch:
-        # transformers takes one row at a time where it drafts.
-        mine = made if size == 1 else [way for way in made if not way.theirs]
+        # transformers drafts for one row only.
+        supported = selected if size == 1 else [method for method in selected if not method.theirs]
         if case == "unguessable":
-            common = {"max_new_tokens": options.new, **drawn}
+            common = {"max_new_tokens": options.new, **sampling}
             for kind in ("digits", "free"):
-                prompts = batches(tokenizer, unguessable(kind, max(size, options.prompts)), size)
-                yield Contest(kind, size, prompts, mine, common, seed=11)
+                prompts = batches(tokenizer, high_entropy_prompts(kind, max(size, options.prompts)), size)
+                yield Scenario(kind, size, prompts, supported, common, seed=11)
             continue
         common = {"max_new_tokens": options.new, "do_sample": False}
-        mixed = [one for one in PASSAGES if one.kind in kinds]
-        # As many different prompts as fit into one batch.
+        mixed = [one for one in PROMPTS if one.kind in kinds]
+        # As many different prompts as the batch has rows.
         groups = {"mixed": list(islice(cycle(mixed), size))}
         if size == 1:
             groups = {kind: list(GROUNDED[kind][: options.prompts]) for kind in kinds}
-        for kind, passages in groups.items():
+        for kind, prompts_of_kind in groups.items():
             label = kind if case == "grounded" else f"{case} {kind}"
-            yield Contest(label, size, batches(tokenizer, passages, size), mine, common)
+            yield Scenario(label, size, batches(tokenizer, prompts_of_kind, size), supported, common)
 
 
-def batches(tokenizer: Any, passages: Iterable[Passage], size: int) -> list[Mapping[str, Tensor]]:
-    """The prompts in batches of that size, each as wide as its longest; the last is filled up."""
-    prompts = [one.ids(tokenizer) for one in passages]
+def batches(tokenizer: Any, source: Iterable[Prompt], size: int) -> list[Mapping[str, Tensor]]:
+    """The prompts in padded batches of that size; the last is completed with repeated prompts."""
+    prompts = [one.ids(tokenizer) for one in source]
     count = -(-len(prompts) // size) * size
-    filled = list(islice(cycle(prompts), count))
-    return [_padded(filled[at : at + size]) for at in range(0, count, size)]
+    completed = list(islice(cycle(prompts), count))
+    return [_pad_left(completed[at : at + size]) for at in range(0, count, size)]
 
 
-def _none() -> list[Way]:
-    return [Way("none", rival="transformers none"), Way("transformers none", theirs=True)]
+def _none() -> list[Method]:
+    return [Method("none", counterpart="transformers none"), Method("transformers none", theirs=True)]
 
 
-def _looking() -> list[Way]:
-    """No network guesses."""
+def _lookup_methods() -> list[Method]:
+    """Drafts without a network."""
     adaptive = {"num_assistant_tokens_schedule": "adaptive"}
     constant = {"num_assistant_tokens_schedule": "constant"}
-    rival = "transformers lookup"
+    counterpart = "transformers lookup"
     return [
         *_none(),
-        Way("lookup, constant 10", {**_LOOKUP, **constant}, rival=rival),
-        Way("lookup, adaptive", {**_LOOKUP, **adaptive}, rival=rival),
-        Way("suffix, constant 10", {**_SUFFIX, **constant}),
-        Way("suffix, adaptive", {**_SUFFIX, **adaptive}),
-        Way(rival, _LOOKUP, theirs=True),
+        Method("lookup, constant 10", {**_LOOKUP, **constant}, counterpart=counterpart),
+        Method("lookup, adaptive", {**_LOOKUP, **adaptive}, counterpart=counterpart),
+        Method("suffix, constant 10", {**_SUFFIX, **constant}),
+        Method("suffix, adaptive", {**_SUFFIX, **adaptive}),
+        Method(counterpart, _LOOKUP, theirs=True),
     ]
 
 
-def _guessing(name: str, common: Mapping[str, Any], options: argparse.Namespace) -> list[Way]:
-    """A network guesses: always as many, or as many as pay; transformers as ours, and as it likes."""
-    rival = f"transformers {name}"
+def _draft_methods(name: str, common: Mapping[str, Any], options: argparse.Namespace) -> list[Method]:
+    """Drafts by a network, with constant and adaptive length; transformers with the same and by default."""
+    counterpart = f"transformers {name}"
     counts = sorted({2, options.guesses})
-    ways = []
+    methods = []
     for count in counts:
-        how = {"num_assistant_tokens": count, "num_assistant_tokens_schedule": "constant"}
-        whom = f"{rival}, {count}"
-        ways.append(Way(f"{name}, constant {count}", {**common, **how}, rival=whom))
-        ways.append(Way(whom, common, theirs=True, lent=how))
-    how = {"num_assistant_tokens": options.guesses, "num_assistant_tokens_schedule": "adaptive"}
-    ways.append(Way(f"{name}, adaptive", {**common, **how}, rival=f"{rival}, default"))
-    ways.append(Way(f"{rival}, default", common, theirs=True))
-    return ways
+        schedule = {"num_assistant_tokens": count, "num_assistant_tokens_schedule": "constant"}
+        their_name = f"{counterpart}, {count}"
+        methods.append(Method(f"{name}, constant {count}", {**common, **schedule}, counterpart=their_name))
+        methods.append(Method(their_name, common, theirs=True, draft_config=schedule))
+    schedule = {"num_assistant_tokens": options.guesses, "num_assistant_tokens_schedule": "adaptive"}
+    methods.append(Method(f"{name}, adaptive", {**common, **schedule}, counterpart=f"{counterpart}, default"))
+    methods.append(Method(f"{counterpart}, default", common, theirs=True))
+    return methods
 
 
-def _assisted(options: argparse.Namespace, plain: bool = True) -> list[Way]:
-    ways = _guessing("draft", {"assistant_model": loaded(options.draft)}, options)
+def _assistant_methods(options: argparse.Namespace, plain: bool = True) -> list[Method]:
+    methods = _draft_methods("draft", {"assistant_model": load_model(options.draft)}, options)
     if not plain:
-        return [way for way in ways if way.name == "draft, adaptive"]
-    return _none() + ways
+        return [method for method in methods if method.name == "draft, adaptive"]
+    return _none() + methods
 
 
-def _leaving(options: argparse.Namespace) -> list[Way]:
-    return _none() + _guessing("exit", {"assistant_early_exit": options.layers}, options)
+def _early_exit_methods(options: argparse.Namespace) -> list[Method]:
+    return _none() + _draft_methods("exit", {"assistant_early_exit": options.layers}, options)
 
 
-def _translated(tokenizer: Any, options: argparse.Namespace) -> list[Way]:
+def _cross_tokenizer_methods(tokenizer: Any, options: argparse.Namespace) -> list[Method]:
     folder = options.other
     common = {
-        "assistant_model": loaded(folder),
+        "assistant_model": load_model(folder),
         "tokenizer": tokenizer,
         "assistant_tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
     }
-    return _none() + _guessing("foreign", common, options)
+    return _none() + _draft_methods("foreign", common, options)
 
 
-def loaded(folder: Path) -> Any:
+def load_model(folder: Path) -> Any:
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"no model in {folder}: build it with `python tools/models.py {folder.name}`")
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def _padded(prompts: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
+def _pad_left(prompts: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
     """Token ids [B, L] and their mask, padded at the left."""
-    wide = max(map(len, prompts))
-    ids = torch.tensor([[0] * (wide - len(one)) + list(one) for one in prompts])
-    mask = torch.tensor([[0] * (wide - len(one)) + [1] * len(one) for one in prompts])
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(one)) + list(one) for one in prompts])
+    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts])
     return {"input_ids": ids, "attention_mask": mask}

@@ -1,9 +1,9 @@
-"""`python -m bench.speculation`: what drafts gain, beside no drafts and transformers' own, in the same run.
+"""`python -m bench.speculation`: the speedup of drafts over no drafts and over transformers, in one run.
 
-Every way takes its turn in each repeat; ratios are medians of each repeat's ratio, of whole calls ("x none")
-and of what follows the first token ("x rest", where the target has read the prompt). "x quiet" is "x rest"
-with every forward at the least that one of its shape took in any way: what a machine without neighbours
-would show. CPU time with one thread; with more, the wall's, since threads that wait are busy as well.
+All methods alternate in each repeat. Ratios are medians over repeats, of whole calls ("x none") and of the
+time after the first token ("x rest", without the prefill). "x quiet" is "x rest" with the fastest time of
+each forward shape in any run, an estimate for an idle machine. CPU time with one thread; wall time with more,
+since waiting threads use CPU time as well.
 """
 
 from __future__ import annotations
@@ -27,95 +27,95 @@ from torch import Tensor
 import descant
 from bench.forward import Forwards, Shape
 from bench.prompts import GROUNDED
-from bench.scenarios import CASES, Contest, Way, contests, loaded
+from bench.scenarios import CASES, Method, Scenario, build_scenarios, load_model
 
 __all__ = ["main"]
 
 _COLUMNS = (
-    ("case", 17), ("batch", 5), ("way", 29), ("tok/s", 7), ("x none", 7), ("range", 11), ("x rest", 7),
+    ("case", 17), ("batch", 5), ("method", 29), ("tok/s", 7), ("x none", 7), ("range", 11), ("x rest", 7),
     ("x quiet", 8), ("x theirs", 9), ("accepted", 9), ("tok/fwd", 8), ("tokens", 7),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What one way wrote, and with how much asking."""
+class DecodeStats:
+    """Tokens and forwards of one method."""
 
     rows: Sequence[Sequence[int]]  # the new tokens
-    forwards: int  # of the target, those of a batch once for each of its rows
-    tried: int = 0
+    forwards: int  # of the target; a batched forward counts once per row
+    drafted: int = 0
     accepted: int = 0
-    shapes: Sequence[Shape] = ()  # of every forward after a batch's first, a draft model's among them
-    beside: float = 0.0  # seconds outside of forwards
+    shapes: Sequence[Shape] = ()  # of all forwards after the first of a batch, draft models included
+    overhead_seconds: float = 0.0  # seconds outside of forwards
 
     @classmethod
-    def of(cls, parts: Sequence[Sight]) -> Sight:
-        """Several batches' as one."""
+    def of(cls, parts: Sequence[DecodeStats]) -> DecodeStats:
+        """The sum over several batches."""
         rows = [row for part in parts for row in part.rows]
         shapes = [shape for part in parts for shape in part.shapes]
-        counts = ("forwards", "tried", "accepted")
-        forwards, tried, accepted = (sum(getattr(part, name) for part in parts) for name in counts)
-        return cls(rows, forwards, tried, accepted, shapes, sum(part.beside for part in parts))
+        counts = ("forwards", "drafted", "accepted")
+        forwards, drafted, accepted = (sum(getattr(part, name) for part in parts) for name in counts)
+        return cls(rows, forwards, drafted, accepted, shapes, sum(part.overhead_seconds for part in parts))
 
     @property
     def tokens(self) -> int:
-        """How many there are of them."""
+        """The number of new tokens."""
         return sum(map(len, self.rows))
 
 
 class Times(NamedTuple):
-    """The seconds of every way and of the first token alone, repeat by repeat."""
+    """The seconds of every method and of the first token, by repeat."""
 
-    ways: Mapping[str, Sequence[float]]
+    methods: Mapping[str, Sequence[float]]
     firsts: Sequence[float]
-    least: Mapping[Shape, float]  # of a forward of each shape
+    fastest: Mapping[Shape, float]  # forward of each shape
 
-    def speeds(self, way: str, tokens: int) -> list[float]:
-        """Tokens a second."""
-        return [tokens / seconds for seconds in self.ways[way]]
+    def speeds(self, method: str, tokens: int) -> list[float]:
+        """Tokens per second."""
+        return [tokens / seconds for seconds in self.methods[method]]
 
-    def rests(self, way: str, tokens: int) -> list[float]:
-        """Tokens a second after the first."""
-        return [tokens / (one - first) for one, first in zip(self.ways[way], self.firsts, strict=True)]
+    def decode_speeds(self, method: str, tokens: int) -> list[float]:
+        """Tokens per second after the first."""
+        return [tokens / (one - first) for one, first in zip(self.methods[method], self.firsts, strict=True)]
 
-    def quiet(self, sight: Sight) -> float:
-        """Tokens a second after the first, had no forward been disturbed."""
-        seconds = sum(self.least[shape] for shape in sight.shapes) + sight.beside
-        return (sight.tokens - len(sight.rows)) / seconds
+    def quiet_speed(self, stat: DecodeStats) -> float:
+        """Tokens per second after the first, with the fastest time of each forward."""
+        seconds = sum(self.fastest[shape] for shape in stat.shapes) + stat.overhead_seconds
+        return (stat.tokens - len(stat.rows)) / seconds
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one way came to."""
+    """The result of one method."""
 
     case: str
     batch: int
-    way: str
-    speed: float  # tokens a second
-    gain: float  # against no drafts
-    low: float  # the least of a repeat
+    method: str
+    speed: float  # tokens per second
+    speedup: float  # over no drafts
+    low: float  # minimum over repeats
     high: float
-    rest: float  # the same without the first token
-    quiet: float  # the same with the least time of each forward
-    lead: float | None  # against transformers with the same method
-    rate: float | None  # accepted / tried
-    stride: float  # tokens a forward
-    same: bool | None  # as no drafts; None where chance is shared otherwise
+    decode_speedup: float  # speedup without the first token
+    quiet_speedup: float  # speedup with the fastest forwards
+    speedup_over_theirs: float | None  # speedup over transformers with the same method
+    acceptance_rate: float | None  # accepted / drafted
+    tokens_per_forward: float  # tokens per forward
+    same: bool | None  # as without drafts; None where the random streams differ
 
     def line(self) -> str:
         """Its row of the table."""
         cells = [
             self.case,
             str(self.batch),
-            self.way,
+            self.method,
             f"{self.speed:.1f}",
-            f"{self.gain:.2f}",
+            f"{self.speedup:.2f}",
             f"{self.low:.2f}-{self.high:.2f}",
-            f"{self.rest:.2f}",
-            f"{self.quiet:.2f}",
-            "-" if self.lead is None else f"{self.lead:.2f}",
-            "-" if self.rate is None else f"{self.rate:.1%}",
-            f"{self.stride:.2f}",
+            f"{self.decode_speedup:.2f}",
+            f"{self.quiet_speedup:.2f}",
+            "-" if self.speedup_over_theirs is None else f"{self.speedup_over_theirs:.2f}",
+            "-" if self.acceptance_rate is None else f"{self.acceptance_rate:.1%}",
+            f"{self.tokens_per_forward:.2f}",
             {True: "same", False: "OTHER", None: "-"}[self.same],
         ]
         return _row(cells)
@@ -123,82 +123,90 @@ class Result:
 
 @dataclass(frozen=True)
 class Bench:
-    """A model, and how it is measured."""
+    """A model and the options of the benchmark."""
 
     model: Any
     options: argparse.Namespace
 
-    def run(self, contest: Contest) -> list[Result]:
-        """Every way in turn, repeat after repeat; a result for each."""
-        few = {"max_new_tokens": 4, "min_new_tokens": 0}
-        for way in contest.ways:
-            self._called(contest, way, contest.batches[0], few)
-        sights: dict[str, Sight] = {}
-        times: dict[str, list[float]] = {way.name: [] for way in contest.ways}
+    def run(self, scenario: Scenario) -> list[Result]:
+        """All methods in turn for each repeat; a result for each."""
+        short = {"max_new_tokens": 4, "min_new_tokens": 0}
+        for method in scenario.methods:
+            self._generate(scenario, method, scenario.batches[0], short)
+        stats: dict[str, DecodeStats] = {}
+        times: dict[str, list[float]] = {method.name: [] for method in scenario.methods}
         firsts: list[float] = []
-        least: dict[Shape, float] = {}
+        fastest: dict[Shape, float] = {}
         for repeat in range(self.options.repeats):
-            turn = repeat % len(contest.ways)
+            offset = repeat % len(scenario.methods)
             one = {"max_new_tokens": 1, "min_new_tokens": 0}
-            firsts.append(self._seen(contest, contest.ways[0], least, one)[0])
-            for way in (*contest.ways[turn:], *contest.ways[:turn]):
-                seconds, sights[way.name] = self._seen(contest, way, least)
-                times[way.name].append(seconds)
-        return [_result(contest, way, Times(times, firsts, least), sights) for way in contest.ways]
+            firsts.append(self._run_once(scenario, scenario.methods[0], fastest, one)[0])
+            for method in (*scenario.methods[offset:], *scenario.methods[:offset]):
+                seconds, stats[method.name] = self._run_once(scenario, method, fastest)
+                times[method.name].append(seconds)
+        return [
+            _result(scenario, method, Times(times, firsts, fastest), stats) for method in scenario.methods
+        ]
 
-    def _seen(
+    def _run_once(
         self,
-        contest: Contest,
-        way: Way,
-        least: dict[Shape, float],
+        scenario: Scenario,
+        method: Method,
+        fastest: dict[Shape, float],
         more: Mapping[str, Any] | None = None,
-    ) -> tuple[float, Sight]:
-        """One run: its seconds, and what is looked at outside the clock; `least` is brought up to date."""
+    ) -> tuple[float, DecodeStats]:
+        """One run: its seconds and its statistics; updates `fastest`."""
         gc.collect()
         clock = time.process_time if self.options.threads == 1 else time.perf_counter
-        total, sights = 0.0, []
-        draft = way.fields.get("assistant_model")
-        for inputs in contest.batches:
+        total, stats = 0.0, []
+        draft = method.fields.get("assistant_model")
+        for inputs in scenario.batches:
             with Forwards(clock, self.model, *(() if draft is None else (draft,))) as forwards:
                 start = clock()
-                out = self._called(contest, way, inputs, more)
+                out = self._generate(scenario, method, inputs, more)
                 seconds = clock() - start
             total += seconds
-            forwards.lower(least)
-            new = _written(out.sequences[:, inputs["input_ids"].shape[1] :].tolist(), _ends(self.model))
+            forwards.update_minimum(fastest)
+            new = _until_end(out.sequences[:, inputs["input_ids"].shape[1] :].tolist(), _ends(self.model))
             records = getattr(out, "speculation", None) or ()
-            # Without drafts a row takes a forward for each of its tokens.
-            plain = forwards.count(self.model) if way.theirs else sum(map(len, new))
-            asked = sum(one.forwards for one in records) if records else plain
-            tried, accepted = (
+            # Without drafts a row needs one forward per token.
+            plain = forwards.count(self.model) if method.theirs else sum(map(len, new))
+            target_forwards = sum(one.forwards for one in records) if records else plain
+            drafted, accepted = (
                 sum(sum(getattr(one, name)) for one in records) for name in ("drafted", "accepted")
             )
-            beside = seconds - forwards.seconds
-            sights.append(Sight(new, asked, tried, accepted, forwards.shapes[1:], beside))
-        return total, Sight.of(sights)
+            overhead_seconds = seconds - forwards.seconds
+            stats.append(
+                DecodeStats(new, target_forwards, drafted, accepted, forwards.shapes[1:], overhead_seconds)
+            )
+        return total, DecodeStats.of(stats)
 
-    def _called(
-        self, contest: Contest, way: Way, inputs: Mapping[str, Tensor], more: Mapping[str, Any] | None = None
+    def _generate(
+        self,
+        scenario: Scenario,
+        method: Method,
+        inputs: Mapping[str, Tensor],
+        more: Mapping[str, Any] | None = None,
     ) -> Any:
-        fields: dict[str, Any] = {**inputs, **contest.common, **way.fields, **(more or {})}
+        fields: dict[str, Any] = {**inputs, **scenario.common, **method.fields, **(more or {})}
         fields["return_dict_in_generate"] = True
-        if not way.theirs:
-            if contest.seed is not None:
-                fields["seed"] = contest.seed
+        if not method.theirs:
+            if scenario.seed is not None:
+                fields["seed"] = scenario.seed
             return descant.generate(self.model, **fields)
-        torch.manual_seed(contest.seed or 0)
-        draft = way.fields.get("assistant_model", self.model)
-        with _lent(draft.generation_config, way.lent):
+        torch.manual_seed(scenario.seed or 0)
+        draft = method.fields.get("assistant_model", self.model)
+        with _override_config(draft.generation_config, method.draft_config):
             return self.model.generate(**fields)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for, print each contest as it is done; the process's exit status."""
+    """Run the selected cases, print each scenario; the exit status of the process."""
     options = _options(argv)
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    bench = Bench(loaded(options.target), options)
+    bench = Bench(load_model(options.target), options)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(options.target)
     clock = "CPU time" if options.threads == 1 else "wall time"
     about = f"{options.target.name}, {options.threads} thread(s), {clock}, {options.new} new tokens"
@@ -206,8 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     head = _row([name for name, _ in _COLUMNS])
     print(f"{head}\n{'-' * len(head)}", flush=True)
     for case in options.only or CASES:
-        for contest in contests(case, tokenizer, options):
-            print(*(one.line() for one in bench.run(contest)), sep="\n", flush=True)
+        for scenario in build_scenarios(case, tokenizer, options):
+            print(*(one.line() for one in bench.run(scenario)), sep="\n", flush=True)
     return 0
 
 
@@ -215,17 +223,17 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
     parser.add_argument("--target", type=Path, default=_folder("smollm2"), help="the model, a folder")
     parser.add_argument("--draft", type=Path, default=_folder("smol-draft"), help="its draft model")
-    parser.add_argument("--other", type=Path, default=_folder("stories15m"), help="one with other tokens")
+    parser.add_argument("--other", type=Path, default=_folder("stories15m"), help="of another tokenizer")
     parser.add_argument("--only", choices=CASES, action="append", help="this case; may be repeated")
     parser.add_argument("--kind", choices=GROUNDED, action="append", help="only prompts of this kind")
-    parser.add_argument("--way", action="append", help="only this way, besides none; may be repeated")
+    parser.add_argument("--way", action="append", help="only this method, besides none; may be repeated")
     parser.add_argument("--prompts", type=int, default=2, help="of each kind, where a batch has one row")
     parser.add_argument("--batch", type=int, action="append", help="rows of a batch; may be repeated")
     parser.add_argument("--new", type=int, default=128, help="new tokens of each row")
-    parser.add_argument("--guesses", type=int, default=5, help="tokens that a network guesses at a time")
+    parser.add_argument("--guesses", type=int, default=5, help="draft length of a network")
     parser.add_argument("--layers", type=int, default=4, help="of the early exit")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3, help="how often each way runs, timed")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each method")
     options = parser.parse_args(argv)
     options.batch = options.batch or [1, 4, 16]
     return options
@@ -235,33 +243,33 @@ def _folder(name: str) -> Path:
     return Path(os.environ.get("DESCANT_MODELS") or Path(__file__).resolve().parents[1] / "models") / name
 
 
-def _result(contest: Contest, way: Way, times: Times, sights: Mapping[str, Sight]) -> Result:
+def _result(scenario: Scenario, method: Method, times: Times, stats: Mapping[str, DecodeStats]) -> Result:
     def speeds(name: str) -> list[float]:
-        return times.speeds(name, sights[name].tokens)
+        return times.speeds(name, stats[name].tokens)
 
-    def rests(name: str) -> list[float]:
-        return times.rests(name, sights[name].tokens - len(sights[name].rows))
+    def decode_speeds(name: str) -> list[float]:
+        return times.decode_speeds(name, stats[name].tokens - len(stats[name].rows))
 
-    mine, sight = speeds(way.name), sights[way.name]
-    gains = _ratios(mine, speeds("none"))
-    lead = None
-    if way.rival is not None and way.rival in times.ways:
-        lead = statistics.median(_ratios(mine, speeds(way.rival)))
-    alike = contest.seed is None or not way.theirs
+    own_speeds, stat = speeds(method.name), stats[method.name]
+    speedups = _ratios(own_speeds, speeds("none"))
+    speedup_over_theirs = None
+    if method.counterpart is not None and method.counterpart in times.methods:
+        speedup_over_theirs = statistics.median(_ratios(own_speeds, speeds(method.counterpart)))
+    comparable = scenario.seed is None or not method.theirs
     return Result(
-        case=contest.case,
-        batch=contest.size,
-        way=way.name,
-        speed=statistics.median(mine),
-        gain=statistics.median(gains),
-        low=min(gains),
-        high=max(gains),
-        rest=statistics.median(_ratios(rests(way.name), rests("none"))),
-        quiet=times.quiet(sight) / times.quiet(sights["none"]),
-        lead=lead,
-        rate=sight.accepted / sight.tried if sight.tried else None,
-        stride=sight.tokens / sight.forwards,
-        same=list(sight.rows) == list(sights["none"].rows) if alike else None,
+        case=scenario.case,
+        batch=scenario.size,
+        method=method.name,
+        speed=statistics.median(own_speeds),
+        speedup=statistics.median(speedups),
+        low=min(speedups),
+        high=max(speedups),
+        decode_speedup=statistics.median(_ratios(decode_speeds(method.name), decode_speeds("none"))),
+        quiet_speedup=times.quiet_speed(stat) / times.quiet_speed(stats["none"]),
+        speedup_over_theirs=speedup_over_theirs,
+        acceptance_rate=stat.accepted / stat.drafted if stat.drafted else None,
+        tokens_per_forward=stat.tokens / stat.forwards,
+        same=list(stat.rows) == list(stats["none"].rows) if comparable else None,
     )
 
 
@@ -274,15 +282,15 @@ def _ends(model: Any) -> set[int]:
     return set() if end is None else set(end) if isinstance(end, list) else {end}
 
 
-def _written(rows: Sequence[Sequence[int]], ends: set[int]) -> list[Sequence[int]]:
-    """The tokens of each row as far as the first that ends it, with it."""
+def _until_end(rows: Sequence[Sequence[int]], ends: set[int]) -> list[Sequence[int]]:
+    """The tokens of each row up to its first end token, inclusive."""
     stops = [next((at for at, token in enumerate(row) if token in ends), len(row) - 1) for row in rows]
     return [row[: stop + 1] for row, stop in zip(rows, stops, strict=True)]
 
 
 @contextlib.contextmanager
-def _lent(config: Any, fields: Mapping[str, Any]) -> Iterator[None]:
-    """Set fields of a draft model's own config, as transformers wants them, for a while."""
+def _override_config(config: Any, fields: Mapping[str, Any]) -> Iterator[None]:
+    """Set fields of a draft model's own config inside the context, for transformers."""
     before = {name: getattr(config, name) for name in ("num_assistant_tokens", *fields)}
     for name, value in fields.items():
         setattr(config, name, value)
@@ -296,7 +304,7 @@ def _lent(config: Any, fields: Mapping[str, Any]) -> Iterator[None]:
 def _row(cells: Sequence[str]) -> str:
     parts = []
     for (name, width), cell in zip(_COLUMNS, cells, strict=True):
-        parts.append(cell.ljust(width) if name in ("case", "way") else cell.rjust(width))
+        parts.append(cell.ljust(width) if name in ("case", "method") else cell.rjust(width))
     return " ".join(parts).rstrip()
 
 

@@ -1,4 +1,4 @@
-"""`python -m bench.stops`: what stop strings cost, to prepare and at every step, beside transformers'."""
+"""`python -m bench.stops`: the cost of stop strings, setup and per step, ours and transformers'."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ STRINGS: Mapping[str, Sequence[str]] = {
     "many": [f"{mark}{word}" for mark in ("\n", "### ") for word in ("User", "Human", "System", "Tool:")],
 }
 BATCHES = (1, 16, 256)
-LENGTH = 64  # of the rows that are judged
+LENGTH = 64  # of the checked rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each model and choice of strings; the process's exit status."""
+    """Print a line for each model and set of strings; the exit status of the process."""
     parser = argparse.ArgumentParser(prog="python -m bench.stops", description=__doc__)
     parser.add_argument("--model", action="append", choices=MODELS, help="only this model; may be repeated")
     parser.add_argument("--strings", action="append", choices=STRINGS, help="only these strings")
-    parser.add_argument("--repeats", type=int, default=5, help="how often each way runs, timed")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     steps = "".join(f"{f'us/step {batch}':>13}{'theirs':>8}" for batch in BATCHES)
-    print(f"{'model':12}{'strings':8}{'cold ms':>9}{'warm ms':>9}{'theirs':>9}{'gain':>7}{'warm':>7}{steps}")
+    print(f"{'model':12}{'strings':8}{'cold ms':>9}{'warm ms':>9}{'theirs':>9}{'ratio':>7}{'warm':>7}{steps}")
     for name in options.model or MODELS:
         tokenizer = transformers.AutoTokenizer.from_pretrained(_folder(name))
         for kind in options.strings or STRINGS:
@@ -51,21 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _folder(name: str) -> Path:
-    where = Path(os.environ.get("DESCANT_MODELS") or Path(__file__).resolve().parents[1] / "models") / name
-    if not (where / "tokenizer.json").exists():
-        raise FileNotFoundError(f"no model in {where}: build it with `python tools/models.py {name}`")
-    return where
+    folder = Path(os.environ.get("DESCANT_MODELS") or Path(__file__).resolve().parents[1] / "models") / name
+    if not (folder / "tokenizer.json").exists():
+        raise FileNotFoundError(f"no model in {folder}: build it with `python tools/models.py {name}`")
+    return folder
 
 
 def _line(name: str, tokenizer: Any, kind: str, repeats: int) -> Iterator[str]:
     strings = list(STRINGS[kind])
     warm = copy.copy(tokenizer)
     StopStringMatcher.from_tokenizer(warm, "warm")
-    others = iter(range(10**6))
-    # Each copy of a tokenizer is one that was never seen; each string more, one that was never asked for.
+    suffixes = iter(range(10**6))
+    # A copy of a tokenizer and a new string are not cached.
     cold_time = _median(repeats, lambda: StopStringMatcher.from_tokenizer(copy.copy(tokenizer), strings))
     warm_time = _median(
-        repeats, lambda: StopStringMatcher.from_tokenizer(warm, [*strings[1:], f"{strings[0]}{next(others)}"])
+        repeats,
+        lambda: StopStringMatcher.from_tokenizer(warm, [*strings[1:], f"{strings[0]}{next(suffixes)}"]),
     )
     their_time = _median(max(1, repeats // 2), lambda: _theirs(tokenizer, strings))
     yield f"{name:12}{kind:8}{cold_time * 1e3:9.1f}{warm_time * 1e3:9.1f}{their_time * 1e3:9.0f}"
@@ -74,11 +75,11 @@ def _line(name: str, tokenizer: Any, kind: str, repeats: int) -> Iterator[str]:
     for batch in BATCHES:
         ids = np.random.default_rng(0).integers(0, table.vocab_size, (batch, LENGTH))
         states, last, rows = table.state_after(ids[:, :-1]), ids[:, -1], torch.from_numpy(ids)
-        ours = _each(
+        ours = _seconds_per_run(
             lambda last=last, states=states: (table.matches[last, states], table.transition[last, states])
         )
-        other = _each(lambda rows=rows: criterion(rows, None))
-        yield f"{ours * 1e6:13.1f}{other * 1e6:8.0f}"
+        their_step = _seconds_per_run(lambda rows=rows: criterion(rows, None))
+        yield f"{ours * 1e6:13.1f}{their_step * 1e6:8.0f}"
 
 
 def _theirs(tokenizer: Any, strings: list[str]) -> Any:
@@ -87,7 +88,7 @@ def _theirs(tokenizer: Any, strings: list[str]) -> Any:
 
 
 def _median(repeats: int, work: Callable[[], Any]) -> float:
-    """CPU seconds."""
+    """Median CPU seconds."""
     times = []
     for _ in range(repeats):
         gc.collect()
@@ -97,8 +98,8 @@ def _median(repeats: int, work: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def _each(work: Callable[[], Any], runs: int = 50) -> float:
-    """CPU seconds of one of many runs, the best of five."""
+def _seconds_per_run(work: Callable[[], Any], runs: int = 50) -> float:
+    """CPU seconds per run, the best of five measurements."""
     times = []
     for _ in range(5):
         start = time.process_time()

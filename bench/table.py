@@ -1,4 +1,4 @@
-"""Results as a table for people and as JSON for programs."""
+"""Results as a text table and as JSON."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["document", "head", "lines"]
 _COLUMNS = (
     ("model", 8),
     ("case", 10),
-    ("way", 13),
-    ("x bare", 7),
+    ("implementation", 14),
+    ("x baseline", 10),
     ("quartiles", 12),
     ("best", 6),
     ("ms/step", 8),
-    ("over bare", 10),
-    ("gain", 6),
+    ("overhead ms", 11),
+    ("speedup", 7),
     ("peak MB", 8),
     ("forwards", 9),
     ("fed", 6),
@@ -35,25 +35,25 @@ _COLUMNS = (
 
 
 def head() -> str:
-    """The names of the columns, and a rule below them."""
+    """The header line and a rule."""
     names = _row([name for name, _ in _COLUMNS])
     return f"{names}\n{'-' * len(names)}"
 
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
-    """One line a result."""
+    """One line per result."""
     for one in results:
         yield _row(
             [
                 one.model,
                 one.case,
-                one.way,
+                one.implementation,
                 f"{one.ratio:.3f}",
                 f"{one.low:.2f}-{one.high:.2f}",
                 f"{one.best:.3f}",
                 f"{one.step:.2f}",
-                f"{one.over:+.3f}",
-                f"{one.gain:.2f}",
+                f"{one.overhead:+.3f}",
+                f"{one.speedup:.2f}",
                 "-" if one.peak is None else f"{one.peak / 1e6:.1f}",
                 str(one.forwards),
                 str(one.fed),
@@ -63,7 +63,7 @@ def lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def document(results: Sequence[Result]) -> str:
-    """All results and where they come from, as JSON."""
+    """All results and the environment, as JSON."""
     about: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "descant": descant.__version__,

@@ -1,4 +1,4 @@
-"""A process that runs another version of transformers, for a race with it: JSON lines in, CPU seconds out.
+"""A process that runs another version of transformers: JSON lines in, CPU seconds out.
 
 Started by `bench.methods` with that version's Python; it must not import descant.
 """
@@ -11,7 +11,7 @@ import time
 
 
 def main() -> None:
-    """Answer each line `{"ids": [[...]], "arguments": {...}}` with its CPU time and tokens."""
+    """Reply to each line `{"ids": [[...]], "arguments": {...}}` with CPU time and tokens."""
     import torch
     import transformers
 
@@ -20,12 +20,12 @@ def main() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
     print(json.dumps({"transformers": transformers.__version__}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        ids = torch.tensor(asked["ids"])
+        call = json.loads(line)
+        ids = torch.tensor(call["ids"])
         begin = time.process_time()
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **asked["arguments"])
-        took = time.process_time() - begin
-        print(json.dumps({"seconds": took, "tokens": out[:, ids.shape[1] :].tolist()}), flush=True)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **call["arguments"])
+        seconds = time.process_time() - begin
+        print(json.dumps({"seconds": seconds, "tokens": out[:, ids.shape[1] :].tolist()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m bench.trie`: what allowed sequences cost a wide beam search, beside the same search without."""
+"""`python -m bench.trie`: the cost of allowed sequences in a wide beam search, against no restriction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 
 import descant
-from bench.forward_counter import Tally
+from bench.forward_counter import ForwardCounter
 from descant.decoding.processors.allowed_sequences import AllowedSequences
 
 __all__ = ["main"]
@@ -31,7 +31,7 @@ KINDS = ("plain", "trie")
 
 
 class _Run(NamedTuple):
-    """One search: its CPU seconds, what it returned, and how much it fed the model."""
+    """One search: its CPU seconds, its output, its forwards and input positions."""
 
     seconds: float
     sequences: Tensor  # [beams, length + 1]
@@ -40,43 +40,43 @@ class _Run(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what both searches cost; the exit status is 1 if the trie costs too much or lets something by."""
+    """Print the cost of both searches; exit status 1 if the trie is too slow or an output is not allowed."""
     parser = argparse.ArgumentParser(prog="python -m bench.trie", description=__doc__)
     parser.add_argument("--beams", type=int, default=256)
     parser.add_argument("--sequences", type=int, default=1_000_000)
     parser.add_argument("--length", type=int, default=8, help="tokens of a sequence")
-    parser.add_argument("--repeats", type=int, default=5, help="how often each way runs, timed")
-    parser.add_argument("--most", type=float, default=MOST, help="the ratio that is still good")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
+    parser.add_argument("--most", type=float, default=MOST, help="allowed ratio")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model = _model("stories15m")
-    chance, size = np.random.default_rng(0), model.config.vocab_size
-    sequences = chance.integers(EOS + 1, size, (options.sequences, options.length), dtype=np.int32)
+    rng, size = np.random.default_rng(0), model.config.vocab_size
+    sequences = rng.integers(EOS + 1, size, (options.sequences, options.length), dtype=np.int32)
     start = time.process_time()
     trie = AllowedSequences(sequences, EOS)
-    spent = time.process_time() - start
-    print(f"compiled {len(trie):,} sequences in {spent:.2f} s of CPU, {trie.nbytes / 1e6:.1f} MB")
-    ratio, legal = _raced(model, trie, sequences, options)
+    seconds = time.process_time() - start
+    print(f"compiled {len(trie):,} sequences in {seconds:.2f} s of CPU, {trie.nbytes / 1e6:.1f} MB")
+    ratio, legal = _compare(model, trie, sequences, options)
     return 0 if legal and ratio <= options.most else 1
 
 
 def _model(name: str) -> Any:
-    where = Path(os.environ.get("DESCANT_MODELS") or Path(__file__).resolve().parents[1] / "models") / name
-    if not (where / "config.json").exists():
-        raise FileNotFoundError(f"no model in {where}: build it with `python tools/models.py {name}`")
-    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+    folder = Path(os.environ.get("DESCANT_MODELS") or Path(__file__).resolve().parents[1] / "models") / name
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"no model in {folder}: build it with `python tools/models.py {name}`")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def _raced(
+def _compare(
     model: Any, trie: AllowedSequences, sequences: Array, options: argparse.Namespace
 ) -> tuple[float, bool]:
-    """Print a line for each way, run in turn; the ratio of their times, and whether all outputs are legal."""
+    """Print a line for each search, run in turn; the ratio of times, and whether all outputs are legal."""
     runs: dict[str, list[_Run]] = {kind: [] for kind in KINDS}
     for repeat in range(options.repeats + 1):  # the first of each warms up
         for kind in KINDS if repeat % 2 else KINDS[::-1]:
-            run = _searched(model, trie if kind == "trie" else None, options.beams, options.length + 1)
+            run = _search(model, trie if kind == "trie" else None, options.beams, options.length + 1)
             runs[kind] += [run] if repeat else []
     medians = {kind: statistics.median(run.seconds for run in runs[kind]) for kind in KINDS}
     ratio = medians["trie"] / medians["plain"]
@@ -84,16 +84,16 @@ def _raced(
     counts = {}
     for kind in KINDS:
         last = runs[kind][-1]
-        counts[kind] = _legal(last.sequences, sequences)
+        counts[kind] = _count_legal(last.sequences, sequences)
         shown = f"{medians[kind]:8.3f}{medians[kind] / medians['plain']:8.3f}{last.forwards:10}{last.fed:8}"
         print(f"{kind:8}{shown}{counts[kind]:8}{len(last.sequences):6}", flush=True)
     return ratio, counts["trie"] == len(runs["trie"][-1].sequences)
 
 
-def _searched(model: Any, trie: AllowedSequences | None, beams: int, new: int) -> _Run:
-    """One search for as many sequences as there are beams."""
+def _search(model: Any, trie: AllowedSequences | None, beams: int, new: int) -> _Run:
+    """One search that returns every beam."""
     gc.collect()
-    with Tally(model) as tally:
+    with ForwardCounter(model) as counter:
         start = time.process_time()
         found = descant.generate(
             model,
@@ -105,18 +105,18 @@ def _searched(model: Any, trie: AllowedSequences | None, beams: int, new: int) -
             eos_token_id=EOS,
             pad_token_id=EOS,
         )
-        spent = time.process_time() - start
-    return _Run(spent, found[:, len(PROMPT) :], tally.forwards, tally.fed)
+        seconds = time.process_time() - start
+    return _Run(seconds, found[:, len(PROMPT) :], counter.forwards, counter.fed)
 
 
-def _legal(found: Tensor, sequences: Array) -> int:
-    """How many of the outputs, different from each other, are one of the sequences and its end."""
+def _count_legal(found: Tensor, sequences: Array) -> int:
+    """The number of distinct outputs that are an allowed sequence with its end token."""
     legal = set()
     for one in found.tolist():
         *tokens, end = one
         if end == EOS and len(tokens) == sequences.shape[1]:
-            near = sequences[sequences[:, 0] == tokens[0]]
-            if (near == np.array(tokens)).all(1).any():
+            candidates = sequences[sequences[:, 0] == tokens[0]]
+            if (candidates == np.array(tokens)).all(1).any():
                 legal.add(tuple(tokens))
     return len(legal)
 

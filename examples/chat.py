@@ -1,7 +1,7 @@
 """Stream a conversation word by word, and stop each answer after its first paragraph.
 
-`descant.stream` yields events with text that may be shown at once: never half a character, and never part
-of a stop string, whose beginning is held back until it is known to be something else.
+`descant.stream` yields events with text that is safe to display: no partial characters, and no partial stop
+strings. Text that may begin a stop string is held back until it is known not to be one.
 
     python tools/models.py smollm2
     python examples/chat.py
@@ -11,17 +11,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import descant
 
-MODEL = "models/smollm2"  # or from the Hub: "HuggingFaceTB/SmolLM2-135M-Instruct", or any model that chats
+MODEL = "models/smollm2"  # or from the Hub: "HuggingFaceTB/SmolLM2-135M-Instruct", or any chat model
 QUESTIONS = ["Why is the sky blue?", "And why is it red in the evening?"]
 
 model = AutoModelForCausalLM.from_pretrained(MODEL)
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
-talk: list[dict[str, str]] = []
+messages: list[dict[str, str]] = []
 for question in QUESTIONS:
     print("you>", question)
-    talk.append({"role": "user", "content": question})
-    prompt = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    messages.append({"role": "user", "content": question})
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     print("model> ", end="")
     answer = ""
@@ -29,4 +29,4 @@ for question in QUESTIONS:
         print(event.text, end="", flush=True)
         answer += event.text
     print(f"  [{event.finish_reason}, {len(event.hypothesis.tokens)} tokens]")
-    talk.append({"role": "assistant", "content": answer})
+    messages.append({"role": "assistant", "content": answer})

@@ -1,8 +1,8 @@
-"""Say which entity a text means: the answer is always one of a list of titles.
+"""Link entities: the answer is always one of a list of titles.
 
-`AllowedSequences` compiles the list into a trie; beam search over it can say nothing else, and returns the
-likeliest titles, ranked. It stays fast for millions of them (`save` and `load` keep it). The list makes sure
-that an answer exists, not that it is right: see the last line.
+`AllowedSequences` compiles the list into a trie. Beam search over the trie can generate nothing else, and
+returns the most likely titles, ranked. It stays fast for millions of titles; `save` and `load` keep the trie.
+The trie guarantees that the answer is a title, not that it is the right one: see the last line.
 
     python tools/models.py smollm2
     python examples/entities.py
@@ -39,12 +39,12 @@ tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
 titles = descant.AllowedSequences(
     [tokenizer.encode(" " + title, add_special_tokens=False) for title in TITLES], tokenizer.eos_token_id
 )
-inputs = tokenizer([PROMPT.format(one) for one in SENTENCES], return_tensors="pt", padding=True)
+inputs = tokenizer([PROMPT.format(sentence) for sentence in SENTENCES], return_tensors="pt", padding=True)
 out = descant.generate(
     model, **inputs, prefix_allowed_tokens_fn=titles, max_new_tokens=12,
     num_beams=6, num_return_sequences=2, length_penalty=0.0,  # ranked by the probability of the whole title
 )  # fmt: skip
-found = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+answers = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 for number, sentence in enumerate(SENTENCES):
-    first, second = (title.strip() for title in found[2 * number : 2 * number + 2])
+    first, second = (title.strip() for title in answers[2 * number : 2 * number + 2])
     print(f"{sentence:<43} {first}, or {second}")

@@ -1,7 +1,7 @@
-"""Run a script of transformers 4 on transformers 5: one line more, and what was taken out works again.
+"""Run a transformers 4 script on transformers 5: with one more line, removed methods work again.
 
-Contrastive search left transformers with version 5. `descant.attach(model)` puts Descant in the place of
-the model's own `generate`; the rest of the script stays as it was. `descant.detach(model)` takes it back.
+Transformers 5 removed contrastive search. `descant.attach(model)` replaces the model's own `generate` by
+Descant's; the rest of the script is unchanged. `descant.detach(model)` restores the original.
 
     python tools/models.py smollm2
     python examples/from_v4.py
@@ -22,7 +22,7 @@ try:
 except ValueError as error:
     print("transformers 5:", error, "\n")
 
-descant.attach(model)  # the line
+descant.attach(model)  # the added line
 
 output = model.generate(**inputs, penalty_alpha=0.6, top_k=4, max_new_tokens=40)
 print(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -1,7 +1,7 @@
-"""See why: trace a beam search, look at its tree here, and write the page that shows all of it.
+"""Trace a beam search, print its tree, and write an HTML page that shows every step.
 
-`trace=True` records what every step saw and chose. The page is one file that needs no network: the tree of
-all beams step by step, each token with its alternatives, what each processor did.
+`trace=True` records the candidates and the choice of every step. The page is one file that needs no network.
+It shows the tree of all beams step by step, the alternatives of each token, and the effect of each processor.
 
     python tools/models.py smollm2
     python examples/see_why.py
@@ -27,4 +27,4 @@ out = descant.generate(
 print(tokenizer.decode(out.sequences[0]), "\n")
 print(out.trace.text("tree"))
 PAGE.write_text(out.trace.html(title=PROMPT), encoding="utf-8")
-print(f"open {PAGE} in a browser to walk through it")
+print(f"open {PAGE} in a browser to step through it")

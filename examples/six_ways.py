@@ -1,10 +1,10 @@
-"""One prompt by six methods, in one batch: each row has a config of its own, all share every forward.
+"""Decode one prompt with six methods in one batch: each row has its own config, all share every forward.
 
-Any parameter that shapes a sequence may differ by row, the method too. The texts differ as the methods do;
-each is what its config would give alone.
+Every parameter of a sequence may differ by row, including the method. Each text is the one that its config
+gives alone.
 
-python tools/models.py smollm2
-python examples/six_ways.py
+    python tools/models.py smollm2
+    python examples/six_ways.py
 """
 
 from textwrap import shorten
@@ -16,7 +16,7 @@ from descant import GenerationConfig
 
 MODEL = "models/smollm2"  # or from the Hub: "HuggingFaceTB/SmolLM2-135M"
 PROMPT = "The best way to learn a language is"
-WAYS = {
+METHODS = {
     "greedy search": GenerationConfig(),
     "sampling": GenerationConfig(do_sample=True, temperature=1.3, min_p=0.1, seed=5),
     "beam search": GenerationConfig(num_beams=4),
@@ -27,9 +27,9 @@ WAYS = {
 
 model = AutoModelForCausalLM.from_pretrained(MODEL)
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
-inputs = tokenizer([PROMPT] * len(WAYS), return_tensors="pt")
-out = descant.generate(model, **inputs, generation_config=list(WAYS.values()), max_new_tokens=24)
+inputs = tokenizer([PROMPT] * len(METHODS), return_tensors="pt")
+out = descant.generate(model, **inputs, generation_config=list(METHODS.values()), max_new_tokens=24)
 
 print(PROMPT, "...")
-for name, text in zip(WAYS, tokenizer.batch_decode(out, skip_special_tokens=True), strict=True):
+for name, text in zip(METHODS, tokenizer.batch_decode(out, skip_special_tokens=True), strict=True):
     print(f"{name:<14} {shorten(text.removeprefix(PROMPT), 96)}")

@@ -1,9 +1,8 @@
-"""Write code in fewer forwards: guess what comes next, and let the model judge several guesses at once.
+"""Generate code in fewer forwards: draft tokens, and verify several drafts in one forward.
 
-Code repeats itself. `prompt_lookup_num_tokens` finds the last words earlier in the text and guesses that
-what followed there follows again, `suffix_lookup_num_tokens` goes by the longest end that was there before.
-(For text that is new, `assistant_model` lets a smaller model guess.) The tokens are those without guesses;
-only the number of times that the model is asked changes.
+Code repeats itself. `prompt_lookup_num_tokens` looks up the last n-gram earlier in the text and drafts what
+followed it; `suffix_lookup_num_tokens` looks up the longest repeated suffix. (For new text, `assistant_model`
+drafts with a smaller model.) The output equals that without drafts; only the number of forwards changes.
 
     python tools/models.py smollm2
     python examples/speculate.py
@@ -26,19 +25,19 @@ model = AutoModelForCausalLM.from_pretrained(MODEL)
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 inputs = tokenizer(CODE, return_tensors="pt")
 length = inputs["input_ids"].shape[1]
-# By default as many are guessed as pay on this machine; "constant" makes the counts below the same anywhere.
+# The default adapts the draft length to this machine; "constant" gives the same counts on every machine.
 settings = dict(max_new_tokens=32, return_dict_in_generate=True)
-always = dict(num_assistant_tokens_schedule="constant")
+constant = dict(num_assistant_tokens_schedule="constant")
 
 plain = descant.generate(model, **inputs, **settings).sequences
 print(CODE + tokenizer.decode(plain[0, length:], skip_special_tokens=True))
-print(f"\n{'who guesses':<16}{'forwards':>8}  {'guesses that stood':>18}  same text")
-print(f"{'nobody':<16}{plain.shape[1] - length:>8}")
+print(f"\n{'drafter':<16}{'forwards':>8}  {'accepted drafts':>15}  same text")
+print(f"{'none':<16}{plain.shape[1] - length:>8}")
 for name, fields in {
-    "the text itself": dict(prompt_lookup_num_tokens=8),
-    "its longest end": dict(suffix_lookup_num_tokens=8),
+    "prompt lookup": dict(prompt_lookup_num_tokens=8),
+    "suffix lookup": dict(suffix_lookup_num_tokens=8),
 }.items():
-    out = descant.generate(model, **inputs, **settings, **always, **fields)
+    out = descant.generate(model, **inputs, **settings, **constant, **fields)
     [report] = out.speculation
-    stood = f"{sum(report.accepted)} of {sum(report.drafted)}"
-    print(f"{name:<16}{report.forwards:>8}  {stood:>18}  {out.sequences.tolist() == plain.tolist()}")
+    accepted = f"{sum(report.accepted)} of {sum(report.drafted)}"
+    print(f"{name:<16}{report.forwards:>8}  {accepted:>15}  {out.sequences.tolist() == plain.tolist()}")

@@ -1,8 +1,8 @@
-"""Summarise tickets in a few words, and make sure that the words that matter are in the title.
+"""Summarise tickets as short titles that must contain a given word.
 
-A small model finds short titles, and drops the one word by which people will look for the ticket.
-`force_words_ids` demands it: beam search then looks for the best title that holds it. Each ticket of the
-batch has demands of its own, so each has a config of its own.
+A small model finds short titles, but drops the one word that identifies the ticket. `force_words_ids`
+requires the word: beam search finds the best title that contains it. Each ticket of the batch has its own
+required word, and so its own config.
 
     python tools/models.py flan-t5-small-titles
     python examples/summarise.py
@@ -14,7 +14,7 @@ import descant
 
 MODEL = "models/flan-t5-small-titles"  # or a name on the Hub, such as "google/flan-t5-base"
 BEAMS = 6
-TICKETS = {  # what must be in the title, and the ticket
+TICKETS = {  # required word: ticket
     "Android 14": (
         "After the update the app crashes on Android 14 as soon as I open the settings page and tap on "
         "notifications. On iOS everything is fine. Please find out why and repair it."
@@ -46,5 +46,5 @@ forced = descant.generate(model, **inputs, generation_config=configs)
 
 before = tokenizer.batch_decode(free, skip_special_tokens=True)
 after = tokenizer.batch_decode(forced, skip_special_tokens=True)
-for word, one, other in zip(TICKETS, before, after, strict=True):
-    print(f"{one}\n  with {word!r}: {other}")
+for word, title, forced_title in zip(TICKETS, before, after, strict=True):
+    print(f"{title}\n  with {word!r}: {forced_title}")

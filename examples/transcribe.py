@@ -1,7 +1,7 @@
 """Transcribe a recording of any length into subtitles.
 
-Whisper hears thirty seconds at a time; `return_timestamps` lets its own timestamps say where to cut, and
-`return_segments` gives back what was said from when to when. The output is a subtitle file (SRT).
+Whisper decodes windows of thirty seconds. With `return_timestamps` its predicted timestamps set where the
+next window begins; `return_segments` returns the segments with start and end. The output is an SRT file.
 
     python tools/models.py whisper-tiny.en speech
     python examples/transcribe.py
@@ -18,8 +18,8 @@ MODEL = "models/whisper-tiny.en"  # or from the Hub: "openai/whisper-tiny.en", "
 RECORDING = "models/speech/sonnet.wav"  # 16,000 samples a second, one channel
 
 
-def clock(seconds: float) -> str:
-    """A time as subtitle files write it."""
+def timestamp(seconds: float) -> str:
+    """A time in the format of subtitle files."""
     whole, thousandths = divmod(round(seconds * 1000), 1000)
     return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02},{thousandths:03}"
 
@@ -29,12 +29,12 @@ processor = AutoProcessor.from_pretrained(MODEL)
 with wave.open(RECORDING) as file:
     sound = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
 
-heard = processor(
+inputs = processor(
     sound, sampling_rate=16_000, truncation=False, return_attention_mask=True, return_tensors="pt"
 )
-out = descant.generate(model, **heard, return_timestamps=True, return_segments=True)
+out = descant.generate(model, **inputs, return_timestamps=True, return_segments=True)
 
 for number, segment in enumerate(out.segments[0], 1):
     text = processor.decode(segment["tokens"], skip_special_tokens=True).strip()
-    begin, end = clock(float(segment["start"])), clock(float(segment["end"]))
+    begin, end = timestamp(float(segment["start"])), timestamp(float(segment["end"]))
     print(f"{number}\n{begin} --> {end}\n{text}\n")

@@ -1,8 +1,8 @@
-"""Translate a batch of sentences with beam search, and keep to a glossary.
+"""Translate a batch of sentences with beam search and a glossary.
 
-The likeliest word at each place does not make the likeliest sentence. Greedy search takes "mend" for
-revenge and "ring me up" for a bell; four beams find the better reading. Where the model prefers another
-word than the house does, `force_words_ids` demands the one from the glossary.
+The most likely word at each position does not give the most likely sentence. Greedy search translates "mend"
+as revenge and "ring me up" as a bell; four beams find the better translation. `force_words_ids` requires the
+word of the glossary where the model prefers another.
 
     python tools/models.py opus-mt-en-fr
     python examples/translate.py
@@ -18,7 +18,7 @@ SENTENCES = [
     "He said he would ring me up as soon as he got home.",
     "She gave up smoking after the doctor had shown her the pictures.",
 ]
-GLOSSARY = {  # what must be in the translation, and the sentence
+GLOSSARY = {  # required word: sentence
     "banque": "The bank was closed, so we sat down by the river.",
     "courriel": "We will send you the invoice by email next week.",
 }
@@ -40,7 +40,7 @@ for sentence, first, best in zip(SENTENCES, greedy, beams, strict=True):
     print(f"{sentence}\n  greedy:   {first}\n  4 beams:  {best}")
 
 terms = [tokenizer(text_target=word, add_special_tokens=False)["input_ids"] for word in GLOSSARY]
-rules = [descant.GenerationConfig(force_words_ids=[term]) for term in terms]  # one for each sentence
-free, kept = translate(list(GLOSSARY.values())), translate(list(GLOSSARY.values()), generation_config=rules)
-for sentence, one, other in zip(GLOSSARY.values(), free, kept, strict=True):
-    print(f"{sentence}\n  free:     {one}\n  glossary: {other}")
+rules = [descant.GenerationConfig(force_words_ids=[term]) for term in terms]  # one per sentence
+free, forced = translate(list(GLOSSARY.values())), translate(list(GLOSSARY.values()), generation_config=rules)
+for sentence, unconstrained, constrained in zip(GLOSSARY.values(), free, forced, strict=True):
+    print(f"{sentence}\n  free:     {unconstrained}\n  glossary: {constrained}")

@@ -1,7 +1,7 @@
-"""Mark what a model writes, and find the mark in text alone.
+"""Watermark generated text, and detect the watermark from the text alone.
 
-The key decides which tokens are made a little likelier; whoever has the key can count them. The answer
-comes with a probability, and "too short to tell" is one of the answers.
+The key selects the tokens whose probability is raised; a detector with the same key counts them. Its verdict
+comes with a p-value, and "too short to tell" is one of the verdicts.
 
     python tools/models.py smollm2
     python examples/watermark.py
@@ -28,13 +28,13 @@ texts = tokenizer.batch_decode(
 )
 
 detector = descant.Detector(KEY, model, tokenizer)
-stranger = descant.Detector(OTHER, model, tokenizer)
+other_detector = descant.Detector(OTHER, model, tokenizer)
 print(texts[1], "\n")
-for name, one, text in [
-    ("without a mark", detector, texts[0]),
-    ("with a mark", detector, texts[1]),
-    ("its second half", detector, texts[1][len(texts[1]) // 2 :]),
-    ("five words of it", detector, " ".join(texts[1].split()[:5])),
-    ("another's key", stranger, texts[1]),
+for name, detect, text in [
+    ("unmarked", detector.text, texts[0]),
+    ("marked", detector.text, texts[1]),
+    ("its second half", detector.text, texts[1][len(texts[1]) // 2 :]),
+    ("its first words", detector.text, " ".join(texts[1].split()[:5])),
+    ("another key", other_detector.text, texts[1]),
 ]:
-    print(f"{name:<18}{one.text(text).verdict}")
+    print(f"{name:<18}{detect(text).verdict}")

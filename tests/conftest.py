@@ -34,7 +34,7 @@ watch.begin()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Iterator[None]:
-    """What a fixture unpickles fails the test that asked for it first."""
+    """Unpickling in a fixture fails the first test that uses it."""
     yield
     watch.settle()
 

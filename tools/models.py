@@ -3,7 +3,7 @@
     python tools/models.py                 the models CI uses
     python tools/models.py gemma3-270m     one by name
     python tools/models.py all             every model there is a recipe for
-    python tools/models.py --list          what there is, and what is built
+    python tools/models.py --list          all models, and which are built
 
 Packages are only unpacked, never installed or run. A finished model is skipped.
 """
@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = f"models to build, or all (default: {' '.join(CI_SET)})"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     parser.add_argument("--out", type=Path, default=default, help="where to build (default: %(default)s)")
-    parser.add_argument("--list", action="store_true", help="list the models and end")
+    parser.add_argument("--list", action="store_true", help="list the models and exit")
     parser.add_argument("--keep", action="store_true", help="keep the downloaded archives in OUT/.downloads")
     parser.add_argument("--verify", action="store_true", help="hash finished models, rebuild what differs")
     return parser.parse_args(arguments)
@@ -50,7 +50,7 @@ def listing(builder: Builder) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build what was asked for; 0 when all of it is there, 1 with a message when not."""
+    """Build the named models; 0 on success, 1 with a message on failure."""
     options = parse(arguments)
     builder = Builder(RECIPES, options.out.resolve(), keep=options.keep, verify=options.verify)
     if options.list:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"models.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("models.py: interrupted; nothing half-done is left", file=sys.stderr)
+        print("models.py: interrupted; no partial model is left", file=sys.stderr)
         return 130
     return 0
 

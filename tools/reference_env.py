@@ -1,6 +1,6 @@
-"""Build the reference's venv: transformers 4.52.4 beside the torch that the tests use.
+"""Build the reference venv: transformers 4.52.4 with the torch version of the tests.
 
-Run `python tools/reference_env.py [folder]`. It installs nothing if the venv already holds the right
+Run `python tools/reference_env.py [folder]`. It installs nothing if the venv already has the right
 versions.
 """
 
@@ -20,15 +20,15 @@ PINS = {"transformers": "4.52.4"}
 UNPINNED = ("accelerate", "sentencepiece", "protobuf", "optimum-quanto", "hqq")
 
 
-def wanted() -> dict[str, str]:
-    """Packages that must stand there at an exact version: the tests' torch, and the reference itself."""
+def required_versions() -> dict[str, str]:
+    """Packages with an exact version: the torch of the tests, and the reference itself."""
     found = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     if found is None:
         sys.exit("constraints.txt names no torch version: add a line `torch==...`")
     return {"torch": found[1], **PINS}
 
 
-def installed(python: Path) -> dict[str, str]:
+def installed_versions(python: Path) -> dict[str, str]:
     """Version by package in the venv of `python`; empty if there is no such venv."""
     if not python.exists():
         return {}
@@ -40,28 +40,28 @@ def installed(python: Path) -> dict[str, str]:
     return {p["name"].lower(): p["version"].split("+")[0] for p in json.loads(listing.stdout)}
 
 
-def complete(python: Path) -> bool:
-    """Whether everything stands there at its version."""
-    have = installed(python)
-    return wanted().items() <= have.items() and have.keys() >= set(UNPINNED)
+def is_complete(python: Path) -> bool:
+    """Whether the venv has every package at its version."""
+    versions = installed_versions(python)
+    return required_versions().items() <= versions.items() and versions.keys() >= set(UNPINNED)
 
 
 def build(folder: Path) -> None:
-    """Make or mend the venv in `folder`."""
+    """Create or repair the venv in `folder`."""
     python = folder / "bin" / "python"
-    if complete(python):
+    if is_complete(python):
         print(f"{folder} is complete")
         return
     if folder.exists() and not (folder / "pyvenv.cfg").exists():
-        sys.exit(f"{folder} exists and is no venv: name another folder")
+        sys.exit(f"{folder} exists and is not a venv: name another folder")
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--no-input"]
-    versions = wanted()
+    versions = required_versions()
     subprocess.run([*pip, f"torch=={versions.pop('torch')}"], check=True)
     subprocess.run([*pip, *(f"{n}=={v}" for n, v in versions.items()), *UNPINNED], check=True)
-    if not complete(python):
-        sys.exit(f"{folder} is not as asked after installation: {installed(python)}")
+    if not is_complete(python):
+        sys.exit(f"{folder} is incomplete after installation: {installed_versions(python)}")
     print(f"{folder} is built")
 
 

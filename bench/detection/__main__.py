@@ -1,8 +1,8 @@
-"""`python -m bench.detection`: the error rates of the watermarks' detectors, their robustness, and rows.
+"""`python -m bench.detection`: error rates of the watermark detectors, by edit and by decoding method.
 
-What is done is kept in a folder, so a run that was stopped goes on where it was, and several can share the
-work. In the end the figures stand in a JSON file, from which `tools/docs/watermark_tables.py` writes the
-guide's tables.
+Finished units are stored in a folder, so that an interrupted run continues, and several processes can share
+the work. The figures are written to a JSON file, from which `tools/docs/watermark_tables.py` writes the
+tables of the guide.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what is not done yet, then write the figures; the process's exit status."""
+    """Compute the missing units, then write the figures; the exit status of the process."""
     parser = argparse.ArgumentParser(prog="python -m bench.detection", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a slice of everything, of the small models")
-    parser.add_argument("--keys", type=int, help="random keys for each unmarked text")
-    parser.add_argument("--stage", choices=STAGES, nargs="*", help="only these; no figures are written")
-    parser.add_argument("--mark", choices=("none", *MARKS), nargs="*", help="only these, likewise")
+    parser.add_argument("--quick", action="store_true", help="a small sample, on the small models")
+    parser.add_argument("--keys", type=int, help="random keys per unmarked text")
+    parser.add_argument("--stage", choices=STAGES, nargs="*", help="only these stages; writes no figures")
+    parser.add_argument("--mark", choices=("none", *MARKS), nargs="*", help="only these; writes no figures")
     parser.add_argument("--models", type=Path, default=ROOT / "models")
-    parser.add_argument("--folder", type=Path, help="where what is done is kept (build/detection)")
-    parser.add_argument("--out", type=Path, help="where the figures go (bench/results/detection.json)")
+    parser.add_argument("--folder", type=Path, help="folder of finished units (build/detection)")
+    parser.add_argument("--out", type=Path, help="file of the figures (bench/results/detection.json)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for one in measures.units()
         if one.stage in (options.stage or STAGES) and (not options.mark or one.mark in options.mark)
     ]
-    for one in units:  # what another process is at is left to it
+    for one in units:  # skip the units of other processes
         if library.store.free(one.name):
             library.store.get(one.name, one.make)
     for one in units:

@@ -1,4 +1,4 @@
-"""Text that people wrote: what is installed beside Python, cut into pieces of equal length."""
+"""Human-written text: files of the Python installation, cut into pieces of equal length."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["LENGTH", "pieces"]
 
 LENGTH = 200  # tokens of a text
 _PROSE = (".md", ".rst", ".txt")
-_SHARE = 6  # pieces of one file at most, so that no single document makes the figures
-_LARGEST = 2_000_000  # bytes of a file that is read
+_SHARE = 6  # maximum pieces per file, so that no document dominates
+_LARGEST = 2_000_000  # maximum bytes of a file
 
 
 def pieces(tokenizer: Any, count: int, seed: int) -> list[list[int]]:
-    """`count` different texts of LENGTH tokens, from files in a shuffled order."""
-    chance = random.Random(seed)
+    """`count` different texts of LENGTH tokens, from files in shuffled order."""
+    rng = random.Random(seed)
     groups = [sorted(group) for group in _groups()]
     for group in groups:
-        chance.shuffle(group)
+        rng.shuffle(group)
     files = [path for turn in zip_longest(*groups) for path in turn if path is not None]
     special = set(tokenizer.all_special_ids)
     found: list[list[int]] = []
@@ -31,17 +31,17 @@ def pieces(tokenizer: Any, count: int, seed: int) -> list[list[int]]:
     for path in files:
         ids = tokenizer(_read(path), add_special_tokens=False)["input_ids"]
         starts = list(range(0, len(ids) - LENGTH + 1, LENGTH))
-        chance.shuffle(starts)
+        rng.shuffle(starts)
         for start in starts[:_SHARE]:
             piece = ids[start : start + LENGTH]
-            # Licences are copied from package to package: the middle tells them apart.
-            mark = hashlib.blake2b(str(piece[80:120]).encode()).digest()
-            if mark not in seen and not special & set(piece):
-                seen.add(mark)
+            # Licences are copied between packages: hash the middle.
+            digest = hashlib.blake2b(str(piece[80:120]).encode()).digest()
+            if digest not in seen and not special & set(piece):
+                seen.add(digest)
                 found.append(piece)
         if len(found) >= count:
             return found[:count]
-    raise RuntimeError(f"the installed packages hold only {len(found)} texts of {LENGTH} tokens, not {count}")
+    raise RuntimeError(f"the installed packages have only {len(found)} texts of {LENGTH} tokens, not {count}")
 
 
 def _groups() -> list[list[Path]]:
@@ -50,13 +50,15 @@ def _groups() -> list[list[Path]]:
     packages, standard = Path(paths["purelib"]), Path(paths["stdlib"])
     names = ("METADATA", "LICENSE", "COPYING", "NOTICE")
     documents = [one for one in packages.rglob("*") if one.suffix in _PROSE or one.name in names]
-    own = [one for one in standard.rglob("*.py") if packages not in one.parents and "test" not in one.parts]
-    foreign = [one for one in packages.rglob("*.py") if not {"test", "tests"} & set(one.parts)]
-    return [documents, own, foreign]
+    library_files = [
+        one for one in standard.rglob("*.py") if packages not in one.parents and "test" not in one.parts
+    ]
+    package_files = [one for one in packages.rglob("*.py") if not {"test", "tests"} & set(one.parts)]
+    return [documents, library_files, package_files]
 
 
 def _read(path: Path) -> str:
-    """The file's prose; nothing where it cannot be read."""
+    """The prose of a file; empty if unreadable."""
     try:
         if not path.is_file() or path.stat().st_size > _LARGEST:
             return ""

@@ -1,4 +1,4 @@
-"""The marks that are tested, and the random keys of texts and of tests."""
+"""The tested watermark schemes, and the random keys of texts and tests."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from descant.decoding.watermark.schemes import (
     WatermarkingConfig,
 )
 
-__all__ = ["MARKS", "drawn", "other", "own"]
+__all__ = ["MARKS", "marking_config", "random_config", "unrelated_config"]
 
 MARKS = ("lefthash", "selfhash", "synthid", "gumbel")
 _DEPTH, _NGRAM = 30, 5
-_SELF = 4  # tokens that selfhash looks at, the token itself among them
+_SELFHASH_WIDTH = 4  # context width of selfhash, the token itself included
 
 
-# Neighbouring texts that share a key where one is dear to make: as marked ones, and as unmarked ones tested.
-_MARKED = {"selfhash": 11, "synthid": 3}
-_TESTED = {"selfhash": 28}
+# Number of consecutive texts that share a key where keys are expensive: marked texts, and tests of unmarked.
+_TEXTS_PER_KEY = {"selfhash": 11, "synthid": 3}
+_TESTS_PER_KEY = {"selfhash": 28}
 
 
-def own(mark: str, model: str, way: str, place: int) -> BaseWatermarkingConfig:
-    """The settings that mark a text."""
-    return drawn(mark, model, way, place // _MARKED.get(mark, 1))
+def marking_config(mark: str, model: str, method: str, index: int) -> BaseWatermarkingConfig:
+    """The config that marks a text."""
+    return random_config(mark, model, method, index // _TEXTS_PER_KEY.get(mark, 1))
 
 
-def other(mark: str, model: str, way: str, place: int, turn: int) -> BaseWatermarkingConfig:
-    """The settings of a key that has nothing to do with a text, another one each turn."""
-    return drawn(mark, "another", model, way, place // _TESTED.get(mark, 1), turn)
+def unrelated_config(mark: str, model: str, method: str, index: int, turn: int) -> BaseWatermarkingConfig:
+    """A config with a key unrelated to a text, a different one for each turn."""
+    return random_config(mark, "another", model, method, index // _TESTS_PER_KEY.get(mark, 1), turn)
 
 
-def drawn(mark: str, *tag: object) -> BaseWatermarkingConfig:
-    """A mark's settings with the random key that `tag` draws: another one for every other tag."""
-    chance = random.Random("/".join(map(str, (mark, *tag))))
+def random_config(mark: str, *tag: object) -> BaseWatermarkingConfig:
+    """The config of a scheme with a random key, seeded by `tag`."""
+    rng = random.Random("/".join(map(str, (mark, *tag))))
     if mark == "synthid":
-        keys = tuple(chance.randrange(2**32) for _ in range(_DEPTH))
+        keys = tuple(rng.randrange(2**32) for _ in range(_DEPTH))
         return SynthIDTextWatermarkingConfig(_NGRAM, keys)
-    key = chance.randrange(2**20, 2**31)
+    key = rng.randrange(2**20, 2**31)
     if mark == "gumbel":
         return GumbelWatermarkingConfig(key)
     if mark == "selfhash":
-        return WatermarkingConfig(hashing_key=key, seeding_scheme="selfhash", context_width=_SELF)
+        return WatermarkingConfig(hashing_key=key, seeding_scheme="selfhash", context_width=_SELFHASH_WIDTH)
     return WatermarkingConfig(hashing_key=key)

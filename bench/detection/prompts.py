@@ -1,4 +1,4 @@
-"""What the models are asked to write about: as many different prompts as there are texts."""
+"""Different prompts for every generated text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOPICS = (
     "how cities get their water", "an island nobody visits", "memory and forgetting", "volcanoes",
     "repairing an old bicycle", "the first day at school", "what makes people laugh", "salt",
 )  # fmt: skip
-_ASKS = (
+_INSTRUCTIONS = (
     "Write a long essay about {}.",
     "Tell me a story about {}.",
     "Explain {} to a curious child, at length.",
@@ -28,12 +28,12 @@ _ASKS = (
     "Give a long talk on {}.",
     "What should everybody know about {}? Answer in several paragraphs.",
 )
-_WHO = (
+_CHARACTERS = (
     "a girl named Lily", "a boy named Tom", "an old bear", "a small blue car", "a curious cat", "a wise owl",
     "a brave mouse", "a lonely cloud", "a kind farmer", "a young bird", "a little red fish", "two brothers",
     "a shy dragon", "a clever fox", "a tiny seed", "a sleepy dog",
 )  # fmt: skip
-_DID = (
+_CLAUSES = (
     "who lived near the sea", "who loved to sing", "who was afraid of the dark", "who had lost a shoe",
     "who wanted to fly", "who never said thank you", "who found a shiny key", "who liked to bake",
     "who lived in a big tree", "who had a secret friend", "who wished for snow", "who could not sleep",
@@ -41,12 +41,12 @@ _DID = (
     "who met a stranger", "who heard a noise", "who was always hungry", "who drew a picture",
 )  # fmt: skip
 
-COUNT = len(_TOPICS) * len(_ASKS)
+COUNT = len(_TOPICS) * len(_INSTRUCTIONS)
 
 
 def chat(tokenizer: Any, index: int) -> list[int]:
-    """The tokens of the `index`th prompt of a chat model, which is asked for a long text."""
-    text = _ASKS[index // len(_TOPICS) % len(_ASKS)].format(_TOPICS[index % len(_TOPICS)])
+    """The tokens of the `index`th prompt of a chat model, which requests a long text."""
+    text = _INSTRUCTIONS[index // len(_TOPICS) % len(_INSTRUCTIONS)].format(_TOPICS[index % len(_TOPICS)])
     turns = [{"role": "user", "content": text}]
     whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
     return list(whole["input_ids"])
@@ -54,5 +54,8 @@ def chat(tokenizer: Any, index: int) -> list[int]:
 
 def story(tokenizer: Any, index: int) -> list[int]:
     """The tokens of the `index`th beginning of a story."""
-    who, did = _WHO[index % len(_WHO)], _DID[index // len(_WHO) % len(_DID)]
-    return list(tokenizer(f"Once upon a time, there was {who} {did}.")["input_ids"])
+    character, clause = (
+        _CHARACTERS[index % len(_CHARACTERS)],
+        _CLAUSES[index // len(_CHARACTERS) % len(_CLAUSES)],
+    )
+    return list(tokenizer(f"Once upon a time, there was {character} {clause}.")["input_ids"])

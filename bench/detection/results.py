@@ -1,4 +1,4 @@
-"""What all tests come to: rates with their intervals."""
+"""The figures of all tests: rates with their intervals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEVELS = (0.01, 0.001)
 
 
 def rate(hits: int, count: int, level: float | None = None) -> dict[str, Any]:
-    """A share with its 95 % interval, and how many sigma it lies from the `level` it should have."""
+    """A rate with its 95 % interval, and its distance from the expected `level` in sigma."""
     low, high = proportion_interval(count, hits)
     out = {"hits": hits, "count": count, "rate": hits / count, "low": low, "high": high}
     if level is not None:
@@ -36,7 +36,7 @@ def rate(hits: int, count: int, level: float | None = None) -> dict[str, Any]:
 
 
 def document(measures: Measures) -> dict[str, Any]:
-    """All figures, and where they come from."""
+    """All figures and the environment."""
     unmarked = {
         mark: [
             (one, {**_tests(measures, "false", mark, one), **_tests(measures, "alone", mark, one)})
@@ -59,17 +59,17 @@ Tests = Sequence[tuple[Batch, Any]]
 
 
 def _tests(measures: Measures, stage: str, mark: str, batch: Batch) -> Any:
-    """What a unit holds, its tests as scores."""
+    """The scores of a unit."""
     name = measures.name(stage, mark, batch)
     unit = next(one for one in measures.units() if one.name == name)
-    held = measures.library.store.get(name, unit.make)
+    stored = measures.library.store.get(name, unit.make)
     if stage == "edits":
-        return {kind: [Score(*one) for one in tests] for kind, tests in held.items()}
+        return {kind: [Score(*one) for one in tests] for kind, tests in stored.items()}
     found: dict[str, Any] = {}
-    if "ids" in held:
-        found["ids"] = [[Score(*one) for one in test] for test in held["ids"]]
-    if "text" in held:
-        found["text"] = [Score(*one) for one in held["text"]]
+    if "ids" in stored:
+        found["ids"] = [[Score(*one) for one in test] for test in stored["ids"]]
+    if "text" in stored:
+        found["text"] = [Score(*one) for one in stored["text"]]
     return found
 
 
@@ -84,22 +84,22 @@ def _about() -> dict[str, str]:
 
 
 def _texts(measures: Measures) -> dict[str, Any]:
-    """How many texts there are of each kind."""
+    """The number of texts of each kind."""
     counts: dict[str, dict[str, int]] = {}
     for one in measures.batches:
         kind = counts.setdefault(one.mark, {})
-        name = f"{one.way}, {one.model}"
+        name = f"{one.method}, {one.model}"
         kind[name] = kind.get(name, 0) + one.size
     return counts
 
 
 def _false(mark: str, found: Tests) -> dict[str, Any]:
-    """Unmarked texts that are called marked."""
-    whole = [test[-1] for _, held in found for test in held["ids"]]
-    chance = random.Random(f"{mark}/atoms")
-    spread = [one.above + chance.random() * (one.p - one.above) for one in whole]
-    human = [test[-1] for batch, held in found if batch.way == HUMAN for test in held["ids"]]
-    read = [test for _, held in found for test in held["text"]]
+    """The false positive rates."""
+    whole = [test[-1] for _, stored in found for test in stored["ids"]]
+    rng = random.Random(f"{mark}/atoms")
+    spread = [one.above + rng.random() * (one.p - one.above) for one in whole]
+    human = [test[-1] for batch, stored in found if batch.method == HUMAN for test in stored["ids"]]
+    read = [test for _, stored in found for test in stored["text"]]
     return {
         "scored": statistics.median(one.scored for one in whole),
         **{
@@ -115,64 +115,64 @@ def _false(mark: str, found: Tests) -> dict[str, Any]:
 
 
 def _true(measures: Measures, mark: str, unmarked: Tests) -> dict[str, Any]:
-    """Marked texts that are called marked, at 1 % false positives."""
+    """The true positive rates at 1 % false positives."""
     found = [(one, _tests(measures, "true", mark, one)) for one in measures.of(mark, SAMPLED)]
     level = LEVELS[0]
     out: dict[str, Any] = {}
     for at, length in enumerate(LENGTHS):
-        marked = [test[at] for _, held in found for test in held["ids"]]
-        bar = _quantile([test[at].p for _, held in unmarked for test in held["ids"]], level)
+        marked = [test[at] for _, stored in found for test in stored["ids"]]
+        threshold = _quantile([test[at].p for _, stored in unmarked for test in stored["ids"]], level)
         out[str(length)] = {
             "z": statistics.median(one.z for one in marked),
             "p": _share(marked, level),
-            "quantile": _share(marked, bar),
+            "quantile": _share(marked, threshold),
         }
-    read = [test for _, held in found for test in held["text"]]
-    bar = _quantile([test.p for _, held in unmarked for test in held["text"]], level)
+    read = [test for _, stored in found for test in stored["text"]]
+    threshold = _quantile([test.p for _, stored in unmarked for test in stored["text"]], level)
     out["text"] = {
         "z": statistics.median(one.z for one in read),
         "p": _share(read, level),
-        "quantile": _share(read, bar),
+        "quantile": _share(read, threshold),
     }
     out["models"] = {
-        model: _ways([held for one, held in found if one.model == model])
+        model: _by_length([stored for one, stored in found if one.model == model])
         for model in dict.fromkeys(one.model for one, _ in found)
     }
     return out
 
 
 def _edits(measures: Measures, mark: str) -> dict[str, Any]:
-    """Marked texts that are called marked after somebody changed them."""
+    """The true positive rates after edits."""
     found = [_tests(measures, "edits", mark, one) for one in measures.of(mark, SAMPLED)]
     names = [f"{kind} {share}" for kind in KINDS for share in SHARES]
     return {
-        name: _share(list(chain.from_iterable(held[name] for held in found)), LEVELS[0]) for name in names
+        name: _share(list(chain.from_iterable(stored[name] for stored in found)), LEVELS[0]) for name in names
     }
 
 
 def _rows(measures: Measures, mark: str) -> dict[str, Any]:
-    """Marked texts by how they were decoded, model by model."""
+    """The true positive rates by model and decoding method."""
     groups: dict[str, list[Any]] = {}
-    kinds = {(one.model, one.way) for one in measures.of(mark) if one.way != SAMPLED}
+    kinds = {(one.model, one.method) for one in measures.of(mark) if one.method != SAMPLED}
     compared = {model for model, _ in kinds}
     for one in measures.of(mark):
         if one.model in compared:
-            groups.setdefault(f"{one.model}, {one.way}", []).append(_tests(measures, "true", mark, one))
-    return {name: _ways(held) for name, held in groups.items()}
+            groups.setdefault(f"{one.model}, {one.method}", []).append(_tests(measures, "true", mark, one))
+    return {name: _by_length(stored) for name, stored in groups.items()}
 
 
 def _bayes(measures: Measures) -> dict[str, Any]:
-    """SynthID's trained detector beside the weighted mean."""
+    """SynthID's trained detector against the weighted mean."""
     unit = next(one for one in measures.units() if one.stage == "bayes")
-    held = measures.library.store.get(unit.name, unit.make)
+    stored = measures.library.store.get(unit.name, unit.make)
     return {
-        length: {name: rate(one["hits"], one["count"]) for name, one in ways.items()}
-        for length, ways in held.items()
+        length: {name: rate(one["hits"], one["count"]) for name, one in detectors.items()}
+        for length, detectors in stored.items()
     }
 
 
-def _ways(found: Sequence[Any]) -> dict[str, Any]:
-    tests = [test for held in found for test in held["ids"]]
+def _by_length(found: Sequence[Any]) -> dict[str, Any]:
+    tests = [test for stored in found for test in stored["ids"]]
     whole = [test[-1] for test in tests]
     half = [test[0] for test in tests]
     return {
@@ -182,14 +182,14 @@ def _ways(found: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _share(tests: Sequence[Score], bar: float) -> dict[str, Any]:
-    return rate(sum(one.p <= bar for one in tests), len(tests))
+def _share(tests: Sequence[Score], threshold: float) -> dict[str, Any]:
+    return rate(sum(one.p <= threshold for one in tests), len(tests))
 
 
 def _quantile(p_values: Sequence[float], level: float) -> float:
     """The largest p-value at or below which at most `level` of these lie."""
     ordered = sorted(p_values)
     most = int(level * len(ordered))
-    # Where several are equal, all of them lie at or below it.
+    # Of equal values, all lie at or below it.
     below = [one for one in ordered[:most] if one < ordered[most]]
     return below[-1] if below else 0.0

@@ -1,4 +1,4 @@
-"""Work that is done once: every unit is a file, so a run that stopped goes on, and several share the work."""
+"""A store of results: every unit is a file, so runs can continue, and several processes share the work."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def get(self, name: str, make: Callable[[], Any]) -> Any:
-        """What the unit holds, made if nobody has made it, or is making it, yet."""
+    def get(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The result of a unit; computed here unless another process has computed it or is computing it."""
         path = self.folder / f"{name}.json"
         while not path.exists():
-            with self._claimed(path) as mine:
-                if mine and not path.exists():
+            with self._claim(path) as claimed:
+                if claimed and not path.exists():
                     start = time.perf_counter()
-                    made = json.dumps(make())
+                    result = json.dumps(compute())
                     part = path.with_suffix(".part")
-                    part.write_text(made, encoding="utf-8")
+                    part.write_text(result, encoding="utf-8")
                     part.replace(path)
                     print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-                elif not mine:
+                elif not claimed:
                     time.sleep(1.0)
         return json.loads(path.read_text(encoding="utf-8"))
 
     def free(self, name: str) -> bool:
-        """Whether the unit is neither made nor being made."""
+        """Whether the unit is neither computed nor claimed."""
         path = self.folder / f"{name}.json"
         return not path.exists() and not _alive(path.with_suffix(".claim"))
 
     @contextlib.contextmanager
-    def _claimed(self, path: Path) -> Iterator[bool]:
-        """Whether the unit is this process's to make."""
+    def _claim(self, path: Path) -> Iterator[bool]:
+        """Claim a unit; whether this process has the claim."""
         claim = path.with_suffix(".claim")
         claim.parent.mkdir(parents=True, exist_ok=True)
         if claim.exists() and not _alive(claim):
@@ -60,7 +60,7 @@ class Store:
 
 
 def _alive(claim: Path) -> bool:
-    """Whether the process that holds a claim still runs; one just written may be empty yet."""
+    """Whether the process of a claim still runs; a new claim file may still be empty."""
     try:
         pid = claim.read_text(encoding="utf-8")
         if not pid:

@@ -1,4 +1,4 @@
-"""One text tested under one key: what the detectors say of it."""
+"""One text tested with one key: the score of the detector."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from descant.decoding.watermark.scheme_factory import build_schemes
 from descant.decoding.watermark.schemes import BaseWatermarkingConfig
 from descant.decoding.watermark.scores import WatermarkScheme
 
-__all__ = ["Score", "of_ids", "of_text"]
+__all__ = ["Score", "score_ids", "score_text"]
 
 
 class Score(NamedTuple):
-    """What a test came to."""
+    """The result of a test."""
 
     scored: int
     z: float
-    p: float  # that unmarked text says as much or more
-    above: float  # that it says more; as large but for laws with atoms
+    p: float  # p-value: unmarked text scores as high or higher
+    above: float  # p-value: unmarked text scores higher; differs from p for discrete distributions
 
 
-def of_ids(
+def score_ids(
     settings: BaseWatermarkingConfig, vocabulary: int, ids: Sequence[int], lengths: Sequence[int]
 ) -> list[Score]:
-    """The text's first `lengths` tokens tested under a key, with every nonce there is.
+    """The scores of the first `lengths` tokens of a text with a key and all its nonces.
 
-    A token's evidence hangs on those before it only, so that of a beginning is the beginning's.
+    A token's score depends only on the tokens before it, so a prefix of the scores is that of the text.
     """
     array = np.asarray(ids, np.int64)
-    seen = [(scheme, *scheme.score_tokens(array)) for scheme in build_schemes(settings, vocabulary)]
+    schemes = [(scheme, *scheme.score_tokens(array)) for scheme in build_schemes(settings, vocabulary)]
     out = []
     for length in lengths:
-        parts = [_score(scheme, scored[:length], value[:length], len(seen)) for scheme, scored, value in seen]
+        parts = [
+            _score(scheme, scored[:length], value[:length], len(schemes)) for scheme, scored, value in schemes
+        ]
         out.append(min(parts, key=lambda one: one.p))
     return out
 
@@ -51,7 +53,7 @@ def _score(scheme: WatermarkScheme, scored: np.ndarray, value: np.ndarray, tests
     return Score(count, z, p, above)
 
 
-def of_text(settings: BaseWatermarkingConfig, reader: Reader, text: str) -> Score:
-    """The text tested as somebody tests it who has nothing else, with all its readings."""
+def score_text(settings: BaseWatermarkingConfig, reader: Reader, text: str) -> Score:
+    """The score of a text without token ids, over all its tokenisations."""
     found = Detector(settings, reader.vocabulary, reader.tokenizer).text(text)
     return Score(found.scored, found.z, found.p_value, found.p_value)

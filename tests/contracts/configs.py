@@ -1,4 +1,4 @@
-"""Calls of generate() made by chance, over every documented field, with good, odd and bad values and inputs.
+"""Random calls of generate(), over every documented field, with good, odd and bad values and inputs.
 
 A case is made from its number alone, so one that fails can be made again: `case(seed, number)`.
 """
@@ -29,7 +29,7 @@ from tests.support.tiny_models import ARCHITECTURES, pad, prompts
 NAN, INF = float("nan"), float("inf")
 VOCAB = 97  # of the tiny Llama; those of the others are a little larger
 
-# What the tokens of the fuzz say: a character each, and one of three; those beyond say nothing.
+# The text of the tokens of the fuzz: a character each, and one of three; the others are empty.
 TEXTS = (*(chr(33 + at) for at in range(94)), " ", "\n", "the")
 assert len(TEXTS) == VOCAB
 
@@ -265,7 +265,7 @@ ODD: list[Any] = [
     Odd(), Rude(), int, len,
 ]  # fmt: skip
 
-# Nothing that can be called: what a stranger's function raises is the caller's own affair.
+# No functions: errors of a caller's function are not ours.
 MUTE = [one for one in ODD if not callable(one)]
 
 NOW = tuple(name for name in FIELDS if name not in UNSUPPORTED)
@@ -470,7 +470,7 @@ def _odd_inputs(rng: random.Random, ids: torch.Tensor, mask: torch.Tensor) -> tu
     return name, kinds[name]
 
 
-# Inputs that nobody can have meant: to accept them would be to guess.
+# Inputs without a meaning: accepting them would be a guess.
 HOPELESS = frozenset({
     "ids as float", "ids as bool", "ids of one dimension", "ids of three dimensions", "ids of none",
     "no rows", "no columns", "an id too large", "an id below 0", "text", "a mask below 0", "a mask of twos",

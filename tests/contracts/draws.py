@@ -76,7 +76,7 @@ def _batch(settings: Sequence[Setting], size: int, found: list[Drawn], seeded: f
             whose = selection.emitted.request.tolist()
             for at, one in selection.emitted.finished.items():
                 _ended(found[numbers.index(whose[at])], one)
-    _told(rows, found, numbers)
+    _record_rows(rows, found, numbers)
 
 
 def _repeated(session: Session, size: int) -> Rows:
@@ -97,7 +97,7 @@ def _ended(mine: Drawn, one: Hypothesis) -> None:
         mine.right += sum(one.speculation.accepted)
 
 
-def _told(rows: Rows, found: Sequence[Drawn], numbers: Sequence[int]) -> None:
+def _record_rows(rows: Rows, found: Sequence[Drawn], numbers: Sequence[int]) -> None:
     """Take in the rows that go on."""
     for number, mine in zip(numbers, found, strict=True):
         here = (rows.request == number).nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""What a config promises about the new tokens of a row, as far as it can be told from the tokens alone."""
+"""What a config promises about the new tokens of a row, as far as it can be checked on the tokens alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stopped(config: GenerationConfig, prompt: list[int], new: list[int]) -> int 
 
 
 class Promises:
-    """What the rules of a config say about the new tokens of one row."""
+    """Checks of the rules of a config on the new tokens of one row."""
 
     def __init__(
         self, config: GenerationConfig, source: list[int], prompt: list[int], body: list[int], longest: int

@@ -1,4 +1,4 @@
-"""Settings under which windows of tokens are drawn: what the model says, who guesses, and how."""
+"""Settings under which windows of tokens are drawn: the model, the drafter, and the method."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ def letters(other: bool = False) -> Any:
 
 @cache
 def stranger() -> Pair:
-    """A draft model that speaks in the other tokens."""
+    """A draft model with the other tokenizer."""
     return Pair(_table(5, 11))
 
 
 # ------------------------------------------------------------------------ drafters by script
 class Script:
-    """A drafter that is told what to guess; stands where a draft model is given."""
+    """A scripted drafter, given in place of a draft model."""
 
     is_model_free = False
     noise: NoiseSource
@@ -170,16 +170,16 @@ class Certain(Script):
 
 
 class Weighted(Script):
-    """Draws by a law that hangs on the last token [V, V]; what it says of its law may be a lie."""
+    """Draws from a distribution that depends on the last token [V, V]; the reported one may be wrong."""
 
-    def __init__(self, law: Tensor, told: Tensor | None = None) -> None:
-        self.law, self.told = law, law if told is None else told
+    def __init__(self, law: Tensor, reported: Tensor | None = None) -> None:
+        self.law, self.reported = law, law if reported is None else reported
 
     def draft(self, rows: Rows, most: Tensor, aid: DraftContext) -> Proposal:
         tokens, laws, last = [], [], _last(rows)
         for ahead in range(int(most.max())):
             noise = self.noise.draw(rows.replace(length=rows.length + ahead), VOCAB)
-            laws.append(self.told[last])
+            laws.append(self.reported[last])
             last = (self.law[last] / noise).argmax(-1)
             tokens.append(last)
         return Proposal(None, torch.stack(tokens, 1), most, torch.stack(laws, 1)) if tokens else Proposal()
@@ -210,8 +210,8 @@ SCRIPTS: dict[str, Script] = {
     "certain, ragged": Certain(_USUAL, ragged=True),
     "weighted": Weighted(_law(3)),
     "knowing": Knowing(),
-    "lying": Weighted(_law(3), told=_law(4)),
-    "rounding": Weighted(_law(3), told=0.85 * _law(3) + 0.15 / VOCAB),
+    "lying": Weighted(_law(3), reported=_law(4)),
+    "rounding": Weighted(_law(3), reported=0.85 * _law(3) + 0.15 / VOCAB),
 }
 
 
@@ -242,7 +242,7 @@ def scripts() -> Iterator[None]:
 # ------------------------------------------------------------------------ settings
 @dataclass(frozen=True)
 class Setting:
-    """How a window is drawn: fields of a config, who guesses and how many tokens."""
+    """How a window is drawn: fields of a config, the drafter and how many tokens."""
 
     fields: Mapping[str, Any]
     drafter: str
@@ -262,7 +262,7 @@ class Setting:
         return self.network or self.drafter in ("suffix", "intersection")
 
     def request(self, drafts: bool = True) -> Request:
-        """The setting as a request, with what guesses or without."""
+        """The setting as a request, with what drafts or without."""
         fields = {"max_new_tokens": _ROOM, "do_sample": True, "top_k": 0, **self.fields}
         given = DRAFTERS[self.drafter](self) if drafts and self.drafter != "none" else {}
         brought = {
@@ -274,8 +274,8 @@ class Setting:
         return Request(list(self.prompt), config, logits_processor=self.processors, noise_row=0, **brought)
 
 
-def _guessed(setting: Setting, **others: Any) -> dict[str, Any]:
-    """The fields of a setting for which a network guesses."""
+def _draft_fields(setting: Setting, **others: Any) -> dict[str, Any]:
+    """The fields of a setting for which a network drafts."""
     return {
         "num_assistant_tokens": setting.tokens,
         "num_assistant_tokens_schedule": setting.schedule,
@@ -293,12 +293,12 @@ DRAFTERS: dict[str, Callable[[Setting], dict[str, Any]]] = {
         "suffix_lookup_num_tokens": one.tokens,
         "num_assistant_tokens_schedule": one.schedule,
     },
-    "draft model": lambda one: _guessed(one, assistant_model=network(7, 1) if one.network else near()),
-    "unsure": lambda one: _guessed(
+    "draft model": lambda one: _draft_fields(one, assistant_model=network(7, 1) if one.network else near()),
+    "unsure": lambda one: _draft_fields(
         one, assistant_model=network(7, 1) if one.network else near(), assistant_confidence_threshold=0.3
     ),
-    "early exit": lambda one: _guessed(one, assistant_early_exit=1),
-    "intersection": lambda one: _guessed(
+    "early exit": lambda one: _draft_fields(one, assistant_early_exit=1),
+    "intersection": lambda one: _draft_fields(
         one, assistant_model=stranger(), tokenizer=letters(), assistant_tokenizer=letters(True)
     ),
     **{

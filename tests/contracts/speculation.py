@@ -1,4 +1,4 @@
-"""What guesses ahead for tiny models, and how a call with guesses is held to the same call without."""
+"""Drafters for tiny models, and the comparison of a call with drafts to the same call without."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def near(model: Any, share: float) -> Any:
 
 
 def drafted(model: Any, name: str) -> dict[str, Any]:
-    """The arguments of a call that has the model guess with that drafter."""
+    """The arguments of a call that has the model draft with that drafter."""
     fields, share = DRAFTERS[name]
     return fields if share is None else {**fields, "assistant_model": near(model, share)}
 
 
 def words(tiny: Tiny, count: int = 5, seed: int = 3) -> list[int]:
-    """So few tokens that what was said before is a good guess."""
+    """So few tokens that a lookup often succeeds."""
     return prompts(tiny.arch, [count], seed)[0]
 
 
 def few_words(tiny: Tiny) -> dict[str, Any]:
-    """Keep a model to those words, and to an end once it has said some."""
+    """Restrict a model to those tokens, and to an end after some of them."""
     left = {*words(tiny), tiny.eos}
     return {"suppress_tokens": [one for one in range(tiny.vocab) if one not in left], "min_new_tokens": 9}
 
@@ -77,23 +77,23 @@ def inputs(tiny: Tiny, lengths: Sequence[int] = (7, 12, 1, 5), seed: int = 0) ->
 
 @dataclass
 class Tries:
-    """How many guesses a test has seen, so that it can say that it saw some of either kind."""
+    """The accepted and rejected drafts of a test, to assert that both occurred."""
 
     tried: int = 0
     right: int = 0
 
     def add(self, reports: Sequence[Any]) -> None:
-        """Count what became of the guesses of some sequences."""
+        """Count what became of the drafts of some sequences."""
         self.tried += sum(sum(one.drafted) for one in reports)
         self.right += sum(sum(one.accepted) for one in reports)
 
     def check(self) -> None:
-        """Raise where nothing was guessed right, or nothing wrong: there was nothing to see."""
+        """Raise where nothing was drafted right, or nothing wrong: there was nothing to see."""
         assert 0 < self.right < self.tried, f"{self.right} of {self.tried} guesses were right"
 
 
 def seen(*records: Any) -> Tries:
-    """The guesses of some calls."""
+    """The drafts of some calls."""
     tries = Tries()
     for record in records:
         tries.add(record.speculation)
@@ -106,7 +106,7 @@ RECORDS = {"return_dict_in_generate": True, "output_scores": True, "output_logit
 def same_call(
     model: Any, given: Mapping[str, Any], options: Mapping[str, Any], drafts: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Run a call without and with guesses; both records, of which tokens, scores and logits are the same."""
+    """Run a call without and with drafts; both records, of which tokens, scores and logits are the same."""
     options = {"max_new_tokens": NEW, **options, **RECORDS}
     plain = descant.generate(model, **given, **options)
     guessed = descant.generate(model, **given, **options, **drafts)

@@ -75,7 +75,7 @@ def rounding(make: Callable[[], KVCache], error: float) -> Store:
 
 
 class Afar(OffloadedStore):
-    """An offloaded cache that is told where blocks lie, for here every device is the same."""
+    """An offloaded cache with a given location of blocks, since all devices are the same here."""
 
     def _write(self, keys: Tensor, *rest: Any) -> None:
         named, stowed = self._offload_device, any(keys is block for block in self._keys.values())

@@ -1,4 +1,4 @@
-"""Blocks of the paged cache: whoever comes, forks, leaves or is forgotten, none is leaked or freed twice.
+"""Blocks of the paged cache: rows are admitted, fork, finish or are dropped; none is leaked or freed twice.
 
 CI goes through the first of 10,000 schedules; `pytest tests/contracts/test_blocks.py -m ""` goes through all.
 """
@@ -27,7 +27,7 @@ PARTS = [
 
 
 class Server:
-    """A table of requests, and prompts that are kept beside it, driven by chance."""
+    """A table of requests and stored prompts, with random operations."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -37,7 +37,7 @@ class Server:
         self._requests = 0
 
     def run(self, steps: int) -> None:
-        """So many things by chance, then everything leaves; the books are right all the time."""
+        """Random operations, then everything leaves; the reference counts are always right."""
         deeds = (self.admit, self.admit, self.step, self.step, self.step, self.step, self.cancel, self.keep)
         for _ in range(steps):
             self.rng.choice((*deeds, self.recall, self.forget, self.fail, self.evict))()
@@ -92,7 +92,7 @@ class Server:
             self.commit([row for row, owner in enumerate(self.owner) if owner != gone])
 
     def fail(self) -> None:
-        """A forward writes, and nobody commits it."""
+        """A forward writes without a commit."""
         if self.owner:
             self.write([self.rng.randrange(len(self.owner))], 4)
 

@@ -22,7 +22,7 @@ from tests.contracts.subjects import mixed
 from tests.support.markov_model import Chain
 
 
-def asked(**given):
+def requests_for(**given):
     """Requests for a chain that differ in prompt and length."""
     own = [{**given, "max_new_tokens": 6 + at} for at in range(4)]
     return [Request([at + 1], GenerationConfig(**one)) for at, one in enumerate(own)]
@@ -86,33 +86,33 @@ class Hasty(Chain):
 
 @pytest.mark.parametrize("kind", [Crowded, Ordered, Vague])
 @pytest.mark.parametrize("method", [{}, {"num_beams": 2}, SEEDED], ids=["greedy", "beam", "sampling"])
-def test_a_model_that_minds_its_neighbours_is_found(kind, method):
-    check_batch(Chain.chance(11, 0), asked(**method))
+def test_a_model_that_depends_on_the_batch_is_found(kind, method):
+    check_batch(Chain.chance(11, 0), requests_for(**method))
     with pytest.raises(AssertionError, match="in a batch of 4"):
-        check_batch(kind.chance(11, 0), asked(**method))
+        check_batch(kind.chance(11, 0), requests_for(**method))
 
 
 @pytest.mark.parametrize("kind", [Crowded, Ordered, Ageing])
 def test_a_model_that_minds_the_time_is_found(kind):
-    check_admission(Chain.chance(11, 0), asked())
+    check_admission(Chain.chance(11, 0), requests_for())
     with pytest.raises(AssertionError, match="schedule"):
-        check_admission(kind.chance(11, 0), asked())
+        check_admission(kind.chance(11, 0), requests_for())
 
 
 def test_chance_that_is_not_the_requests_own_is_found():
-    check_seed(Chain.chance(11, 0), asked(**SEEDED))
+    check_seed(Chain.chance(11, 0), requests_for(**SEEDED))
     with pytest.raises(AssertionError, match="under another seed of torch"):
-        check_seed(Moody.chance(11, 0), asked(**SEEDED))
+        check_seed(Moody.chance(11, 0), requests_for(**SEEDED))
 
 
 def test_a_seed_that_is_not_read_is_found():
     sure = Chain(torch.eye(11) * 1e4)
     with pytest.raises(AssertionError, match="is the seed read"):
-        check_seed(sure, asked(**SEEDED))
+        check_seed(sure, requests_for(**SEEDED))
 
 
-def test_a_model_that_misjudges_drafts_is_found():
-    given = asked()
+def test_a_model_that_scores_drafts_wrongly_is_found():
+    given = requests_for()
     check_drafts(Chain.chance(11, 0), given)
     with pytest.raises(AssertionError, match="from those of one by one"):
         check_drafts(Hasty.chance(11, 0), given)

@@ -58,7 +58,7 @@ def before(patch: Patch, kind: type, name: str, change: Callable[..., tuple[Any,
 # ------------------------------------------------------------------------ rows
 @fault("dense")
 def wrong_parent(patch: Patch) -> None:
-    """A row continues its neighbour."""
+    """A row continues another row."""
     before(
         patch, DenseStore, "commit", lambda self, parents, lengths: (
             parents if parents is None or len(parents) < 2 else parents.flip(0), lengths
@@ -68,7 +68,7 @@ def wrong_parent(patch: Patch) -> None:
 
 @fault("dense")
 def stale_prefix(patch: Patch) -> None:
-    """Rows that part are believed to share what one of them lost."""
+    """Diverged rows are treated as sharing what one of them lost."""
 
     def commit(_: None, self: DenseStore, parents: Any, lengths: torch.Tensor) -> None:
         self._prefix_groups._shared_lengths = lengths.numpy() + 2
@@ -106,7 +106,7 @@ def swapped(patch: Patch) -> None:
 
 @fault("dense")
 def extended_in_front(patch: Patch) -> None:
-    """A row that comes is believed to be as long as the last one."""
+    """A new row is treated as having the length of the last one."""
 
     def extend(_: None, self: DenseStore, rows: int) -> None:
         if len(self._lengths) > rows:
@@ -136,7 +136,7 @@ def selected_once(patch: Patch) -> None:
 
 @fault("dense")
 def uncommitted(patch: Patch) -> None:
-    """What nobody committed is selected, too."""
+    """Uncommitted positions are selected, too."""
 
     def select(other: DenseStore, self: DenseStore, rows: torch.Tensor) -> DenseStore:
         other._lengths = other._lengths + 1
@@ -174,7 +174,7 @@ def shared_memory(patch: Patch) -> None:
 
 @fault("static")
 def nothing_held(patch: Patch) -> None:
-    """It says that it takes no memory."""
+    """It reports no memory."""
     patch.setattr(StaticStore, "nbytes", 0)
 
 
@@ -231,7 +231,7 @@ def not_merged(patch: Patch) -> None:
     )
 
 
-# ------------------------------------------------------------------------ those that forget
+# ------------------------------------------------------------------------ faulty eviction
 @fault("window")
 def stale_slot(patch: Patch) -> None:
     """One position more is shown than the window has."""
@@ -264,14 +264,14 @@ def no_sinks(patch: Patch) -> None:
 
 
 @fault("window")
-def untold(patch: Patch) -> None:
-    """What a layer is about to show is not told."""
+def unannounced(patch: Patch) -> None:
+    """The announcement of a layer's positions is missing."""
     patch.setattr(WindowStore, "visible_slots", lambda *_: None)
 
 
 @fault("h2o")
 def out_of_order(patch: Patch) -> None:
-    """What is kept lies with the latest first."""
+    """The kept slots are in reverse order."""
 
     def update(given: Any, *_: Any) -> Any:
         keys, values = given
@@ -285,7 +285,7 @@ def out_of_order(patch: Patch) -> None:
 
 @fault("snapkv")
 def too_much_told(patch: Patch) -> None:
-    """It says that it shows all positions."""
+    """It reports that it shows all positions."""
 
     def visible_slots(given: Any, self: SnapKVStore, layer: int, span: Any) -> Any:
         return given and VisibleSlots(torch.from_numpy(span.on_host(len(self))[1]), span.read_length)
@@ -293,7 +293,7 @@ def too_much_told(patch: Patch) -> None:
     after(patch, SnapKVStore, "visible_slots", visible_slots)
 
 
-# ------------------------------------------------------------------------ those that round or lie elsewhere
+# ------------------------------------------------------------------------ quantised and offloaded caches
 @fault("quantized")
 def uncut_chunk(patch: Patch) -> None:
     """A chunk that is cut counts as a whole."""
@@ -312,7 +312,7 @@ def wrong_scale(patch: Patch) -> None:
 
 @fault("static")
 def short_reach(patch: Patch) -> None:
-    """It shows a slot less than it says."""
+    """It shows a slot less than it reports."""
     after(patch, StaticStore, "update", lambda given, *_: tuple(one[:, :, :-1] for one in given))
 
 
@@ -339,8 +339,8 @@ def hasty() -> Iterator[None]:
     hypothesis.settings.load_profile("usual")
 
 
-def found(name: str, patch: Patch, broken: Broken) -> str:
-    """What is said of a fault."""
+def fault_report(name: str, patch: Patch, broken: Broken) -> str:
+    """The report of a fault."""
     quietly(patch)
     broken(patch)
     kind, said = store(name), ""
@@ -357,12 +357,14 @@ def found(name: str, patch: Patch, broken: Broken) -> str:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_cache_with_a_fault_is_found(monkeypatch, name):
     which, broken = FAULTS[name]
-    assert re.search(r"(?s): .*, after\n  cache 0 = a new one\n  extend", found(which, monkeypatch, broken))
+    assert re.search(
+        r"(?s): .*, after\n  cache 0 = a new one\n  extend", fault_report(which, monkeypatch, broken)
+    )
 
 
 def test_what_is_found_is_short(monkeypatch):
-    """A fault that takes a fork and two forwards is told in no more than that."""
-    told = found("paged", monkeypatch, short_copy).split(", after\n")[1]
+    """A fault that takes a fork and two forwards is reported with no more than that."""
+    told = fault_report("paged", monkeypatch, short_copy).split(", after\n")[1]
     lines = [line for line in told.splitlines() if re.match(r"  \w", line)]
     assert len(lines) <= 9, told
 

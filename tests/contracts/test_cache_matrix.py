@@ -2,7 +2,7 @@
 
 Caches that forget are given room for everything here, so that they have to be exact; how they forget is
 held against references of its own, and in the last part of this file against themselves: with less room, too,
-neither neighbours nor guesses may be seen. CI runs some of the methods by themselves and all of them in one
+neither neighbours nor drafts may be seen. CI runs some of the methods by themselves and all of them in one
 session; `pytest tests/contracts/test_cache_matrix.py -m ""` runs each by itself.
 """
 
@@ -66,7 +66,7 @@ def known(name: str) -> list[str]:
     return [*subjects.METHODS, *methods.METHODS, *(() if encodes else methods.DECODER_ONLY), *able, SAMPLED]
 
 
-def asked(tiny: Tiny, method: str) -> list[Request]:
+def requests_for(tiny: Tiny, method: str) -> list[Request]:
     """Three requests of a method, none like another."""
     if method in subjects.METHODS:
         return subjects.of_method(tiny, method, 3)
@@ -92,7 +92,7 @@ def dense(tiny: Callable[..., Tiny]) -> Callable[[str, str], list[Outcome]]:
 
     @functools.cache
     def get(name: str, method: str) -> list[Outcome]:
-        found = outcomes(tiny(name).model, on("dynamic", {}, asked(tiny(name), method)))
+        found = outcomes(tiny(name).model, on("dynamic", {}, requests_for(tiny(name), method)))
         assert any(one.error is None for one in found)
         return found
 
@@ -115,8 +115,8 @@ def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupCodec, "decode", decode)
 
 
-def refused(cache: str, model: str, method: str) -> bool:
-    """Whether a cache cannot take back what the method takes back."""
+def cannot_rewind(cache: str, model: str, method: str) -> bool:
+    """Whether a cache cannot rewind as far as the method does."""
     forgets = cache in FORGETFUL or (cache == "hybrid" and model == "mistral")
     return forgets and method.startswith("banned")
 
@@ -136,9 +136,9 @@ CELLS = [
 @pytest.mark.usefixtures("lossless")
 @pytest.mark.parametrize(("cache", "name", "method"), CELLS)
 def test_every_method_on_every_cache(tiny, dense, cache, name, method):
-    given = on(cache, CACHES[cache][1], asked(tiny(name), method))
+    given = on(cache, CACHES[cache][1], requests_for(tiny(name), method))
     with small():
-        if refused(cache, name, method):
+        if cannot_rewind(cache, name, method):
             with pytest.raises(ConfigError, match=rf"takes tokens back, which the {cache} cache cannot"):
                 outcomes(tiny(name).model, given)
             return
@@ -148,7 +148,7 @@ def test_every_method_on_every_cache(tiny, dense, cache, name, method):
 
 
 def same(alone: Outcome, other: Outcome, where: str) -> None:
-    """Compare two outcomes, which may have made their steps at other places where anything was guessed."""
+    """Compare two outcomes, which may have made their steps at other places where anything was drafted."""
     if any(one.speculation is not None for one in alone.hypotheses):
         both = alone.logits.keys() & other.logits.keys()
         alone, other = (replace(one, logits={key: one.logits[key] for key in both}) for one in (alone, other))
@@ -163,7 +163,9 @@ def together(tiny: Callable[..., Tiny]) -> Callable[[str, bool], tuple[list[Requ
     def get(name: str, bans: bool) -> tuple[list[Request], list[Outcome]]:
         one = tiny(name)
         given = [some for some in methods.mixed(one) if bans or not some.generation_config.banned_phrases]
-        given += [some for drafter in speculation.FEW for some in asked(one, f"guessed by {drafter}")[:1]]
+        given += [
+            some for drafter in speculation.FEW for some in requests_for(one, f"guessed by {drafter}")[:1]
+        ]
         return given, outcomes(one.model, on("dynamic", {}, given))
 
     return get
@@ -175,7 +177,7 @@ def test_all_methods_share_a_session_on_every_cache(tiny, together, cache):
     """Every method at once: the rows of one fork, are cut and leave beside those of the others."""
     names, settings = CACHES[cache]
     one = tiny(names[0])
-    given, expected = together(one.name, not refused(cache, one.name, "banned"))
+    given, expected = together(one.name, not cannot_rewind(cache, one.name, "banned"))
     schedule = Schedule.at_once(list(range(len(given)))[::-1])
     with small():
         found = outcomes(one.model, on(cache, settings, given), schedule)
@@ -188,20 +190,20 @@ ALONE = ("greedy", "sampling-fanned", "beam-4", "contrastive", "constrained-grou
 
 
 @pytest.mark.parametrize("cache", TIGHT)
-def test_neighbours_are_not_seen(tiny, cache):
-    """A batch of N equals N batches of 1, admitted whenever, on a cache that forgets or rounds."""
+def test_other_rows_have_no_effect(tiny, cache):
+    """A batch of N equals N batches of 1, admitted at any step, on an evicting or rounding cache."""
     name, settings = TIGHT[cache]
-    given = [request for method in ALONE for request in asked(tiny(name), method)[1:2]]
+    given = [request for method in ALONE for request in requests_for(tiny(name), method)[1:2]]
     check_batch(tiny(name).model, on(cache, settings, given))
     check_admission(tiny(name).model, on(cache, settings, given), schedules=1)
 
 
 @pytest.mark.parametrize("drafts", [one for one in DRAFTS if "adaptive" not in one and "shared" not in one])
 @pytest.mark.parametrize("cache", TIGHT)
-def test_guesses_are_not_seen(tiny, cache, drafts):
-    """What is guessed and taken back leaves a cache that forgets or rounds as it was."""
+def test_drafts_change_nothing(tiny, cache, drafts):
+    """Rejected drafts leave an evicting or rounding cache unchanged."""
     name, settings = TIGHT[cache]
-    guessed = on(cache, settings, asked(tiny(name), drafts))
+    guessed = on(cache, settings, requests_for(tiny(name), drafts))
     plain = [replace(one, generation_config=_plain(one.generation_config)) for one in guessed]
     plain = [replace(one, assistant_model=None) for one in plain]
     expected, found = (outcomes(tiny(name).model, given) for given in (plain, guessed))
@@ -211,7 +213,7 @@ def test_guesses_are_not_seen(tiny, cache, drafts):
 
 
 def _plain(config: GenerationConfig) -> GenerationConfig:
-    """The same without guesses."""
+    """The same without drafts."""
     fields = {name for drafter, _ in speculation.DRAFTERS.values() for name in drafter}
     return GenerationConfig(**{name: getattr(config, name) for name in config.given if name not in fields})
 
@@ -229,9 +231,9 @@ def _plain(config: GenerationConfig) -> GenerationConfig:
         ("mistral", "snapkv", "a model without windows"),
     ],
 )
-def test_a_model_that_cannot_have_a_cache_is_told_why(tiny, name, cache, lacks):
+def test_an_unsupported_cache_is_an_error_with_a_reason(tiny, name, cache, lacks):
     with pytest.raises(ConfigError, match=rf"`cache_implementation` needs {lacks}.*got '{cache}'"):
-        outcomes(tiny(name).model, on(cache, {}, asked(tiny(name), "greedy")))
+        outcomes(tiny(name).model, on(cache, {}, requests_for(tiny(name), "greedy")))
 
 
 RECURRENT: dict[str, dict[str, Any]] = {

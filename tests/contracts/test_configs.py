@@ -37,7 +37,7 @@ class Forgetful(GenerationConfig):
         return {**super().to_dict(), "num_beams": None}
 
 
-def test_a_config_that_forgets_is_found():
+def test_a_config_that_loses_a_field_is_found():
     check_config_roundtrip(Forgetful(top_k=3))
     with pytest.raises(AssertionError, match="by to_dict and from_dict the config became"):
         check_config_roundtrip(Forgetful(num_beams=3))

@@ -1,4 +1,4 @@
-"""Every drafter of ours obeys the law of drafters, and drafters that break it are caught."""
+"""Every drafter satisfies the law of drafters, and drafters that break it are found."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.support import tiny_models
 
 
 class Told:
-    """A drafter that is told what to say, by a function of the rows and a place in the run."""
+    """A scripted drafter, by a function of the rows and a draft position."""
 
     is_model_free = False
 
@@ -95,7 +95,7 @@ def flat(drafts, size):
     return torch.full((*drafts.shape, size), 1 / size)
 
 
-def test_a_drafter_that_draws_from_the_law_it_gives_is_believed(subject):
+def test_a_drafter_that_draws_from_its_reported_distribution_passes(subject):
     size = as_model(subject.model).traits.vocab_size
     even = Told(lambda rows, place: torch.randint(size, (len(rows),)), lambda drafts: flat(drafts, size))
     check_drafter(subject.model, lambda: even, requests_of(subject)[:1], sizes=(1,))

@@ -1,4 +1,4 @@
-"""Forks: what a processor knows of a hypothesis is what it would know had it seen that hypothesis alone."""
+"""Forks: the state of a processor for a hypothesis equals its state for that hypothesis alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.markov_model import Chain
 
 VOCABULARY = 13
 
-# Every processor whose answer depends on what a row has said: a state, or its tokens.
+# Every processor whose output depends on a row's history: a state, or its tokens.
 ASKED = {
     "mirostat": {"mirostat_tau": 1.5, "mirostat_eta": 0.7},
     "adaptive-p": {"adaptive_p_target": 0.4, "adaptive_p_decay": 0.5},
@@ -96,7 +96,7 @@ def test_a_state_equals_one_worked_out_from_the_hypothesis(name, beams):
 
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("beams", [1, 4])
-def test_scores_equal_those_of_a_session_that_is_made_to_say_the_same(name, beams):
+def test_scores_equal_those_of_a_session_with_forced_tokens(name, beams):
     """The scores of every hypothesis that a beam search looked at, against one that had no siblings."""
     model = Chain.chance(VOCABULARY, 9, spread=2.0)
     draws = {"do_sample": True, "seed": 4, "top_k": 0} if name != "dry" else {}
@@ -148,7 +148,7 @@ def test_every_processor_with_a_state_is_tried():
 
 # ------------------------------------------------------------------- drafts and rollbacks
 class Counting(LogitsProcessor):
-    """Adds to every score what its row has said so far, a state that its tokens alone would give as well."""
+    """Adds the sum of the row's tokens to every score, as a state."""
 
     state = {"said": 0.0}  # noqa: RUF012
 

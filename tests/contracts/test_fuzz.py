@@ -25,7 +25,7 @@ PARTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_memory() -> Iterator[None]:
-    """At most 4 GiB more, so that what asks for all memory there is fails instead of getting it."""
+    """At most 4 GiB more, so that an allocation of all memory fails."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -47,7 +47,7 @@ def test_calls_made_by_chance(tiny, first, record_property):
             kind, _ = run(case, tiny(case.model))
         except Violation as violation:
             kind = "violation"
-            wrong.append(f"{_told(case)}\n    {violation}")
+            wrong.append(f"{_describe(case)}\n    {violation}")
         tally[kind] += 1
     record_property("tally", dict(tally))
     assert not wrong, f"{len(wrong)} of {PART} calls, {dict(tally)}:\n" + "\n".join(wrong)
@@ -56,6 +56,6 @@ def test_calls_made_by_chance(tiny, first, record_property):
     assert tally["refused"] > PART // 8
 
 
-def _told(case: Case) -> str:
+def _describe(case: Case) -> str:
     given = ", ".join(f"{name}={format_value(one)}" for name, one in case.fields.items())
     return f"case {case.number} on {case.model}: {given}" + (f"; inputs: {case.odd}" if case.odd else "")

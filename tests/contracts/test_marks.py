@@ -1,4 +1,4 @@
-"""The laws of the marks: what they leave as it was, and whom they follow."""
+"""The laws of watermarks: what they leave unchanged, and which rows they apply to."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SURE = 0.001
 
 
 def keyed(name: str, rng: np.random.Generator) -> Any:
-    """Settings with a key made by chance."""
+    """A config with a random key."""
     key = int(rng.integers(1, 2**40))
     if name == "gumbel":
         return GumbelWatermarkingConfig(key, int(rng.integers(1, 6)), nonce=int(rng.integers(16)))
@@ -150,7 +150,7 @@ def test_a_seed_is_a_marked_requests_own(tiny):
 
 
 def test_a_mark_can_be_seen(tiny):
-    """The laws above would hold of marks that nobody makes."""
+    """The laws above would also hold without any watermark."""
     marked = [given for given in MIXED if "watermarking_config" in given]
     plain = [{name: one for name, one in given.items() if name != "watermarking_config"} for given in marked]
     other = [{**given, "watermarking_config": another(given["watermarking_config"])} for given in marked]
@@ -171,7 +171,7 @@ def another(settings: Any) -> Any:
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_a_line_is_marked_by_itself(name):
-    """Whatever its neighbours, and all drafts at once as one by one."""
+    """In any batch, and with batched drafts as one by one."""
     settings = {
         "green list": [GREEN, SELF, replace(GREEN, greenlist_ratio=0.6, context_width=2)],
         "synthid": [COINS, replace(COINS, keys=(4,), ngram_len=2, context_history_size=1)],
@@ -228,8 +228,8 @@ SPOKEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("drafter", ["lookup", "suffix", "draft model"])
 @pytest.mark.parametrize("name", SPOKEN)
-def test_guesses_leave_marked_tokens_as_they_were(tiny, name, drafter):
-    """Greedy and seeded rows say the same with guesses, of which some were right and some wrong."""
+def test_drafts_leave_marked_tokens_as_they_were(tiny, name, drafter):
+    """Greedy and seeded rows give the same with drafts, some accepted and some rejected."""
     subject = tiny("llama")
     options = {**few_words(subject), **SPOKEN[name], "max_new_tokens": 24}
     drafts = guessing(subject.model, drafter)
@@ -264,7 +264,7 @@ def p_of(found: Drawn, law: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_guesses_leave_the_law_of_a_mark_as_it_was(name):
+def test_drafts_leave_the_law_of_a_mark_as_it_was(name):
     """Rows without a seed: under one key every window of tokens comes as often as without drafts."""
     torch.manual_seed(11)
     (found,) = drawn([WINDOWS[name]], 20_000)
@@ -294,7 +294,7 @@ def test_a_mark_at_the_first_place_of_a_run_alone_is_found(name):
 # ------------------------------------------------------------------- beams
 @torch.no_grad()
 def searched(tiny: Tiny, text: list[int], settings: Any, beams: int, new: int) -> list[list[int]]:
-    """The beams' new tokens, the best first, by a search that reads everything anew for every beam."""
+    """The beams' new tokens, the best first, by a search that recomputes everything for every beam."""
     processor, held = PROCESSORS[settings.scheme].make_unbound(), [(0.0, list(text))]
     for _ in range(new):
         longer = []

@@ -26,7 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
 DECODER_ONLY = ("guided", "guided-beams", "dola")
 SEQUENTIAL = {"penalty_alpha": 0.6, "top_k": 2, "low_memory": True}
 
-# In CI: what remembers more than keys, what remembers nothing, and an encoder-decoder.
+# In CI: models with other state than keys, without a cache, and an encoder-decoder.
 SHOWN = (
     "recurrent",
     "recurrent and attention by layer",

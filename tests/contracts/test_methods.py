@@ -63,7 +63,7 @@ def test_all_methods_come_and_go(tiny, name):
 
 
 def _held(strategy: object) -> int:
-    """How much a strategy remembers of its requests, besides what belongs to one step."""
+    """The size of a strategy's state of its requests, besides that of one step."""
     own = {
         name: one
         for name, one in vars(strategy).items()

@@ -1,4 +1,4 @@
-"""Every processor judges each line by itself and changes nothing."""
+"""Every processor treats each row independently and modifies no input."""
 
 import itertools
 from types import SimpleNamespace
@@ -241,7 +241,7 @@ class _Destructive:
 
 
 class _Rubbish:
-    """Counts what lies beyond a row's end."""
+    """Counts tokens beyond a row's end."""
 
     def process(self, context, scores):
         return scores + context._tokens.sum(1, keepdim=True)

@@ -76,7 +76,7 @@ class Colder(ModelWrapper):
 
 
 class Again:
-    """A drafter that guesses a row's last token again, and says so."""
+    """A drafter that drafts a row's last token again, with probability 1."""
 
     is_model_free = True
 
@@ -155,7 +155,7 @@ class Neighbourly(Sampling):
 
 
 class Ranked(Sampling):
-    """Treats whoever came first better."""
+    """Treats the first row differently."""
 
     def _choose_tokens(self, rows, scores):
         worst = scores.scatter(1, scores.argmax(-1, keepdim=True), -torch.inf)
@@ -163,7 +163,7 @@ class Ranked(Sampling):
 
 
 class Tired(Sampling):
-    """Chooses otherwise after so many steps of its own, whoever asks."""
+    """Chooses differently after a number of its own steps, for any row."""
 
     def __init__(self, *given):
         super().__init__(*given)
@@ -215,7 +215,7 @@ class Boasting(Sampling):
 
 
 class Untelling(Backtracking):
-    """Takes back what it has told."""
+    """Retracts emitted tokens."""
 
     def inspect(self, written, cuts):
         return Retraction(backtrack=3) if len(written) == 6 and cuts < 1 else Retraction()
@@ -248,7 +248,7 @@ def test_a_broken_strategy_is_found(recipe, found):
         check_recipe(recipe)
 
 
-def test_what_was_told_cannot_be_taken_back():
+def test_emitted_tokens_cannot_be_retracted():
     with pytest.raises(ValueError, match=r"must remove at most the 0 pending tokens"):
         check_recipe(Untelling)
 
@@ -266,7 +266,7 @@ class Counting(LogitsProcessor):
 
 
 class Attributed(LogitsProcessor):
-    """Keeps its state in an attribute, which only choices change: asked twice it says the same."""
+    """Keeps its state in an attribute that only choices change: two calls give the same."""
 
     state = MappingProxyType({"unused": 0.0})
 
@@ -282,7 +282,7 @@ class Attributed(LogitsProcessor):
 
 
 class Forgetful(LogitsProcessor):
-    """Rules out every second choice by a column that guesses do not bring forward."""
+    """Rules out every second choice by a column that drafts do not bring forward."""
 
     state = MappingProxyType({"turn": 0.0})
 
@@ -328,7 +328,7 @@ def test_a_broken_processor_is_found(recipe, found):
 
 # ------------------------------------------------------------------------ drafters, wrappers, functions
 class Liar(Again):
-    """Says that its guesses are drawn evenly, and always guesses the last token again."""
+    """Says that its drafts are drawn evenly, and always drafts the last token again."""
 
     def draft(self, rows, most, aid):
         guess = super().draft(rows, most, aid)
@@ -336,7 +336,7 @@ class Liar(Again):
 
 
 class Meddling(Again):
-    """Writes its guess into the rows."""
+    """Writes its draft into the rows."""
 
     def draft(self, rows, most, aid):
         rows.tokens[:, 0] = 5
@@ -360,7 +360,7 @@ class Crowded(Colder):
 
 
 class Shortsighted(Colder):
-    """Forgets what follows the guesses."""
+    """Forgets what follows the drafts."""
 
     def forward(self, rows, proposal, cache):
         output = self.inner.forward(rows, proposal, cache)
@@ -373,7 +373,7 @@ calls = itertools.count()
 
 
 def fickle(model, input_ids, **kwargs):
-    """Never says the same."""
+    """Never gives the same twice."""
     return torch.cat((input_ids, torch.full((len(input_ids), 1), next(calls) % 50)), 1)
 
 

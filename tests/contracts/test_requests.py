@@ -35,7 +35,7 @@ def test_methods_share_a_batch(tiny, name):
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_a_failing_request_takes_nobody_with_it(tiny, name):
+def test_a_failing_request_leaves_the_others_unaffected(tiny, name):
     given = of_method(tiny(name), "greedy")
     given[1] = failing_request(given[1], 2)
     found = outcomes(tiny(name).model, given)

@@ -49,14 +49,14 @@ def shaped(rng, vocabulary, eos):
     return GenerationConfig(**fields)
 
 
-def asked(tiny, seed):
+def requests_for(tiny, seed):
     rng = random.Random(seed)
     configs = [shaped(rng, tiny.arch.vocab, tiny.arch.eos) for _ in range(ROWS)]
     return configs, prompts(tiny.arch, [rng.randint(1, 9) for _ in range(ROWS)], seed)
 
 
 def requests(tiny, seed):
-    configs, texts = asked(tiny, seed)
+    configs, texts = requests_for(tiny, seed)
     if tiny.encoder_decoder:
         texts = [([tiny.arch.start], {"input_ids": torch.tensor(text)}) for text in texts]
     else:
@@ -90,7 +90,7 @@ def test_a_row_may_come_at_any_time(batch):
 
 
 def test_they_differ_in_more_than_their_prompts(batch):
-    """The law would hold of configs that nobody reads."""
+    """The law would also hold for ignored configs."""
     _, given, alone = batch
     assert len({str(one.tokens) for one in alone}) > ROWS * 0.8
     assert len({type(one.generation_config.num_beams) for one in given}) == 1
@@ -100,9 +100,9 @@ def test_they_differ_in_more_than_their_prompts(batch):
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_one_call_of_generate_with_a_list_of_configs(tiny, name):
-    """Token for token, with the log-probabilities that were asked for."""
+    """Token for token, with the requested log-probabilities."""
     subject = tiny(name)
-    configs, texts = asked(subject, 8)
+    configs, texts = requests_for(subject, 8)
     configs = [
         config.replace(return_dict_in_generate=True, pad_token_id=subject.arch.pad) for config in configs
     ]
@@ -119,12 +119,12 @@ def test_one_call_of_generate_with_a_list_of_configs(tiny, name):
         assert torch.equal(found[:, start : start + mine.shape[1]], mine), config
         assert (found[:, start + mine.shape[1] :] == subject.arch.pad).all()
         for line in range(config.num_return_sequences):
-            told = next(logprobs)
-            assert (told is None) == (config.logprobs is None)
-            if told is not None:
-                assert torch.allclose(told.raw, alone.logprobs[line].raw, atol=1e-4)
-                assert torch.allclose(told.processed, alone.logprobs[line].processed, atol=1e-4)
-                assert told.top.shape == (len(told.raw), config.logprobs)
+            row_logprobs = next(logprobs)
+            assert (row_logprobs is None) == (config.logprobs is None)
+            if row_logprobs is not None:
+                assert torch.allclose(row_logprobs.raw, alone.logprobs[line].raw, atol=1e-4)
+                assert torch.allclose(row_logprobs.processed, alone.logprobs[line].processed, atol=1e-4)
+                assert row_logprobs.top.shape == (len(row_logprobs.raw), config.logprobs)
 
 
 def test_a_seed_for_each_prompt(tiny):
@@ -154,7 +154,7 @@ def test_what_concerns_the_call_must_be_the_same(tiny):
 
 
 def test_rows_that_do_not_use_a_processor_pay_nothing(tiny):
-    """A processor is called with the rows that ask for it, and a chain that nobody asks for is empty."""
+    """A processor is called with the rows that enable it, and a chain that no row enables is empty."""
     subject = tiny("llama")
     seen = []
 

@@ -1,4 +1,4 @@
-"""The mixed session: requests of every method, admitted and cancelled by chance, each as if it were alone."""
+"""The mixed session: requests of every method, admitted and cancelled at random, each as alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PART = 20
 
 @dataclass(frozen=True)
 class Mix:
-    """The mixed requests, what each gives alone, and neighbours to disturb them."""
+    """The mixed requests, the output of each alone, and other requests beside them."""
 
     model: object
     requests: list[Request]

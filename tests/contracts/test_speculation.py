@@ -1,4 +1,4 @@
-"""With guesses and without, a call says the same: greedily or with a seed, whatever shapes the scores."""
+"""With and without drafts a call gives the same, greedy or seeded, with any processors."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "drafter", "method"), _cases())
-def test_guesses_change_nothing(name, drafter, method, tiny):
-    """In a model's own words, and where it has so few that guesses are often right."""
+def test_drafts_change_nothing(name, drafter, method, tiny):
+    """In a model's own words, and where it has so few that drafts are often right."""
     model, records = tiny(name), []
     for options in ({}, few_words(model)):
         given = {**METHODS[method], **options}
@@ -68,7 +68,7 @@ def test_guesses_change_nothing(name, drafter, method, tiny):
 
 @pytest.mark.parametrize("count", range(1, 9))
 @pytest.mark.parametrize("drafter", FEW)
-def test_any_number_of_guesses(drafter, count, tiny):
+def test_any_number_of_drafts(drafter, count, tiny):
     model = tiny("llama")
     fields = drafted(model.model, drafter)
     field = next(name for name in fields if name.endswith("num_tokens") or name == "num_assistant_tokens")
@@ -160,7 +160,7 @@ IN_SHORT = ("lookup", "draft model")
     "drafter", [*IN_SHORT, *(pytest.param(one, marks=SLOW) for one in ("suffix", "early exit"))]
 )
 def test_whatever_shapes_the_scores(drafter, shape, tiny):
-    """Each guess is judged by what the processors would have said in its place."""
+    """Each draft is verified with the processors' scores at its position."""
     model = tiny("llama")
     options = SHAPES[shape] if shape in OWN else {**few_words(model), **SHAPES[shape]}
     plain, guessed = same_call(model.model, inputs(model), options, drafted(model.model, drafter))
@@ -200,7 +200,7 @@ def test_what_shapes_the_scores_of_an_encoder_decoder(drafter, tiny):
 
 @pytest.mark.parametrize("drafter", FEW)
 def test_guidance_and_layers(drafter, deep_llama, tiny):
-    """What wraps the model is asked about guesses as about anything."""
+    """Model wrappers apply to drafts as well."""
     model, fanned = tiny("llama"), {"do_sample": True, "seed": 13, "num_return_sequences": 3}
     negative = {"negative_prompt_ids": torch.tensor([[7, 8, 9]] * 4)}
     records = []
@@ -227,7 +227,7 @@ def deep_llama() -> Any:
 
 
 def test_a_batch_of_calls_that_differ(tiny):
-    """One config a row, some with guesses and some without, one drafter or several."""
+    """One config a row, some with drafts and some without, one drafter or several."""
     model = tiny("llama")
     base = {**few_words(model), "max_new_tokens": 15}
     kinds = [
@@ -266,7 +266,7 @@ def _ends(model: Any) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("drafter", FEW)
 def test_whatever_ends_a_row(drafter, tiny):
-    """A run of guesses ends where the row does, at the very token."""
+    """A run of drafts ends where the row does, at the very token."""
     model = tiny("llama")
     records = []
     for end, options in _ends(model).items():
@@ -280,7 +280,7 @@ def test_whatever_ends_a_row(drafter, tiny):
     seen(*records).check()
 
 
-# ------------------------------------------------------------------------ who cannot guess
+# ------------------------------------------------------------------------ no drafter
 def test_what_cannot_take_back_is_refused():
     from tests.unit.decoding.guidance.pairs import made
 
@@ -298,7 +298,7 @@ def test_what_cannot_take_back_is_refused():
 
 
 def test_a_recurrent_draft_model():
-    """It cannot take back what it has read and guesses all the same; it never changes a token."""
+    """It cannot take back what it has read and drafts all the same; it never changes a token."""
     from tests.unit.decoding.guidance.pairs import made
 
     given = {"input_ids": torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 9]])}
@@ -312,7 +312,7 @@ def test_a_recurrent_draft_model():
 
 
 def test_near_is_near(tiny):
-    """What these tests stand on: the draft model is another, and not by much."""
+    """Precondition of these tests: the draft model is another, and not by much."""
     model = tiny("llama").model
     whole = near(model, 1.0).state_dict()
     assert all(torch.equal(whole[name], weight) for name, weight in model.state_dict().items())

@@ -1,4 +1,4 @@
-"""Guesses change nothing on any kind of model: how it is fed, and what it remembers, must not be seen."""
+"""Drafts change nothing on any kind of model, whatever its inputs and its cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _inner(model: Any) -> Any:
 
 
 def _options(subject: Subject) -> dict[str, Any]:
-    """A few words of the model's, so that guesses are sometimes right."""
+    """A few words of the model's, so that drafts are sometimes right."""
     model = _inner(subject.model)
     kept = (11, 34, 57, 80, 103, model.generation_config.forced_eos_token_id)
     size = model.config.get_text_config().vocab_size
@@ -63,8 +63,8 @@ def _drafts(model: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def _refused(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any]) -> bool:
-    """Whether a model that cannot take back what it has read refuses guesses, which it then must."""
+def _refuses_drafts(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any]) -> bool:
+    """Whether a model that cannot take back what it has read refuses drafts, which it then must."""
     facts = traits_of(_inner(subject.model))
     if facts.cache_type == "recurrent":
         with pytest.raises(ConfigError, match=r"needs a model that can drop tokens|has a recurrent state"):
@@ -80,12 +80,12 @@ def _refused(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any])
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_guesses_change_nothing_on_any_kind(kind: str) -> None:
+def test_drafts_change_nothing_on_any_kind(kind: str) -> None:
     subject = subject_of(representative(kind))
     options, tries, left = {**_options(subject), **subject.options}, Tries(), 0
     batches = subject.prompts if subject.batch is None else [subject.batch]
     for name, drafts in _drafts(subject.model).items():
-        if _refused(subject, batches[0], drafts):
+        if _refuses_drafts(subject, batches[0], drafts):
             continue
         left += 1
         for method in METHODS:

@@ -126,7 +126,7 @@ def test_windows_come_as_often_as_without_drafts(name, count):
     assert not rejected(found, name)
     knows = SETTINGS[name].drafter == "knowing" and name != "mirostat, knowing"
     if name != "none":
-        # Of a law that is the target's own but for rounding, one guess in ten millions may fall.
+        # Of a law that is the target's own but for rounding, one draft in ten millions may fall.
         assert found.tried - found.right < 5 if knows else 0 < found.right < found.tried
 
 
@@ -186,7 +186,7 @@ def test_two_per_cent_of_bias_are_found(name):
     assert rejected(found, name)
 
 
-def test_two_per_cent_too_many_guesses_taken_are_found():
+def test_two_per_cent_too_many_accepted_drafts_are_found():
     draw = SamplingNoise.draw
 
     def eager(self, rows, size):

@@ -1,4 +1,4 @@
-"""With guesses and without, a call hands out the same scores, states and streams; and it reports on them."""
+"""With and without drafts a call returns the same scores, states and streams; it reports the drafts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_states_and_attentions(name, drafter, tiny):
 @pytest.mark.parametrize("method", ["greedy", "seeded, fanned"])
 @pytest.mark.parametrize("drafter", FEW)
 def test_streams_add_up(drafter, method, tiny):
-    """Events hold the same tokens, text and log-probabilities, and tell the guesses that are reported."""
+    """Events hold the same tokens, text and log-probabilities, and tell the drafts that are reported."""
     model = tiny("llama")
     options = {**few_words(model), **METHODS[method], "max_new_tokens": NEW, "tokenizer": tokenizer()}
     heard = []

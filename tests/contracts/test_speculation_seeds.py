@@ -1,4 +1,4 @@
-"""A row with a seed has the same tokens whoever guesses for it, how many at a time, and beside whom."""
+"""A row with a seed has the same tokens for any drafter, draft length and batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Tokens = list[list[int]]  # of each sequence of a request
 
 
 class Likely(Script):
-    """Knows what comes, and says it seven times out of ten."""
+    """Drafts the right token seven times out of ten."""
 
     def __init__(self, truth: Mapping[tuple[Any, ...], Sequence[int]]) -> None:
         self.truth, self.rng = truth, np.random.default_rng(0)
@@ -62,7 +62,7 @@ class Likely(Script):
 
 
 def settings(kind: str, drafter: str, tokens: int) -> list[Setting]:
-    """Eight rows of other lengths and with other configs, and who guesses for them."""
+    """Eight rows of other lengths and with other configs, and the drafter for them."""
     generator = torch.Generator().manual_seed(3)
     made = []
     for at, fields in enumerate(FIELDS):
@@ -72,8 +72,8 @@ def settings(kind: str, drafter: str, tokens: int) -> list[Setting]:
     return made
 
 
-def told(model: Any, requests: Sequence[Request]) -> tuple[list[Tokens], list[Any]]:
-    """The tokens of every sequence of each request, all in one session, and what became of guesses."""
+def run_session(model: Any, requests: Sequence[Request]) -> tuple[list[Tokens], list[Any]]:
+    """The tokens of every sequence of each request, all in one session, and what became of drafts."""
     session, found = Session(model), {}
     numbers = session.admit(*(replace(one, noise_row=-1) for one in requests))
     before = torch.random.get_rng_state()
@@ -87,9 +87,9 @@ def told(model: Any, requests: Sequence[Request]) -> tuple[list[Tokens], list[An
 
 @cache
 def plainly(kind: str) -> list[Tokens]:
-    """What each row says alone and without drafts."""
+    """The output of each row alone and without drafts."""
     model = network() if kind == "network" else pair()
-    return [told(model, [one.request(drafts=False)])[0][0] for one in settings(kind, "none", 1)]
+    return [run_session(model, [one.request(drafts=False)])[0][0] for one in settings(kind, "none", 1)]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def plainly(kind: str) -> list[Tokens]:
 @pytest.mark.parametrize(
     ("kind", "drafter"), [(kind, one) for kind, some in GUESSERS.items() for one in some]
 )
-def test_a_seed_says_the_same_whoever_guesses(kind, drafter, tokens, monkeypatch):
+def test_a_seed_gives_the_same_for_any_drafter(kind, drafter, tokens, monkeypatch):
     model, expected = (network() if kind == "network" else pair()), plainly(kind)
     rows = settings(kind, drafter, tokens)
     if drafter == "likely":
@@ -113,7 +113,7 @@ def test_a_seed_says_the_same_whoever_guesses(kind, drafter, tokens, monkeypatch
     reports = []
     with scripts():
         for batch in BATCHES:
-            found, more = told(model, [rows[at].request() for at in batch])
+            found, more = run_session(model, [rows[at].request() for at in batch])
             assert found == [expected[at] for at in batch]
             reports += more
     right, tried = sum(one.saved_forwards for one in reports), sum(sum(one.drafted) for one in reports)

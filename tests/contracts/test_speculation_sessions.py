@@ -1,4 +1,4 @@
-"""Requests that guess beside requests that do not: whoever comes, goes, fails or is cancelled meanwhile."""
+"""Requests with and without drafts in one session: admitted, finished, failed or cancelled meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def mixed(tiny: Any) -> list[tuple[Request, Request]]:
-    """Requests that guess, each with the same request that does not; and others, twice the same."""
+    """Requests that draft, each with the same request that does not; and others, twice the same."""
     pairs, base = [], few_words(tiny)
     for at, name in enumerate((*DRAFTERS, *DRAFTERS)):
         if tiny.encoder_decoder and name == "early exit":
@@ -44,7 +44,7 @@ def mixed(tiny: Any) -> list[tuple[Request, Request]]:
 
 
 def alike(plain: list[Any], guessed: list[Any], where: str) -> None:
-    """Assert that two runs said the same to every request."""
+    """Assert that two runs gave the same for every request."""
     for place, (one, two) in enumerate(zip(plain, guessed, strict=True)):
         said = f"{where}, request {place}"
         assert type(one.error) is type(two.error), f"{said}: {two.error}, without guesses {one.error}"
@@ -56,7 +56,7 @@ def alike(plain: list[Any], guessed: list[Any], where: str) -> None:
 @pytest.mark.parametrize(
     "name", ["llama", "t5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt2", "mistral"))]
 )
-def test_guessing_and_other_requests_share_a_session(name, tiny):
+def test_requests_with_and_without_drafts_share_a_session(name, tiny):
     model = tiny(name)
     pairs = mixed(model)
     alone = [outcomes(model.model, [plain])[0] for plain, _ in pairs]
@@ -99,7 +99,7 @@ def impossible(after: int) -> Any:
 
 @pytest.mark.parametrize("drafter", FEW)
 def test_a_row_that_fails_beside_rows_that_go_on(drafter, tiny):
-    """It fails at the same token, however far it was guessed ahead, and nobody else notices."""
+    """It fails at the same token, however long the draft is, and the others are unaffected."""
     model = tiny("llama")
     lines = texts(model, (7, 12, 5, 9))
     runs = []
@@ -161,7 +161,7 @@ def test_draft_models_of_several_requests(tiny):
 
 
 def test_what_is_shared_is_looked_up_later(tiny):
-    """A request guesses by what an earlier one of the session said, and says the same in fewer steps."""
+    """A request drafts from the output of an earlier one, and gives the same in fewer steps."""
     model = tiny("gemma")
     options = {"max_new_tokens": 18, "min_new_tokens": 18}
     text = prompts(model.arch, [6], 3)[0]

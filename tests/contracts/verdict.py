@@ -1,4 +1,4 @@
-"""What became of a call made by chance: a valid result, an error that names its cause, or a violation."""
+"""The verdict on a random call: a valid result, an error that names its cause, or a violation."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class _Answer:
         return body
 
     def _constraints(self, line: int, body: list[int]) -> None:
-        """All are met, or the record says which not; nothing else is in it."""
+        """All are met, or the record lists the others; nothing else is in it."""
         said = () if self.record is None else self.record.unmet_constraints[line]
         if said != unmet(self.config, body):
             raise Violation(
@@ -285,7 +285,7 @@ class _Answer:
             )
 
     def _logprobs(self, line: int, body: list[int]) -> None:
-        """Of every token two numbers, and as many alternatives as asked for."""
+        """Of every token two numbers, and the requested number of alternatives."""
         assert self.record is not None
         one, count = self.record.logprobs[line], len(body)
         for name in ("raw", "processed"):

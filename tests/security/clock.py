@@ -1,4 +1,4 @@
-"""What something costs in CPU time, whatever the worker has been doing before."""
+"""CPU time of a call, independent of earlier work of the process."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def encoded(chance: random.Random, data: bytes) -> bytes:
 
 
 def swollen(chance: random.Random, data: bytes) -> bytes:
-    """More than anybody would write."""
+    """An excessive amount."""
     size = chance.choice((_MEGABYTE + 1, 5 * _MEGABYTE))
     return chance.choice(
         (data + b" " * size, data + b"\n" * size, b" " * size + data, data + data * (size // len(data)))
@@ -95,16 +95,16 @@ ANY: tuple[Mutation, ...] = (flipped, flipped, cut, stuffed, encoded)
 
 
 # ------------------------------------------------------------------------ JSON
-def _written(value: Any, chosen: dict[int, str]) -> str:
-    """JSON text of a value in which some of its parts, told by identity, are given texts."""
+def _json_with(value: Any, chosen: dict[int, str]) -> str:
+    """JSON text of a value with given texts for some of its parts, by identity."""
     if id(value) in chosen:
         return chosen[id(value)]
     if isinstance(value, _Box):
-        return _written(value.held, chosen)
+        return _json_with(value.held, chosen)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(k)}: {_written(v, chosen)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(k)}: {_json_with(v, chosen)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(_written(one, chosen) for one in value) + "]"
+        return "[" + ", ".join(_json_with(one, chosen) for one in value) + "]"
     return json.dumps(value)
 
 
@@ -129,7 +129,7 @@ def replaced(chance: random.Random, data: bytes) -> bytes:
     boxes: list[_Box] = []
     whole = _boxed(json.loads(data), boxes)
     some = chance.sample(boxes, min(len(boxes), chance.choice((1, 1, 1, 2, 5))))
-    return _written(whole, {id(one): chance.choice(VALUES) for one in some}).encode()
+    return _json_with(whole, {id(one): chance.choice(VALUES) for one in some}).encode()
 
 
 def rekeyed(chance: random.Random, data: bytes) -> bytes:
@@ -142,8 +142,8 @@ def rekeyed(chance: random.Random, data: bytes) -> bytes:
         return replaced(chance, data)
     names = list(chosen.held)
     name, other = chance.choice(names), chance.choice(names)
-    value = chance.choice((*VALUES, _written(chosen.held[other], {})))
-    texts = {key: _written(part, {}) for key, part in chosen.held.items()}
+    value = chance.choice((*VALUES, _json_with(chosen.held[other], {})))
+    texts = {key: _json_with(part, {}) for key, part in chosen.held.items()}
     pairs = [(json.dumps(key), text) for key, text in texts.items()]
     way = chance.randrange(5)
     if way == 0:
@@ -156,7 +156,7 @@ def rekeyed(chance: random.Random, data: bytes) -> bytes:
         pairs = [(json.dumps(other) if key == json.dumps(name) else key, text) for key, text in pairs]
     else:
         pairs += [(f'"{place}"', value[:20_000] if value[:1] == '"' else "1") for place in range(2000)]
-    return _written(whole, {id(chosen): "{" + ", ".join(f"{k}: {v}" for k, v in pairs) + "}"}).encode()
+    return _json_with(whole, {id(chosen): "{" + ", ".join(f"{k}: {v}" for k, v in pairs) + "}"}).encode()
 
 
 def wrapped(chance: random.Random, data: bytes) -> bytes:
@@ -191,7 +191,7 @@ def _joined(header: bytes, body: bytes) -> bytes:
 
 
 def misheaded(chance: random.Random, data: bytes) -> bytes:
-    """The length of the header is a lie."""
+    """The length of the header is wrong."""
     header, body = _split(data)
     size = len(header)
     lies = (
@@ -221,11 +221,11 @@ def header_mutated(chance: random.Random, data: bytes) -> bytes:
 
 
 def tensor_lied(chance: random.Random, data: bytes) -> bytes:
-    """What is said of a tensor is not so: its kind, its shape, where it lies."""
+    """The metadata of a tensor is wrong: its dtype, its shape, its offsets."""
     header, body = _split(data)
-    told = json.loads(header)
-    names = [name for name in told if name != "__metadata__"]
-    one, other = told[chance.choice(names)], told[chance.choice(names)]
+    fields = json.loads(header)
+    names = [name for name in fields if name != "__metadata__"]
+    one, other = fields[chance.choice(names)], fields[chance.choice(names)]
     first, last = one["data_offsets"]
     ways: tuple[Callable[[], Any], ...] = (
         lambda: one.update(
@@ -246,23 +246,23 @@ def tensor_lied(chance: random.Random, data: bytes) -> bytes:
         lambda: one.update(data_offsets=[-4, last]),
         lambda: one.update(data_offsets=[0, len(body)]),
         lambda: one.update(other),
-        lambda: told.pop(chance.choice(names)),
-        lambda: told.update(
+        lambda: fields.pop(chance.choice(names)),
+        lambda: fields.update(
             {chance.choice(("more", "", "a" * 1000, "keys.99", "keys.-1", "keys.٣")): dict(one)}
         ),
-        lambda: told.update(
+        lambda: fields.update(
             {"empty": {"dtype": "F32", "shape": [0], "data_offsets": [len(body), len(body)]}}
         ),
     )
     chance.choice(ways)()
-    return _joined(json.dumps(told).encode(), body)
+    return _joined(json.dumps(fields).encode(), body)
 
 
 def metadata_bombed(chance: random.Random, data: bytes) -> bytes:
     """What is written beside the tensors is enormous, or strange."""
     header, body = _split(data)
-    told = json.loads(header)
-    kept = told.get("__metadata__", {})
+    fields = json.loads(header)
+    kept = fields.get("__metadata__", {})
     name = chance.choice((*kept, "format"))
     deep = '{"a":' * _DEEP + "1" + "}" * _DEEP
     ways: tuple[Any, ...] = (
@@ -277,8 +277,8 @@ def metadata_bombed(chance: random.Random, data: bytes) -> bytes:
         [],
         "x",
     )
-    told["__metadata__"] = chance.choice(ways)
-    return _joined(json.dumps(told).encode(), body)
+    fields["__metadata__"] = chance.choice(ways)
+    return _joined(json.dumps(fields).encode(), body)
 
 
 def body_mutated(chance: random.Random, data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What Descant reads that strangers write: for each kind of file a good one, and the way it is read."""
+"""Files from untrusted sources that Descant reads: for each kind a valid one, and its reader."""
 
 from __future__ import annotations
 
@@ -154,19 +154,19 @@ def _cache(folder: Path) -> None:
 
 
 def signed(chance: random.Random, data: bytes) -> bytes:
-    """A cache that has been tampered with by somebody who can sum it up, as anybody can."""
+    """A tampered cache with a valid checksum, which anyone can compute."""
     changed = chance.choice(mutation.SAFETENSORS)(chance, data)
     try:
         tensors = safetensors.torch.load(changed)
         header, _ = mutation._split(changed)
-        told = json.loads(header).get("__metadata__", {})
+        metadata = json.loads(header).get("__metadata__", {})
     except (SafetensorError, ValueError, KeyError, RecursionError, RuntimeError):
         return changed
-    if not isinstance(told, dict):
+    if not isinstance(metadata, dict):
         return changed
-    told = {name: value for name, value in told.items() if isinstance(value, str)}
+    metadata = {name: value for name, value in metadata.items() if isinstance(value, str)}
     try:
-        return safetensors.torch.save(tensors, {**told, "digest": _digest(tensors, told)})
+        return safetensors.torch.save(tensors, {**metadata, "digest": _digest(tensors, metadata)})
     except (RuntimeError, TypeError, ValueError):
         return changed
 
@@ -183,7 +183,7 @@ _SETTINGS = (
 def resigned(chance: random.Random, data: bytes) -> bytes:
     """A cache whose words and tensors are changed one by one, and summed up again."""
     tensors = safetensors.torch.load(data)
-    told = dict(json.loads(mutation._split(data)[0])["__metadata__"])
+    metadata = dict(json.loads(mutation._split(data)[0])["__metadata__"])
     for _ in range(chance.choice((1, 1, 2))):
         name = chance.choice(sorted(tensors))
         part, word = tensors[name], chance.choice(("model", "settings", "kind", "format"))
@@ -206,8 +206,8 @@ def resigned(chance: random.Random, data: bytes) -> bytes:
         if chance.random() < 0.6:
             tensors[name] = chance.choice(wrong)().contiguous()
         else:
-            told[word] = chance.choice((*mutation.VALUES, *_SETTINGS))
-    return safetensors.torch.save(tensors, {**told, "digest": _digest(tensors, told)})
+            metadata[word] = chance.choice((*mutation.VALUES, *_SETTINGS))
+    return safetensors.torch.save(tensors, {**metadata, "digest": _digest(tensors, metadata)})
 
 
 def _detector(folder: Path) -> None:

@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(subject: Subject, folder: Path, what: str) -> str | None:
-    """What was said when the file was refused by name; None where it was read."""
+    """The error text if the file was refused by name; None if it was read."""
     try:
         subject.read(folder)
     except MissingRequirements as error:  # which tells one requirement a line, as documented
@@ -130,7 +130,7 @@ def test_a_corrupt_cache_says_what_is_wrong(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------ what mutations seldom hit
-def _refused(read: Callable[[Path], Any], folder: Path, words: str) -> None:
+def _assert_refused(read: Callable[[Path], Any], folder: Path, words: str) -> None:
     memory = begin()
     with pytest.raises(DescantError, match=words):
         read(folder)
@@ -141,25 +141,25 @@ def _refused(read: Callable[[Path], Any], folder: Path, words: str) -> None:
     "name", ["generation config", "old config", "watermark keys", "lock", "model's config"]
 )
 def test_what_is_read_is_bounded(name: str, folder: Path) -> None:
-    """A sparse giant, which takes no room where it lies."""
+    """A large sparse file, which takes no disk space."""
     subject = SUBJECTS[name]
     subject.make(folder)
     with (folder / subject.file).open("r+b") as file:
         file.truncate(2**31)
-    _refused(subject.read, folder, "bytes|large")
+    _assert_refused(subject.read, folder, "bytes|large")
 
 
 def test_a_name_that_stands_twice_is_refused(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"top_k": 3, "top_k": 4}', encoding="utf-8")
-    _refused(SUBJECTS["generation config"].read, folder, "twice")
+    _assert_refused(SUBJECTS["generation config"].read, folder, "twice")
     (folder / "generation_config.json").write_text('{"a": {"b": 1, "b": 2}}', encoding="utf-8")
-    _refused(SUBJECTS["generation config"].read, folder, "twice")
+    _assert_refused(SUBJECTS["generation config"].read, folder, "twice")
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_a_number_that_json_does_not_know_is_refused(number: str, folder: Path) -> None:
     (folder / "generation_config.json").write_text(f'{{"house": [{number}]}}', encoding="utf-8")
-    _refused(SUBJECTS["generation config"].read, folder, "is not valid JSON")
+    _assert_refused(SUBJECTS["generation config"].read, folder, "is not valid JSON")
 
 
 def test_a_detector_with_none_numbers_is_refused(folder: Path) -> None:
@@ -168,9 +168,9 @@ def test_a_detector_with_none_numbers_is_refused(folder: Path) -> None:
     tensors = safetensors.torch.load_file(folder / subject.file)
     tensors["prior"].fill_(float("nan"))
     safetensors.torch.save_file(tensors, folder / subject.file, {"format": "pt"})
-    _refused(subject.read, folder, "weights that are not finite")
+    _assert_refused(subject.read, folder, "weights that are not finite")
 
 
 def test_a_config_that_cannot_be_read_is_refused(folder: Path) -> None:
     (folder / "generation_config.json").symlink_to(folder / "generation_config.json")
-    _refused(SUBJECTS["generation config"].read, folder, "generation_config.json")
+    _assert_refused(SUBJECTS["generation config"].read, folder, "generation_config.json")

@@ -40,7 +40,7 @@ def test_a_model_on_the_hub_is_loaded(hub: Hub, model: Path, tmp_path: Path) -> 
 def test_pickled_weights_on_the_hub_are_not_fetched(
     payload: str, hub: Hub, model: Path, tmp_path: Path
 ) -> None:
-    """Nor does anybody ask the Hub for a pull request in which they have been converted."""
+    """Nor is the Hub queried for a pull request with converted weights."""
     (model / "model.safetensors").unlink()
     data = PAYLOADS[payload](tmp_path / NAME)
     name = payload.replace(" ", "-").replace(",", "")  # a commit that was found is remembered by the name

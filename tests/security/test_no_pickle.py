@@ -25,7 +25,7 @@ from tests.security import scan, watch
 ROOT = Path(__file__).parents[2]
 
 
-def _shown(files: list[Path], weights_only: bool = False) -> list[str]:
+def _pickle_calls(files: list[Path], weights_only: bool = False) -> list[str]:
     assert len(files) > 10  # the folders are where they are thought to be
     return [
         f"{file.relative_to(ROOT)} {what}"
@@ -35,11 +35,11 @@ def _shown(files: list[Path], weights_only: bool = False) -> list[str]:
 
 
 def test_the_library_names_no_road_to_unpickling() -> None:
-    assert _shown(scan.files(ROOT / "src")) == []
+    assert _pickle_calls(scan.files(ROOT / "src")) == []
 
 
 def test_scripts_and_measurements_read_weights_only() -> None:
-    assert _shown(scan.files(ROOT / "tools", ROOT / "bench"), weights_only=True) == []
+    assert _pickle_calls(scan.files(ROOT / "tools", ROOT / "bench"), weights_only=True) == []
 
 
 ROADS = [
@@ -153,7 +153,7 @@ def test_the_watch_sees_what_descant_unpickles(inside: types.ModuleType, road: s
     UNPICKLING[road](inside.call)
     with pytest.raises(pytest.fail.Exception, match=r"under caller\.py:2"):
         watch.settle()
-    watch.settle()  # and it is told once
+    watch.settle()  # and it is reported once
 
 
 def test_the_watch_sees_other_threads(inside: types.ModuleType) -> None:
@@ -187,19 +187,19 @@ def test_a_test_that_unpickles_in_descant_fails(tmp_path: Path) -> None:
         "def test_good(): freeze({'a': 1})\n",
         encoding="utf-8",
     )
-    told: dict[str, pytest.TestReport] = {}
+    reports: dict[str, pytest.TestReport] = {}
 
     class Reports:
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             if report.when == "call":
-                told[report.nodeid.rpartition(":")[2]] = report
+                reports[report.nodeid.rpartition(":")[2]] = report
 
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     without = [word for plugin in ("cacheprovider", "terminal", "xdist") for word in ("-p", f"no:{plugin}")]
     pytest.main([*without, "-s", str(tmp_path)], plugins=[conftest, Reports()])
-    assert told["test_good"].passed
-    assert told["test_sly"].failed
-    assert "unpickled collections.OrderedDict under config/fields.py" in str(told["test_sly"].longrepr)
+    assert reports["test_good"].passed
+    assert reports["test_sly"].failed
+    assert "unpickled collections.OrderedDict under config/fields.py" in str(reports["test_sly"].longrepr)
 
 
 def test_a_processor_of_the_users_is_watched_too(tiny: Any) -> None:

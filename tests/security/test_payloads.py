@@ -149,15 +149,15 @@ def test_a_careless_reader_would_set_it_off(payload: str, tmp_path: Path) -> Non
     assert (tmp_path / NAME).is_dir()
 
 
-def refused(read: Callable[[Path], Any], folder: Path, canary: Path) -> str:
-    """Read what must be refused by name; what was said."""
+def refusal_of(read: Callable[[Path], Any], folder: Path, canary: Path) -> str:
+    """Read a file that must be refused by name; the error text."""
     with pytest.raises(DescantError) as caught:
         read(folder)
     assert not canary.exists()
     return str(caught.value)
 
 
-def tried(read: Callable[[Path], Any], folder: Path, canary: Path) -> None:
+def try_read(read: Callable[[Path], Any], folder: Path, canary: Path) -> None:
     """Read what may be refused, and may be left alone."""
     with contextlib.suppress(DescantError):
         read(folder)
@@ -171,7 +171,7 @@ def changed(file: Path, changes: Mapping[str, Any]) -> None:
 
 
 def index(folder: Path, name: str, names: Iterable[str], file: str) -> None:
-    """Write an index that says that all weights are in one file."""
+    """Write an index with all weights in one file."""
     told = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, file)}
     (folder / name).write_text(json.dumps(told), encoding="utf-8")
 
@@ -186,9 +186,9 @@ def test_in_the_place_of_a_file(subject: str, payload: str, tmp_path: Path) -> N
     chosen.make(folder)
     (folder / chosen.file).write_bytes(PAYLOADS[payload](canary))
     if chosen.file == "README.md":  # which is only shown, if it is text
-        tried(chosen.read, folder, canary)
+        try_read(chosen.read, folder, canary)
     else:
-        refused(chosen.read, folder, canary)
+        refusal_of(chosen.read, folder, canary)
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +222,9 @@ def test_as_a_models_weights(name: str, payload: str, model: Path, tmp_path: Pat
     canary = tmp_path / NAME
     (model / "model.safetensors").unlink()
     (model / name).write_bytes(PAYLOADS[payload](canary))
-    assert "safetensors" in refused(_load, model, canary)
+    assert "safetensors" in refusal_of(_load, model, canary)
     index(model, "pytorch_model.bin.index.json", ["lm_head.weight"], name)
-    assert "safetensors" in refused(_load, model, canary)
+    assert "safetensors" in refusal_of(_load, model, canary)
 
 
 def _load(folder: Path) -> None:
@@ -250,10 +250,10 @@ def test_as_the_file_that_an_index_names(payload: str, model: Path, tmp_path: Pa
         (model / "sub").mkdir(exist_ok=True)
         (model / place).write_bytes(data)
         index(model, "model.safetensors.index.json", names, place)
-        assert "safetensors" in refused(_load, model, canary)
+        assert "safetensors" in refusal_of(_load, model, canary)
     for place in ("../outside.safetensors", str(tmp_path / "absolute.safetensors"), "a\0.safetensors"):
         index(model, "model.safetensors.index.json", names, place)
-        refused(_load, model, canary)
+        refusal_of(_load, model, canary)
 
 
 @pytest.mark.parametrize("payload", ["pickle 4", "torch", "torch, before zip", "zip in safetensors"])
@@ -262,7 +262,7 @@ def test_as_the_file_that_a_config_names(payload: str, model: Path, tmp_path: Pa
     for name in ("adapter_model.bin", "a.bin", "../a.bin", "../a.safetensors"):
         (model / name).write_bytes(PAYLOADS[payload](canary))
         changed(model / "config.json", {"transformers_weights": name})
-        assert "safetensors" in refused(_load, model, canary)
+        assert "safetensors" in refusal_of(_load, model, canary)
 
 
 @pytest.mark.parametrize("payload", ["pickle 4", "torch", "torch, before zip"])
@@ -271,7 +271,7 @@ def test_as_an_adapter(payload: str, model: Path, tmp_path: Path) -> None:
     (model / "adapter_model.bin").write_bytes(PAYLOADS[payload](canary))
     adapter = {"peft_type": "LORA", "base_model_name_or_path": str(model), "target_modules": ["q_proj"]}
     (model / "adapter_config.json").write_text(json.dumps(adapter), encoding="utf-8")
-    assert "adapter" in refused(_load, model, canary)
+    assert "adapter" in refusal_of(_load, model, canary)
 
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -291,7 +291,7 @@ BESIDE = (
 def test_as_a_file_of_a_model(name: str, payload: str, model: Path, tmp_path: Path) -> None:
     canary = tmp_path / NAME
     (model / name).write_bytes(PAYLOADS[payload](canary))
-    refused(_load, model, canary)
+    refusal_of(_load, model, canary)
 
 
 @pytest.mark.parametrize("payload", ["pickle 4", "torch", "source"])
@@ -302,7 +302,7 @@ def test_beside_a_good_model(name: str, payload: str, model: Path, tmp_path: Pat
     (model / name).parent.mkdir(exist_ok=True)
     (model / name).write_bytes(PAYLOADS[payload](canary))
     for read in (_load, _tokenizing, _outline):
-        tried(read, model, canary)
+        try_read(read, model, canary)
 
 
 @pytest.mark.parametrize("payload", ["pickle 2", "torch", "torch, before zip", "zip"])
@@ -314,7 +314,7 @@ def test_as_a_detectors_weights(name: str, payload: str, tmp_path: Path) -> None
     subject.make(folder)
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(PAYLOADS[payload](canary))
-    assert "safetensors" in refused(subject.read, folder, canary)
+    assert "safetensors" in refusal_of(subject.read, folder, canary)
 
 
 # ------------------------------------------------------------------------ a model's own code
@@ -342,7 +342,7 @@ def test_a_models_own_code_never_runs(case: str, model: Path, tmp_path: Path) ->
     (model / "evil.py").write_text(code(canary), encoding="utf-8")
     changed(model / file, more)
     for read in (_load, _tokenizing, _outline):
-        tried(read, model, canary)
+        try_read(read, model, canary)
 
 
 @pytest.mark.parametrize("case", ["a kernel", "a named kernel", "experts"])

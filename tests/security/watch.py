@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 def _descants(frame: FrameType | None) -> str | None:
-    """The place in Descant's source that a stack stands on, seen from its top; None where it does not."""
+    """The innermost frame of a stack in Descant's source; None if there is none."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(SOURCE):

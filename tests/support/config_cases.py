@@ -1,4 +1,4 @@
-"""For every generation parameter what it takes and what it refuses."""
+"""Accepted and rejected values of every generation parameter."""
 
 import numpy as np
 import torch

@@ -141,7 +141,7 @@ class ForkServer:
 
 
 def _wait(connection: socket.socket, timeout: float) -> Any:
-    """What the server says at the end of a program; ends the program when its time is over."""
+    """The reply of the server at the end of a program; ends the program after its timeout."""
     connection.settimeout(timeout)
     with connection.makefile() as answers:
         process = json.loads(answers.readline())["process"]

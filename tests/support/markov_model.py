@@ -1,4 +1,4 @@
-"""A model small enough to be worked out by hand: a Markov chain behind the Model port."""
+"""A model small enough to compute by hand: a Markov chain with the Model interface."""
 
 from __future__ import annotations
 

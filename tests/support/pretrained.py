@@ -1,4 +1,4 @@
-"""Pretrained models for tests, built by `tools/models.py` into `models/` or where DESCANT_MODELS says."""
+"""Pretrained models for tests, built by `tools/models.py` into `models/` or the folder DESCANT_MODELS."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pretrained:
 
 
 def folder(name: str) -> Path:
-    """Where the model `name` stands; an error that says how to build it if it does not."""
+    """The folder of the model `name`; if it is missing, an error with the command that builds it."""
     where = Path(os.environ.get("DESCANT_MODELS") or ROOT / "models") / name
     if not (where / "config.json").exists() or not list(where.glob("*.safetensors")):
         raise FileNotFoundError(f"no model in {where}: build it with `python tools/models.py {name}`")

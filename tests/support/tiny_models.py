@@ -154,7 +154,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         Architecture(
             "mistral",
-            # The window is shorter than most prompts, so a cache that forgets it gives other tokens.
+            # The window is shorter than most prompts, so a cache without it gives other tokens.
             {**_LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 5},
             bos=1,
             eos=2,

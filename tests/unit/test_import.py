@@ -1,4 +1,4 @@
-"""What importing Descant brings along, and what it leaves until somebody needs it."""
+"""The modules that importing Descant loads, and those it loads on demand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import descant
 
-# What transformers' models stand on: seconds, for which `descant --help` and `descant tree` need not wait.
+# Dependencies of transformers' models: seconds that `descant --help` and `descant tree` do not need.
 HEAVY = "transformers.modeling_utils"
 CODE = f"""
 import sys
@@ -20,7 +20,7 @@ assert {HEAVY!r} in sys.modules
 """
 
 
-def test_models_are_not_loaded_before_somebody_has_one() -> None:
+def test_models_are_not_imported_before_use() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""Records that users read and ports that they fill: what each promises is there, in what the loop makes."""
+"""Public records and interfaces: the objects of the loop have every documented member."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def model() -> Any:
 
 
 def test_an_estimate_holds_its_own_kind(model: Any) -> None:
-    told = descant.estimate(model, prompt_length=64, max_new_tokens=16, num_beams=2)
-    assert isinstance(told, descant.Estimate)
-    assert told.rows == 2
-    assert told.bytes == told.total_bytes[told.cache_name]
+    estimate = descant.estimate(model, prompt_length=64, max_new_tokens=16, num_beams=2)
+    assert isinstance(estimate, descant.Estimate)
+    assert estimate.rows == 2
+    assert estimate.bytes == estimate.total_bytes[estimate.cache_name]
 
 
 def test_a_report_counts_what_runs_and_what_was_found(model: Any) -> None:
@@ -56,11 +56,11 @@ def test_a_prompt_cache_stays_as_it_is(model: Any) -> None:
 
 def test_log_probabilities_are_those_of_the_model(model: Any) -> None:
     out = descant.generate(model, IDS, **MORE, return_dict_in_generate=True, output_logits=True, logprobs=1)
-    told = out.logprobs[0]
-    assert isinstance(told, descant.Logprobs)
+    estimate = out.logprobs[0]
+    assert isinstance(estimate, descant.Logprobs)
     logits = torch.stack(out.logits, dim=1)[0].log_softmax(-1)
     expected = logits.gather(1, out.sequences[0, 3:, None]).squeeze(1)
-    assert torch.as_tensor(told.raw).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert torch.as_tensor(estimate.raw).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_the_documented_detector_answers_with_its_record(model: Any) -> None:

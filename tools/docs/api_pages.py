@@ -1,11 +1,11 @@
-"""The reference of public names: which pages hold them, where each is shown, and the commands' options.
+"""The API reference: pages of public names, examples that use each, and command-line options.
 
-    python tools/docs/api_pages.py       say which names have no entry, no example or no test
+    python tools/docs/api_pages.py       print names without an entry, an example or a test
 
-As a hook of mkdocs it makes the entries of `docs/reference/api`: a comment `<!-- api: generate, stream -->`
-becomes what mkdocstrings makes of these names' docstrings and types, with links to the pages whose code
-blocks use them; `<!-- api of descant.testing: toy -->` takes them from there; `<!-- commands -->` is the
-command line.
+As a mkdocs hook it writes the entries of `docs/reference/api`. A comment `<!-- api: generate, stream -->`
+becomes mkdocstrings directives for these names, with links to the pages whose code blocks use them.
+`<!-- api of descant.testing: toy -->` takes the names from that package. `<!-- commands -->` becomes the
+reference of the command line.
 """
 
 import ast
@@ -29,8 +29,8 @@ MARK = re.compile(r"^<!-- api(?: of (?P<package>[\w.]+))?: (?P<names>[\w\s,]+?) 
 COMMANDS = "<!-- commands -->"
 
 
-def public() -> dict[str, set[str]]:
-    """Every public object by its path, with the names under which users know it."""
+def public_objects() -> dict[str, set[str]]:
+    """Every public object by its path, with its public names."""
     found: dict[str, set[str]] = {}
     for package in PACKAGES:
         for name in importlib.import_module(package).__all__:
@@ -45,7 +45,7 @@ def path_of(package: str, name: str) -> str:
     module = getattr(thing, "__module__", "")
     if str(module).partition(".")[0] == "descant":
         return f"{module}.{name}"
-    # An alias knows not where it stands; the package says where it takes it from.
+    # An alias has no `__module__`; the import in the package gives its module.
     tree = ast.parse(Path(str(importlib.import_module(package).__file__)).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(one.name == name for one in node.names):
@@ -62,7 +62,7 @@ def entries(text: str) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def listed() -> dict[str, list[Path]]:
-    """The pages on which each object has its entry, by its path."""
+    """The pages with an entry for each object, by its path."""
     found: dict[str, list[Path]] = {}
     for page in sorted(PAGES.glob("*.md")):
         for package, name in entries(page.read_text(encoding="utf-8")):
@@ -70,8 +70,8 @@ def listed() -> dict[str, list[Path]]:
     return found
 
 
-def used(source: str) -> set[str]:
-    """The names that code uses; importing or writing one in a string is no use."""
+def used_names(source: str) -> set[str]:
+    """The names that code uses; imports and strings do not count."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name):
@@ -89,24 +89,24 @@ def shown() -> dict[str, list[Path]]:
         code = [
             block.text for block in doc_blocks.read(page) if block.language == "python" and not block.before
         ]
-        for name in set().union(*map(used, code)):
+        for name in set().union(*map(used_names, code)):
             found.setdefault(name, []).append(page)
     for program in sorted((ROOT / "examples").glob("*.py")):
-        for name in used(program.read_text(encoding="utf-8")):
+        for name in used_names(program.read_text(encoding="utf-8")):
             found.setdefault(name, []).append(program)
     return found
 
 
 @functools.cache
 def tested() -> frozenset[str]:
-    """The names that tests use, or ask for by a string as parametrised tests do."""
+    """The names that tests use, as code or as a string (in parametrised tests)."""
     found: set[str] = set()
     for path in (ROOT / "tests").rglob("*.py"):
         if path == ROOT / "tests" / "docs" / "test_api.py":
             continue
         source = path.read_text(encoding="utf-8")
         strings = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
-        found |= used(source) | {one for one in strings if isinstance(one, str)}
+        found |= used_names(source) | {one for one in strings if isinstance(one, str)}
     return frozenset(found)
 
 
@@ -117,13 +117,13 @@ def title(page: Path) -> str:
 
 
 def links(name: str, of: Path) -> str:
-    """Links from a page to those that show a name; none where it is shown on no page of the docs."""
+    """Links from a page to the other pages that show a name."""
     docs = [page for page in shown().get(name, []) if page.suffix == ".md" and ROOT / "docs" in page.parents]
     made = [f"[{title(page)}]({os.path.relpath(page, of.parent)})" for page in docs if page != of]
     return f"\n*Shown in* {', '.join(made[:6])}.\n" if made else ""
 
 
-def expanded(text: str, of: Path) -> str:
+def expand(text: str, of: Path) -> str:
     """A page with its entries as directives to mkdocstrings, and the commands."""
 
     def directives(mark: re.Match[str]) -> str:
@@ -136,31 +136,31 @@ def expanded(text: str, of: Path) -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments and options; generation parameters have a page of their own."""
+    """Every command with its arguments and options; generation parameters have their own page."""
     import typer.main
 
     from descant.cli.application import build_app
     from descant.config.generation_config import FIELDS
 
-    def told(command: Any, path: Sequence[str]) -> Iterator[str]:
+    def sections(command: Any, path: Sequence[str]) -> Iterator[str]:
         if getattr(command, "commands", None):
             for name, below in command.commands.items():
-                yield from told(below, (*path, name))
+                yield from sections(below, (*path, name))
             return
         yield f"## {' '.join(path)}\n\n{' '.join((command.help or '').split())}\n"
         known = [one for one in command.params if one.name not in FIELDS and one.name != "help"]
         if known:
             yield "| argument | meaning |\n|---|---|"
-            yield from (f"| {_spelt(one)} | {_cell(getattr(one, 'help', None) or '')} |" for one in known)
+            yield from (f"| {_syntax(one)} | {_cell(getattr(one, 'help', None) or '')} |" for one in known)
         if len(known) < len([one for one in command.params if one.name != "help"]):
             yield "| every field of [GenerationConfig](../config.md) | as `--its-name` |"
         yield ""
 
-    return "\n".join(told(typer.main.get_command(build_app()), ("descant",)))
+    return "\n".join(sections(typer.main.get_command(build_app()), ("descant",)))
 
 
-def _spelt(parameter: Any) -> str:
-    """A parameter as it is typed."""
+def _syntax(parameter: Any) -> str:
+    """A parameter as typed on the command line."""
     if parameter.param_type_name == "argument":
         return f"`{(parameter.metavar or parameter.name).upper()}`"
     return ", ".join(f"`{one}`" for one in (*parameter.opts, *parameter.secondary_opts))
@@ -173,24 +173,25 @@ def _cell(text: str) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by mkdocs for every page."""
     source = ROOT / "docs" / page.file.src_uri
-    return expanded(markdown, source) if source.parent == PAGES else markdown
+    return expand(markdown, source) if source.parent == PAGES else markdown
 
 
-def lacking() -> list[str]:
-    """What is missing of any public name."""
-    said = []
-    for path, names in sorted(public().items()):
+def missing() -> list[str]:
+    """Public names without an entry, an example or a test, as messages."""
+    problems = []
+    for path, names in sorted(public_objects().items()):
         short = path.rpartition(".")[2]
         if len(listed().get(path, [])) != 1:
-            said.append(f"{', '.join(sorted(names))}: {len(listed().get(path, []))} entries in the reference")
+            count = len(listed().get(path, []))
+            problems.append(f"{', '.join(sorted(names))}: {count} entries in the reference")
         if short not in shown():
-            said.append(f"{', '.join(sorted(names))}: no example that runs")
+            problems.append(f"{', '.join(sorted(names))}: no example that runs")
         if short not in tested():
-            said.append(f"{', '.join(sorted(names))}: no test")
-    said += [f"{path}: an entry, but not public" for path in listed() if path not in public()]
-    return said
+            problems.append(f"{', '.join(sorted(names))}: no test")
+    problems += [f"{path}: an entry, but not public" for path in listed() if path not in public_objects()]
+    return problems
 
 
 if __name__ == "__main__":
-    print("\n".join(lacking()))
-    sys.exit(bool(lacking()))
+    print("\n".join(missing()))
+    sys.exit(bool(missing()))

@@ -55,7 +55,7 @@ def layers() -> list[list[str]]:
 
 
 def exists(room: str) -> bool:
-    """Whether a room of the contract is there."""
+    """Whether a room of the contract exists."""
     return (SOURCE / room / "__init__.py").is_file() or (SOURCE / f"{room}.py").is_file()
 
 

@@ -1,7 +1,7 @@
 """Write the table of caches in docs/guide/memory.md from the code and SmolLM2, or check that it is current.
 
 python tools/docs/cache_tables.py             write
-python tools/docs/cache_tables.py --check     fail if the page says anything else than the code
+python tools/docs/cache_tables.py --check     fail if the page differs from the code
 """
 
 import argparse
@@ -26,17 +26,14 @@ from descant.models.kv_shape import KVShape, kv_shape_of
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "memory.md"
 MODEL = "models/smollm2"
 BEGIN, END = (
-    "<!-- Made by tools/docs/cache_tables.py: edit there. -->\n",
-    "<!-- As far as tools/docs/cache_tables.py goes. -->\n",
+    "<!-- Written by tools/docs/cache_tables.py: edit there. -->\n",
+    "<!-- End of the table of tools/docs/cache_tables.py. -->\n",
 )
 
 LONG: Final = Workload(1, 1, 4096, 4096 + 127)
 BEAMS: Final = Workload(1, 8, 1024, 1024 + 127)
-FORKED: Final = (
-    Workload(1, 1, 4096, 4097),
-    Workload(1, 8, 4096, 4097),
-)  # by which it is seen whether rows share
-WINDOW: Final = 512  # of the layers of a model with windows
+FORKED: Final = (Workload(1, 1, 4096, 4097), Workload(1, 8, 4096, 4097))  # shows whether rows share blocks
+WINDOW: Final = 512  # of the sliding layers of a model with windows
 
 CLASSES: Final[dict[str, tuple[type[Any], ...]]] = {
     "dynamic": (descant.DynamicCache,),
@@ -52,8 +49,8 @@ CLASSES: Final[dict[str, tuple[type[Any], ...]]] = {
     "snapkv": (descant.SnapKVCache,),
     "h2o": (descant.H2OCache,),
 }
-# What these say is not what a model says that remembers everything.
-OTHERWISE: Final = frozenset({"quantized", "sink", "snapkv", "h2o"})
+# The output with these differs from the output with the whole cache.
+INEXACT: Final = frozenset({"quantized", "sink", "snapkv", "h2o"})
 
 
 class WithTraits:
@@ -67,7 +64,7 @@ class WithTraits:
 
 
 def stand_in(model: Any, *kinds: str) -> Any:
-    """A model as the table sees it, whose layers are of these kinds in turn."""
+    """The model with layers of these kinds in turn."""
     own = as_model(model)
     layers = tuple(kinds[at % len(kinds)] for at in range(own.traits.num_layers))
     windows = {kind: WINDOW if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
@@ -75,18 +72,18 @@ def stand_in(model: Any, *kinds: str) -> Any:
     return WithTraits(own, traits)
 
 
-def taken(name: str, model: Any, geometry: KVShape, run: Workload) -> CacheCost | None:
-    """What a cache takes for a run; None where the model cannot use it."""
+def cost_of(name: str, model: Any, geometry: KVShape, run: Workload) -> CacheCost | None:
+    """The memory of a cache for a workload; None where the model cannot use it."""
     want = cache_request(model, GenerationConfig(), name, run)
     return None if missing_requirement(name, want) is not None else cache_cost(name, want, run, geometry)
 
 
 def line(name: str, model: Any, geometry: KVShape) -> list[str]:
-    """One cache: what it takes and what it can do."""
+    """The table line of one cache: its memory and its properties."""
     kinds = {"sliding_window": ("sliding_attention",), "hybrid": ("sliding_attention", "full_attention")}
     target = stand_in(model, *kinds.get(name, ("full_attention",)))
     classes = ", ".join(f"`{one.__name__}`" for one in CLASSES[name])
-    long, beams, *forked = (taken(name, target, geometry, run) for run in (LONG, BEAMS, *FORKED))
+    long, beams, *forked = (cost_of(name, target, geometry, run) for run in (LONG, BEAMS, *FORKED))
     sizes, shares = ["a state"] * 3, "no"
     if long is not None and beams is not None:
         sizes = [
@@ -99,9 +96,10 @@ def line(name: str, model: Any, geometry: KVShape) -> list[str]:
     back: int | None = 0
     if name != "mamba":
         want = cache_request(target, GenerationConfig(), name, LONG)
-        back = None if name == "quantized" else CACHES[name].build(want).max_rewind  # no package is needed
+        # Building the quantized cache would need an optional package.
+        back = None if name == "quantized" else CACHES[name].build(want).max_rewind
     takes = "all" if back is None else f"{back} tokens" if back else "nothing"
-    exact = "no" if name in OTHERWISE else "yes"
+    exact = "no" if name in INEXACT else "yes"
     marks = [takes, shares, "yes" if name in SAVED else "no", exact, "yes" if name == "static" else "no"]
     return [f'`"{name}"`', classes, *sizes, *marks, CACHES[name].description]
 
@@ -110,7 +108,7 @@ def table(model: Any) -> str:
     """All caches."""
     geometry = kv_shape_of(model)
     head = [
-        "name", "class", "a token", "4,096 + 128 tokens", "8 beams, 1,024 + 128", "takes back", "rows share",
+        "name", "class", "a token", "4,096 + 128 tokens", "8 beams, 1,024 + 128", "max rewind", "rows share",
         "on disk", "exact", "compiles", "for",
     ]  # fmt: skip
     lines = [head, ["---"] * len(head), *(line(name, model, geometry) for name in CACHES)]
@@ -118,7 +116,7 @@ def table(model: Any) -> str:
 
 
 def render(page: str, model: Any) -> str:
-    """The page with the table as the code has it now."""
+    """The page with the current table."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table(model)}\n{END}{after}"

@@ -1,7 +1,7 @@
-"""Write docs/guide/combinations.md: what the planner says of every pair of methods, or check the page.
+"""Write docs/guide/combinations.md, the planner's verdict on every pair of methods, or check the page.
 
 python tools/docs/combinations.py             write
-python tools/docs/combinations.py --check     fail if the page says anything else than the planner
+python tools/docs/combinations.py --check     fail if the page differs from the planner
 """
 
 import argparse
@@ -34,32 +34,32 @@ DECODER: Final = ModelTraits(
     max_positions=None,
     context_length=None,
 )
-BOTH: Final = replace(DECODER, is_encoder_decoder=True)
-# What `descant.decoding.guidance.arithmetic` says of several models together.
-DECODERS: Final = replace(DECODER, supports_inputs_embeds=False, has_lm_head=False)
-BOTHS: Final = replace(BOTH, supports_inputs_embeds=False, has_lm_head=False)
+ENCODER_DECODER: Final = replace(DECODER, is_encoder_decoder=True)
+# The traits of a joint model of `descant.decoding.guidance.arithmetic`.
+JOINT_DECODER: Final = replace(DECODER, supports_inputs_embeds=False, has_lm_head=False)
+JOINT_ENCODER_DECODER: Final = replace(ENCODER_DECODER, supports_inputs_embeds=False, has_lm_head=False)
 
 BEAMS: Final = {"num_beams": 4}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way of decoding: the fields that ask for it."""
+    """A decoding method and the fields that select it."""
 
     name: str
     page: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
-    chooses: bool = False  # is a way to choose tokens, not a change to what is chosen from
-    several: bool = False  # its model is made of several
+    is_strategy: bool = False  # selects tokens, rather than changing the scores
+    joint_model: bool = False  # runs several models as one
 
     @property
     def link(self) -> str:
-        """Its name, as a link to its page where it has one."""
+        """Its name, as a link to its page if it has one."""
         return f"[{self.name}]({self.page})" if self.page else self.name
 
 
 METHODS: Final = (
-    Method("greedy search", chooses=True),
+    Method("greedy search", is_strategy=True),
     Method("sampling", "shape.md#samplers", {"do_sample": True, "temperature": 0.8}, True),
     Method("beam search", "scores.md#the-score-of-a-sequence", {**BEAMS, "length_penalty": 0.8}, True),
     Method("beam sampling", None, {**BEAMS, "do_sample": True}, True),
@@ -70,7 +70,7 @@ METHODS: Final = (
     Method("contrastive search", "contrastive.md", {"penalty_alpha": 0.6, "top_k": 4}, True),
     Method("DoLa", "dola.md", {"dola_layers": "high"}),
     Method("guidance", "guidance.md", {"guidance_scale": 1.5}),
-    Method("logit arithmetic", "model-arithmetic.md", {}, several=True),
+    Method("logit arithmetic", "model-arithmetic.md", {}, joint_model=True),
     Method(
         "allowed sequences",
         "constrained-beams.md#one-of-a-list",
@@ -84,26 +84,29 @@ METHODS: Final = (
 )
 
 HEAD = """\
-<!-- Made by tools/docs/combinations.py from what the planner says: edit there. -->
+<!-- Written by tools/docs/combinations.py from the planner's verdicts: edit there. -->
 
 # Combinations
 
-Which methods go together in one request. A number marks an unsupported pair; the reason is listed below the
-table, and `generate` raises it as an error before anything runs. *Yes* means that both work as their pages
-say. The tables are generated from the planner, pair by pair, and tested.
+Which methods combine in one request. A number means that the pair is refused: `generate` raises the reason
+below the table as an error before it runs the model. *Yes* means that both methods have their documented
+effect. The tables come from the planner's verdict on every pair, and a test keeps them current.
 
-Methods of *different* requests always go together: a batch or a [session](sessions.md) may mix all of them,
-each prompt with a config of its own; only the model, and so logit arithmetic, is the same for all. All of
-them take [processors](shape.md), [stops](stop-and-stream.md), streams and [log-probabilities](scores.md), and
-work in batches of ragged prompts. A [draft model](speculation.md#a-draft-model) is no field of a config, and
-goes with what prompt lookup goes with.
+Methods of *different* requests always combine: a batch or a [session](sessions.md) may mix all of them, each
+prompt with its own config. Only the model, and so logit arithmetic, is the same for all. All methods support
+[processors](shape.md), [stops](stop-and-stream.md), streams, [log-probabilities](scores.md) and batches of
+ragged prompts. A [draft model](speculation.md#a-draft-model) is an argument, not a config field; it combines
+with the same methods as prompt lookup.
 """
 
 
 def verdict(first: Method, second: Method, encoder: bool) -> str | None:
-    """Why two methods cannot go together on a kind of model; None where they can."""
-    several = first.several or second.several
-    traits = (BOTHS if several else BOTH) if encoder else (DECODERS if several else DECODER)
+    """Why two methods do not combine on a kind of model; None if they do."""
+    joint = first.joint_model or second.joint_model
+    if encoder:
+        traits = JOINT_ENCODER_DECODER if joint else ENCODER_DECODER
+    else:
+        traits = JOINT_DECODER if joint else DECODER
     try:
         config = GenerationConfig.merge({**first.fields, **second.fields, "eos_token_id": 2})
         make_plan(
@@ -119,8 +122,8 @@ def table(title: str, encoder: bool) -> str:
     reasons: dict[str, int] = {}
 
     def cell(first: Method, second: Method) -> str:
-        if not second.fields and first is not second and first.chooses and second.chooses:
-            return "–"  # greedy search is what is done where no other way is asked for
+        if not second.fields and first is not second and first.is_strategy and second.is_strategy:
+            return "–"  # greedy search is the absence of another strategy
         reason = verdict(first, second, encoder)
         if reason is None:
             return "yes"
@@ -137,13 +140,13 @@ def table(title: str, encoder: bool) -> str:
         parts += ["\n", *(f"{number}. {reason}\n" for reason, number in reasons.items())]
     refused = {one.link: verdict(one, one, encoder) for one in METHODS if one not in used}
     if refused:
-        parts.append("\nNot for these models at all:\n\n")
+        parts.append("\nNot available for these models:\n\n")
         parts += [f"- {name}: {reason}\n" for name, reason in refused.items()]
     return "".join(parts)
 
 
 def render() -> str:
-    """The page as the planner has it now."""
+    """The current page."""
     return HEAD + table("Decoder-only models", False) + table("Encoder-decoder models", True)
 
 

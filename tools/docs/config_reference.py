@@ -1,7 +1,7 @@
 """Write docs/reference/config.md from the table of generation parameters, or check that it is current.
 
 python tools/docs/config_reference.py             write
-python tools/docs/config_reference.py --check     fail if the page says anything else than the table
+python tools/docs/config_reference.py --check     fail if the page differs from the table
 """
 
 import argparse
@@ -14,31 +14,31 @@ from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
 
 HEAD = """\
-<!-- Made by tools/docs/config_reference.py from descant.config.generation_config.FIELDS: edit there. -->
+<!-- Written by tools/docs/config_reference.py from descant.config.generation_config.FIELDS: edit there. -->
 
 # GenerationConfig
 
-Every parameter of `descant.GenerationConfig`, which are also the keyword arguments of
-`descant.generate()`. A config is frozen: derive another with new values, never assign. Values are looked up
-in the call, then in the `generation_config` argument, then in the model's own config, then here.
+Every parameter of `descant.GenerationConfig`. The same names are keyword arguments of `descant.generate()`.
+A config is frozen: derive another with `replace`. A value comes from the call, else from the
+`generation_config` argument, else from the model's own config, else from the defaults below.
 
-A parameter marked *later* is read from files and validated, but its method is not in this version: asking
-for it in a call raises `NotInThisVersion`.
+A parameter marked *later* is read from files and validated, but this version does not implement it: setting
+it in a call raises `NotInThisVersion`.
 """
 
 
 def cell(text: str) -> str:
-    """Text that cannot break out of a table's cell."""
+    """Text escaped for a table cell."""
     return text.replace("|", "\\|")
 
 
 def code(text: str) -> str:
-    """Inline code inside a table's cell."""
+    """Inline code inside a table cell."""
     return f"`{cell(text)}`"
 
 
 def render() -> str:
-    """The page as the table has it now."""
+    """The current page."""
     parts = [HEAD]
     for group in GROUPS:
         parts.append(

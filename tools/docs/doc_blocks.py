@@ -1,21 +1,20 @@
-"""The code blocks of the README and the docs, run in order and compared with the output they claim.
+"""Run the code blocks of the README and the docs in order, and compare their output with the pages.
 
-    python tools/docs/doc_blocks.py run [FILE ...]     run every python block of these files (default: all)
-    python tools/docs/doc_blocks.py one FILE LANGUAGE NUMBER    print one block, counted from 1, to run
-    elsewhere
+    python tools/docs/doc_blocks.py run [FILE ...]              run the python blocks (default: of all files)
+    python tools/docs/doc_blocks.py one FILE LANGUAGE NUMBER    print one block, counted from 1
 
-All python blocks of one file share one namespace and run at the root of the checkout, where they may
-read (`models/smollm2`) but not write. A `text` block that follows a python block directly is what that
-block must print. There is no way to mark a block as not to be run.
+All python blocks of one file share one namespace. They run at the root of the checkout, where they may read
+(`models/smollm2`) but not write. A `text` block directly after a python block is the expected output of that
+block. No marker skips a block.
 
-A python block below the comment `<!-- on transformers 4.52.4 -->` is code of before: it runs on that version,
-in the venv that tools/reference_env.py builds, and shares a namespace with the others of its kind.
+A python block below the comment `<!-- on transformers 4.52.4 -->` runs on that version, in the venv that
+tools/reference_env.py builds. All such blocks of a file share one namespace.
 
-A file whose first line is `<!-- in a folder of its own -->` tells a story that makes files: it runs in an
-empty folder with `models` in it, and its bash blocks run, too. The tests give it that, and a Hub to talk to.
+A file whose first line is `<!-- in a folder of its own -->` writes files. It runs in an empty folder that
+contains `models`, and its bash blocks run too. The tests provide the folder and a local Hub.
 
-A file whose first line is `<!-- programs of examples/ -->` shows whole programs: tests/e2e/examples runs
-each in a process of its own, and sees that the page has its code and what it prints.
+A file whose first line is `<!-- programs of examples/ -->` shows whole programs. tests/e2e/examples runs each
+in its own process, and compares code and output with the page.
 """
 
 import argparse
@@ -32,12 +31,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # this file may be run from anywhere
+sys.path.insert(0, str(ROOT))  # the working directory may be any
 
 from tools.docs.transformers4 import Transformers4  # noqa: E402
 
 LANGUAGES = frozenset({"python", "text", "bash", "toml", "json", "yaml"})
-STORY = "<!-- in a folder of its own -->"
+ISOLATED = "<!-- in a folder of its own -->"
 PROGRAMS = "<!-- programs of examples/ -->"
 BEFORE = "<!-- on transformers 4.52.4 -->"
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>.*)$")
@@ -61,7 +60,7 @@ class Block:
 
     @property
     def where(self) -> str:
-        """`file:line`, relative to the checkout where it lies inside."""
+        """`file:line`, relative to the checkout if inside it."""
         path = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
         return f"{path}:{self.line}"
 
@@ -101,18 +100,18 @@ def read(path: Path) -> list[Block]:
     return blocks
 
 
-def is_story(path: Path) -> bool:
-    """Whether a file runs in a folder of its own, its bash blocks too."""
-    return path.read_text(encoding="utf-8").startswith(STORY)
+def is_isolated(path: Path) -> bool:
+    """Whether a file runs in its own folder, with its bash blocks."""
+    return path.read_text(encoding="utf-8").startswith(ISOLATED)
 
 
 def is_programs(path: Path) -> bool:
-    """Whether a file shows the programs of examples/, which run by themselves."""
+    """Whether a file shows the programs of examples/, which run separately."""
     return path.read_text(encoding="utf-8").startswith(PROGRAMS)
 
 
 def paired(path: Path, languages: tuple[str, ...] = ("python",)) -> list[tuple[Block, Block | None]]:
-    """Each block that runs with the `text` block that states its output, if one follows directly."""
+    """Each block that runs, with the `text` block of its expected output if one follows directly."""
     lines = path.read_text(encoding="utf-8").splitlines()
     blocks = read(path)
     pairs: list[tuple[Block, Block | None]] = []
@@ -135,16 +134,14 @@ def needs_transformers4(path: Path) -> bool:
 
 
 def run(path: Path, folder: Path | None = None, programs: Path | None = None) -> int:
-    """Run a file's blocks in one namespace, at the checkout's root or in a story's folder; how many ran.
+    """Run a file's blocks in one namespace, at the checkout's root or in `folder`; the number of blocks.
 
-    Shells find their commands in the folder `programs`, or else beside this Python.
+    Bash blocks find their commands in the folder `programs`, else beside this Python.
     """
-    if is_story(path) and folder is None:
-        raise BlockError(
-            f"{path}: this file needs a folder of its own: run pytest tests/e2e/docs/test_blocks.py"
-        )
+    if is_isolated(path) and folder is None:
+        raise BlockError(f"{path}: this file needs its own folder: run pytest tests/e2e/docs/test_blocks.py")
     if is_programs(path):
-        raise BlockError(f"{path}: these programs run by themselves: run pytest tests/e2e/examples")
+        raise BlockError(f"{path}: these programs run separately: run pytest tests/e2e/examples")
     name = "blocks_" + re.sub(r"\W", "_", str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path))
     module = types.ModuleType(name)
     pairs = paired(path, ("python", "bash") if folder is not None else ("python",))
@@ -163,16 +160,16 @@ def run(path: Path, folder: Path | None = None, programs: Path | None = None) ->
 
 @dataclass(frozen=True)
 class Scope:
-    """What the blocks of one file share."""
+    """The state that the blocks of one file share."""
 
     namespace: dict[str, object]
     transformers4: Transformers4
-    programs: Path | None = None  # where shells look first
+    programs: Path | None = None  # first entry of PATH in bash blocks
 
 
 def execute(block: Block, expected: Block | None, scope: Scope) -> None:
     """Run one block; its traceback shows the lines of the Markdown file."""
-    # Empty lines in front give every statement the line number that it has in the file.
+    # Leading empty lines give every statement its line number in the file.
     source = "\n" * block.line + block.text
     filename = f"{block.path}#{block.line}"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -195,7 +192,7 @@ def execute(block: Block, expected: Block | None, scope: Scope) -> None:
 
 
 def shell(text: str, programs: Path | None = None) -> None:
-    """Run lines of bash with this Python's programs, and print what they print."""
+    """Run lines of bash with this Python's programs, and print their output."""
     folders = [*([str(programs)] if programs else []), str(Path(sys.executable).parent), os.environ["PATH"]]
     path = os.pathsep.join(folders)
     done = subprocess.run(
@@ -209,7 +206,7 @@ def shell(text: str, programs: Path | None = None) -> None:
 
 
 def tidy(text: str) -> str:
-    """The text without trailing blanks, which nobody sees on a page."""
+    """The text without trailing blanks."""
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
@@ -223,7 +220,7 @@ class Guard:
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Refuse writes inside the context; a hook cannot be removed, so it stays and does nothing."""
+        """Refuse writes inside the context; a hook cannot be removed, so it stays installed and inactive."""
         if not self.installed:
             sys.addaudithook(self)
             self.installed = True
@@ -249,7 +246,7 @@ class Guard:
     def refuse(self, path: object) -> None:
         """Raise if the path lies in the checkout; only Python's own byte code may be written there."""
         if not isinstance(path, str | bytes | os.PathLike):
-            return  # an open descriptor: its file was checked when it was opened
+            return  # a file descriptor: checked when it was opened
         where = Path(os.path.abspath(os.fsdecode(path)))
         if where.is_relative_to(self.root) and "__pycache__" not in where.parts:
             raise PermissionError(f"an example must not write into the checkout, got {where}; use tempfile")

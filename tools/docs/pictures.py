@@ -1,9 +1,9 @@
-"""The pictures and the table of the page "Shape the distribution", made by the processors themselves.
+"""The pictures and the table of the page "Shape the distribution", computed with the real processors.
 
-    python tools/docs/pictures.py FOLDER       write every picture there as a file of its own
+    python tools/docs/pictures.py FOLDER       write every picture to this folder
 
-As a hook of mkdocs it puts them into the pages, in the place of the comments `<!-- picture: NAME -->` and
-`<!-- order -->`, so that nothing that is made lies in the checkout.
+As a mkdocs hook it replaces the comments `<!-- picture: NAME -->` and `<!-- order -->` of the pages, so that
+no generated picture is part of the checkout.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from descant.decoding.processors.pipeline import (
 
 TOKENS = 20
 
-# What each picture's config says besides `do_sample=True, top_k=0`; the page has one comment for each.
+# The config of each picture, besides `do_sample=True, top_k=0`; the page has one comment for each.
 PICTURES: Mapping[str, Mapping[str, Any]] = {
     "before": {},
     "temperature": {"temperature": 0.6},
@@ -51,7 +51,7 @@ PICTURES: Mapping[str, Mapping[str, Any]] = {
     "adaptive_p_target": {"min_p": 0.05, "adaptive_p_target": 0.1},
 }
 
-# The drawing: a column of 29 for each token, and 2.2 for each percent, in the units of the view box.
+# Layout in units of the view box: 29 per token horizontally, 2.2 per percent vertically.
 WIDTH, HEIGHT = 640, 200
 LEFT, PITCH, BAR = 42, 29, 19
 GROUND, PERCENT = 162, 2.2
@@ -68,52 +68,52 @@ MARK = re.compile(r"<!-- (?:picture: (?P<name>[\w-]+)|(?P<order>order)) -->")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a config makes of the example: each token's probability before and after, 0 where it is cut."""
+    """The effect of a config on the example: each token's probability before and after, 0 where it is cut."""
 
     before: list[float]
     after: list[float]
 
     @property
     def kept(self) -> int:
-        """How many tokens may still be chosen."""
+        """The number of tokens that remain."""
         return sum(one > 0 for one in self.after)
 
     @property
     def mass(self) -> float:
-        """How likely these were together."""
+        """The total probability of these tokens before."""
         return sum(old for old, new in zip(self.before, self.after, strict=True) if new > 0)
 
 
 def example() -> Tensor:
-    """The scores that every picture starts from: a head, a slope and a long tail [1, V]."""
+    """The scores of every picture: a head, a slope and a long tail [1, V]."""
     place = torch.arange(float(TOKENS))
     return (3.4 * torch.exp(-((place / 6) ** 1.4)) - 0.02 * place)[None]
 
 
 def shape(name: str) -> Shape:
-    """What the chain of a picture's config makes of the example, at the first step of a row."""
+    """The effect of a picture's config on the example, at the first step of a row."""
     config = GenerationConfig(do_sample=True, **{"top_k": 0, **PICTURES[name]})
     ids, scores = torch.zeros(1, 1, dtype=torch.long), example()
     before = scores.softmax(-1)
-    for stage in PROCESSOR_SPECS:
-        if stage.is_enabled(config):
-            params = {"min_tokens_to_keep": 1, **stage.processor.params_from_config(config, PromptInfo(1))}
-            scores = stage.processor.process(Context.standalone(ids, params), scores)
+    for spec in PROCESSOR_SPECS:
+        if spec.is_enabled(config):
+            params = {"min_tokens_to_keep": 1, **spec.processor.params_from_config(config, PromptInfo(1))}
+            scores = spec.processor.process(Context.standalone(ids, params), scores)
     return Shape(before[0].tolist(), scores.softmax(-1)[0].tolist())
 
 
 def setting(name: str) -> str:
-    """A picture's config, as one writes it."""
+    """A picture's config, as keyword arguments."""
     shown = PICTURES[name] or {"do_sample": True, "top_k": 0}
     return ", ".join(f"{field}={value}" for field, value in shown.items())
 
 
 def svg(name: str, style: str = "") -> str:
-    """A picture: solid bars are the new probabilities, hollow ones what was cut, ticks what was before."""
+    """A picture: solid bars are new probabilities, hollow bars cut tokens, ticks the old probabilities."""
     made = shape(name)
     share = "all" if made.kept == TOKENS else f"{made.kept} of {TOKENS}"
     mass = "" if made.kept == TOKENS else f", {100 * made.mass:.0f} % of the probability"
-    words = f"keeps {share} tokens{mass}"
+    caption = f"keeps {share} tokens{mass}"
     listed = ", ".join(
         f"{rank}: {number(new)}" if new > 0 else f"{rank}: cut" for rank, new in enumerate(made.after, 1)
     )
@@ -123,14 +123,14 @@ def svg(name: str, style: str = "") -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
             f'aria-labelledby="{name}-title {name}-desc" width="{WIDTH}" '
             f'height="{HEIGHT}" style="max-width:100%;height:auto">',
-            f'<title id="{name}-title">{html.escape(setting(name))}: {words}</title>',
-            f'<desc id="{name}-desc">Probability of each token in percent, likeliest first. {listed}.</desc>',
+            f'<title id="{name}-title">{html.escape(setting(name))}: {caption}</title>',
+            f'<desc id="{name}-desc">Probability of each token in percent, by rank. {listed}.</desc>',
             *([style] if style else []),
             '<g font-family="system-ui, sans-serif" font-size="10" fill="currentColor">',
             *grid(),
             f'<text x="{WIDTH - 20}" y="18" text-anchor="end" font-size="13" '
             f'font-family="ui-monospace, monospace">{html.escape(setting(name))}</text>',
-            f'<text x="{WIDTH - 20}" y="35" text-anchor="end" font-size="12" opacity="0.75">{words}</text>',
+            f'<text x="{WIDTH - 20}" y="35" text-anchor="end" font-size="12" opacity="0.75">{caption}</text>',
             *bars,
             f'<text x="{LEFT - 8}" y="{GROUND + 32}" text-anchor="end" opacity="0.75">rank</text>',
             "</g>",
@@ -176,7 +176,7 @@ def bar(at: int, before: float, after: float) -> str:
 
 
 def number(probability: float) -> str:
-    """A probability in percent, short enough to stand above its bar."""
+    """A probability in percent, short enough to fit above its bar."""
     percent = 100 * probability
     if percent < 0.05:
         return "<0.1"
@@ -184,27 +184,27 @@ def number(probability: float) -> str:
 
 
 def order() -> str:
-    """The chain as a table: every stage that a field can call for, in the order they run."""
+    """The processor order as a table: every processor that a field enables, in the order they run."""
     lines = ["| | field | processor | |", "|---|---|---|---|"]
-    entries: list[tuple[ProcessorSpec | None, str]] = [(stage, "") for stage in LOGITS_PROCESSORS]
-    entries += [(None, "")] + [(stage, "sampling only") for stage in LOGITS_WARPERS]
-    # One field may call for one of several processors.
+    entries: list[tuple[ProcessorSpec | None, str]] = [(spec, "") for spec in LOGITS_PROCESSORS]
+    entries += [(None, "")] + [(spec, "sampling only") for spec in LOGITS_WARPERS]
+    # One field may enable one of several processors.
     groups = itertools.groupby(entries, key=lambda entry: entry[0] and entry[0].name)
     for place, (name, group) in enumerate(groups, 1):
         if name is None:
             lines.append(f"| {place} | `{CUSTOM}` | your own, in the order given | |")
             continue
-        stages = list(group)
-        kinds = " or ".join(f"`{type(stage.processor).__name__}`" for stage, _ in stages if stage)
-        note = "" if name == "renormalize_logits" else stages[0][1]
+        specs = list(group)
+        kinds = " or ".join(f"`{type(spec.processor).__name__}`" for spec, _ in specs if spec)
+        note = "" if name == "renormalize_logits" else specs[0][1]
         lines.append(f"| {place} | `{name}` | {kinds} | {note} |")
     return "\n".join(lines)
 
 
-def filled(text: str) -> str:
-    """A page's Markdown with what its comments ask for in their place."""
+def fill_page(text: str) -> str:
+    """A page's Markdown with its comments replaced by pictures and the table."""
 
-    def made(mark: re.Match[str]) -> str:
+    def replacement(mark: re.Match[str]) -> str:
         name = mark["name"]
         if name is None:
             return order()
@@ -212,12 +212,12 @@ def filled(text: str) -> str:
             raise ValueError(f"a picture must be one of {', '.join(PICTURES)}, got {name!r}")
         return f'<figure data-search-exclude style="margin-left:0">\n{svg(name)}\n</figure>'
 
-    return MARK.sub(made, text)
+    return MARK.sub(replacement, text)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for every page."""
-    return filled(markdown)
+    return fill_page(markdown)
 
 
 def main() -> int:

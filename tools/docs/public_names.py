@@ -1,7 +1,6 @@
-"""What the generation module of the transformers at hand offers; read by both sides of
-tools/docs/migration.py.
+"""The public names of the generation module of the installed transformers, for tools/docs/migration.py.
 
-Names are those of the sources, so that what needs TensorFlow or Flax is counted where neither is installed.
+Names are read from the sources, so that those which need TensorFlow or Flax count without these packages.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 
 def exported() -> dict[str, Any]:
-    """Names by where they stand, methods, arguments, and the fields of a config with their values."""
+    """Names by module, methods, arguments, and config fields with their defaults."""
     import transformers
     from transformers import cache_utils
     from transformers.generation.utils import GenerationMixin
@@ -46,7 +45,7 @@ def exported() -> dict[str, Any]:
 
 
 def defined(path: Path) -> list[str]:
-    """The classes, functions and tables that a file defines for others; docstrings' pieces are not."""
+    """The public classes, functions and tables of a file, without docstring fragments."""
     found: set[str] = set()
 
     def walk(body: list[ast.stmt]) -> None:

@@ -1,6 +1,6 @@
 """The picture at the top of the README: the run of its first example, drawn by the library.
 
-python tools/docs/readme_picture.py        write docs/pictures/beams.svg anew
+python tools/docs/readme_picture.py        write docs/pictures/beams.svg
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from tools.docs import doc_blocks  # noqa: E402
 PICTURE = ROOT / "docs" / "pictures" / "beams.svg"
 
 
-def drawn() -> str:
+def draw() -> str:
     """The beam tree of the README's first example as SVG."""
     [(first, _), *_] = doc_blocks.paired(ROOT / "README.md")
     names: dict[str, Any] = {}
@@ -36,7 +36,7 @@ def drawn() -> str:
 def main() -> int:
     """Command line."""
     PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(drawn(), encoding="utf-8")
+    PICTURE.write_text(draw(), encoding="utf-8")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""The pictures of the page "See it": real runs of SmolLM2, drawn by the library and photographed in Chromium.
+"""The screenshots of the page "See it": runs of SmolLM2, drawn by the library and rendered in Chromium.
 
-python tools/docs/screenshots.py [NAME ...]        write docs/pictures/NAME.png anew (default: all)
+python tools/docs/screenshots.py [NAME ...]        write docs/pictures/NAME.png (default: all)
 """
 
 import argparse
@@ -32,7 +32,7 @@ def sub(a, b):
 def mul(a, b):
     return"""
 
-# A run by name: its prompt, and what is set.
+# Runs by name: prompt and config fields.
 RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "beams": (LANGUAGE, {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 16}),
     "drawn": (
@@ -61,13 +61,13 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Shot:
-    """One photograph: of which run, which view, what is done first, and how it is seen."""
+    """One screenshot: the run, the view, the actions before it, and the display."""
 
     run: str
     view: str
-    step: int | None = None  # where the scrubber stands
-    hover: str | None = None  # on what the pointer rests
-    click: str | None = None  # what is pressed before
+    step: int | None = None  # position of the slider
+    hover: str | None = None  # element under the pointer
+    click: str | None = None  # element clicked first
     dark: bool = False
     phone: bool = False
     beside: str | None = None
@@ -92,30 +92,30 @@ SHOTS: Mapping[str, Shot] = {
 
 
 @functools.cache
-def traced(name: str) -> descant.Trace:
+def trace_of(name: str) -> descant.Trace:
     """The trace of a run."""
     prompt, fields = RUNS[name]
-    one = pretrained.load("smollm2")
-    given = dict(fields)
+    loaded = pretrained.load("smollm2")
+    arguments = dict(fields)
     if name == "constrained":
-        given["force_words_ids"] = [one.tokens(" telescope"), one.tokens(" bright star")]
-    inputs = one.tokenizer(prompt, return_tensors="pt")
-    found: descant.Trace = descant.generate(
-        one.model, **inputs, **given, trace=True, tokenizer=one.tokenizer
+        arguments["force_words_ids"] = [loaded.tokens(" telescope"), loaded.tokens(" bright star")]
+    inputs = loaded.tokenizer(prompt, return_tensors="pt")
+    trace: descant.Trace = descant.generate(
+        loaded.model, **inputs, **arguments, trace=True, tokenizer=loaded.tokenizer
     ).trace
-    return found
+    return trace
 
 
 def take(browser: Browser, shot: Shot, path: Path) -> None:
-    """Open the page of a run, do what a reader would, and photograph it."""
+    """Open the page of a run, apply the actions, and take the screenshot."""
     width, height = (390, 844) if shot.phone else (1280, 800)
     context = browser.new_context(
         **chromium.options(width, height, color_scheme="dark" if shot.dark else "light", has_touch=shot.phone)
     )
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        other = traced(shot.beside) if shot.beside else None
-        page.write_text(traced(shot.run).html(beside=other, title="SmolLM2"), encoding="utf-8")
+        other = trace_of(shot.beside) if shot.beside else None
+        page.write_text(trace_of(shot.run).html(beside=other, title="SmolLM2"), encoding="utf-8")
         opened = chromium.sheet(context).open(page)
         arrange(opened.page, shot)
         opened.page.screenshot(path=path)
@@ -124,7 +124,7 @@ def take(browser: Browser, shot: Shot, path: Path) -> None:
 
 
 def arrange(page: Page, shot: Shot) -> None:
-    """What a reader would do before the picture is as it is wanted."""
+    """Apply the actions of a screenshot to the page."""
     page.locator(f"#tab-{shot.view}").click()
     if shot.step is not None:
         page.locator("#step").fill(str(shot.step))

@@ -1,7 +1,6 @@
-"""transformers 4.52.4, in the venv that tools/reference_env.py builds: runs code and hands back what it
-prints.
+"""A process of transformers 4.52.4, in the venv of tools/reference_env.py: runs code, returns its output.
 
-Migration pages show code as it was written before. It is run where it ran.
+The migration pages show code for that version. This runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Transformers4Error(Exception):
-    """What the code raised there, or why there is nobody to run it."""
+    """The error of the code there, or the reason why the process is unavailable."""
 
 
 class Transformers4:
@@ -33,8 +32,8 @@ class Transformers4:
         self.process: subprocess.Popen[str] | None = None
 
     def run(self, source: str, filename: str = "<before>") -> str:
-        """Run code, and return what it printed."""
-        process = self._started()
+        """Run code, and return its output."""
+        process = self._ensure_process()
         if process.stdin is None or process.stdout is None:
             raise Transformers4Error("the pipe is gone")
         process.stdin.write(json.dumps([source, filename]) + "\n")
@@ -48,33 +47,33 @@ class Transformers4:
         return str(printed)
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if it runs."""
         if self.process is not None:
             self.process.communicate()
             self.process = None
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _ensure_process(self) -> subprocess.Popen[str]:
         if self.process is None:
             if not self.python.exists():
                 raise Transformers4Error(
                     f"found no {self.python}: build it with `python tools/reference_env.py`"
                 )
-            kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-            quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+            inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+            settings = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(
                 [str(self.python), __file__],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env={**kept, **quiet}, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=inherited | settings, text=True,
             )  # fmt: skip
         return self.process
 
 
 def serve() -> None:
-    """The other side of the pipe."""
+    """The loop of the child process."""
     import warnings
 
     warnings.simplefilter("ignore")
     pipe = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints by other ways must not reach the pipe
+    os.dup2(2, 1)  # output of C libraries must not reach the pipe
     namespace: dict[str, Any] = {"__name__": "before"}
     for line in sys.stdin:
         source, filename = json.loads(line)

@@ -1,12 +1,10 @@
-"""The pictures of the page on watermarks: marked texts, each token coloured by its evidence.
+"""The pictures of the page on watermarks: watermarked texts, each token coloured by its score.
 
-    python tools/docs/watermark_pictures.py pictures FOLDER     write every picture there as a file of its own
-    python tools/docs/watermark_pictures.py texts               write the texts again, with the model that
-    wrote them
+    python tools/docs/watermark_pictures.py pictures FOLDER     write every picture to this folder
+    python tools/docs/watermark_pictures.py texts               generate the texts with the model
 
-As a hook of mkdocs it puts them into the pages, in the place of the comments `<!-- marked: NAME -->`. The
-texts lie beside this script, for who builds the pages need not have the model; what their tokens say for the
-mark is computed.
+As a mkdocs hook it replaces the comments `<!-- marked: NAME -->` of the pages. The texts are stored beside
+this script, so that building the pages does not need the model. The token scores are computed.
 """
 
 import argparse
@@ -29,7 +27,7 @@ MODEL = "models/smollm2"
 PROMPT = "The lighthouse stood at the end of the harbour wall, and every evening"
 TOKENS = 110
 
-# Whoever reads this has these keys: they are for pictures.
+# These keys are public: they are for pictures only.
 GREEN: Mapping[str, Any] = {"hashing_key": 7340033, "greenlist_ratio": 0.25, "bias": 3.0}
 KEYS: Mapping[str, Mapping[str, Any]] = {
     "green": GREEN,
@@ -39,12 +37,12 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "gumbel": {"key": 20231213, "nonces": 1},
 }
 
-# The drawing, in the units of the view box: a monospaced text, a line of it LINE apart.
+# Layout in units of the view box: monospaced text, lines LINE apart.
 WIDTH, LEFT, TOP, LINE = 760, 16, 64, 25
 SIZE, PITCH, MONOSPACED = 13, 7.8, "ui-monospace, Menlo, Consolas, monospace"
 FOR, AGAINST, EDGE = "#2da44e", "#e5534b", "#4493f8"
-OPACITY = (0.0, 0.16, 0.32, 0.5)  # of a token's ground, by the strength of what it says
-STROKE = (0.0, 1.0, 2.0, 3.0)  # of the line below it
+OPACITY = (0.0, 0.16, 0.32, 0.5)  # of a token's background, by the strength of its score
+STROKE = (0.0, 1.0, 2.0, 3.0)  # of the underline
 
 STYLE = """<style>
 svg { color: #1f2328; background: #fff }
@@ -56,7 +54,7 @@ MARK = re.compile(r"<!-- marked: (?P<name>[\w-]+) -->")
 
 @dataclass(frozen=True)
 class Text:
-    """A stored text: its token ids, the string of each, and how many tokens its model scores."""
+    """A stored text: its token ids, the string of each, and the vocabulary size of its model."""
 
     ids: list[int]
     pieces: list[str]
@@ -70,24 +68,24 @@ class Text:
 
 
 def settings(name: str) -> BaseWatermarkingConfig:
-    """The watermark whose evidence a picture shows."""
+    """The watermark of a picture."""
     return as_watermarking_config(KEYS[name])
 
 
 def detection(name: str) -> Detection:
-    """What is found in a picture's text."""
+    """The detection on a picture's text."""
     text = Text.read(name)
     return Detector({"pictures": settings(name)}, text.vocabulary).ids(text.ids, windows=name == "passage")
 
 
 def svg(name: str, style: str = "") -> str:
-    """A picture: the text, a ground and a line below each token, and what they come to."""
+    """A picture: the text, a background and an underline for each token, and the total score."""
     found, text = detection(name), Text.read(name)
-    tokens, lines = drawn(split_spans(found, text.pieces))
+    tokens, lines = draw_tokens(split_spans(found, text.pieces))
     height = TOP + LINE * lines + 36
     title, p = f"{found.scheme}: {found.verdict}", format_p_value(found.p_value)
     p = f"p {p}" if p.startswith("<") else f"p = {p}"
-    words = (
+    caption = (
         f"{found.scored} of {found.tokens} tokens scored, mean {format_number(found.score)} "
         f"({format_number(found.expected)} in unmarked text), z = {format_number(found.z, 1)}, {p}"
     )
@@ -97,12 +95,12 @@ def svg(name: str, style: str = "") -> str:
             f'aria-labelledby="marked-{name}-title marked-{name}-desc" width="{WIDTH}" height="{height}" '
             'style="max-width:100%;height:auto">',
             f'<title id="marked-{name}-title">{html.escape(title)}</title>',
-            f'<desc id="marked-{name}-desc">{html.escape(words)}. The text: '
+            f'<desc id="marked-{name}-desc">{html.escape(caption)}. The text: '
             f"{_plain(''.join(text.pieces))}</desc>",
             *([style] if style else []),
             '<g font-family="system-ui, sans-serif" fill="currentColor">',
             f'<text x="{LEFT}" y="22" font-size="15" font-weight="600">{html.escape(title)}</text>',
-            f'<text x="{LEFT}" y="41" font-size="12" opacity="0.75">{html.escape(words)}</text>',
+            f'<text x="{LEFT}" y="41" font-size="12" opacity="0.75">{html.escape(caption)}</text>',
             "</g>",
             f'<g font-family="{MONOSPACED}" font-size="{SIZE}" fill="currentColor">',
             *tokens,
@@ -115,14 +113,14 @@ def svg(name: str, style: str = "") -> str:
     )
 
 
-def drawn(shown: Sequence[TextSpan]) -> tuple[list[str], int]:
-    """The tokens, line by line, and how many lines they are."""
+def draw_tokens(shown: Sequence[TextSpan]) -> tuple[list[str], int]:
+    """The tokens, wrapped into lines, and the number of lines."""
     elements, column, line = [], 0, 0
-    room = int((WIDTH - 2 * LEFT) / PITCH)
+    line_width = int((WIDTH - 2 * LEFT) / PITCH)
     for part in shown:
-        for piece in _fitting(to_printable(part.text).replace("\n", "↵"), room):
-            text = piece.lstrip() if column + len(piece) > room else piece
-            if column + len(piece) > room:
+        for piece in _line_pieces(to_printable(part.text).replace("\n", "↵"), line_width):
+            text = piece.lstrip() if column + len(piece) > line_width else piece
+            if column + len(piece) > line_width:
                 column, line = 0, line + 1
             if text:
                 elements.append(token(part, text, LEFT + PITCH * column, TOP + LINE * line))
@@ -131,7 +129,7 @@ def drawn(shown: Sequence[TextSpan]) -> tuple[list[str], int]:
 
 
 def token(part: TextSpan, text: str, x: float, y: float) -> str:
-    """One token: its ground, the line below it, which is dotted where it speaks against, and its text."""
+    """One token: its background, its underline (dotted if evidence against) and its text."""
     width, level = PITCH * len(text), part.level or 0
     colour = FOR if level > 0 else AGAINST
     box = f'x="{x + 0.5:.1f}" y="{y:.1f}" width="{width - 1:.1f}" height="18"'
@@ -159,12 +157,12 @@ def token(part: TextSpan, text: str, x: float, y: float) -> str:
 
 
 def legend(found: Detection, y: int) -> list[str]:
-    """What the colours and the lines mean."""
+    """The legend of colours and lines."""
     binary = found.scheme == "green list"
     level = 2 if binary else 3
     entries = [
-        ("for", level, "on the green list" if binary else "speaks for the mark"),
-        ("against", -level, "not on it" if binary else "speaks against it"),
+        ("for", level, "on the green list" if binary else "evidence for"),
+        ("against", -level, "not on it" if binary else "evidence against"),
         ("none", None, "not scored"),
     ]
     out, x = [], float(LEFT)
@@ -183,24 +181,24 @@ def legend(found: Detection, y: int) -> list[str]:
     return out
 
 
-def filled(text: str) -> str:
-    """A page's Markdown with what its comments ask for in their place."""
+def fill_page(text: str) -> str:
+    """A page's Markdown with its comments replaced by pictures."""
 
-    def made(mark: re.Match[str]) -> str:
+    def replacement(mark: re.Match[str]) -> str:
         if mark["name"] not in KEYS:
             raise ValueError(f"a picture must be one of {', '.join(KEYS)}, got {mark['name']!r}")
         return f'<figure data-search-exclude style="margin-left:0">\n{svg(mark["name"])}\n</figure>'
 
-    return MARK.sub(made, text)
+    return MARK.sub(replacement, text)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for every page."""
-    return filled(markdown)
+    return fill_page(markdown)
 
 
 def texts() -> dict[str, Any]:
-    """The texts as the model writes them, marked and not, and a marked passage between unmarked ones."""
+    """Texts of the model with and without a watermark, and a marked passage between unmarked ones."""
     import torch
     import transformers
 
@@ -210,11 +208,11 @@ def texts() -> dict[str, Any]:
     model.eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
 
-    def written(mark: Any, seed: int, count: int = TOKENS) -> list[int]:
-        given = tokenizer(PROMPT, return_tensors="pt")
+    def generate_ids(mark: Any, seed: int, count: int = TOKENS) -> list[int]:
+        inputs = tokenizer(PROMPT, return_tensors="pt")
         out = descant.generate(
             model,
-            **given,
+            **inputs,
             do_sample=True,
             seed=seed,
             repetition_penalty=1.2,
@@ -222,13 +220,14 @@ def texts() -> dict[str, Any]:
             min_new_tokens=count,
             watermarking_config=mark,
         )
-        return [int(one) for one in out[0, given["input_ids"].shape[1] :]]
+        return [int(one) for one in out[0, inputs["input_ids"].shape[1] :]]
 
-    made = {name: written(None if name == "unmarked" else settings(name), 1) for name in KEYS}
-    plain = written(None, 2, 2 * TOKENS)
-    made["passage"] = plain[:TOKENS] + made["passage"] + plain[TOKENS:]
+    ids_by_name = {name: generate_ids(None if name == "unmarked" else settings(name), 1) for name in KEYS}
+    plain = generate_ids(None, 2, 2 * TOKENS)
+    ids_by_name["passage"] = plain[:TOKENS] + ids_by_name["passage"] + plain[TOKENS:]
     found = {
-        name: {"ids": ids, "pieces": [tokenizer.decode([one]) for one in ids]} for name, ids in made.items()
+        name: {"ids": ids, "pieces": [tokenizer.decode([one]) for one in ids]}
+        for name, ids in ids_by_name.items()
     }
     return {"vocabulary": model.config.vocab_size, "texts": found}
 
@@ -237,27 +236,27 @@ def _plain(text: str) -> str:
     return html.escape(" ".join(to_printable(text).split()))
 
 
-def _fitting(text: str, room: int) -> Iterator[str]:
-    """The text in pieces that a line can hold."""
-    for start in range(0, len(text), room):
-        yield text[start : start + room]
+def _line_pieces(text: str, line_width: int) -> Iterator[str]:
+    """The text in pieces of at most one line."""
+    for start in range(0, len(text), line_width):
+        yield text[start : start + line_width]
 
 
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("texts", help="write the texts again")
+    commands.add_parser("texts", help="generate the texts")
     commands.add_parser("pictures", help="write every picture").add_argument("folder", type=Path)
-    given = parser.parse_args()
-    if given.command == "texts":
+    arguments = parser.parse_args()
+    if arguments.command == "texts":
         TEXTS.write_text(json.dumps(texts(), indent=1) + "\n", encoding="utf-8")
         print(f"{len(KEYS)} texts in {TEXTS.name}")
         return 0
-    given.folder.mkdir(parents=True, exist_ok=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     for name in KEYS:
-        (given.folder / f"{name}.svg").write_text(svg(name, STYLE) + "\n", encoding="utf-8")
-    print(f"{len(KEYS)} pictures in {given.folder}")
+        (arguments.folder / f"{name}.svg").write_text(svg(name, STYLE) + "\n", encoding="utf-8")
+    print(f"{len(KEYS)} pictures in {arguments.folder}")
     return 0
 
 

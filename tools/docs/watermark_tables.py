@@ -1,7 +1,7 @@
 """Write the tables of docs/guide/watermarks.md from the figures of `bench.detection`, or check them.
 
 python tools/docs/watermark_tables.py             write
-python tools/docs/watermark_tables.py --check     fail if the page says anything else than the figures
+python tools/docs/watermark_tables.py --check     fail if the page differs from the figures
 """
 
 import argparse
@@ -16,8 +16,8 @@ from typing import Any, Final
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guide" / "watermarks.md"
 FIGURES = ROOT / "bench" / "results" / "detection.json"
-BEGIN: Final = "<!-- Made by tools/docs/watermark_tables.py ({}): edit there. -->\n"
-END: Final = "<!-- As far as tools/docs/watermark_tables.py goes. -->\n"
+BEGIN: Final = "<!-- Written by tools/docs/watermark_tables.py ({}): edit there. -->\n"
+END: Final = "<!-- End of the block of tools/docs/watermark_tables.py. -->\n"
 BLOCK: Final = re.compile(
     re.escape(BEGIN).replace(r"\{\}", r"([a-z ]+)") + ".*?" + re.escape(END), flags=re.DOTALL
 )
@@ -29,7 +29,7 @@ NAMES: Final = {
     "gumbel": "Gumbel, 16 nonces",
 }
 MODELS: Final = {"smollm2": "SmolLM2-135M", "stories15m": "stories15M", "minimind2-small": "MiniMind2-Small"}
-WAYS: Final = {
+METHODS: Final = {
     "sampled": "sampling",
     "beams": "beam search, 4 beams",
     "sampled beams": "beam sampling, 4 beams",
@@ -45,7 +45,7 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share for people."""
+    """A share as a percentage."""
     return f"{100.0 * share:.{digits}f} %"
 
 
@@ -56,7 +56,7 @@ def between(found: Figures, digits: int) -> str:
 
 
 def texts(figures: Figures) -> str:
-    """What was tested, in a sentence or two."""
+    """A summary of the tested texts."""
     counts: dict[str, dict[str, int]] = figures["texts"]
     none = counts["none"]
     people = sum(many for name, many in none.items() if name.startswith("human"))
@@ -70,16 +70,16 @@ def texts(figures: Figures) -> str:
     return (
         f"Unmarked: {sum(none.values()):,} texts of 200 tokens, {people:,} of them written by people "
         "(documents, licences and docstrings of installed packages), the others by the models without a "
-        f"mark; each under {tests // sum(none.values())} random keys, {tests:,} tests a scheme (a key of "
-        "`selfhash`, which is dear to make, serves 28 texts; Gumbel's tests of tokens have one nonce each, "
-        f"those of text try all 16). Marked: {min(marked)} texts of 200 new tokens a scheme, {large} of them "
-        "of SmolLM2-135M, with random keys (SynthID: one for three texts, `selfhash`: one for eleven, "
-        "otherwise one each); sampled at temperature 1 with `top_k=50`.\n"
+        f"watermark; each tested with {tests // sum(none.values())} random keys, {tests:,} tests per scheme "
+        "(a key of `selfhash` is expensive to build, so 28 texts share one; the tests of Gumbel tokens use "
+        f"one nonce each, those of text try all 16). Marked: {min(marked)} texts of 200 new tokens per "
+        f"scheme, {large} of them by SmolLM2-135M, with random keys (SynthID: one per three texts, "
+        "`selfhash`: one per eleven, otherwise one each); sampled at temperature 1 with `top_k=50`.\n"
     )
 
 
 def false(figures: Figures) -> str:
-    """How often unmarked text is called marked."""
+    """The false positive rate."""
     head = ["scheme", "level", "called marked", "sigma", "atoms spread", "sigma", "from text alone"]
     lines = []
     for mark, found in figures["false"].items():
@@ -100,7 +100,7 @@ def false(figures: Figures) -> str:
 
 
 def true(figures: Figures) -> str:
-    """How often marked text is called marked."""
+    """The true positive rate."""
     head = ["scheme", "50 tokens", "100", "200", "200, quantile", "200, text alone", "median z"]
     lines = []
     for mark, found in figures["true"].items():
@@ -111,20 +111,24 @@ def true(figures: Figures) -> str:
 
 
 def models(figures: Figures) -> str:
-    """The same model by model."""
+    """The true positive rate by model."""
     names = list(next(iter(figures["true"].values()))["models"])
     head = ["scheme", *(MODELS[name] for name in names), *(f"{MODELS[name]}, median z" for name in names)]
     lines = []
     for mark, found in figures["true"].items():
-        mine = [found["models"][name] for name in names]
+        by_model = [found["models"][name] for name in names]
         lines.append(
-            [NAMES[mark], *(percent(one["p"]["rate"]) for one in mine), *(f"{one['z']:.1f}" for one in mine)]
+            [
+                NAMES[mark],
+                *(percent(one["p"]["rate"]) for one in by_model),
+                *(f"{one['z']:.1f}" for one in by_model),
+            ]
         )
     return table(head, lines)
 
 
 def edits(figures: Figures) -> str:
-    """How often a mark is found after words were changed."""
+    """The true positive rate after edits."""
     marks = list(figures["edits"])
     head = ["words", *(NAMES[mark] for mark in marks)]
     lines = [["none changed", *(percent(figures["true"][mark]["text"]["p"]["rate"]) for mark in marks)]]
@@ -136,15 +140,22 @@ def edits(figures: Figures) -> str:
 
 
 def rows(figures: Figures) -> str:
-    """The mark by how the text was decoded."""
+    """The true positive rate by decoding method."""
     head = ["scheme", "model", "decoded by", "texts", "median z", "found, 50 tokens", "found, 200 tokens"]
     lines = []
     for mark, found in figures["rows"].items():
         for name, one in found.items():
-            model, way = name.split(", ", 1)
+            model, method = name.split(", ", 1)
             shares = [percent(one[part]["rate"]) for part in ("short", "p")]
             lines.append(
-                [NAMES[mark], MODELS[model], WAYS[way], str(one["p"]["count"]), f"{one['z']:.1f}", *shares]
+                [
+                    NAMES[mark],
+                    MODELS[model],
+                    METHODS[method],
+                    str(one["p"]["count"]),
+                    f"{one['z']:.1f}",
+                    *shares,
+                ]
             )
     return table(head, lines)
 
@@ -154,7 +165,7 @@ def bayes(figures: Figures) -> str:
     names = {"weighted": "weighted mean", "bayesian": "Bayesian, trained"}
     head = ["detector", *(f"{length} tokens" for length in figures["bayes"])]
     lines = [
-        [shown, *(between(ways[name], 1) for ways in figures["bayes"].values())]
+        [shown, *(between(methods[name], 1) for methods in figures["bayes"].values())]
         for name, shown in names.items()
     ]
     return table(head, lines)
@@ -172,7 +183,7 @@ BLOCKS: Final[dict[str, Callable[[Figures], str]]] = {
 
 
 def render(page: str, figures: Figures) -> str:
-    """The page with every block as the figures have it."""
+    """The page with current blocks."""
 
     def block(found: re.Match[str]) -> str:
         name = found[1]

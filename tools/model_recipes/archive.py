@@ -53,7 +53,7 @@ def find(archive: Path, pattern: str) -> str:
     found = [name for name in names(archive) if fnmatch(name, pattern)]
     if len(found) != 1:
         raise ModelError(
-            f"{archive.name} should hold one file {pattern}, got {found or 'none'}; "
+            f"{archive.name} should contain one file {pattern}, got {found or 'none'}; "
             "the recipe does not fit this package: correct its converter"
         )
     return found[0]

@@ -15,7 +15,7 @@ QWEN2_SPLIT = (
 
 
 class Kind(IntEnum):
-    """What a vocabulary entry is; the numbers are those of sentencepiece and GGUF."""
+    """The type of a vocabulary entry; the numbers are those of sentencepiece and GGUF."""
 
     NORMAL = 1
     UNKNOWN = 2

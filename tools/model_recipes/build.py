@@ -1,4 +1,4 @@
-"""Building model folders: skipped when finished, made aside, renamed into place."""
+"""Build model folders: skip finished ones, build in a temporary folder, rename into place."""
 
 import contextlib
 import importlib
@@ -20,7 +20,7 @@ from .stamp import check_sha256, staleness, write_stamp
 
 try:
     import fcntl
-except ImportError:  # Windows: no lock there, so builds must not run side by side
+except ImportError:  # Windows: no lock, so builds must not run concurrently
     fcntl = None  # type: ignore[assignment]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ class Builder:
         return list(found.values())
 
     def build(self, names: Iterable[str]) -> None:
-        """Build what is not finished; other processes building into the same folder wait for their turn."""
+        """Build what is not finished; concurrent builds into the same folder wait for the lock."""
         recipes = self.ordered(names)
         self.out.mkdir(parents=True, exist_ok=True)
         with _locked(self.out / ".lock"):
@@ -123,7 +123,7 @@ def _require(recipe: Recipe) -> None:
 
 
 def _put(folder: Path, target: Path, aside: Path) -> None:
-    """Move a finished folder into place; an older one leaves only when the new one is ready."""
+    """Move a finished folder into place; an older one is replaced only when the new one is ready."""
     if target.exists():
         target.rename(aside)
     try:

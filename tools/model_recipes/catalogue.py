@@ -1,4 +1,4 @@
-"""The models there are recipes for, with every package pinned."""
+"""The recipes of all models, with every package pinned."""
 
 from collections.abc import Sequence
 

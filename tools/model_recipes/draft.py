@@ -1,4 +1,4 @@
-"""A draft model: distilled layers kept in this repository, between its target's embeddings and head."""
+"""A draft model: distilled layers of this repository, with the embeddings and head of its target."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def convert(job: Job) -> None:
     count = len({name.split(".")[2] for name in layers if name.startswith("model.layers.")})
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     if not config["tie_word_embeddings"]:
-        raise ModelError(f"{target.name} must have tied embeddings to lend them, got a head of its own")
+        raise ModelError(f"{target.name} must have tied embeddings to share them, got a separate head")
     with safe_open(target / "model.safetensors", "pt") as weights:
         tensors = layers | {EMBEDDINGS: weights.get_tensor(EMBEDDINGS)}
     write_config(job.folder, config | {"num_hidden_layers": count})

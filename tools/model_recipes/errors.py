@@ -2,4 +2,4 @@
 
 
 class ModelError(Exception):
-    """A build that cannot go on; the text says what failed, what was got and what to do."""
+    """A build that cannot continue; the text says what failed, what was found and what to do."""

@@ -1,7 +1,7 @@
 """Writing a model folder that transformers 4.52 and 5.x read alike.
 
-Configs keep the older spelling (`rope_theta`, `torch_dtype`): version 5 still reads it, while
-version 4.52 silently ignores the newer one and would decode with a default rotary base.
+Configs use the older field names (`rope_theta`, `torch_dtype`): version 5 still reads them, while
+version 4.52 silently ignores the newer ones and would decode with a default rotary base.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-SPELLING = "4.52.4"
+FORMAT_VERSION = "4.52.4"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -25,12 +25,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def write_config(folder: Path, config: Mapping[str, Any], dtype: str = "float32") -> None:
     """Write `config.json`."""
-    # The version tells how the config is spelt; without one, version 5 suspects large tokenizers of a flaw.
-    write_json(folder / "config.json", {**config, "torch_dtype": dtype, "transformers_version": SPELLING})
+    # The version selects the config format; without one, version 5 warns about large tokenizers.
+    write_json(
+        folder / "config.json", {**config, "torch_dtype": dtype, "transformers_version": FORMAT_VERSION}
+    )
 
 
 def write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write `generation_config.json`, without what is None."""
+    """Write `generation_config.json`, without fields that are None."""
     write_json(folder / "generation_config.json", {k: v for k, v in config.items() if v is not None})
 
 
@@ -43,14 +45,14 @@ def write_weights(folder: Path, tensors: Mapping[str, torch.Tensor], dtype: str 
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
-    """Write `tokenizer.json` and a config that names a class both versions know."""
+    """Write `tokenizer.json` and a config with a class that both versions have."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.save(str(folder / "tokenizer.json"))
     shared = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        # Without this, 4.52 hands out token_type_ids, which no decoder here takes.
+        # Without this, 4.52 returns token_type_ids, which no decoder here accepts.
         "model_input_names": ["input_ids", "attention_mask"],
     }
     write_json(folder / "tokenizer_config.json", {**shared, **settings})

@@ -17,7 +17,7 @@ from .recipe import Job
 from .rotary import half_split_rotary
 
 THIS = Path(__file__).name
-OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+NON_BLOCK = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -68,7 +68,7 @@ class Gguf:
             )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value; without a default the key must be there."""
+        """A metadata value; without a default the key must exist."""
         field = self.reader.get_field(key)
         if field is None:
             if default is None:
@@ -76,7 +76,7 @@ class Gguf:
             return default
         return field.contents()
 
-    def fact(self, key: str, default: Any = None) -> Any:
+    def arch_value(self, key: str, default: Any = None) -> Any:
         """A metadata value of this architecture."""
         return self.get(f"{self.architecture}.{key}", default)
 
@@ -87,26 +87,26 @@ class Gguf:
 
     def config(self) -> dict[str, Any]:
         """The model's `config.json`."""
-        heads, hidden = self.fact("attention.head_count"), self.fact("embedding_length")
-        head_dim = self.fact("attention.key_length", hidden // heads)
+        heads, hidden = self.arch_value("attention.head_count"), self.arch_value("embedding_length")
+        head_dim = self.arch_value("attention.key_length", hidden // heads)
         config: dict[str, Any] = ARCHITECTURES[self.architecture] | {
             "vocab_size": len(self.get("tokenizer.ggml.tokens")),
             "hidden_size": hidden,
-            "intermediate_size": self.fact("feed_forward_length"),
-            "num_hidden_layers": self.fact("block_count"),
+            "intermediate_size": self.arch_value("feed_forward_length"),
+            "num_hidden_layers": self.arch_value("block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": self.fact("attention.head_count_kv", heads),
+            "num_key_value_heads": self.arch_value("attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "max_position_embeddings": self.fact("context_length"),
+            "max_position_embeddings": self.arch_value("context_length"),
             # Stored as a 32-bit float: 9.99999974e-06 was 1e-05.
-            "rms_norm_eps": float(f"{self.fact('attention.layer_norm_rms_epsilon'):.6g}"),
-            "rope_theta": float(self.fact("rope.freq_base", 10000.0)),
+            "rms_norm_eps": float(f"{self.arch_value('attention.layer_norm_rms_epsilon'):.6g}"),
+            "rope_theta": float(self.arch_value("rope.freq_base", 10000.0)),
             "tie_word_embeddings": self.tied,
             **self.special_ids(),
         }
         if self.architecture == "gemma3":
             config["query_pre_attn_scalar"] = head_dim
-            config["sliding_window"] = self.fact("attention.sliding_window")
+            config["sliding_window"] = self.arch_value("attention.sliding_window")
         return config
 
     def special_ids(self) -> dict[str, int]:
@@ -121,7 +121,7 @@ class Gguf:
         for index, tensor in enumerate(self.reader.tensors):
             values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
             name = self._name(tensor.name)
-            tensors[name] = torch.tensor(self._restored(tensor.name, values)).to(dtype)
+            tensors[name] = torch.tensor(self._undo_conversion(tensor.name, values)).to(dtype)
             job.report(index + 1, total)
         return tensors
 
@@ -131,19 +131,19 @@ class Gguf:
         parts = GEMMA3_BLOCK if self.architecture == "gemma3" else BLOCK
         try:
             if block is None:
-                return f"{OUTSIDE[stem]}.{ending}"
+                return f"{NON_BLOCK[stem]}.{ending}"
             return f"model.layers.{block[1]}.{parts[block[2]]}.{ending}"
         except KeyError as error:
             raise ModelError(
                 f"unknown GGUF tensor {name!r} for {self.architecture}; add it to {THIS}"
             ) from error
 
-    def _restored(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Undo what the GGUF converter does to some tensors."""
+    def _undo_conversion(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Undo the changes of the GGUF converter to some tensors."""
         if self.architecture == "gemma3" and name.endswith("norm.weight"):
             return values - 1  # transformers multiplies by 1 + weight
         if self.architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
-            heads = self.fact("attention.head_count_kv" if "attn_k" in name else "attention.head_count")
+            heads = self.arch_value("attention.head_count_kv" if "attn_k" in name else "attention.head_count")
             return half_split_rotary(values, heads)
         return values
 
@@ -157,7 +157,7 @@ class Gguf:
                 vocabulary, self.get("tokenizer.ggml.merges"), self.get("tokenizer.ggml.pre")
             )
         elif model == "llama":
-            # User-defined runs of spaces are stored as spaces; the merges know them as sentencepiece does.
+            # User-defined runs of spaces are stored as spaces; the merges use sentencepiece's character.
             for index in Vocabulary(pieces, kinds).of_kind(Kind.USER_DEFINED):
                 pieces[index] = pieces[index].replace(" ", SPACE)
             vocabulary = Vocabulary(pieces, kinds)

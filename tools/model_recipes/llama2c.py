@@ -1,4 +1,4 @@
-"""The stories15M checkpoint of llama2.c, as its browser build carries it: weights and tokenizer.bin."""
+"""The stories15M checkpoint of llama2.c, from its browser build: weights and tokenizer.bin."""
 
 import re
 import struct
@@ -19,7 +19,7 @@ BYTES_FROM, BYTES_TO = 3, 259  # ids of the 256 byte pieces, after <unk>, <s>, <
 
 
 def packed_files(index: str, data: bytes) -> dict[str, bytes]:
-    """The files that an Emscripten loader script says lie in its data file."""
+    """The files in the data file of an Emscripten loader script."""
     entry = re.compile(r'filename"?:\s*"([^"]+)",\s*"?start"?:\s*(\d+),\s*"?end"?:\s*(\d+)')
     return {name.lstrip("/"): data[int(start) : int(end)] for name, start, end in entry.findall(index)}
 
@@ -29,7 +29,7 @@ def read_checkpoint(data: bytes) -> tuple[dict[str, int], dict[str, torch.Tensor
     names = ("hidden", "inner", "layers", "heads", "kv_heads", "vocab", "context")
     size = dict(zip(names, struct.unpack_from("<7i", data), strict=True))
     if size["vocab"] <= 0:
-        raise ModelError("stories15m: the checkpoint should share embeddings and head, got a head of its own")
+        raise ModelError("stories15m: the checkpoint should share embeddings and head, got a separate head")
     hidden, inner, layers, vocab = size["hidden"], size["inner"], size["layers"], size["vocab"]
     head = hidden // size["heads"]
     shapes: dict[str, Sequence[int]] = {
@@ -79,7 +79,7 @@ def read_tokenizer(data: bytes, size: int) -> Tokenizer:
 
 
 def convert(job: Job) -> None:
-    """Write the folder; a story's end is marked by <s>, so that stops generation too."""
+    """Write the folder; a story's end is marked by <s>, so that token stops generation too."""
     (package,) = job.archives
     script = archive.read(package, "package/dist/llama2.js").decode("utf-8", "replace")
     files = packed_files(script.replace("'", '"'), archive.read(package, "package/dist/llama2.data"))

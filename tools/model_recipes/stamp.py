@@ -25,7 +25,7 @@ def check_sha256(path: Path, expected: str, remedy: str) -> None:
 
 
 def write_stamp(folder: Path, recipe: Recipe, fingerprint: str) -> dict[str, Any]:
-    """Hash every file of the folder and leave the stamp beside them."""
+    """Hash every file of the folder and write the stamp."""
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(folder.rglob("*"))

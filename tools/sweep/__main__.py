@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Sweep what is asked for, print each result as it comes; 0 if nothing differs or fails."""
+    """Run the selected architectures, print each result; 0 if none differs or fails."""
     options = _options(argv)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -32,31 +32,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore")
     chosen = _chosen(options)
     if options.list:
-        _say(*(" ".join(entry) for entry in chosen))
+        _print_lines(*(" ".join(entry) for entry in chosen))
         return 0
     _warm()
     records = []
     for record in each(chosen, trial, options.jobs, Limits(seconds=options.seconds)):
         records.append(record)
-        _say(_line(record))
+        _print_lines(_line(record))
         if options.verbose and "traceback" in record:
-            _say(*(f"    {line}" for line in record["traceback"]))
+            _print_lines(*(f"    {line}" for line in record["traceback"]))
     records.sort(key=lambda record: (TASKS.index(record["task"]), record["name"].lower()))
     if options.out is not None:
         options.out.write_text(document(records), encoding="utf-8")
-    _say(_summary(records))
+    _print_lines(_summary(records))
     return int(any(record["status"] in ("differs", "fails") for record in records))
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.sweep", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="classes or model types; all if not given")
-    parser.add_argument("--task", nargs="+", choices=TASKS, help="only what these mappings list")
+    parser.add_argument("--task", nargs="+", choices=TASKS, help="only classes of these mappings")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time (default 1)")
     parser.add_argument("--seconds", type=int, default=20, help="CPU time of each process (default 20)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="only what did not work in these results")
-    parser.add_argument("--list", action="store_true", help="say what would be tried, and do nothing")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="only classes that failed in these results"
+    )
+    parser.add_argument("--list", action="store_true", help="list the classes and exit")
     parser.add_argument("--verbose", action="store_true", help="print tracebacks")
     return parser.parse_args(argv)
 
@@ -73,25 +75,25 @@ def _chosen(options: argparse.Namespace) -> list[Entry]:
         chosen = [entry for entry in chosen if {entry.name, entry.model_type} & set(options.only)]
     if options.again:
         records = json.loads(options.again.read_text(encoding="utf-8"))["results"]
-        left = {record["name"] for record in records if record["status"] != "works"}
-        chosen = [entry for entry in chosen if entry.name in left]
+        pending = {record["name"] for record in records if record["status"] != "works"}
+        chosen = [entry for entry in chosen if entry.name in pending]
     return chosen
 
 
 def _warm() -> None:
-    """Do once, before forking, what every process would otherwise do for itself: imports, above all."""
+    """Import everything before forking, so that the processes share it."""
     trial(Entry("causal-lm", "llama", "LlamaForCausalLM"))
 
 
-def _say(*lines: str) -> None:
+def _print_lines(*lines: str) -> None:
     sys.stdout.writelines(f"{line}\n" for line in lines)
     sys.stdout.flush()
 
 
 def _line(record: dict[str, Any]) -> str:
-    said = record["reason"] or record["reference_beam"]
+    remark = record["reason"] or record["reference_beam"]
     line = f"{record['status']:9} {record.get('cpu', 0):6.2f} s  {record['name']}"
-    return f"{line}: {said}" if said else line
+    return f"{line}: {remark}" if remark else line
 
 
 def _summary(records: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Which classes are swept: everything transformers' auto mappings list as generative."""
+"""The classes of the sweep: every generative class in the auto mappings of transformers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TEXT = ("causal-lm", "seq2seq-lm")
 MEDIA = ("image-text-to-text", "vision2seq", "speech-seq2seq", "text-to-audio", "multimodal-lm")
 TASKS = (*TEXT, *MEDIA)
 
-# Listed among the text models only, though they listen: no mapping of transformers says so.
-_LISTENING = frozenset({"audioflamingo3", "musicflamingo"})
+# Models with audio input that transformers lists only among the text models.
+_AUDIO_INPUT = frozenset({"audioflamingo3", "musicflamingo"})
 
 
 def entries() -> list[Entry]:
@@ -33,7 +33,7 @@ def entries() -> list[Entry]:
         for name, model_types in sorted(_listed(mapping).items()):
             if name not in found:
                 _, model_type = min((_rank(kind, name), kind) for kind in model_types)
-                found[name] = Entry(_heard(task, model_type, name), model_type, name)
+                found[name] = Entry(_task_of(task, model_type, name), model_type, name)
     return sorted(found.values(), key=lambda entry: (TASKS.index(entry.task), entry.name.lower()))
 
 
@@ -41,8 +41,8 @@ def _listed(mapping: str) -> dict[str, list[str]]:
     """The classes of one auto mapping, each with the model types that lead to it."""
     names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {})
     classes: dict[str, list[str]] = {}
-    for model_type, listed in names.items():
-        for name in (listed,) if isinstance(listed, str) else listed:
+    for model_type, classes_of_type in names.items():
+        for name in (classes_of_type,) if isinstance(classes_of_type, str) else classes_of_type:
             classes.setdefault(name, []).append(model_type)
     return classes
 
@@ -54,7 +54,7 @@ def _rank(model_type: str, name: str) -> tuple[bool, bool]:
     return not text, not name.lower().replace("_", "").startswith(plain)
 
 
-def _heard(task: str, model_type: str, name: str) -> str:
+def _task_of(task: str, model_type: str, name: str) -> str:
     """The task of a class; "multimodal-lm" where a text mapping lists a model with other inputs."""
-    media = name in _listed("MULTIMODAL_LM") or model_type in _LISTENING
+    media = name in _listed("MULTIMODAL_LM") or model_type in _AUDIO_INPUT
     return "multimodal-lm" if task in TEXT and media else task

@@ -1,4 +1,4 @@
-"""The kinds of model there are for a decoding loop, and one representative of each."""
+"""The kinds of model for a decoding loop, and one representative of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tools.sweep.subject import Entry
 
 __all__ = ["KINDS", "representative"]
 
-# What sets a kind apart is how it is fed and what it remembers, not what it was trained for.
+# Kinds differ in their inputs and their cache, not in their training task.
 KINDS = {
     "rotary positions": "LlamaForCausalLM",
     "learned positions": "GPT2LMHeadModel",
@@ -50,5 +50,5 @@ KINDS = {
 
 
 def representative(kind: str) -> Entry:
-    """The class that stands for a kind."""
+    """The class that represents a kind."""
     return next(entry for entry in entries() if entry.name == KINDS[kind])

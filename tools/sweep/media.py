@@ -1,4 +1,4 @@
-"""Tiny random models that read pictures or sound or speak, and what they are asked."""
+"""Tiny random models with image, audio or speech inputs or outputs, and their prompts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["subject"]
 
 Inputs = dict[str, Tensor]
 LENGTHS = ((3, 4), (2, 9), (7, 0))  # text before and after the picture; the last prompt has text only
-# Weights by which attention chooses.
-CHOICE = re.compile(r"(^|[._])(q|k|query|key|q_proj|k_proj|qkv|c_attn|query_key_value)\.weight")
+# Query and key weights.
+QUERY_KEY = re.compile(r"(^|[._])(q|k|query|key|q_proj|k_proj|qkv|c_attn|query_key_value)\.weight")
 PER_TOKEN = (
     "input_ids",
     "attention_mask",
@@ -34,12 +34,12 @@ PER_TOKEN = (
 
 
 def noise(*shape: int, seed: int) -> Tensor:
-    """Standard normal values that depend on nothing but the seed."""
+    """Standard normal values that depend only on the seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def words(count: int, seed: int) -> list[int]:
-    """Ordinary token ids: no marks, no placeholders."""
+def random_ids(count: int, seed: int) -> list[int]:
+    """Ordinary token ids: no special tokens, no placeholders."""
     return torch.randint(30, SPECIAL - 2, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -50,8 +50,8 @@ def build(entry: Entry) -> Any:
     overrides(fields, entry)
     torch.manual_seed(0)
     model = kind(kind.config_class(**fields)).eval().float()
-    stir(model)
-    for part in model.modules():  # some generate() calls that of a model inside
+    randomize_weights(model)
+    for part in model.modules():  # some generate() methods call that of an inner model
         settings = getattr(part, "generation_config", None)
         if settings is not None:
             settings.eos_token_id = settings.forced_eos_token_id = None
@@ -60,37 +60,37 @@ def build(entry: Entry) -> Any:
 
 
 def padding(model: Any) -> int:
-    """The id that fills up short rows; some models tell by it where a row begins."""
+    """The padding id; some models use it to find where a row begins."""
     text = model.config.get_text_config(decoder=True)
     return int(first(model.config, "pad_token_id", default=first(text, "pad_token_id", default=0)))
 
 
-def stir(model: nn.Module) -> None:
-    """Gives weights a spread that keeps signals level and lets attention choose; moves norms off neutral."""
-    chance = torch.Generator().manual_seed(1)
+def randomize_weights(model: nn.Module) -> None:
+    """Draw weights that keep activations stable and attention selective; shift norms."""
+    generator = torch.Generator().manual_seed(1)
     tables = {id(part.weight): 1.0 for part in model.modules() if isinstance(part, nn.Embedding)}
-    for part in model.modules():  # what the model multiplies its embeddings by, it or its table may know
+    for part in model.modules():  # the embedding scale is on the model or on its table
         scale = first(part, "scalar_embed_scale", "embed_scale")
         for table in (part, *part.children()) if scale is not None else ():
             if isinstance(table, nn.Embedding) and (table is part or table.num_embeddings >= VOCABULARY):
                 tables[id(table.weight)] = 1 / float(scale)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            fresh = torch.randn(weight.shape, generator=chance)
+            noise_values = torch.randn(weight.shape, generator=generator)
             if id(weight) in tables:
-                weight.copy_(fresh * tables[id(weight)])
+                weight.copy_(noise_values * tables[id(weight)])
             elif weight.dim() > 1:
                 inputs = weight.shape[-1] if weight.dim() == 3 else weight[0].numel()
-                weight.copy_(fresh * (2.0 if CHOICE.search(name) else 1.2) / max(1, inputs) ** 0.5)
+                weight.copy_(noise_values * (2.0 if QUERY_KEY.search(name) else 1.2) / max(1, inputs) ** 0.5)
             else:
-                weight.add_(0.2 * fresh)
+                weight.add_(0.2 * noise_values)
         for name, buffer in model.named_buffers():
-            if name.endswith(("codebook.embed_sum", "codebook.embed")):  # all alike in a codec never trained
-                buffer.copy_(torch.randn(buffer.shape, generator=chance))
+            if name.endswith(("codebook.embed_sum", "codebook.embed")):  # equal in an untrained codec
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
 
 def parameters(function: Callable[..., Any]) -> set[str]:
-    """The names a function takes."""
+    """The parameter names of a function."""
     return set(inspect.signature(function).parameters)
 
 
@@ -105,7 +105,7 @@ def first(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def square(model: Any, index: int) -> Inputs:
-    """A picture of the tower's own size."""
+    """An image of the tower's own size."""
     vision = side(model.config, "vision_config", "encoder")
     size = first(vision, "image_size", default=16)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -113,7 +113,7 @@ def square(model: Any, index: int) -> Inputs:
 
 
 def patches(model: Any, index: int) -> Inputs:
-    """A picture as a row of flat patches and the grid they come from, as Qwen2-VL's processor gives it."""
+    """An image as flat patches and their grid, in the format of Qwen2-VL's processor."""
     vision = side(model.config, "vision_config")
     merge = first(vision, "spatial_merge_size", "merge_size", default=2)
     height, width = 2 * merge, (2 + index % 2) * merge
@@ -127,25 +127,25 @@ def patches(model: Any, index: int) -> Inputs:
     }
 
 
-def cut(model: Any, index: int) -> Inputs:
-    """The same with patches that keep their channels, rows and columns."""
+def channel_patches(model: Any, index: int) -> Inputs:
+    """Patches that keep their channels, rows and columns, and their grid."""
     media = patches(model, index)
     size = model.config.vision_config.patch_size
     return media | {"pixel_values": media["pixel_values"].view(-1, 3, size, size)}
 
 
-def merged(model: Any, index: int) -> Inputs:
-    """The same with the side of the squares of patches that become one token."""
+def patches_with_merge_size(model: Any, index: int) -> Inputs:
+    """Flat patches, their grid, and the side of the square of patches per token."""
     return patches(model, index) | {"image_merge_sizes": torch.tensor([2])}
 
 
-def grid(model: Any, index: int) -> Inputs:
-    """The same with a grid that has no time."""
+def patches_with_2d_grid(model: Any, index: int) -> Inputs:
+    """Flat patches and their grid without a time axis."""
     media = patches(model, index)
     return {"pixel_values": media["pixel_values"], "image_grid_hw": media["image_grid_thw"][:, 1:]}
 
 
-def strip(model: Any, index: int) -> Inputs:
+def patch_strip(model: Any, index: int) -> Inputs:
     """Patches side by side in one strip, with the grid they come from (MiniCPM-V)."""
     size = model.config.vision_config.patch_size
     height, width = 4, 4 + 4 * (index % 2)
@@ -155,8 +155,8 @@ def strip(model: Any, index: int) -> Inputs:
     }
 
 
-def placed(model: Any, index: int) -> Inputs:
-    """Flat patches with the place of each (Gemma 4)."""
+def patches_with_positions(model: Any, index: int) -> Inputs:
+    """Flat patches with their positions (Gemma 4)."""
     height, width = 4, 4
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1)
     volume = 3 * model.config.vision_config.patch_size**2
@@ -166,7 +166,7 @@ def placed(model: Any, index: int) -> Inputs:
     }
 
 
-def shaped(model: Any, index: int) -> Inputs:
+def padded_patches(model: Any, index: int) -> Inputs:
     """Flat patches padded to a common number, with their mask and shape (SigLIP 2)."""
     height, width, limit = 4, 2 + 2 * (index % 2), 16
     volume = 3 * model.config.vision_config.patch_size**2
@@ -179,25 +179,25 @@ def shaped(model: Any, index: int) -> Inputs:
     }
 
 
-def bare(model: Any, index: int) -> Inputs:
-    """Flat patches and nothing else (Fuyu)."""
+def patches_only(model: Any, index: int) -> Inputs:
+    """Flat patches only (Fuyu)."""
     return {"pixel_values": noise(4 + 2 * index, 3 * model.config.patch_size**2, seed=100 + index)}
 
 
-def folded(model: Any, index: int) -> Inputs:
+def video_patches(model: Any, index: int) -> Inputs:
     """Patches in time, height, width and channel (Inkling)."""
     vision = model.config.vision_config
     size = vision.patch_size
     return {"pixel_values": noise(4 + 2 * index, vision.temporal_patch_size, size, size, 3, seed=100 + index)}
 
 
-def hybrid(model: Any, index: int) -> Inputs:
-    """A picture at two resolutions (DeepSeek-VL)."""
+def two_resolutions(model: Any, index: int) -> Inputs:
+    """An image at two resolutions (DeepSeek-VL)."""
     size = model.config.high_res_vision_config.image_size
     return square(model, index) | {"high_res_pixel_values": noise(1, 3, size, size, seed=200 + index)}
 
 
-def pooled(model: Any, index: int) -> Inputs:
+def pooled_crops(model: Any, index: int) -> Inputs:
     """An overview and a crop, flat patches in both, with the patches each token pools (Molmo 2)."""
     vision = model.config.vision_config
     corner = torch.tensor([0, 1, 4, 5])
@@ -210,8 +210,8 @@ def pooled(model: Any, index: int) -> Inputs:
     }
 
 
-def masked(model: Any, index: int) -> Inputs:
-    """A picture with the mask of its real pixels, one image in a row of images."""
+def masked_image(model: Any, index: int) -> Inputs:
+    """An image with the mask of its real pixels, as a list of one image."""
     size = model.config.vision_config.image_size
     return {
         "pixel_values": noise(1, 1, 3, size, size, seed=100 + index),
@@ -219,14 +219,14 @@ def masked(model: Any, index: int) -> Inputs:
     }
 
 
-def sized(model: Any, index: int) -> Inputs:
-    """A picture with its height and width."""
+def image_with_size(model: Any, index: int) -> Inputs:
+    """An image with its height and width."""
     media = square(model, index)
     return media | {"image_sizes": torch.tensor([media["pixel_values"].shape[-2:]])}
 
 
 def tiles(model: Any, index: int) -> Inputs:
-    """A picture cut in two tiles beside its overview, and the size it had before."""
+    """An overview and two tiles of an image, and its original size."""
     size = model.config.vision_config.image_size
     return {
         "pixel_values": noise(1, 3, 3, size, size, seed=100 + index),
@@ -234,28 +234,28 @@ def tiles(model: Any, index: int) -> Inputs:
     }
 
 
-def pictured(model: Any) -> Callable[[Any, int], Inputs]:
-    """The form of picture that the signature of the forward pass asks for."""
-    takes = parameters(model.forward)
-    if "image_grid_thw" in takes:
+def image_format(model: Any) -> Callable[[Any, int], Inputs]:
+    """The image format for the signature of the forward."""
+    accepted = parameters(model.forward)
+    if "image_grid_thw" in accepted:
         return patches
-    if "pixel_attention_mask" in takes:
-        return masked
+    if "pixel_attention_mask" in accepted:
+        return masked_image
     return square
 
 
-def room(model: Any, media: Inputs) -> int:
-    """How many placeholders a picture or a sound needs: as many as it has features."""
+def num_features(model: Any, media: Inputs) -> int:
+    """The number of placeholders of an image or a sound, equal to its number of features."""
     names = ("get_image_features", "get_audio_features", "get_video_features")
     owners = (model, getattr(model, "model", model))
     read = next(getattr(owner, name) for name in names for owner in owners if hasattr(owner, name))
     if not any("pixel" in name for name in media) and hasattr(model, "get_audio_features"):
         read = model.get_audio_features
-    takes = parameters(read)
+    accepted = parameters(read)
     with torch.no_grad():
         try:
-            found = read(**{name: value for name, value in media.items() if name in takes})
-        except TypeError:  # a signature that hides what it takes
+            found = read(**{name: value for name, value in media.items() if name in accepted})
+        except TypeError:  # a signature with only **kwargs
             found = read(**media)
     if not isinstance(found, (Tensor, list, tuple)):
         layers = getattr(found, "deepstack_features", None)
@@ -269,7 +269,7 @@ def room(model: Any, media: Inputs) -> int:
 
 
 def placeholder(config: Any) -> int:
-    """The id that stands for one feature of a picture or a sound."""
+    """The placeholder id of one feature of an image or a sound."""
     mark = first(config, *PLACEHOLDERS, default=first(side(config, "vision_config"), *PLACEHOLDERS))
     if mark is None:
         raise LookupError(f"`{type(config).__name__}` names no token for a picture or a sound")
@@ -277,114 +277,118 @@ def placeholder(config: Any) -> int:
 
 
 def prompt(model: Any, ids: list[int], media: Inputs) -> Inputs:
-    """One row as a processor would give it."""
+    """One row in the format of a processor."""
     row: Inputs = {
         "input_ids": torch.tensor([ids]),
         "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
     }
-    takes = parameters(model.forward) | parameters(model.prepare_inputs_for_generation)
+    accepted = parameters(model.forward) | parameters(model.prepare_inputs_for_generation)
     kind = model.config.model_type
     for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
-        if name in takes:
+        if name in accepted:
             marks = [placeholder(model.config)]
-            if name.startswith("moe") or kind == "molmo2":  # what stands around the picture counts as picture
+            if name.startswith("moe") or kind == "molmo2":  # the tokens around the image count as image
                 marks += [model.config.image_start_token_id, model.config.image_end_token_id]
             row[name] = torch.isin(row["input_ids"], torch.tensor(marks)).long()
-    if kind == "paligemma":  # here a type tells the prompt from the answer
+    if kind == "paligemma":  # here the type separates the prompt from the answer
         row["token_type_ids"].zero_()
     return row | media
 
 
-def joined(
-    model: Any, rows: list[Inputs], seams: Mapping[str, Callable[[list[Tensor]], Tensor]] | None = None
+def collate(
+    model: Any, rows: list[Inputs], concatenate: Mapping[str, Callable[[list[Tensor]], Tensor]] | None = None
 ) -> Inputs:
-    """Rows as one batch: text padded at the left (an encoder's at the right), all else one after another."""
+    """Rows as one batch: text padded at the left (an encoder's at the right), other inputs concatenated."""
     batch: Inputs = {}
     left = not model.config.is_encoder_decoder
     widest = max(row["input_ids"].shape[1] if "input_ids" in row else 0 for row in rows)
     for name in rows[0]:
         values = [row[name] for row in rows if name in row]
-        if seams and name in seams:
-            batch[name] = seams[name](values)
+        if concatenate and name in concatenate:
+            batch[name] = concatenate[name](values)
             continue
         if widest and name in PER_TOKEN and (values[0].dim() < 4 or name == "cross_attention_mask"):
-            behind = [0, 0] * (values[0].dim() - 2)
+            trailing = [0, 0] * (values[0].dim() - 2)
             fill = padding(model) if name == "input_ids" else 0
-            lacks = [widest - value.shape[1] for value in values]
+            missing = [widest - value.shape[1] for value in values]
             values = [
-                nn.functional.pad(value, (*behind, lack, 0) if left else (*behind, 0, lack), value=fill)
-                for value, lack in zip(values, lacks, strict=True)
+                nn.functional.pad(value, (*trailing, count, 0) if left else (*trailing, 0, count), value=fill)
+                for value, count in zip(values, missing, strict=True)
             ]
-        batch[name] = torch.cat([filled(value, values) for value in values])
+        batch[name] = torch.cat([pad_to_largest(value, values) for value in values])
     return batch
 
 
-def filled(value: Tensor, others: list[Tensor]) -> Tensor:
-    """The tensor with zeros behind it in every dimension but the first, up to the largest of the others."""
+def pad_to_largest(value: Tensor, others: list[Tensor]) -> Tensor:
+    """The tensor zero-padded at the end of every dimension but the first, to the largest of the others."""
     ends: list[int] = []
     for dimension in range(value.dim() - 1, 0, -1):
         ends += [0, max(other.shape[dimension] for other in others) - value.shape[dimension]]
     return nn.functional.pad(value, ends)
 
 
-def illustrated(entry: Entry, model: Any) -> Subject:
-    """Text with a picture or a sound in it, with two where the model takes two, and without any."""
-    picture = PICTURES.get(entry.model_type) or pictured(model)
-    seams = SEAMS.get(entry.model_type)
+def media_prompts(entry: Entry, model: Any) -> Subject:
+    """Text with one image or sound, with two if the model accepts two, and with none."""
+    picture = PICTURES.get(entry.model_type) or image_format(model)
+    concatenate = CONCATENATE.get(entry.model_type)
     rows = []
     for index, (before, after) in enumerate(LENGTHS):
         if index == 2 and entry.model_type in NEED_PICTURE:
             after = 2
-        shown = [picture(model, index)] if after else []
+        media_items = [picture(model, index)] if after else []
         if index == 1 and entry.model_type not in ONE_PICTURE | MIXED:
-            shown.append(picture(model, 3))
-        ids = words(before, index)
-        for count, media in enumerate(shown):
-            ids += place(entry, model, media) + words(1, 30 + count)
-        media = joined(model, shown, seams) if shown else {}
-        if len(shown) == 2 and picture is masked:  # here the pictures of a row stand side by side
-            media = {name: torch.cat([each[name] for each in shown], dim=1) for name in media}
-        rows.append(prompt(model, ids + words(after, index + 10), media))
-    together = rows
-    if picture is masked:  # and a row without one has an empty one in the batch
-        empty = {name: torch.zeros_like(value) for name, value in masked(model, 0).items()}
-        together = [empty | row for row in rows]
-    return Subject(entry, model, rows, joined(model, together, seams))
+            media_items.append(picture(model, 3))
+        ids = random_ids(before, index)
+        for count, media in enumerate(media_items):
+            ids += place(entry, model, media) + random_ids(1, 30 + count)
+        media = collate(model, media_items, concatenate) if media_items else {}
+        if len(media_items) == 2 and picture is masked_image:  # images of a row share dimension 1
+            media = {name: torch.cat([each[name] for each in media_items], dim=1) for name in media}
+        rows.append(prompt(model, ids + random_ids(after, index + 10), media))
+    batch_rows = rows
+    if picture is masked_image:  # and in a batch a row without an image has an empty one
+        empty = {name: torch.zeros_like(value) for name, value in masked_image(model, 0).items()}
+        batch_rows = [empty | row for row in rows]
+    return Subject(entry, model, rows, collate(model, batch_rows, concatenate))
 
 
 def place(entry: Entry, model: Any, media: Inputs) -> list[int]:
-    """The ids that stand for one picture or sound, between its marks if it has marks."""
+    """The placeholder ids of one image or sound, between its start and end tokens if it has them."""
     config = model.config
-    count = ROOMS[entry.model_type] if entry.model_type in ROOMS else room(model, media)
+    count = (
+        NUM_PLACEHOLDERS[entry.model_type]
+        if entry.model_type in NUM_PLACEHOLDERS
+        else num_features(model, media)
+    )
     opening, closing = first(config, *OPENINGS), first(config, *CLOSINGS)
     middle = [placeholder(config)] * count
     return middle if opening is None or closing is None else [opening, *middle, closing]
 
 
-def written(entry: Entry, model: Any) -> Subject:
-    """Text alone."""
+def text_prompts(entry: Entry, model: Any) -> Subject:
+    """Text only."""
     rows = []
     for index, length in enumerate((6, 11, 8)):
-        ids = torch.tensor([words(length, index)])
+        ids = torch.tensor([random_ids(length, index)])
         rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    return Subject(entry, model, rows, joined(model, rows))
+    return Subject(entry, model, rows, collate(model, rows))
 
 
-def diffused(entry: Entry, model: Any) -> Subject:
-    """Text alone for a model that fills in whole stretches of it, in few steps."""
+def diffusion_prompts(entry: Entry, model: Any) -> Subject:
+    """Text only, for a model that generates blocks by diffusion, in few steps."""
     model.generation_config.max_denoising_steps = 4
-    return written(entry, model)
+    return text_prompts(entry, model)
 
 
-def spoken(entry: Entry, model: Any) -> Subject:
-    """Text to be said or sung."""
-    begin(model)
-    subject = written(entry, model)
-    return SPEAKERS[entry.model_type](subject) if entry.model_type in SPEAKERS else subject
+def speech_output_prompts(entry: Entry, model: Any) -> Subject:
+    """Text for a model with audio output."""
+    set_decoder_start(model)
+    subject = text_prompts(entry, model)
+    return AUDIO_OUTPUT[entry.model_type](subject) if entry.model_type in AUDIO_OUTPUT else subject
 
 
-def codes(subject: Subject) -> Subject:
-    """Starts a decoder of codebooks at its padding (MusicGen)."""
+def set_codebook_start(subject: Subject) -> Subject:
+    """Start a codebook decoder at its padding token (MusicGen)."""
     decoder = subject.model.config.decoder
     for part in (subject.model, subject.model.decoder):
         part.generation_config.decoder_start_token_id = part.generation_config.pad_token_id = (
@@ -394,8 +398,8 @@ def codes(subject: Subject) -> Subject:
     return subject
 
 
-def delayed(subject: Subject) -> Subject:
-    """Gives the decoder the starts of its channels, each later than the one before (Dia)."""
+def add_delay_pattern(subject: Subject) -> Subject:
+    """Add the delayed starts of the channels to the decoder inputs (Dia)."""
     config = subject.model.config
     late = torch.tensor(config.delay_pattern)
     steps = torch.arange(int(late.max()) + 1)[:, None]
@@ -413,8 +417,8 @@ def delayed(subject: Subject) -> Subject:
     return subject
 
 
-def opened(subject: Subject) -> Subject:
-    """Ends every prompt with the mark after which sound begins (Higgs Audio)."""
+def end_with_audio_start(subject: Subject) -> Subject:
+    """End every prompt with the token that starts audio (Higgs Audio)."""
     mark = subject.model.config.audio_bos_token_id
     for row in [*subject.prompts, subject.batch or {}]:
         if row:
@@ -422,8 +426,8 @@ def opened(subject: Subject) -> Subject:
     return subject
 
 
-def languages(subject: Subject) -> Subject:
-    """Names a language for text, units and voice (SeamlessM4T)."""
+def set_languages(subject: Subject) -> Subject:
+    """Set a language for text, units and vocoder (SeamlessM4T)."""
     settings = subject.model.generation_config
     for name in ("text_decoder_lang_to_code_id", "t2u_lang_code_to_id", "vocoder_lang_code_to_id"):
         setattr(settings, name, {"eng": 1 if name.startswith("vocoder") else 20})
@@ -435,15 +439,15 @@ def languages(subject: Subject) -> Subject:
     subject.model.t2u_model.generation_config.max_new_tokens = 20
     subject.options = {
         "tgt_lang": "eng",
-        "return_intermediate_token_ids": True,  # else it gives sound only
-        "return_dict_in_generate": False,  # it sets this itself where it wants it
+        "return_intermediate_token_ids": True,  # else it returns audio only
+        "return_dict_in_generate": False,  # it sets this itself
         "output_logits": False,
     }
     return subject
 
 
-def staged(subject: Subject) -> Subject:
-    """Settings of the three stages, and text as wide as the first of them wants it (Bark)."""
+def set_bark_stages(subject: Subject) -> Subject:
+    """Set the three stages, and pad text to the width of the first (Bark)."""
     settings = subject.model.generation_config
     settings.semantic_config = {
         "eos_token_id": 40,
@@ -467,15 +471,15 @@ def staged(subject: Subject) -> Subject:
             row[name] = nn.functional.pad(value, (0, 12 - value.shape[1]))
     settings.semantic_config["pad_token_id"] = settings.semantic_config["eos_token_id"]
     subject.options = {"semantic_max_new_tokens": 10, "max_new_tokens": None}
-    subject.batch = None  # every row of a batch sounds as long as the longest
+    subject.batch = None  # every row of a batch is as long as the longest
     subject.note = (
         "three stages; semantic_max_new_tokens, not max_new_tokens, which the second stage sets itself"
     )
     return subject
 
 
-def thinking(entry: Entry, model: Any) -> Subject:
-    """The text side of a model that can also speak."""
+def thinker_prompts(entry: Entry, model: Any) -> Subject:
+    """The text part of a model with speech output."""
     options: dict[str, Any] = {"thinker_max_new_tokens": 10}
     if hasattr(model, "speaker_map"):
         model.speaker_map.setdefault("Chelsie", {})
@@ -483,22 +487,22 @@ def thinking(entry: Entry, model: Any) -> Subject:
         options["thinker_eos_token_id"] = None
     else:
         options["generation_mode"] = "text"
-    inner = illustrated(Entry(entry.task, f"{entry.model_type}_thinker", entry.name), model.thinker)
+    inner = media_prompts(Entry(entry.task, f"{entry.model_type}_thinker", entry.name), model.thinker)
     return Subject(entry, model, inner.prompts, inner.batch, options, "text only, without its voice")
 
 
-def streamed(entry: Entry, model: Any) -> Subject:
-    """Text that runs along with sound, eight frames to a token (Voxtral Realtime)."""
+def realtime_prompts(entry: Entry, model: Any) -> Subject:
+    """Text aligned with audio, eight frames per token (Voxtral Realtime)."""
     rows = []
     for index, length in enumerate((6, 9, 7)):
-        ids = torch.tensor([words(length, index)])
+        ids = torch.tensor([random_ids(length, index)])
         sound = noise(1, model.config.audio_config.num_mel_bins, 8 * (length + 24), seed=100 + index)
         rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "input_features": sound})
     return Subject(entry, model, rows, None)
 
 
-def dictated(entry: Entry, model: Any) -> Subject:
-    """Samples that become text, one token to a frame (Kyutai); padding would reach into them."""
+def audio_frame_prompts(entry: Entry, model: Any) -> Subject:
+    """Audio samples, one token per frame (Kyutai); padding would change them."""
     rows = []
     for index in range(3):
         count = 14 * model.config.codec_config.frame_size
@@ -508,17 +512,17 @@ def dictated(entry: Entry, model: Any) -> Subject:
                 "padding_mask": torch.ones(1, 1, count, dtype=torch.long),
             }
         )
-    return Subject(entry, model, rows, joined(model, rows))
+    return Subject(entry, model, rows, collate(model, rows))
 
 
-def captioned(entry: Entry, model: Any) -> Subject:
-    """A picture and a text that begins its caption, the picture beside the text and not in it."""
-    picture = PICTURES.get(entry.model_type) or pictured(model)
-    begin(model)
+def caption_prompts(entry: Entry, model: Any) -> Subject:
+    """An image and the beginning of its caption; the image is a separate input."""
+    picture = PICTURES.get(entry.model_type) or image_format(model)
+    set_decoder_start(model)
     rows = []
     for index, length in enumerate((4, 7, 2)):
         ids = torch.tensor(
-            [[first(model.config.get_text_config(), "bos_token_id", default=1), *words(length, index)]]
+            [[first(model.config.get_text_config(), "bos_token_id", default=1), *random_ids(length, index)]]
         )
         row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | picture(model, index)
         if "bbox" in parameters(model.forward):
@@ -532,15 +536,15 @@ def captioned(entry: Entry, model: Any) -> Subject:
             )
             row["cross_attention_mask"][:, 0] = 0
         rows.append(row)
-    return Subject(entry, model, rows, joined(model, rows))
+    return Subject(entry, model, rows, collate(model, rows))
 
 
-def noted(entry: Entry, model: Any) -> Subject:
-    """Text behind a picture whose places a mask marks (Kosmos)."""
+def kosmos_prompts(entry: Entry, model: Any) -> Subject:
+    """Text after an image whose positions are given by a mask (Kosmos)."""
     rows = []
     count = model.config.latent_query_num
     for index, (_, after) in enumerate(LENGTHS):
-        ids = torch.tensor([[0, *words(count + 2, index), *words(after + 3, index + 10)]])
+        ids = torch.tensor([[0, *random_ids(count + 2, index), *random_ids(after + 3, index + 10)]])
         places = torch.zeros_like(ids)
         places[0, 2 : 2 + count] = 1
         row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "image_embeds_position_mask": places}
@@ -552,38 +556,38 @@ def noted(entry: Entry, model: Any) -> Subject:
             media |= {"height": torch.tensor([3]), "width": torch.tensor([2 + index])}
             places[0, 1] = places[0, 2 + count] = -1
         rows.append(row | media)
-    return Subject(entry, model, rows, joined(model, rows))
+    return Subject(entry, model, rows, collate(model, rows))
 
 
-def shown(entry: Entry, model: Any) -> Subject:
-    """A picture for the encoder, nothing for the decoder but its start."""
-    picture = PICTURES.get(entry.model_type) or pictured(model)
-    begin(model)
+def image_encoder_prompts(entry: Entry, model: Any) -> Subject:
+    """An image for the encoder, the start token for the decoder."""
+    picture = PICTURES.get(entry.model_type) or image_format(model)
+    set_decoder_start(model)
     rows = [picture(model, index) for index in range(3)]
-    return Subject(entry, model, rows, joined(model, rows))
+    return Subject(entry, model, rows, collate(model, rows))
 
 
-def heard(entry: Entry, model: Any) -> Subject:
-    """Sound of three lengths for the encoder, nothing for the decoder but its start."""
-    begin(model)
+def audio_encoder_prompts(entry: Entry, model: Any) -> Subject:
+    """Audio of three lengths for the encoder, the start token for the decoder."""
+    set_decoder_start(model)
     rows = [SOUNDS[entry.model_type](model, index) for index in range(3)]
-    return Subject(entry, model, rows, joined(model, rows))
+    return Subject(entry, model, rows, collate(model, rows))
 
 
-def composed(entry: Entry, model: Any) -> Subject:
-    """Sound whose style a token names (Pop2Piano)."""
+def pop2piano_prompts(entry: Entry, model: Any) -> Subject:
+    """Audio with a style token (Pop2Piano)."""
     model.generation_config.composer_to_feature_token = {f"composer{n + 1}": n + 100 for n in range(21)}
-    return heard(entry, model)
+    return audio_encoder_prompts(entry, model)
 
 
-def begin(model: Any) -> None:
-    """Names the token a decoder starts with where the configuration names none."""
+def set_decoder_start(model: Any) -> None:
+    """Set the decoder start token if the config has none."""
     if model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = 3
 
 
 def spectrogram(model: Any, frames: int, seed: int, bins: int = 8) -> Inputs:
-    """Log-mel frames, time first, with the mask the extractor gives."""
+    """Log-mel frames, time first, with the mask of the feature extractor."""
     config = side(model.config, "encoder_config", "audio_config")
     bins = first(
         config, "num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", default=bins
@@ -595,7 +599,7 @@ def spectrogram(model: Any, frames: int, seed: int, bins: int = 8) -> Inputs:
 
 
 def wave(samples: int, seed: int) -> Inputs:
-    """Samples of sound with the mask the extractor gives."""
+    """Audio samples with the mask of the feature extractor."""
     return {
         "input_values": noise(1, samples, seed=seed),
         "attention_mask": torch.ones(1, samples, dtype=torch.long),
@@ -603,7 +607,7 @@ def wave(samples: int, seed: int) -> Inputs:
 
 
 def window(model: Any, index: int) -> Inputs:
-    """Log-mel frames of a fixed stretch of time, bins first (Whisper)."""
+    """Log-mel frames of a fixed window, bins first (Whisper)."""
     config = side(model.config, "audio_config")
     return {
         "input_features": noise(1, config.num_mel_bins, 2 * config.max_source_positions, seed=100 + index)
@@ -611,7 +615,7 @@ def window(model: Any, index: int) -> Inputs:
 
 
 def flat(model: Any, index: int) -> Inputs:
-    """Flat patches with their places, padded to a common number (Pix2Struct)."""
+    """Flat patches with their positions, padded to a common number (Pix2Struct)."""
     vision = model.config.vision_config
     volume = vision.patch_embed_hidden_size  # the width of the flat patch, by another name
     height, width, limit = 3, 2 + index, 12
@@ -624,24 +628,24 @@ def flat(model: Any, index: int) -> Inputs:
     }
 
 
-def asked(model: Any, index: int) -> Inputs:
-    """A picture and the question put to the Q-Former (InstructBLIP)."""
-    ids = torch.tensor([words(3 + 2 * index, 20 + index)])
+def image_with_question(model: Any, index: int) -> Inputs:
+    """An image and the question for the Q-Former (InstructBLIP)."""
+    ids = torch.tensor([random_ids(3 + 2 * index, 20 + index)])
     return square(model, index) | {"qformer_input_ids": ids, "qformer_attention_mask": torch.ones_like(ids)}
 
 
-def film(model: Any, index: int) -> Inputs:
-    """Four frames and the question put to the Q-Former."""
-    return asked(model, index) | {"pixel_values": noise(1, 4, 3, 16, 16, seed=100 + index)}
+def video_with_question(model: Any, index: int) -> Inputs:
+    """Four frames and the question for the Q-Former."""
+    return image_with_question(model, index) | {"pixel_values": noise(1, 4, 3, 16, 16, seed=100 + index)}
 
 
-def lone(model: Any, index: int) -> Inputs:
-    """One picture in a row of pictures (IDEFICS)."""
+def single_image(model: Any, index: int) -> Inputs:
+    """A list of one image (IDEFICS)."""
     return {"pixel_values": square(model, index)["pixel_values"][None]}
 
 
-def ratio(_model: Any, index: int) -> Inputs:
-    """A picture as two of four tiles, with their arrangement (Llama 3.2 Vision)."""
+def image_with_aspect_ratio(_model: Any, index: int) -> Inputs:
+    """An image as two of four tiles, with its aspect ratio (Llama 3.2 Vision)."""
     tiles_used = torch.arange(4) < 2
     return {
         "pixel_values": noise(1, 1, 4, 3, 16, 16, seed=100 + index) * tiles_used[:, None, None, None],
@@ -661,37 +665,37 @@ def crops(_model: Any, index: int) -> Inputs:
 
 def protein(_model: Any, index: int) -> Inputs:
     """A chain of amino acids (Evolla)."""
-    ids = torch.tensor([words(6 + 3 * index, 30 + index)])
+    ids = torch.tensor([random_ids(6 + 3 * index, 30 + index)])
     return {"protein_input_ids": ids, "protein_attention_mask": torch.ones_like(ids)}
 
 
 def frames(count: int, bins: int, seed: int) -> Inputs:
-    """Log-mel frames, time first, under the names of a model that puts sound into text."""
+    """Log-mel frames, time first, as input of a model with audio placeholders in its text."""
     return {
         "input_features": noise(1, count, bins, seed=seed),
         "input_features_mask": torch.ones(1, count, dtype=torch.long),
     }
 
 
-def turned(media: Inputs) -> Inputs:
-    """The same with bins first."""
+def bins_first(media: Inputs) -> Inputs:
+    """Log-mel frames with bins first."""
     return media | {"input_features": media["input_features"].transpose(1, 2).contiguous()}
 
 
-def halved(model: Any, index: int) -> Inputs:
-    """Log-mel frames padded to whole stretches of a hundred (Qwen3-ASR)."""
-    media = turned(frames(100, model.config.audio_config.num_mel_bins, 100 + index))
+def padded_frames(model: Any, index: int) -> Inputs:
+    """Log-mel frames padded to a multiple of a hundred (Qwen3-ASR)."""
+    media = bins_first(frames(100, model.config.audio_config.num_mel_bins, 100 + index))
     return media | {"input_features_mask": (torch.arange(100) < 60 + 20 * index).long()[None]}
 
 
-def projected(model: Any, index: int) -> Inputs:
-    """Log-mel frames with a mask over what becomes of them (Granite Speech)."""
+def frames_with_mask(model: Any, index: int) -> Inputs:
+    """Log-mel frames with a mask of the projected features (Granite Speech)."""
     media = frames(30, model.config.encoder_config.input_dim, 100 + index)
     return media | {"input_features_mask": torch.ones(1, 6, dtype=torch.bool)}
 
 
-def chunked(model: Any, index: int) -> Inputs:
-    """A Whisper window, its mask, and the mask of the samples behind it (MOSS)."""
+def window_with_sample_mask(model: Any, index: int) -> Inputs:
+    """A Whisper window, its mask, and the mask of its samples (MOSS)."""
     media = window(model, index)
     count = media["input_features"].shape[-1]
     return media | {
@@ -700,13 +704,13 @@ def chunked(model: Any, index: int) -> Inputs:
     }
 
 
-def covered(model: Any, index: int) -> Inputs:
+def window_with_mask(model: Any, index: int) -> Inputs:
     """A Whisper window and its mask (Audio Flamingo)."""
     media = window(model, index)
     return media | {"input_features_mask": torch.ones(1, media["input_features"].shape[-1], dtype=torch.long)}
 
 
-def attended(model: Any, index: int) -> Inputs:
+def window_with_feature_mask(model: Any, index: int) -> Inputs:
     """A Whisper window and its mask (Qwen2-Audio)."""
     media = window(model, index)
     return media | {
@@ -714,7 +718,7 @@ def attended(model: Any, index: int) -> Inputs:
     }
 
 
-def sampled(_model: Any, index: int) -> Inputs:
+def samples_with_mask(_model: Any, index: int) -> Inputs:
     """Samples and their mask (VibeVoice)."""
     count = 16 * (4 + 2 * index)
     return {
@@ -723,8 +727,8 @@ def sampled(_model: Any, index: int) -> Inputs:
     }
 
 
-def shifted(values: list[Tensor]) -> Tensor:
-    """Windows of patch numbers of several pictures, each counted behind the patches of those before it."""
+def offset_windows(values: list[Tensor]) -> Tensor:
+    """Patch index windows of several images, each offset by the patches before it."""
     return torch.cat([value + 32 * index for index, value in enumerate(values)])
 
 
@@ -752,8 +756,8 @@ CLOSINGS = (
     "eoi_token_id",
     "audio_eos_token_id",
 )
-NEED_PICTURE = frozenset({"blip-2", "instructblip", "instructblipvideo"})  # generate() wants pixel_values
-ONE_PICTURE = frozenset(  # a row has one picture, or one sound, by design
+NEED_PICTURE = frozenset({"blip-2", "instructblip", "instructblipvideo"})  # generate() requires pixel_values
+ONE_PICTURE = frozenset(  # one image or sound per row, by design
     [
         "blip-2",
         "instructblip",
@@ -773,8 +777,8 @@ ONE_PICTURE = frozenset(  # a row has one picture, or one sound, by design
         "vibevoice_asr",
     ]
 )
-# Beams of transformers that get each other's pictures or sounds when a row has two: the score they give a row
-# is not the score of that row alone.
+# transformers assigns images or sounds to the wrong beams when a row has two: the score of a row is not its
+# score alone.
 MIXED = frozenset(
     {
         "glm46v",
@@ -787,63 +791,63 @@ MIXED = frozenset(
         "voxtral",
     }
 )
-ALONE = {  # rows that transformers itself cannot put into one batch without changing what they say
+NO_BATCH = {  # rows whose output in transformers changes in a batch
     "musicgen_melody": "no batch: padding moves the text before the melody",
     "voxtral_realtime": "no batch: sound and text of one length only",
 }
-# Placeholders of models that do not tell how many they want.
-ROOMS = {"qwen2_audio": 8, "musicflamingo": 8, "instructblipvideo": 16, "phi4_multimodal": 13}
+# Number of placeholders, for models that do not expose it.
+NUM_PLACEHOLDERS = {"qwen2_audio": 8, "musicflamingo": 8, "instructblipvideo": 16, "phi4_multimodal": 13}
 ROW = {"pixel_values": lambda values: torch.cat(values, dim=-1)}
-SEAMS: dict[str, Mapping[str, Callable[[list[Tensor]], Tensor]]] = {
+CONCATENATE: dict[str, Mapping[str, Callable[[list[Tensor]], Tensor]]] = {
     "minicpm_ocr": ROW,
     "minicpmv4_6": ROW,
     "minicpmv4_7": ROW,
-    "molmo2": {"image_token_pooling": shifted},
+    "molmo2": {"image_token_pooling": offset_windows},
 }
 PICTURES: dict[str, Callable[[Any, int], Inputs]] = {
     "llava_next": tiles,
     "llava_onevision": tiles,
     "llava_next_video": tiles,
     "granite4_vision": tiles,
-    "mistral3": sized,
-    "mistral_large4": sized,
-    "lighton_ocr": sized,
+    "mistral3": image_with_size,
+    "mistral_large4": image_with_size,
+    "lighton_ocr": image_with_size,
     "pix2struct": flat,
-    "kimi_k25": cut,
-    "paddleocr_vl": cut,
-    "video_llama_3": merged,
-    "nemotron_h_omni": grid,
-    "minicpm_ocr": strip,
-    "minicpmv4_6": strip,
-    "minicpmv4_7": strip,
-    "gemma4": placed,
-    "gemma4_unified": placed,
-    "lfm2_vl": shaped,
-    "fuyu": bare,
-    "inkling_mm_model": folded,
-    "deepseek_vl_hybrid": hybrid,
-    "molmo2": pooled,
-    "emu3": sized,
-    "instructblip": asked,
-    "instructblipvideo": film,
-    "idefics": lone,
-    "mllama": ratio,
+    "kimi_k25": channel_patches,
+    "paddleocr_vl": channel_patches,
+    "video_llama_3": patches_with_merge_size,
+    "nemotron_h_omni": patches_with_2d_grid,
+    "minicpm_ocr": patch_strip,
+    "minicpmv4_6": patch_strip,
+    "minicpmv4_7": patch_strip,
+    "gemma4": patches_with_positions,
+    "gemma4_unified": patches_with_positions,
+    "lfm2_vl": padded_patches,
+    "fuyu": patches_only,
+    "inkling_mm_model": video_patches,
+    "deepseek_vl_hybrid": two_resolutions,
+    "molmo2": pooled_crops,
+    "emu3": image_with_size,
+    "instructblip": image_with_question,
+    "instructblipvideo": video_with_question,
+    "idefics": single_image,
+    "mllama": image_with_aspect_ratio,
     "evolla": protein,
     "fun_asr_nano": lambda model, index: frames(6, 7 * model.config.audio_config.num_mel_bins, 100 + index),
-    "granite_speech": projected,
-    "granite_speech_plus": projected,
-    "qwen3_asr": halved,
-    "glmasr": lambda _, index: turned(frames(48, 8, 100 + index)),
+    "granite_speech": frames_with_mask,
+    "granite_speech_plus": frames_with_mask,
+    "qwen3_asr": padded_frames,
+    "glmasr": lambda _, index: bins_first(frames(48, 8, 100 + index)),
     "voxtral": window,
-    "moss_transcribe_diarize": chunked,
-    "audioflamingo3": covered,
-    "musicflamingo": covered,
-    "qwen2_audio": attended,
+    "moss_transcribe_diarize": window_with_sample_mask,
+    "audioflamingo3": window_with_mask,
+    "musicflamingo": window_with_mask,
+    "qwen2_audio": window_with_feature_mask,
     "phi4_multimodal": crops,
     "nemo_speechlm": lambda _, index: frames(24 + 16 * index, 8, 100 + index),
-    "vibevoice_asr": sampled,
+    "vibevoice_asr": samples_with_mask,
 }
-# Of one length where padding would reach into the sound; a batch would not say what its rows say.
+# Equal lengths where padding would change the audio, and so the output of a batch.
 SOUNDS: dict[str, Callable[[Any, int], Inputs]] = {
     "whisper": window,
     "speech_to_text": lambda model, index: spectrogram(model, 31, index),
@@ -879,25 +883,25 @@ NOTES: dict[str, str] = {
     ),
     "DiffusionGemmaForBlockDiffusion": "block diffusion, not autoregressive",
 }
-SPEAKERS: dict[str, Callable[[Subject], Subject]] = {
-    "musicgen": codes,
-    "musicgen_melody": codes,
-    "dia": delayed,
-    "higgs_audio_v2": opened,
-    "pocket_tts": opened,
-    "gradium_phonon_tts": opened,
-    "bark": staged,
-    "seamless_m4t": languages,
-    "seamless_m4t_v2": languages,
+AUDIO_OUTPUT: dict[str, Callable[[Subject], Subject]] = {
+    "musicgen": set_codebook_start,
+    "musicgen_melody": set_codebook_start,
+    "dia": add_delay_pattern,
+    "higgs_audio_v2": end_with_audio_start,
+    "pocket_tts": end_with_audio_start,
+    "gradium_phonon_tts": end_with_audio_start,
+    "bark": set_bark_stages,
+    "seamless_m4t": set_languages,
+    "seamless_m4t_v2": set_languages,
 }
-FORMS: dict[str, Callable[[Entry, Any], Subject]] = {
-    "Mistral4ForCausalLM": written,
-    "DiffusionGemmaForBlockDiffusion": diffused,
-    "Pop2PianoForConditionalGeneration": composed,
-    "VoxtralRealtimeForConditionalGeneration": streamed,
-    "KyutaiSpeechToTextForConditionalGeneration": dictated,
+PROMPT_BUILDERS: dict[str, Callable[[Entry, Any], Subject]] = {
+    "Mistral4ForCausalLM": text_prompts,
+    "DiffusionGemmaForBlockDiffusion": diffusion_prompts,
+    "Pop2PianoForConditionalGeneration": pop2piano_prompts,
+    "VoxtralRealtimeForConditionalGeneration": realtime_prompts,
+    "KyutaiSpeechToTextForConditionalGeneration": audio_frame_prompts,
     **dict.fromkeys(
-        ("Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"), thinking
+        ("Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"), thinker_prompts
     ),
     **dict.fromkeys(
         (
@@ -913,9 +917,9 @@ FORMS: dict[str, Callable[[Entry, Any], Subject]] = {
             "SeamlessM4Tv2ForTextToSpeech",
             "VibeVoiceForConditionalGeneration",
         ),
-        spoken,
+        speech_output_prompts,
     ),
-    **dict.fromkeys(("Kosmos2ForConditionalGeneration", "Kosmos2_5ForConditionalGeneration"), noted),
+    **dict.fromkeys(("Kosmos2ForConditionalGeneration", "Kosmos2_5ForConditionalGeneration"), kosmos_prompts),
     **dict.fromkeys(
         (
             "BlipForConditionalGeneration",
@@ -925,7 +929,7 @@ FORMS: dict[str, Callable[[Entry, Any], Subject]] = {
             "UdopForConditionalGeneration",
             "EvollaForProteinText2Text",
         ),
-        captioned,
+        caption_prompts,
     ),
     **dict.fromkeys(
         (
@@ -933,7 +937,7 @@ FORMS: dict[str, Callable[[Entry, Any], Subject]] = {
             "Pix2StructForConditionalGeneration",
             "PPFormulaNetForConditionalGeneration",
         ),
-        shown,
+        image_encoder_prompts,
     ),
     **dict.fromkeys(
         (
@@ -948,7 +952,7 @@ FORMS: dict[str, Callable[[Entry, Any], Subject]] = {
             "SpeechEncoderDecoderModel",
             "SpeechT5ForSpeechToText",
         ),
-        heard,
+        audio_encoder_prompts,
     ),
 }
 
@@ -957,10 +961,10 @@ def subject(entry: Entry) -> Subject:
     """A small model of that class with three prompts of different length."""
     if not getattr(transformers, entry.name).can_generate():
         raise TypeError(f"`{entry.name}` has no generate()")
-    subject = FORMS.get(entry.name, illustrated)(entry, build(entry))
-    if entry.model_type in ALONE:
+    subject = PROMPT_BUILDERS.get(entry.name, media_prompts)(entry, build(entry))
+    if entry.model_type in NO_BATCH:
         subject.batch = None
     mixed = "one picture or sound a row: transformers' beams mix up two" if entry.model_type in MIXED else ""
-    notes = (subject.note, NOTES.get(entry.name), mixed, ALONE.get(entry.model_type))
+    notes = (subject.note, NOTES.get(entry.name), mixed, NO_BATCH.get(entry.model_type))
     subject.note = "; ".join(filter(None, notes))
     return subject

@@ -1,4 +1,4 @@
-"""A process for each architecture: forked from one that has imported everything, limited, and watched."""
+"""One process per architecture, forked after all imports, with limits and a timeout."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Trial = Callable[[Entry, Stage], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one architecture may use."""
+    """The resource limits of one architecture."""
 
     seconds: int = 20  # of CPU time
-    patience: float = 10.0  # how many times as long it may take by the clock, on a busy machine
+    patience: float = 10.0  # wall-clock limit as a multiple of the CPU limit
     memory: int = 8 << 30  # bytes of address space
 
 
@@ -43,13 +43,13 @@ class _Child:
     answer: Path
     started: float = field(default_factory=time.monotonic)
     late: bool = False
-    status: int = 0  # how it ended
+    status: int = 0  # of waitpid
 
 
 def each(
     entries: Sequence[Entry], trial: Trial, jobs: int = 1, limits: Limits | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The record of every entry as it is done, `jobs` processes at a time."""
+    """The record of every entry as it finishes, `jobs` processes at a time."""
     limits = limits or Limits()
     waiting, running = list(reversed(entries)), list[_Child]()
     with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
@@ -57,7 +57,7 @@ def each(
             while waiting or running:
                 while waiting and len(running) < jobs:
                     running.append(_start(waiting.pop(), trial, Path(folder), limits))
-                done = [child for child in running if _ended(child, limits)]
+                done = [child for child in running if _has_ended(child, limits)]
                 running = [child for child in running if child not in done]
                 for child in done:
                     yield _record(child, limits)
@@ -74,7 +74,7 @@ def _start(entry: Entry, trial: Trial, folder: Path, limits: Limits) -> _Child:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Libraries may have started threads; what the child runs needs none of them.
+        # Libraries may have started threads; the child needs none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
@@ -85,28 +85,28 @@ def _start(entry: Entry, trial: Trial, folder: Path, limits: Limits) -> _Child:
         resource.setrlimit(resource.RLIMIT_AS, (limits.memory, limits.memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _silence()
-        record = trial(entry, lambda name: _written(stage, name))
+        record = trial(entry, lambda name: _write(stage, name))
         record["cpu"] = round(time.process_time(), 3)
-        _written(answer, json.dumps(record))
+        _write(answer, json.dumps(record))
         code = 0
     finally:
-        # Nothing of the parent's may run again here, neither its handlers nor its buffers.
+        # The parent's handlers and buffers must not run here.
         os._exit(code)
     raise AssertionError  # not reached
 
 
 def _silence() -> None:
-    """Send what models print to nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    """Discard the output of models."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
 
 
-def _written(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _ended(child: _Child, limits: Limits) -> bool:
+def _has_ended(child: _Child, limits: Limits) -> bool:
     pid, status = os.waitpid(child.pid, os.WNOHANG)
     if pid:
         child.status = status
@@ -118,12 +118,12 @@ def _ended(child: _Child, limits: Limits) -> bool:
 
 
 def _record(child: _Child, limits: Limits) -> dict[str, Any]:
-    """What a process wrote, or what can be said about one that died before."""
+    """The record that a process wrote, or one about how it died."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         record: dict[str, Any] = json.loads(child.answer.read_text(encoding="utf-8"))
         return record
     stage = child.stage.read_text(encoding="utf-8") if child.stage.exists() else "start"
-    # Before our own turn it is transformers that could not be run, not we.
+    # A death before the `descant` stage is a failure of transformers.
     status = "fails" if stage == "descant" else "not tried"
     return blank(child.entry) | {"status": status, "reason": f"{_end(child, limits)} ({stage})"}
 

@@ -16,14 +16,14 @@ import transformers
 
 from tools.sweep.catalogue import TASKS
 
-__all__ = ["PAGE", "RESULTS", "document", "kept", "page"]
+__all__ = ["PAGE", "RESULTS", "document", "page", "reduced_document"]
 
 _STATUS = {
-    "works": "greedy and beam-4 tokens and greedy logits are transformers' own, and batches say what rows do",
-    "refused": "Descant says that it cannot, and why",
+    "works": "greedy and beam-4 tokens and greedy logits equal transformers', and batches equal single rows",
+    "refused": "Descant raises an error that gives the reason",
     "differs": "a check failed",
-    "fails": "Descant raised what it should not have",
-    "not tried": "transformers' own generate() cannot run the tiny model",
+    "fails": "Descant raised an unexpected error",
+    "not tried": "transformers' own generate() does not run the tiny model",
 }
 _TITLES = {
     "causal-lm": "Causal language models",
@@ -40,21 +40,21 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "sweep" / "results.json"
 PAGE = ROOT / "docs" / "reference" / "models.md"
 
-_HEAD = """<!-- Made by `python -m tools.sweep.report --keep` from tools/sweep/results.json: edit there. -->
+_HEAD = """<!-- Written by `python -m tools.sweep.report --keep` from results.json: edit there. -->
 
 # Models
 
 Every generative class that the auto mappings of transformers {transformers} list, each as a tiny random
-model in float32, decoded by transformers' own `generate()` and by Descant: three prompts of different length
-one by one, then together, greedily and with four beams. `python -m tools.sweep` does it again. What a class
-says about itself decides how it is fed; see [Models: text, images, sound](../guide/models.md).
+model in float32, decoded by transformers' own `generate()` and by Descant: three prompts of different lengths
+one by one, then as a batch, greedily and with four beams. `python -m tools.sweep` repeats the comparison. The
+traits of a class decide its inputs; see [Models: text, images, sound](../guide/models.md).
 
 """
 _KEPT = ("task", "model_type", "name", "status", "reason", "note", "beam", "reference_beam", "cpu")
 
 
-def kept(data: dict[str, Any]) -> str:
-    """Of a JSON document what is worth keeping, a line for each class."""
+def reduced_document(data: dict[str, Any]) -> str:
+    """A JSON document reduced to the fields of the report, one line per class."""
     lines = [
         json.dumps({name: record[name] for name in _KEPT if name in record}) for record in data["results"]
     ]
@@ -63,7 +63,7 @@ def kept(data: dict[str, Any]) -> str:
 
 
 def document(records: Sequence[dict[str, Any]]) -> str:
-    """Records as a JSON document, with the versions they were made with."""
+    """Records as a JSON document, with the library versions."""
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -87,7 +87,7 @@ def _counts(records: Sequence[dict[str, Any]]) -> str:
     tasks = [task for task in TASKS if any(record["task"] == task for record in records)]
     counts = Counter((record["status"], record["task"]) for record in records)
     found = [status for status in _STATUS if any(record["status"] == status for record in records)]
-    head = ["", *(_TITLES[task] for task in tasks), "all", "that is"]
+    head = ["", *(_TITLES[task] for task in tasks), "all", "meaning"]
     rows = []
     for status in found:
         numbers = [counts[status, task] for task in tasks]
@@ -108,7 +108,7 @@ def _remark(record: dict[str, Any]) -> str:
     if record["reference_beam"]:
         parts.append(f"transformers' own beam search fails with a cache ({record['reference_beam']})")
     elif record["beam"] == "compared without a cache":
-        parts.append("transformers' own beam search says something else with its cache than without")
+        parts.append("transformers' own beam search gives other tokens with its cache than without")
     if record["status"] == "works" and record["beam"] == "not compared":
         parts.append("greedy only")
     elif record["beam"] == "compared without a cache":
@@ -122,7 +122,7 @@ def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that neither ends a cell nor becomes markup."""
+    """Text escaped for a table cell."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     data = json.loads(options.results.read_text(encoding="utf-8"))
     if options.keep:
-        RESULTS.write_text(kept(data), encoding="utf-8")
+        RESULTS.write_text(reduced_document(data), encoding="utf-8")
         PAGE.write_text(page(data), encoding="utf-8")
     else:
         sys.stdout.write(page(data))

@@ -1,4 +1,4 @@
-"""How a config is made small: by the names of its fields, and by a table where names do not tell."""
+"""Small configs: sizes by field name, and a table of exceptions by model type."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transformers import CONFIG_MAPPING
 __all__ = ["BOS", "CONTEXT", "EOS", "FIRST", "PAD", "TABLE", "VOCABULARY", "WINDOW", "small"]
 
 PAD, BOS, EOS = 0, 1, 2
-FIRST = 32  # the smallest token that prompts use; below it is room for special ones
+FIRST = 32  # the smallest token of prompts; ids below are for special tokens
 VOCABULARY = 128
 CONTEXT = 128
 WINDOW = 5
 
 _HIDDEN, _INNER, _LAYERS, _HEADS, _GROUPS, _HEAD = 32, 48, 2, 4, 2, 8
 
-# What a field of this name is set to wherever a config has it and gives it a number.
+# The value of each field name, for every config where it is a number.
 _NAMED: dict[str, Any] = {
     **dict.fromkeys(
         ("vocab_size", "src_vocab_size", "tgt_vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input",
@@ -88,7 +88,7 @@ _NAMED: dict[str, Any] = {
     "rotary_dim": 4, "query_pre_attn_scalar": _HEAD,
 }  # fmt: skip
 
-# Set even where a config says None, which there means "as many as something big".
+# Set even where a config has None, which means a large default.
 _ALWAYS = frozenset({"num_key_value_heads"})
 
 _SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
@@ -96,16 +96,16 @@ _SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 _SLIDING = ["sliding_attention", "full_attention"]
 _RECURRENT = ["linear_attention", "full_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_MANY = {"num_key_value_heads": _HEADS}  # as many as there are heads, where fewer are not foreseen
+_UNGROUPED = {"num_key_value_heads": _HEADS}  # all heads, where grouped heads are unsupported
 _ASSISTANT = {
     "backbone_hidden_size": _HIDDEN, "num_centroids": 8, "centroid_intermediate_top_k": 4,
 }  # fmt: skip
 _CODEBOOKS = {"pad_token_id": VOCABULARY, "bos_token_id": VOCABULARY, "eos_token_id": None}
 _GEMMA4 = {"num_hidden_layers": 4, "layer_types": _SLIDING * 2, "global_head_dim": 2 * _HEAD}
 
-# By model type, what the names do not tell; a dict under a sub-config's name goes to that.
+# Exceptions by model type; a dict under the name of a sub-config applies to that.
 TABLE: dict[str, dict[str, Any]] = {
-    # Without layers of every kind they would be simpler models than they are.
+    # These need layers of every kind.
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": _RECURRENT * 2},
@@ -118,17 +118,17 @@ TABLE: dict[str, dict[str, Any]] = {
     "llama4_text": {"no_rope_layers": [1, 0, 1, 0], "floor_scale": 4},
     "recurrent_gemma": {"num_hidden_layers": 4, "block_types": ["recurrent", "attention"]},
     "smollm3": {"no_rope_layer_interval": 2},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **_MANY},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **_MANY,
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **_UNGROUPED},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **_UNGROUPED,
                "adapter_rank": 8},
     "zaya": {"num_hidden_layers": 4, "layer_types": ["hybrid", "hybrid_sliding"] * 2,
              "sliding_window": WINDOW, "num_experts_per_tok": 1, "router_hidden_size": 16},
     # Sizes that depend on each other.
-    "blt": {"num_hidden_layers": 2,  # asked of it where caches are made, and not its own
+    "blt": {"num_hidden_layers": 2,  # read where caches are built
             "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4],
-            "encoder_config": {"hidden_size_global": 2 * _HIDDEN, **_MANY},
-            "decoder_config": {"hidden_size_global": 2 * _HIDDEN, **_MANY},
-            "global_config": {"hidden_size": 2 * _HIDDEN, **_MANY}, "patcher_config": _MANY},
+            "encoder_config": {"hidden_size_global": 2 * _HIDDEN, **_UNGROUPED},
+            "decoder_config": {"hidden_size_global": 2 * _HIDDEN, **_UNGROUPED},
+            "global_config": {"hidden_size": 2 * _HIDDEN, **_UNGROUPED}, "patcher_config": _UNGROUPED},
     "cpmant": {"prompt_length": 4, "prompt_types": 4, "segment_types": 4, "position_bias_num_buckets": 8,
                "position_bias_max_distance": 16},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -151,7 +151,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_vocab_size": VOCABULARY, "shape_vocab_size": VOCABULARY,
                  "pronunciation_embed_dim": 8, "shape_embed_dim": 8},
     "xlstm": {"hidden_size": 128},  # its own sizes are rounded up to 64 in one place and not in another
-    # What is None by default and in no real model.
+    # None by default, but not in real models.
     "cohere_compass_text": {"num_hidden_layers": 4, "layer_types": _SLIDING * 2,
                             "rope_parameters": {kind: {**_ROPE, "mrope_section": [2, 1, 1]}
                                                 for kind in _SLIDING}},
@@ -165,12 +165,12 @@ TABLE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": _HEAD},
     "ministral": {"head_dim": _HEAD, "num_hidden_layers": 4, "layer_types": _SLIDING * 2},
     "xmod": {"default_language": "en_XX"},
-    # Tokens: those that stand for none are beyond the vocabulary, or clash with ours.
+    # Token ids that are beyond the vocabulary, or clash with ours.
     "musicgen_decoder": _CODEBOOKS,
     "musicgen_melody_decoder": _CODEBOOKS,
     "whisper": {"begin_suppress_tokens": (4, 5)},
     "xlm": {"mask_token_id": 5},
-    # Scales that make small models mute.
+    # Scales that make the outputs of small models constant.
     "cohere": {"logit_scale": 1.0},
     "cohere2": {"logit_scale": 1.0},
     "cohere2_moe": {"logit_scale": 1.0},
@@ -198,9 +198,9 @@ TABLE: dict[str, dict[str, Any]] = {
 
 
 def small(kind: type[Any], given: Mapping[str, Any] | None = None, decoder: bool = False) -> Any:
-    """A small config of a class, with the fields of `given` as they are there.
+    """A small config of a class, with the fields of `given` unchanged.
 
-    `decoder` asks for the causal form of what can be an encoder too.
+    `decoder` selects the causal form of a class that can also be an encoder.
     """
     given = {**TABLE.get(kind.model_type, {}), **(given or {})}
     parts = dict(getattr(kind, "sub_configs", {}))
@@ -210,22 +210,22 @@ def small(kind: type[Any], given: Mapping[str, Any] | None = None, decoder: bool
         value = fields[name]
         if name in _SPECIAL:
             chosen[name] = _SPECIAL[name]
-        elif name in _NAMED and (name in _ALWAYS or _number(value)):
+        elif name in _NAMED and (name in _ALWAYS or _is_int(value)):
             chosen[name] = _NAMED[name]
-        elif name.endswith(("_token_id", "_token_index")) and _number(value) and value >= FIRST:
+        elif name.endswith(("_token_id", "_token_index")) and _is_int(value) and value >= FIRST:
             chosen[name] = 4 + len([taken for taken in chosen if taken.endswith(("_id", "_index"))])
         elif name == "is_decoder" and decoder:
             chosen[name] = True
         elif name == "tie_word_embeddings":
-            chosen[name] = False  # a random model with tied ones says its last token again and again
+            chosen[name] = False  # a random model with tied embeddings repeats its last token
     if "kv_lora_rank" in fields and "num_key_value_heads" not in given:
-        chosen["num_key_value_heads"] = _HEADS  # what is compressed is shared by all heads already
+        chosen["num_key_value_heads"] = _HEADS  # the compressed state is shared by all heads already
     for name, part in parts.items():
         some = given.get(name)
         if isinstance(some, Mapping) or (name not in given and bool(getattr(part, "model_type", ""))):
             chosen[name] = small(_class(part, some), some)
     chosen |= {name: value for name, value in given.items() if name not in chosen and name != "model_type"}
-    return kind(**_layered(kind, chosen, set(fields)))
+    return kind(**_with_layer_types(kind, chosen, set(fields)))
 
 
 def _class(part: type[Any], given: Mapping[str, Any] | None) -> type[Any]:
@@ -234,27 +234,29 @@ def _class(part: type[Any], given: Mapping[str, Any] | None) -> type[Any]:
     return CONFIG_MAPPING[named] if named else part
 
 
-def _number(value: object) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _layered(kind: type[Any], chosen: dict[str, Any], fields: set[str]) -> dict[str, Any]:
-    """Lists of kinds of layers, each kind twice: attention alternates, feed-forward goes in blocks."""
+def _with_layer_types(kind: type[Any], chosen: dict[str, Any], fields: set[str]) -> dict[str, Any]:
+    """Lists of layer types, each type twice: attention alternates, feed-forward comes in blocks."""
     count = next((name for name in ("num_hidden_layers", "num_layers") if name in fields), None)
-    wanted = [name for name in ("layer_types", "mlp_layer_types") if name in fields]
-    if count is None or not wanted:
+    list_fields = [name for name in ("layer_types", "mlp_layer_types") if name in fields]
+    if count is None or not list_fields:
         return chosen
     layers = len(chosen["layer_types"]) if "layer_types" in chosen else chosen[count]
-    found = {name: list(dict.fromkeys(getattr(kind(), name) or ())) for name in wanted if name not in chosen}
+    found = {
+        name: list(dict.fromkeys(getattr(kind(), name) or ())) for name in list_fields if name not in chosen
+    }
     mixing, feeding = found.get("layer_types", []), found.get("mlp_layer_types", [])
     if len(mixing) > 1:
         layers = 2 * len(mixing)
     if mixing:
-        chosen["layer_types"] = _cycled(mixing, layers)
+        chosen["layer_types"] = _repeat_types(mixing, layers)
     if feeding:
         chosen["mlp_layer_types"] = [feeding[layer * len(feeding) // layers] for layer in range(layers)]
     return chosen | {count: layers}
 
 
-def _cycled(kinds: Sequence[str], count: int) -> list[str]:
+def _repeat_types(kinds: Sequence[str], count: int) -> list[str]:
     return [kinds[index % len(kinds)] for index in range(count)]

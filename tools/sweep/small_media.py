@@ -1,4 +1,4 @@
-"""Small configurations of models that see, hear or speak: sizes by field name, exceptions by model type."""
+"""Small configs of multimodal models: sizes by field name, exceptions by model type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .subject import Entry
 __all__ = ["SPECIAL", "VOCABULARY", "Ids", "overrides", "shrink"]
 
 VOCABULARY = 160
-SPECIAL = 100  # ids of placeholders and marks that do not fit are moved here and above; text stays below
+SPECIAL = 100  # special ids outside the vocabulary are moved to this id and above; text ids are below
 
 # One size wherever a field of that name occurs, in any sub-configuration.
 _BY_SIZE = {
@@ -74,24 +74,24 @@ SIZES: dict[str, int] = {
     **{name: size for size, names in _BY_SIZE.items() for name in names.split()},
     "vocab_size": VOCABULARY,
 }
-# Tuples that name layers: the vision tower has two.
+# Tuples of layer indices: the vision tower has two layers.
 TUPLES: dict[str, tuple[int, ...]] = {
     "deepstack_visual_indexes": (0,),
     "fullatt_block_indexes": (1,),
     "global_attn_indexes": (1,),
 }
-DERIVED = frozenset({"per_layer_config"})  # worked out anew from the layer types
+DERIVED = frozenset({"per_layer_config"})  # computed from the layer types
 ID = re.compile(r"(token_ids?|token_index|_id|_idx)$")
 
 
 class Ids:
-    """Moves ids that a small vocabulary has no room for; equal ids stay equal."""
+    """Moves ids outside the small vocabulary; equal ids stay equal."""
 
     def __init__(self) -> None:
         self.moved: dict[int, int] = {}
 
     def __call__(self, value: Any) -> Any:
-        """The id to use instead; of a list, the list of them; anything else as it is."""
+        """The new id, or the list of new ids; any other value unchanged."""
         if isinstance(value, (list, tuple)):
             return type(value)(self(item) for item in value)
         if isinstance(value, bool) or not isinstance(value, int) or value < SPECIAL:
@@ -100,7 +100,7 @@ class Ids:
 
 
 def layers(fields: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """How many layers there were and which to keep: two kinds twice each, more once each, one kind twice."""
+    """The number of layers and which to keep: two kinds twice each, more once each, one kind twice."""
     name = next((n for n in ("num_hidden_layers", "n_layers", "num_layers", "depth") if fields.get(n)), None)
     count = fields[name] if name else 0
     lists = [v for v in fields.values() if isinstance(v, (list, tuple)) and len(v) == count > 2]
@@ -160,7 +160,7 @@ def rope(value: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-# What the rules above cannot know, by model type: dotted field -> value, set last.
+# Exceptions by model type: dotted field -> value, set last.
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 SECTIONS = "text_config.rope_parameters.mrope_section"
 CONVOLUTIONS = {
@@ -201,7 +201,7 @@ MUSIC = {f"audio_encoder.{name}": value for name, value in ENCODEC.items()} | {
 VOICE = {
     "t2u_vocab_size": 64,
     "unit_hifi_gan_vocab_size": 64,
-    "vocoder_offset": 0,  # else a random model names units that are none
+    "vocoder_offset": 0,  # else a random model generates invalid units
     "unit_embed_dim": 8,
     "lang_embed_dim": 8,
     "spkr_embed_dim": 8,
@@ -254,7 +254,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "t2u_variance_predictor_embed_dim": 32,
         "t2u_variance_predictor_hidden_dim": 16,
     },
-    "qwen2_5_omni": {  # its generate() asks for the voice even when it is not to speak
+    "qwen2_5_omni": {  # its generate() needs the voice even without speech output
         "token2wav_config.dit_config.enc_channels": [8, 8, 8, 8, 24],
         "token2wav_config.dit_config.enc_attention_channels": 8,
         "token2wav_config.dit_config.enc_se_channels": 8,
@@ -467,7 +467,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "fun_asr_nano": {"adaptor_config.intermediate_size": 8},
     "granite_speech": {"has_lora_adapter": False, "encoder_config.context_size": 8},
     "granite_speech_plus": {"has_lora_adapter": False, "encoder_config.context_size": 8},
-    "whisper": {  # its generate() takes padding off the end of what was said: nothing may say it
+    "whisper": {  # its generate() strips padding at the end, so no token may equal it
         "pad_token_id": SPECIAL,
         "bos_token_id": SPECIAL,
         "eos_token_id": SPECIAL,
@@ -492,7 +492,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def overrides(fields: dict[str, Any], entry: Entry) -> None:
-    """Sets the exceptions of this architecture."""
+    """Apply the exceptions of this architecture."""
     for path, value in EXCEPTIONS.get(entry.name, EXCEPTIONS.get(entry.model_type, {})).items():
         *way, last = path.split(".")
         place = fields

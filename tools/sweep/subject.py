@@ -1,4 +1,4 @@
-"""What is tried: a tiny random model and a few prompts of different length."""
+"""The subject of a trial: a tiny random model and prompts of different lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Subject:
-    """A model and what it is asked.
+    """A model and its prompts.
 
     `prompts` are inputs of `generate()` as batches of one, of different length where the model has text
     prompts; `batch` is all of them as one padded batch as the model's own processor would make it
@@ -32,5 +32,5 @@ class Subject:
     model: Any
     prompts: list[dict[str, Tensor]]
     batch: dict[str, Tensor] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # more arguments for both generate()s
-    note: str = ""  # what is special about it
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of both generate()s
+    note: str = ""  # remark for the report

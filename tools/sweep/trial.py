@@ -1,4 +1,4 @@
-"""One architecture tried: transformers' own generate() first, then ours, then what differs."""
+"""The trial of one architecture: transformers' own generate(), then ours, then the differences."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from descant.models.traits import traits_of
 from tools.sweep.catalogue import TEXT
 from tools.sweep.subject import Entry, Subject
 
-__all__ = ["BEAMS", "NEW", "Differs", "blank", "compared", "subject_of", "trial"]
+__all__ = ["BEAMS", "NEW", "Differs", "ModelOutput", "blank", "check_equal", "subject_of", "trial"]
 
-NEW = 10  # tokens asked for
+NEW = 10  # new tokens
 BEAMS = 4
-_TOLERANCE = 1e-4  # of a logit, times the largest there is
+_TOLERANCE = 1e-4  # of a logit, relative to the largest
 _LINES = 12  # of a traceback, kept
 _REFUSALS = (descant.UnsupportedModel, descant.InputError, descant.NotInThisVersion)
 
@@ -33,23 +33,23 @@ class Differs(Exception):
     """A check that failed: its name and the first difference."""
 
 
-class Said(NamedTuple):
-    """What a model said: tokens [B, L], and the logits of each step [T, B, V] where they were given."""
+class ModelOutput(NamedTuple):
+    """The output of a model: tokens [B, L], and the logits of each step [T, B, V] if returned."""
 
     tokens: Tensor
     logits: Tensor | None = None
 
 
 class Reference(NamedTuple):
-    """What transformers' own generate() says, prompt by prompt; `beam` is empty where it cannot search."""
+    """The output of transformers' own generate() by prompt; `beam` is empty where its beam search fails."""
 
-    greedy: list[Said]
-    beam: Sequence[Said | None]
-    error: str = ""  # of a search with a cache
+    greedy: list[ModelOutput]
+    beam: Sequence[ModelOutput | None]
+    error: str = ""  # of beam search with a cache
 
 
 def blank(entry: Entry) -> dict[str, Any]:
-    """The record of an architecture about which nothing is known yet."""
+    """The initial record of an architecture."""
     nothing = {"status": "not tried", "reason": "", "note": "", "beam": "not compared", "facts": None}
     return {**entry._asdict(), **nothing, "reference_beam": ""}
 
@@ -57,7 +57,7 @@ def blank(entry: Entry) -> dict[str, Any]:
 def trial(entry: Entry, stage: Stage = lambda _: None) -> dict[str, Any]:
     """Try one architecture; a record of plain data.
 
-    `stage` is told what is about to be done, for whoever has to say where a process died.
+    `stage` is called with the name of each stage, so that the parent can report where a process died.
     """
     record = blank(entry)
     clock = _Clock(record)
@@ -74,7 +74,7 @@ def trial(entry: Entry, stage: Stage = lambda _: None) -> dict[str, Any]:
     record |= {"note": subject.note, "reference_beam": reference.error}
     stage("descant")
     try:
-        record["facts"] = _plain(dataclasses.asdict(traits_of(subject.model)))
+        record["facts"] = _jsonable(dataclasses.asdict(traits_of(subject.model)))
         record["beam"] = _compare(subject, reference)
         record["status"] = "works"
     except _REFUSALS as error:
@@ -102,7 +102,7 @@ class _Clock:
 
 def subject_of(entry: Entry) -> Subject:
     """The tiny model of an architecture and its prompts."""
-    # Each half of the catalogue only pays for its own imports.
+    # Import only the module of this half of the catalogue.
     module = importlib.import_module("tools.sweep.text" if entry.task in TEXT else "tools.sweep.media")
     subject: Subject = module.subject(entry)
     return subject
@@ -110,12 +110,12 @@ def subject_of(entry: Entry) -> Subject:
 
 def _reference(subject: Subject) -> Reference:
     own = subject.model.generate
-    greedy = [_said(own, subject, prompt) for prompt in subject.prompts]
-    for said in greedy:
-        if said.logits is not None and bool(said.logits.isnan().any()):
+    greedy = [_run(own, subject, prompt) for prompt in subject.prompts]
+    for output in greedy:
+        if output.logits is not None and bool(output.logits.isnan().any()):
             raise FloatingPointError("transformers' own logits are not numbers")
     try:
-        beam = [_said(own, subject, prompt, BEAMS) for prompt in subject.prompts]
+        beam = [_run(own, subject, prompt, BEAMS) for prompt in subject.prompts]
     except Exception as error:
         plain = [_uncached(subject, prompt) for prompt in subject.prompts]
         return Reference(greedy, plain, _headline(error))
@@ -125,8 +125,8 @@ def _reference(subject: Subject) -> Reference:
 def _compare(subject: Subject, reference: Reference) -> str:
     """How beams were compared; raises Differs at the first check that fails."""
 
-    def ours(prompt: dict[str, Tensor], beams: int = 1) -> Said:
-        return _said(lambda **given: descant.generate(subject.model, **given), subject, prompt, beams)
+    def ours(prompt: dict[str, Tensor], beams: int = 1) -> ModelOutput:
+        return _run(lambda **inputs: descant.generate(subject.model, **inputs), subject, prompt, beams)
 
     greedy, beam = [], []
     how = (
@@ -138,7 +138,7 @@ def _compare(subject: Subject, reference: Reference) -> str:
     )
     for index, prompt in enumerate(subject.prompts):
         greedy.append(ours(prompt))
-        compared(f"greedy, prompt {index}", reference.greedy[index], greedy[-1])
+        check_equal(f"greedy, prompt {index}", reference.greedy[index], greedy[-1])
     for index, expected in enumerate(reference.beam if any(reference.beam) else ()):
         beam.append(ours(subject.prompts[index], BEAMS))
         if expected is not None and not _compare_beams(subject, index, expected, beam[-1]):
@@ -150,67 +150,69 @@ def _compare(subject: Subject, reference: Reference) -> str:
     return how
 
 
-def _compare_beams(subject: Subject, index: int, expected: Said, got: Said) -> bool:
-    """Whether a search equals transformers' own; where its cache leads that astray, the one without."""
+def _compare_beams(subject: Subject, index: int, expected: ModelOutput, got: ModelOutput) -> bool:
+    """Whether beams equal those of transformers with a cache; if that is wrong, compare without a cache."""
     check = f"beams, prompt {index}"
     try:
-        compared(check, expected, got)
+        check_equal(check, expected, got)
     except Differs:
         plain = _uncached(subject, subject.prompts[index])
         if plain is None or torch.equal(plain.tokens, expected.tokens):
             raise
-        compared(f"{check}, without a cache", plain, got)
+        check_equal(f"{check}, without a cache", plain, got)
         return False
     return True
 
 
-def _uncached(subject: Subject, prompt: dict[str, Tensor]) -> Said | None:
-    """What transformers' own beam search says when it computes everything anew at each step, if it can."""
+def _uncached(subject: Subject, prompt: dict[str, Tensor]) -> ModelOutput | None:
+    """The output of transformers' own beam search without a cache, None if it fails."""
     call = functools.partial(subject.model.generate, use_cache=False)
     try:
-        return _said(call, subject, prompt, BEAMS)
-    except Exception:  # a second opinion, and nothing depends on there being one
+        return _run(call, subject, prompt, BEAMS)
+    except Exception:  # the second comparison is optional
         return None
 
 
-def _compare_rows(check: str, subject: Subject, singles: Sequence[Said], joint: Said) -> None:
-    """Rows of a batch say what they say alone; what is left of a shorter one is padding."""
+def _compare_rows(check: str, subject: Subject, singles: Sequence[ModelOutput], joint: ModelOutput) -> None:
+    """Compare the rows of a batch with the same prompts alone; shorter rows end in padding."""
     for index, single in enumerate(singles):
-        start = _prompted(subject, subject.batch)
+        start = _prompt_columns(subject, subject.batch)
         row = joint.tokens[index : index + 1, start:]
-        alone = single.tokens[:, _prompted(subject, subject.prompts[index]) :]
+        alone = single.tokens[:, _prompt_columns(subject, subject.prompts[index]) :]
         pad = torch.full_like(row, subject.model.generation_config.pad_token_id or 0)
         pad[:, : alone.shape[1]] = alone[:, : row.shape[1]]
         logits = None
         if joint.logits is not None and single.logits is not None:
             logits = joint.logits[: len(single.logits), index : index + 1]
-        compared(f"{check}, row {index}", Said(pad, single.logits), Said(row, logits))
+        check_equal(f"{check}, row {index}", ModelOutput(pad, single.logits), ModelOutput(row, logits))
 
 
-def _prompted(subject: Subject, inputs: dict[str, Tensor] | None) -> int:
-    """How many columns of what comes out are the prompt."""
+def _prompt_columns(subject: Subject, inputs: dict[str, Tensor] | None) -> int:
+    """The number of prompt columns in the output."""
     if subject.model.config.is_encoder_decoder or inputs is None or "input_ids" not in inputs:
         return 0
     return int(inputs["input_ids"].shape[-1])
 
 
-def compared(check: str, expected: Said, got: Said) -> None:
+def check_equal(check: str, expected: ModelOutput, got: ModelOutput) -> None:
     """Raise Differs unless tokens are equal and logits about equal."""
     if expected.tokens.shape != got.tokens.shape:
         shapes = f"{list(expected.tokens.shape)} expected, got {list(got.tokens.shape)}"
         raise Differs(f"{check}: shape of the sequences, {shapes}")
-    wrong = (expected.tokens != got.tokens).nonzero()
-    if len(wrong):
-        where = tuple(int(index) for index in wrong[0])
+    mismatches = (expected.tokens != got.tokens).nonzero()
+    if len(mismatches):
+        where = tuple(int(index) for index in mismatches[0])
         tokens = f"{int(expected.tokens[where])} expected, got {int(got.tokens[where])}"
         raise Differs(f"{check}: token at {list(where)}, {tokens}{_gap(expected, got)}")
-    off = _off(expected, got)
-    if off is not None and off[1] > off[2]:
-        raise Differs(f"{check}: logits of step {off[0]} by {off[1]:.2e} (tolerance {off[2]:.1e})")
+    difference = _logit_difference(expected, got)
+    if difference is not None:
+        step, distance, tolerance = difference
+        if distance > tolerance:
+            raise Differs(f"{check}: logits of step {step} by {distance:.2e} (tolerance {tolerance:.1e})")
 
 
-def _off(expected: Said, got: Said) -> tuple[int, float, float] | None:
-    """The first step whose logits are too far off, or the one furthest off: it, how far, the tolerance."""
+def _logit_difference(expected: ModelOutput, got: ModelOutput) -> tuple[int, float, float] | None:
+    """The first step whose logits exceed the tolerance, else the worst: step, difference, tolerance."""
     if expected.logits is None or got.logits is None:
         return None
     steps = min(len(expected.logits), len(got.logits))
@@ -220,39 +222,46 @@ def _off(expected: Said, got: Said) -> tuple[int, float, float] | None:
         return int((finite != right.isfinite()).flatten(1).any(1).nonzero()[0]), float("inf"), 0.0
     left, right = left.where(finite, 0), right.where(finite, 0)
     tolerance = _TOLERANCE * max(1.0, float(left.abs().max()))
-    far = (left - right).abs().flatten(1).amax(1)  # [T]
-    beyond = (far > tolerance).nonzero()
-    step = int(beyond[0]) if len(beyond) else int(far.argmax())
-    return step, float(far[step]), tolerance
+    differences = (left - right).abs().flatten(1).amax(1)  # [T]
+    beyond = (differences > tolerance).nonzero()
+    step = int(beyond[0]) if len(beyond) else int(differences.argmax())
+    return step, float(differences[step]), tolerance
 
 
-def _gap(expected: Said, got: Said) -> str:
-    off = _off(expected, got)
-    return "" if off is None else f" (logits of step {off[0]} by {off[1]:.2e})"
+def _gap(expected: ModelOutput, got: ModelOutput) -> str:
+    difference = _logit_difference(expected, got)
+    return "" if difference is None else f" (logits of step {difference[0]} by {difference[1]:.2e})"
 
 
-def _said(call: Callable[..., Any], subject: Subject, prompt: Mapping[str, Any], beams: int = 1) -> Said:
-    # Models may write into what they are given; the next call must find it as it was.
-    given = {name: value.clone() if isinstance(value, Tensor) else value for name, value in prompt.items()}
-    asked: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "num_beams": beams, **subject.options}
+def _run(
+    call: Callable[..., Any], subject: Subject, prompt: Mapping[str, Any], beams: int = 1
+) -> ModelOutput:
+    # Models may write into their inputs; the next call needs the originals.
+    inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in prompt.items()}
+    options: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "num_beams": beams,
+        **subject.options,
+    }
     if beams == 1:
-        asked = {"output_logits": True, "return_dict_in_generate": True, **asked}
-    asked = {name: value for name, value in asked.items() if value is not None}
+        options = {"output_logits": True, "return_dict_in_generate": True, **options}
+    options = {name: value for name, value in options.items() if value is not None}
     torch.manual_seed(0)  # a few models draw numbers in their forward
     with torch.no_grad():
-        answer = call(**given, **asked)
+        answer = call(**inputs, **options)
     tokens = answer if isinstance(answer, Tensor) else answer.sequences
-    # A model may have noted on its own config what the last call asked for (Pop2Piano does).
+    # A model may store arguments of the last call on its config (Pop2Piano does).
     logits = getattr(answer, "logits", None) if beams == 1 else None
-    return Said(tokens, torch.stack([step.float() for step in logits]) if logits else None)
+    return ModelOutput(tokens, torch.stack([step.float() for step in logits]) if logits else None)
 
 
-def _plain(value: Any) -> Any:
-    """Data as JSON has it; what it has not, as text."""
+def _jsonable(value: Any) -> Any:
+    """Data as JSON types; other values as text."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [_jsonable(item) for item in value]
     plain = value is None or isinstance(value, str | int | float)
     return value if plain else str(value)
 

@@ -36,128 +36,128 @@ class Parameters(FrozenParameters):
     # -- length
     max_length: int = field(
         default=20, off=NoOffValue, kind=types.integer(1), group="length",
-        doc="Longest sequence, prompt included; when no length is given at all, 20 new tokens.")
+        doc="Maximum length, prompt included; 20 new tokens if no length is given.")
     max_new_tokens: int | None = field(
         default=None, kind=types.integer(1), group="length",
-        doc="Most tokens to add to the prompt; beats `max_length` of the same or a lower level.")
+        doc="Maximum number of new tokens; overrides `max_length` of the same or a lower level.")
     min_length: int = field(
         default=0, kind=types.integer(), group="length",
-        doc="Shortest sequence, prompt included: no end token before it.")
+        doc="Minimum length, prompt included; no end token before it.")
     min_new_tokens: int | None = field(
         default=None, kind=types.integer(), group="length",
-        doc="Fewest tokens to add before an end token; beats `min_length` of the same or a lower level.")
+        doc="Minimum number of new tokens before an end token; overrides `min_length` of the same or a lower "
+        "level.")
     max_time: float | None = field(
         default=None, kind=types.real(0.0, open_low=True), group="length",
-        doc="Seconds after which no further step begins.")
+        doc="Seconds after which no further step starts.")
     stop_strings: str | Sequence[str] | None = field(
         default=None, kind=types.strings(), group="length",
-        doc="Text, or several texts, that end a row once it has produced one of them; needs `tokenizer`.")
+        doc="Text, or several texts, that end a row when generated; needs `tokenizer`.")
     stop_token_ids: Sequence[int] | None = field(
         default=None, kind=types.tokens(empty=True), group="length",
-        doc="Further tokens that end a row, besides `eos_token_id`.")
+        doc="Tokens that end a row, in addition to `eos_token_id`.")
     stop_regex: str | None = field(
         default=None, kind=types.pattern(), group="length",
-        doc="Regular expression that ends a row once its new text matches anywhere; needs `tokenizer`.")
+        doc="Regular expression that ends a row when its new text matches anywhere; needs `tokenizer`.")
 
     # -- strategy
     do_sample: bool = field(
         default=False, kind=types.flag(), group="strategy",
-        doc="Draw the next token at random instead of taking the likeliest.")
+        doc="Sample the next token instead of taking the most likely.")
     num_beams: int = field(
         default=1, kind=types.integer(1), group="strategy",
-        doc="Hypotheses kept side by side; 1 is no beam search.")
+        doc="Number of beams; 1 is no beam search.")
     penalty_alpha: float | None = field(
         default=None, kind=types.real(0.0, 1.0), group="strategy",
-        doc="Weight of the repetition term in contrastive search, against the model's confidence.")
+        doc="Weight of the degeneration penalty in contrastive search, against the model's confidence.")
     dola_layers: str | Sequence[int] | None = field(
         default=None, kind=types.layers(), group="strategy",
         doc='Early layers that DoLa contrasts with the last: "low", "high", or indices (0: embeddings).')
     guidance_scale: float | None = field(
         default=None, kind=types.real(), group="strategy",
-        doc="Strength of classifier-free guidance away from the negative prompt; 1 is none.")
+        doc="Scale of classifier-free guidance away from the negative prompt; 1 is none.")
     token_healing: bool = field(
         default=False, kind=types.flag(), group="strategy",
-        doc="Let the model write the end of the prompt again, in tokens that agree with its text; needs "
-        "`tokenizer`.")
+        doc="Generate the end of the prompt again, with tokens that agree with its text; needs `tokenizer`.")
     banned_phrases: str | Sequence[str] | None = field(
         default=None, kind=types.strings(), group="strategy",
-        doc="Text, or several texts, never said: a row that completes one is cut back to where it began, "
-        "and goes another way; needs `tokenizer`.")
+        doc="Text, or several texts, that must not be generated: a row that completes one backtracks to its "
+        "start and continues differently; needs `tokenizer`.")
     seed: int | None = field(
         default=None, kind=types.integer(), group="strategy",
-        doc="Seed of the row's own random stream; unset draws from torch's generator.")
+        doc="Seed of the row's own random stream; drawn from torch's generator if unset.")
     prefix_allowed_tokens_fn: Callable[[int, Any], Sequence[int]] | None = field(
         default=None, kind=types.function(), group="strategy",
-        doc="Function of a prompt's number and a row's ids that says which tokens may come next.")
+        doc="Function of a prompt's index and a row's ids that returns the allowed next tokens.")
     processor_order: Sequence[str] | None = field(
         default=None, kind=types.names(), group="strategy",
-        doc='Fields whose processors run in this order, in the places these have among all; "custom": the '
-        "caller's own.")
+        doc='Fields whose processors run in this order, at the positions of these fields in the whole order; '
+        '"custom": the processors of the call.')
     thinking_budget: int | None = field(
         default=None, kind=types.integer(), group="strategy",
-        doc="Most tokens of thought, after which `thinking_end` is forced.")
+        doc="Maximum number of thinking tokens, after which `thinking_end` is forced.")
     thinking_start: Sequence[int] | None = field(
         default=None, kind=types.tokens(empty=True), group="strategy",
-        doc="Tokens that open a thought; unset: the thought begins with the first new token.")
+        doc="Tokens that start thinking; if unset, thinking starts with the first new token.")
     thinking_end: Sequence[int] | None = field(
         default=None, kind=types.tokens(), group="strategy",
-        doc="Tokens that close a thought.")
+        doc="Tokens that end thinking.")
 
     # -- beams
     early_stopping: bool | str = field(
         default=False, kind=types.early_stopping_mode(), group="beams",
-        doc='When a beam search ends: True at `num_beams` finished, False when better is unlikely, "never" '
-        "when better is impossible.")
+        doc='When beam search ends: True at `num_beams` finished hypotheses, False when a better one is '
+        'unlikely, "never" when a better one is impossible.')
     length_penalty: float = field(
         default=1.0, off=NoOffValue, kind=types.real(-50.0, 50.0), group="beams",
-        doc="Power of the length that divides a hypothesis' log-probability; above 0 favours long ones.")
+        doc="Exponent of the length that divides a hypothesis' log-probability; above 0 favours long ones.")
     num_beam_groups: int = field(
         default=1, kind=types.integer(1), group="beams",
-        doc="Groups into which the beams are divided so that they differ from each other.")
+        doc="Number of beam groups for diverse beam search.")
     diversity_penalty: float = field(
         default=0.0, kind=types.real(0.0), group="beams",
-        doc="Taken from a token's score for each earlier group that chose it at the same step.")
+        doc="Subtracted from a token's score for each earlier group that selected it at the same step.")
     constraints: Sequence[Any] | None = field(
         default=None, kind=types.constraint_objects(), group="beams",
-        doc="Constraint objects that every result of the beam search must fulfil.")
+        doc="Constraint objects that every beam search result must satisfy.")
     force_words_ids: Sequence[Any] | None = field(
         default=None, kind=types.words_or_choices(), group="beams",
         doc="Words that must occur, as token ids; a list of lists is a word with alternatives.")
     ordered_constraints: bool = field(
         default=False, kind=types.flag(), group="beams",
-        doc="Whether the constraints must be met in the order given.")
+        doc="Satisfy the constraints in the given order.")
     constraint_gap: int = field(
         default=0, kind=types.integer(), group="beams",
-        doc="Fewest tokens between the end of one constraint and the beginning of the next.")
+        doc="Minimum number of tokens between the end of one constraint and the start of the next.")
     low_memory: bool | None = field(
         default=None, kind=types.flag(), group="beams",
-        doc="Run beams or candidates one after the other, for less memory.")
+        doc="Run beams or candidates sequentially, to save memory.")
 
     # -- sampling
     temperature: float = field(
         default=1.0, kind=types.positive_real(zero=True), group="sampling",
-        doc="Divisor of the logits: below 1 sharper, above 1 flatter.")
+        doc="Divisor of the logits; below 1 is sharper, above 1 is flatter.")
     top_k: int = field(
         default=50, off=0, kind=types.integer(), group="sampling",
-        doc="Keep this many of the likeliest tokens; 0 keeps all.")
+        doc="Keep this many of the most likely tokens; 0 keeps all.")
     top_p: float = field(
         default=1.0, kind=types.real(0.0, 1.0), group="sampling",
-        doc="Keep the fewest likeliest tokens whose probabilities reach this sum; 1 keeps all.")
+        doc="Keep the smallest set of most likely tokens whose probabilities reach this sum; 1 keeps all.")
     min_p: float | None = field(
         default=None, kind=types.real(0.0, 1.0), group="sampling",
-        doc="Keep tokens at least this fraction as likely as the likeliest.")
+        doc="Keep tokens with at least this fraction of the maximum probability.")
     top_h: float | None = field(
         default=None, kind=types.real(0.0, 1.0, open_low=True), group="sampling",
-        doc="Keep the likeliest tokens whose entropy stays within this share of the whole.")
+        doc="Keep the most likely tokens whose entropy stays within this share of the total.")
     top_n_sigma: float | None = field(
         default=None, kind=types.real(0.0, open_low=True), group="sampling",
-        doc="Keep tokens whose logit is at most this many standard deviations below the best.")
+        doc="Keep tokens whose logit is at most this many standard deviations below the maximum.")
     p_less: bool = field(
         default=False, kind=types.flag(), group="sampling",
-        doc="Keep tokens at least as likely as two independent draws are to agree.")
+        doc="Keep tokens at least as likely as the collision probability of two independent draws.")
     typical_p: float = field(
         default=1.0, kind=types.real(0.0, 1.0, open_low=True), group="sampling",
-        doc="Keep the tokens of most typical information content up to this probability; 1 keeps all.")
+        doc="Keep the tokens of most typical information content up to this total probability; 1 keeps all.")
     epsilon_cutoff: float = field(
         default=0.0, kind=types.real(0.0, 1.0, open_high=True), group="sampling",
         doc="Drop tokens less likely than this; 0 drops none.")
@@ -166,109 +166,109 @@ class Parameters(FrozenParameters):
         doc="Drop tokens less likely than a bound that falls with the entropy; 0 drops none.")
     xtc_probability: float = field(
         default=0.0, kind=types.real(0.0, 1.0), group="sampling",
-        doc="How often to leave out all but the least likely of the tokens above `xtc_threshold`.")
+        doc="Probability of removing all but the least likely of the tokens above `xtc_threshold`.")
     xtc_threshold: float = field(
         default=0.1, off=NoOffValue, kind=types.real(0.0, 1.0), group="sampling",
-        doc="Probability from which on a token counts as a top choice.")
+        doc="Minimum probability of a top choice for XTC.")
     dynamic_temperature_range: float = field(
         default=0.0, kind=types.real(0.0), group="sampling",
-        doc="How far the temperature follows the entropy, down and up from `temperature`.")
+        doc="How far the temperature moves with the entropy, below and above `temperature`.")
     dynamic_temperature_exponent: float = field(
         default=1.0, off=NoOffValue, kind=types.positive_real(), group="sampling",
-        doc="Power of the relative entropy by which the temperature rises.")
+        doc="Exponent of the relative entropy in the dynamic temperature.")
     mirostat_tau: float | None = field(
         default=None, kind=types.real(0.0, open_low=True), group="sampling",
-        doc="Surprise a token, in bits, that mirostat steers towards.")
+        doc="Target surprise of mirostat, in bits per token.")
     mirostat_eta: float = field(
         default=0.1, off=NoOffValue, kind=types.real(0.0, 1.0), group="sampling",
-        doc="How fast mirostat corrects its bound.")
+        doc="Learning rate of mirostat.")
     adaptive_p_target: float | None = field(
         default=None, kind=types.real(0.0, 1.0), group="sampling",
-        doc="Probability of the chosen tokens that adaptive-p steers towards.")
+        doc="Target probability of the selected tokens for adaptive-p.")
     adaptive_p_decay: float = field(
         default=0.9, off=NoOffValue, kind=types.real(0.0, 0.99), group="sampling",
-        doc="How long adaptive-p remembers what was chosen.")
+        doc="Decay of the running average of adaptive-p.")
 
     # -- penalties, bans and biases
     repetition_penalty: float = field(
         default=1.0, kind=types.positive_real(), group="penalties",
-        doc="Factor against tokens that already occurred; 1 is none, below 1 invites them.")
+        doc="Factor against tokens that already occurred; 1 is none, below 1 favours them.")
     no_repeat_ngram_size: int = field(
         default=0, kind=types.integer(), group="penalties",
         doc="Length of the n-grams that may occur only once; 0 bans none.")
     no_repeat_ngram_window: int = field(
         default=0, kind=types.integer(), group="penalties",
-        doc="How many of the last tokens count for `no_repeat_ngram_size`; 0: all.")
+        doc="Number of last tokens that `no_repeat_ngram_size` looks at; 0 is all.")
     presence_penalty: float = field(
         default=0.0, kind=types.real(-2.0, 2.0), group="penalties",
-        doc="Taken from the logit of every token that was generated before.")
+        doc="Subtracted from the logit of every token that was generated before.")
     frequency_penalty: float = field(
         default=0.0, kind=types.real(-2.0, 2.0), group="penalties",
-        doc="Taken from the logit of a token each time that it was generated before.")
+        doc="Subtracted from the logit of a token for each time that it was generated before.")
     dry_multiplier: float = field(
         default=0.0, kind=types.real(0.0), group="penalties",
-        doc="Weight of the DRY penalty against going on with a repeat; 0 is none.")
+        doc="Weight of the DRY penalty against continuing a repeat; 0 is none.")
     dry_base: float = field(
         default=1.75, off=NoOffValue, kind=types.real(1.0, 100.0), group="penalties",
         doc="Factor by which the DRY penalty grows with each token of the repeat.")
     dry_allowed_length: int = field(
         default=2, off=NoOffValue, kind=types.integer(1), group="penalties",
-        doc="Longest repeat that DRY lets pass.")
+        doc="Maximum length of a repeat without DRY penalty.")
     dry_range: int = field(
         default=0, kind=types.integer(), group="penalties",
-        doc="How many of the last tokens DRY looks at; 0: all.")
+        doc="Number of last tokens that DRY looks at; 0 is all.")
     dry_sequence_breakers: Sequence[int | str] | None = field(
         default=None, kind=types.tokens_or_texts(), group="penalties",
-        doc="Tokens that no repeat runs across: ids, or texts that they contain (needs `tokenizer`).")
+        doc="Tokens that end a repeat: ids, or texts that they contain (needs `tokenizer`).")
     logit_bias: Mapping[int, float] | None = field(
         default=None, kind=types.token_biases(), group="penalties",
-        doc="What to add to the logits of these tokens.")
+        doc="Values to add to the logits of these tokens.")
     bad_words_ids: Sequence[Sequence[int]] | None = field(
         default=None, kind=types.words(), group="penalties",
-        doc="Token sequences that must not be produced.")
+        doc="Token sequences that must not be generated.")
     sequence_bias: Mapping[tuple[int, ...], float] | None = field(
         default=None, kind=types.sequence_biases(), group="penalties",
-        doc="What to add to the logit of a token that would complete each of these sequences.")
+        doc="Values to add to the logit of a token that would complete one of these sequences.")
     exponential_decay_length_penalty: tuple[int, float] | None = field(
         default=None, kind=types.decay_pair(), group="penalties",
-        doc="From this many new tokens on, raise the end token's score by a growing power of the factor.")
+        doc="After this many new tokens, raise the end token's score by a growing power of the factor.")
     suppress_tokens: Sequence[int] | None = field(
         default=None, kind=types.tokens(empty=True), group="penalties",
-        doc="Tokens that are never produced.")
+        doc="Tokens that are never generated.")
     begin_suppress_tokens: Sequence[int] | None = field(
         default=None, kind=types.tokens(empty=True), group="penalties",
-        doc="Tokens that are not produced first.")
+        doc="Tokens that are not generated first.")
     renormalize_logits: bool = field(
         default=False, kind=types.flag(), group="penalties",
         doc="Apply a log-softmax after all processors.")
     remove_invalid_values: bool = field(
         default=False, kind=types.flag(), group="penalties",
-        doc="Replace NaN and infinite logits by finite ones before choosing.")
+        doc="Replace NaN and infinite logits by finite values before selection.")
 
     # -- special tokens
     pad_token_id: int | None = field(
         default=None, kind=types.token(), group="tokens",
-        doc="Token that fills the results up to one length.")
+        doc="Padding token of the results.")
     bos_token_id: int | None = field(
         default=None, kind=types.token(), group="tokens",
-        doc="Token that begins a sequence when there is no prompt.")
+        doc="First token of a sequence without a prompt.")
     eos_token_id: int | Sequence[int] | None = field(
         default=None, kind=types.token_or_tokens(), group="tokens",
         doc="Token, or tokens, that end a row.")
     forced_bos_token_id: int | None = field(
         default=None, kind=types.token(), group="tokens",
-        doc="Token that must come first, after the start token.")
+        doc="Token that is forced first, after the start token.")
     forced_eos_token_id: int | Sequence[int] | None = field(
         default=None, kind=types.token_or_tokens(), group="tokens",
-        doc="Token, or tokens, one of which must come last when the length limit is reached.")
+        doc="Token, or one of several tokens, that is forced last at the length limit.")
     forced_decoder_ids: Sequence[Sequence[int | None]] | None = field(
         default=None, kind=types.position_token_pairs(), group="tokens",
-        doc="Pairs of position and token that are forced before choosing begins.")
+        doc="Pairs of position and forced token.")
 
     # -- output
     num_return_sequences: int = field(
         default=1, kind=types.integer(1), group="output",
-        doc="Results for each prompt.")
+        doc="Number of results per prompt.")
     return_dict_in_generate: bool = field(
         default=False, kind=types.flag(), group="output",
         doc="Return an output object instead of the token tensor alone.")
@@ -277,11 +277,11 @@ class Parameters(FrozenParameters):
         doc="Also return each step's scores after the processors.")
     output_logits: bool | None = field(
         default=None, kind=types.flag(), group="output",
-        doc="Also return each step's logits as the model gave them.")
+        doc="Also return each step's logits before the processors.")
     logprobs: int | None = field(
         default=None, kind=types.integer(), group="output",
         doc="Also return each token's log-probability before and after the processors, and this many of "
-        "the likeliest tokens at its place.")
+        "the most likely tokens at its position.")
     output_attentions: bool = field(
         default=False, kind=types.flag(), group="output",
         doc="Also return the attention weights of every layer.")
@@ -292,7 +292,7 @@ class Parameters(FrozenParameters):
     # -- encoder-decoder
     decoder_start_token_id: int | Sequence[int] | None = field(
         default=None, kind=types.token_or_tokens(), group="encoder",
-        doc="First token of the decoder, or one for each row; else the begin token.")
+        doc="First token of the decoder, or one for each row; `bos_token_id` if unset.")
     encoder_no_repeat_ngram_size: int = field(
         default=0, kind=types.integer(), group="encoder",
         doc="Length of the n-grams of the encoder's input that must not occur in the output; 0 bans none.")
@@ -303,13 +303,13 @@ class Parameters(FrozenParameters):
     # -- speech
     return_timestamps: bool = field(
         default=False, kind=types.flag(), group="speech",
-        doc="Keep to the rules of timestamp tokens, in pairs and ascending.")
+        doc="Generate timestamp tokens, in pairs and ascending.")
     no_timestamps_token_id: int | None = field(
         default=None, kind=types.token(), group="speech",
-        doc="Token that says there are no timestamps; the timestamps follow it in the vocabulary.")
+        doc="Token for no timestamps; the timestamps follow it in the vocabulary.")
     max_initial_timestamp_index: int | None = field(
         default=None, kind=types.integer(), group="speech",
-        doc="Latest first timestamp, counted from the one for zero.")
+        doc="Index of the latest first timestamp, counted from zero seconds.")
 
     # -- speculation
     is_assistant: bool = field(
@@ -317,30 +317,30 @@ class Parameters(FrozenParameters):
         doc="This config belongs to a draft model.")
     num_assistant_tokens: int = field(
         default=20, off=NoOffValue, kind=types.integer(1), group="speculation",
-        doc="Tokens that a draft model guesses before the model checks them, at most.")
+        doc="Maximum number of tokens that a draft model drafts before verification.")
     num_assistant_tokens_schedule: str = field(
         default="adaptive", off=NoOffValue,
         kind=types.choice("constant", "heuristic", "heuristic_transient", "adaptive"), group="speculation",
-        doc="How many tokens are guessed: always as many; more after a run that was right and fewer after "
-        "another; or up to as many as pay, by what was right and what forwards take.")
+        doc="How the draft length changes: constant; longer after a fully accepted draft and shorter after "
+        "another; or adapted to the acceptance rate and the cost of forwards.")
     assistant_confidence_threshold: float = field(
         default=0.4, off=NoOffValue, kind=types.real(0.0, 1.0), group="speculation",
-        doc="The draft model stops guessing when it is less sure than this.")
+        doc="The draft model stops drafting below this confidence.")
     prompt_lookup_num_tokens: int | None = field(
         default=None, kind=types.integer(1), group="speculation",
-        doc="Guess up to this many tokens by copying what followed the same n-gram before.")
+        doc="Draft up to this many tokens by copying what followed the same n-gram before.")
     max_matching_ngram_size: int | None = field(
         default=None, kind=types.integer(1), group="speculation",
         doc="Longest n-gram that prompt lookup matches; 2 if unset.")
     suffix_lookup_num_tokens: int | None = field(
         default=None, kind=types.integer(1), group="speculation",
-        doc="Guess up to this many tokens by what followed the longest repeated end of the text.")
+        doc="Draft up to this many tokens by copying what followed the longest repeated suffix.")
     suffix_lookup_shared: bool = field(
         default=False, kind=types.flag(), group="speculation",
-        doc="Look into what the session has written for earlier requests, too.")
+        doc="Also look up suffixes in the outputs of earlier requests of the session.")
     assistant_early_exit: int | None = field(
         default=None, kind=types.integer(1), group="speculation",
-        doc="Guess with the model's own first layers, up to this one.")
+        doc="Draft with the model's own first layers, up to this one.")
     assistant_lookbehind: int = field(
         default=10, off=NoOffValue, kind=types.integer(1), group="speculation",
         doc="Draft tokens encoded again to align two different tokenizers.")
@@ -351,24 +351,24 @@ class Parameters(FrozenParameters):
     # -- watermark
     watermarking_config: Mapping[str, Any] | None = field(
         default=None, kind=types.settings(RedactedMap), group="watermark",
-        doc="Settings of the watermark that the choice of tokens carries: green list, SynthID or Gumbel.")
+        doc="Settings of the watermark: green list, SynthID or Gumbel.")
 
     # -- cache and speed
     use_cache: bool = field(
         default=True, off=NoOffValue, kind=types.flag(), group="cache",
-        doc="Keep keys and values between steps instead of computing them again.")
+        doc="Cache keys and values between steps instead of recomputing them.")
     cache_implementation: str | None = field(
         default=None, kind=types.choice(*CACHE_IMPLEMENTATIONS), group="cache",
-        doc="Name of the cache to use; unset picks the one that suits the model.")
+        doc="Name of the cache; chosen by the model if unset.")
     cache_config: Mapping[str, Any] | None = field(
         default=None, kind=types.settings(), group="cache",
-        doc="Settings of that cache.")
+        doc="Settings of the cache.")
     return_legacy_cache: bool | None = field(
         default=None, kind=types.flag(), group="cache",
         doc="Return the cache as nested tuples.")
     prefill_chunk_size: int | None = field(
         default=None, kind=types.integer(1), group="cache",
-        doc="Feed the prompt in pieces of this many tokens.")
+        doc="Chunk size of the prefill, in tokens.")
     compile_config: Mapping[str, Any] | None = field(
         default=None, kind=types.settings(), group="cache",
         doc="Settings for compiling the model's forward.")

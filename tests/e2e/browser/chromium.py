@@ -1,4 +1,4 @@
-"""Debian's Chromium without a window, and pages in it that tell what went wrong."""
+"""Debian's Chromium, headless, with pages that record their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-# What it would fetch or say by itself is switched off: whatever a test sees of the network is the page's own.
+# Its own network traffic and messages are disabled: all that a test sees is the page's own.
 FLAGS = (
     "--no-sandbox",
     "--disable-background-networking",
@@ -61,7 +61,7 @@ def started() -> Iterator[Browser]:
 
 @dataclass
 class Sheet:
-    """A page that was opened, and all that it said, threw, asked of the network or was refused."""
+    """An open page, and its messages, errors, requests and refused requests."""
 
     page: Page
     said: list[str] = field(default_factory=list)
@@ -75,14 +75,14 @@ class Sheet:
         return self
 
     def until(self, condition: str) -> None:
-        """Until it holds, asked from outside: a page's policy forbids what playwright's own waiting does."""
+        """Wait until it holds, polled from outside: a page's policy forbids playwright's own waiting."""
         deadline = time.monotonic() + PATIENCE / 1000
         while not self.page.evaluate(condition):
             assert time.monotonic() < deadline, f"never came true: {condition}"
             self.page.wait_for_timeout(20)
 
     def check(self) -> None:
-        """It was quiet: nothing said, nothing asked for but the file itself, nothing refused."""
+        """Assert that it was quiet: no message, no request but the file itself, nothing refused."""
         assert self.said == []
         assert [url for url in self.asked if url != self.page.url.partition("#")[0]] == []
         refused = [frame.evaluate("window.refused") for frame in self.page.frames]

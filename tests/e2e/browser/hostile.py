@@ -1,4 +1,4 @@
-"""Texts that would like to be more than text, as tokens, names and settings may have them."""
+"""Texts that attempt injection, for tokens, names and settings."""
 
 from __future__ import annotations
 

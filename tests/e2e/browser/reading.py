@@ -1,4 +1,4 @@
-"""Scripts that read a page back, as what it shows and not as what it was told."""
+"""Scripts that read what a page displays, not its data."""
 
 from __future__ import annotations
 

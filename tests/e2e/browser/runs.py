@@ -1,4 +1,4 @@
-"""Traced runs of a real model, one for each kind of picture, made when they are first asked for."""
+"""Traced runs of a real model, one for each kind of picture, made on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.pretrained import Pretrained
 ITEM = "The best way to learn a language is"
 CODE = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n    return"
 
-# What is said to `generate` besides the prompts; "beside" is drawn next to "beams".
+# Arguments of `generate` besides the prompts; "beside" is drawn next to "beams".
 RUNS: Mapping[str, tuple[list[str], Mapping[str, Any]]] = {
     "greedy": (["The capital of France is"], {"max_new_tokens": 12}),
     "sampling": (

@@ -26,9 +26,9 @@ FIRST = 1000  # the token of the first text
 
 
 def of_texts(texts: Sequence[str]) -> Trace:
-    """A trace whose first request writes every text as a token, guesses and could have chosen every other.
+    """A trace whose first request writes every text as a token, drafts and could have chosen every other.
 
-    Each text then names a request of its own: what was asked, what was set, who guessed and what went wrong.
+    Each text then names a request of its own: what was asked, what was set, who drafted and what went wrong.
     """
     return Trace(_records(list(texts)))
 
@@ -60,23 +60,25 @@ def _records(texts: list[str]) -> Iterator[TraceRecord]:
     tokens = [FIRST + place for place in range(len(texts))]
     yield TraceHeader("0", " | ".join(texts), FIRST + len(texts), top=8, limit=4_000_000)
     yield TokenTexts(dict(zip(tokens, texts, strict=True)), special=(tokens[0],))
-    yield _asked(0, 0, tokens, texts[0], {"prompt": texts[0]})
-    yield from _written(tokens, texts)
+    yield _request_record(0, 0, tokens, texts[0], {"prompt": texts[0]})
+    yield from _token_steps(tokens, texts)
     yield ResultRecord(0, (ReturnedSequence(tuple(tokens), "length", len(tokens), -1.0),))
     for place, text in enumerate(texts, 1):
         root = len(tokens) + place
-        yield _asked(place, root, [tokens[place - 1]], text, {text: text, "many": [text, {text: [text]}]})
+        yield _request_record(
+            place, root, [tokens[place - 1]], text, {text: text, "many": [text, {text: [text]}]}
+        )
         yield ResultRecord(place, error=text)
 
 
-def _asked(
+def _request_record(
     request: int, root: int, prompt: Sequence[int], text: str, config: dict[str, object]
 ) -> RequestRecord:
     return RequestRecord(request, root, tuple(prompt), text, config, (text, "Other"), drafter=text, demands=3)
 
 
-def _written(tokens: Sequence[int], texts: Sequence[str]) -> Iterator[TraceRecord]:
-    """A step a token: the next two are guessed, and all of them could have been chosen."""
+def _token_steps(tokens: Sequence[int], texts: Sequence[str]) -> Iterator[TraceRecord]:
+    """A step a token: the next two are drafted, and all of them could have been chosen."""
     for place, token in enumerate(tokens):
         around = [tokens[(place + by) % len(tokens)] for by in range(min(4, len(tokens)))]
         top = tuple(CandidateRecord(one, -1.0 - by, -0.5 - by) for by, one in enumerate(around))

@@ -126,7 +126,7 @@ def test_the_page_shows_it_as_text(family: str, sheet: Open, tmp_path: Path, tam
     assert shows(heading, " | ".join(texts))
     assert found["title"] == " ".join(heading.split())
     assert {"tab-text", "tab-processors", "tab-speculation"} <= set(found["tabs"])
-    assert found["tips"] == 2 * len(texts)  # in the text, and along its guesses
+    assert found["tips"] == 2 * len(texts)  # in the text, and along its drafts
     for text in texts:
         assert any(shows(stage, text) for stage in found["stages"])
     tokens = range(sample_pages.FIRST, sample_pages.FIRST + len(texts))
@@ -188,7 +188,7 @@ def test_side_by_side_shows_it_as_text(sheet: Open, tmp_path: Path) -> None:
         for text, one in zip(texts, words, strict=True):
             assert shows(one, text) or shows(" " + one, text), (one, text)
     told = "\0".join(seen["cells"]).replace("\n", "")
-    # Some are cut, and of what both have alike nothing is said.
+    # Some are cut, and equal parts are not reported.
     assert sum(join_pieces(escape_invisible(text))[:50] in told for text in everything) > 100
 
 

@@ -132,15 +132,15 @@ def long(tiny: Callable[..., tiny_models.Tiny]) -> Callable[..., Trace]:
 
 
 def clock(page: Page) -> Callable[[], float]:
-    """What says how many seconds a page has worked; others that are busy do not count."""
+    """A counter of the seconds of a page's own work, without other processes."""
     protocol = page.context.new_cdp_session(page)
     protocol.send("Performance.enable", {"timeDomain": "threadTicks"})
 
-    def worked() -> float:
-        told = protocol.send("Performance.getMetrics")["metrics"]
-        return next(float(one["value"]) for one in told if one["name"] == "TaskDuration")
+    def busy_seconds() -> float:
+        metrics = protocol.send("Performance.getMetrics")["metrics"]
+        return next(float(one["value"]) for one in metrics if one["name"] == "TaskDuration")
 
-    return worked
+    return busy_seconds
 
 
 def test_two_thousand_steps_open_at_once(long: Callable[..., Trace], sheet: Open, tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def test_two_thousand_steps_open_at_once(long: Callable[..., Trace], sheet: Open
     assert path.stat().st_size <= 2_000_000
     opened = sheet(path)
     page = opened.page
-    worked = clock(page)
-    before = worked()
+    busy_seconds = clock(page)
+    before = busy_seconds()
     opened.open(path)
-    assert 0.01 < worked() - before < 2
+    assert 0.01 < busy_seconds() - before < 2
     for name in tabs(page):
         show(page, name)
     expect(page.locator("#view-text .flow .tok")).to_have_count(2000)
@@ -186,8 +186,8 @@ def test_sixteen_beams_scrub_smoothly(long: Callable[..., Trace], sheet: Open, t
         "Performance.enable", {"timeDomain": "threadTicks"}
     )  # time of its own, however busy others are
 
-    def worked() -> float:
-        """Seconds that the page has worked until now."""
+    def busy_seconds() -> float:
+        """Seconds that the page has been busy so far."""
         return {one["name"]: one["value"] for one in protocol.send("Performance.getMetrics")["metrics"]}[
             "TaskDuration"
         ]
@@ -196,8 +196,8 @@ def test_sixteen_beams_scrub_smoothly(long: Callable[..., Trace], sheet: Open, t
     for zoomed in (False, True):
         if zoomed:
             page.locator("#fit").click()
-        before = worked()
+        before = busy_seconds()
         page.evaluate(MOVES, places)
-        taken = (worked() - before) / len(places)
+        taken = (busy_seconds() - before) / len(places)
         assert 0.0005 < taken < 0.2, zoomed
     opened.check()

@@ -47,7 +47,7 @@ def rows(trace: Trace, request: int) -> list[list[RowRecord]]:
 
 # ------------------------------------------------------------------------ quiet
 @pytest.mark.parametrize("name", RUNS)
-def test_it_opens_and_says_nothing(name: str, runs: Runs, sheet: Open) -> None:
+def test_it_opens_without_messages(name: str, runs: Runs, sheet: Open) -> None:
     opened = sheet(runs.page(name))
     found = tabs(opened.page)
     assert {"tree", "text", "processors"} <= set(found)
@@ -57,7 +57,7 @@ def test_it_opens_and_says_nothing(name: str, runs: Runs, sheet: Open) -> None:
     opened.check()
 
 
-def test_nothing_is_asked_for_with_a_network_either(runs: Runs, sheet: Open) -> None:
+def test_no_request_is_made_with_a_network_either(runs: Runs, sheet: Open) -> None:
     opened = sheet(runs.page("beams"), offline=False)
     opened.check()
     assert opened.asked == [opened.page.url]
@@ -113,7 +113,7 @@ def test_the_trees_of_two_runs_are_both_there(runs: Runs, sheet: Open) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_the_text_is_what_was_said(name: str, runs: Runs, sheet: Open) -> None:
+def test_the_text_is_the_generated_text(name: str, runs: Runs, sheet: Open) -> None:
     trace = runs.trace(name)
     page = sheet(runs.page(name)).page
     show(page, "text")
@@ -161,7 +161,7 @@ def logarithm(text: str) -> float:
     return float(text) if text else -math.inf
 
 
-def test_speculation_shows_which_guesses_stood(runs: Runs, sheet: Open) -> None:
+def test_speculation_shows_which_drafts_were_accepted(runs: Runs, sheet: Open) -> None:
     trace = runs.trace("speculation")
     page = sheet(runs.page("speculation")).page
     show(page, "speculation")
@@ -231,7 +231,7 @@ def test_scrubbing_by_mouse(runs: Runs, sheet: Open) -> None:
     assert count(page) == 1
 
 
-def test_scrubbing_by_keyboard_is_told_aloud(runs: Runs, sheet: Open) -> None:
+def test_scrubbing_by_keyboard_is_announced(runs: Runs, sheet: Open) -> None:
     trace = runs.trace("beams")
     page = sheet(runs.page("beams")).page
     last = len(trace.steps)
@@ -280,7 +280,7 @@ def check_tip(page: Page, node: Node) -> None:
 
 
 def percent(text: str) -> float:
-    """What a share says; what was cut has none."""
+    """The text of a share; a cut token has none."""
     return 0.0 if text == "cut" else float(text.removeprefix("<").removesuffix("%"))
 
 

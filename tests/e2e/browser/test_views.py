@@ -1,4 +1,4 @@
-"""The views of a text on small traces made by hand: their figures, and what they say if little was kept."""
+"""The views of a text on small traces made by hand: their figures, and their text if little was kept."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def records(
     yield ResultRecord(0, (said,))
 
 
-def written(tokens: Sequence[int], looks: Sequence[ChoiceRecord | None]) -> Trace:
+def trace_of(tokens: Sequence[int], looks: Sequence[ChoiceRecord | None]) -> Trace:
     """A token a step."""
     rows = [
         RowRecord(0, place, looks=() if seen is None else (seen,), runs=(RunRecord((token,), (place + 1,)),))
@@ -99,7 +99,7 @@ CHANCES = (0.95, 0.91, 0.89, 0.51, 0.49, 0.1, 0.01)
 
 
 def test_figures_and_shades_are_those_of_the_other_pictures(shown: Callable[..., Page]) -> None:
-    told = written([2] * len(CHANCES), [look(2, chance) for chance in CHANCES])
+    told = trace_of([2] * len(CHANCES), [look(2, chance) for chance in CHANCES])
     page = shown(told, "text")
     nodes = told.tree.path_to(len(CHANCES))
     perplexity, entropy = text_stats.perplexity(nodes), text_stats.mean_entropy(nodes)
@@ -117,14 +117,14 @@ def test_figures_and_shades_are_those_of_the_other_pictures(shown: Callable[...,
 
 
 def test_shades_by_either_probability(shown: Callable[..., Page]) -> None:
-    page = shown(written([2, 3], [look(2, 0.01, 0.95), look(3, 0.6, 0.3)]), "text")
+    page = shown(trace_of([2, 3], [look(2, 0.01, 0.95), look(3, 0.6, 0.3)]), "text")
     assert shades(page) == ["4", "1"]
     page.get_by_role("radio", name="As processed").check()
     assert shades(page) == ["0", "2"]
 
 
 def test_tokens_of_which_nothing_was_kept(shown: Callable[..., Page]) -> None:
-    page = shown(written([2, 3, 6], [look(2, 0.5), None, None]), "text")
+    page = shown(trace_of([2, 3, 6], [look(2, 0.5), None, None]), "text")
     assert shades(page) == ["1", "none", "none"]
     assert figure(page, "perplexity") == "2.00"
     page.locator("#view-text .flow .tok").nth(1).hover()
@@ -133,7 +133,7 @@ def test_tokens_of_which_nothing_was_kept(shown: Callable[..., Page]) -> None:
 
 
 def test_lines_end_after_the_last_of_several_newlines(shown: Callable[..., Page]) -> None:
-    page = shown(written([2, 5, 5, 3], [look(token, 0.5) for token in (2, 5, 5, 3)]), "text")
+    page = shown(trace_of([2, 5, 5, 3], [look(token, 0.5) for token in (2, 5, 5, 3)]), "text")
     tops = [one.bounding_box() for one in page.locator("#view-text .flow .tok .ink").all()]
     lines = [round(box["y"]) for box in tops if box is not None]
     assert lines[0] == lines[1] == lines[2] < lines[3]
@@ -151,7 +151,7 @@ def test_what_was_taken_back_is_struck(shown: Callable[..., Page]) -> None:
 
 
 def test_a_token_that_is_chosen_brings_its_step(shown: Callable[..., Page]) -> None:
-    page = shown(written([2, 3, 4], [look(token, 0.5, 0.9) for token in (2, 3, 4)]), "text")
+    page = shown(trace_of([2, 3, 4], [look(token, 0.5, 0.9) for token in (2, 3, 4)]), "text")
     page.locator("#view-text .flow .tok").nth(1).click()
     expect(page.locator("#view-text .flow .tok[aria-selected=true]")).to_have_text(" four")
     page.locator("#tab-processors").click()
@@ -161,7 +161,7 @@ def test_a_token_that_is_chosen_brings_its_step(shown: Callable[..., Page]) -> N
 
 # ------------------------------------------------------------------------ processors
 def test_a_cut_token_is_struck_and_the_taken_one_marked(shown: Callable[..., Page]) -> None:
-    page = shown(written([2], [look(2, 0.5, 0.9)]), "processors")
+    page = shown(trace_of([2], [look(2, 0.5, 0.9)]), "processors")
     kinds = [one.get_attribute("data-panel") for one in page.locator("#view-processors .panel").all()]
     assert kinds == ["raw", "stage", "left"]
     cut = page.locator(".panel.stage .bar.cut")
@@ -172,7 +172,7 @@ def test_a_cut_token_is_struck_and_the_taken_one_marked(shown: Callable[..., Pag
 
 
 def test_without_a_change_the_models_own_is_shown(shown: Callable[..., Page]) -> None:
-    page = shown(written([2], [look(2, 0.5)]), "processors")
+    page = shown(trace_of([2], [look(2, 0.5)]), "processors")
     assert [one.get_attribute("data-panel") for one in page.locator(".panel").all()] == ["raw"]
     expect(page.locator("[data-none]")).to_contain_text("No processor changed anything here (Cutter, Idler)")
 
@@ -187,8 +187,8 @@ def test_a_step_that_chose_nothing_shows_the_one_before(shown: Callable[..., Pag
     assert page.locator("#view-processors .bar").count() == 2
 
 
-# ------------------------------------------------------------------------ guesses, and two runs
-def test_guesses_that_were_never_judged_are_counted(shown: Callable[..., Page]) -> None:
+# ------------------------------------------------------------------------ drafts, and two runs
+def test_unverified_drafts_are_counted(shown: Callable[..., Page]) -> None:
     looks = (look(2, 0.5), look(3, 0.5))
     rows = [
         RowRecord(0, 0, looks=looks, drafts=(2, 4, 4, 4), runs=(RunRecord((2, 3), (1, 2)),)),
@@ -203,7 +203,7 @@ def test_guesses_that_were_never_judged_are_counted(shown: Callable[..., Page]) 
     expect(page.locator("#tip")).to_contain_text("Guessed instead: ·five")
 
 
-def test_a_guess_that_ended_the_text_stood(shown: Callable[..., Page]) -> None:
+def test_a_draft_that_ended_the_text_was_accepted(shown: Callable[..., Page]) -> None:
     rows = [
         RowRecord(
             0, 0, looks=(look(2, 0.5), look(3, 0.5)), drafts=(2, 3, 4), runs=(RunRecord((2, 3), (1, 2)),)
@@ -216,8 +216,8 @@ def test_a_guess_that_ended_the_text_stood(shown: Callable[..., Page]) -> None:
 
 
 def test_runs_of_which_one_is_the_beginning_of_the_other(shown: Callable[..., Page]) -> None:
-    one = written([2], [look(2, 0.5)])
-    other = written([2, 4], [look(2, 0.5), look(4, 0.5)])
+    one = trace_of([2], [look(2, 0.5)])
+    other = trace_of([2, 4], [look(2, 0.5), look(4, 0.5)])
     page = shown(one, "beside", other)
     assert page.locator("[data-shared]").get_attribute("data-shared") == "1"
     assert page.locator(".half[data-run='0'] .parts").count() == 0

@@ -12,7 +12,7 @@ HINT = "/help lists commands, /exit leaves\n"
 
 
 def answers(model, tokenizer, *turns, system=None, **parameters):
-    """What is said to each of these turns, by calls of one prompt each."""
+    """The replies to these turns, by calls of one prompt each."""
     said = [] if system is None else [f"system: {system}\n"]
     texts = []
     for turn in turns:
@@ -25,35 +25,35 @@ def answers(model, tokenizer, *turns, system=None, **parameters):
     return texts
 
 
-def shown(*texts):
+def output_lines(*texts):
     """Texts as standard output has them: each on lines of its own."""
     return "".join(text if text.endswith("\n") else text + "\n" for text in texts)
 
 
-def test_every_turn_hears_those_before(descant, loaded, talker):
+def test_every_turn_includes_those_before(descant, loaded, talker):
     result = descant("chat", talker, *OPTIONS, input="Who?\n\nAnd the dog?\nSo?\n")
     texts = answers(*loaded(talker), "Who?", "And the dog?", "So?")
     assert (result.exit_code, result.stderr) == (0, HINT)
-    assert result.stdout == shown(*texts)
+    assert result.stdout == output_lines(*texts)
     assert texts[1] != answers(*loaded(talker), "And the dog?")[0]
 
 
-def test_the_system_is_told_first(descant, loaded, talker):
+def test_the_system_message_comes_first(descant, loaded, talker):
     result = descant("chat", talker, *OPTIONS, "--system", "Be brief.", input="Who?\n/reset\nWho?\n")
     [text] = answers(*loaded(talker), "Who?", system="Be brief.")
-    assert result.stdout == shown(text, text)
+    assert result.stdout == output_lines(text, text)
 
 
-def test_reset_forgets_and_exit_leaves(descant, loaded, talker):
+def test_reset_clears_and_exit_leaves(descant, loaded, talker):
     result = descant("chat", talker, *OPTIONS, input="Who?\n/reset\nWho?\n/exit\nWho?\n")
     [text] = answers(*loaded(talker), "Who?")
-    assert (result.exit_code, result.stdout) == (0, shown(text, text))
+    assert (result.exit_code, result.stdout) == (0, output_lines(text, text))
 
 
 def test_set_changes_the_next_answer(descant, loaded, talker):
     result = descant("chat", talker, *OPTIONS, input="/set num_beams=3\n/set --max-new-tokens = 4\nWho?\n")
     [text] = answers(*loaded(talker), "Who?", num_beams=3, max_new_tokens=4)
-    assert (result.exit_code, result.stdout) == (0, shown(text))
+    assert (result.exit_code, result.stdout) == (0, output_lines(text))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_set_changes_the_next_answer(descant, loaded, talker):
 def test_mistakes_change_nothing(descant, loaded, talker, line, message):
     result = descant("chat", talker, *OPTIONS, input=f"{line}\nWho?\n")
     [text] = answers(*loaded(talker), "Who?")
-    assert (result.exit_code, result.stdout) == (1, shown(text))
+    assert (result.exit_code, result.stdout) == (1, output_lines(text))
     assert f"error: {message}" in result.stderr
 
 
@@ -100,7 +100,7 @@ def test_a_length_of_the_config_is_kept(descant, talker, tmp_path):
     assert "99 tokens, prompt included" in result.stderr
 
 
-def test_a_turn_that_fails_was_not_said(descant, loaded, talker, monkeypatch):
+def test_a_failed_turn_is_not_kept(descant, loaded, talker, monkeypatch):
     real, calls = chat.stream, []
 
     def failing(*arguments, **options):
@@ -112,7 +112,7 @@ def test_a_turn_that_fails_was_not_said(descant, loaded, talker, monkeypatch):
     monkeypatch.setattr(chat, "stream", failing)
     result = descant("chat", talker, *OPTIONS, input="What?\nWho?\n")
     [text] = answers(*loaded(talker), "Who?")
-    assert (result.exit_code, result.stdout) == (1, shown(text))
+    assert (result.exit_code, result.stdout) == (1, output_lines(text))
     assert "error: no token is left" in result.stderr
 
 

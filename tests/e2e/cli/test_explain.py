@@ -27,7 +27,7 @@ def test_help_and_no_arguments(descant):
     assert nothing.stdout.split() == shown.stdout.split()
 
 
-def test_it_is_what_the_config_says(descant, stories):
+def test_it_equals_the_config(descant, stories):
     result = descant("explain", stories, "--num-beams", 4, "--max-new-tokens", 7)
     model = load_meta_model(stories)
     theirs = GenerationConfig.from_transformers(model.generation_config)
@@ -104,7 +104,7 @@ def test_code_that_comes_with_a_model_is_not_run(descant, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_errors_are_red_on_a_terminal_unless_told_otherwise(descant):
+def test_errors_are_red_on_a_terminal_by_default(descant):
     line = ("explain", "--num-beams", 0)
     assert "\x1b" not in descant(*line).stderr
     assert "\x1b[31m" in descant(*line, env={"FORCE_COLOR": "1"}).stderr

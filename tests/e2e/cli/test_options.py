@@ -18,7 +18,7 @@ from descant.cli.command import ConfigCommand, typer_callback
 from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED
 from tests.support.config_cases import CASES
 
-# What no command line can say: a function and objects; nor should: a key, for others would see it.
+# Not on a command line: a function and objects; and a key, which other users would see.
 UNSAYABLE = {"prefix_allowed_tokens_fn", "constraints", "watermarking_config"}
 OFFERED = FIELDS.keys() - UNSUPPORTED.keys() - UNSAYABLE
 VALUES = [(name, value) for name in FIELDS if name in OFFERED for value in CASES[name][0]]
@@ -60,7 +60,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | range | set) else value
 
 
-def written(name: str, value: Any) -> list[str]:
+def command_line_of(name: str, value: Any) -> list[str]:
     """A field's value as a user writes it."""
     flag, kind, value = "--" + name.replace("_", "-"), FIELDS[name].type, plain(value)
     if kind == "bool":
@@ -92,7 +92,7 @@ def test_every_command_offers_every_field(name: str) -> None:
     assert len(written) == len(set(written))
 
 
-def test_the_help_says_what_the_table_says() -> None:
+def test_the_help_equals_the_table() -> None:
     result = CliRunner().invoke(
         build_app(), ["explain", "--help"], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
     )
@@ -106,7 +106,7 @@ def test_the_help_says_what_the_table_says() -> None:
     ("name", "value"), VALUES, ids=[f"{name}-{at}" for at, (name, _) in enumerate(VALUES)]
 )
 def test_an_option_is_the_same_config_as_the_call(name: str, value: Any) -> None:
-    values = parsed(*written(name, value))
+    values = parsed(*command_line_of(name, value))
     assert values.keys() == {name}
     ours, theirs = GenerationConfig(**values), GenerationConfig(**{name: value})
     assert (ours, ours.given) == (theirs, theirs.given)
@@ -114,7 +114,7 @@ def test_an_option_is_the_same_config_as_the_call(name: str, value: Any) -> None
 
 def test_all_at_once() -> None:
     first = {name: CASES[name][0][-1] for name in OFFERED}
-    values = parsed(*(text for name, value in first.items() for text in written(name, value)))
+    values = parsed(*(text for name, value in first.items() for text in command_line_of(name, value)))
     assert {name: FIELDS[name].parse(value) for name, value in values.items()} == {
         name: FIELDS[name].parse(value) for name, value in first.items()
     }
@@ -181,7 +181,7 @@ def test_how_it_is_written(line: tuple[str, ...], expected: dict[str, Any]) -> N
         (("--do-sample=yes",), "--do-sample"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(line: tuple[str, ...], message: str) -> None:
+def test_an_error_is_reported_in_one_line(line: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(build_app(), ["explain", *line])
     assert result.exit_code == 2
     assert result.stdout == ""

@@ -1,4 +1,4 @@
-"""The guide's page on the command line: every line of its bash blocks does what the page says."""
+"""The guide's page on the command line: every line of its bash blocks gives the output of the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_command_is_on_the_page():
 
 
 @pytest.mark.parametrize("at", BASH, ids=[f"line-{BLOCKS[at].line}" for at in BASH])
-def test_it_prints_what_the_page_says(descant, monkeypatch, tmp_path, at):
+def test_it_prints_the_output_of_the_page(descant, monkeypatch, tmp_path, at):
     (tmp_path / "models").symlink_to(pretrained.folder("smollm2").parent)
     monkeypatch.chdir(tmp_path)
     [line] = BLOCKS[at].text.splitlines()

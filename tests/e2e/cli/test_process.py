@@ -58,7 +58,7 @@ def test_a_reader_that_leaves_ends_it_quietly(stories):
     assert (first != b"", running.returncode, errors) == (True, 141, b"")
 
 
-def test_without_the_extra_it_says_how_to_get_it():
+def test_without_the_extra_the_error_names_the_command():
     # A None in sys.modules makes an import fail as if the package were not there.
     code = "import sys; sys.modules.update(rich=None, typer=None); import descant; " + ENTRY
     with process("--version", code=code) as running:

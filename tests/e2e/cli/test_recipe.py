@@ -22,7 +22,7 @@ from tests.support.pretrained import ROOT
 PROMPT = "Once upon a time"
 SHORT = ("--max-new-tokens", 8)
 LENGTH = {"max_new_tokens": 8}
-# Says one token for ever; its argument says which.
+# Repeats one token, given by its argument.
 FUNCTION = """\
 import torch
 
@@ -115,7 +115,7 @@ def test_a_new_folder_passes_its_check_as_written(descant, here, own_lock, capfd
     assert not {name for name in set(sys.modules) - before[1] if "mine" in name or name == "generate"}
 
 
-def test_new_is_a_strategy_unless_told(descant):
+def test_new_is_a_strategy_by_default(descant):
     assert descant("recipe", "new", "mine").exit_code == 0
     assert inspect_recipe("./mine").kind == "strategy"
 
@@ -161,7 +161,7 @@ def test_check_finds_a_broken_law(descant, capfd):
     descant("recipe", "new", "mine", "--kind", "processor")
     code = Path("mine/generate.py").read_text()
     assert "return scores / (" in code
-    # Whoever stands first decides for all.
+    # The first one decides for all.
     broken = code.replace("# [N, 1]", "[:1]").replace("return scores / (", "return scores - scores[:1] / (")
     Path("mine/generate.py").write_text(broken)
     result = descant("recipe", "check", "mine", "--trust-remote-code")
@@ -173,7 +173,7 @@ def test_check_finds_a_broken_law(descant, capfd):
 
 @pytest.fixture
 def shut(here, monkeypatch):
-    """The folder of a recipe with a test of its own, and what the laws were asked of, which takes a while."""
+    """The folder of a recipe with a test of its own, and the result of its contracts, which takes a while."""
     asked = []
     monkeypatch.setattr(testing, "check_recipe", lambda one: asked.append((one.kind, dict(one.arguments))))
     (here / "shut" / "tests").mkdir(parents=True)
@@ -227,7 +227,7 @@ def test_tests_read_nothing_and_see_no_stray_modules(descant, shut, canary, capf
     assert not canary.exists()
 
 
-def test_check_says_that_it_is_not_what_was_trusted(descant, shut, own_lock):
+def test_check_reports_a_difference_from_the_trusted_version(descant, shut, own_lock):
     assert descant("recipe", "trust", "shut").exit_code == 0
     before = own_lock.read_bytes()
     quiet = descant("recipe", "check", "shut", "--trust-remote-code")
@@ -240,7 +240,7 @@ def test_check_says_that_it_is_not_what_was_trusted(descant, shut, own_lock):
     assert own_lock.read_bytes() == before
 
 
-def test_check_wants_requirements_met(descant, shut):
+def test_check_needs_its_requirements(descant, shut):
     Path("shut/requirements.txt").write_text("nowhere-to-be-found\n")
     result = descant("recipe", "check", "shut", "--trust-remote-code")
     untouched(result, "Missing requirements for shut: nowhere-to-be-found (installed: None)")
@@ -271,12 +271,12 @@ def test_show_imports_nothing(descant, canary, own_lock):
     assert "\ngenerate.py\n  | open(" in text
 
 
-def test_show_keeps_code_for_who_asks(descant, canary):
+def test_show_prints_code_on_request(descant, canary):
     bird(canary)
     assert "def generate" not in descant("recipe", "show", "bird").stdout
 
 
-def test_show_says_what_has_changed(descant, canary):
+def test_show_lists_changes(descant, canary):
     bird(canary, **{"gone.txt": "x"})
     descant("recipe", "trust", "bird")
     pin = inspect_recipe("./bird").pin
@@ -296,7 +296,7 @@ def test_show_says_what_has_changed(descant, canary):
     assert not canary.exists()
 
 
-def test_show_knows_installed_ones(descant, monkeypatch):
+def test_show_finds_installed_ones(descant, monkeypatch):
     for name in [one for one in sys.modules if one.startswith("descant.recipes.cookbook")]:
         monkeypatch.delitem(sys.modules, name)
     result = descant("recipe", "show", "bayes-risk")
@@ -315,7 +315,7 @@ def test_show_reads_the_hub(descant, hub, canary):
     assert entry(result.stdout, "state")[0].startswith("never trusted")
     assert descant("recipe", "trust", "ann/bird").exit_code == 0
     second = repo.commit({"other.py": "more = 1\n"})
-    # What was trusted is what would run, until somebody looks at what is there now.
+    # The trusted version would run until the current one is inspected.
     result = descant("recipe", "show", "ann/bird")
     assert entry(result.stdout, "from") == [f"the Hub, ann/bird at commit {first}"]
     assert entry(result.stdout, "state")[0].startswith("trusted on ")
@@ -331,7 +331,7 @@ ODD = "a\x1b[2J\x9b31m\r\b\x07\x00\u202e\u2066\u200b\ufeff\u2028\x7fz"
 SPELT = r"a\x1b[2J\x9b31m\r\x08\x07\x00\u202e\u2066\u200b\ufeff\u2028\x7fz"
 
 
-def test_show_spells_out_what_a_terminal_obeys(descant, canary, monkeypatch):
+def test_show_escapes_control_sequences(descant, canary, monkeypatch):
     """Also where it could only be there by a gap in the checks before."""
     bird(canary)
     real = inspect_recipe("./bird")
@@ -360,7 +360,7 @@ def test_show_spells_out_what_a_terminal_obeys(descant, canary, monkeypatch):
 
 
 def test_what_is_refused_is_refused_without_escapes(descant, canary):
-    """A folder that cannot be a recipe, and names that a terminal would obey."""
+    """A folder that cannot be a recipe, and names with control sequences."""
     bird(canary, **{"x\x1b[2J\u202e.py": "", "requirements.txt": ""})
     result = descant("recipe", "show", "bird")
     untouched(result)
@@ -431,7 +431,7 @@ def test_list_shows_what_is_installed_and_trusted(descant, hub, canary):
     assert f"commit {repo.head[:12]}, sha256:" in last
 
 
-def test_a_broken_lock_is_said_and_left(descant, canary, own_lock):
+def test_a_broken_lock_is_reported_and_left_unchanged(descant, canary, own_lock):
     bird(canary)
     own_lock.write_text("{")
     for words in (("list",), ("show", "bird"), ("trust", "bird"), ("forget", "bird")):
@@ -480,7 +480,7 @@ def test_a_hub_that_fails_exits_1(descant, hub, canary):
     hub.fail("GET ", "500")
     result = descant("recipe", "show", "ann/bird")
     untouched(result, "`ann/bird` on the Hub", code=1)
-    untouched(descant("recipe", "push", "bird", "ann/bird"), code=1)  # nobody is logged in
+    untouched(descant("recipe", "push", "bird", "ann/bird"), code=1)  # not logged in
 
 
 # ------------------------------------------------------------------------ generate and chat
@@ -521,7 +521,7 @@ def test_what_has_changed_is_refused(descant, stories, canary):
     assert descant(*words).exit_code == 0
 
 
-def test_a_missing_requirement_is_said_before_anything_runs(descant, stories, canary):
+def test_a_missing_requirement_is_reported_before_anything_runs(descant, stories, canary):
     bird(canary, **{"requirements.txt": "nowhere-to-be-found>=2\ntorch>=99\n"})
     result = descant("generate", stories, PROMPT, "--recipe", "bird", "--trust-remote-code")
     untouched(

@@ -26,7 +26,7 @@ def test_it_shows_what_the_trace_draws(descant, picture):
     assert result.stdout == Trace.load("guesses.jsonl").text(picture, width=80) + "\n"
 
 
-def test_the_text_unless_told_otherwise(descant):
+def test_the_text_by_default(descant):
     assert descant("show", "beams.jsonl").stdout == Trace.load("beams.jsonl").text("text", width=80) + "\n"
 
 

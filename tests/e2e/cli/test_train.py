@@ -92,7 +92,7 @@ def test_from_prompts(descant, stories, key, tmp_path):
     assert config.threshold == config.validation_metrics["overall"]["threshold"]
 
 
-def test_a_seed_says_all(descant, stories, key, tmp_path):
+def test_a_seed_determines_the_result(descant, stories, key, tmp_path):
     prompts = lines(tmp_path / "prompts.jsonl", [{"prompt": one} for one in PROMPTS[:5]])
     common = ("--key", key, "--prompts", prompts, "--tokens", 10, "--epochs", 2)
     found = []
@@ -134,7 +134,7 @@ def test_from_files_it_learns_and_the_key_stays_out(descant, stories, key, files
         assert not any(str(one).encode() in stored for one in SETTINGS.keys)
 
 
-def test_the_key_goes_along_where_it_is_asked_to(descant, stories, loaded, key, files, tmp_path):
+def test_the_key_is_included_on_request(descant, stories, loaded, key, files, tmp_path):
     given = ("--key", key, "--out", tmp_path, "--epochs", 10, "--with-key", *options(files))
     assert descant("watermark", "train", stories, *given).exit_code == 0
     model = BayesianDetectorModel.from_pretrained(tmp_path)
@@ -174,7 +174,7 @@ def test_the_key_of_the_environment(descant, stories, files, tmp_path, monkeypat
     assert load_detector(tmp_path).config.key_fingerprint == fingerprint(SETTINGS)
 
 
-def test_detect_asks_it(descant, stories, key, files, tmp_path):
+def test_detect_uses_it(descant, stories, key, files, tmp_path):
     folder = tmp_path / "detector"
     made = descant(
         "watermark", "train", stories, "--key", key, "--out", folder, "--epochs", 10, *options(files)

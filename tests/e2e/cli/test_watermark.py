@@ -236,7 +236,7 @@ def test_a_wrong_line_is_its_own_and_the_others_are_answered(descant, stories, t
     assert shown.stderr == result.stderr
 
 
-def test_what_cannot_be_asked_is_said_in_one_line(descant, stories, tmp_path, key):
+def test_an_invalid_call_is_reported_in_one_line(descant, stories, tmp_path, key):
     (tmp_path / "text.txt").write_text("a", encoding="utf-8")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -275,7 +275,7 @@ def test_what_cannot_be_asked_is_said_in_one_line(descant, stories, tmp_path, ke
     assert descant("watermark", "detect", file, "--model", stories, *good, *good).exit_code == 0
 
 
-def test_a_short_text_cannot_be_told(descant, stories, key):
+def test_a_short_text_has_no_verdict(descant, stories, key):
     for text in ("", "a", "A short one."):
         asked = ("watermark", "detect", "--model", stories, "--key", key(*KEYS))
         result = descant(*asked, input=text)
@@ -361,7 +361,7 @@ def test_other_warnings_are_left_to_python(descant, stories, key, monkeypatch):
 # ----------------------------------------------------------------------------- bayes
 @pytest.fixture
 def trained(tmp_path):
-    """A folder with a detector of the SynthID key that knows a little."""
+    """A folder with a partly trained detector of the SynthID key."""
     config = BayesianDetectorConfig(30)
     config.key_fingerprint, config.threshold = fingerprint(as_watermarking_config(KEYS["synthid"])), 0.75
     model = BayesianDetectorModel(config)
@@ -371,7 +371,7 @@ def trained(tmp_path):
     return tmp_path / "bayes", model
 
 
-def test_a_bayesian_detector_is_asked_too(descant, stories, tmp_path, key, marked, trained):
+def test_a_bayesian_detector_is_used_too(descant, stories, tmp_path, key, marked, trained):
     folder, model = trained
     ids, _ = marked["synthid"]
     rows = [{"ids": ids}, {"text": PLAIN}, {"ids": [5, 6, 7, *ids], "prompt": 3}, {"ids": [5]}]
@@ -466,7 +466,7 @@ def test_generate_marks_with_a_key_that_is_no_option(descant, loaded, stories, k
     assert texts == [expected["green"], expected["gumbel"]]
 
 
-def test_generate_wants_one_key(descant, stories, key):
+def test_generate_needs_one_key(descant, stories, key):
     for option, message in (
         (key("green", "gumbel"), "`watermark` must have one key to mark with, got ['green', 'gumbel']"),
         ("env", "`key` must come from exactly one source"),

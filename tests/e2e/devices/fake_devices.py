@@ -1,4 +1,4 @@
-"""Devices that this machine does not have: tensors that compute on the CPU and are told apart as by hardware.
+"""Devices that this machine does not have: tensors that compute on the CPU but have distinct devices.
 
 A pretended tensor reports a device of the type that torch leaves to others to build. What torch refuses on
 hardware is refused here: operands on two devices, a tensor of the host among them unless it is a number or an
@@ -25,7 +25,7 @@ FIRST, SECOND = torch.device("privateuseone:0"), torch.device("privateuseone:1")
 
 
 class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
-    """What torch asks which device is the present one: it need not know."""
+    """The guard that torch uses for the current device; it does nothing."""
 
     def type_(self) -> Any:
         return torch._C._autograd.DeviceType.PrivateUse1
@@ -36,7 +36,7 @@ class _Module:
 
     @staticmethod
     def is_available() -> bool:
-        return False  # nobody is to choose it
+        return False  # must not be chosen
 
     @staticmethod
     def _lazy_init() -> None:
@@ -61,7 +61,7 @@ class _Module:
 
 @functools.cache
 def _guard() -> None:
-    """Set the guard of the devices, which torch keeps for the life of the process and else never asks."""
+    """Set the guard of the devices, which torch keeps until the process ends."""
     torch._C._acc.register_python_privateuseone_device_guard(_Guard())
 
 
@@ -119,7 +119,7 @@ class _Literals(TorchFunctionMode):
 
 @contextmanager
 def pretended() -> Iterator[None]:
-    """Pretended devices exist inside and nowhere else, for torch seeds all devices that it knows."""
+    """Pretended devices exist inside and nowhere else, since torch seeds all registered devices."""
     _guard()
     torch._register_device_module("privateuseone", _Module)
     try:
@@ -131,7 +131,7 @@ def pretended() -> Iterator[None]:
 
 
 def placed(module: torch.nn.Module, where: Callable[[str], torch.device]) -> torch.nn.Module:
-    """The module with each parameter and buffer on the device that `where` says of its name."""
+    """The module with each parameter and buffer on the device that `where` gives for its name."""
     homes: dict[int, torch.nn.Parameter] = {}  # tied parameters stay tied
     for name, child in module.named_modules():
         for key, value in list(child._parameters.items()):

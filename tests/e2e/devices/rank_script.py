@@ -1,4 +1,4 @@
-"""What each of two processes does with its part of a tiny Llama, started by torchrun: answers as JSON.
+"""The script of each of two torchrun processes with a part of a tiny Llama: results as JSON.
 
 `torchrun --nproc-per-node 2 launched.py <folder of the model> <folder for the answers>`
 """
@@ -35,7 +35,7 @@ def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-def told(run: Callable[[], Any]) -> Answer:
+def outcome_of(run: Callable[[], Any]) -> Answer:
     """What came of a call: its tokens, or the name of its error."""
     torch.manual_seed(100 + RANK)  # other chance on every rank
     try:
@@ -46,7 +46,7 @@ def told(run: Callable[[], Any]) -> Answer:
 
 def tokens(model: Any, rows: list[list[int]] = PROMPTS, **how: Any) -> Answer:
     given = {"max_new_tokens": 8, "eos_token_id": None, **padded(rows), **how}
-    return told(lambda: descant.generate(model, **given).tolist())
+    return outcome_of(lambda: descant.generate(model, **given).tolist())
 
 
 def verdict(limit: int) -> Callable[..., bool]:
@@ -84,7 +84,7 @@ def streamed(model: Any, until: int | None) -> Answer:
                     break
         return seen
 
-    return told(run)
+    return outcome_of(run)
 
 
 def scored(model: Any) -> Answer:
@@ -96,7 +96,7 @@ def scored(model: Any) -> Answer:
         scores = descant.generate(model, **how, **padded(PROMPTS)).scores
         return [float(one[one.isfinite()].double().sum()) for one in scores]
 
-    return told(run)
+    return outcome_of(run)
 
 
 def nested(model: Any, failing: Failing) -> Answer:
@@ -107,11 +107,11 @@ def nested(model: Any, failing: Failing) -> Answer:
             given = {**padded(PROMPTS), "max_new_tokens": 8, "eos_token_id": None}
             return descant.generate(model, **given, logits_processor=[failing]).tolist()
 
-    return told(run)
+    return outcome_of(run)
 
 
 def draft(size: int) -> Any:
-    """A small model that guesses, the same on every rank."""
+    """A small model that drafts, the same on every rank."""
     config = transformers.LlamaConfig(
         vocab_size=size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )

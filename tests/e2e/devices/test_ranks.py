@@ -1,4 +1,4 @@
-"""Models shared among two processes, by torchrun and gloo: all ranks choose alike and none goes on alone."""
+"""Models split over two processes by torchrun and gloo: all ranks choose the same and stop together."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 @pytest.mark.parametrize("case", ALIKE)
-def test_every_rank_says_what_the_whole_model_says(
+def test_every_rank_gives_the_same_as_the_whole_model(
     answers: Answers, llama: Tiny, kind: str, case: str
 ) -> None:
     first, second = (answer[kind][case] for answer in answers)
@@ -89,14 +89,14 @@ def test_every_rank_says_what_the_whole_model_says(
 
 
 @pytest.mark.parametrize("case", ALIKE)
-def test_every_rank_says_the_same_in_bfloat16(answers: Answers, case: str) -> None:
+def test_every_rank_gives_the_same_in_bfloat16(answers: Answers, case: str) -> None:
     first, second = (answer["half"][case] for answer in answers)
     assert first == second
     assert "tokens" in first
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_what_is_guessed_by_chance_is_the_first_ranks(answers: Answers, kind: str) -> None:
+def test_sampled_drafts_are_those_of_the_first_rank(answers: Answers, kind: str) -> None:
     first, second = (answer[kind]["guessed"] for answer in answers)
     assert first == second
     assert "tokens" in first
@@ -159,7 +159,7 @@ def test_no_rank_goes_on_where_another_has_failed(answers: Answers, case: str) -
 
 
 @pytest.mark.parametrize("case", ["prompts differ", "lengths differ"])
-def test_ranks_that_are_asked_for_different_things_all_refuse(answers: Answers, case: str) -> None:
+def test_ranks_with_different_requests_all_refuse(answers: Answers, case: str) -> None:
     assert [answer["apart"][case]["error"] for answer in answers] == ["InputError", "InputError"]
 
 

@@ -1,4 +1,4 @@
-"""Every python block of the README and the docs runs, and prints what the page says it prints."""
+"""Every python block of the README and the docs runs, and prints the output that the page shows."""
 
 import re
 import textwrap
@@ -17,7 +17,7 @@ FILES = {str(path.relative_to(doc_blocks.ROOT)): path for path in doc_blocks.sou
 PLAIN = [
     pytest.param(name, marks=pytest.mark.reference if doc_blocks.needs_transformers4(path) else ())
     for name, path in FILES.items()
-    if not doc_blocks.is_story(path) and not doc_blocks.is_programs(path)
+    if not doc_blocks.is_isolated(path) and not doc_blocks.is_programs(path)
 ]
 
 
@@ -26,8 +26,8 @@ def test_every_python_block_runs(name: str) -> None:
     doc_blocks.run(FILES[name])
 
 
-@pytest.mark.parametrize("name", [name for name, path in FILES.items() if doc_blocks.is_story(path)])
-def test_every_story_is_as_it_is_told(
+@pytest.mark.parametrize("name", [name for name, path in FILES.items() if doc_blocks.is_isolated(path)])
+def test_every_isolated_page_runs(
     name: str, hub: Hub, tmp_path: Path, monkeypatch: Any, fork_server: ForkServer
 ) -> None:
     hub.user("you", "hf_yours")
@@ -76,7 +76,7 @@ def test_the_stated_output_is_compared(tmp_path: Path) -> None:
         doc_blocks.run(page(tmp_path, "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"))
 
 
-def test_text_after_other_words_is_no_output(tmp_path: Path) -> None:
+def test_a_text_block_after_prose_is_not_output(tmp_path: Path) -> None:
     assert doc_blocks.run(page(tmp_path, "```python\nprint(2)\n```\nSo:\n```text\n3\n```\n")) == 1
 
 
@@ -87,7 +87,7 @@ def test_indented_blocks_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("info", ["", "py", "python {skip}", "pycon"])
-def test_no_other_name_gets_a_block_past_the_check(tmp_path: Path, info: str) -> None:
+def test_an_unknown_language_is_an_error(tmp_path: Path, info: str) -> None:
     with pytest.raises(doc_blocks.BlockError, match="language must be one of"):
         doc_blocks.run(page(tmp_path, f"```{info}\nx\n```\n"))
 

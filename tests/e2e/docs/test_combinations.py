@@ -1,4 +1,4 @@
-"""The table of combinations is what the resolver says."""
+"""The table of combinations equals the planner's verdicts."""
 
 import itertools
 from typing import Any
@@ -44,7 +44,7 @@ def test_a_refusal_is_a_number_and_its_reason_stands_below() -> None:
     assert line.split(" | ")[2] == "(1)"
     assert f"\n1. {reason}\n" in table
     assert combinations.verdict(methods["DoLa"], methods["DoLa"], encoder=True) is not None
-    assert "Not for these models at all" in combinations.table("T", encoder=True)
+    assert "Not available for these models" in combinations.table("T", encoder=True)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def models(request: pytest.FixtureRequest, tokenizer: Any) -> tuple[Any, Any, bo
     return made[0], made[1], both
 
 
-def test_what_the_table_says_is_what_happens(models: tuple[Any, Any, bool], tokenizer: Any) -> None:
+def test_the_table_equals_the_behaviour(models: tuple[Any, Any, bool], tokenizer: Any) -> None:
     first, second, both = models
     prompt = tokenizer("Once upon a time book", return_tensors="pt")
     joined = descant.ProxyTuning(first, second, first)
@@ -92,7 +92,7 @@ def test_what_the_table_says_is_what_happens(models: tuple[Any, Any, bool], toke
         said = None
         try:
             descant.generate(
-                joined if one.several or other.several else first,
+                joined if one.joint_model or other.joint_model else first,
                 **prompt,
                 **{**one.fields, **other.fields},
                 eos_token_id=2,
@@ -110,7 +110,7 @@ def test_what_the_table_says_is_what_happens(models: tuple[Any, Any, bool], toke
 GUESSES = {"prompt lookup", "suffix lookup", "early exit"}
 
 
-def test_whoever_guesses_leaves_what_the_other_method_says(
+def test_a_drafter_leaves_the_output_of_the_other_method(
     models: tuple[Any, Any, bool], tokenizer: Any
 ) -> None:
     first, second, both = models
@@ -127,7 +127,7 @@ def test_whoever_guesses_leaves_what_the_other_method_says(
         fields = {**other.fields, "eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 5}
         if other.fields.get("do_sample"):
             fields["seed"] = 3
-        model = joined if other.several else first
+        model = joined if other.joint_model else first
 
         def said(fields: Any = fields, model: Any = model, **more: Any) -> Any:
             out = descant.generate(
@@ -161,7 +161,7 @@ def test_a_draft_model_goes_with_what_prompt_lookup_goes_with(
         said = None
         try:
             descant.generate(
-                joined if other.several else first,
+                joined if other.joint_model else first,
                 **prompt,
                 **other.fields,
                 eos_token_id=2,

@@ -57,4 +57,4 @@ def test_the_picture_in_the_readme_is_of_its_first_example() -> None:
 
     kept = readme_picture.PICTURE.read_text(encoding="utf-8")
     assert len(re.findall(r"\u2212\d+\.\d\d", kept)) > 10
-    assert without_scores(readme_picture.drawn()) == without_scores(kept)
+    assert without_scores(readme_picture.draw()) == without_scores(kept)

@@ -1,4 +1,4 @@
-"""The table of caches is what the code says."""
+"""The table of caches equals the code."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def test_every_cache_is_a_line_and_every_class_is_public() -> None:
             assert issubclass(one, transformers.cache_utils.Cache)
 
 
-def test_what_is_said_to_be_taken_is_taken(model: Any) -> None:
+def test_the_sizes_are_real(model: Any) -> None:
     ids = torch.randint(100, 1000, (1, 90), generator=torch.Generator().manual_seed(0))
     for kind in ("dynamic", "paged", "static", "h2o"):
         fields = {"max_new_tokens": 12, "cache_implementation": kind, "eos_token_id": None}
@@ -47,7 +47,7 @@ def test_what_is_said_to_be_taken_is_taken(model: Any) -> None:
         assert held == pytest.approx(told.bytes, rel=0.05), kind
 
 
-def test_what_is_said_to_be_taken_back_is_what_the_cache_says(model: Any) -> None:
+def test_the_max_rewind_is_that_of_the_cache(model: Any) -> None:
     target = cache_tables.stand_in(model, "full_attention")
     for name in ("dynamic", "sink", "h2o"):
         want = cache_request(target, GenerationConfig(), name, cache_tables.LONG)

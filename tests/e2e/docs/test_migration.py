@@ -1,6 +1,6 @@
 """The migration guide has every name that 4.52.4 has and the installed transformers has not.
 
-Both packages are asked live. Code of before runs on 4.52.4, code of after runs here.
+The names of both packages are read live. Old code runs on 4.52.4, new code runs here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tools.docs.migration import Comparison
 from tools.docs.transformers4 import Transformers4, Transformers4Error
 
 BOTH = ("constraints", "beams", "outputs", "caches", "inner", "methods", "cache methods", "fields", "kept")
-NEWER = ("newer", "newer fields")  # what only the installed version has
+NEWER = ("newer", "newer fields")  # only in the installed version
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +41,20 @@ def namespace() -> dict[str, Any]:
     return made
 
 
-def test_the_two_are_who_they_should_be(compared: Comparison) -> None:
+def test_the_two_versions_are_the_expected_ones(compared: Comparison) -> None:
     assert compared.old["version"] == "4.52.4"
     assert compared.new["version"].startswith("5.")
     assert len(compared.gone()) > 90  # a comparison that finds nothing would pass everything below
 
 
 def test_every_name_that_is_gone_has_its_row_and_no_other(compared: Comparison) -> None:
-    assert migration.wrong(compared) == []
+    assert migration.mismatches(compared) == []
 
 
 def test_a_row_too_many_or_too_few_is_found(compared: Comparison, monkeypatch: Any) -> None:
     caches = {name: row for name, row in migration_table.CACHES.items() if name != "MambaCache"}
     monkeypatch.setattr(migration_table, "CACHES", {**caches, "DynamicCache": caches["SinkCache"]})
-    assert migration.wrong(compared) == [
+    assert migration.mismatches(compared) == [
         "names: `MambaCache` is gone and has no row",
         "names: `DynamicCache` has a row and is not gone",
     ]
@@ -74,7 +74,7 @@ def test_every_gone_name_is_on_the_page_once(compared: Comparison) -> None:
     assert [name for name in compared.gone() if cells.count(name) != 1] == []
 
 
-def test_what_was_written_before_ran_there(compared: Comparison, transformers4: Transformers4) -> None:
+def test_old_code_runs_on_4_52(compared: Comparison, transformers4: Transformers4) -> None:
     transformers4.run(migration_table.SETUP)
     tables = migration.rows(compared)
     lines = [row.before for table in BOTH for row in tables[table].values() if row.before]
@@ -88,13 +88,13 @@ def test_what_was_written_before_ran_there(compared: Comparison, transformers4: 
     assert len(lines) > 60
 
 
-def test_what_is_written_on_5_runs_on_it(compared: Comparison, namespace: dict[str, Any]) -> None:
+def test_code_of_5_runs_on_it(compared: Comparison, namespace: dict[str, Any]) -> None:
     tables = migration.rows(compared)
     for line in (row.before for table in NEWER for row in tables[table].values()):
         exec(line, namespace)  # noqa: S102
 
 
-def test_what_is_written_after_runs_here(compared: Comparison, namespace: dict[str, Any]) -> None:
+def test_new_code_runs_here(compared: Comparison, namespace: dict[str, Any]) -> None:
     for name, row in (
         (name, row) for table in migration.rows(compared).values() for name, row in table.items()
     ):
@@ -106,7 +106,7 @@ def test_what_is_written_after_runs_here(compared: Comparison, namespace: dict[s
                 assert f"needs the extra `{error.extra}`" in row.note, name  # noqa: PT017
 
 
-def test_a_method_that_is_gone_says_what_it_said(
+def test_a_removed_method_gives_the_same_tokens(
     compared: Comparison, transformers4: Transformers4, namespace: dict[str, Any], tmp_path: Any
 ) -> None:
     namespace["model"].save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The reference of parameters is what the table of parameters says."""
+"""The reference of parameters equals the table of parameters."""
 
 from descant.config.generation_config import FIELDS, GROUPS
 from tools.docs import config_reference

@@ -1,4 +1,4 @@
-"""The tables of the page on watermarks are what was measured, and what was measured is enough."""
+"""The tables of the page on watermarks equal the measurements, and the measurements are sufficient."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ def test_enough_was_measured(figures: Any) -> None:
         }
 
 
-def test_the_rates_are_what_the_levels_say(figures: Any) -> None:
+def test_the_rates_equal_the_levels(figures: Any) -> None:
     for mark, found in figures["false"].items():
         for level in ("0.01", "0.001"):
             assert abs(found[level]["randomised"]["sigma"]) < 3, mark

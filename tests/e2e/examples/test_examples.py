@@ -1,6 +1,6 @@
-"""Every program of examples/ runs, and prints what the page says it prints.
+"""Every program of examples/ runs, and prints the output that the page shows.
 
-One runs in a process of its own, as a user would run it; the others in forks of one process.
+One runs in its own process, as a user would run it; the others run in forks of one process.
 """
 
 import ast
@@ -20,7 +20,7 @@ OWN_PROCESS = "see_why"
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, tuple[str, str]]:
-    return examples.shown()
+    return examples.page_blocks()
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_program_prints_what_the_page_shows(
     name: str, page: dict[str, tuple[str, str]], fork: examples.Runner
 ) -> None:
     for model in re.findall(r'"models/([\w.-]+)"', examples.source(name)):
-        pretrained.folder(model)  # says how to build one that is missing
+        pretrained.folder(model)  # the error for a missing model names the command that builds it
     code, printed = page[name]
     assert code == examples.source(name), "run tools/docs/examples.py"
     runner = examples.in_own_process if name == OWN_PROCESS else fork
@@ -45,21 +45,21 @@ def test_a_program_prints_what_the_page_shows(
 
 
 def test_the_page_and_the_list_are_current(page: dict[str, tuple[str, str]]) -> None:
-    assert sorted(examples.SHOWN) == NAMES
+    assert sorted(examples.PROGRAM_PAGES) == NAMES
     printed = {name: text for name, (_, text) in page.items()}
     assert examples.PAGE.read_text(encoding="utf-8") == examples.render(printed), "run tools/docs/examples.py"
     table = examples.LIST.read_text(encoding="utf-8")
-    assert table == examples.listing(examples.listed()), "run tools/docs/examples.py"
+    assert table == examples.listing(examples.listed_seconds()), "run tools/docs/examples.py"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_is_small_and_says_what_it_shows_and_how_to_run_it(name: str) -> None:
     text = examples.source(name)
     assert len(text.splitlines()) <= 65
-    told = ast.get_docstring(ast.parse(text)) or ""
-    assert told.partition("\n")[0].endswith(".")
-    assert f"python examples/{name}.py" in told
-    needed = re.search(r"python tools/models\.py (.+)", told)
+    doc = ast.get_docstring(ast.parse(text)) or ""
+    assert doc.partition("\n")[0].endswith(".")
+    assert f"python examples/{name}.py" in doc
+    needed = re.search(r"python tools/models\.py (.+)", doc)
     assert needed is not None
     used = {Path(found).parts[0] for found in re.findall(r'"models/([\w./-]+)"', text)}
     assert set(needed[1].split()) == used

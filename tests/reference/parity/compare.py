@@ -1,4 +1,4 @@
-"""Run the same call here and on the reference, and compare what the two say about each request.
+"""Run the same call here and on the reference, and compare the outputs for each request.
 
 A *request* is one prompt; its answer is `num_return_sequences` sequences. Sequences are compared up to and
 with their first end token: what the reference puts after it depends on the other rows of its batch. There are
@@ -165,7 +165,7 @@ def made(name: str, arguments: Mapping[str, Any]) -> Any:
 
 @dataclass
 class Answer:
-    """What one side said about one request."""
+    """The output of one side for one request."""
 
     tokens: list[list[int]]  # per sequence, up to and with its end
     rest: list[list[int]]  # what stands after it
@@ -195,7 +195,7 @@ def split(
 
 
 def read(call: Call, said: Mapping[str, Any], prompts: Batch, request: int) -> Answer:
-    """Cut request number `request` out of what one side said about the batch."""
+    """The output for request number `request` of one side's batch."""
     first, count = request * call.sequences, call.sequences
     tokens, rest = split(call, said["sequences"], prompts, request)
     mine = slice(request * call.copies, (request + 1) * call.copies)
@@ -256,7 +256,7 @@ def alone(reference: ReferenceClient, call: Call, prompts: Batch) -> list[Answer
 
 
 def check(call: Call, ours: Answer, theirs: Answer, where: str) -> None:
-    """Assert that both sides said the same about one request."""
+    """Assert that both sides give the same for one request."""
     assert len(ours.tokens) == len(theirs.tokens) == call.sequences
     gap = closest(call, theirs)
     assert call.ties or gap > TIE, (

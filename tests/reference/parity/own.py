@@ -1,4 +1,4 @@
-"""A user's own parts, built alike here and in the reference's process: must not import descant."""
+"""Custom parts of a user, built here and in the reference's process: must not import descant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Bayesian detector says what the reference's says, and each reads the folders of the other."""
+"""The Bayesian detector gives the same as the reference's, and each reads the folders of the other."""
 
 from __future__ import annotations
 

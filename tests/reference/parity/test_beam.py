@@ -48,7 +48,7 @@ def test_every_setting_on_stories(beams, early, penalty, tiny, reference):
 
 @pytest.mark.slow
 def test_the_settings_matter(tiny):
-    """What the test above stands on: every value of a setting changes somebody's tokens."""
+    """Precondition of the test above: every value of a setting changes some tokens."""
     seen = {}
     for name in TINY:
         model = tiny(name)
@@ -110,7 +110,7 @@ def test_option(name, option, tiny, reference):
 @pytest.mark.parametrize("name", ENCODER_DECODER)
 def test_forced_bos(name, tiny, reference):
     model = tiny(name)
-    # Only one beam lives after the forced token.
+    # Only one beam remains after the forced token.
     arguments = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": NEW, "forced_bos_token_id": 33}
     call = Call(model, arguments)
     for answer in compare.by_row(reference, call, ragged(model)):

@@ -40,7 +40,7 @@ def options(name):
 
 
 def placed(fed):
-    """What the reference has to be told besides: where each forward writes."""
+    """A further input of the reference: where each forward writes."""
     found, at = [], 0
     for feed in fed:
         width = feed["input_ids"].shape[1]
@@ -49,7 +49,7 @@ def placed(fed):
     return found
 
 
-def asked(reference, subject, cache, fed, **more):
+def reference_logits(reference, subject, cache, fed, **more):
     """The reference's logits of forwards over one of its caches."""
     load = options(subject.name)
     return torch.cat(
@@ -63,7 +63,7 @@ def same(ours, theirs):
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-def made(kind, model):
+def make_cache(kind, model):
     return kind(model.config, 3, 24, model.device, model.dtype)
 
 
@@ -72,11 +72,17 @@ PLAIN = [
     ("DynamicCache", {}, lambda model: DynamicCache(), "gpt2", (5, 2, 1, 4, 1, 1)),
     ("DynamicCache", {}, lambda model: DynamicCache(), "opt", (5, 1, 1, 1)),
     ("DynamicCache", {}, lambda model: DynamicCache(), "mistral", (9, *(1,) * 6)),
-    ("StaticCache", ROOM, lambda model: made(StaticCache, model), "llama", (7, *(1,) * 9)),
-    ("StaticCache", ROOM, lambda model: made(StaticCache, model), "qwen2", (7, *(1,) * 9)),
-    ("SlidingWindowCache", ROOM, lambda model: made(SlidingWindowCache, model), "mistral", (5, *(1,) * 9)),
-    ("HybridCache", ROOM, lambda model: made(HybridCache, model), "gemma2", (5, *(1,) * 9)),
-    ("HybridCache", ROOM, lambda model: made(HybridCache, model), "gemma2", (9, *(1,) * 6)),
+    ("StaticCache", ROOM, lambda model: make_cache(StaticCache, model), "llama", (7, *(1,) * 9)),
+    ("StaticCache", ROOM, lambda model: make_cache(StaticCache, model), "qwen2", (7, *(1,) * 9)),
+    (
+        "SlidingWindowCache",
+        ROOM,
+        lambda model: make_cache(SlidingWindowCache, model),
+        "mistral",
+        (5, *(1,) * 9),
+    ),
+    ("HybridCache", ROOM, lambda model: make_cache(HybridCache, model), "gemma2", (5, *(1,) * 9)),
+    ("HybridCache", ROOM, lambda model: make_cache(HybridCache, model), "gemma2", (9, *(1,) * 6)),
 ]
 
 
@@ -86,7 +92,7 @@ def test_level_rows(kind, given, make, name, widths, get, reference):
     fed = feeds(level(subject, sum(widths)), widths)
     same(
         stepped(subject.model, make(subject.model), fed),
-        asked(reference, subject, (kind, given), placed(fed)),
+        reference_logits(reference, subject, (kind, given), placed(fed)),
     )
 
 
@@ -99,7 +105,7 @@ def test_padded_rows(kind, given, make, name, widths, get, reference):
     ids, mask = padded(subject, (length, length - 2, length - 4))
     fed, real = feeds(ids, widths, mask), mask.bool()
     ours = stepped(subject.model, make(subject.model), fed)
-    same(ours[real], asked(reference, subject, (kind, given), placed(fed))[real])
+    same(ours[real], reference_logits(reference, subject, (kind, given), placed(fed))[real])
 
 
 @pytest.mark.parametrize("rows", ["level", "padded"])
@@ -115,7 +121,9 @@ def test_quanto(nbits, rows, get, reference):
     ours = stepped(subject.model, cache, fed)
     same(
         ours[real],
-        asked(reference, subject, ("QuantoQuantizedCache", {"cache_config": settings}), placed(fed))[real],
+        reference_logits(
+            reference, subject, ("QuantoQuantizedCache", {"cache_config": settings}), placed(fed)
+        )[real],
     )
     assert (ours - whole(subject.model, ids, mask))[real].abs().max() > 0.1
 
@@ -143,7 +151,7 @@ def test_hqq(nbits, get, reference):
         fed = feeds(ids, (8, *(1,) * 10))
         cache, theirs = hqq(nbits, 4)
         ours = stepped(subject.model, cache, fed)
-        same(ours, asked(reference, subject, theirs, placed(fed)))
+        same(ours, reference_logits(reference, subject, theirs, placed(fed)))
         assert (ours - whole(subject.model, ids)).abs().max() > 1e-3
 
 
@@ -157,7 +165,7 @@ def test_encoder_decoder(name, get, reference):
         for one in feeds(said, (4, 1, 1, 2, 1, 1))
     ]
     ours = stepped(subject.model, EncoderDecoderCache(DynamicCache(), DynamicCache()), fed)
-    same(ours, asked(reference, subject, ("EncoderDecoderCache", {}), fed))
+    same(ours, reference_logits(reference, subject, ("EncoderDecoderCache", {}), fed))
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 8])
@@ -169,7 +177,7 @@ def test_mamba(prompt, get, reference):
     told = [{**fed[0], "cache_position": torch.arange(4)}]
     told += [{**feed, "cache_position": torch.tensor([4 + at])} for at, feed in enumerate(fed[1:])]
     given = {"config": True, "max_batch_size": 3, "dtype": "float32"}
-    theirs = asked(reference, subject, ("MambaCache", given), told, past="cache_params")
+    theirs = reference_logits(reference, subject, ("MambaCache", given), told, past="cache_params")
     same(stepped(subject.model, cache, fed, "cache_params"), theirs)
 
 
@@ -189,7 +197,7 @@ def test_sinks(get, reference):
     """A prompt as long as the window, then tokens at its last position: so its SinkCache is right."""
     subject = get("llama")
     ids, widths = level(subject, 30), (12, *(1,) * 18)
-    theirs = asked(reference, subject, *sinks(12, widths, ids, (0, *(11,) * 18)))
+    theirs = reference_logits(reference, subject, *sinks(12, widths, ids, (0, *(11,) * 18)))
     ours = stepped(subject.model, SinkCache(12, 3, config=subject.model.config), feeds(ids, widths))
     same(ours, theirs)
     assert (ours - whole(subject.model, ids)).abs().max() > 0.1
@@ -199,7 +207,7 @@ def test_its_generate_takes_sinks_for_further_away_at_every_step(get, reference)
     """It counts positions on while its SinkCache turns keys back: distances grow by one a step."""
     subject = get("llama")
     ids, widths = level(subject, 30), (12, *(1,) * 18)
-    theirs = asked(reference, subject, *sinks(12, widths, ids, (0, *range(12, 30))))
+    theirs = reference_logits(reference, subject, *sinks(12, widths, ids, (0, *range(12, 30))))
     ours = stepped(subject.model, SinkCache(12, 3, config=subject.model.config), feeds(ids, widths))
     off = (ours - theirs).abs().amax((0, 2))  # [L]
     assert off[:12].max() < NEAR
@@ -210,7 +218,7 @@ def test_its_sinks_turn_before_anything_has_left(get, reference):
     """The token that fills its window moves all keys by one already, though none is forgotten."""
     subject = get("llama")
     ids, widths = level(subject, 12), (8, 1, 1, 1, 1)
-    theirs = asked(reference, subject, *sinks(12, widths, ids, (0, 8, 9, 10, 11)))
+    theirs = reference_logits(reference, subject, *sinks(12, widths, ids, (0, 8, 9, 10, 11)))
     want = whole(subject.model, ids)
     assert (theirs - want)[:, :11].abs().max() < NEAR
     assert (theirs - want)[:, 11].abs().max() > 0.1
@@ -222,12 +230,12 @@ def test_its_sinks_turn_before_anything_has_left(get, reference):
 def test_its_offloaded_caches_need_a_gpu(get, reference):
     subject = get("llama")
     fed = feeds(level(subject, 12), (8, 1, 1, 1, 1))
-    want = asked(reference, subject, ("DynamicCache", {}), placed(fed))
+    want = reference_logits(reference, subject, ("DynamicCache", {}), placed(fed))
     for kind, given in (("OffloadedCache", {}), ("OffloadedStaticCache", {**ROOM, "device": "cpu"})):
         with pytest.raises(ReferenceFailure, match=r"GPU|CUDA"):
-            asked(reference, subject, (kind, given), placed(fed))
+            reference_logits(reference, subject, (kind, given), placed(fed))
     same(stepped(subject.model, OffloadedCache(), fed), want)
-    same(stepped(subject.model, made(OffloadedStaticCache, subject.model), fed), want)
+    same(stepped(subject.model, make_cache(OffloadedStaticCache, subject.model), fed), want)
 
 
 def test_its_windows_read_no_prompt_longer_than_they_are(get, reference):
@@ -235,20 +243,22 @@ def test_its_windows_read_no_prompt_longer_than_they_are(get, reference):
     ids = level(subject, 10)
     fed = feeds(ids, (7, 1, 1, 1))
     with pytest.raises(ReferenceFailure, match="size of tensor"):
-        asked(reference, subject, ("SlidingWindowCache", ROOM), placed(fed))
-    same(stepped(subject.model, made(SlidingWindowCache, subject.model), fed), whole(subject.model, ids))
+        reference_logits(reference, subject, ("SlidingWindowCache", ROOM), placed(fed))
+    same(
+        stepped(subject.model, make_cache(SlidingWindowCache, subject.model), fed), whole(subject.model, ids)
+    )
 
 
-def test_its_windows_forget_which_columns_are_padding(get, reference):
+def test_its_windows_lose_which_columns_are_padding(get, reference):
     """What has moved to the window's first slots is masked as the first columns of the batch are."""
     subject = get("mistral")
     ids, mask = padded(subject, (14, 12, 10))
     fed, real = feeds(ids, (5, *(1,) * 9), mask), mask.bool()
     want = whole(subject.model, ids, mask)
-    theirs = asked(reference, subject, ("SlidingWindowCache", ROOM), placed(fed))
+    theirs = reference_logits(reference, subject, ("SlidingWindowCache", ROOM), placed(fed))
     assert (theirs - want)[0].abs().max() < NEAR  # the row without padding
     assert (theirs - want)[1:][real[1:]].abs().max() > 0.1
-    same(stepped(subject.model, made(SlidingWindowCache, subject.model), fed)[real], want[real])
+    same(stepped(subject.model, make_cache(SlidingWindowCache, subject.model), fed)[real], want[real])
 
 
 @pytest.mark.hqq
@@ -257,12 +267,12 @@ def test_rows_change_each_other_in_its_hqq(get, reference):
     subject = get("wide")
     ids, widths = level(subject, 18), (8, *(1,) * 10)
     cache, theirs = hqq(4, 128)
-    batch = asked(reference, subject, theirs, placed(feeds(ids, widths)))
+    batch = reference_logits(reference, subject, theirs, placed(feeds(ids, widths)))
     ours = stepped(subject.model, cache, feeds(ids, widths))
     apart = []
     for row in range(3):
         fed = feeds(ids[row : row + 1], widths)
-        alone = asked(reference, subject, theirs, placed(fed))
+        alone = reference_logits(reference, subject, theirs, placed(fed))
         apart.append((batch[row] - alone[0]).abs().max())
         same(ours[row], alone[0])
     assert max(apart) > 1e-2
@@ -274,6 +284,6 @@ def test_hqq_cannot_read_three_bits_of_few_numbers(get, reference):
     fed = feeds(level(subject, 12), (8, 1, 1, 1, 1))
     cache, theirs = hqq(3, 128)
     with pytest.raises(ReferenceFailure, match="size of tensor"):
-        asked(reference, subject, theirs, placed(fed))
+        reference_logits(reference, subject, theirs, placed(fed))
     off = (stepped(subject.model, cache, fed) - whole(subject.model, level(subject, 12))).abs().mean()
     assert 1e-3 < off < 1.0

@@ -24,7 +24,7 @@ KINDS = {
     "one of two": [[[0], [1, 2]]],
     "one of three, and a phrase": [[[0, 1], [2, 3, 4], [5]], [6, 7]],
 }
-# Tokens that a model hardly says by itself. Where a phrase begins anew before its end, the reference loses
+# Tokens that a model rarely generates. Where a phrase begins anew before its end, the reference loses
 # count: see `tests/unit/decoding/constraints/test_known_bugs.py`.
 RARE = {
     "llama": (41, 93, 80, 50, 31, 12, 83, 75, 7, 78, 89, 92, 32, 73, 24, 95),
@@ -98,7 +98,7 @@ def met(tokens, forced):
 @pytest.mark.parametrize("kind", ["a phrase", "one of three, and a phrase"])
 @pytest.mark.parametrize("name", TINY)
 def test_constraints_as_objects(name, kind, tiny, reference):
-    """`constraints=` and `force_words_ids=` are two ways to say the same."""
+    """`constraints=` and `force_words_ids=` are equivalent."""
     model = tiny(name)
     prompts = five(model, SEEDS[name])
     forced = words(model, prompts, kind)

@@ -50,7 +50,7 @@ def test_ragged_rows(name, width, alpha, turn, tiny, reference):
 
 @pytest.mark.slow
 def test_the_settings_matter(tiny):
-    """What the test above stands on: every width and every alpha changes somebody's tokens."""
+    """Precondition of the test above: every width and every alpha changes some tokens."""
     seen = {}
     for name in ("llama", "gpt2", "gpt-neox", "bart"):
         model = tiny(name)

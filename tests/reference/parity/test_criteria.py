@@ -16,7 +16,7 @@ from tests.support import pretrained, wordpiece
 ROWS = 600  # of each criterion, at least
 
 
-def asked(reference, cases):
+def reference_criteria(reference, cases):
     return reference.ask("criteria", cases=cases)
 
 
@@ -37,7 +37,7 @@ def test_length(reference):
         }
         for _ in range(ROWS // 3)
     ]
-    for case, theirs in zip(cases, asked(reference, cases), strict=True):
+    for case, theirs in zip(cases, reference_criteria(reference, cases), strict=True):
         ours = criteria.MaxLengthCriteria(**case["arguments"])
         for ids, verdict in zip(case["calls"], theirs, strict=True):
             assert torch.equal(ours(ids, None), verdict)
@@ -58,7 +58,7 @@ def test_time(reference):
         for _ in range(ROWS)
     ]
     seen = set()
-    for case, theirs in zip(cases, asked(reference, cases), strict=True):
+    for case, theirs in zip(cases, reference_criteria(reference, cases), strict=True):
         # Minutes may pass between both answers: none of these is that close.
         over = time.time() - case["arguments"]["initial_timestamp"] - case["arguments"]["max_time"]
         if abs(over) < 600:
@@ -78,7 +78,7 @@ def test_end_tokens(reference):
         calls = [rows(draw, draw.randint(1, 5), draw.randint(1, 4), 12)]
         cases.append({"name": "EosTokenCriteria", "arguments": {"eos_token_id": eos}, "calls": calls})
     seen = set()
-    for case, theirs in zip(cases, asked(reference, cases), strict=True):
+    for case, theirs in zip(cases, reference_criteria(reference, cases), strict=True):
         ours = criteria.EosTokenCriteria(**case["arguments"])(case["calls"][0], None)
         assert torch.equal(ours, theirs[0])
         seen |= set(ours.tolist())
@@ -148,7 +148,7 @@ class Near:
 
 
 def whole(one):
-    """Whether the bytes are text: the reference knows no others."""
+    """Whether the bytes are text: the reference supports no others."""
     return bool(one) and "\ufffd" not in one.decode(errors="replace")
 
 
@@ -181,7 +181,7 @@ def test_stop_strings(name, reference, loaded):
         cases.append(
             {"name": "StopStringCriteria", "tokenizer": folder, "arguments": arguments, "calls": calls}
         )
-    for case, theirs in zip(cases, asked(reference, cases), strict=True):
+    for case, theirs in zip(cases, reference_criteria(reference, cases), strict=True):
         ours = criteria.StopStringCriteria(tokenizer, case["arguments"]["stop_strings"])
         verdicts = [ours(ids, None) for ids in case["calls"]]
         known = TokenBytes.from_tokenizer(tokenizer).bytes
@@ -198,7 +198,7 @@ def verdict(reference, loaded, name, strings, ids):
     ids = torch.tensor([ids])
     arguments = {"stop_strings": strings}
     case = {"name": "StopStringCriteria", "tokenizer": folder, "arguments": arguments, "calls": [ids]}
-    theirs = asked(reference, [case])[0][0]
+    theirs = reference_criteria(reference, [case])[0][0]
     return theirs.item(), criteria.StopStringCriteria(tokenizer, strings)(ids, None).item()
 
 
@@ -242,6 +242,6 @@ def test_a_length_beyond_the_model_is_let_pass(reference):
     """The reference goes on and leaves a line in a log; ours is not made."""
     arguments, ids = {"max_length": 9, "max_position_embeddings": 4}, torch.zeros(1, 6, dtype=torch.long)
     case = {"name": "MaxLengthCriteria", "arguments": arguments, "calls": [ids]}
-    assert asked(reference, [case])[0][0].tolist() == [False]
+    assert reference_criteria(reference, [case])[0][0].tolist() == [False]
     with pytest.raises(InputError, match="max_position_embeddings"):
         criteria.MaxLengthCriteria(**arguments)

@@ -60,7 +60,7 @@ def test_ragged_rows(name, layers, turn, deep, reference):
 
 
 def test_the_layers_matter(deep):
-    """What the test above stands on: every choice of layers changes somebody's tokens, and so does DoLa."""
+    """Precondition of the test above: every choice of layers changes some tokens, and so does DoLa."""
     seen = {}
     shallow = [name for name in DEEP if DEEP[name][0] <= 40]
     for name in shallow:

@@ -31,7 +31,7 @@ def test_one_row_at_a_time(name, tiny, reference):
 
 
 def test_some_rows_end_early_and_some_do_not(tiny, reference):
-    """What these tests stand on: ends at different steps in one batch, on every architecture."""
+    """Precondition of these tests: ends at different steps in one batch, on every architecture."""
     for name in TINY:
         model = tiny(name)
         lengths = set()

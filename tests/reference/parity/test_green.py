@@ -126,7 +126,7 @@ def both(
 
 
 def detected(scheme: str, width: int = 1, ratio: float = 0.25, key: int = 104_729) -> dict:
-    """All settings, as the reference's detector wants them."""
+    """All settings, in the format of the reference's detector."""
     given = WatermarkingConfig(ratio, 2.0, key, scheme, width)
     return given.to_dict()
 
@@ -194,7 +194,7 @@ def test_the_p_value_is_exact(reference):
 
 
 def test_the_token_that_begins_a_text_is_left_out_row_by_row(reference):
-    """They look at the first row alone: what a batch mate begins with changes how a text is scored."""
+    """They use only the first row: the beginning of another row changes the score of a text."""
     ids = texts(random.Random(9), 2, 30)
     ids[0, 0] = TEXT["bos_token_id"]
     settings = detected("lefthash")
@@ -207,7 +207,7 @@ def test_the_token_that_begins_a_text_is_left_out_row_by_row(reference):
         assert mine["num_green_tokens"].tolist() == [alone[line] for line in order]
 
 
-def test_after_token_zero_no_key_is_asked(reference):
+def test_after_token_zero_no_key_is_used(reference):
     """Their list after token 0 is the same for every key, so that chance there is no evidence."""
     arguments = {"vocab_size": 97, "device": "cpu"}
     cases = [

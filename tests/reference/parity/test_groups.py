@@ -77,7 +77,7 @@ def test_ragged_rows(name, groups, penalty, early, length, tiny, reference):
 
 @pytest.mark.slow
 def test_the_settings_matter(tiny):
-    """What the test above stands on: every value of a setting changes somebody's sequences."""
+    """Precondition of the test above: every value of a setting changes some sequences."""
     seen = {}
     places = (GROUPS, PENALTIES, EARLY, LENGTH)
     settings = {(2, 1.0, early, length) for early, length in product(EARLY, LENGTH)}

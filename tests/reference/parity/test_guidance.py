@@ -26,7 +26,7 @@ SOME = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if 
 
 
 def guided(model, negative, turn=0):
-    """Five ragged prompts, with negative ones of other lengths if asked for."""
+    """Five ragged prompts, with optional negative ones of other lengths."""
     seed = SEEDS[model.name][turn]
     rows = five(model, seed)
     return (
@@ -46,7 +46,7 @@ def test_ragged_rows(name, scale, negative, turn, tiny, reference):
 
 
 def test_guidance_matters(tiny):
-    """What the test above stands on: every scale, and the negative prompt, changes everybody's tokens."""
+    """Precondition of the test above: every scale, and the negative prompt, changes all rows."""
     for name in NAMES:
         model = tiny(name)
         seen = [descant.generate(model.model, **guided(model, False).inputs, max_new_tokens=NEW).tolist()]

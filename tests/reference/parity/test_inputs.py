@@ -94,9 +94,9 @@ def test_embeddings(name, arguments, tiny, reference):
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("name", TINY)
 def test_a_processor_of_the_user(name, arguments, tiny, reference):
-    """It knows only `(input_ids, scores)`, and sees the running hypotheses of every strategy."""
+    """It gets only `(input_ids, scores)`, with the running hypotheses of every strategy."""
     model = tiny(name)
-    # Both show it padded ids; where no row says the pad token, the padding matters to no n-gram.
+    # Both show it padded ids; where no row has the pad token, the padding matters to no n-gram.
     fixed = {"max_new_tokens": 16, **arguments}
     if model.pad != model.eos:
         fixed["suppress_tokens"] = [model.pad]

@@ -106,32 +106,34 @@ def test_a_pad_token_inside_the_prompt_is_a_token(name, tiny, reference):
     first, second = prompts(model.arch, (8, 8), seed=300)
     first[4] = second[5] = model.pad
     ids = torch.tensor([first, second])
-    told = ask(reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8)
+    expected = ask(
+        reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8
+    )
 
-    assert ask(reference, model, {"input_ids": ids}, min_new_tokens=8) != told
-    assert run(model, {"input_ids": ids}, min_new_tokens=8) == told
+    assert ask(reference, model, {"input_ids": ids}, min_new_tokens=8) != expected
+    assert run(model, {"input_ids": ids}, min_new_tokens=8) == expected
 
     padded, mask = torch.tensor([first, [model.pad] * 3 + second[3:]]), torch.ones_like(ids)
     mask[1, :3] = 0
-    told = ask(reference, model, {"input_ids": padded, "attention_mask": mask}, min_new_tokens=8)
-    assert run(model, {"input_ids": padded}, min_new_tokens=8) == told
+    expected = ask(reference, model, {"input_ids": padded, "attention_mask": mask}, min_new_tokens=8)
+    assert run(model, {"input_ids": padded}, min_new_tokens=8) == expected
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_padding_that_equals_the_end_token(name, tiny, reference):
-    """Without a mask the reference attends the padding; ours asks for the mask."""
+    """Without a mask the reference attends the padding; ours requires the mask."""
     model = tiny(name)
     pad = {"pad_token_id": model.eos}
     rows = prompts(model.arch, (8, 5), seed=301)
     inputs = compare.Batch(rows, model.eos).inputs
     ids = {"input_ids": inputs["input_ids"]}
-    told = ask(reference, model, inputs, min_new_tokens=8, **pad)
+    expected = ask(reference, model, inputs, min_new_tokens=8, **pad)
 
-    assert ask(reference, model, ids, min_new_tokens=8, **pad) != told
+    assert ask(reference, model, ids, min_new_tokens=8, **pad) != expected
     with pytest.raises(descant.InputError, match="attention_mask") as caught:
         run(model, ids, min_new_tokens=8, **pad)
     assert isinstance(caught.value, ValueError)
-    assert run(model, inputs, min_new_tokens=8, **pad) == told
+    assert run(model, inputs, min_new_tokens=8, **pad) == expected
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -142,13 +144,13 @@ def test_an_end_token_inside_the_prompt_is_a_token(name, tiny, reference):
     rows = prompts(model.arch, (8, 8), seed=302)
     rows[0][4] = rows[1][2] = model.eos
     ids = torch.tensor(rows)
-    told = ask(
+    expected = ask(
         reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8, **pad
     )
 
     hidden = {"input_ids": ids, "attention_mask": (ids != model.eos).long()}
-    assert ask(reference, model, hidden, min_new_tokens=8, **pad) != told
-    assert run(model, {"input_ids": ids}, min_new_tokens=8, **pad) == told
+    assert ask(reference, model, hidden, min_new_tokens=8, **pad) != expected
+    assert run(model, {"input_ids": ids}, min_new_tokens=8, **pad) == expected
 
 
 def test_prompts_that_all_begin_with_the_end_token(tiny, reference):
@@ -156,8 +158,10 @@ def test_prompts_that_all_begin_with_the_end_token(tiny, reference):
     model = tiny("gpt2")
     rows = [[model.eos, *row] for row in prompts(model.arch, (5, 5), seed=303)]
     ids = torch.tensor(rows)
-    told = ask(reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8)
-    assert run(model, {"input_ids": ids}, min_new_tokens=8) == told
+    expected = ask(
+        reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8
+    )
+    assert run(model, {"input_ids": ids}, min_new_tokens=8) == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "t5"])

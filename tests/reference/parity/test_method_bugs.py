@@ -69,9 +69,9 @@ def test_constraints_of_batch_mates(name, tiny, reference):
     for i in range(3):
         one = rows.only(i)
         alone = reference.generate(model.folder, one.inputs, arguments)["sequences"]
-        told = new_tokens(call, alone, one)
-        assert new_tokens(call, theirs, rows, i) == told
-        assert new_tokens(call, mine, rows, i) == told
+        expected = new_tokens(call, alone, one)
+        assert new_tokens(call, theirs, rows, i) == expected
+        assert new_tokens(call, mine, rows, i) == expected
     found = [tuple(new_tokens(call, mine, rows, i)[0]) for i in range(3)]
     assert len(set(found)) > 1 or model.encoder_decoder, "all rows alike: nothing to see"
 
@@ -82,7 +82,7 @@ MIXED = [("llama", 909, 6, 94), ("llama", 918, 3, 40), ("bart", 910, 6, 102)]
 
 @pytest.mark.parametrize(("name", "seed", "beams", "token"), MIXED)
 def test_sequences_that_end_beside_some_that_do_not(name, seed, beams, token, tiny, reference):
-    """With scores asked for, the reference stumbles over beam indices that it kept for only some of them."""
+    """With scores, the reference fails on beam indices that it has for only some of them."""
     model = tiny(name)
     rows = batch(model, prompts(model.arch, (6,), seed=seed))
     arguments = constrained([[token]], beams, max_new_tokens=8)
@@ -135,17 +135,17 @@ def test_a_group_that_has_ended_goes_on_with_padding(name, seed, tiny, reference
         "suppress_tokens": [50],
     }
     said = {}
-    for pad in (model.eos, 50):  # 50 is said by nobody, and so is harmless
+    for pad in (model.eos, 50):  # 50 is never generated, and so is harmless
         said[pad] = reference.generate(
             model.folder, rows.inputs, {**arguments, "pad_token_id": pad}, ["sequences", "sequences_scores"]
         )
     call = Call(model, arguments)
-    told = new_tokens(call, said[50]["sequences"], rows)
+    expected = new_tokens(call, said[50]["sequences"], rows)
     assert not torch.allclose(said[50]["sequences_scores"], said[model.eos]["sequences_scores"], atol=1e-3)
 
     for pad in (model.eos, 50):
         out = ours(model, rows.inputs, **arguments, pad_token_id=pad)
-        assert new_tokens(call, out.sequences, rows) == told
+        assert new_tokens(call, out.sequences, rows) == expected
         close(out.sequences_scores, said[50]["sequences_scores"], "sequences_scores")
 
 
@@ -206,14 +206,14 @@ def test_the_prompt_counts_as_length(reference):
     made = {"batch_size": 1, "num_beams": 2, "do_early_stopping": True}
     calls = [{**first, **tokens}, {**second, **tokens}]
 
-    def theirs(**told):
+    def theirs(**fields):
         said = reference.ask(
             "scorer",
             name="BeamSearchScorer",
             arguments=made,
             constraints=[],
-            calls=[{**one, **told} for one in calls],
-            last={**last, **told},
+            calls=[{**one, **fields} for one in calls],
+            last={**last, **fields},
         )["end"]
         return said["sequences"][0, prompt:].tolist(), said["sequence_scores"].item()
 
@@ -262,7 +262,7 @@ def test_a_token_that_dola_has_ruled_out(deep, reference):
         ours(model, rows.inputs, **arguments)
 
 
-def test_dola_forgets_how_many_sequences(deep, reference):
+def test_dola_ignores_num_return_sequences(deep, reference):
     model = deep("llama")
     rows = batch(model, prompts(model.arch, (6, 6), seed=801))
     arguments = {"dola_layers": [0], "do_sample": True, "num_return_sequences": 3, "max_new_tokens": 4}
@@ -273,7 +273,7 @@ def test_dola_forgets_how_many_sequences(deep, reference):
 
 
 # ------------------------------------------------------------------------------------ guidance
-def spoken(reference, model, text, new):
+def reference_logprobs(reference, model, text, new):
     """The log-probabilities of `new` after `text`, in one forward without a cache [T, V]."""
     inputs = {"input_ids": torch.tensor([[*text, *new]])}
     logits = reference.ask("forward", model=str(model.folder), inputs=inputs)["logits"][0]
@@ -299,7 +299,10 @@ def test_guidance_does_not_follow_the_beams(name, seed, tiny, reference):
 
     def guided(tokens):
         """What the guided scores at each of the tokens should be [T, V]."""
-        plain, unguided = spoken(reference, model, row, tokens), spoken(reference, model, row[-1:], tokens)
+        plain, unguided = (
+            reference_logprobs(reference, model, row, tokens),
+            reference_logprobs(reference, model, row[-1:], tokens),
+        )
         return unguided + scale * (plain - unguided)
 
     def of(scores, tokens):

@@ -136,7 +136,7 @@ def test_beam_scores_are_sums_of_transitions(name, beams, tiny):
 
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "bart"])
-def test_records_hold_what_was_asked(name, beams, tiny):
+def test_outputs_have_the_requested_fields(name, beams, tiny):
     model = tiny(name)
     inputs = batch(model, prompts(model.arch, (3, 5), seed=1)).inputs
     plain = descant.generate(model.model, **inputs, num_beams=beams, max_new_tokens=4)

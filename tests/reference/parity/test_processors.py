@@ -38,7 +38,7 @@ SALTS = list(range(40))
 
 @dataclass(frozen=True)
 class Plain:
-    """What a model says by itself, from which the tokens to ban or to favour are taken."""
+    """The plain output of a model, from which the tokens to ban or to favour are taken."""
 
     model: Tiny
     rows: list[list[int]]  # the new tokens of each row under greedy search
@@ -62,7 +62,7 @@ def _bad_words(plain: Plain) -> dict[str, Any]:
     return {"bad_words_ids": [list(word) for word in words]}
 
 
-# The options of each field, from what the model says without it, so that they act.
+# The options of each field, from the output without it, so that they have an effect.
 RULES: dict[str, Callable[[Plain], dict[str, Any]]] = {
     "min_length": lambda plain: {"min_length": 13},
     "min_new_tokens": lambda plain: {"min_new_tokens": 9},
@@ -170,7 +170,7 @@ class Whole(Call):
 
 @dataclass(frozen=True)
 class _With:
-    """The reference, asked with what a user brings along."""
+    """The reference with a user's own objects."""
 
     reference: Any
     more: Mapping[str, Any]
@@ -261,7 +261,7 @@ def test_sampler(name, option, mode, tiny, reference):
 
 
 def test_samplers_in_a_batch(tiny, reference):
-    """What looks at no tokens does not mind padding: one batch on both sides."""
+    """Processors without token history do not depend on padding: one batch on both sides."""
     model = tiny("llama")
     arguments = {name: value for given in SAMPLERS.values() for name, value in given.items()}
     arguments |= {"typical_p": 0.95, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3}
@@ -283,7 +283,7 @@ def pairs() -> Iterator[Any]:
 def test_pairs(name, options, mode, tiny, reference):
     model = tiny(name)
     arguments = {"max_new_tokens": NEW, **MODES[mode], **PAIRS[options]}
-    # Without the scores nobody asks how close a choice was.
+    # Without the scores the margin is not needed.
     call = Call(model, arguments, seed=23 if mode in DRAWN else None, full=options != "several forced ends")
     run(reference, call, mode, three(model))
 

@@ -27,13 +27,13 @@ def smollm():
 
 
 def prompt(model, length=None):
-    """One row: the text, over and over, as long as asked."""
+    """One row: the repeated text, of the given length."""
     ids = model.tokens(TEXT)
     return Batch([(ids * 8)[:length] if length else ids], model.pad)
 
 
 def arguments(backend, new, **settings):
-    # Scales in full precision, which is all that quanto there knows.
+    # Scales in full precision, the only kind that quanto there supports.
     exact = {"compute_dtype": "float32"} if backend == "quanto" else {}
     return {
         "max_new_tokens": new,
@@ -70,7 +70,7 @@ def test_quanto_where_the_residual_is_full(smollm, reference):
 def test_hqq(smollm, reference, bits):
     need_hqq()
     given = arguments("HQQ", 12, nbits=bits, axis_key=1, axis_value=1)
-    ours, theirs = asked(smollm, reference, given)
+    ours, theirs = both_outputs(smollm, reference, given)
     assert torch.equal(ours.sequences, theirs["sequences"])
     for mine, wanted in zip(ours.logits, theirs["logits"], strict=True):
         assert (mine - wanted).abs().max() < ROUNDING
@@ -88,7 +88,7 @@ def test_hqq(smollm, reference, bits):
 )
 def test_hqq_is_no_further_from_no_quantisation(smollm, reference, settings, share):
     need_hqq()
-    ours, theirs = asked(smollm, reference, arguments("HQQ", 12, **settings))
+    ours, theirs = both_outputs(smollm, reference, arguments("HQQ", 12, **settings))
     far = []
     for sequences, logits in ((ours.sequences, ours.logits), (theirs["sequences"], theirs["logits"])):
         wanted = dense(smollm, sequences, sequences.shape[1] - len(logits)).log_softmax(-1)
@@ -97,8 +97,8 @@ def test_hqq_is_no_further_from_no_quantisation(smollm, reference, settings, sha
     assert far[0] < share * far[1]
 
 
-def asked(model, reference, given, batch=None):
-    """What both sides say of one prompt."""
+def both_outputs(model, reference, given, batch=None):
+    """The outputs of both sides for one prompt."""
     inputs = (batch or prompt(model)).inputs
     ours = descant.generate(model.model, **inputs, **given, return_dict_in_generate=True, output_logits=True)
     return ours, reference.generate(model.folder, inputs, given, ["sequences", "logits"])

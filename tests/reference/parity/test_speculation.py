@@ -1,4 +1,4 @@
-"""With guesses a ragged batch says what the reference says of each row alone, with the same kind of guesses.
+"""With drafts a ragged batch gives the same as the reference for each row alone, with the same drafter.
 
 The reference speculates on one row at a time. It promises the same, and reads the number of draft tokens from
 the draft model's own config; both sides draft as many.
@@ -29,7 +29,7 @@ SLOW = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Guessing:
-    """A call with guesses, as each side takes it."""
+    """A call with drafts, as each side takes it."""
 
     subject: Any
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the config, the same on both sides
@@ -91,7 +91,7 @@ class Guessing:
 
 @dataclass
 class Seen:
-    """What was guessed on either side."""
+    """What was drafted on either side."""
 
     right: int = 0
     fed: list[int] = field(default_factory=list)  # tokens of each of the reference's forwards
@@ -107,7 +107,7 @@ def same(reference: ReferenceClient, guessing: Guessing, prompts: Batch) -> Seen
         theirs = guessing.theirs(reference, single)
         (ours,), _ = split(call, mine.sequences, prompts, row)
         (wanted,), _ = split(call, theirs["sequences"], single, 0)
-        wanted = wanted[: guessing.new]  # a run of guesses may take the reference one token too far
+        wanted = wanted[: guessing.new]  # a run of drafts may take the reference one token too far
         best, second = theirs["choices"][0, : len(wanted)].unbind(-1)
         assert float((best - second).min()) > TOLERANCE, "a near tie: choose other prompts"
         assert ours == wanted, f"row {row}"
@@ -135,7 +135,7 @@ def helpers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
 
 @torch.no_grad()
 def _blur(model: Any) -> None:
-    """Move the weights a little, so that it guesses right about every other time."""
+    """Move the weights a little, so that it drafts right about every other time."""
     generator = torch.Generator().manual_seed(5)
     for _, weight in sorted(model.named_parameters()):
         if weight.dim() > 1:
@@ -162,7 +162,7 @@ def test_a_draft_model(name, seed, tiny, helpers, reference):
 
 @pytest.mark.parametrize("count", [1, 2, *(pytest.param(one, marks=SLOW) for one in (3, 4, 6, 7, 8))])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_any_number_of_guesses(name, count, tiny, helpers, reference):
+def test_any_number_of_drafts(name, count, tiny, helpers, reference):
     model = tiny(name)
     same(reference, Guessing(model, helper=helpers(name), count=count), ragged(model))
 
@@ -170,7 +170,7 @@ def test_any_number_of_guesses(name, count, tiny, helpers, reference):
 @pytest.mark.parametrize("seed", seeds(1, 6))
 @pytest.mark.parametrize("name", [name for name in TINY if name != "bart"])
 def test_prompt_lookup(name, seed, tiny, reference):
-    """Of prompts that say everything twice."""
+    """Of prompts with repeated text."""
     model = tiny(name)
     prompts = ragged(model, seed)
     twice = batch(model, [[*row, *row] for row in prompts.rows])
@@ -180,7 +180,7 @@ def test_prompt_lookup(name, seed, tiny, reference):
 
 @pytest.mark.parametrize("name", ["bart", "llama"])
 def test_the_reference_ends_before_it_begins(name, tiny, reference):
-    """Where it finds nothing to copy it asks whether the prompt has ended: so it has if it ends with one."""
+    """Without a match it checks whether the prompt has ended: so it has if its last token is an end token."""
     model = tiny(name)
     row = [5, 6, 8, 9] if model.encoder_decoder else [5, 6, 8, model.eos]
     prompts = batch(model, [row])
@@ -245,7 +245,7 @@ PAIRS = {
 }
 
 
-def written(model: Any, texts: tuple[str, ...]) -> Batch:
+def batch_of(model: Any, texts: tuple[str, ...]) -> Batch:
     return batch(model, [model.tokens(text) for text in texts])
 
 
@@ -254,7 +254,7 @@ def test_a_pretrained_draft_model(pair, real, reference):
     name, helper, foreign = PAIRS[pair]
     target = real(name)
     guessing = Guessing(target, helper=real(helper), foreign=foreign, new=12)
-    seen = same(reference, guessing, written(target, TEXTS[:2]))
+    seen = same(reference, guessing, batch_of(target, TEXTS[:2]))
     assert pair == "minimind2-small" or seen.right > 0
 
 
@@ -262,11 +262,11 @@ def test_a_pretrained_draft_model(pair, real, reference):
 def test_pretrained_prompt_lookup(name, real, reference):
     model = real(name)
     fields = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}
-    seen = same(reference, Guessing(model, fields, new=16), written(model, TEXTS))
+    seen = same(reference, Guessing(model, fields, new=16), batch_of(model, TEXTS))
     assert max(seen.fed) > 1
 
 
 @pytest.mark.parametrize(("name", "layers"), [("stories15m", 4), ("smollm2", 20)])
 def test_pretrained_early_exit(name, layers, real, reference):
     model = real(name)
-    same(reference, Guessing(model, {"assistant_early_exit": layers}, new=10), written(model, TEXTS[:2]))
+    same(reference, Guessing(model, {"assistant_early_exit": layers}, new=10), batch_of(model, TEXTS[:2]))

@@ -1,4 +1,4 @@
-"""What ends a row ends it where the reference's does: stop strings, criteria, time, several end tokens.
+"""Rows end at the same token as in the reference: stop strings, criteria, time, several end tokens.
 
 Under greedy search and sampling the whole padded batch is the reference's; beams are compared row by row,
 without the padding at the right (see `test_known_bugs`).
@@ -73,7 +73,7 @@ class Stopped:
         )  # fmt: skip
 
     def check(self, reference: Any, prompts: Batch) -> list[list[int]]:
-        """Assert that both sides say the same; our new tokens, row by row."""
+        """Assert that both sides give the same; our new tokens, row by row."""
         if not self.beams:
             ours, theirs = self.ours(prompts).sequences, self.theirs(reference, prompts)["sequences"]
             assert ours.tolist() == theirs.tolist()
@@ -103,7 +103,7 @@ class Stopped:
 
 
 def without(call: Stopped, prompts: Batch) -> list[list[int]]:
-    """What the call says when nothing but the end token and the length stops it."""
+    """The output of the call when only the end token and the length stop it."""
     bare = {k: v for k, v in call.arguments.items() if k not in ("stop_strings", "eos_token_id", "max_time")}
     return call.new(Stopped(call.subject, bare, seed=call.seed).ours(prompts).sequences, prompts)
 
@@ -148,7 +148,7 @@ def test_stop_strings(stop, mode, seed, stories, reference):
 
 
 def test_the_stop_strings_stop(stories):
-    """What the test above stands on: nearly every one of them ends somebody's row sooner."""
+    """Precondition of the test above: nearly every one of them ends a row earlier."""
     prompts = ragged(stories)
     idle = []
     for stop, strings in STOPS.items():
@@ -268,7 +268,7 @@ def test_several_end_tokens(name, mode, seed, tiny, reference):
 @pytest.mark.parametrize("mode", PLAIN)
 @pytest.mark.parametrize("name", MODELS)
 def test_stop_token_ids_are_end_tokens(name, mode, tiny, reference):
-    """A field of our own: the reference is told them as end tokens, and as the criterion it has for it."""
+    """A field of our own: the reference gets them as end tokens, and as its own criterion."""
     model = tiny(name)
     ids = [20, 33, 44, 58]
     given = {"max_new_tokens": NEW, **MODES[mode]}

@@ -96,7 +96,7 @@ def test_expected_mean_g_value(reference):
 
 
 @pytest.mark.parametrize("history", [1, 2, 5, 1024])
-def test_context_repetition_forgets_as_it_does_there(history, reference):
+def test_context_repetition_has_the_same_history(history, reference):
     given, rng = arguments(context_history_size=history, ngram_len=3), random.Random(history)
     ids = few_sorts(rng, (4, 120), 4)
     questions = [("compute_context_repetition_mask", {"input_ids": ids})]
@@ -107,7 +107,7 @@ def test_context_repetition_forgets_as_it_does_there(history, reference):
 
 
 @pytest.mark.parametrize("end", [2, 50])
-def test_detector_asks_the_module_the_same(end, reference):
+def test_detector_calls_the_module_with_the_same_inputs(end, reference):
     texts = few_sorts(random.Random(end), (5, 80), 9)
     theirs = reference.ask("synthid", arguments=arguments(ngram_len=3), texts=texts, end=end)["asked"]
     processor = SynthIDTextWatermarkLogitsProcessor(**arguments(ngram_len=3))

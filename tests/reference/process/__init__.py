@@ -1,1 +1,1 @@
-"""The reference: transformers 4.52.4 in a venv and a process of its own, asked over a pipe."""
+"""The reference: transformers 4.52.4 in its own venv and process, called over a pipe."""

@@ -1,4 +1,4 @@
-"""Detectors of the reference: what a Bayesian one makes of g-values, and the folder it writes."""
+"""Detectors of the reference: the Bayesian scores of g-values, and the folder that it writes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def green_detector(
     calls: Sequence[Mapping[str, Any]],
     **options: Any,
 ) -> list[dict[str, list[float]]]:
-    """What a WatermarkDetector of a model's `config` says of each call's ids, field by field."""
+    """The output of a WatermarkDetector of a model's `config` for each call's ids, by field."""
     model = transformers.PretrainedConfig(**config)
     detector = transformers.WatermarkDetector(model, "cpu", dict(settings), **options)
     said = [detector(**one, return_dict=True) for one in calls]

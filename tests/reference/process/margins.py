@@ -1,4 +1,4 @@
-"""How narrowly the reference chose, and which beams it carried, for the methods whose scores do not tell it.
+"""The reference's margins and running beams, for the methods whose scores do not show them.
 
 A choice that hangs on the last bits may fall either way on another machine, so parity tests refuse it.
 """
@@ -44,7 +44,7 @@ def watched() -> Iterator[Watch]:
     """Watch the reference's own functions while it decodes."""
     watch = Watch()
 
-    def told(function: Callable[..., Any], margin: Callable[..., float]) -> Callable[..., Any]:
+    def with_margin(function: Callable[..., Any], margin: Callable[..., float]) -> Callable[..., Any]:
         def both(*given: Any, **named: Any) -> Any:
             watch.margins.append(margin(*given, **named))
             return function(*given, **named)
@@ -72,7 +72,7 @@ def watched() -> Iterator[Watch]:
     scorers = beam_search.BeamSearchScorer, beam_search.ConstrainedBeamSearchScorer
     with contextlib.ExitStack() as stack:
         for name, margin in (("_ranking_fast", _contrastive), ("_dola_select_contrast", _layers)):
-            stack.enter_context(mock.patch.object(utils, name, told(getattr(utils, name), margin)))
+            stack.enter_context(mock.patch.object(utils, name, with_margin(getattr(utils, name), margin)))
         for scorer in scorers:
             stack.enter_context(mock.patch.object(scorer, "process", scored(scorer.process)))
         yield watch
@@ -84,7 +84,7 @@ def _done(scorer: Any, group: int, groups: int) -> Tensor:
 
 
 def _apart(values: Tensor) -> float:
-    """The smallest distance between neighbours of descending values that live."""
+    """The smallest distance between adjacent finite descending values."""
     living = values[values > DEAD]
     return float((living[:-1] - living[1:]).min()) if len(living) > 1 else float("inf")
 

@@ -29,5 +29,5 @@ def made(name: str, given: Mapping[str, Any], net: Any) -> Any:
 def logits(
     net: Any, cache: Any, feeds: Sequence[Mapping[str, Any]], past: str = "past_key_values"
 ) -> list[torch.Tensor]:
-    """What each of several forwards says, one after the other over one cache."""
+    """The logits of several consecutive forwards over one cache."""
     return [net(**feed, **{past: cache}, use_cache=True, return_dict=True).logits for feed in feeds]

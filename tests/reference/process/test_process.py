@@ -1,4 +1,4 @@
-"""The reference itself: what passes through its pipe, what it says when it fails, how small it stays."""
+"""The reference process: values through its pipe, its errors, its memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_it_calls_things_on_their_own(reference):
 
 
 def test_it_stays_small(tiny):
-    fresh = ReferenceClient()  # the shared one remembers the largest model that any test has shown it
+    fresh = ReferenceClient()  # the shared one keeps the largest model of any test
     try:
         for name in ("llama", "gpt2", "gpt-neox", "mistral", "qwen2", "gemma", "opt", "t5", "bart"):
             fresh.generate(tiny(name).folder, {"input_ids": torch.tensor([[5, 6]])}, {"max_new_tokens": 2})

@@ -370,7 +370,7 @@ def generate_own(
     The functions are sent as what they are made from: see `tests/reference/parity/own.py`. An `assistant` is
     the folder
     of a draft `model`, that of its `tokenizer` where it has another, and `settings` of its generation config,
-    which is where this version reads how many tokens to guess.
+    which is where this version reads how many tokens to draft.
     """
     given = dict(arguments)
     if assistant is not None:

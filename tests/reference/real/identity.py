@@ -1,9 +1,9 @@
-"""Greedy identity on pretrained models: the same tokens with any drafter, number of guesses and batch.
+"""Greedy identity on pretrained models: the same tokens with any drafter, draft length and batch.
 
 `python -m tests.reference.real.identity` runs all of it and prints a table; `--model`, `--drafter` and
 `--prompts` take
-a part. Every drafter continues every prompt in batches of 1, 3 and 8, while the number of guesses goes round
-from 1 to 8 batch by batch. What it says is held to the same prompt without guesses. fp32 rounds otherwise in
+a part. Every drafter continues every prompt in batches of 1, 3 and 8, while the number of drafts goes round
+from 1 to 8 batch by batch. What it says is held to the same prompt without drafts. fp32 rounds otherwise in
 another shape: where two tokens differ of which the model scores both within 1e-4 of the best, that is a tie,
 and counted as such.
 """
@@ -91,7 +91,7 @@ def prompts(count: int) -> list[str]:
 
 
 # ------------------------------------------------------------------------ drafters
-Fields = Callable[[Pretrained, int], dict[str, Any]]  # of a call, by the model and how many are guessed
+Fields = Callable[[Pretrained, int], dict[str, Any]]  # of a call, by the model and how many are drafted
 
 
 def _helped(name: str | None, share: float = 1.0) -> Fields:
@@ -149,7 +149,7 @@ WHOLE = {"stories15m": 500, "minimind2-small": 500, "smollm2": 60}  # prompts
 # ------------------------------------------------------------------------ the trial
 @dataclass
 class Tally:
-    """What was compared, and what became of the guesses."""
+    """What was compared, and what became of the drafts."""
 
     prompts: int = 0
     tokens: int = 0
@@ -170,7 +170,7 @@ class Tally:
 
 @dataclass
 class Trial:
-    """A model, its prompts, and what it says without guesses."""
+    """A model, its prompts, and its output without drafts."""
 
     model: Pretrained
     rows: Sequence[Sequence[int]]
@@ -181,7 +181,7 @@ class Trial:
     def of(cls, name: str, count: int, new: int = 64) -> Trial:
         """The trial of a model with so many prompts."""
         model = pretrained.load(name)
-        made = cls(model, [_asked(model, text) for text in prompts(count)], new)
+        made = cls(model, [_prompt_ids(model, text) for text in prompts(count)], new)
         for part in made.parts(max(BATCHES)):
             made.plain += made.said(part)[0]
         return made
@@ -211,7 +211,7 @@ class Trial:
         return row[: next((at + 1 for at, token in enumerate(row) if token in ends), len(row))]
 
     def run(self, drafter: str, sizes: Sequence[int] = BATCHES, counts: Sequence[int] = COUNTS) -> Tally:
-        """Every prompt in batches of every size, with guesses."""
+        """Every prompt in batches of every size, with drafts."""
         fields, tally, began = DRAFTERS[self.model.name][drafter], Tally(), time.process_time()
         for size in sizes:
             for turn, part in enumerate(self.parts(size)):
@@ -247,8 +247,8 @@ class Trial:
         return bool((logits[list(tokens)] > logits.max() - TIE).all())
 
 
-def _asked(model: Pretrained, text: str) -> list[int]:
-    """The tokens of a prompt, as the model was taught to be asked."""
+def _prompt_ids(model: Pretrained, text: str) -> list[int]:
+    """The tokens of a prompt in the chat template of the model."""
     template = getattr(model.tokenizer, "chat_template", None)
     if model.name in ENDLESS and template is not None:
         turns = [{"role": "user", "content": text}]
@@ -257,7 +257,7 @@ def _asked(model: Pretrained, text: str) -> list[int]:
 
 
 def main() -> None:
-    """Run the trials that are asked for and print what came of them."""
+    """Run the selected trials and print their results."""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(prog="python -m tests.reference.real.identity")
     parser.add_argument("--model", choices=DRAFTERS, action="append")

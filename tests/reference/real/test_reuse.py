@@ -1,4 +1,4 @@
-"""SmolLM2-135M goes on from prompts it has read before, by itself or from disk, and says the same."""
+"""SmolLM2-135M continues from cached prompts, in memory or from disk, with the same output."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_conversation_on_one_cache(real):
     for question in ("And three animals?", "Which of them is blue?", None):
         ids = model.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")
         ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
-        # The template may write a turn otherwise than it was said: the cache keeps what is still the same.
+        # The template may change a turn: the cache keeps the common prefix.
         held = cache.tokens[0] if cache.lengths.numel() else ids[0, :0]
         alike = int((ids[0, : len(held)] == held[: ids.shape[1]]).long().cumprod(0).sum())
         if alike < len(held):

@@ -1,4 +1,4 @@
-"""Pretrained models say the same with guesses as without: greedily, token for token.
+"""Pretrained models give the same greedy tokens with drafts as without.
 
 The wide sweep is `tests/reference/real/identity.py`: 500 prompts of 64 tokens on the small models and 60 on
 SmolLM2.
@@ -45,7 +45,7 @@ def test_the_same_tokens(name, drafter, record_property):
 
 
 def test_another_answer_is_found():
-    """What the test above stands on: a token changed anywhere is told, unless it is a tie."""
+    """Precondition of the test above: a changed token is found anywhere, unless it is a tie."""
     one = trial("stories15m", *FEW["stories15m"])
     tally = Tally()
     for at, plain in enumerate(one.plain):

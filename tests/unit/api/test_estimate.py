@@ -47,14 +47,14 @@ SETTINGS = {
 }
 
 
-def made(name: str) -> Any:
+def make_model(name: str) -> Any:
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    return made("llama")
+    return make_model("llama")
 
 
 def measured(model: Any, prompt: int, batch: int, **fields: Any) -> int:
@@ -77,11 +77,11 @@ def fields_of(kind: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_estimate_is_what_the_cache_takes(name: str) -> None:
-    model = made(name)
-    told = descant.estimate(model, prompt_length=70, batch=2, max_new_tokens=34)
-    assert told.cache_name == "dynamic"
-    assert measured(model, 70, 2, max_new_tokens=34) == pytest.approx(told.bytes, rel=0.05)
-    assert {"dynamic", "paged", "static", "quantized"} <= told.total_bytes.keys()
+    model = make_model(name)
+    estimate = descant.estimate(model, prompt_length=70, batch=2, max_new_tokens=34)
+    assert estimate.cache_name == "dynamic"
+    assert measured(model, 70, 2, max_new_tokens=34) == pytest.approx(estimate.bytes, rel=0.05)
+    assert {"dynamic", "paged", "static", "quantized"} <= estimate.total_bytes.keys()
 
 
 @pytest.mark.parametrize("kind", sorted(CACHES.keys() - {"mamba", "sliding_window"}))
@@ -90,46 +90,46 @@ def test_every_kind_is_estimated_as_it_is(kind: str, many: dict[str, Any], llama
     if kind == "quantized":
         pytest.importorskip("optimum.quanto")
     fields = fields_of(kind, **many)
-    told = descant.estimate(llama, prompt_length=70, batch=2, **fields)
-    assert told.cache_name == kind
-    assert measured(llama, 70, 2, **fields) == pytest.approx(told.bytes, rel=0.05)
+    estimate = descant.estimate(llama, prompt_length=70, batch=2, **fields)
+    assert estimate.cache_name == kind
+    assert measured(llama, 70, 2, **fields) == pytest.approx(estimate.bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma"])
 @pytest.mark.parametrize("kind", ["sliding_window", "hybrid"])
 def test_windows_are_counted(name: str, kind: str) -> None:
-    model = made(name)
-    told = descant.estimate(model, prompt_length=300, **fields_of(kind))
-    assert measured(model, 300, 1, **fields_of(kind)) == pytest.approx(told.bytes, rel=0.05)
-    assert told.total_bytes[kind] < told.total_bytes["dynamic"]
+    model = make_model(name)
+    estimate = descant.estimate(model, prompt_length=300, **fields_of(kind))
+    assert measured(model, 300, 1, **fields_of(kind)) == pytest.approx(estimate.bytes, rel=0.05)
+    assert estimate.total_bytes[kind] < estimate.total_bytes["dynamic"]
 
 
 def test_beams_share_a_prompt_only_where_they_do(llama: Any) -> None:
-    told = descant.estimate(llama, prompt_length=256, max_new_tokens=32, num_beams=4)
-    assert (told.cache_name, told.rows, told.positions) == ("paged", 4, 256 + 31)
-    # How much beams share after the prompt nobody knows before: nothing at the least.
+    estimate = descant.estimate(llama, prompt_length=256, max_new_tokens=32, num_beams=4)
+    assert (estimate.cache_name, estimate.rows, estimate.positions) == ("paged", 4, 256 + 31)
+    # How much beams share after the prompt is not known before; the bound assumes nothing.
     real = measured(llama, 256, 1, max_new_tokens=32, num_beams=4)
-    assert 0.5 * told.bytes <= real <= told.bytes
-    assert told.total_bytes["dynamic"] > 2 * told.total_bytes["paged"]
+    assert 0.5 * estimate.bytes <= real <= estimate.bytes
+    assert estimate.total_bytes["dynamic"] > 2 * estimate.total_bytes["paged"]
     assert measured(
         llama, 256, 1, max_new_tokens=32, num_beams=4, cache_implementation="dynamic"
-    ) == pytest.approx(told.total_bytes["dynamic"], rel=0.05)
+    ) == pytest.approx(estimate.total_bytes["dynamic"], rel=0.05)
 
 
 def test_candidates_of_contrastive_search_are_rows(llama: Any) -> None:
     fields = {"penalty_alpha": 0.5, "top_k": 4, "max_new_tokens": 20, "cache_implementation": "dynamic"}
-    told = descant.estimate(llama, prompt_length=70, **fields)
-    assert told.rows == 4
-    assert measured(llama, 70, 1, **fields) == pytest.approx(told.bytes, rel=0.05)
+    estimate = descant.estimate(llama, prompt_length=70, **fields)
+    assert estimate.rows == 4
+    assert measured(llama, 70, 1, **fields) == pytest.approx(estimate.bytes, rel=0.05)
 
 
 def test_four_bits_are_counted_with_their_scales(llama: Any) -> None:
     whole = {"residual_length": 0, "q_group_size": 8, "compute_dtype": "float16"}
-    told = descant.estimate(
+    estimate = descant.estimate(
         llama, prompt_length=400, max_new_tokens=1, cache_implementation="quantized", cache_config=whole
     )
     # 8 numbers: 4 bytes of codes, a scale and an offset of 2 bytes; two layers, two heads, keys and values.
-    assert told.bytes == 400 * 2 * 2 * 2 * (4 + 2 + 2)
+    assert estimate.bytes == 400 * 2 * 2 * 2 * (4 + 2 + 2)
 
 
 def test_an_encoder_is_read_once_a_prompt() -> None:
@@ -150,21 +150,21 @@ def test_a_state_of_a_models_own_is_weighed() -> None:
     model = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2)
     )
-    told = descant.estimate(model, prompt_length=1000, batch=2, max_new_tokens=20)
-    assert told.cache_name == "mamba"
+    estimate = descant.estimate(model, prompt_length=1000, batch=2, max_new_tokens=20)
+    assert estimate.cache_name == "mamba"
     # Two layers of 32 channels: a window of 4 for the convolution and a state of 16, for each of two rows.
-    assert told.bytes == 2 * 2 * 32 * (4 + 16) * 4
-    assert set(told.total_bytes) == {"mamba", "hybrid", "dynamic"}
+    assert estimate.bytes == 2 * 2 * 32 * (4 + 16) * 4
+    assert set(estimate.total_bytes) == {"mamba", "hybrid", "dynamic"}
 
 
-def test_what_nobody_can_know_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_size_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1)
     )
     monkeypatch.setattr(kv_shape, "_feed_row", _fails)
-    told = descant.estimate(model, prompt_length=10)
-    assert told.bytes is None
-    assert "unknown" in str(told)
+    estimate = descant.estimate(model, prompt_length=10)
+    assert estimate.bytes is None
+    assert "unknown" in str(estimate)
 
 
 def _fails(*_: Any) -> Any:
@@ -172,11 +172,11 @@ def _fails(*_: Any) -> Any:
 
 
 def test_it_can_be_read(llama: Any) -> None:
-    told = descant.estimate(llama, prompt_length=100, max_new_tokens=29)
-    assert told.bytes_per_token["static"] == told.total_bytes["static"] / 128
-    lines = str(told).splitlines()
+    estimate = descant.estimate(llama, prompt_length=100, max_new_tokens=29)
+    assert estimate.bytes_per_token["static"] == estimate.total_bytes["static"] / 128
+    lines = str(estimate).splitlines()
     assert lines[0] == "1 row of 128 positions"
-    assert [line.split()[0] for line in lines[2:]] == list(told.total_bytes)
+    assert [line.split()[0] for line in lines[2:]] == list(estimate.total_bytes)
     assert [line.split()[0] for line in lines if " * " in line] == ["dynamic"]
 
 
@@ -187,7 +187,7 @@ def test_sizes_are_checked(wrong: dict[str, Any], llama: Any) -> None:
 
 
 def test_a_model_that_is_trained_draws_nothing() -> None:
-    model = made("gpt2").train()  # its dropout would move the generator
+    model = make_model("gpt2").train()  # its dropout would move the generator
     before = torch.get_rng_state()
     kv_shape_of(model)
     assert torch.equal(before, torch.get_rng_state())
@@ -197,7 +197,7 @@ def test_a_model_that_is_trained_draws_nothing() -> None:
 # ------------------------------------------------------------------------ no room
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with 64 KiB left, and a look at every run."""
+    """A device with 64 KiB left, and a record of every check."""
     monkeypatch.setattr(memory_check, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(memory_check, "free_bytes", lambda device: 64 * 1024)
 

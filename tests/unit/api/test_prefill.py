@@ -160,7 +160,7 @@ def test_a_conversation_on_one_cache_equals_cold_calls(kind, method, llama):
         assert torch.equal(found, cold)
         assert cache.lengths.tolist() == [found.shape[1] - 1]
         if turn and "penalty_alpha" not in method:
-            assert fed[0] <= 2 * (4 + 3)  # the last token, what is new, what is guessed; and a twin's
+            assert fed[0] <= 2 * (4 + 3)  # the last token, what is new, what is drafted; and a twin's
         text = torch.cat((found, torch.tensor(tinies.prompts(llama.arch, [3], 5 + turn))), 1)
 
 
@@ -296,7 +296,7 @@ def test_a_cache_of_transformers_is_filled_in_place(name, tiny):
         "of the config": transformers.DynamicCache(config=model.model.config),
         "static": transformers.StaticCache(config=model.model.config, max_cache_len=80),
     }
-    if name == "mistral":  # of these, windows forget
+    if name == "mistral":  # of these, windows evict
         theirs = {"growing": theirs["growing"]}
     for cache in theirs.values():
         text = torch.tensor(tinies.prompts(model.arch, [9], 4))
@@ -391,8 +391,10 @@ def test_a_state_goes_on_from_where_it_was(method):
         assert fed[0] == 1
         assert cache.lengths.tolist() == [cold.shape[1] - 1]
         text = torch.cat((cold, torch.tensor([[13, 14 + turn]])), 1)
-    assert "a state cannot be cut" in refused(model, text[:, :9], cache)
-    assert "with one returned sequence" in refused(model, text, cache, do_sample=True, num_return_sequences=2)
+    assert "a state cannot be cut" in refusal_of(model, text[:, :9], cache)
+    assert "with one returned sequence" in refusal_of(
+        model, text, cache, do_sample=True, num_return_sequences=2
+    )
 
 
 def test_an_empty_cache_of_transformers_is_taken(tiny):
@@ -407,18 +409,18 @@ def test_an_empty_cache_of_transformers_is_taken(tiny):
 
 
 # ------------------------------------------------------------------------ what cannot be
-def refused(model, ids, past, **call):
+def refusal_of(model, ids, past, **call):
     with pytest.raises((InputError, ConfigError)) as error:
         descant.generate(model, ids, past_key_values=past, **NEW, **call)
     return str(error.value)
 
 
-def test_a_prompt_that_begins_otherwise_is_refused_and_told_where(llama):
+def test_a_prompt_with_another_beginning_is_refused_with_the_position(llama):
     beginning, _, _ = texts(llama)
     cache = descant.prefill(llama.model, beginning)
     other = beginning[None].clone()
     other[0, 17] = (other[0, 17] + 1) % llama.vocab
-    told = refused(llama.model, other, cache)
+    told = refusal_of(llama.model, other, cache)
     assert f"has token {int(other[0, 17])} at 17" in told
     assert f"got 'token {int(beginning[17])}'" in told
 
@@ -426,19 +428,19 @@ def test_a_prompt_that_begins_otherwise_is_refused_and_told_where(llama):
 def test_a_past_that_does_not_fit_is_refused(llama, tiny):
     ids = torch.tensor(tinies.prompts(llama.arch, [7, 7, 7], 0))
     two = descant.prefill(llama.model, ids[:2])
-    assert "one row, or one for each of 3 prompts" in refused(llama.model, ids, two)
+    assert "one row, or one for each of 3 prompts" in refusal_of(llama.model, ids, two)
     deeper = descant.prefill(tiny("qwen2").model, ids[0])
-    assert "must have been made by this model, which has 2 layers" in refused(llama.model, ids[:1], deeper)
+    assert "must have been made by this model, which has 2 layers" in refusal_of(llama.model, ids[:1], deeper)
     one = descant.prefill(llama.model, ids[0])
-    assert "use_cache" in refused(llama.model, ids[:1], one, use_cache=False)
-    assert "cache_implementation" in refused(llama.model, ids[:1], one, cache_implementation="dynamic")
-    assert "inputs_embeds" in refused(
+    assert "use_cache" in refusal_of(llama.model, ids[:1], one, use_cache=False)
+    assert "cache_implementation" in refusal_of(llama.model, ids[:1], one, cache_implementation="dynamic")
+    assert "inputs_embeds" in refusal_of(
         llama.model, ids[:1], one, inputs_embeds=llama.model.get_input_embeddings()(ids[:1])
     )
-    assert "past_key_values" in refused(llama.model, ids, "a cache")
+    assert "past_key_values" in refusal_of(llama.model, ids, "a cache")
     stranger = one.copy()
     stranger.tokens = None
-    assert "encoder" in refused(tiny("t5").model, ids[:1], stranger)
+    assert "encoder" in refusal_of(tiny("t5").model, ids[:1], stranger)
 
 
 def test_a_frozen_cache_is_not_written_to(llama):

@@ -35,7 +35,7 @@ def batch(tiny: Any, seed: int = 100) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-class Heard:
+class StreamRecord:
     """The events of a stream by prompt and sequence."""
 
     def __init__(self, events: Any) -> None:
@@ -57,13 +57,13 @@ class Heard:
         return [value for one in self.by[row, sequence] for value in getattr(one, name)]
 
 
-def same(heard: Heard, model: Any, given: dict[str, Any], each: int, **options: Any) -> None:
+def same(record: StreamRecord, model: Any, given: dict[str, Any], each: int, **options: Any) -> None:
     """The events' tokens are the sequences of generate()."""
     sequences = descant.generate(model.model, **given, **options)
     new = sequences[:, 1 if model.encoder_decoder else given["input_ids"].shape[1] :].tolist()
-    assert len(heard.by) == len(new)
+    assert len(record.by) == len(new)
     for line, whole in enumerate(new):
-        ids = heard.ids(*divmod(line, each))
+        ids = record.ids(*divmod(line, each))
         assert ids == whole[: len(ids)]
         assert set(whole[len(ids) :]) <= {model.pad}
 
@@ -85,15 +85,15 @@ def test_tokens_and_text(name, kind, tiny):
     model, options = tiny(name), {**KINDS[kind], "max_new_tokens": NEW}
     given, each = batch(model), options.get("num_return_sequences", 1)
     events = stream(model.model, **given, tokenizer=tokenizer(), **options)
-    heard = Heard(events)
-    same(heard, model, given, each, **options)
-    assert len({len(heard.ids(*key)) for key in heard.by}) > 1, "sequences of different lengths"
-    for row, sequence in heard.by:
+    record = StreamRecord(events)
+    same(record, model, given, each, **options)
+    assert len({len(record.ids(*key)) for key in record.by}) > 1, "sequences of different lengths"
+    for row, sequence in record.by:
         mask = given["attention_mask"][row].bool()
         prompt = [model.arch.start] if model.encoder_decoder else given["input_ids"][row][mask].tolist()
         before = tokenizer().decode(prompt, skip_special_tokens=True)
-        whole = tokenizer().decode(prompt + heard.ids(row, sequence), skip_special_tokens=True)
-        assert heard.text(row, sequence) == whole[len(before) :]
+        whole = tokenizer().decode(prompt + record.ids(row, sequence), skip_special_tokens=True)
+        assert record.text(row, sequence) == whole[len(before) :]
     assert (len(events.session), events.session.rows) == (0, 0)
 
 
@@ -101,9 +101,9 @@ def test_tokens_and_text(name, kind, tiny):
 def test_why_each_sequence_ended(kind, tiny):
     model, reasons = tiny("llama"), set()
     for limit in (3, NEW):
-        heard = Heard(stream(model.model, **batch(model), max_new_tokens=limit, **KINDS[kind]))
-        for (row, sequence), events in heard.by.items():
-            ids, last = heard.ids(row, sequence), events[-1]
+        record = StreamRecord(stream(model.model, **batch(model), max_new_tokens=limit, **KINDS[kind]))
+        for (row, sequence), events in record.by.items():
+            ids, last = record.ids(row, sequence), events[-1]
             assert last.finish_reason == ("eos" if ids[-1] == model.eos else "length")
             assert last.hypothesis is not None
             assert last.hypothesis.tokens.tolist() == ids
@@ -115,17 +115,17 @@ def test_why_each_sequence_ended(kind, tiny):
 def test_without_seeds_the_noise_is_that_of_generate(tiny):
     model, options = tiny("llama"), {"do_sample": True, "max_new_tokens": NEW, "num_return_sequences": 2}
     torch.manual_seed(3)
-    heard = Heard(stream(model.model, **batch(model), **options))
+    record = StreamRecord(stream(model.model, **batch(model), **options))
     torch.manual_seed(3)
-    same(heard, model, batch(model), 2, **options)
+    same(record, model, batch(model), 2, **options)
 
 
 def test_tokens_come_one_by_one(tiny):
     model = tiny("llama")
-    heard = Heard(stream(model.model, **batch(model), max_new_tokens=NEW))
-    assert all(len(one.token_ids) == 1 for one in heard.events)
-    assert [one.row for one in heard.events[:4]] == [0, 1, 2, 3]
-    assert max(len(mine) for mine in heard.by.values()) > 2
+    record = StreamRecord(stream(model.model, **batch(model), max_new_tokens=NEW))
+    assert all(len(one.token_ids) == 1 for one in record.events)
+    assert [one.row for one in record.events[:4]] == [0, 1, 2, 3]
+    assert max(len(mine) for mine in record.by.values()) > 2
 
 
 def test_beams_bring_what_they_agree_on_at_once(tiny):
@@ -133,9 +133,9 @@ def test_beams_bring_what_they_agree_on_at_once(tiny):
     early = 0
     for seed in range(100, 108):
         events = stream(model.model, **batch(model, seed), **options)
-        heard = Heard(events)
+        record = StreamRecord(events)
         for row in range(4):
-            mine = [[one.token_ids for one in heard.by[row, n][:-1]] for n in range(3)]
+            mine = [[one.token_ids for one in record.by[row, n][:-1]] for n in range(3)]
             assert mine[0] == mine[1] == mine[2], "the same deltas for every sequence"
             assert () not in mine[0]
             early += len(mine[0])
@@ -151,55 +151,55 @@ def test_each_prompt_may_have_its_own_config(tiny):
         descant.GenerationConfig(max_new_tokens=6, num_beams=3, num_return_sequences=2),
         descant.GenerationConfig(max_new_tokens=5, do_sample=True, seed=8),
     ]
-    heard = Heard(stream(model.model, **given, generation_config=configs))
-    assert sorted(heard.by) == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+    record = StreamRecord(stream(model.model, **given, generation_config=configs))
+    assert sorted(record.by) == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
     for row, config in enumerate(configs):
         mask = given["attention_mask"][row].bool()
         alone = {"input_ids": given["input_ids"][row : row + 1, mask]}
-        expected = Heard(stream(model.model, **alone, generation_config=config))
+        expected = StreamRecord(stream(model.model, **alone, generation_config=config))
         for sequence in range(config.num_return_sequences):
-            assert heard.ids(row, sequence) == expected.ids(0, sequence)
+            assert record.ids(row, sequence) == expected.ids(0, sequence)
 
 
 # ------------------------------------------------------------------------ text in
 def test_texts_in(real):
     model = real("stories15m")
     texts = ["Once upon a time there was a little dog", "Lily", "One day, Tom and his mum went to the"]
-    heard = Heard(stream(model.model, texts, tokenizer=model.tokenizer, max_new_tokens=12))
+    record = StreamRecord(stream(model.model, texts, tokenizer=model.tokenizer, max_new_tokens=12))
     for row, text in enumerate(texts):
         ids = torch.tensor([model.tokens(text)])
         whole = descant.generate(model.model, ids, max_new_tokens=12)[0]
-        assert heard.ids(row) == whole[ids.shape[1] :].tolist()
+        assert record.ids(row) == whole[ids.shape[1] :].tolist()
         shown = model.tokenizer.decode(whole, skip_special_tokens=True)
-        assert text + heard.text(row) == shown
-        assert heard.text(row).startswith((" ", ",", "."))
-    alone = Heard(stream(model.model, texts[1], tokenizer=model.tokenizer, max_new_tokens=12))
-    assert alone.text(0) == heard.text(1)
+        assert text + record.text(row) == shown
+        assert record.text(row).startswith((" ", ",", "."))
+    alone = StreamRecord(stream(model.model, texts[1], tokenizer=model.tokenizer, max_new_tokens=12))
+    assert alone.text(0) == record.text(1)
 
 
 def test_texts_in_for_an_encoder(real):
     model = real("flan-t5-small-titles")
     texts = ["The president of the country met the people of the city.", "A dog ran."]
-    heard = Heard(stream(model.model, texts, tokenizer=model.tokenizer, max_new_tokens=8))
+    record = StreamRecord(stream(model.model, texts, tokenizer=model.tokenizer, max_new_tokens=8))
     for row, text in enumerate(texts):
         whole = descant.generate(model.model, torch.tensor([model.tokens(text)]), max_new_tokens=8)[0]
-        assert heard.ids(row) == whole[1 : 1 + len(heard.ids(row))].tolist()
-        assert heard.text(row) == model.tokenizer.decode(whole, skip_special_tokens=True)
+        assert record.ids(row) == whole[1 : 1 + len(record.ids(row))].tolist()
+        assert record.text(row) == model.tokenizer.decode(whole, skip_special_tokens=True)
 
 
 def test_a_stop_string_is_in_the_tokens_and_not_in_the_text(real):
     model = real("stories15m")
     text = "Once upon a time there was a little dog"
-    free = Heard(stream(model.model, text, tokenizer=model.tokenizer, max_new_tokens=30)).text(0)
+    free = StreamRecord(stream(model.model, text, tokenizer=model.tokenizer, max_new_tokens=30)).text(0)
     stop = free[12:17]
-    heard = Heard(
+    record = StreamRecord(
         stream(model.model, text, tokenizer=model.tokenizer, max_new_tokens=30, stop_strings=[stop])
     )
-    assert heard.events[-1].finish_reason == "stop"
-    assert heard.text(0) == free[: free.index(stop)]
-    assert stop in model.tokenizer.decode(model.tokens(text) + heard.ids(0))
+    assert record.events[-1].finish_reason == "stop"
+    assert record.text(0) == free[: free.index(stop)]
+    assert stop in model.tokenizer.decode(model.tokens(text) + record.ids(0))
     almost = free[-3:] + "..."
-    waited = Heard(
+    waited = StreamRecord(
         stream(model.model, text, tokenizer=model.tokenizer, max_new_tokens=30, stop_strings=almost)
     )
     assert waited.text(0) == free, "what did not become a stop string comes at the end"
@@ -211,11 +211,11 @@ def test_logprobs(kind, tiny):
     model = tiny("llama")
     options = {**KINDS[kind], "max_new_tokens": NEW, "repetition_penalty": 1.4}
     given, each = batch(model), options.get("num_return_sequences", 1)
-    heard = Heard(stream(model.model, **given, logprobs=2, **options))
+    record = StreamRecord(stream(model.model, **given, logprobs=2, **options))
     record = descant.generate(model.model, **given, logprobs=2, return_dict_in_generate=True, **options)
     for line, found in enumerate(record.logprobs):
         row, sequence = divmod(line, each)
-        mine = heard.by[row, sequence]
+        mine = record.by[row, sequence]
         assert mine[-1].hypothesis is not None
         assert mine[-1].hypothesis.logprobs is not None
         assert mine[-1].hypothesis.logprobs.top.shape == found.top.shape
@@ -225,8 +225,10 @@ def test_logprobs(kind, tiny):
         else:
             assert all(one.logprob is None for one in mine[:-1])
             mine[:-1] = []
-        torch.testing.assert_close(torch.tensor(heard.law("raw_logprob", row, sequence)), found.raw[-late:])
-        torch.testing.assert_close(torch.tensor(heard.law("logprob", row, sequence)), found.processed[-late:])
+        torch.testing.assert_close(torch.tensor(record.law("raw_logprob", row, sequence)), found.raw[-late:])
+        torch.testing.assert_close(
+            torch.tensor(record.law("logprob", row, sequence)), found.processed[-late:]
+        )
         assert found.raw.tolist() != found.processed.tolist()
 
 
@@ -235,8 +237,8 @@ def test_no_logprobs_unless_asked_for(tiny):
     configs = [
         descant.GenerationConfig(min_new_tokens=4, max_new_tokens=4, logprobs=n) for n in (None, 0, None, 1)
     ]
-    heard = Heard(stream(model.model, **batch(model), generation_config=configs))
-    for one in heard.events:
+    record = StreamRecord(stream(model.model, **batch(model), generation_config=configs))
+    for one in record.events:
         assert (one.logprob is None) == (one.raw_logprob is None) == (one.row % 2 == 0)
 
 
@@ -277,9 +279,9 @@ def test_an_error_in_a_step_frees_and_is_raised(tiny):
         return scores
 
     events = started(tiny, logits_processor=[fail])
-    heard = []
+    record = []
     with pytest.raises(RuntimeError, match="broken"):
-        heard.extend(events)
+        record.extend(events)
     assert len(events.session) == 0
     assert list(events) == []
 
@@ -288,19 +290,19 @@ def test_an_error_in_a_step_frees_and_is_raised(tiny):
 def test_a_prompt_that_fails_leaves_the_others(tiny):
     model, given = tiny("llama"), batch(tiny("llama"))
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "tokenizer": tokenizer()}
-    plain = Heard(stream(model.model, **given, **options))
+    plain = StreamRecord(stream(model.model, **given, **options))
     shown = "".join(one.text or "" for one in plain.by[1, 0][:3])
     assert shown
     # What is held back of the text, as it may become a stop string, is let go.
     held = {"stop_strings": shown + "\x00"}
-    heard = Heard(stream(model.model, **given, logits_processor=[Once(given, 1)], **options, **held))
-    last = heard.by[1, 0][-1]
+    record = StreamRecord(stream(model.model, **given, logits_processor=[Once(given, 1)], **options, **held))
+    last = record.by[1, 0][-1]
     assert (last.finish_reason, last.token_ids) == ("error", ())
     assert isinstance(last.error, RowError)
-    assert heard.ids(1) == plain.ids(1)[:3], "no token of the step that failed"
-    assert heard.text(1) == last.text == shown
+    assert record.ids(1) == plain.ids(1)[:3], "no token of the step that failed"
+    assert record.text(1) == last.text == shown
     for row in (0, 2, 3):
-        assert heard.ids(row) == plain.ids(row)
+        assert record.ids(row) == plain.ids(row)
 
 
 class Once:
@@ -337,7 +339,7 @@ def test_async_events_are_the_same(tiny):
         return events, beats
 
     events, beats = asyncio.run(main())
-    assert events == Heard(stream(model.model, **batch(model), **options)).events
+    assert events == StreamRecord(stream(model.model, **batch(model), **options)).events
     assert beats > NEW, "the loop goes on during every step"
 
 

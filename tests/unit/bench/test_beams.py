@@ -1,4 +1,4 @@
-"""The bench of rows that share a prompt runs, counts, and says when a bar is missed."""
+"""The benchmark of rows that share a prompt runs, counts, and reports a missed limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALL = ["--prompt", "128", "--new", "6", "--beams", "3", "--sequences", "3"]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """A tiny model in the place of the real one."""
+    """A tiny model replaces the real one."""
     monkeypatch.setattr(
         transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: SUBJECTS["tiny"].model()
     )
@@ -22,7 +22,7 @@ def small(monkeypatch):
     transformers.logging.set_verbosity(level)
 
 
-def test_it_counts_and_races_both_kinds(capsys):
+def test_it_counts_and_times_both_cases(capsys):
     assert beams.main([*SMALL, "--faster", "0", "--larger", "9"]) == 0
     lines = capsys.readouterr().out.splitlines()
     copied = [line for line in lines if "slots copied a step" in line]
@@ -31,6 +31,6 @@ def test_it_counts_and_races_both_kinds(capsys):
     assert sum("as fast as transformers" in line for line in lines) == 2
 
 
-def test_a_bar_that_is_missed_fails(capsys):
+def test_a_missed_limit_fails(capsys):
     assert beams.main([*SMALL, "--only", "beams", "--faster", "1000", "--larger", "9"]) == 1
     assert beams.main([*SMALL, "--only", "beams", "--faster", "0", "--larger", "0.1"]) == 1

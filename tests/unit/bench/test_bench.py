@@ -1,4 +1,4 @@
-"""The bench runs, its ways decode the same, and its columns say what they claim to say."""
+"""The benchmark runs, its implementations give the same tokens, and its columns are correct."""
 
 import json
 from collections.abc import Iterator
@@ -27,20 +27,20 @@ def model() -> Any:
 
 @pytest.fixture
 def verbosity() -> Iterator[None]:
-    """What main() quietens is put back."""
+    """Restores the log level that main() changes."""
     level = transformers.logging.get_verbosity()
     yield
     transformers.logging.set_verbosity(level)
 
 
-def raced(model: Any, case: str) -> dict[str, compare.Result]:
-    return {one.way: one for one in compare.run(model, "tiny", CASES[case], NEW, repeats=2)}
+def results_by_name(model: Any, case: str) -> dict[str, compare.Result]:
+    return {one.implementation: one for one in compare.run(model, "tiny", CASES[case], NEW, repeats=2)}
 
 
 @pytest.mark.parametrize("case", ["greedy-1", "greedy-16"])
-def test_all_three_ways_take_the_same_greedy_tokens(model: Any, case: str) -> None:
-    results = raced(model, case)
-    assert list(results) == ["bare", "descant", "transformers"]
+def test_all_three_implementations_give_the_same_greedy_tokens(model: Any, case: str) -> None:
+    results = results_by_name(model, case)
+    assert list(results) == ["baseline", "descant", "transformers"]
     assert [one.same for one in results.values()] == [True] * 3
     assert {one.forwards for one in results.values()} == {NEW}
     batch = len(CASES[case].lengths)
@@ -48,19 +48,19 @@ def test_all_three_ways_take_the_same_greedy_tokens(model: Any, case: str) -> No
 
 
 @pytest.mark.parametrize("case", ["ragged-16", "sample-16", "beam-4"])
-def test_both_generate_take_the_same_tokens_where_the_bare_loop_cannot(model: Any, case: str) -> None:
-    results = raced(model, case)
+def test_both_generate_give_the_same_tokens_beyond_the_baseline(model: Any, case: str) -> None:
+    results = results_by_name(model, case)
     assert [one.same for one in results.values()] == [None, True, True]
 
 
 def test_beams_are_fed_their_prompt_once(model: Any) -> None:
-    results = raced(model, "beam-4")
+    results = results_by_name(model, "beam-4")
     assert results["descant"].fed == 512 + 4 * (NEW - 1)
     assert results["transformers"].fed == 4 * (512 + NEW - 1)
-    assert results["bare"].fed == 512 + NEW - 1
+    assert results["baseline"].fed == 512 + NEW - 1
 
 
-def test_the_bare_loop_sees_what_it_cached(model: Any) -> None:
+def test_the_baseline_loop_reads_its_cache(model: Any) -> None:
     ids = CASES["greedy-1"].prompts(1000).ids
     tokens = decode(model, ids, NEW)
     for new in range(NEW):
@@ -69,48 +69,50 @@ def test_the_bare_loop_sees_what_it_cached(model: Any) -> None:
         assert whole[0, -1].argmax() == tokens[0, new]
 
 
-def changed(monkeypatch: pytest.MonkeyPatch, way: str, token: int) -> None:
-    """Let a way write `token` at the end of its first row."""
-    own = implementations.CONTENDERS[way]
+def patch_last_token(monkeypatch: pytest.MonkeyPatch, implementation: str, token: int) -> None:
+    """Make an implementation write `token` at the end of its first row."""
+    original = implementations.IMPLEMENTATIONS[implementation]
 
     def wrong(model: Any, case: Case, prompts: Prompts, new: int) -> Tensor:
-        tokens = own(model, case, prompts, new)
+        tokens = original(model, case, prompts, new)
         tokens[0, -1] = token
         return tokens
 
-    monkeypatch.setitem(implementations.CONTENDERS, way, wrong)
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, implementation, wrong)
 
 
-def test_other_tokens_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed(monkeypatch, "descant", 0)
-    results = raced(model, "greedy-16")
+def test_different_tokens_are_reported(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_last_token(monkeypatch, "descant", 0)
+    results = results_by_name(model, "greedy-16")
     assert [one.same for one in results.values()] == [True, False, True]
     assert "OTHER" in list(table.lines(list(results.values())))[1]
 
 
 def test_a_row_that_ends_early_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed(monkeypatch, "transformers", 999)
+    patch_last_token(monkeypatch, "transformers", 999)
     with pytest.raises(RuntimeError, match="transformers ended a row of greedy-1 early"):
-        raced(model, "greedy-1")
+        results_by_name(model, "greedy-1")
 
 
 def test_ratios_are_taken_repeat_by_repeat(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Times that fall from repeat to repeat; only the ratio within a repeat is steady.
-    left = {"bare": [8.0, 4.0, 2.0], "descant": [12.0, 6.0, 3.0], "transformers": [16.0, 8.0, 4.0]}
+    # Times fall from repeat to repeat; only the ratio within a repeat is constant.
+    remaining = {"baseline": [8.0, 4.0, 2.0], "descant": [12.0, 6.0, 3.0], "transformers": [16.0, 8.0, 4.0]}
     turns: list[str] = []
 
-    def timed(way: str, *_: Any) -> float:
-        turns.append(way)
-        return left[way].pop(0)
+    def timed(implementation: str, *_: Any) -> float:
+        turns.append(implementation)
+        return remaining[implementation].pop(0)
 
-    monkeypatch.setattr(compare, "_timed", timed)
-    results = {one.way: one for one in compare.run(model, "tiny", CASES["greedy-1"], NEW, repeats=3)}
-    assert turns[:6] == ["bare", "descant", "transformers", "descant", "transformers", "bare"]
+    monkeypatch.setattr(compare, "_time_run", timed)
+    results = {
+        one.implementation: one for one in compare.run(model, "tiny", CASES["greedy-1"], NEW, repeats=3)
+    }
+    assert turns[:6] == ["baseline", "descant", "transformers", "descant", "transformers", "baseline"]
     ours = results["descant"]
     assert (ours.ratio, ours.low, ours.high, ours.best) == (1.5, 1.5, 1.5, 1.5)
     assert ours.step == pytest.approx(6.0 / NEW * 1e3)
-    assert ours.over == pytest.approx(2.0 / NEW * 1e3)
-    assert ours.gain == pytest.approx(4 / 3)
+    assert ours.overhead == pytest.approx(2.0 / NEW * 1e3)
+    assert ours.speedup == pytest.approx(4 / 3)
     assert results["transformers"].ratio == 2.0
 
 
@@ -124,12 +126,12 @@ def test_the_command_prints_a_table_and_writes_json(
     head, rule, *body = capsys.readouterr().out.splitlines()
     assert set(rule) == {"-"}
     for name in (
-        "x bare",
+        "x baseline",
         "quartiles",
         "best",
         "ms/step",
-        "over bare",
-        "gain",
+        "overhead ms",
+        "speedup",
         "peak MB",
         "forwards",
         "fed",
@@ -137,13 +139,13 @@ def test_the_command_prints_a_table_and_writes_json(
     ):
         assert name in head
     assert [line.split()[:3] for line in body] == [
-        ["tiny", "greedy-1", way] for way in ("bare", "descant", "transformers")
+        ["tiny", "greedy-1", implementation] for implementation in ("baseline", "descant", "transformers")
     ]
-    written = json.loads(file.read_text())
-    assert written["about"]["threads"] == 1
-    bare, ours, theirs = written["results"]
+    document = json.loads(file.read_text())
+    assert document["about"]["threads"] == 1
+    bare, ours, theirs = document["results"]
     assert set(bare) == set(compare.Result.__dataclass_fields__)
-    assert (bare["ratio"], bare["over"], theirs["gain"]) == (1.0, 0.0, 1.0)
+    assert (bare["ratio"], bare["overhead"], theirs["speedup"]) == (1.0, 0.0, 1.0)
     assert all(one["step"] > 0 and one["repeats"] == 2 for one in (bare, ours, theirs))
     assert ours["low"] <= ours["ratio"] <= ours["high"]
 

@@ -1,4 +1,4 @@
-"""The bench of processor chains runs, and both sides answer the same."""
+"""The benchmark of processor chains runs, and both sides give the same scores."""
 
 import pytest
 
@@ -11,4 +11,4 @@ def test_it_prints_a_line_for_each_processor_and_one_for_all(capsys: pytest.Capt
     assert [line.split()[0] for line in lines] == [*chain.KINDS, "chain"]
     assert {line.split()[-1] for line in lines} == {"same"}
     assert all(float(line.split()[3]) > 0 for line in lines)
-    assert "gain" in head
+    assert "ratio" in head

@@ -1,4 +1,4 @@
-"""The bench of the compiled step runs, and its columns say what they claim to say."""
+"""The benchmark of the compiled step runs, and its columns are correct."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from bench.models import SUBJECTS
 SMALL = ["--model", "tiny", "--new", "4", "--prompt", "5", "--prompts", "3", "--backend", "eager"]
 
 
-def figures(**changed: Any) -> Figures:
+def figures(**changes: Any) -> Figures:
     steps = {"dense": [4.0, 6.0, 9.0], "static": [5.0, 5.0, 5.0], "compiled": [2.0, 3.0, 3.0]}
-    tokens = {way: [[1, 2]] for way in steps}
+    tokens = {variant: [[1, 2]] for variant in steps}
     return Figures(
-        **{"steps": steps, "tokens": tokens, "products": 1.0, "compiling": 9.0, "graphs": 1, **changed}
+        **{"steps": steps, "tokens": tokens, "products": 1.0, "compiling": 9.0, "graphs": 1, **changes}
     )
 
 
 def test_it_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(compiled, "_loaded", lambda name: SUBJECTS[name].model())
+    monkeypatch.setattr(compiled, "_load_model", lambda name: SUBJECTS[name].model())
     assert compiled.main([*SMALL, "--rows", "1", "--rows", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:2] == ["model", "rows"]
@@ -31,28 +31,28 @@ def test_it_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert lines[5].endswith("3 prompts of different length: 0 recompiled")
 
 
-def test_a_gain_is_that_of_the_median_step() -> None:
-    assert figures().gain("compiled", "dense") == 2.0
+def test_the_speedup_is_the_median_over_steps() -> None:
+    assert figures().speedup("compiled", "dense") == 2.0
     assert figures().speed("compiled", 6) == 2.0
 
 
-def test_other_tokens_are_noticed() -> None:
+def test_different_tokens_are_reported() -> None:
     assert figures().same
     assert not figures(tokens={"dense": [[1]], "static": [[1]], "compiled": [[2]]}).same
 
 
-def test_what_is_compiled_again_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capacities that are not the same make steps that are not."""
+def test_recompilations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different capacities compile different steps."""
     sizes = iter((200, 300, 600))
-    plain = compiled.Race._caches
+    plain = compiled.StepBenchmark._caches
 
-    def caches(race: Any) -> Any:
-        race.options.capacity = next(sizes)
-        return plain(race)
+    def caches(benchmark: Any) -> Any:
+        benchmark.options.capacity = next(sizes)
+        return plain(benchmark)
 
-    monkeypatch.setattr(compiled.Race, "_caches", caches)
+    monkeypatch.setattr(compiled.StepBenchmark, "_caches", caches)
     options = compiled._options([*SMALL, "--capacity", "200"])
-    assert compiled.Race(SUBJECTS["tiny"].model(), options).recompiled(3) == 3
+    assert compiled.StepBenchmark(SUBJECTS["tiny"].model(), options).count_recompiles(3) == 3
 
 
 def test_a_missing_model_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The bench of drafts runs, judges what comes out, and its columns say what they claim to say."""
+"""The benchmark of speculative decoding runs, checks the tokens, and its columns are correct."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ import transformers
 from bench import scenarios, speculation
 from bench.forward import Forwards
 from bench.models import SUBJECTS
-from bench.prompts import GROUNDED, PASSAGES, Passage, unguessable
-from bench.scenarios import Contest, Way, batches
-from bench.speculation import Bench, Result, Sight
+from bench.prompts import GROUNDED, PROMPTS, Prompt, high_entropy_prompts
+from bench.scenarios import Method, Scenario, batches
+from bench.speculation import Bench, DecodeStats, Result
 
 SMALL = ["--new", "8", "--repeats", "1", "--prompts", "1", "--guesses", "3", "--layers", "1"]
 ALONE = ["none", "transformers none"]
-LOOKING = [*ALONE, "lookup, constant 10", "lookup, adaptive", "suffix, constant 10", "suffix, adaptive"]
+LOOKUP_METHODS = [
+    *ALONE,
+    "lookup, constant 10",
+    "lookup, adaptive",
+    "suffix, constant 10",
+    "suffix, adaptive",
+]
 
 
-class Spelling:
-    """A tokenizer as far as the bench asks for one: a token a character."""
+class CharTokenizer:
+    """A minimal tokenizer for the benchmark: one token per character."""
 
     chat_template = None
 
@@ -32,18 +38,18 @@ class Spelling:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A tiny model in the place of every one; the draft model is the target's twin."""
+    """A tiny model replaces every model; the draft model is a copy of the target."""
     model = SUBJECTS["tiny"].model()
-    model.generation_config.assistant_confidence_threshold = 0.0  # none of its guesses is a sure one
+    model.generation_config.assistant_confidence_threshold = 0.0  # none of its drafts has a high confidence
     for module in (speculation, scenarios):
-        monkeypatch.setattr(module, "loaded", lambda folder: copy.deepcopy(model))
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: Spelling())
+        monkeypatch.setattr(module, "load_model", lambda folder: copy.deepcopy(model))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: CharTokenizer())
     level = transformers.logging.get_verbosity()
     yield model
     transformers.logging.set_verbosity(level)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, str]]:
+def printed_rows(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, str]]:
     """The table that main() prints, row by row."""
     assert speculation.main([*SMALL, *options]) == 0
     about, head, rule, *body = capsys.readouterr().out.splitlines()
@@ -59,15 +65,15 @@ def printed(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str,
 
 
 def test_grounded_text_alone_and_in_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed(
+    rows = printed_rows(
         capsys, "--only", "grounded", "--kind", "edit", "--kind", "code", "--batch", "1", "--batch", "3"
     )
-    alone, beside = rows[:14], rows[14:]
+    alone, batched = rows[:14], rows[14:]
     assert [row["case"] for row in alone[::7]] == ["edit", "code"]
-    assert [row["way"] for row in alone[:7]] == [*LOOKING, "transformers lookup"]
+    assert [row["method"] for row in alone[:7]] == [*LOOKUP_METHODS, "transformers lookup"]
     # transformers drafts for one row only.
-    ours = [name for name in LOOKING if not name.startswith("transformers")]
-    assert [(row["case"], row["batch"], row["way"]) for row in beside] == [
+    ours = [name for name in LOOKUP_METHODS if not name.startswith("transformers")]
+    assert [(row["case"], row["batch"], row["method"]) for row in batched] == [
         ("mixed", "3", name) for name in ours
     ]
     assert {row["tokens"] for row in rows} == {"same"}
@@ -75,19 +81,23 @@ def test_grounded_text_alone_and_in_batches(capsys: pytest.CaptureFixture[str]) 
         assert float(row["tok/s"]) > 0
         low, high = map(float, row["range"].split("-"))
         assert low <= float(row["x none"]) <= high
-        rival = row["batch"] == "1" and row["way"] in ("none", "lookup, constant 10", "lookup, adaptive")
-        assert (row["x theirs"] != "-") == rival
-    assert {row["x none"] for row in rows if row["way"] == "none"} == {"1.00"}
-    assert {row["tok/fwd"] for row in rows if row["way"].endswith("none")} == {"1.00"}
+        counterpart = row["batch"] == "1" and row["method"] in (
+            "none",
+            "lookup, constant 10",
+            "lookup, adaptive",
+        )
+        assert (row["x theirs"] != "-") == counterpart
+    assert {row["x none"] for row in rows if row["method"] == "none"} == {"1.00"}
+    assert {row["tok/fwd"] for row in rows if row["method"].endswith("none")} == {"1.00"}
 
 
-def test_a_twin_is_always_right(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed(capsys, "--only", "pair", "--kind", "code", "--batch", "1", "--batch", "2")
-    by = {(row["batch"], row["way"]): row for row in rows}
+def test_a_copy_of_the_target_is_always_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed_rows(capsys, "--only", "pair", "--kind", "code", "--batch", "1", "--batch", "2")
+    by = {(row["batch"], row["method"]): row for row in rows}
     assert {row["case"] for row in rows} == {"pair code", "pair mixed"}
     assert {row["tokens"] for row in rows} == {"same"}
     for batch in ("1", "2"):
-        # 8 tokens: three runs of two guesses and one more each, of which the last is cut short.
+        # 8 tokens: three drafts of two tokens and one more each, the last one truncated.
         assert by[batch, "draft, constant 2"]["accepted"] == "100.0%"
         assert by[batch, "draft, constant 2"]["tok/fwd"] == "2.67"
         assert by[batch, "draft, constant 3"]["tok/fwd"] == "4.00"
@@ -95,92 +105,94 @@ def test_a_twin_is_always_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert by["1", "draft, constant 3"]["x theirs"] != "-"
 
 
-def test_what_is_drawn_is_the_same_with_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed(capsys, "--only", "unguessable", "--batch", "2")
+def test_samples_are_the_same_with_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed_rows(capsys, "--only", "unguessable", "--batch", "2")
     assert [row["case"] for row in rows[::6]] == ["digits", "free"]
-    assert {row["way"] for row in rows} == {
-        *(name for name in LOOKING if not name.startswith("transformers")),
+    assert {row["method"] for row in rows} == {
+        *(name for name in LOOKUP_METHODS if not name.startswith("transformers")),
         "draft, adaptive",
     }
     assert {row["tokens"] for row in rows} == {"same"}
 
 
-def test_one_way_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_method_alone(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--only", "grounded", "--kind", "edit", "--batch", "1", "--way", "suffix, adaptive"]
-    assert [row["way"] for row in printed(capsys, *options)] == ["none", "suffix, adaptive"]
+    assert [row["method"] for row in printed_rows(capsys, *options)] == ["none", "suffix, adaptive"]
 
 
 def test_early_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed(capsys, "--only", "exit", "--kind", "edit", "--batch", "1")
+    rows = printed_rows(capsys, "--only", "exit", "--kind", "edit", "--batch", "1")
     assert {row["tokens"] for row in rows} == {"same"}
-    assert [row["way"] for row in rows if row["accepted"] != "-"][:2] == [
+    assert [row["method"] for row in rows if row["accepted"] != "-"][:2] == [
         "exit, constant 2",
         "exit, constant 3",
     ]
 
 
-def test_other_tokens_are_seen(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_tokens_are_reported(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(small, speculation._options(SMALL))
-    own = bench._called
+    original = bench._generate
 
-    def wrong(self: Bench, contest: Contest, way: Way, *rest: Any) -> Any:
-        out = own(contest, way, *rest)
-        if way.name == "b":
+    def wrong(self: Bench, scenario: Scenario, method: Method, *rest: Any) -> Any:
+        out = original(scenario, method, *rest)
+        if method.name == "b":
             out.sequences[0, -1] = 5
         return out
 
-    monkeypatch.setattr(Bench, "_called", wrong)
-    prompts = batches(Spelling(), PASSAGES[:1], 1)
-    match = Contest("case", 1, prompts, [Way("none"), Way("a"), Way("b")], {"max_new_tokens": 4})
+    monkeypatch.setattr(Bench, "_generate", wrong)
+    prompts = batches(CharTokenizer(), PROMPTS[:1], 1)
+    match = Scenario("case", 1, prompts, [Method("none"), Method("a"), Method("b")], {"max_new_tokens": 4})
     assert [one.same for one in bench.run(match)] == [True, True, False]
 
 
 def test_ratios_are_taken_repeat_by_repeat(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only the ratio within a repeat is steady; "b" writes half as much.
+    # Only the ratio within a repeat is constant; "b" generates half as much.
     firsts = [1.0, 1.0, 0.5]
-    left = {"none": [8.0, 4.0, 2.0], "a": [4.0, 2.0, 1.0], "b": [8.0, 8.0, 1.0]}
+    remaining = {"none": [8.0, 4.0, 2.0], "a": [4.0, 2.0, 1.0], "b": [8.0, 8.0, 1.0]}
     wide, narrow = (7, 1, 3), (7, 1, 1)
-    sights = {
-        "none": Sight([[1] * 8], 8, shapes=[narrow] * 7),
-        "a": Sight([[1] * 8], 4, 8, 4, shapes=[narrow, wide, wide], beside=1.0),
-        "b": Sight([[1] * 4], 4, shapes=[narrow] * 3),
+    stats = {
+        "none": DecodeStats([[1] * 8], 8, shapes=[narrow] * 7),
+        "a": DecodeStats([[1] * 8], 4, 8, 4, shapes=[narrow, wide, wide], overhead_seconds=1.0),
+        "b": DecodeStats([[1] * 4], 4, shapes=[narrow] * 3),
     }
     turns: list[str] = []
 
-    def seen(self: Bench, contest: Contest, way: Way, least: Any, more: Any = None) -> tuple[float, Sight]:
+    def run_once(
+        self: Bench, scenario: Scenario, method: Method, fastest: Any, more: Any = None
+    ) -> tuple[float, DecodeStats]:
         if more is not None:
-            least.update({wide: 1.25, narrow: 1.0})
-            return firsts.pop(0), sights["none"]
-        turns.append(way.name)
-        return left[way.name].pop(0), sights[way.name]
+            fastest.update({wide: 1.25, narrow: 1.0})
+            return firsts.pop(0), stats["none"]
+        turns.append(method.name)
+        return remaining[method.name].pop(0), stats[method.name]
 
-    monkeypatch.setattr(Bench, "_seen", seen)
+    monkeypatch.setattr(Bench, "_run_once", run_once)
     bench = Bench(small, speculation._options(["--repeats", "3"]))
-    ways = [Way("none"), Way("a", rival="b"), Way("b", theirs=True)]
-    match = Contest("case", 1, batches(Spelling(), PASSAGES[:1], 1), ways, {"max_new_tokens": 4})
+    methods = [Method("none"), Method("a", counterpart="b"), Method("b", theirs=True)]
+    match = Scenario("case", 1, batches(CharTokenizer(), PROMPTS[:1], 1), methods, {"max_new_tokens": 4})
     none, first, second = bench.run(match)
     assert turns[:6] == ["none", "a", "b", "a", "b", "none"]
-    assert (none.gain, first.gain, first.low, first.high) == (1.0, 2.0, 2.0, 2.0)
-    assert (second.gain, second.low, second.high) == (0.5, 0.25, 1.0)
-    assert first.rest == 3.0  # of 7/3, 3 and 3
-    assert none.rest == 1.0
-    assert first.quiet == pytest.approx(7 / 4.5)  # 1 + 2 * 1.25 + 1
-    assert first.lead == 4.0  # of 4, 8 and 2
-    assert (first.rate, first.stride, first.speed) == (0.5, 2.0, 4.0)
+    assert (none.speedup, first.speedup, first.low, first.high) == (1.0, 2.0, 2.0, 2.0)
+    assert (second.speedup, second.low, second.high) == (0.5, 0.25, 1.0)
+    assert first.decode_speedup == 3.0  # of 7/3, 3 and 3
+    assert none.decode_speedup == 1.0
+    assert first.quiet_speedup == pytest.approx(7 / 4.5)  # 1 + 2 * 1.25 + 1
+    assert first.speedup_over_theirs == 4.0  # of 4, 8 and 2
+    assert (first.acceptance_rate, first.tokens_per_forward, first.speed) == (0.5, 2.0, 4.0)
     assert (first.same, second.same) == (True, False)
 
 
-def test_what_is_lent_is_given_back(small: Any) -> None:
+def test_overridden_config_fields_are_restored(small: Any) -> None:
     config = small.generation_config
-    with speculation._lent(config, {"num_assistant_tokens": 3}):
+    with speculation._override_config(config, {"num_assistant_tokens": 3}):
         assert config.num_assistant_tokens == 3
         config.num_assistant_tokens = 7  # as transformers' own heuristic leaves it
     assert config.num_assistant_tokens is None
 
 
-def test_a_row_counts_to_its_end() -> None:
+def test_a_row_counts_up_to_its_end_token() -> None:
     rows = [[5, 6, 9, 0, 0], [5, 6, 7, 8, 8], []]
-    assert speculation._written(rows, {9}) == [[5, 6, 9], [5, 6, 7, 8, 8], []]
+    assert speculation._until_end(rows, {9}) == [[5, 6, 9], [5, 6, 7, 8, 8], []]
 
 
 def test_forwards_are_timed_by_their_shape(small: Any) -> None:
@@ -194,39 +206,39 @@ def test_forwards_are_timed_by_their_shape(small: Any) -> None:
     assert forwards.shapes == shapes
     assert forwards.seconds == 8.0
     assert (forwards.count(small), forwards.count(ids)) == (3, 0)
-    least = {shapes[2]: 0.5}
-    forwards.lower(least)
-    assert least == {shapes[0]: 2.0, shapes[2]: 0.5}
+    fastest = {shapes[2]: 0.5}
+    forwards.update_minimum(fastest)
+    assert fastest == {shapes[0]: 2.0, shapes[2]: 0.5}
 
 
 def test_batches_are_filled_up_and_padded_at_the_left(small: Any) -> None:
-    short, long = Passage("a", "ab", chat=False), Passage("a", "abcd", chat=False)
-    first, second = batches(Spelling(), [short, long, long], 2)
+    short, long = Prompt("a", "ab", chat=False), Prompt("a", "abcd", chat=False)
+    first, second = batches(CharTokenizer(), [short, long, long], 2)
     assert first["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
     assert first["input_ids"][0, :2].tolist() == [0, 0]
     assert second["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
 
 
-def test_the_prompts_are_what_they_are_called() -> None:
-    assert {one.kind for one in PASSAGES} == set(GROUNDED)
-    assert len(PASSAGES) >= 6
-    assert sum(map(len, GROUNDED.values())) == len(PASSAGES)
-    digits = [one.text for one in unguessable("digits", 3)]
+def test_the_prompts_are_of_their_kind() -> None:
+    assert {one.kind for one in PROMPTS} == set(GROUNDED)
+    assert len(PROMPTS) >= 6
+    assert sum(map(len, GROUNDED.values())) == len(PROMPTS)
+    digits = [one.text for one in high_entropy_prompts("digits", 3)]
     assert len(set(digits)) == 3
     assert all(text.isdigit() for text in digits)
-    # Whatever two digits come last, they stand before as well.
+    # The last two digits also occur earlier.
     assert all(text[:-2].count(text[-2:]) for text in digits)
 
 
-def test_times_are_of_the_wall_with_more_threads(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_wall_time_with_more_threads(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 5.0])
     monkeypatch.setattr(speculation.time, "perf_counter", lambda: next(clock))
     bench = Bench(small, speculation._options(["--threads", "2"]))
     monkeypatch.setattr(
-        Bench, "_called", lambda *_: transformers.utils.ModelOutput(sequences=torch.ones(1, 64))
+        Bench, "_generate", lambda *_: transformers.utils.ModelOutput(sequences=torch.ones(1, 64))
     )
-    match = Contest("case", 1, batches(Spelling(), PASSAGES[:1], 1), [Way("none")], {})
-    assert bench._seen(match, Way("none"), {})[0] == 5.0
+    match = Scenario("case", 1, batches(CharTokenizer(), PROMPTS[:1], 1), [Method("none")], {})
+    assert bench._run_once(match, Method("none"), {})[0] == 5.0
 
 
 def test_a_missing_model_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""The bench of stop strings runs, and compares what it says it compares."""
+"""The benchmark of stop strings runs, and its columns are correct."""
 
 import copy
 import time
@@ -14,7 +14,7 @@ from tests.support import wordpiece
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A small tokenizer in the place of every model's."""
+    """A small tokenizer replaces that of every model."""
     tokenizer = wordpiece.tokenizer()
     monkeypatch.setattr(stops, "_folder", lambda name: name)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: tokenizer)
@@ -23,17 +23,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     transformers.logging.set_verbosity(level)
 
 
-def test_it_prints_a_line_for_each_choice_of_strings(small: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_a_line_for_each_set_of_strings(small: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         stops.main(["--model", "smollm2", "--strings", "short", "--strings", "usual", "--repeats", "1"]) == 0
     )
     head, *lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["smollm2", "short"], ["smollm2", "usual"]]
     for line in lines:
-        _, _, cold, warm, theirs, gain, *rest = line.split()
+        _, _, cold, warm, theirs, ratio, *rest = line.split()
         assert 0 < float(warm) <= float(theirs) * 1000
         assert float(cold) > 0
-        assert float(gain) > 0
+        assert float(ratio) > 0
         assert len(rest) == 1 + 2 * len(stops.BATCHES)
     assert "cold ms" in head
 

@@ -60,8 +60,8 @@ def test_unknown_settings_are_refused():
         CompileConfig.of({"full_graph": True})
 
 
-# ---------------------------------------------------------------------- what torch is told
-def test_shapes_are_fixed_unless_asked_otherwise():
+# ---------------------------------------------------------------------- arguments of torch.compile
+def test_shapes_are_static_by_default():
     assert CompileConfig().arguments["dynamic"] is False
     assert CompileConfig(dynamic=True).arguments["dynamic"] is True
 
@@ -76,7 +76,7 @@ def test_options_change_what_the_mode_has_set():
     assert none["options"] == {"epilogue_fusion": False}
 
 
-def test_only_inductor_is_told_a_mode():
+def test_only_inductor_gets_a_mode():
     assert CompileConfig().arguments["mode"] == "reduce-overhead"
     assert "mode" not in CompileConfig(backend="aot_eager").arguments
     assert CompileConfig(backend="other", mode="fast").arguments["mode"] == "fast"

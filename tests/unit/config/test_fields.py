@@ -1,4 +1,4 @@
-"""One generation parameter at a time: what is kept, what is refused, and how that is said."""
+"""One generation parameter at a time: accepted values, rejected values, and the error texts."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace

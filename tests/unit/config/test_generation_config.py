@@ -39,7 +39,7 @@ DOCUMENTED = {
     "output_logits": None, "return_dict_in_generate": False, "pad_token_id": None,
     "bos_token_id": None, "eos_token_id": None, "encoder_no_repeat_ngram_size": 0,
     "decoder_start_token_id": None, "is_assistant": False, "num_assistant_tokens": 20,
-    # Documented: "constant". How many tokens are guessed never changes what comes out, only how soon.
+    # Documented: "constant". How many tokens are drafted never changes what comes out, only how soon.
     "num_assistant_tokens_schedule": "adaptive", "assistant_confidence_threshold": 0.4,
     "prompt_lookup_num_tokens": None, "max_matching_ngram_size": None, "assistant_early_exit": None,
     "assistant_lookbehind": 10, "target_lookbehind": 10, "compile_config": None,
@@ -270,14 +270,14 @@ def test_several_configs_live_in_one_folder(tmp_path):
     assert GenerationConfig.from_pretrained(str(tmp_path), "sampling.json") == second
 
 
-def test_dicts_say_all_or_only_what_differs():
+def test_dicts_have_all_fields_or_only_the_differences():
     config = GenerationConfig.from_dict({"top_k": 50, "top_p": 0.5, "alien": {"a": [1]}})
     assert config.to_dict() == {**dict.fromkeys(FIELDS), "top_k": 50, "top_p": 0.5, "alien": {"a": [1]}}
     assert config.to_diff_dict() == {"top_p": 0.5}
     assert GenerationConfig.from_dict(config.to_dict()) == config
 
 
-def test_a_model_config_gives_what_it_knows_of_generation(tmp_path):
+def test_generation_fields_of_a_model_config_are_read(tmp_path):
     legacy = {"vocab_size": 9, "top_p": 1.0, "max_length": 20, "num_beams": 4, "eos_token_id": 2,
               "pad_token_id": -1, "use_cache": False,
               "decoder": {"bos_token_id": 7, "eos_token_id": 8}}  # fmt: skip

@@ -20,7 +20,7 @@ def test_precedence_and_provenance_field_by_field():
     assert (model.top_p, argument.top_p) == (0.9, 0.8)
 
 
-def test_a_merged_config_merged_alone_keeps_what_it_knows():
+def test_a_merged_config_merged_alone_keeps_its_sources():
     model = GenerationConfig(top_p=0.9, num_beams=2, eos_token_id=1)
     merged = GenerationConfig.merge({"max_new_tokens": 3}, GenerationConfig(eos_token_id=2), model)
     again = GenerationConfig.merge({}, merged)

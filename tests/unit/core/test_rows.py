@@ -24,7 +24,7 @@ class Names:
         return Names(self.held + other.held, self.is_per_request)
 
 
-def made(lengths, columns=None, requests=None, width=0):
+def make_rows(lengths, columns=None, requests=None, width=0):
     length = torch.tensor(lengths)
     tokens = torch.zeros(len(lengths), max(*lengths, width, 1), dtype=torch.long)
     for row, count in enumerate(lengths):
@@ -36,16 +36,16 @@ def made(lengths, columns=None, requests=None, width=0):
     )
 
 
-def told(rows):
+def token_lists(rows):
     return [line[:count].tolist() for line, count in zip(rows.tokens, rows.length.tolist(), strict=True)]
 
 
 def test_take_reorders_forks_and_drops_every_column():
     names = Names(("a", "b", "c"))
     assert isinstance(names, Column)
-    rows = made([2, 3, 1], {"names": names, "score": torch.tensor([[1.0], [2.0], [3.0]])})
+    rows = make_rows([2, 3, 1], {"names": names, "score": torch.tensor([[1.0], [2.0], [3.0]])})
     rows = rows.take(torch.tensor([2, 0, 2]))
-    assert told(rows) == [[21], [1, 2], [21]]
+    assert token_lists(rows) == [[21], [1, 2], [21]]
     assert rows.columns["names"].held == ("c", "a", "c")
     assert rows.column("score").flatten().tolist() == [3.0, 1.0, 3.0]
     for name in Rows.HOST_FIELDS:
@@ -54,31 +54,31 @@ def test_take_reorders_forks_and_drops_every_column():
 
 
 def test_taking_nothing_leaves_an_empty_table():
-    rows = made([2, 1], {"names": Names(("a", "b"))}).take(torch.tensor([], dtype=torch.long))
+    rows = make_rows([2, 1], {"names": Names(("a", "b"))}).take(torch.tensor([], dtype=torch.long))
     assert len(rows) == 0
     assert rows.columns["names"].held == ()
     assert len(rows.append(rows.tokens.new_zeros(0, 2), rows.length)) == 0
 
 
 def test_taken_rows_do_not_share_their_tokens():
-    rows = made([2])
+    rows = make_rows([2])
     forked = rows.take(torch.tensor([0, 0])).append(torch.tensor([[7], [8]]), torch.tensor([3, 3]))
-    assert told(forked) == [[1, 2, 7], [1, 2, 8]]
-    assert told(rows) == [[1, 2]]
+    assert token_lists(forked) == [[1, 2, 7], [1, 2, 8]]
+    assert token_lists(rows) == [[1, 2]]
 
 
 def test_the_version_lasts_while_requests_keep_their_rows():
-    rows = made([2, 2, 2], requests=[0, 0, 1])
+    rows = make_rows([2, 2, 2], requests=[0, 0, 1])
     assert rows.take(torch.tensor([1, 0, 2])).version == rows.version
     assert rows.take(torch.tensor([0, 0, 2])).version == rows.version
     assert rows.take(torch.tensor([2, 0, 1])).version != rows.version
     assert rows.take(torch.tensor([0, 1])).version != rows.version
-    assert rows.cat(made([1])).version not in (rows.version, made([1]).version)
+    assert rows.cat(make_rows([1])).version not in (rows.version, make_rows([1]).version)
 
 
 def test_a_constant_column_does_not_move_inside_its_request():
     constant, own = Names(("a", "a", "b"), is_per_request=True), Names(("x", "y", "z"))
-    rows = made([1, 1, 1], {"constant": constant, "own": own}, requests=[0, 0, 1])
+    rows = make_rows([1, 1, 1], {"constant": constant, "own": own}, requests=[0, 0, 1])
     inside = rows.take(torch.tensor([1, 0, 2]))
     assert inside.columns["constant"] is constant
     assert inside.columns["own"].held == ("y", "x", "z")
@@ -86,10 +86,10 @@ def test_a_constant_column_does_not_move_inside_its_request():
 
 
 def test_cat_pads_the_narrower_table():
-    first = made([2], {"ids": torch.tensor([[5, 6]])})
-    second = made([4, 1], {"ids": torch.tensor([[7], [8]])})
+    first = make_rows([2], {"ids": torch.tensor([[5, 6]])})
+    second = make_rows([4, 1], {"ids": torch.tensor([[7], [8]])})
     for rows in (first.cat(second), second.cat(first)):
-        assert sorted(told(rows)) == [[1, 2], [1, 2, 3, 4], [11]]
+        assert sorted(token_lists(rows)) == [[1, 2], [1, 2, 3, 4], [11]]
         assert rows.column("ids").shape == (3, 2)
     assert first.cat(second).column("ids").tolist() == [[5, 6], [7, -1], [8, -1]]
 
@@ -103,29 +103,29 @@ def test_cat_pads_the_narrower_table():
 )
 def test_tables_that_do_not_match_are_not_joined(mine, theirs, error):
     with pytest.raises(error, match="a"):
-        made([1], mine).cat(made([1], theirs))
+        make_rows([1], mine).cat(make_rows([1], theirs))
 
 
 @pytest.mark.parametrize("lengths", [[2, 2], [3, 1]])
 def test_append_puts_tokens_behind_each_rows_own(lengths):
-    rows = made(lengths)
-    before = told(rows)
+    rows = make_rows(lengths)
+    before = token_lists(rows)
     more = rows.append(torch.tensor([[7, 8], [9, 10]]), rows.length + torch.tensor([2, 1]))
-    assert told(more) == [before[0] + [7, 8], before[1] + [9]]
+    assert token_lists(more) == [before[0] + [7, 8], before[1] + [9]]
     # What was tried and not kept is written over by what comes next.
     last = more.append(torch.tensor([[50], [60]]), more.length + 1)
-    assert told(last) == [before[0] + [7, 8, 50], before[1] + [9, 60]]
+    assert token_lists(last) == [before[0] + [7, 8, 50], before[1] + [9, 60]]
 
 
 def test_the_store_grows_and_keeps_what_it_holds():
-    rows = made([3, 2])
+    rows = make_rows([3, 2])
     for token in range(100):
         rows = rows.append(torch.full((2, 1), token), rows.length + 1)
-    assert told(rows) == [[1, 2, 3, *range(100)], [11, 12, *range(100)]]
+    assert token_lists(rows) == [[1, 2, 3, *range(100)], [11, 12, *range(100)]]
 
 
 def test_positions_count_what_has_no_token():
-    rows = made([2, 3])
+    rows = make_rows([2, 3])
     rows.offset, rows.cached_length = torch.tensor([4, 0]), torch.tensor([5, 3])
     assert rows.position.tolist() == [6, 3]
     assert rows.pending.tolist() == [1, 0]
@@ -139,4 +139,4 @@ def test_join_and_pick():
 
 def test_a_column_of_python_state_is_no_tensor():
     with pytest.raises(TypeError, match="`names` must be a tensor, got Names"):
-        made([1], {"names": Names(("a",))}).column("names")
+        make_rows([1], {"names": Names(("a",))}).column("names")

@@ -19,7 +19,7 @@ def keyed(seed=0, slot=0, position=0, size=1):
     return keyed_exponential(*parts, size, CPU)
 
 
-def test_a_row_draws_the_same_whoever_else_is_there():
+def test_a_row_draws_the_same_in_any_batch():
     seed, slot, position = torch.arange(50) * 7, torch.arange(50) % 4, torch.arange(50) * 3 % 11
     whole = keyed(seed, slot, position, 200)
     order = torch.randperm(50)

@@ -31,7 +31,7 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_they_are_what_the_full_scores_say(tiny, name, method):
+def test_they_equal_those_of_the_full_scores(tiny, name, method):
     """Of ragged prompts, rows that end early, and beams that were reordered on the way."""
     subject = tiny(name)
     ids, mask = pad(
@@ -91,7 +91,7 @@ def test_a_stream_tells_them_as_they_come():
             )
 
 
-def test_nobody_pays_for_what_nobody_asked():
+def test_without_the_field_there_is_no_cost():
     model = Chain.chance(11, 3, spread=2.0)
     session = Session(model)
     session.admit(Request([1], GenerationConfig(max_new_tokens=3)))

@@ -100,7 +100,7 @@ def test_rows_without_a_seed_get_their_own_luck(model):
     assert first == [one.tokens for one in outcomes(model, given)]
 
 
-def test_a_failure_is_told_with_the_request_and_the_fields(model):
+def test_a_failure_names_the_request_and_the_fields(model):
     session = Session(model)
     bad = Request([1], config(suppress_tokens=[3], begin_suppress_tokens=[t for t in range(11) if t != 3]))
     numbers = session.admit(Request([1], config()), bad)
@@ -201,7 +201,7 @@ def lowered(ids, scores):
 
 
 def test_users_processors_run_in_the_order_of_their_request(model):
-    """Whoever else uses them, in whatever order, and whatever came before."""
+    """In any batch, in any order, and after any earlier requests."""
     orders = [(lowered,), (raised, lowered), (lowered, raised), (raised,)]
     given = [Request([1], config(), logits_processor=order) for order in orders]
     alone = [outcomes(model, [one])[0].tokens for one in given]

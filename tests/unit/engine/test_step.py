@@ -1,4 +1,4 @@
-"""The loop itself: how rows settle, and what becomes of drafts, columns and several strategies."""
+"""The loop itself: row order, drafts, columns and several strategies."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def table_of(prompts, columns=None, **params):
     return Rows(tokens, length, zeros, zeros.clone(), length.clone(), numbers, zeros.clone(), columns)
 
 
-def told(rows):
+def token_lists(rows):
     return [line[:count].tolist() for line, count in zip(rows.tokens, rows.length.tolist(), strict=True)]
 
 
 class Guessing:
-    """Greedy search with drafts by chance: some right, some wrong, a random number for each row."""
+    """Greedy search with random drafts: some right, some wrong, a random number per row."""
 
     needs_log_probs = False
     has_groups = False
@@ -127,7 +127,7 @@ def test_drafts_by_chance_leave_greedy_search_as_it_was(tiny, name, make_cache):
     lane = StrategyGroup(strategy, None, [])
     while int((rows.length - rows.prompt_length).min()) < 20:
         rows, _ = run_step(model, cache, rows, lambda _: [lane])
-    for line, expected, each in zip(told(rows), truth, asked, strict=True):
+    for line, expected, each in zip(token_lists(rows), truth, asked, strict=True):
         new = line[len(each.prompt) :]
         assert new[:24] == expected[: len(new)]
     assert 0 < strategy.kept < strategy.tried
@@ -169,7 +169,7 @@ def test_lanes_share_the_forward_and_keep_their_columns():
     cache.extend(4)
     rows, selections = run_step(model, cache, rows, lambda _: lanes)
     assert model.fed == [4]
-    assert told(rows) == [[1, 6], [2, 3, 7], [4, 6], [5, 7]]
+    assert token_lists(rows) == [[1, 6], [2, 3, 7], [4, 6], [5, 7]]
     assert rows.column("count").tolist() == [1, 0, 1, 0]
     assert rows.cached_length.tolist() == [1, 2, 1, 1]
     assert len(selections) == 2
@@ -187,8 +187,8 @@ def test_a_lane_that_forks_leaves_the_other_in_place():
     cache = ReferenceCache()
     cache.extend(3)
     rows, _ = run_step(model, cache, rows, lambda _: lanes)
-    assert told(rows)[:3] == [[1, 7], [2, 3, 6], [4, 7]]
-    assert sorted(told(rows)[3:]) == [[2, 3, 6], [2, 3, 6]]
+    assert token_lists(rows)[:3] == [[1, 7], [2, 3, 6], [4, 7]]
+    assert sorted(token_lists(rows)[3:]) == [[2, 3, 6], [2, 3, 6]]
     assert rows.request.tolist() == [0, 1, 2, 1, 1]
     assert len(cache) == 5
 
@@ -223,7 +223,7 @@ def test_processors_reach_the_rows_that_use_them_and_their_drafts():
 
 
 class Silent:
-    """Chooses nothing at its first step, as a method that has to look first does."""
+    """Chooses nothing at its first step, as a method with a first pass does."""
 
     needs_log_probs = False
     has_groups = False
@@ -243,10 +243,10 @@ def test_a_step_may_choose_nothing_yet():
     cache.extend(2)
     lane = StrategyGroup(Silent(), None, [])
     rows, _ = run_step(model, cache, rows, lambda _: [lane])
-    assert told(rows) == [[1], [2, 4]]
+    assert token_lists(rows) == [[1], [2, 4]]
     assert rows.pending.tolist() == [0, 0]
     rows, _ = run_step(model, cache, rows, lambda _: [lane])
-    assert told(rows) == [[1, 3], [2, 4, 3]]
+    assert token_lists(rows) == [[1, 3], [2, 4, 3]]
 
 
 class Forking:
@@ -272,7 +272,7 @@ def test_a_proposal_may_fork_rows_and_a_selection_drop_them():
     lane = StrategyGroup(Forking(), None, [])
     rows, _ = run_step(model, cache, rows, lambda _: [lane])
     assert model.fed == [4]
-    assert dict(zip(rows.request.tolist(), told(rows), strict=True)) == {0: [1, 2, 4], 1: [3, 3, 2, 4]}
+    assert dict(zip(rows.request.tolist(), token_lists(rows), strict=True)) == {0: [1, 2, 4], 1: [3, 3, 2, 4]}
     assert sorted(rows.cached_length.tolist()) == [2, 3]
     assert len(cache) == 2
 

@@ -1,4 +1,4 @@
-"""A drafter that knows what will come, and is wrong now and then."""
+"""A drafter with the right continuation and occasional errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from descant.core.records import Proposal
 
 
 class Known:
-    """Guesses from whole sequences, after their prompt was read; every fourth position wrongly."""
+    """Drafts from whole sequences, after their prompt was read; every fourth position wrongly."""
 
     is_model_free = True
 

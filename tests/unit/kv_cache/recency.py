@@ -1,4 +1,4 @@
-"""A cache that forgets by a rule, held against lists that forget nothing and are read by the same rule."""
+"""A cache with eviction by a rule, compared with complete lists read by the same rule."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Drill:
         self.store, self.make, self.layers = make(), make, layers
         self.lists, self.int, self.rule, self.moved = Lists(layers), chance.randint, rule, moved
         self.lengths, self.high, self.count = [], [], 0
-        self.certain = []  # how much of each row cannot be cut, for it was said to be no guess
+        self.certain = []  # committed length of each row, which cannot be cut
 
     def run(self, steps):
         self.extend()
@@ -91,7 +91,7 @@ class Drill:
             for _ in range(self.int(1, 2)):  # a drafter goes on before anything is committed
                 fresh = all(written[row] == 0 for row in fed)
                 width = self.int(1, 4) if self.int(0, 3) or not fresh else self.int(1, 40)
-                # The tail of a row may be there to fill it up, and some of it be guesses.
+                # The tail of a row may be there to fill it up, and some of it be drafts.
                 kept = [self.int(1, width) for _ in fed]
                 sure = [self.int(1, one) for one in kept]
                 self.feed(fed, [written[row] for row in fed], width, sure if self.int(0, 1) else None)
@@ -111,7 +111,7 @@ class Drill:
         for layer in range(self.layers):
             reach = self.store.visible_slots(layer, span)
             key, value = torch.randn(2, len(rows), HEADS, width, SIZE, generator=self.fresh())
-            for line, row in enumerate(rows):  # what was read before says the same as it did
+            for line, row in enumerate(rows):  # earlier reads are unchanged
                 for at, old in enumerate(self.lists.rows[row][layer][starts[line] : self.lengths[row]]):
                     key[line, :, at], value[line, :, at] = old.split(HEADS)
             keys, values = (torch.as_tensor(self.tensor(one)) for one in self.update(layer, key, value, span))

@@ -13,7 +13,7 @@ from tests.support.tiny_models import prompts
 HEADS, SIZE = 2, 3
 
 
-def fed(cache, width, rows=None, start=0, stop=None):
+def feed(cache, width, rows=None, start=0, stop=None):
     """Write `width` new positions; what the rows hold then."""
     count = len(cache) if rows is None else len(rows)
     block = torch.randn(count, HEADS, width, SIZE)
@@ -26,9 +26,9 @@ def fed(cache, width, rows=None, start=0, stop=None):
 def test_keys_and_values_come_back():
     cache = DenseStore()
     cache.extend(2)
-    first, (keys, values) = fed(cache, 3)
+    first, (keys, values) = feed(cache, 3)
     cache.commit(None, torch.tensor([3, 3]))
-    second, (keys, values) = fed(cache, 2, start=3)
+    second, (keys, values) = feed(cache, 2, start=3)
     assert torch.equal(keys, torch.cat((first, second), 2))
     assert torch.equal(values, -keys)
     assert (len(cache), cache.lengths.tolist()) == (2, [3, 3])
@@ -39,7 +39,7 @@ def test_a_long_text_outgrows_the_first_block():
     cache.extend(1)
     parts = []
     for start in range(0, 300, 10):
-        block, (keys, _) = fed(cache, 10, start=start)
+        block, (keys, _) = feed(cache, 10, start=start)
         parts.append(block)
         cache.commit(None, torch.tensor([start + 10]))
         assert torch.equal(keys, torch.cat(parts, 2))
@@ -48,7 +48,7 @@ def test_a_long_text_outgrows_the_first_block():
 def test_a_fork_copies_the_new_row_and_not_the_old_one():
     cache = DenseStore()
     cache.extend(1)
-    fed(cache, 5)
+    feed(cache, 5)
     cache.commit(torch.tensor([0, 0, 0]), torch.tensor([5, 5, 5]))
     assert cache.copied_slots == 10
 
@@ -56,10 +56,10 @@ def test_a_fork_copies_the_new_row_and_not_the_old_one():
 def test_moves_among_kin_copy_only_what_came_after_they_parted():
     cache = DenseStore()
     cache.extend(1)
-    fed(cache, 100)
+    feed(cache, 100)
     cache.commit(torch.tensor([0, 0]), torch.tensor([100, 100]))
     before = cache.copied_slots
-    fed(cache, 1, start=100)
+    feed(cache, 1, start=100)
     cache.commit(torch.tensor([1, 0]), torch.tensor([101, 101]))
     assert cache.copied_slots - before == 2
 
@@ -67,7 +67,7 @@ def test_moves_among_kin_copy_only_what_came_after_they_parted():
 def test_strangers_share_nothing():
     cache = DenseStore()
     cache.extend(2)
-    fed(cache, 100)
+    feed(cache, 100)
     cache.commit(torch.tensor([1, 0]), torch.tensor([100, 100]))
     assert cache.copied_slots == 200
 
@@ -75,7 +75,7 @@ def test_strangers_share_nothing():
 def test_rows_that_keep_their_place_move_nothing():
     cache = DenseStore()
     cache.extend(4)
-    fed(cache, 9)
+    feed(cache, 9)
     cache.commit(None, torch.tensor([9, 7, 5, 0]))
     cache.commit(torch.tensor([0, 1, 2]), torch.tensor([9, 7, 5]))
     assert (cache.copied_slots, len(cache)) == (0, 3)
@@ -84,11 +84,11 @@ def test_rows_that_keep_their_place_move_nothing():
 def test_a_row_that_was_never_fed_can_move():
     cache = DenseStore()
     cache.extend(3)
-    fed(cache, 4)
+    feed(cache, 4)
     cache.commit(None, torch.tensor([4, 4, 4]))
     cache.extend(1)
     cache.commit(torch.tensor([3, 1, 2]), torch.tensor([0, 4, 4]))
-    block, (keys, _) = fed(cache, 2, rows=[0])
+    block, (keys, _) = feed(cache, 2, rows=[0])
     assert torch.equal(keys[0, :, :2], block[0])
 
 

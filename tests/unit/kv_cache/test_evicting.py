@@ -62,9 +62,9 @@ class Row:
     length: int = 0
     highest: int = 0
     reading: bool = True
-    given: int = 0  # the most that a forward gave it, guesses aside
+    given: int = 0  # the most that a forward gave it, drafts aside
     sure: int = 0  # what a commit will not cut
-    firm: int | None = None  # of the forward that it is fed by, how many are no guesses, where that matters
+    firm: int | None = None  # of the forward that it is fed by, how many are no drafts, where that matters
     new: list[list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=lambda: [[] for _ in HEADS])
 
 
@@ -92,18 +92,18 @@ class ListStore:
         return row.slots[layer][head] + new
 
     def looks(self, row: Row, layer: int, query_head: int, at: int) -> tuple[list[Entry], Tensor]:
-        """What a query sees, and how much it looks at each."""
+        """The visible slots of a query, and their attention weights."""
         head = query_head // (HEADS[layer][0] // HEADS[layer][1])
         entries = self.seen(row, layer, head, at)
         if self.kernel is None and row.firm is not None and at >= row.firm:
-            # A guess sees what is left when all before it are accepted.
+            # A draft sees what is left when all before it are accepted.
             entries = [*self.heavy(row, layer, at)[head], entries[-1]]
         query = row.new[layer][at][2][query_head]
         logits = torch.stack([entry.key for entry in entries]) @ query / math.sqrt(len(query))
         return entries, logits.softmax(0)
 
     def heavy(self, row: Row, layer: int, count: int) -> list[list[Entry]]:
-        """The slots of each head after so many new positions, committed together or guess by guess."""
+        """The slots of each head after so many new positions, committed together or draft by draft."""
         queries, heads, *_ = HEADS[layer]
         kept = [[replace(entry) for entry in head] for head in row.slots[layer]]
         firm = count if row.firm is None else min(row.firm, count)
@@ -176,7 +176,7 @@ class ListStore:
 
 
 class Trial:
-    """A store and lists that are told the same, by chance."""
+    """A store and lists with the same random operations."""
 
     def __init__(self, store: Any, lists: ListStore, data: st.DataObject) -> None:
         self.store, self.lists, self.data = store, lists, data
@@ -193,7 +193,7 @@ class Trial:
             if kind == 0:
                 self.extend()
             elif kind == 1:
-                self.commit([0] * len(self.lists.rows))  # somebody leaves between two steps
+                self.commit([0] * len(self.lists.rows))  # a row leaves between two steps
             elif kind == 2:
                 self.whole()
             if self.lists.rows:
@@ -226,19 +226,19 @@ class Trial:
     def forwards(self, rows: list[int], fed: list[int]) -> None:
         starts = [self.lists.rows[row].length for row in rows]
         kind = self.int(0, 5)
-        if kind == 0:  # the first layer guesses ahead, twice, and all is written again
+        if kind == 0:  # the first layer drafts ahead, twice, and all is written again
             real = self.forward(rows, starts, [0], self.int(1, 3))
             self.forward(rows, [a + b for a, b in zip(starts, real, strict=True)], [0], 1)
         elif kind == 1:  # two forwards, the second goes on from the first
             real = self.forward(rows, starts, [0, 1], self.int(1, 9))
             starts = [a + b for a, b in zip(starts, real, strict=True)]
-        told = kind != 1 and bool(self.int(0, 1))
-        real = self.forward(rows, starts, [0, 1], self.int(1, 9) if self.int(0, 1) else 1, told)
+        committed = kind != 1 and bool(self.int(0, 1))
+        real = self.forward(rows, starts, [0, 1], self.int(1, 9) if self.int(0, 1) else 1, committed)
         for row, start, count in zip(rows, starts, real, strict=True):
             fed[row] = start + count - self.lists.rows[row].length
 
     def forward(
-        self, rows: list[int], starts: list[int], layers: list[int], width: int, told: bool = False
+        self, rows: list[int], starts: list[int], layers: list[int], width: int, committed: bool = False
     ) -> list[int]:
         """One forward, of which each row has so many real positions; the rest is padding."""
         real = [self.int(1, width) for _ in rows]
@@ -246,13 +246,13 @@ class Trial:
         whole, level = len(rows) == len(self.lists.rows), len(set(starts)) == 1
         start = starts[0] if level else torch.tensor(starts)
         span = KVSpan(None if whole else torch.tensor(rows), start, width, max(starts) + width)
-        if told:
+        if committed:
             span = span._replace(num_committed=torch.tensor(sure))
         for line, row in enumerate(rows):
             mine = self.lists.rows[row]
-            mine.given = max(mine.given, sure[line] if told else width)
-            mine.firm = sure[line] if told and not span.is_first_write else None
-            mine.sure = starts[line] + sure[line] if told else mine.length
+            mine.given = max(mine.given, sure[line] if committed else width)
+            mine.firm = sure[line] if committed and not span.is_first_write else None
+            mine.sure = starts[line] + sure[line] if committed else mine.length
         for layer in layers:
             queries, heads, size, wide = HEADS[layer]
             key, value, query = (
@@ -348,9 +348,9 @@ Seen = list[list[list[list[int]]]]  # layer, head, position of a query: the posi
 
 
 def recomputed(model: Any, tokens: list[int], seen: Seen) -> tuple[Tensor, list[Tensor]]:
-    """A Llama read from its first token on: logits [T, V], and who looks at what [Hq, T, T] a layer.
+    """A Llama read from its first token on: logits [T, V], and the attention mask [Hq, T, T] of each layer.
 
-    Each query sees of each head the positions that it is told and no others.
+    Each query sees the given positions of each head and no others.
     """
     body, count = model.model, len(tokens)
     hidden = body.embed_tokens(torch.tensor([tokens]))
@@ -382,7 +382,7 @@ def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Recomputing:
-    """Greedy text of a model that forgets by a rule, everything computed again for each token."""
+    """Greedy text of a model with eviction by a rule, recomputed for each token."""
 
     def __init__(self, model: Any, rule: Any, once: bool, window: int | None = None) -> None:
         self.model, self.rule, self.once, self.window = model, rule, once, window
@@ -523,7 +523,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def asked(one: Any, names: list[str], lengths: list[int], seed: int, tokens: int = 12) -> list[Request]:
+def requests_for(
+    one: Any, names: list[str], lengths: list[int], seed: int, tokens: int = 12
+) -> list[Request]:
     """A request for each method, of texts that repeat themselves."""
     texts = [text[: len(text) // 2] * 2 for text in prompts(one.arch, lengths, seed)]
     return [
@@ -533,10 +535,10 @@ def asked(one: Any, names: list[str], lengths: list[int], seed: int, tokens: int
 
 
 @pytest.mark.parametrize("make", [lambda: SnapKVStore(200), lambda: H2OStore(200, 20)], ids=["snap", "heavy"])
-def test_who_forgets_nothing_is_dense(tiny, make):
+def test_without_eviction_it_equals_dense(tiny, make):
     """All methods in one table, each come at its own time: tokens and logits are those of a dense cache."""
     one = tiny("llama", attn_implementation="sdpa")
-    requests = asked(one, list(METHODS), [8, 30, 12, 50, 9, 21, 33, 40, 16, 27], 3)
+    requests = requests_for(one, list(METHODS), [8, 30, 12, 50, 9, 21, 33, 40, 16, 27], 3)
     times = Schedule({0: [0, 1, 7, 3], 2: [2, 4, 9], 3: [5, 6, 8]}, {5: [0]}, admit_together=True)
     expected = outcomes(one.model, requests, times, cache=DenseStore())
     found = outcomes(one.model, requests, times, cache=make())
@@ -545,9 +547,9 @@ def test_who_forgets_nothing_is_dense(tiny, make):
 
 
 def test_a_batch_of_many_is_many_of_one(tiny, kind):
-    """Whoever else is there, a row forgets the same."""
+    """A row evicts the same in any batch."""
     one = tiny("llama", attn_implementation="sdpa")
-    requests = asked(one, list(METHODS), [18, 30, 22, 50, 29, 21, 33, 40, 26, 37], 4)
+    requests = requests_for(one, list(METHODS), [18, 30, 22, 50, 29, 21, 33, 40, 26, 37], 4)
     times = Schedule({0: [3, 1, 7, 0], 2: [2, 4, 9], 3: [5, 6, 8]}, {}, admit_together=True)
     found = outcomes(one.model, requests, times, cache=kind[0]())
     for request, name, together in zip(requests, METHODS, found, strict=True):
@@ -574,10 +576,10 @@ def test_a_prompt_in_pieces(tiny, size, held):
 
 
 @pytest.mark.parametrize("method", ["lookup", "early exit"])
-def test_guesses_change_nothing(tiny, kind, method):
+def test_drafts_change_nothing(tiny, kind, method):
     """Neither how many are tried, nor what is made of them."""
     one = tiny("llama", attn_implementation="sdpa")
-    plain, guessing = (asked(one, [name] * 4, [18, 40, 26, 31], 6, 20) for name in ("greedy", method))
+    plain, guessing = (requests_for(one, [name] * 4, [18, 40, 26, 31], 6, 20) for name in ("greedy", method))
     expected = outcomes(one.model, plain, cache=kind[0]())
     found = outcomes(one.model, guessing, cache=kind[0]())
     for one_way, other in zip(expected, found, strict=True):
@@ -588,7 +590,7 @@ def test_guesses_change_nothing(tiny, kind, method):
 
 
 # ---------------------------------------------------------------------------- how much is kept
-def fed(store: Any, width: int, start: int = 0, rows: list[int] | None = None) -> None:
+def feed(store: Any, width: int, start: int = 0, rows: list[int] | None = None) -> None:
     """A forward over all rows or some, at level."""
     count = len(store) if rows is None else len(rows)
     span = KVSpan(None if rows is None else torch.tensor(rows), start, width, start + width)
@@ -605,11 +607,11 @@ def test_a_row_holds_its_budget_and_not_more():
     heavy, snap, dense = H2OStore(16, 8), SnapKVStore(16, 8, 3), DenseStore()
     for store in (heavy, snap):
         store.extend(2)
-        fed(store, 500)
+        feed(store, 500)
         store.commit(None, torch.tensor([500, 450]))
         assert store.slot_counts.tolist() == [16, 16]
         for length in range(450, 460):
-            fed(store, 1, length, [1])
+            feed(store, 1, length, [1])
             store.commit(None, torch.tensor([500, length + 1]))
     assert heavy.slot_counts.tolist() == [16, 16]
     assert snap.slot_counts.tolist() == [16, 26]
@@ -622,11 +624,11 @@ def test_a_row_holds_its_budget_and_not_more():
 def test_a_prompt_that_comes_later_does_not_widen_the_rows_that_are_there():
     store = H2OStore(16)
     store.extend(30)
-    fed(store, 20)
+    feed(store, 20)
     store.commit(None, torch.full((30,), 20))
     before = store.nbytes
     store.extend(1)
-    fed(store, 4000, 0, [30])
+    feed(store, 4000, 0, [30])
     one = 4000 * (2 * 2 + 4) * 8 * 4  # its keys, values and queries
     assert store.nbytes <= before + one
     store.commit(None, torch.tensor([20] * 30 + [4000]))
@@ -636,7 +638,7 @@ def test_a_prompt_that_comes_later_does_not_widen_the_rows_that_are_there():
 def test_memory_of_rows_that_left_is_given_back():
     store = SnapKVStore(16, 8, 3)
     store.extend(40)
-    fed(store, 100)
+    feed(store, 100)
     store.commit(None, torch.full((40,), 100))
     before = store.nbytes
     store.commit(torch.tensor([7]), torch.tensor([100]))
@@ -647,8 +649,8 @@ def test_a_fork_may_be_cut_between_what_two_forwards_wrote():
     """Each child has the votes of the queries that it still has."""
     store = H2OStore(10, 4)
     store.extend(1)
-    fed(store, 2)
-    fed(store, 1, 2)
+    feed(store, 2)
+    feed(store, 1, 2)
     store.commit(torch.tensor([0, 0]), torch.tensor([3, 2]))
     votes = store.state()["score.0"].sum(-1)  # two query heads to a head, a vote for each query
     assert votes.tolist() == [pytest.approx([6.0, 6.0]), pytest.approx([4.0, 4.0])]
@@ -657,7 +659,7 @@ def test_a_fork_may_be_cut_between_what_two_forwards_wrote():
 @pytest.mark.parametrize(("store", "spared"), [(H2OStore(10, 4), 4), (SnapKVStore(10, 3, 3), 3)])
 def test_a_row_can_be_cut_by_what_is_never_forgotten(store, spared):
     store.extend(1)
-    fed(store, 30)
+    feed(store, 30)
     store.commit(None, torch.tensor([30]))
     assert store.max_rewind == spared
     keys = store.read(0, torch.tensor([0]))[0].clone()
@@ -671,7 +673,7 @@ def test_a_row_can_be_cut_by_what_is_never_forgotten(store, spared):
 def test_a_row_that_has_forgotten_nothing_can_be_cut_anywhere():
     store = H2OStore(10, 4)
     store.extend(1)
-    fed(store, 9)
+    feed(store, 9)
     store.commit(None, torch.tensor([9]))
     store.commit(None, torch.tensor([1]))
     assert store.slot_counts.tolist() == [1]
@@ -684,14 +686,14 @@ def test_what_is_read_from_its_beginning_replaces_what_there_was(make):
     """Some models read everything again when a text has grown."""
     store = make()
     store.extend(2)
-    fed(store, 30)
+    feed(store, 30)
     store.commit(None, torch.tensor([30, 30]))
-    fed(store, 6, 0, [1])
-    fed(store, 1, 6, [1])
+    feed(store, 6, 0, [1])
+    feed(store, 1, 6, [1])
     store.commit(None, torch.tensor([30, 7]))
     assert store.slot_counts.tolist() == [10, 7]
     store.commit(None, torch.tensor([30, 1]))
-    fed(store, 30, 0, [0])
+    feed(store, 30, 0, [0])
     store.commit(None, torch.tensor([30, 1]))
     assert store.slot_counts.tolist() == [10, 1]
 
@@ -708,7 +710,7 @@ def test_a_model_that_looks_at_its_keys_in_another_way_is_refused():
 def test_moved_to_another_device_it_goes_on():
     store = H2OStore(4, 2)
     store.extend(1)
-    fed(store, 9)
+    feed(store, 9)
     store.commit(None, torch.tensor([9]))
     store.to("meta")
     assert all(block.device.type == "meta" for name, block in store.state().items() if "." in name)

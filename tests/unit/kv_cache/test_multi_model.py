@@ -1,4 +1,4 @@
-"""Several caches as one: every part follows the rows, and none is told more than it can do."""
+"""Several caches as one: every part follows the rows, and none receives more than it supports."""
 
 from __future__ import annotations
 

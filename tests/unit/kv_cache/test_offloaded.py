@@ -1,4 +1,4 @@
-"""The offloaded caches: what is where, and when it comes. The other device is a pretended one."""
+"""The offloaded caches: locations and prefetching. The other device is simulated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOST = torch.device("cpu")
 
 
 class Far(OffloadedStore):
-    """Rests on a device whose memory nobody can look at, so that what is saved is brought to the host."""
+    """Offloads to a device whose memory cannot be read directly, so that saving copies to the host."""
 
     def state(self):
         return {name: one.cpu() for name, one in OffloadedStore.state(self).items()}
@@ -34,7 +34,7 @@ class FarStatic(OffloadedStaticStore):
     state = Far.state
 
 
-def fed(cache, width, start=0, rows=None, device=FIRST):
+def feed(cache, width, start=0, rows=None, device=FIRST):
     """A forward of three layers, from a device; what each layer holds then, on the host."""
     count = len(cache) if rows is None else len(rows)
     where = None if rows is None else torch.tensor(rows).to(device)
@@ -51,7 +51,7 @@ def fed(cache, width, start=0, rows=None, device=FIRST):
     return seen
 
 
-def made(cache, rows=2):
+def prepared_cache(cache, rows=2):
     cache.extend(rows)
     return cache
 
@@ -72,12 +72,12 @@ def test_a_cache_that_rests_elsewhere_equals_lists(cache):
 
 @pytest.mark.parametrize("kind", ["dense", "static"])
 def test_blocks_rest_on_the_other_device(kind):
-    cache = made(OffloadedStore() if kind == "dense" else OffloadedStaticStore(16))
-    fed(cache, 4)
+    cache = prepared_cache(OffloadedStore() if kind == "dense" else OffloadedStaticStore(16))
+    feed(cache, 4)
     cache.commit(None, torch.tensor([4, 4]))
-    fed(cache, 1, start=4)
+    feed(cache, 1, start=4)
     cache.commit(torch.tensor([1, 1, 0]), torch.tensor([5, 4, 3]))
-    fed(cache, 2, start=[5, 4, 3])
+    feed(cache, 2, start=[5, 4, 3])
     cache.commit(None, torch.tensor([7, 6, 5]))
     assert {block.device for store in (cache._keys, cache._values) for block in store.values()} == {HOST}
     assert cache.prefetched_bytes == 0
@@ -85,8 +85,8 @@ def test_blocks_rest_on_the_other_device(kind):
 
 
 def test_the_next_layer_is_sent_for_while_one_is_used(monkeypatch):
-    cache = made(OffloadedStore())
-    fed(cache, 4)
+    cache = prepared_cache(OffloadedStore())
+    feed(cache, 4)
     cache.commit(None, torch.tensor([4, 4]))
     fetched = []
     plain = OffloadedStore._fetch_layer
@@ -106,8 +106,8 @@ def test_the_next_layer_is_sent_for_while_one_is_used(monkeypatch):
 
 
 def test_the_model_has_two_layers_at_the_most():
-    cache = made(OffloadedStore())
-    fed(cache, 100)
+    cache = prepared_cache(OffloadedStore())
+    feed(cache, 100)
     cache.commit(None, torch.tensor([100, 100]))
     span = KVSpan(None, 100, 1, 101)
     block = torch.ones(2, HEADS, 1, SIZE).to(FIRST)
@@ -121,7 +121,7 @@ def test_the_model_has_two_layers_at_the_most():
 
 def test_a_layer_that_was_sent_for_and_changed_since_is_not_used():
     """A forward over the first layers alone, then another one."""
-    cache, lists = made(OffloadedStore()), made(ReferenceCache())
+    cache, lists = prepared_cache(OffloadedStore()), prepared_cache(ReferenceCache())
     blocks = [torch.randn(2, HEADS, 3, SIZE) for _ in range(LAYERS)]
     for layer, block in enumerate(blocks):
         cache.update(layer, block.to(FIRST), block.to(FIRST), KVSpan(None, 0, 3, 3))
@@ -141,7 +141,7 @@ def test_a_layer_that_was_sent_for_and_changed_since_is_not_used():
 
 
 def test_layers_of_one_model_may_compute_on_different_devices():
-    cache, lists = made(OffloadedStore()), made(ReferenceCache())
+    cache, lists = prepared_cache(OffloadedStore()), prepared_cache(ReferenceCache())
     for start, width in ((0, 3), (3, 1), (4, 2)):
         span = KVSpan(None, start, width, start + width)
         for layer, device in enumerate((FIRST, SECOND, FIRST)):
@@ -156,28 +156,28 @@ def test_layers_of_one_model_may_compute_on_different_devices():
 
 
 def test_a_static_one_has_its_limits():
-    cache = made(OffloadedStaticStore(4, rows=2))
-    fed(cache, 3)
+    cache = prepared_cache(OffloadedStaticStore(4, rows=2))
+    feed(cache, 3)
     cache.commit(None, torch.tensor([3, 1]))
     with pytest.raises(InputError, match="must be >= the 3 rows in use"):
         cache.extend(1)
-    seen = fed(cache, 2, start=[3, 1])  # the longest row is given one token, and filled up
+    seen = feed(cache, 2, start=[3, 1])  # the longest row is given one token, and filled up
     assert [list(keys.shape) for keys, _ in seen] == [[2, HEADS, 4, SIZE]] * LAYERS
     cache.commit(None, torch.tensor([4, 3]))
     with pytest.raises(InputError, match="must be >= the 5 positions"):
-        fed(cache, 1, start=4, rows=[0])
+        feed(cache, 1, start=4, rows=[0])
     assert cache.select(torch.tensor([1, 0])).lengths.tolist() == [3, 4]
 
 
 def test_it_can_rest_elsewhere():
-    cache = made(OffloadedStore(SECOND))
-    seen = fed(cache, 2)
+    cache = prepared_cache(OffloadedStore(SECOND))
+    seen = feed(cache, 2)
     cache.commit(None, torch.tensor([2, 2]))
     assert cache._keys[0].device == SECOND
     assert cache.select(torch.tensor([1]))._keys[0].device == SECOND
     cache.to("cpu")
     assert cache._keys[0].device == HOST
-    after = fed(cache, 1, start=2)
+    after = feed(cache, 1, start=2)
     assert all(torch.equal(two[0][:, :, :2], one[0]) for one, two in zip(seen, after, strict=True))
 
 

@@ -20,7 +20,7 @@ from tests.support.tiny_models import prompts
 HEADS, SIZE = 2, 4
 
 
-def fed(store, width, start=0, layer=0):
+def feed(store, width, start=0, layer=0):
     """Write `width` new positions of every row; what was written and what comes back."""
     key = torch.randn(len(store), HEADS, width, SIZE)
     return key, store.update(layer, key, -key, KVSpan(None, start, width, start + width))
@@ -30,7 +30,7 @@ def filled(rows=1, length=100, block=16):
     """A store whose rows are forks of one prompt."""
     store = PagedStore(block)
     store.extend(1)
-    fed(store, length)
+    feed(store, length)
     store.commit(torch.zeros(rows, dtype=torch.long), torch.full((rows,), length))
     return store
 
@@ -44,7 +44,7 @@ def test_a_fork_holds_the_same_blocks_and_copies_nothing():
 
 def test_a_row_that_writes_into_a_shared_block_gets_a_copy_of_that_block_alone():
     store = filled(rows=3)  # 100 positions: the seventh block has four
-    fed(store, 1, start=100)
+    feed(store, 1, start=100)
     assert store.copied_slots == 2 * 4  # the last one keeps the block
     assert num_used_blocks(store.pool) == 7 + 2
 
@@ -52,7 +52,7 @@ def test_a_row_that_writes_into_a_shared_block_gets_a_copy_of_that_block_alone()
 def test_a_reorder_moves_nothing_however_long_the_prompt():
     for length in (64, 640):
         store = filled(rows=4, length=length)
-        fed(store, 1, start=length)
+        feed(store, 1, start=length)
         store.commit(torch.tensor([1, 1, 3, 0]), torch.full((4,), length + 1))
         before = store.copied_slots
         store.commit(torch.tensor([2, 0, 1, 3]), torch.full((4,), length + 1))
@@ -103,14 +103,14 @@ def attention(query, keys, values, **more):
 def test_attention_on_shared_rows_is_that_on_rows_laid_out(monkeypatch, worth, masked, width):
     monkeypatch.setattr(shared_prefix_attention, "_MIN_SHARED_SLOTS", worth)
     store = filled(rows=5, length=70, block=4)
-    fed(store, 2, start=70)  # parts the rows
-    # Two of the five go on together, and a stranger of the same length joins.
+    feed(store, 2, start=70)  # parts the rows
+    # Two of the five continue, and an unrelated row of the same length joins.
     store.commit(torch.tensor([0, 1, 1, 3, 4]), torch.full((5,), 72))
     store.extend(1)
     key = torch.randn(1, HEADS, 72, SIZE)
     store.update(0, key, -key, KVSpan(torch.tensor([5]), 0, 72, 72))
     store.commit(None, torch.full((6,), 72))
-    _, (keys, values) = fed(store, width, start=72)
+    _, (keys, values) = feed(store, width, start=72)
     assert isinstance(keys, KVProxy)
     query = torch.randn(6, 2 * HEADS, width, SIZE)
     mask = None
@@ -138,7 +138,7 @@ def test_without_the_fused_kernel_attention_is_the_same(monkeypatch):
 
 def test_heads_that_are_repeated_are_not_laid_out():
     store = filled(rows=3)
-    _, (keys, values) = fed(store, 1, start=100)
+    _, (keys, values) = feed(store, 1, start=100)
     wide = [
         one[:, :, None, :, :].expand(3, HEADS, 2, 101, SIZE).reshape(3, 2 * HEADS, 101, SIZE)
         for one in (keys, values)
@@ -152,7 +152,7 @@ def test_heads_that_are_repeated_are_not_laid_out():
 
 def test_for_anything_but_attention_lazy_keys_are_the_tensor():
     store = filled(rows=2)
-    _, (keys, values) = fed(store, 1, start=100)
+    _, (keys, values) = feed(store, 1, start=100)
     dense = keys.materialize()
     assert torch.equal(torch.cat((keys, values), 2), torch.cat((dense, values.materialize()), 2))
     assert torch.equal(keys.transpose(2, 3), dense.transpose(2, 3))

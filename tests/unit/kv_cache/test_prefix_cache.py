@@ -1,4 +1,4 @@
-"""The prefix cache: what prompts begin with is read once, found by its hash, and forgotten in order."""
+"""The prefix cache: prefixes are computed once, found by hash, and evicted in order."""
 
 from __future__ import annotations
 

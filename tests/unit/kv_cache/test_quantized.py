@@ -1,4 +1,4 @@
-"""The quantized cache beyond the law of caches: what becomes a chunk, who shares it, what it takes."""
+"""The quantized cache beyond the law of caches: chunks, sharing and memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support.tiny_models import pad, prompts
 HEADS, SIZE = 2, 64
 
 
-def drawn(rows, width, seed=0, dtype=torch.float32):
+def random_block(rows, width, seed=0, dtype=torch.float32):
     return torch.randn(rows, HEADS, width, SIZE, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def fed(cache, content, rows=None, start=None, layer=0):
+def feed(cache, content, rows=None, start=None, layer=0):
     """Write after what rows hold; what they hold then."""
     held = cache.lengths if rows is None else cache.lengths[list(rows)]
     begin = held if start is None else torch.tensor(start)
@@ -41,7 +41,7 @@ def fed(cache, content, rows=None, start=None, layer=0):
 def grown(cache, count, seed=1):
     """Feed all rows so many positions, one by one; what they hold then."""
     for step in range(count):
-        keys, _ = fed(cache, drawn(len(cache), 1, seed * 1000 + step))
+        keys, _ = feed(cache, random_block(len(cache), 1, seed * 1000 + step))
         cache.commit(None, cache.lengths + 1)
     return keys
 
@@ -73,13 +73,13 @@ def test_groups_of_one_number_lose_nothing_with_hqq():
 def test_a_prompt_is_read_as_it_came_and_becomes_a_chunk_when_committed():
     cache = one()
     cache.extend(2)
-    content = drawn(2, 5)
-    keys, values = fed(cache, content)
+    content = random_block(2, 5)
+    keys, values = feed(cache, content)
     assert torch.equal(keys, content)
     assert torch.equal(values, -content)
     cache.commit(None, torch.tensor([5, 3]))
     assert [[used for _, used in row] for row in held(cache)] == [[5], [3]]
-    keys, values = fed(cache, drawn(2, 1, 1))
+    keys, values = feed(cache, random_block(2, 1, 1))
     for row, length in enumerate((5, 3)):
         for found, given in ((keys, content), (values, -content)):
             far = (found[row, :, :length] - given[row, :, :length]).abs()
@@ -89,11 +89,11 @@ def test_a_prompt_is_read_as_it_came_and_becomes_a_chunk_when_committed():
 def test_the_latest_positions_stay_as_they_came_until_there_are_enough():
     cache = one(residual=4)
     cache.extend(1)
-    fed(cache, drawn(1, 6))
+    feed(cache, random_block(1, 6))
     cache.commit(None, torch.tensor([6]))
     for step in range(1, 10):
-        content = drawn(1, 1, step)
-        keys, _ = fed(cache, content)
+        content = random_block(1, 1, step)
+        keys, _ = feed(cache, content)
         assert torch.equal(keys[:, :, -1:], content)
         cache.commit(None, cache.lengths + 1)
         assert [used for _, used in held(cache)[0]] == [6] + [4] * (step // 4)
@@ -104,13 +104,13 @@ def test_more_than_enough_at_once_leaves_the_rest_as_it_came():
     """However many drafts are taken at a time, chunks end where they end one by one."""
     cache = one(residual=4)
     cache.extend(1)
-    fed(cache, drawn(1, 6))
+    feed(cache, random_block(1, 6))
     cache.commit(None, torch.tensor([6]))
-    content = drawn(1, 11, 1)
-    fed(cache, content)
+    content = random_block(1, 11, 1)
+    feed(cache, content)
     cache.commit(None, torch.tensor([16]))
     assert [used for _, used in held(cache)[0]] == [6, 8]
-    keys, _ = fed(cache, drawn(1, 1, 2))
+    keys, _ = feed(cache, random_block(1, 1, 2))
     assert torch.equal(keys[:, :, 14:16], content[:, :, 8:10])
     assert not torch.equal(keys[:, :, 6:14], content[:, :, :8])
 
@@ -125,25 +125,25 @@ def test_what_was_quantised_is_never_quantised_again(monkeypatch):
     )
     cache = one(residual=4)
     cache.extend(1)
-    fed(cache, drawn(1, 10))
+    feed(cache, random_block(1, 10))
     cache.commit(torch.tensor([0, 0, 0]), torch.tensor([10, 10, 7]))
     cache.commit(torch.tensor([2, 0]), torch.tensor([5, 10]))
-    assert sorted(made) == [7, 7, 10, 10]  # one of keys and one of values a length, whoever shares it
+    assert sorted(made) == [7, 7, 10, 10]  # one of keys and one of values per length, shared or not
     grown(cache, 4)
     assert sorted(made) == [4] * 4 + [7, 7, 10, 10]
 
 
-def test_a_row_written_anew_forgets_its_chunks():
+def test_a_rewritten_row_drops_its_chunks():
     """A model that reads everything again with each step."""
     cache = one()
     cache.extend(1)
-    fed(cache, drawn(1, 5))
+    feed(cache, random_block(1, 5))
     cache.commit(None, torch.tensor([5]))
-    content = drawn(1, 6, 1)
-    keys, _ = fed(cache, content, start=[0])
+    content = random_block(1, 6, 1)
+    keys, _ = feed(cache, content, start=[0])
     assert torch.equal(keys, content)
     cache.commit(None, torch.tensor([6]))
-    keys, _ = fed(cache, drawn(1, 1, 2))
+    keys, _ = feed(cache, random_block(1, 1, 2))
     assert (keys[:, :, :6] - content).abs().max() < 0.3
     assert [used for _, used in held(cache)[0]] == [6]
 
@@ -152,7 +152,7 @@ def test_a_row_written_anew_forgets_its_chunks():
 def test_forks_share_chunks_and_take_no_more():
     cache = one()
     cache.extend(1)
-    fed(cache, drawn(1, 100))
+    feed(cache, random_block(1, 100))
     cache.commit(None, torch.tensor([100]))
     before = cache.nbytes
     cache.commit(torch.tensor([0] * 8), torch.tensor([100] * 8))
@@ -163,7 +163,7 @@ def test_forks_share_chunks_and_take_no_more():
 def test_a_cut_keeps_the_chunk_and_a_row_goes_on_from_there():
     cache = one(residual=3)
     cache.extend(1)
-    fed(cache, drawn(1, 10))
+    feed(cache, random_block(1, 10))
     cache.commit(None, torch.tensor([10]))
     ((whole, _),) = held(cache)[0]
     before, _ = cache.read(0, torch.tensor([0]))
@@ -171,7 +171,7 @@ def test_a_cut_keeps_the_chunk_and_a_row_goes_on_from_there():
     assert held(cache) == [[(whole, 10)], [(whole, 4)]]
     grown(cache, 7)
     assert [[used for _, used in row] for row in held(cache)] == [[10, 3, 3], [4, 3, 3]]
-    after, _ = fed(cache, drawn(2, 1, 2))
+    after, _ = feed(cache, random_block(2, 1, 2))
     assert torch.equal(after[0, :, :10], before[0])
     assert torch.equal(after[1, :, :4], before[0, :, :4])
     cache.commit(torch.tensor([0, 1]), torch.tensor([6, 5]))
@@ -190,14 +190,14 @@ def test_what_rows_share_is_decoded_once(monkeypatch):
     monkeypatch.setattr(quantizers.GroupCodec, "decode", counted)
     cache = one(residual=4)
     cache.extend(2)
-    fed(cache, drawn(2, 50))
+    feed(cache, random_block(2, 50))
     cache.commit(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([50] * 5))
-    fed(cache, drawn(5, 1, 1))
+    feed(cache, random_block(5, 1, 1))
     assert read == [100, 100]
     cache.commit(None, cache.lengths)
     grown(cache, 4)  # each row has a chunk of its own then
     del read[:]
-    keys, _ = fed(cache, drawn(5, 1, 2))
+    keys, _ = feed(cache, random_block(5, 1, 2))
     assert read == [100 + 5 * 4] * 2
     assert torch.equal(keys[0, :, :50], keys[2, :, :50])
     assert not torch.equal(keys[0, :, 50:54], keys[2, :, 50:54])
@@ -238,33 +238,34 @@ def test_lines_are_read_in_as_few_moves_as_can_be():
 
 # -------------------------------------------------------------------- rows beside each other
 @pytest.mark.parametrize("settings", [{}, {"axis_key": -1, "axis_value": -1}, {"q_group_size": 24}], ids=str)
-def test_a_row_is_the_same_whoever_is_beside_it(settings):
+def test_a_row_is_the_same_in_any_batch(settings):
     lengths, more = [9, 4, 70], [3, 6, 1]
     contents = [
-        drawn(1, length + extra, row) for row, (length, extra) in enumerate(zip(lengths, more, strict=True))
+        random_block(1, length + extra, row)
+        for row, (length, extra) in enumerate(zip(lengths, more, strict=True))
     ]
     whole = one(residual=4, **settings)
     whole.extend(3)
     wide = torch.zeros(3, HEADS, 70, SIZE)
     for row, (content, length) in enumerate(zip(contents, lengths, strict=True)):
         wide[row, :, :length] = content[0, :, :length]
-    fed(whole, wide, start=[0, 0, 0])
+    feed(whole, wide, start=[0, 0, 0])
     whole.commit(None, torch.tensor(lengths))
     wide = torch.zeros(3, HEADS, 6, SIZE)
     for row, (content, length, extra) in enumerate(zip(contents, lengths, more, strict=True)):
         wide[row, :, :extra] = content[0, :, length:]
-    fed(whole, wide)
+    feed(whole, wide)
     whole.commit(None, torch.tensor(lengths) + torch.tensor(more))
-    together, _ = fed(whole, torch.zeros(3, HEADS, 1, SIZE))
+    together, _ = feed(whole, torch.zeros(3, HEADS, 1, SIZE))
     assert together.isfinite().all()
     for row, (content, length, extra) in enumerate(zip(contents, lengths, more, strict=True)):
         alone = one(residual=4, **settings)
         alone.extend(1)
-        fed(alone, content[:, :, :length])
+        feed(alone, content[:, :, :length])
         alone.commit(None, torch.tensor([length]))
-        fed(alone, content[:, :, length:])
+        feed(alone, content[:, :, length:])
         alone.commit(None, torch.tensor([length + extra]))
-        keys, _ = fed(alone, torch.zeros(1, HEADS, 1, SIZE))
+        keys, _ = feed(alone, torch.zeros(1, HEADS, 1, SIZE))
         assert torch.equal(together[row, :, : length + extra], keys[0, :, : length + extra])
 
 
@@ -275,16 +276,16 @@ def test_a_batch_writes_what_its_rows_write_alone(tiny, method):
     config = {"backend": "quanto", "nbits": 4, "residual_length": 6, "q_group_size": 16}
     given = {"cache_implementation": "quantized", "cache_config": config, "max_new_tokens": 15} | method
 
-    def written(some, seeds):
+    def generate_ids(some, seeds):
         ids, mask = pad(some, tried.pad, "left")
         drawn_by = {"seed": seeds} if "do_sample" in method else {}
         out = descant.generate(tried.model, ids, attention_mask=mask, eos_token_id=None, **drawn_by, **given)
         return out[:, ids.shape[1] :].tolist()
 
-    together = written(rows, [4, 5, 6])
-    assert together == [written([row], [seed])[0] for row, seed in zip(rows, (4, 5, 6), strict=True)]
+    together = generate_ids(rows, [4, 5, 6])
+    assert together == [generate_ids([row], [seed])[0] for row, seed in zip(rows, (4, 5, 6), strict=True)]
     given |= {"cache_implementation": "dynamic", "cache_config": None}
-    assert together != written(rows, [4, 5, 6])  # what they write shows that bits were lost
+    assert together != generate_ids(rows, [4, 5, 6])  # what they write shows that bits were lost
 
 
 # -------------------------------------------------------------------- what it takes, and where it goes
@@ -292,7 +293,7 @@ def test_four_bits_take_less_than_a_third_of_a_dense_cache():
     sizes = {}
     for name, cache in {"dense": DenseStore(), 4: one(4, 128), 2: one(2, 128)}.items():
         cache.extend(1)
-        fed(cache, drawn(1, 1024))
+        feed(cache, random_block(1, 1024))
         cache.commit(None, torch.tensor([1024]))
         sizes[name] = cache.nbytes
         grown(cache, 40)
@@ -305,9 +306,9 @@ def test_four_bits_take_less_than_a_third_of_a_dense_cache():
 def test_a_wide_forward_leaves_no_wide_tail_behind():
     cache = one(residual=8)
     cache.extend(4)
-    fed(cache, drawn(4, 5))
+    feed(cache, random_block(4, 5))
     cache.commit(None, torch.tensor([5] * 4))
-    fed(cache, drawn(1, 1000, 1), rows=[2])
+    feed(cache, random_block(1, 1000, 1), rows=[2])
     cache.commit(None, torch.tensor([5, 5, 1005, 5]))
     assert cache._residual.num_slots < 200
     assert [used for _, used in held(cache)[2]] == [5, 1000]
@@ -317,11 +318,11 @@ def test_a_saved_cache_is_as_small_and_reads_the_same(tmp_path):
     cache = one(residual=8, axis_key=-1)
     cache.extend(2)
     for layer in (0, 1):
-        fed(cache, drawn(2, 300, layer), layer=layer)
+        feed(cache, random_block(2, 300, layer), layer=layer)
     cache.commit(None, torch.tensor([300, 300]))
     cache.commit(torch.tensor([0, 1, 1]), torch.tensor([300, 192, 300]))
     for layer in (0, 1):
-        fed(cache, drawn(3, 11, 5 + layer), layer=layer)
+        feed(cache, random_block(3, 11, 5 + layer), layer=layer)
     cache.commit(None, torch.tensor([311, 203, 308]))
     safetensors.torch.save_file(cache.state(), tmp_path / "cache.safetensors")
     assert (tmp_path / "cache.safetensors").stat().st_size < 2 * 3 * HEADS * 311 * SIZE * 4 / 2
@@ -331,9 +332,9 @@ def test_a_saved_cache_is_as_small_and_reads_the_same(tmp_path):
     assert held(other)[1][0][0] is held(other)[2][0][0]
     assert other.nbytes < 1.2 * cache.nbytes
     for layer in (0, 1):
-        content = drawn(3, 1, 9)
+        content = random_block(3, 1, 9)
         for mine, theirs in zip(
-            fed(cache, content, layer=layer), fed(other, content, layer=layer), strict=True
+            feed(cache, content, layer=layer), feed(other, content, layer=layer), strict=True
         ):
             for row, length in enumerate((311, 203, 308)):
                 assert torch.equal(mine[row, :, : length + 1], theirs[row, :, : length + 1])
@@ -342,15 +343,15 @@ def test_a_saved_cache_is_as_small_and_reads_the_same(tmp_path):
 def test_rows_can_be_read_without_being_fed():
     cache = one(residual=8)
     cache.extend(3)
-    fed(cache, drawn(3, 20))
+    feed(cache, random_block(3, 20))
     cache.commit(None, torch.tensor([20, 20, 11]))
-    fed(cache, drawn(3, 3, 1))
+    feed(cache, random_block(3, 3, 1))
     cache.commit(None, torch.tensor([23, 20, 12]))
     assert cache.layers == [0]
     rows = torch.tensor([2, 0])
     keys, values = cache.read(0, rows)
     assert keys.shape == values.shape == (2, HEADS, 23, SIZE)
-    shown, _ = fed(cache, drawn(3, 1, 2))
+    shown, _ = feed(cache, random_block(3, 1, 2))
     assert torch.equal(keys[0, :, :12], shown[2, :, :12])
     assert torch.equal(keys[1, :, :23], shown[0, :, :23])
 
@@ -358,7 +359,7 @@ def test_rows_can_be_read_without_being_fed():
 def test_chosen_rows_stand_alone_and_share_chunks():
     cache = one()
     cache.extend(2)
-    fed(cache, drawn(2, 20))
+    feed(cache, random_block(2, 20))
     cache.commit(None, torch.tensor([20, 12]))
     other = cache.select(torch.tensor([1, 1, 0]))
     assert other.lengths.tolist() == [12, 12, 20]
@@ -378,7 +379,7 @@ def test_chosen_rows_stand_alone_and_share_chunks():
 def test_moving_a_cache_leaves_what_another_shares():
     cache = one()
     cache.extend(1)
-    fed(cache, drawn(1, 20))
+    feed(cache, random_block(1, 20))
     cache.commit(None, torch.tensor([20]))
     other = cache.select(torch.tensor([0]))
     other.to("meta")
@@ -391,9 +392,9 @@ def test_moving_a_cache_leaves_what_another_shares():
 def test_keys_come_back_in_the_dtype_they_came_in(dtype):
     cache = one(residual=2, compute_dtype=torch.float32)
     cache.extend(1)
-    fed(cache, drawn(1, 9, dtype=dtype))
+    feed(cache, random_block(1, 9, dtype=dtype))
     cache.commit(None, torch.tensor([9]))
-    keys, values = fed(cache, drawn(1, 1, 1, dtype=dtype))
+    keys, values = feed(cache, random_block(1, 1, 1, dtype=dtype))
     assert keys.dtype == values.dtype == dtype
 
 

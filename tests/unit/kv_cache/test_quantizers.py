@@ -1,4 +1,4 @@
-"""Quantizers: what the packages choose comes back as they would give it, however groups fall."""
+"""Quantizers: values equal those of the packages, for any grouping."""
 
 from __future__ import annotations
 

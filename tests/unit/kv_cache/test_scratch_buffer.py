@@ -1,4 +1,4 @@
-"""Scratch memory is lent again when nobody holds it, and never before."""
+"""Scratch memory is reused when no tensor refers to it, and never before."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def place(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-def test_what_nobody_holds_is_lent_again():
+def test_unreferenced_memory_is_reused():
     scratch = ScratchBuffer()
     first = scratch.empty((2, 3, 4), LIKE)
     where = place(first)
     first.fill_(7)
     view = first.transpose(0, 1)[1:]
     del first
-    second = scratch.empty((2, 3, 4), LIKE).fill_(8)  # a view of the first still lives
+    second = scratch.empty((2, 3, 4), LIKE).fill_(8)  # a view of the first still exists
     assert place(second) != where
     assert (view == 7).all()
     del view

@@ -1,4 +1,4 @@
-"""Attention sinks: what is shown, and the model's answers against a cache that is counted anew by hand."""
+"""Attention sinks: visible positions, and outputs against a recomputed cache."""
 
 from __future__ import annotations
 
@@ -143,22 +143,22 @@ def test_sinks_matter(tiny):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_guesses_change_nothing(tiny, attention):
+def test_drafts_change_nothing(tiny, attention):
     """Each of several queries that are fed at once has the window that it has alone."""
     one = tiny("llama", attn_implementation=attention)
     texts = prompts(one.arch, [4, 17, 30], 3)
     plain = GenerationConfig(max_new_tokens=60, eos_token_id=None)
     guessed = plain.replace(num_assistant_tokens=5, num_assistant_tokens_schedule="constant")
 
-    def said(config, drafter=None):
+    def output_of(config, drafter=None):
         # Longer than what is tried along with a prompt, which counts as the prompt does.
         store = SinkStore(12, SINKS, rope_of_model(one.model), slack=3, room=4)
         asked = [Request(text, config, assistant_model=drafter) for text in texts]
         return outcomes(one.model, asked, cache=store)
 
-    alone = said(plain)
+    alone = output_of(plain)
     whole = [[*text, *found.tokens[0]] for text, found in zip(texts, alone, strict=True)]
-    for expected, found in zip(alone, said(guessed, Known(whole)), strict=True):
+    for expected, found in zip(alone, output_of(guessed, Known(whole)), strict=True):
         assert found.tokens == expected.tokens
         assert found.hypotheses[0].speculation.saved_forwards > 20
         assert found.tokens == expected.tokens

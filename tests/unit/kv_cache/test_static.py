@@ -1,4 +1,4 @@
-"""The static cache beyond the law of caches: what it never does again, and what it has no room for."""
+"""The static cache beyond the law of caches: its fixed allocation, and inputs beyond its capacity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.tiny_models import prompts
 HEADS, SIZE = 2, 3
 
 
-def fed(cache, width, rows=None, start=0):
+def feed(cache, width, rows=None, start=0):
     """Write `width` new positions; what was written, and what the rows hold then."""
     count = len(cache) if rows is None else len(rows)
     block = torch.randn(count, HEADS, width, SIZE)
@@ -36,13 +36,13 @@ def places(cache):
 def test_blocks_stay_where_they_are():
     cache = StaticStore(16, rows=4)
     cache.extend(1)
-    fed(cache, 5)
+    feed(cache, 5)
     before, size = places(cache), cache.nbytes
     cache.commit(torch.tensor([0, 0, 0, 0]), torch.tensor([5, 5, 4, 3]))
-    fed(cache, 2, start=[5, 5, 4, 3])
+    feed(cache, 2, start=[5, 5, 4, 3])
     cache.commit(torch.tensor([3, 1, 0]), torch.tensor([5, 7, 6]))
     cache.extend(1)
-    fed(cache, 3, rows=[3])
+    feed(cache, 3, rows=[3])
     cache.commit(torch.tensor([3, 0]), torch.tensor([3, 5]))
     assert (places(cache), cache.nbytes) == (before, size)
     assert size == 2 * 4 * HEADS * 16 * SIZE * 4
@@ -53,7 +53,7 @@ def test_rows_come_in_powers_of_two_where_none_are_named():
     sizes = []
     for _ in range(5):
         cache.extend(1)
-        fed(cache, 1)
+        feed(cache, 1)
         sizes.append(cache.nbytes // (2 * HEADS * 8 * SIZE * 4))
     assert sizes == [1, 2, 4, 4, 8]
 
@@ -61,9 +61,9 @@ def test_rows_come_in_powers_of_two_where_none_are_named():
 def test_a_fork_into_more_rows_than_there_are_keeps_what_they_hold():
     cache = StaticStore(8)
     cache.extend(1)
-    block, _ = fed(cache, 3)
+    block, _ = feed(cache, 3)
     cache.commit(torch.tensor([0, 0, 0]), torch.tensor([3, 2, 3]))
-    _, (keys, values) = fed(cache, 1, start=[3, 2, 3])
+    _, (keys, values) = feed(cache, 1, start=[3, 2, 3])
     assert torch.equal(keys[2, :, :3], block[0])
     assert torch.equal(values[1, :, :2], -block[0, :, :2])
 
@@ -85,7 +85,7 @@ def test_what_is_lent_is_the_cache_itself():
     cache = StaticStore(8)
     cache.extend(2)
     assert cache.layer_views(2) is None
-    block, _ = fed(cache, 3)
+    block, _ = feed(cache, 3)
     cache.commit(None, torch.tensor([3, 3]))
     keys, values = cache.layer_views(2)
     assert list(keys[0].shape) == [2, HEADS, 8, SIZE]
@@ -93,7 +93,7 @@ def test_what_is_lent_is_the_cache_itself():
     values[0][1, :, 3] = 7.0
     keys[0][1, :, 3] = 5.0
     cache.commit(None, torch.tensor([3, 4]))
-    _, (seen, also) = fed(cache, 1, rows=[1], start=4)
+    _, (seen, also) = feed(cache, 1, rows=[1], start=4)
     assert bool((seen[0, :, 3] == 5).all())
     assert bool((also[0, :, 3] == 7).all())
 
@@ -101,7 +101,7 @@ def test_what_is_lent_is_the_cache_itself():
 def test_more_lines_can_be_lent_than_there_are_rows():
     cache = StaticStore(8)
     cache.extend(3)
-    block, _ = fed(cache, 2)
+    block, _ = feed(cache, 2)
     first = cache.layer_views(4)
     assert cache.layer_views(4) is first
     keys, _ = cache.layer_views(8)
@@ -113,10 +113,10 @@ def test_more_lines_can_be_lent_than_there_are_rows():
 def test_what_was_lent_before_the_blocks_moved_is_not_lent_again():
     cache = StaticStore(8)
     cache.extend(1)
-    fed(cache, 2)
+    feed(cache, 2)
     before = cache.layer_views(1)
     cache.extend(4)
-    fed(cache, 1, start=[2, 0, 0, 0, 0])
+    feed(cache, 1, start=[2, 0, 0, 0, 0])
     assert cache.layer_views(1)[0][0].data_ptr() != before[0][0].data_ptr()
     before = cache.layer_views(1)
     cache.to("cpu")
@@ -133,13 +133,13 @@ def test_no_room_at_all_is_an_error(given):
 def test_a_row_that_does_not_fit_is_an_error_and_changes_nothing():
     cache = StaticStore(4)
     cache.extend(1)
-    fed(cache, 3)
+    feed(cache, 3)
     cache.commit(None, torch.tensor([3]))
     before = cache.state()
     with pytest.raises(InputError, match="must be >= the 5 positions of a row, got 4"):
-        fed(cache, 2, start=3)
+        feed(cache, 2, start=3)
     assert all(torch.equal(before[name], one) for name, one in cache.state().items())
-    _, (keys, _) = fed(cache, 1, start=3)
+    _, (keys, _) = feed(cache, 1, start=3)
     assert keys.shape[2] == 4
 
 
@@ -172,7 +172,7 @@ def test_what_fills_shorter_rows_up_need_not_fit():
 def test_more_rows_than_named_are_an_error():
     cache = StaticStore(4, rows=2)
     cache.extend(2)
-    fed(cache, 1)
+    feed(cache, 1)
     with pytest.raises(InputError, match="must be >= the 3 rows in use, got 2"):
         cache.extend(1)
     with pytest.raises(InputError, match="must be >= the 3 rows in use"):
@@ -185,7 +185,7 @@ def test_more_rows_than_named_are_an_error():
 def test_what_is_taken_over_has_to_fit():
     long, short = StaticStore(9), StaticStore(4)
     long.extend(1)
-    fed(long, 6)
+    feed(long, 6)
     long.commit(None, torch.tensor([6]))
     for take in (lambda: short.join(long), lambda: short.load(long.state())):
         with pytest.raises(InputError, match="must be >= the 6 positions"):

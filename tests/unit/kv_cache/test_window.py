@@ -51,7 +51,7 @@ SCHEDULES = (Schedule.at_once(range(4)), Schedule({0: [1], 2: [3, 0], 9: [2]}, {
 
 
 def check(expected, found, where):
-    """The same outcome, wherever both stood: guesses begin a step later on a cache that forgets."""
+    """The same outcome at any position: drafts start a step later on an evicting cache."""
     both = expected.logits.keys() & found.logits.keys()
     assert len(both) * 2 > len(expected.logits)
     compare(
@@ -85,7 +85,7 @@ def test_generations_are_those_on_a_dense_cache(name, method):
 
 
 @pytest.mark.parametrize("name", ["mistral", "hybrid"])
-def test_guesses_change_nothing(name):
+def test_drafts_change_nothing(name):
     model = model_of(name)
     texts = prompts(ARCHITECTURES["llama"], [3, 12, 25], 5)
     plain = GenerationConfig(max_new_tokens=40, eos_token_id=None)
@@ -177,20 +177,20 @@ def test_a_long_prompt_takes_no_room_in_other_rows():
     assert torch.equal(kept[:, :, :15], shown[:, :, 4321 - 15 : 4321])
 
 
-def test_a_prompt_that_is_told_to_stay_is_trimmed_at_once():
+def test_a_committed_prompt_is_trimmed_at_once():
     store = WindowStore([16, 16], slack=8, room=8)
     store.extend(2)
-    told = torch.tensor([5000, 4000])  # the rest fills the shorter row up
+    lengths = torch.tensor([5000, 4000])  # the rest fills the shorter row up
     blocks = torch.randn(2, 2, HEADS, 5000, SIZE)
-    span = KVSpan(None, 0, 5000, 5000, num_committed=told)
+    span = KVSpan(None, 0, 5000, 5000, num_committed=lengths)
     for layer in range(2):
         store.update(layer, blocks[layer], blocks[layer], span)
     assert store.nbytes <= 2 * 2 * (5000 - (4000 - 16 - 8)) * SLOT
-    store.commit(None, told)
+    store.commit(None, lengths)
     new = torch.randn(2, HEADS, 1, SIZE)
     for layer in range(2):
-        kept, _ = store.update(layer, new, new, KVSpan(None, told, 1, 5001, host_starts=told))
-        for row, stop in enumerate(told.tolist()):
+        kept, _ = store.update(layer, new, new, KVSpan(None, lengths, 1, 5001, host_starts=lengths))
+        for row, stop in enumerate(lengths.tolist()):
             assert torch.equal(kept[row, :, :15], blocks[layer, row, :, stop - 15 : stop])
 
 

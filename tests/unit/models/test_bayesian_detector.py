@@ -141,7 +141,7 @@ def test_half_precision_is_only_that_of_the_weights():
     torch.testing.assert_close(found, model(values, mask)[0], atol=0.1, rtol=0)
 
 
-def test_a_new_one_draws_nothing_and_accuses_nobody():
+def test_a_new_one_draws_no_random_numbers_and_detects_nothing():
     state = torch.get_rng_state()
     first, second = (BayesianDetectorModel(BayesianDetectorConfig(3)) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""Models with a generate() of their own: what theirs returns, decoded by our loop, nothing left behind."""
+"""Models with their own generate(): the same output from our loop, and no change of the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def known() -> dict[str, Any]:
 
 
 def tiny(name: str) -> Subject:
-    """A small model of that class and what it is asked."""
+    """A small model of that class and its prompts."""
     return subject(known()[name])
 
 
@@ -42,7 +42,7 @@ def fresh(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def agree(model: Any, inputs: dict[str, Tensor], **asked: Any) -> Any:
-    """Both ways to generate say the same; what they say."""
+    """Both generate() give the same; the output."""
     expected = model.generate(**fresh(inputs), **asked)
     got = descant.generate(model, **fresh(inputs), **asked)
     for one, other in zip(parts(expected), parts(got), strict=True):
@@ -65,105 +65,105 @@ INNER = ["BlipForConditionalGeneration", "Blip2ForConditionalGeneration", "Kosmo
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", INNER)
 def test_a_model_around_another_returns_what_its_own_generate_does(name: str, beams: int) -> None:
-    told = tiny(name)
-    for prompt in told.prompts:
-        agree(told.model, prompt, **SHORT, num_beams=beams)
+    case = tiny(name)
+    for prompt in case.prompts:
+        agree(case.model, prompt, **SHORT, num_beams=beams)
 
 
 def test_rows_of_a_batch_are_what_they_are_alone() -> None:
-    told = tiny("Blip2ForConditionalGeneration")
-    assert told.batch is not None
-    joint = descant.generate(told.model, **fresh(told.batch), **SHORT)
-    for row, prompt in zip(joint, told.prompts, strict=True):
-        alone = descant.generate(told.model, **fresh(prompt), **SHORT)[0]
+    case = tiny("Blip2ForConditionalGeneration")
+    assert case.batch is not None
+    joint = descant.generate(case.model, **fresh(case.batch), **SHORT)
+    for row, prompt in zip(joint, case.prompts, strict=True):
+        alone = descant.generate(case.model, **fresh(prompt), **SHORT)[0]
         assert row[-6:].tolist() == alone[-6:].tolist()
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_model_that_prepares_for_its_parents_returns_what_its_own_generate_does(beams: int) -> None:
-    told = tiny("Pop2PianoForConditionalGeneration")
-    for prompt in told.prompts:
-        settings = copy.deepcopy(told.model.generation_config)
-        agree(told.model, prompt, **SHORT, num_beams=beams, composer="composer3")
-        told.model.generation_config = settings  # its own generate() writes into it
+    case = tiny("Pop2PianoForConditionalGeneration")
+    for prompt in case.prompts:
+        settings = copy.deepcopy(case.model.generation_config)
+        agree(case.model, prompt, **SHORT, num_beams=beams, composer="composer3")
+        case.model.generation_config = settings  # its own generate() writes into it
 
 
 def test_stages_that_generate_one_after_another() -> None:
-    told = tiny("BarkModel")
-    assert told.model.generation_config.semantic_config["eos_token_id"] == 40
-    for prompt in told.prompts[:2]:
-        agree(told.model, prompt, semantic_max_new_tokens=10, do_sample=False, num_beams=2)
-    agree(told.model, told.prompts[0], semantic_max_new_tokens=10, do_sample=False, min_eos_p=0.2)
+    case = tiny("BarkModel")
+    assert case.model.generation_config.semantic_config["eos_token_id"] == 40
+    for prompt in case.prompts[:2]:
+        agree(case.model, prompt, semantic_max_new_tokens=10, do_sample=False, num_beams=2)
+    agree(case.model, case.prompts[0], semantic_max_new_tokens=10, do_sample=False, min_eos_p=0.2)
 
 
 def test_padding_between_stages_is_understood_as_the_model_means_it() -> None:
-    told = tiny("BarkModel")
-    batch = {"input_ids": torch.cat([prompt["input_ids"] for prompt in told.prompts[:2]])}
-    told.model.semantic.generation_config.pad_token_id = 0
-    told.model.coarse_acoustics.generation_config.pad_token_id = 0
-    told.model.generation_config.semantic_config["pad_token_id"] = 0
-    agree(told.model, batch, semantic_max_new_tokens=12, do_sample=False)
+    case = tiny("BarkModel")
+    batch = {"input_ids": torch.cat([prompt["input_ids"] for prompt in case.prompts[:2]])}
+    case.model.semantic.generation_config.pad_token_id = 0
+    case.model.coarse_acoustics.generation_config.pad_token_id = 0
+    case.model.generation_config.semantic_config["pad_token_id"] = 0
+    agree(case.model, batch, semantic_max_new_tokens=12, do_sample=False)
 
 
 def test_arguments_of_the_model_alone_reach_it() -> None:
-    told = tiny("SeamlessM4TForTextToSpeech")
-    asked = {key: value for key, value in told.options.items() if key != "output_logits"}
-    answer = agree(told.model, told.prompts[0], **asked, text_max_new_tokens=6, do_sample=False)
+    case = tiny("SeamlessM4TForTextToSpeech")
+    asked = {key: value for key, value in case.options.items() if key != "output_logits"}
+    answer = agree(case.model, case.prompts[0], **asked, text_max_new_tokens=6, do_sample=False)
     assert answer.sequences.shape[1] == 2 + 6  # its start, the language, and as much as was asked for
     with pytest.raises(ValueError, match="not supported"):
-        descant.generate(told.model, **fresh(told.prompts[0]), tgt_lang="nobody")
+        descant.generate(case.model, **fresh(case.prompts[0]), tgt_lang="nobody")
 
 
 def test_what_the_model_decides_is_no_mistake_of_the_users() -> None:
     """Its text decoder is given the end token by the model; a config of ours and one of theirs go through."""
-    told = tiny("BlipForConditionalGeneration")
-    expected = told.model.generate(**fresh(told.prompts[0]), **SHORT, num_beams=2)
+    case = tiny("BlipForConditionalGeneration")
+    expected = case.model.generate(**fresh(case.prompts[0]), **SHORT, num_beams=2)
     ours = descant.GenerationConfig(max_new_tokens=6, num_beams=2)
     theirs = transformers.GenerationConfig(max_new_tokens=6, num_beams=2)
     for config in (ours, theirs):
-        got = descant.generate(told.model, **fresh(told.prompts[0]), generation_config=config)
+        got = descant.generate(case.model, **fresh(case.prompts[0]), generation_config=config)
         assert torch.equal(got, expected)
     with pytest.raises(descant.ConfigError, match="has no use"):
-        descant.generate(told.model, **fresh(told.prompts[0]), max_new_tokens=2, temperature=0.5)
+        descant.generate(case.model, **fresh(case.prompts[0]), max_new_tokens=2, temperature=0.5)
 
 
 def test_a_seed_a_prompt_and_log_probabilities_go_through() -> None:
-    told = tiny("Blip2ForConditionalGeneration")
+    case = tiny("Blip2ForConditionalGeneration")
     asked = {"max_new_tokens": 4, "do_sample": True, "logprobs": 1, "return_dict_in_generate": True}
-    assert told.batch is not None
-    joint = descant.generate(told.model, **fresh(told.batch), seed=[5, 6, 7], **asked)
-    alone = descant.generate(told.model, **fresh(told.prompts[1]), seed=6, **asked)
+    assert case.batch is not None
+    joint = descant.generate(case.model, **fresh(case.batch), seed=[5, 6, 7], **asked)
+    alone = descant.generate(case.model, **fresh(case.prompts[1]), seed=6, **asked)
     assert joint.sequences[1, -4:].tolist() == alone.sequences[0, -4:].tolist()
     assert len(joint.logprobs) == 3
 
 
 def test_a_processor_that_the_model_does_not_hand_on_still_counts() -> None:
-    told = tiny("JanusForConditionalGeneration")
+    case = tiny("JanusForConditionalGeneration")
 
     def only(ids: Tensor, scores: Tensor) -> Tensor:
         return torch.full_like(scores, float("-inf")).index_fill(1, torch.tensor([9]), 0.0)
 
-    got = descant.generate(told.model, **fresh(told.prompts[0]), **SHORT, logits_processor=[only])
+    got = descant.generate(case.model, **fresh(case.prompts[0]), **SHORT, logits_processor=[only])
     assert got[0, -6:].tolist() == [9] * 6
 
 
 def test_nothing_is_left_behind() -> None:
     """Neither on the model nor on its parts, its configs, nor in what the user gave, even after an error."""
     for name in ("BlipForConditionalGeneration", "Pop2PianoForConditionalGeneration"):
-        told = tiny(name)
-        before = {path: dict(vars(part)) for path, part in told.model.named_modules()}
-        settings = told.model.generation_config.to_dict()
-        given = fresh(told.prompts[0])
+        case = tiny(name)
+        before = {path: dict(vars(part)) for path, part in case.model.named_modules()}
+        settings = case.model.generation_config.to_dict()
+        given = fresh(case.prompts[0])
         if "input_ids" in given:
             given["input_ids"][:, 0] += 1  # its own generate() writes another token there
         kept = fresh(given)
-        descant.generate(told.model, **given, **SHORT)
+        descant.generate(case.model, **given, **SHORT)
         with pytest.raises(descant.ConfigError):
-            descant.generate(told.model, **given, max_new_tokens=0)
-        for path, part in told.model.named_modules():
+            descant.generate(case.model, **given, max_new_tokens=0)
+        for path, part in case.model.named_modules():
             assert vars(part).keys() == before[path].keys()
             assert all(vars(part)[key] is value for key, value in before[path].items())
-        assert told.model.generation_config.to_dict() == settings
+        assert case.model.generation_config.to_dict() == settings
         assert all(torch.equal(given[key], value) for key, value in kept.items())
 
 
@@ -180,7 +180,7 @@ def test_an_attached_model_is_decoded_by_ours() -> None:
     model, ids = Twice(config).eval(), torch.tensor([[3, 4, 5]])
     expected = model.generate(ids, **SHORT)
     descant.attach(model)
-    assert torch.equal(model.generate(ids, **SHORT, seed=1), expected)  # no model of theirs knows a seed
+    assert torch.equal(model.generate(ids, **SHORT, seed=1), expected)  # no model of theirs has a seed
     descant.detach(model)
     assert torch.equal(descant.generate(model, ids, **SHORT), expected)
 

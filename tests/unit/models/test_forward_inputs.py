@@ -23,7 +23,7 @@ def known() -> dict[str, Any]:
 
 
 def tiny(name: str) -> Subject:
-    """A small model of that class and what it is asked."""
+    """A small model of that class and its prompts."""
     return subject_of(known()[name])
 
 

@@ -53,7 +53,7 @@ def sized(kind):
     return make
 
 
-# All that forget nothing a model could see: name -> how it is made, and on which models.
+# All caches without eviction of visible positions: name -> constructor and models.
 EXACT = {
     "dynamic": (lambda model, rows: DynamicCache(), ("llama", "gpt2", "gpt-neox", "mistral", "gemma2")),
     "static": (sized(StaticCache), ("llama", "gpt2", "mistral")),
@@ -88,7 +88,7 @@ def close(ours, theirs, near=NEAR):
 
 # -------------------------------------------------------------------- forwards
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_steps_say_what_one_forward_says(kind, name, get):
+def test_steps_equal_one_forward(kind, name, get):
     model = get(name, **attention(name)).model
     cache = EXACT[kind][0](model, 3)
     assert isinstance(cache, transformers.cache_utils.Cache)
@@ -103,7 +103,7 @@ def test_steps_say_what_one_forward_says(kind, name, get):
 
 
 @pytest.mark.parametrize(("kind", "name"), NEUTRAL)
-def test_padded_rows_say_what_one_forward_says(kind, name, get):
+def test_padded_rows_equal_one_forward(kind, name, get):
     subject = get(name, **attention(name))
     ids, mask = padded(subject, (LENGTH, LENGTH - 4, LENGTH - 9))
     cache = EXACT[kind][0](subject.model, 3)
@@ -112,7 +112,7 @@ def test_padded_rows_say_what_one_forward_says(kind, name, get):
 
 
 @pytest.mark.parametrize(("kind", "name"), NEUTRAL)
-def test_padding_that_was_told_is_not_kept(kind, name, get):
+def test_masked_padding_is_not_kept(kind, name, get):
     subject = get(name, **attention(name))
     lengths = (LENGTH, LENGTH - 4, LENGTH - 6)
     ids, mask = padded(subject, lengths)
@@ -305,7 +305,7 @@ def test_layers_are_sent_for_and_let_go(get):
     assert cache.nbytes == resting
 
 
-def test_a_cache_says_how_far_it_can_be_cut(get):
+def test_a_cache_reports_its_max_rewind(get):
     subject = get("mistral")
     cache = sized(SlidingWindowCache)(subject.model, 1)
     cache.max_cache_len = None
@@ -623,19 +623,19 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("name", "kind"), TAKEN)
-def test_caches_of_transformers_are_taken(name, kind, told, get):
+def test_caches_of_transformers_are_taken(name, kind, masked, get):
     subject = get(name, **attention(name))
     given = of_transformers(kind, subject.model.config)
-    ids, mask = padded(subject, (17, 17, 17) if not told else (17, 12, 9))
+    ids, mask = padded(subject, (17, 17, 17) if not masked else (17, 12, 9))
     want = whole(subject.model, ids, mask)
     stepped(subject.model, given, feeds(ids, (11, 1), mask))
     before = [one.clone() for layer in given.layers for one in (layer.keys, layer.values)]
     past = tuple((layer.keys, layer.values) for layer in given.layers) if kind == "tuples" else given
-    cache = to_descant_cache(past, mask[:, :12]) if told else to_descant_cache(past)
+    cache = to_descant_cache(past, mask[:, :12]) if masked else to_descant_cache(past)
     assert type(cache) is TAKEN[name, kind]
-    assert cache.lengths.tolist() == ([12, 7, 4] if told else [12, 12, 12])
+    assert cache.lengths.tolist() == ([12, 7, 4] if masked else [12, 12, 12])
     if isinstance(cache, HybridCache):
         with pytest.raises(InputError, match="remove at most 0 positions"):  # what they would need is gone
             cache.crop(-1)

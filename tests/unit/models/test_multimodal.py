@@ -55,7 +55,7 @@ def test_two_images_in_one_prompt_and_none_in_another():
     assert "pixel_values" not in lines[1]
 
 
-def test_images_side_by_side_are_told_apart_by_their_rate():
+def test_adjacent_images_are_separated_by_their_token_count():
     ids, here = _ids([IMAGE] * 4, [1, IMAGE, IMAGE])
     lines = split_by_prompt({"pixel_values": torch.arange(3.0)[:, None]}, ids, here, MARKS, 2)
     assert [line["pixel_values"].flatten().tolist() for line in lines] == [[0.0, 1.0], [2.0]]

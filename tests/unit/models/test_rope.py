@@ -1,4 +1,4 @@
-"""How keys are turned: found by trial, told by a config, and the same by both."""
+"""The rotation of keys: measured, derived from a config, and equal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from descant.models.rope import RopeShift, rope_from_config, rope_of_model
 from tools.sweep.catalogue import entries
 from tools.sweep.trial import subject_of
 
-# One of each way to turn keys that there is: how many pairs, neighbours or not, which way round.
+# One model for each kind of rotation: number of pairs, interleaved or not, direction.
 TURNED = {
     "LlamaForCausalLM": (4, False, 1),
     "GPTNeoXForCausalLM": (1, False, 1),  # a part of each head
     "PhiForCausalLM": (2, False, 1),
-    "GPTJForCausalLM": (2, True, 1),  # neighbours, frequencies in a table
+    "GPTJForCausalLM": (2, True, 1),  # interleaved, frequencies in a table
     "CohereForCausalLM": (4, True, 1),
     "GlmForCausalLM": (2, True, 1),
     "NanoChatForCausalLM": (4, False, -1),  # the other way round
@@ -78,10 +78,10 @@ def test_keys_are_turned_as_the_model_does(name):
 @pytest.mark.parametrize("name", TURNED)
 def test_a_config_tells_the_same(name):
     model = model_of(name)
-    found, told = rope_of_model(model), rope_from_config(model.config)
-    assert isinstance(told, RopeShift)
-    assert (told.interleaved, told.rotates_last_dims) == (found.interleaved, found.rotates_last_dims)
-    assert torch.allclose(told.inv_freq, found.inv_freq)
+    found, from_config = rope_of_model(model), rope_from_config(model.config)
+    assert isinstance(from_config, RopeShift)
+    assert (from_config.interleaved, from_config.rotates_last_dims) == (found.interleaved, found.rotates_last_dims)
+    assert torch.allclose(from_config.inv_freq, found.inv_freq)
 
 
 @pytest.mark.parametrize("name", NOT)
@@ -90,7 +90,7 @@ def test_what_cannot_be_turned(name):
 
 
 @pytest.mark.parametrize("name", ["HunYuanDenseV1ForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel"])
-def test_a_config_tells_no_more_than_it_knows(name):
+def test_a_config_without_a_known_rotation_gives_none(name):
     assert rope_from_config(model_of(name).config) is None
 
 

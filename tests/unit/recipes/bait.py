@@ -1,4 +1,4 @@
-"""Recipes of strangers whose code leaves a mark where it runs, and a terminal that tempts to ask."""
+"""Untrusted recipes whose code leaves a file if it runs, and a fake interactive terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HARMLESS = "def generate(model, **kwargs):\n    return 'harmless'\n"
 
 
 class Terminal(io.TextIOBase):
-    """A standard input that says it is a terminal, and keeps a record of who reads it."""
+    """A standard input that claims to be a terminal, and records reads."""
 
     def __init__(self) -> None:
         self.readers: list[str] = []
@@ -155,7 +155,7 @@ def renamed(world: World) -> Any:
 
 
 def impostor(world: World) -> Any:
-    """The answer is about another repository than was asked for."""
+    """The response is about another repository than the requested one."""
     world.repo("ann/rec").shown = "eve/new"
     return "ann/rec"
 
@@ -218,7 +218,7 @@ def changed_tag(world: World) -> Any:
 
 
 def changed_cache(world: World) -> Any:
-    """Somebody has written into the Hub's cache on this machine."""
+    """The Hub's cache on this machine has been modified."""
     world.repo("ann/rec", HARMLESS)
     load_recipe("ann/rec", trust_remote_code=True)
     for one in world.hub.cache.rglob("generate.py"):
@@ -238,7 +238,7 @@ def changed_commit(world: World) -> Any:
 
 
 Source = Callable[[World], Any]
-# Refused for want of trust only.
+# Refused only for lack of trust.
 PLAIN: tuple[Source, ...] = (folder, path, relative, transformers_layout, hub, hub_branch, hub_commit)
 LINKS: tuple[Source, ...] = (linked_folder, linked_file, linked_code)
 REDIRECTS: tuple[Source, ...] = (auto_map, hub_auto_map, renamed, impostor, other_host)

@@ -20,7 +20,7 @@ from tests.unit.config.hub.server import Hub
 
 Files = dict[str, bytes]
 CODE = b"\ndef generate(model, **kwargs):\n    return 'caught'\n"
-SECONDS = 2.0  # of CPU time, for a recipe that somebody made as slow to refuse as may be
+SECONDS = 2.0  # of CPU time, for a recipe made to be as slow to refuse as possible
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def refused_folder(bait: Bait, folder: Path, match: str) -> None:
 
 
 def test_the_bait_works(bait: Bait) -> None:
-    """Without anything hostile the canary is there, so that its absence below says something."""
+    """Without anything hostile the canary is there, so that its absence below is significant."""
     recipe = load_recipe(str(bait.laid({"generate.py": bait.main})), trust_remote_code=True)
     assert bait.canary.exists()
     assert recipe.make(None) == "caught"
@@ -104,7 +104,7 @@ def code(text: str | bytes) -> Change:
 
 
 def instead(text: str | bytes) -> Change:
-    """The canary, and other code in the place of the method."""
+    """The canary, and other code instead of the method."""
     return lambda bait: {"generate.py": bait.mark + (text.encode() if isinstance(text, str) else text)}
 
 
@@ -190,7 +190,7 @@ BOTH: dict[str, tuple[Change, str]] = {
         lambda bait: {"custom_generate/generate.py": CODE, "custom_generate/__init__.py": bait.mark},
         "must be empty",
     ),
-    # Files that nobody can read, by name or by what they are.
+    # Unreadable files, by name or by type.
     **{
         f"opaque{suffix}": (also(f"deep/in/data{suffix}"), "compiled, pickled or packed")
         for suffix in (
@@ -334,7 +334,7 @@ def test_served_by_the_hub(case: str, bait: Bait, hub: Hub) -> None:
 
 
 def test_a_served_bait_works(bait: Bait, hub: Hub) -> None:
-    """And one that is sound does run, so that the test above says something."""
+    """And one that is sound does run, so that the test above is significant."""
     hub.repo("eve/bad", {"generate.py": bait.main})
     assert load_recipe("eve/bad", trust_remote_code=True).make(None) == "caught"
     assert bait.canary.exists()

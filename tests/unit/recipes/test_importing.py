@@ -247,7 +247,7 @@ def test_tracebacks_show_lines() -> None:
 
 
 def test_lines_shown_are_those_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of a file that lies there now."""
+    """Not those of a file that is there now."""
     monkeypatch.chdir(tmp_path)
     names = import_recipe(contents("def generate(model):\n    return 1 / model  # ran"), "folder")
     (tmp_path / "folder").mkdir()
@@ -278,7 +278,7 @@ def test_late_imports_outlive_invalidated_caches() -> None:
 
 
 def test_late_imports_take_nothing_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the import system has forgotten the finder, nothing is found, wherever files may lie."""
+    """Without the finder in the import system nothing is found, wherever the files are."""
     names = import_recipe(
         contents("def generate(model):\n    from .late import four", late="four = 4"), "mine"
     )
@@ -299,7 +299,7 @@ def test_an_empty_init_is_no_module() -> None:
         importlib.import_module(f"{names['__package__']}.__init__")
 
 
-def test_a_cookie_is_not_obeyed() -> None:
+def test_a_coding_cookie_is_ignored() -> None:
     """What was looked over as UTF-8 runs as UTF-8."""
     text = "# coding: utf-7\nword = '+AGE-é'\ndef generate(model): ..."
     unchecked: Any = SimpleNamespace(digest="sha256:" + "d" * 64, modules={"generate": text.encode()})

@@ -25,7 +25,7 @@ GENERATE = "def generate(model, left_padding=None, **kwargs):\n    return 'ran'\
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    """What a test imports, the next imports anew."""
+    """Every test imports its modules again."""
     yield
     for name in ours():
         del sys.modules[name]
@@ -310,7 +310,7 @@ def test_trust_given_beforehand_needs_the_flag_still(folder: Path) -> None:
     assert load_recipe(folder, trust_remote_code=True).make(None) == "ran"
 
 
-def test_keys_are_known_without_a_look(tmp_path: Path) -> None:
+def test_keys_need_no_file_access(tmp_path: Path) -> None:
     assert lock_key(Reference.parse(tmp_path / "gone")) == f"folder:{tmp_path.resolve() / 'gone'}"
     assert lock_key(Reference.parse("ann/rec")) == "hub:ann/rec"
     assert lock_key(Reference.parse("ann/rec@v1")) == "hub:ann/rec@v1"

@@ -25,7 +25,7 @@ def ours() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    """What a test imports, the next imports anew."""
+    """Every test imports its modules again."""
     yield
     for name in ours():
         del sys.modules[name]
@@ -117,7 +117,7 @@ def test_a_full_commit_stays_what_it_is(hub: Hub) -> None:
     assert load_recipe(f"ann/rec@{old}", trust_remote_code=True).revision == old
 
 
-def test_a_cache_that_somebody_has_changed_is_refused(hub: Hub) -> None:
+def test_a_modified_cache_is_refused(hub: Hub) -> None:
     hub.repo("ann/rec", {"generate.py": GENERATE})
     load_recipe("ann/rec", trust_remote_code=True)
     [cached] = hub.cache.rglob("generate.py")

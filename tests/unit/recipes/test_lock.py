@@ -49,7 +49,7 @@ def test_what_was_trusted_is_there_again(lock: Lock) -> None:
     assert again.pin("hub:a/b") == pin(digest=OTHER)
 
 
-def test_a_pin_knows_when(lock: Lock) -> None:
+def test_a_pin_has_a_date(lock: Lock) -> None:
     before = datetime.now(UTC).replace(microsecond=0)
     lock.trust("hub:a/b", Pin(None, DIGEST))
     found = lock.pin("hub:a/b")

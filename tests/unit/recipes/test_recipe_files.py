@@ -80,7 +80,7 @@ def test_a_folder_and_the_hub_give_the_same(files: dict[str, bytes], place: Path
     assert (on_disk.name, fetched.name) == ("mine", "owner/name")
 
 
-def test_what_it_says_of_a_flat_folder(place: Path) -> None:
+def test_the_files_of_a_flat_folder(place: Path) -> None:
     found = RecipeFiles.from_folder(laid(place, FLAT))
     assert found.name == str(place)
     assert found.code_prefix == ""
@@ -93,7 +93,7 @@ def test_what_it_says_of_a_flat_folder(place: Path) -> None:
     assert found.hashes.keys() == FLAT.keys()
 
 
-def test_what_it_says_of_the_layout_of_transformers(place: Path) -> None:
+def test_the_files_in_the_layout_of_transformers(place: Path) -> None:
     found = RecipeFiles.from_folder(laid(place, INNER))
     assert found.code_prefix == "custom_generate/"
     assert found.modules == {"generate": MAIN, "other": b"x = 1\n"}
@@ -276,7 +276,7 @@ def test_what_is_no_definition(text: str) -> None:
 def test_ordinary_python_is_let_through(text: str) -> None:
     files = {"generate.py": text.encode() + b"\n" + MAIN, "empty.py": b"", "__init__.py": b" \n"}
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what Python thinks of it is not for us to say
+        warnings.simplefilter("error")  # Python's own warnings do not matter
         assert RecipeFiles.from_files(files, "r").defined_kinds() == ("generate",)
 
 
@@ -355,7 +355,7 @@ def test_a_file_that_grows_or_shrinks_while_it_is_read(
 
     def resize() -> None:
         os.truncate(main, size)
-        os.utime(main, (1, 1))  # within one tick of the clock, its time says nothing
+        os.utime(main, (1, 1))  # within one clock tick, its time is not significant
 
     on_call(monkeypatch, "read", resize, lambda _, wanted: wanted == len(MAIN) + 1)
     with pytest.raises(RecipeError, match=r"'generate.py' changed while it was read"):
@@ -455,7 +455,7 @@ def test_reading_ends_where_it_is_too_much(
     assert 1 < len(opened) <= most + 1  # the folder itself is opened first
 
 
-def test_where_links_cannot_be_told_nothing_is_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_links_cannot_be_detected_nothing_is_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     laid(place, FLAT)
     monkeypatch.setattr(reading.os, "supports_dir_fd", set())
     with pytest.raises(RecipeError, match="this system cannot read a folder without following links"):

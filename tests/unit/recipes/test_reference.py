@@ -1,4 +1,4 @@
-"""What recipes are called by: every form means one thing, or is refused."""
+"""Recipe references: every form has one meaning, or is an error."""
 
 from __future__ import annotations
 

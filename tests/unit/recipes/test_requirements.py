@@ -1,4 +1,4 @@
-"""What recipes need: checked before anything is imported, with all that is missing in one list."""
+"""Requirements of recipes: checked before any import, with all missing ones in one list."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_extras_bring_what_they_need() -> None:
     assert missing("foo[fast]") == ["foo[fast] (installed: None)"]
 
 
-def test_each_is_told_once_and_in_order() -> None:
+def test_each_is_reported_once_and_in_order() -> None:
     assert missing("foo", "bar", "foo", "torch", "Foo") == [
         "foo (installed: None)",
         "bar (installed: None)",
@@ -172,7 +172,7 @@ def test_lines_that_are_more_or_less_than_a_requirement(line: str) -> None:
     assert str(caught.value).isprintable()
 
 
-def test_hostile_lines_are_refused_before_missing_ones_are_told() -> None:
+def test_hostile_lines_are_refused_before_missing_ones_are_reported() -> None:
     with pytest.raises(RecipeError, match="keep to names"):
         requirements.check(["foo", "-r more.txt"], "owner/name")
 

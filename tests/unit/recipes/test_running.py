@@ -1,4 +1,4 @@
-"""A recipe runs in the place of generate() or as a part of its loop, with the arguments of the call."""
+"""A recipe runs instead of generate() or as a part of its loop, with the arguments of the call."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Bare:
 
 
 class Parrot:
-    """Guesses the last token again."""
+    """Drafts the last token again."""
 
     is_model_free = True
 
@@ -124,7 +124,7 @@ def ids():
     return torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(5))
 
 
-# ------------------------------------------------------------------------ in the place of generate()
+# ------------------------------------------------------------------------ instead of generate()
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("length", [20, 31])
 @pytest.mark.parametrize("more", [{}, {"left_padding": 5}])
@@ -254,18 +254,18 @@ def test_a_function_is_given_the_whole_call(model, ids):
 
 
 def test_a_functions_config_is_what_would_count(model, ids):
-    def told(model, input_ids, generation_config):
+    def return_config(model, input_ids, generation_config):
         return generation_config
 
     before = dict(vars(model.generation_config))
-    plain = descant.generate(model, ids, recipe=told)
+    plain = descant.generate(model, ids, recipe=return_config)
     assert (plain.max_length, plain.max_new_tokens) == (20, None)
     assert plain.eos_token_id == model.generation_config.eos_token_id
     assert (plain.num_beams, plain.do_sample, plain.temperature) == (1, False, 1.0)
-    short = descant.generate(model, ids, recipe=told, max_new_tokens=3)
+    short = descant.generate(model, ids, recipe=return_config, max_new_tokens=3)
     assert (short.max_length, short.max_new_tokens) == (None, 3)
     given = descant.GenerationConfig(max_new_tokens=7, top_k=4)
-    both = descant.generate(model, ids, given, recipe=told, max_length=50)
+    both = descant.generate(model, ids, given, recipe=return_config, max_length=50)
     assert (both.max_length, both.max_new_tokens, both.top_k) == (50, None, 4)
     assert vars(model.generation_config) == before
 
@@ -404,7 +404,7 @@ def test_a_processor_goes_with_every_method(model, ids, kind, how):
     assert token not in said[:, 6:]
 
 
-def test_a_drafter_guesses_and_changes_nothing(model, ids):
+def test_a_drafter_drafts_and_changes_nothing(model, ids):
     made: list[Parrot] = []
 
     def drafter_of():
@@ -484,12 +484,14 @@ def test_a_session_is_unharmed_by_a_recipe_that_cannot_be_made(model, ids):
     assert [one.request for one in found] == [number]
 
 
-def test_a_model_that_hears_takes_functions_alone():
-    heard = transformers.WhisperForConditionalGeneration.from_pretrained(pretrained.folder("whisper-tiny.en"))
+def test_a_speech_model_accepts_function_recipes_only():
+    whisper = transformers.WhisperForConditionalGeneration.from_pretrained(
+        pretrained.folder("whisper-tiny.en")
+    )
     features = torch.zeros(1, 80, 3000)
     with pytest.raises((InputError, UnsupportedModel), match="recipe"):
-        descant.generate(heard, input_features=features, recipe=Second)
-    assert descant.generate(heard, input_features=features, recipe=lambda model, **given: 5) == 5
+        descant.generate(whisper, input_features=features, recipe=Second)
+    assert descant.generate(whisper, input_features=features, recipe=lambda model, **given: 5) == 5
 
 
 def test_a_missing_argument_is_named(model, ids):

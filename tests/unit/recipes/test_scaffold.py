@@ -1,4 +1,4 @@
-"""The files of a new recipe: sound, tidy, and doing what their README says."""
+"""The files of a new recipe: valid, formatted, and consistent with their README."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_new_folder_is_a_recipe_of_its_kind(tmp_path, kind):
 def test_its_code_is_tidy(tmp_path, kind):
     folder = new_recipe("my-method", kind, tmp_path)
     for words in (["check", "--select", "B,C4,E,F,I,PT,RET,RUF,SIM,UP,W"], ["format", "--check", "--diff"]):
-        # As in a stranger's folder, where there are no settings of ours.
+        # As in a folder of another user, without our settings.
         line = [sys.executable, "-m", "ruff", *words, "--isolated", "--no-cache", str(folder)]
         result = subprocess.run(line, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr

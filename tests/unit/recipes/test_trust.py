@@ -1,4 +1,4 @@
-"""Nobody's code runs without trust, whichever way it comes in, and nobody is asked on standard input.
+"""No code runs without trust, from any source, and nothing is read from standard input.
 
 Every way to load a recipe, without trust, with every bait of `tests.unit.recipes.bait`: the mark that its
 code
@@ -48,7 +48,7 @@ Tiny = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    """A terminal that nobody reads."""
+    """A terminal that must not be read."""
     made = Terminal()
     monkeypatch.setattr(sys, "stdin", made)
     monkeypatch.setattr(sys, "__stdin__", made)
@@ -62,7 +62,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 def world(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """Where baits are laid; what they import is forgotten after each test."""
     made = World(tmp_path, hub, monkeypatch)
-    # transformers keeps the address that it has first asked.
+    # transformers caches the first address.
     monkeypatch.setattr(hf_api(), "endpoint", hub.url)
     before = {name for name in sys.modules if name.startswith(PACKAGE_PREFIX)}
     yield made
@@ -82,7 +82,7 @@ def model(tiny: Tiny) -> Iterator[Any]:
 
 # -- the ways in
 
-Loader = Callable[[Any, Any, Any], object]  # of a model, a reference and what is said of trust
+Loader = Callable[[Any, Any, Any], object]  # of a model, a reference and the value of trust
 
 
 def by_recipe(model: Any, ref: Any, trust: Any) -> object:
@@ -94,7 +94,7 @@ def by_custom_generate(model: Any, ref: Any, trust: Any) -> object:
 
 
 def by_default(model: Any, ref: Any, trust: Any) -> object:
-    """Where False is not said, nothing is."""
+    """Where False is not given, nothing is."""
     said = {} if trust is None else {"trust_remote_code": trust}
     return descant.generate(model, PROMPT, recipe=ref, max_new_tokens=2, **said)
 
@@ -217,7 +217,7 @@ def test_looking_runs_nothing(source: Source, world: World) -> None:
 
 
 def command(*arguments: object) -> int:
-    """Run a command line in this process, whose standard input is the terminal that nobody reads."""
+    """Run a command line in this process, whose standard input is the terminal that must not be read."""
     with pytest.raises(SystemExit) as end:
         build_app()([str(one) for one in arguments], prog_name="descant")
     return int(end.value.code or 0)
@@ -279,19 +279,24 @@ def test_a_line_of_a_file_brings_no_recipe(
 
 
 def kit(world: World, tiny: Tiny, name: str, **config: Any) -> Path:
-    """A model's folder with its own code in every place where some loader would look for it."""
+    """A model's folder with its own code in every place where some loader may find it."""
     made = world.place / name
     made.mkdir()
     tiny("llama").model.save_pretrained(made)
     tokenizer().save_pretrained(made)
     mapped = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoModel": "code.Model"}
-    told = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps({**told, "auto_map": mapped, **config}))
-    told = json.loads((made / "tokenizer_config.json").read_text())
+    content = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**content, "auto_map": mapped, **config}))
+    content = json.loads((made / "tokenizer_config.json").read_text())
     mapped = {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]}
-    (made / "tokenizer_config.json").write_text(json.dumps({**told, "auto_map": mapped}))
-    told = {"max_new_tokens": 2, "custom_generate": str(made), "trust_remote_code": True, "recipe": str(made)}
-    (made / "generation_config.json").write_text(json.dumps(told))
+    (made / "tokenizer_config.json").write_text(json.dumps({**content, "auto_map": mapped}))
+    content = {
+        "max_new_tokens": 2,
+        "custom_generate": str(made),
+        "trust_remote_code": True,
+        "recipe": str(made),
+    }
+    (made / "generation_config.json").write_text(json.dumps(content))
     (made / "custom_generate").mkdir()
     for file in ("code.py", "generate.py", "custom_generate/generate.py", "__init__.py", "conftest.py"):
         (made / file).write_text(world.code)
@@ -309,14 +314,14 @@ def linked(world: World, made: Path) -> str:
 
 def on_the_hub(world: World, made: Path) -> str:
     files = {str(one.relative_to(made)): one.read_bytes() for one in made.rglob("*") if one.is_file()}
-    # Of its own in each test: transformers remembers what commit a name meant.
+    # Separate for each test: transformers caches the commit of a name.
     name = f"eve/model-{hashlib.sha256(str(made).encode()).hexdigest()[:12]}"
     world.hub.repo(name, files)
     return name
 
 
 def redirected(world: World, made: Path) -> str:
-    """Its code lies in another repository."""
+    """Its code is in another repository."""
     world.hub.repo("eve/code", {"code.py": world.code})
     for file in ("config.json", "tokenizer_config.json"):
         text = (made / file).read_text()

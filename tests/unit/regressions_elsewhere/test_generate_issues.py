@@ -36,7 +36,7 @@ NAN, INF = math.nan, math.inf
 
 
 class Script(Chain):
-    """A model that says what it is told to: the row whose prompt is token `n` gets script `n`.
+    """A scripted model: the row whose prompt is token `n` gets script `n`.
 
     A script is the tokens to come; a place of it may instead be a line of logits.
     """
@@ -98,7 +98,7 @@ def test_padding_is_penalised(name, option, mode, tiny):
             torch.testing.assert_close(
                 ours[i * beams : (i + 1) * beams], theirs, rtol=0, atol=1e-4, msg=f"row {i}, step {step}"
             )
-    # What the assertions above stand on: the pad token has a score of its own to lose.
+    # Precondition of the assertions above: the pad token has a score of its own to lose.
     assert model.pad not in {token for row in rows.rows for token in row}
     assert together.scores[0][0, model.pad].isfinite()
 
@@ -107,7 +107,7 @@ def test_padding_is_penalised(name, option, mode, tiny):
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 2}], ids=str)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_a_penalty_favours_negative_logits(sign, mode):
-    """Dividing a negative logit would raise it: what was said must become less likely (transformers#2302)."""
+    """Dividing a negative logit would raise it: repeats must become less likely (transformers#2302)."""
     logits = torch.full((4, 4), -9.0 if sign < 0 else 0.1)
     logits[:, 1], logits[:, 2] = (-1.0, -1.2) if sign < 0 else (3.0, 2.8)
     model = Chain(logits)
@@ -131,7 +131,7 @@ def test_a_penalty_counts_the_prompt(field):
     assert said[:2] == [3, 4]
 
 
-def test_a_neighbour_is_penalised(tiny):
+def test_another_row_is_penalised(tiny):
     """A rule of one row leaves the others alone (transformers#14530)."""
     model = tiny("llama")
     rows = batch(model, prompts(model.arch, (6, 6, 6), seed=7))
@@ -145,7 +145,7 @@ def test_a_neighbour_is_penalised(tiny):
 
 # ------------------------------------------------------------------------------------- leftover settings
 def test_leftover_temperature_is_used_or_warned_about(tiny, monkeypatch):
-    """A model's own sampling knobs have no say, and no warning, in greedy search (transformers#33480)."""
+    """A model's own sampling fields have no effect, and no warning, in greedy search (transformers#33480)."""
     model = tiny("llama").model
     inputs = batch(tiny("llama"), prompts(tiny("llama").arch, (6, 4), seed=8)).inputs
     greedy = descant.generate(model, **inputs, max_new_tokens=10)
@@ -174,7 +174,7 @@ def test_leftover_temperature_is_used_or_warned_about(tiny, monkeypatch):
     ]
     assert all(torch.equal(drawn[0], one) for one in drawn[:3])
     assert not torch.equal(drawn[3], drawn[4])
-    # ... and a caller who asks for them without it is told so.
+    # ... and setting them without it is an error.
     for knob in ({"temperature": 0.5}, {"top_p": 0.5}, {"mirostat_tau": 3.0}, {"xtc_probability": 0.5}):
         with pytest.raises(ConfigError, match=next(iter(knob))):
             descant.generate(model, **inputs, max_new_tokens=10, do_sample=False, **knob)
@@ -201,12 +201,12 @@ def test_temperature_after_truncation():
     model = Chain(torch.tensor([0.60, 0.25, 0.10, 0.05]).log().repeat(4, 1))
     given = {"max_new_tokens": 1, "do_sample": True, "temperature": 3.0, "top_p": 0.8, "top_k": 0}
 
-    def seen(**more):
+    def sampled_tokens(**more):
         requests = [Request([0], GenerationConfig(**given, **more, seed=seed)) for seed in range(200)]
         return {one.tokens[0][0] for one in outcomes(model, requests)}
 
-    assert seen() == {0, 1, 2}  # hot first: the first two of them have less than 0.8
-    assert seen(processor_order=["top_p", "temperature"]) == {0, 1}
+    assert sampled_tokens() == {0, 1, 2}  # hot first: the first two of them have less than 0.8
+    assert sampled_tokens(processor_order=["top_p", "temperature"]) == {0, 1}
 
 
 # ------------------------------------------------------------------------------------------------- reuse
@@ -276,29 +276,32 @@ def test_two_of_a_kind_share_their_memory(kind, field):
     given = {"do_sample": True, "seed": 11, "max_new_tokens": 20, "top_k": 0}
     value = next(iter(field.values()))
 
-    def said(*some, **more):
+    def output_of(*some, **more):
         request = Request([1], GenerationConfig(**given, **more), logits_processor=some)
         return outcomes(model, [request])[0].tokens[0]
 
-    assert said(kind(value)) == said(**field) != said()
+    assert output_of(kind(value)) == output_of(**field) != output_of()
     for some, more in (((kind(value), kind(value / 2)), {}), ((kind(value),), field)):
         with pytest.raises(InputError, match="logits_processor"):
-            said(*some, **more)
-    # Neither does a neighbour's share it: rows are rows.
+            output_of(*some, **more)
+    # Neither does another row share it.
     pair = [
         Request([1], GenerationConfig(**given), logits_processor=[kind(one)]) for one in (value, value / 2)
     ]
-    assert [one.tokens[0] for one in outcomes(model, pair)] == [said(kind(value)), said(kind(value / 2))]
+    assert [one.tokens[0] for one in outcomes(model, pair)] == [
+        output_of(kind(value)),
+        output_of(kind(value / 2)),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- seeds
-def test_a_seed_depends_on_the_neighbours(tiny):
-    """A seed is the row's own: beside others, in another place, or alone it says the same (vLLM#51226)."""
+def test_a_seed_depends_on_the_batch(tiny):
+    """A seed is the row's own: in any batch, at any index, or alone it gives the same (vLLM#51226)."""
     model = tiny("gpt2")
     texts = prompts(model.arch, (5, 9, 1, 6), seed=10)
     given = {"do_sample": True, "max_new_tokens": 12, "xtc_probability": 0.5, "mirostat_tau": 4.0}
 
-    def said(order, **more):
+    def output_of(order, **more):
         rows = batch(model, [texts[i] for i in order])
         seeds = [100 + i for i in order]
         out = descant.generate(model.model, **rows.inputs, **given, **more, seed=seeds)
@@ -309,15 +312,15 @@ def test_a_seed_depends_on_the_neighbours(tiny):
         end = row.index(model.eos) + 1 if model.eos in row else len(row)
         return row[:end]
 
-    together = said([0, 1, 2, 3])
+    together = output_of([0, 1, 2, 3])
     for order in ([3, 1, 0, 2], [2, 0], [1], [0], [3], [2]):
-        for i, row in said(order).items():
+        for i, row in output_of(order).items():
             assert bare(row) == bare(together[i]), f"row {i} among {order}"
     assert len({tuple(row) for row in together.values()}) == 4
 
 
-def test_the_same_seed_gives_neighbours_the_same_luck(tiny):
-    """Rows that share a prompt and a seed say the same; sequences of one row do not."""
+def test_the_same_seed_gives_rows_the_same_draws(tiny):
+    """Rows that share a prompt and a seed give the same; sequences of one row do not."""
     model = tiny("llama")
     rows = batch(model, prompts(model.arch, (6,), seed=11) * 3)
     given = {"do_sample": True, "max_new_tokens": 10, "temperature": 1.5}
@@ -338,8 +341,8 @@ def tokenizer_of(name):
     return transformers.AutoTokenizer.from_pretrained(pretrained.folder(name))
 
 
-def told(name, pieces, stops, **given):
-    """What a model that says these pieces of text, each tokenised by itself, is let say."""
+def stopped_output(name, pieces, stops, **given):
+    """The output of a model with these pieces of text, each tokenised separately."""
     tokenizer = tokenizer_of(name)
     tokens = [
         token
@@ -362,7 +365,7 @@ def test_a_stop_string_across_token_borders_is_missed(name, given):
     text = "The answer is forty-two, of course. Nothing else matters."
     tokens = tokenizer.encode(text, add_special_tokens=False)
     for stop in ("wer is for", "y-two, o", "rse. N", "of", "."):
-        _, _, found = told(name, [text], ["never", stop], **given)
+        _, _, found = stopped_output(name, [text], ["never", stop], **given)
         said = found.tokens[0]
         end = next(n for n in range(1, len(tokens) + 1) if stop in tokenizer.decode(tokens[:n]))
         assert said == tokens[:end], stop
@@ -374,20 +377,20 @@ def test_a_stop_string_across_token_borders_is_missed(name, given):
 def test_a_stop_string_inside_a_character_is_missed(name, given):
     """A character that comes as several tokens of bytes ends the row with its last one, and no other does."""
     tokenizer = tokenizer_of(name)
-    want, other = "🦜", "🦛"  # alike but for the last byte
+    want, other = "🦜", "🦛"  # equal except for the last byte
     emoji, near = (_bytes_of(tokenizer, one) for one in (want, other))
     assert len(emoji) > 1
     assert emoji[:-1] == near[:-1]
-    _, tokens, found = told(name, ["so ", near, " and ", emoji, " again"], [want], **given)
+    _, tokens, found = stopped_output(name, ["so ", near, " and ", emoji, " again"], [want], **given)
     end = next(n for n in range(len(tokens)) if tokens[n : n + len(emoji)] == emoji) + len(emoji)
     assert found.tokens[0] == tokens[:end]
     assert found.reasons == ["stop"]
     assert tokenizer.decode(found.tokens[0]).endswith(want)
     # A string that begins inside of what a token says and ends inside a character's bytes.
-    _, tokens, found = told(name, ["so ", near, " and ", emoji, " again"], ["d " + want], **given)
+    _, tokens, found = stopped_output(name, ["so ", near, " and ", emoji, " again"], ["d " + want], **given)
     assert found.tokens[0] == tokens[:end]
     # Only a piece of it: the row goes on.
-    _, tokens, found = told(name, ["so ", near[:-1], near, " and ", emoji[:-1]], [want], **given)
+    _, tokens, found = stopped_output(name, ["so ", near[:-1], near, " and ", emoji[:-1]], [want], **given)
     assert found.tokens[0] == tokens
     assert found.reasons == ["length"]
 
@@ -399,7 +402,7 @@ def _bytes_of(tokenizer, character):
     return ids[len(plain) :]
 
 
-def test_a_stop_string_of_a_neighbour_stops():
+def test_a_stop_string_of_another_row_stops():
     """Each row has its own strings."""
     tokenizer = tokenizer_of("minimind2-small")
     tokens = tokenizer.encode("one two three four five six", add_special_tokens=False)
@@ -474,7 +477,7 @@ def test_a_hopeless_row_spoils_its_batch(kind, method):
 
 
 def test_a_hopeless_row_still_says_something():
-    """No token is told of a row that has none to choose: a stream must not show what cannot be."""
+    """A row without candidates emits no token: a stream must not show an impossible one."""
     scripts = {0: [1, 3, [NAN] * 8], 1: [4]}
     session = Session(Script(scripts, 8))
     numbers = session.admit(Request([0], config()), Request([1], config(max_new_tokens=6)))

@@ -24,7 +24,7 @@ VOCAB, END = 97, 2
 
 
 class Script(Chain):
-    """A model that goes on with a script whatever was said: the one of the row's first token."""
+    """A model that continues with the script of the row's first token, whatever the other tokens."""
 
     def __init__(self, scripts: dict[int, Sequence[int]]) -> None:
         super().__init__(torch.zeros(1, 1, VOCAB))
@@ -51,7 +51,9 @@ def config(count: int | None = None, **given: Any) -> GenerationConfig:
     return GenerationConfig(**given)
 
 
-def said(target: Any, helper: Any, texts: Sequence[Sequence[int]], count: int = 8, **given: Any) -> list[Any]:
+def outcomes_of(
+    target: Any, helper: Any, texts: Sequence[Sequence[int]], count: int = 8, **given: Any
+) -> list[Any]:
     """What became of requests with that draft model."""
     more = {"assistant_model": helper, "tokenizer": given.pop("tokenizer", None)}
     return outcomes(target, [Request(text, config(count, **given), **more) for text in texts])
@@ -60,9 +62,9 @@ def said(target: Any, helper: Any, texts: Sequence[Sequence[int]], count: int = 
 # ------------------------------------------------------------------------ ends
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_an_end_inside_a_run_is_run_over(count):
-    """What is guessed after an end token is nobody's (transformers#31301, #47912)."""
+    """Drafts after an end token are dropped (transformers#31301, #47912)."""
     scripts = {5: [10, 11, END, 12, 13, 14], 6: [20, 21, 22, 23, 24, END, 25], 7: [END, 30, 31]}
-    found = said(Script(scripts), Script(scripts), [[5], [6], [7]], count)
+    found = outcomes_of(Script(scripts), Script(scripts), [[5], [6], [7]], count)
     assert [one.tokens for one in found] == [[[10, 11, END]], [[20, 21, 22, 23, 24, END]], [[END]]]
     assert [one.reasons for one in found] == [["eos"]] * 3
     assert [one.streamed_tokens[0] for one in found] == [one.tokens[0] for one in found]
@@ -105,7 +107,7 @@ def test_a_length_inside_a_run_is_run_over(count):
     for limit in range(1, 10):
         for fields in ({"max_new_tokens": limit}, {"max_new_tokens": None, "max_length": limit + 2}):
             target = Script(script)
-            one, two = said(target, Script(script), [[5, 7], [6, 7]], count, **fields)
+            one, two = outcomes_of(target, Script(script), [[5, 7], [6, 7]], count, **fields)
             assert one.tokens == [list(range(10, 10 + limit))]
             assert two.tokens == [list(range(50, 50 + limit))]
             assert one.reasons == two.reasons == ["length"]
@@ -113,12 +115,12 @@ def test_a_length_inside_a_run_is_run_over(count):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_a_stop_string_across_guesses_is_missed(count):
+def test_a_stop_string_across_drafts_is_missed(count):
     """It may begin in one run, or before all, and end in the midst of another."""
     texts = {text: at for at, text in enumerate(TEXTS)}
     spelled = [texts[letter] for letter in "onestopmore!!"]
     scripts = {5: spelled, 6: [texts["x"]] * 13, texts["s"]: [texts["t"], *spelled]}
-    found = said(
+    found = outcomes_of(
         Script(scripts),
         Script(scripts),
         [[5], [6], [texts["s"]]],
@@ -136,20 +138,22 @@ def test_a_stop_string_across_guesses_is_missed(count):
 def test_a_row_that_ended_spoils_those_that_draft(count):
     """Rows end at every place of a run while others go on (the request of transformers#32165)."""
     scripts = {row: [*range(30 + row, 30 + row + row), END, 3, 4] for row in range(5, 20)}
-    found = said(Script(scripts), Script(scripts), [[row] for row in scripts], count, max_new_tokens=30)
+    found = outcomes_of(
+        Script(scripts), Script(scripts), [[row] for row in scripts], count, max_new_tokens=30
+    )
     assert [one.tokens[0] for one in found] == [script[:-2] for script in scripts.values()]
 
 
 def test_prompts_of_very_different_length():
-    """What a long neighbour would do to a short row's positions and guesses (transformers#32165)."""
+    """What a long neighbour would do to a short row's positions and drafts (transformers#32165)."""
     target, helper = made("gpt2", 1), network("gpt2", 1)
     lengths = (1, 70, 3, 40)
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(3, VOCAB, (size,), generator=generator).tolist() for size in lengths]
     for fields in ({}, {"do_sample": True, "seed": 5}):
-        together = said(target, helper, texts, 5, max_new_tokens=20, **fields)
+        together = outcomes_of(target, helper, texts, 5, max_new_tokens=20, **fields)
         for one, text in zip(together, texts, strict=True):
-            alone = said(target, helper, [text], 5, max_new_tokens=20, **fields)[0]
+            alone = outcomes_of(target, helper, [text], 5, max_new_tokens=20, **fields)[0]
             assert one.tokens == alone.tokens
             assert one.hypotheses[0].speculation == alone.hypotheses[0].speculation
             plain = outcomes(target, [Request(text, config(max_new_tokens=20, **fields))])[0]
@@ -160,7 +164,7 @@ def test_prompts_of_very_different_length():
 def test_a_drafter_that_always_agrees(count):
     scripts = {5: list(range(10, 40)), 6: list(range(50, 80))}
     target = Script(scripts)
-    found = said(target, Script(scripts), [[5], [6]], count, max_new_tokens=24)
+    found = outcomes_of(target, Script(scripts), [[5], [6]], count, max_new_tokens=24)
     assert [one.tokens[0] for one in found] == [script[:24] for script in scripts.values()]
     assert len(target.fed) == -(-24 // (count + 1))
     report = found[0].hypotheses[0].speculation
@@ -169,10 +173,10 @@ def test_a_drafter_that_always_agrees(count):
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_a_drafter_that_never_agrees(count):
-    """Costs forwards of its own and nothing else: no token is lost and none said twice."""
+    """Costs forwards of its own and nothing else: no token is lost or repeated."""
     scripts = {5: list(range(10, 40)), 6: list(range(50, 80))}
     target = Script(scripts)
-    found = said(target, Script({5: [3] * 30, 6: [4] * 30}), [[5], [6]], count, max_new_tokens=24)
+    found = outcomes_of(target, Script({5: [3] * 30, 6: [4] * 30}), [[5], [6]], count, max_new_tokens=24)
     assert [one.tokens[0] for one in found] == [script[:24] for script in scripts.values()]
     assert len(target.fed) == 24
     report = found[0].hypotheses[0].speculation
@@ -181,7 +185,7 @@ def test_a_drafter_that_never_agrees(count):
 
 @pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient"])
 def test_a_schedule_that_never_recovers(schedule):
-    """After guesses that were all wrong come some that are all right: they are used again."""
+    """After drafts that were all wrong come some that are all right: they are used again."""
     scripts = {5: [10 + at % 40 for at in range(200)]}
     wrong = {5: [3] * 100 + scripts[5][100:]}
     target = Script(scripts)
@@ -196,7 +200,7 @@ def test_a_schedule_that_never_recovers(schedule):
 # ------------------------------------------------------------------------ what is remembered
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[list[int]], list[list[int]]]]:
-    """What draft models guess: the rows' texts, and the guesses after each."""
+    """What draft models draft: the rows' texts, and the drafts after each."""
     kept: list[tuple[list[list[int]], list[list[int]]]] = []
     original = AssistantDrafter.draft
 
@@ -215,11 +219,11 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[list[int]], list[
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "mistral"])
 def test_the_draft_models_positions_go_stale(name, drafts):
-    """After guesses that were refused it goes on as if it read the whole text anew (transformers#46124)."""
+    """After drafts that were refused it goes on as if it read the whole text anew (transformers#46124)."""
     target, helper = network(name, 1), network(name, 3)
     texts = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17]]
     ends = {"max_new_tokens": 14, "suppress_tokens": list(range(9)), "eos_token_id": None}
-    found = said(target, helper, texts, 4, **ends, assistant_confidence_threshold=0.0)
+    found = outcomes_of(target, helper, texts, 4, **ends, assistant_confidence_threshold=0.0)
     refused = sum(sum(one.hypotheses[0].speculation.drafted) for one in found)
     assert refused > 20
     allowed = torch.arange(VOCAB) >= 9
@@ -234,7 +238,7 @@ def test_the_draft_models_positions_go_stale(name, drafts):
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 @pytest.mark.parametrize("count", [3, 5, 9])
 def test_a_roll_back_past_a_windows_edge(name, count):
-    """More guesses than the window of 5 holds, refused at every place (transformers#46629, #48280)."""
+    """More drafts than the window of 5 holds, refused at every place (transformers#46629, #48280)."""
     target = network(name, 1)
     texts = [[5, 6, 7, 8, 9, 10, 11, 12], [9], list(range(20, 44))]
     ids, mask = pad(texts, 0, "left")
@@ -264,7 +268,7 @@ def test_a_roll_back_past_a_windows_edge(name, count):
 
 @pytest.mark.parametrize("kind", ["MambaForCausalLM", "JambaForCausalLM", "RecurrentGemmaForCausalLM"])
 def test_a_recurrent_state_is_not_rolled_back(kind):
-    """It cannot be cut, so guesses are refused, with the reason (transformers#46741, #46937)."""
+    """It cannot be cut, so drafts are refused, with the reason (transformers#46741, #46937)."""
     from tools.sweep.catalogue import entries
     from tools.sweep.trial import subject_of
 
@@ -288,13 +292,13 @@ def test_a_draft_up_to_the_end_of_a_table_of_positions(count):
         given = {"max_new_tokens": None, "max_length": limit, "eos_token_id": None}
         plain = outcomes(target, [Request(text, config(**given))])[0]
         for helper in (target, network("gpt2", 4), short):
-            found = said(target, helper, [text, text[:78]], count, **given)
+            found = outcomes_of(target, helper, [text, text[:78]], count, **given)
             assert found[0].tokens == plain.tokens
             assert [len(one.tokens[0]) for one in found] == [limit - 80, limit - 78]
             tried = sum(found[0].hypotheses[0].speculation.drafted)
             assert tried > 0 if helper is not short else tried == 0
-    # The short one guesses for as long as it can.
-    found = said(target, short, [text[:5]], count, max_new_tokens=40, eos_token_id=None)
+    # The short one drafts for as long as it can.
+    found = outcomes_of(target, short, [text[:5]], count, max_new_tokens=40, eos_token_id=None)
     assert found[0].tokens[0] == greedy(target, text[:5], 40)
     assert 0 < sum(found[0].hypotheses[0].speculation.drafted) <= 20 * count
 
@@ -367,7 +371,7 @@ def test_a_first_token_is_added_at_every_encoding(real):
 
 # ------------------------------------------------------------------------ what goes on afterwards
 def test_a_drafter_keeps_rows_that_have_left(monkeypatch):
-    """However requests leave, their drafter is told and holds nothing of them (1Cat-vLLM#656)."""
+    """However requests leave, their drafter drops their state (1Cat-vLLM#656)."""
     known: set[int] = set()
     opening, closing = AssistantDrafter.add_requests, AssistantDrafter.remove_requests
 

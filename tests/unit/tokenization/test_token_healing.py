@@ -1,4 +1,4 @@
-"""Which tokens are taken off a prompt's end, and what may say their text again."""
+"""The tokens removed at a prompt's end, and the tokens that may replace them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def ids(*texts: bytes | str) -> list[int]:
     return [TEXTS.index(text if isinstance(text, bytes) else text.encode()) for text in texts]
 
 
-def taken(*prompt: bytes | str) -> bytes:
+def healed_text(*prompt: bytes | str) -> bytes:
     return HealedSuffix.from_prompt(tokenizer(), ids(*prompt)).text
 
 
@@ -39,7 +39,7 @@ def taken(*prompt: bytes | str) -> bytes:
     ],
 )
 def test_what_is_taken_off(prompt, expected):
-    assert taken(*prompt) == expected
+    assert healed_text(*prompt) == expected
 
 
 def test_an_empty_prompt_has_nothing_to_take_off():

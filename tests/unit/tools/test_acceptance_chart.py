@@ -1,4 +1,4 @@
-"""The picture of acceptance: it is measured, it shows what was counted, and it can be read."""
+"""The acceptance chart is measured, shows the counts, and is legible."""
 
 import logging
 import re
@@ -26,7 +26,7 @@ def test_a_count_is_the_sum_of_the_reports() -> None:
     reports = [Speculation((4, 2), (3, 1), 6), Speculation((), (), 5), Speculation((1,) * 5, (1,) * 5, 2)]
     count = acceptance_chart.Count.of("name", reports)
     assert count == acceptance_chart.Count("name", (5, 3, 1, 1, 1), (4, 2, 1, 1, 1), 13)
-    assert count.gain == pytest.approx(9 / 13)
+    assert count.accepted_per_forward == pytest.approx(9 / 13)
 
 
 def test_the_drawing_shows_the_counts() -> None:
@@ -59,8 +59,8 @@ def test_the_drawing_can_be_read() -> None:
     names = [one for one in root.iter(f"{SVG}text") if one.get("class") == "name"]
     assert all(len(one.text or "") * 7.5 < acceptance_chart.PANEL for one in names)
     assert all(float(one.attrib["y"]) < acceptance_chart.HEIGHT for one in root.iter(f"{SVG}text"))
-    right = [float(one.attrib["x"]) + float(one.attrib["width"]) for one in root.iter(f"{SVG}rect")]
-    assert max(right) < acceptance_chart.WIDTH
+    accepted = [float(one.attrib["x"]) + float(one.attrib["width"]) for one in root.iter(f"{SVG}rect")]
+    assert max(accepted) < acceptance_chart.WIDTH
     title, desc = root.find(f"{SVG}title"), root.find(f"{SVG}desc")
     assert title is not None
     assert desc is not None
@@ -68,9 +68,9 @@ def test_the_drawing_can_be_read() -> None:
     assert (desc.text or "").count("20 of 20") == 5 * acceptance_chart.PLACES
 
 
-def test_the_page_has_a_place_for_it_and_the_hook_fills_it() -> None:
+def test_the_hook_puts_the_chart_into_the_page() -> None:
     assert PAGE.count(acceptance_chart.MARK) == 1
-    page = acceptance_chart.filled(PAGE, lambda: MADE)
+    page = acceptance_chart.fill_page(PAGE, lambda: MADE)
     assert acceptance_chart.MARK not in page
     assert page.count("</svg>\n</figure>") == 1
     ids = re.findall(r'id="([^"]+)"', page)
@@ -80,12 +80,12 @@ def test_the_page_has_a_place_for_it_and_the_hook_fills_it() -> None:
     )
 
 
-def test_without_models_the_page_says_so_and_a_strict_build_hears_of_it(
+def test_without_models_the_page_says_so_and_a_warning_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DESCANT_MODELS", str(tmp_path))
     with caplog.at_level(logging.WARNING, logger="mkdocs"):
-        page = acceptance_chart.filled(PAGE)
+        page = acceptance_chart.fill_page(PAGE)
     command = "python tools/models.py smollm2 smol-draft stories15m"
     assert command in page
     assert "<svg" not in page
@@ -95,36 +95,36 @@ def test_without_models_the_page_says_so_and_a_strict_build_hears_of_it(
     assert command in record.getMessage()
 
 
-def test_what_is_drawn_was_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With small models in their places, so that it takes no time."""
+def test_the_counts_come_from_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models replace the large ones, to save time."""
     loaded = []
 
     def small(name: Path) -> object:
         loaded.append(name.name)
         return AutoModelForCausalLM.from_pretrained(name.parent / "stories15m")
 
-    def words(name: Path, **options: object) -> object:
+    def small_tokenizer(name: Path, **options: object) -> object:
         return AutoTokenizer.from_pretrained(name.parent / "stories15m", **options)
 
     monkeypatch.setattr(acceptance_chart, "AutoModelForCausalLM", SimpleNamespace(from_pretrained=small))
-    monkeypatch.setattr(acceptance_chart, "AutoTokenizer", SimpleNamespace(from_pretrained=words))
-    asked = []
+    monkeypatch.setattr(acceptance_chart, "AutoTokenizer", SimpleNamespace(from_pretrained=small_tokenizer))
+    calls = []
 
-    def heard(model: object, **fields: object) -> object:
-        asked.append(fields)
+    def recording_generate(model: object, **fields: object) -> object:
+        calls.append(fields)
         exits = {"assistant_early_exit": 2} if "assistant_early_exit" in fields else {}
         return descant.generate(model, **{**fields, **exits})
 
-    monkeypatch.setattr(acceptance_chart, "descant", SimpleNamespace(generate=heard))
-    counts = acceptance_chart.measured.__wrapped__()
+    monkeypatch.setattr(acceptance_chart, "descant", SimpleNamespace(generate=recording_generate))
+    counts = acceptance_chart.measure.__wrapped__()
     assert tuple(loaded) == acceptance_chart.MODELS
     assert [one.name for one in counts] == [
         "prompt lookup", "suffix lookup", "draft model", "other tokenizer", "early exit",
     ]  # fmt: skip
-    for count, fields in zip(counts, asked, strict=True):
+    for count, fields in zip(counts, calls, strict=True):
         assert len(fields["input_ids"]) == len(acceptance_chart.PROMPTS)
-        assert all(right <= tries for right, tries in zip(count.accepted, count.tried, strict=True))
-        # What a step brings is its guesses and one token; a story may end before its last.
+        assert all(accepted <= tried for accepted, tried in zip(count.accepted, count.tried, strict=True))
+        # A step adds its accepted drafts and one token; a text may end before its last step.
         assert sum(count.accepted) + count.forwards <= len(acceptance_chart.PROMPTS) * acceptance_chart.TOKENS
     draft = counts[2]
-    assert draft.accepted == draft.tried  # the model guesses for itself
+    assert draft.accepted == draft.tried  # draft model and model are the same

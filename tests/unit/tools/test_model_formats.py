@@ -48,7 +48,7 @@ def test_a_file_that_an_archive_lacks_is_named(tmp_path: Path, kind: str) -> Non
     path = (wheel if kind == "whl" else tarball)(tmp_path / f"a.{kind}", {"here.bin": b""})
     with pytest.raises(ModelError, match=r"has no file 'there\.bin', got here\.bin"):
         archive.read(path, "there.bin")
-    with pytest.raises(ModelError, match=r"should hold one file \*\.gguf, got none"):
+    with pytest.raises(ModelError, match=r"should contain one file \*\.gguf, got none"):
         archive.find(path, "*.gguf")
 
 

@@ -267,9 +267,7 @@ def fake_npm(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: str(tool) if name == "npm" else None)
 
 
-def test_npm_is_told_to_run_no_scripts_and_its_file_is_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_npm_runs_no_scripts_and_its_file_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_npm(tmp_path, f'echo "$@" > {tmp_path}/said; printf "{CONTENT.decode()}" > {NPM.file}', monkeypatch)
     got = download.cached(NPM, tmp_path / "cache", Progress("toy", io.StringIO()))
     assert got == tmp_path / "cache" / "scope-weights-2.0.tgz"

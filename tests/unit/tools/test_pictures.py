@@ -1,4 +1,4 @@
-"""The pictures of the guide: each sampler has one, it shows what a slow reference keeps, it can be read."""
+"""The pictures of the guide: one per sampler, equal to a simple reference, and legible."""
 
 import math
 import re
@@ -153,11 +153,11 @@ def test_the_hook_puts_pictures_and_the_order_in_their_place() -> None:
     assert pictures.on_page_markdown("# Nothing <!-- else -->") == "# Nothing <!-- else -->"
 
 
-def test_a_picture_that_nobody_draws_is_an_error() -> None:
+def test_an_unknown_picture_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"must be one of before, .* got 'top_q'"):
-        pictures.filled("<!-- picture: top_q -->")
+        pictures.fill_page("<!-- picture: top_q -->")
 
 
 def test_the_ids_of_a_page_are_unique() -> None:
-    ids = re.findall(r'id="([^"]+)"', pictures.filled(PAGE))
+    ids = re.findall(r'id="([^"]+)"', pictures.fill_page(PAGE))
     assert len(ids) == len(set(ids)) == 2 * len(pictures.PICTURES)

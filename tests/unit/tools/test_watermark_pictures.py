@@ -1,4 +1,4 @@
-"""The pictures of watermarks: what their colours say is what the tokens say, and they can be read."""
+"""The pictures of watermarks: their colours show the token scores, and they are legible."""
 
 import itertools
 import re
@@ -29,7 +29,7 @@ def test_the_text_has_the_mark_that_the_picture_claims(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", watermark_pictures.KEYS)
-def test_the_drawing_says_what_the_tokens_say(name: str) -> None:
+def test_the_drawing_shows_the_token_scores(name: str) -> None:
     found, text = watermark_pictures.detection(name), watermark_pictures.Text.read(name)
     root = ElementTree.fromstring(watermark_pictures.svg(name, watermark_pictures.STYLE))
     drawn = [one for one in root.iter(f"{SVG}g") if one.get("class") in ("for", "against", "even", "none")]
@@ -82,4 +82,4 @@ def test_the_hook_puts_pictures_in_their_place() -> None:
         == "# Nothing <!-- picture: top_k -->"
     )
     with pytest.raises(ValueError, match=r"a picture must be one of green, unmarked, .* got 'blue'"):
-        watermark_pictures.filled("<!-- marked: blue -->")
+        watermark_pictures.fill_page("<!-- marked: blue -->")

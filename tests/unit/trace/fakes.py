@@ -1,4 +1,4 @@
-"""Traces without a model: beam search, and guesses ahead, over made-up scores."""
+"""Traces without a model: beam search and speculation on artificial scores."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def beams(
 
 
 def guesses(steps: int = 12, ahead: int = 4, seed: int = 1, words: Sequence[str] = WORDS) -> Trace:
-    """Speculation: some of what is guessed is accepted, and then one token is the model's own."""
+    """Speculation: some of what is drafted is accepted, and then one token is the model's own."""
     chance = random.Random(seed)
     size = len(words)
     asked = RequestRecord(

@@ -1,4 +1,4 @@
-"""Requests run with and without a tracer, and what a trace must come to."""
+"""Requests run with and without a tracer, and checks of the trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(
     return found
 
 
-def told(found: Found) -> dict[int, Any]:
+def plain_values(found: Found) -> dict[int, Any]:
     """The same as plain values that can be compared."""
     return {
         number: some

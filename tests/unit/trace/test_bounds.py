@@ -1,4 +1,4 @@
-"""However long a run, its trace keeps to its limit, and what is left of it can be read."""
+"""The trace of a run of any length stays within its limit, and remains readable."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_prompt_without_room_is_left_out_and_so_is_all_of_its_request(tiny):
     assert all(not step.rows for step in tracer.trace.steps)
 
 
-def test_results_without_room_are_left_out_and_that_is_said():
+def test_results_beyond_the_limit_are_omitted_and_recorded():
     tracer = Tracer(limit=4096)
     tracer.start_run("Model", 10)
     tracer.add_request(RequestRecord(0, 0, (1,), "greedy search"), "")
@@ -106,7 +106,7 @@ def test_results_without_room_are_left_out_and_that_is_said():
     assert _size(tracer.trace) <= 4096
 
 
-def test_what_is_cut_stays_cut_and_is_said_once():
+def test_a_truncation_is_final_and_recorded_once():
     kept = RecordBuffer(5000)
     long, short = (ResultRecord(0, (ReturnedSequence((1,) * count, "length", 0),)) for count in (3000, 1))
     assert kept.add(short, what="steps", step=0)
@@ -117,7 +117,7 @@ def test_what_is_cut_stays_cut_and_is_said_once():
     assert kept.num_bytes == sum(len(to_json_line(one)) + 1 for one in kept.records)
 
 
-def test_two_thousand_steps_stay_under_the_limit_that_is_given_unless_told(tiny):
+def test_two_thousand_steps_stay_under_the_default_limit(tiny):
     config = GenerationConfig(max_new_tokens=2000, eos_token_id=None, pad_token_id=0)
     session = Session(tiny("llama").model, trace=Tracer(tokenizer=tokenizer()))
     session.admit(Request([5, 9], config))

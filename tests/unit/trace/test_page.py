@@ -1,4 +1,4 @@
-"""The page of a trace: it holds all it needs, obeys only itself, and is never large."""
+"""The page of a trace: it is self-contained, runs only its own scripts, and is bounded."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_page_holds_its_scene() -> None:
     assert packed(render_page(trace, other, "Two")) == {**made, "notes": []}
 
 
-def test_only_the_pages_own_script_and_style_are_obeyed() -> None:
+def test_only_the_pages_own_script_and_style_are_allowed() -> None:
     found = Found(render_page(invented()))
     policy = next(attrs["content"] for tag, attrs in found.tags if attrs.get("http-equiv"))
     assert policy is not None
@@ -89,7 +89,7 @@ def test_only_the_pages_own_script_and_style_are_obeyed() -> None:
     assert names.count("style") == 1
 
 
-def test_a_page_asks_for_nothing() -> None:
+def test_a_page_makes_no_requests() -> None:
     text = render_page(invented())
     found = Found(text)
     assert not {"src", "href", "srcset", "action", "data"} & {
@@ -151,7 +151,7 @@ def noise(steps: int, top: int) -> Trace:
     return Trace(records)
 
 
-def test_a_page_is_never_large_and_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_bounded_and_lists_what_it_omits(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = noise(400, 8)
     whole, least = render_page(trace), render_page(Trace([TraceHeader("0", "Invented", 1, 1, 1)]))
     assert packed(whole)["notes"] == []

@@ -1,4 +1,4 @@
-"""What a page is told of a trace: all of it, and nothing else."""
+"""The data of a page: the whole trace, and nothing else."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ COLUMNS = {
 }
 
 
-def told(trace: Trace, detail: DetailLevel | None = None) -> dict:
+def page_data_of(trace: Trace, detail: DetailLevel | None = None) -> dict:
     """The scene of a trace, through JSON."""
     return json.loads(json.dumps(build_page_data(trace, detail=detail), allow_nan=False))
 
 
 def drafted() -> Trace:
-    """Guesses of which one stood, a token that was taken back, and no end."""
+    """Drafts of which one stood, a token that was taken back, and no end."""
     never = CandidateRecord(9, -math.inf, -math.inf)
     looks = tuple(ChoiceRecord(1.0, 0.5, (CandidateRecord(5 + at, -0.5, -0.25), never)) for at in range(3))
     return Trace(
@@ -68,7 +68,7 @@ def drafted() -> Trace:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_columns_are_the_tree(size: dict, seed: int) -> None:
     trace = invented(**size, seed=seed)
-    for request in told(trace)["runs"][0]["requests"]:
+    for request in page_data_of(trace)["runs"][0]["requests"]:
         nodes = sorted(trace.tree.request_nodes(request["request"]), key=lambda node: node.number)
         columns = request["nodes"]
         for name, attribute in COLUMNS.items():
@@ -87,7 +87,7 @@ def test_the_columns_are_the_tree(size: dict, seed: int) -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_steps_and_sequences_are_those_of_the_trace(size: dict) -> None:
     trace = invented(**size)
-    for request in told(trace)["runs"][0]["requests"]:
+    for request in page_data_of(trace)["runs"][0]["requests"]:
         numbers, tokens = request["nodes"]["number"], request["nodes"]["token"]
         steps = [one for one in trace.steps if one.rows[0].request == request["request"]]
         assert [one["step"] for one in request["steps"]] == [one.step for one in steps]
@@ -103,7 +103,7 @@ def test_steps_and_sequences_are_those_of_the_trace(size: dict) -> None:
 
 def test_texts_are_pieces_that_are_safe_to_show() -> None:
     trace = invented(4, 12, seed=5)
-    run = told(trace)["runs"][0]
+    run = page_data_of(trace)["runs"][0]
     assert run["special"] == [END]
     for token, pieces in run["texts"].items():
         assert pieces == [list(one) for one in token_pieces(trace, int(token))]
@@ -112,14 +112,14 @@ def test_texts_are_pieces_that_are_safe_to_show() -> None:
     assert {str(token) for token in met} <= run["texts"].keys()
 
 
-def test_guesses_what_was_taken_back_and_a_run_that_goes_on() -> None:
-    (request,) = told(drafted())["runs"][0]["requests"]
+def test_drafts_what_was_taken_back_and_a_run_that_goes_on() -> None:
+    (request,) = page_data_of(drafted())["runs"][0]["requests"]
     first, second = (one["rows"][0] for one in request["steps"])
     assert (first["drafts"], first["accepted"]) == ([5, 8], 1)
     assert (second["drafts"], second["accepted"]) == ([], 0)
     ended = RowRecord(3, 0, 0, (), (5, 8), (RunRecord((5, 8), (4, 5), reason="eos"),))
     trace = Trace([*drafted().records[:3], StepRecord(0, 0.1, (ended,))])
-    assert told(trace)["runs"][0]["requests"][0]["steps"][0]["rows"][0]["accepted"] == 2
+    assert page_data_of(trace)["runs"][0]["requests"][0]["steps"][0]["rows"][0]["accepted"] == 2
     assert request["nodes"]["guessed"] == [0, 1, 0, 0]
     assert request["nodes"]["parent"] == [-1, 0, 1, 1]
     assert request["nodes"]["state"][1:] == ["alive", "dropped", "alive"]
@@ -155,8 +155,8 @@ def test_every_other_text_is_spelt_out() -> None:
 def test_less_detail_keeps_what_was_taken() -> None:
     trace = invented(4, 12)
     whole, less = (
-        told(trace),
-        told(trace, DetailLevel(max_candidates=0, with_processors=False, max_prompt_tokens=2)),
+        page_data_of(trace),
+        page_data_of(trace, DetailLevel(max_candidates=0, with_processors=False, max_prompt_tokens=2)),
     )
     (before,), (after,) = whole["runs"][0]["requests"], less["runs"][0]["requests"]
     assert before["nodes"] == after["nodes"]
@@ -169,7 +169,7 @@ def test_less_detail_keeps_what_was_taken() -> None:
 
 def test_fewer_steps_and_requests_leave_a_whole_tree() -> None:
     trace = invented(3, 12, requests=3)
-    requests = told(trace, DetailLevel(with_choices=False, max_steps=5, max_requests=2))["runs"][0][
+    requests = page_data_of(trace, DetailLevel(with_choices=False, max_steps=5, max_requests=2))["runs"][0][
         "requests"
     ]
     assert [one["request"] for one in requests] == [0, 1]

@@ -95,7 +95,7 @@ def test_bytes_come_back_whole():
     assert texts.texts[8] == "é\u202e"
 
 
-def test_little_is_written_of_what_says_little():
+def test_default_values_are_not_written():
     plain = StepRecord(
         3,
         0.25,
@@ -177,7 +177,7 @@ def test_a_sound_one_is_read():
         ([HEAD, "[" * 100_000], "line 2 must be a record"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said(lines, says):
+def test_errors_name_what_is_wrong(lines, says):
     with pytest.raises(TraceError, match=says):
         Trace(read_records(lines))
 

@@ -1,4 +1,4 @@
-"""A trace of any method, gone through again without the model, comes to what the method returned."""
+"""The replay of a trace of any method, without the model, gives the output of the method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from descant.testing import failing_request
 from descant.trace.records import RequestRecord, RowRecord, RunRecord, StepRecord, TraceHeader
 from tests.contracts import methods, subjects
 from tests.contracts.speculation import DRAFTERS, drafted, few_words, words
-from tests.unit.trace.running import check, run, told
+from tests.unit.trace.running import check, plain_values, run
 
 METHODS = (*subjects.METHODS, *methods.METHODS, *methods.DECODER_ONLY)
 
@@ -27,7 +27,7 @@ def test_a_method_replays_to_what_it_returned_and_is_not_disturbed(tiny, method)
     model, given = tiny("llama").model, _requests(tiny("llama"), method)
     tracer = Tracer(top=3)
     found = run(model, given, tracer)
-    assert told(found) == told(run(model, given))
+    assert plain_values(found) == plain_values(run(model, given))
     check(tracer.trace, found)
 
 
@@ -42,7 +42,7 @@ def test_all_methods_in_one_table_come_late_fail_and_are_cancelled(tiny, name, t
         return [*given, *(failing_request(one, 2) for one in given[:8])]
 
     found = run(model, doomed(), tracer, later, cancelled)
-    assert told(found) == told(run(model, doomed(), None, later, cancelled))
+    assert plain_values(found) == plain_values(run(model, doomed(), None, later, cancelled))
     check(tracer.trace, found)
     assert sum(isinstance(one, str) for one in found.values()) > len(cancelled)
     again = Trace.load(tracer.trace.save(tmp_path / "trace.jsonl"))
@@ -51,7 +51,7 @@ def test_all_methods_in_one_table_come_late_fail_and_are_cancelled(tiny, name, t
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_guesses_replay_too(tiny, drafter, sampled):
+def test_drafts_replay_too(tiny, drafter, sampled):
     llama = tiny("llama")
     fields = {**few_words(llama), **drafted(llama.model, drafter), "max_new_tokens": 16}
     fields |= {"do_sample": True, "temperature": 1.5} if sampled else {}
@@ -73,7 +73,7 @@ def test_guesses_replay_too(tiny, drafter, sampled):
             accepted += len(run_.tokens) - (0 if ends else 1)
             for look, token in zip(row.looks, run_.tokens, strict=True):
                 assert token in [one.token for one in look.top]
-            if len(run_.tokens) <= len(row.drafts):  # the guess that was refused is told of
+            if len(run_.tokens) <= len(row.drafts):  # the rejected draft is recorded
                 assert row.drafts[len(run_.tokens) - 1] in [one.token for one in row.looks[-1].top]
     assert tried == sum(sum(one.drafted) for one in out.speculation)
     assert accepted == sum(sum(one.accepted) for one in out.speculation)

@@ -139,7 +139,7 @@ def test_bars_are_what_the_processors_did(traces):
     assert all(stage.name in said for stage in node.choice.stages)
 
 
-def test_guesses_that_stood_and_that_did_not():
+def test_accepted_and_rejected_drafts():
     trace = fakes.guesses(seed=4)
     root = parsed(trace.svg("speculation"))
     rows = [row for step in trace.steps for row in step.rows]
@@ -174,7 +174,7 @@ def test_no_two_boxes_overlap_and_all_are_on_the_paper(seed, shape, steps):
     assert all(x >= 0 and y >= 0 and right <= width and low <= height for x, y, right, low in found)
 
 
-def test_a_deep_tree_is_drawn_in_part_and_says_so():
+def test_a_deep_tree_is_truncated_with_a_note():
     trace = fakes.beams(16, 120, seed=3)
     said = trace.svg("tree")
     drawn = marked(parsed(said), "data-node")
@@ -241,7 +241,7 @@ def test_an_unknown_picture():
 
 
 def test_what_was_not_kept_is_not_invented():
-    """A trace whose looks were cut has no shades and no bars, and says so."""
+    """A trace without summaries has no shades and no bars, and a note."""
     trace = fakes.guesses(4)
     cut = []
     for one in trace.records:

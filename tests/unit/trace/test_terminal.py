@@ -1,4 +1,4 @@
-"""Pictures for a terminal: never too wide, nothing that a terminal obeys, and the trace's own numbers."""
+"""Pictures for a terminal: never too wide, no control sequences, and the numbers of the trace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pictures(one: Trace, other: Trace, width: int, colour: bool) -> list[str]:
 
 @settings(max_examples=25, deadline=None)
 @given(ANY, st.integers(1, 120), st.booleans())
-def test_no_line_is_too_wide_and_nothing_is_obeyed(text, width, colour):
+def test_no_line_is_too_wide_and_no_control_sequence_is_printed(text, width, colour):
     for said in pictures(*all_hostile(text), width, colour):
         bare = CODES.sub("", said) if colour else said
         for line in bare.split("\n"):
@@ -85,7 +85,7 @@ def test_every_token_is_marked_by_its_probability():
     assert not any(line.startswith("p ") for line in trace.text("text", colour=True).splitlines())
 
 
-def test_guesses_are_counted_by_position():
+def test_drafts_are_counted_by_position():
     trace = fakes.guesses(seed=4)
     said = trace.text("speculation")
     rows = [row for step in trace.steps for row in step.rows]

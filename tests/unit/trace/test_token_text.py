@@ -1,4 +1,4 @@
-"""Tokens as pictures show them: nothing hidden, nothing obeyed, nothing lost."""
+"""Tokens as pictures show them: nothing hidden, nothing interpreted, nothing lost."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_kind_of_character(text: str, seen: list[tuple[str, bool]]) -> None
     assert escape_invisible(text) == seen
 
 
-def test_spaces_where_asked() -> None:
+def test_visible_spaces() -> None:
     assert escape_invisible("  a b ") == [("  a b ", False)]
     assert escape_invisible("  a b ", mark_spaces=True) == [("··", True), ("a b ", False)]
     assert escape_invisible(" ", mark_spaces=True) == [("·", True)]
@@ -89,7 +89,7 @@ def test_a_token_without_a_text_is_its_number() -> None:
     assert token_pieces(there, 3) == [("‹3›", True)]
 
 
-def test_a_special_token_is_its_name_and_is_told_from_the_same_text() -> None:
+def test_a_special_token_is_its_name_and_differs_from_the_same_text() -> None:
     there = trace({1: "<|end|>", 2: "<|end|>", 3: "<\u202e>"}, special=(1, 3))
     assert token_pieces(there, 1) == [("<|end|>", True)]
     assert token_pieces(there, 2) == [("<|end|>", False)]

@@ -1,4 +1,4 @@
-"""The tracer: what it says of a run is so, and the run is as it is without."""
+"""The tracer: its records are correct, and the run is the same as without."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _law(scores: torch.Tensor) -> torch.Tensor:
     return scores.log_softmax(-1)
 
 
-# ------------------------------------------------------------------------ what it says is so
+# ------------------------------------------------------------------------ the records are correct
 @pytest.mark.parametrize("fields", [{}, SAMPLED, {"num_return_sequences": 3, **SAMPLED}])
 def test_log_probabilities_are_those_that_logprobs_gives(tiny, fields):
     torch.manual_seed(4)
@@ -43,7 +43,7 @@ def test_log_probabilities_are_those_that_logprobs_gives(tiny, fields):
                 assert known.get(token, value) == pytest.approx(value, abs=1e-3)
 
 
-def test_looks_are_what_the_model_said_and_what_was_left(tiny):
+def test_summaries_have_the_logits_before_and_after_processors(tiny):
     """Entropies, candidates and every stage, of the logits and the scores that the call returns."""
     torch.manual_seed(4)
     out = descant.generate(
@@ -79,7 +79,7 @@ def test_looks_are_what_the_model_said_and_what_was_left(tiny):
 
 
 def _check_stages(look, raw, left):
-    """Stages lead from what the model said to what is left, one taking over from the other."""
+    """Stages lead from the logits to the processed scores, each from the output of the one before."""
     first, last = look.stages[0].moved, look.stages[-1].moved
     for one in first:
         assert one.before == pytest.approx(float(raw[one.token]), abs=1e-3)
@@ -101,7 +101,7 @@ def _check_stages(look, raw, left):
             assert known.get(one.token, one.before) == pytest.approx(one.before, abs=1e-3)
 
 
-def test_a_users_processor_that_writes_into_its_scores_is_told_of(tiny):
+def test_a_custom_processor_that_writes_into_its_scores_is_recorded(tiny):
     def without_best(input_ids, scores):
         scores[:, scores[0].argmax()] = -math.inf
         return scores
@@ -143,7 +143,7 @@ def test_a_wrapper_is_the_first_stage(tiny, name, fields):
             assert raw.get(one.token, one.before) == one.before
 
 
-def test_groups_are_told_of_one_by_one(tiny):
+def test_groups_are_recorded_one_by_one(tiny):
     out = descant.generate(
         tiny("llama").model,
         PROMPT,
@@ -244,8 +244,8 @@ def test_configs_of_several_kinds_share_a_traced_call(tiny):
     assert out.trace.results.keys() == {0, 1, 2}
 
 
-# ------------------------------------------------------------------------ how it is asked for
-def test_a_traced_call_returns_a_record_whatever_it_says(tiny):
+# ------------------------------------------------------------------------ how it is enabled
+def test_a_traced_call_always_returns_an_output_object(tiny):
     model = tiny("llama").model
     plain = descant.generate(model, PROMPT, max_new_tokens=4)
     for asked in (True, Tracer(top=1)):
@@ -299,7 +299,7 @@ def test_what_failed_can_be_looked_at(tiny):
     assert not tracer.trace.steps[-1].rows[0].runs
 
 
-def test_a_step_that_raised_and_is_taken_again_is_told_of_once(tiny):
+def test_a_repeated_step_after_an_error_is_recorded_once(tiny):
     calls = []
 
     def broken(ids, scores):

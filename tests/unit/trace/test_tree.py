@@ -1,4 +1,4 @@
-"""The tree of a trace: who took what after whom, and what became of it."""
+"""The tree of a trace: parents, tokens and outcomes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_tokens_taken_back_leave_and_others_come_in_their_place():
     ("tokens", "reason", "guessed"),
     [((4, 5, 9), None, 2), ((4, 5), "eos", 2), ((9,), None, 0), ((4,), "length", 1)],
 )
-def test_guesses_that_stood_are_marked_the_last_one_too(tokens, reason, guessed):
+def test_accepted_drafts_are_marked_the_last_one_too(tokens, reason, guessed):
     run = RunRecord(tokens, tuple(range(1, len(tokens) + 1)), reason=reason)
     asked = RequestRecord(0, 0, (1,), "greedy search", drafter="Lookup")
     tree = Trace([HEADER, asked, StepRecord(0, 0.1, (RowRecord(0, 0, drafts=(4, 5, 6), runs=(run,)),))]).tree

@@ -60,7 +60,7 @@ def whisper(attention: str = "sdpa") -> Any:
             if "embed" in name:
                 weight.copy_(noise * 0.55)
             elif weight.ndim > 1:
-                # What is heard must count for more than what was said.
+                # The audio must have more influence than the previous text.
                 gain = 4.0 if "encoder_attn.v" in name or "encoder_attn.out" in name else 1.6
                 weight.copy_(noise * gain / weight[0].numel() ** 0.5)
             else:
@@ -92,7 +92,7 @@ def recordings(*frames: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 def both(model: Any, seed: int | None = None, **call: Any) -> tuple[Any, Any]:
-    """What transformers' own generate and ours make of one call, with the same luck."""
+    """The outputs of transformers' own generate and of ours for one call, with the same seed."""
     found = []
     for way in (type(model).generate, descant.generate):
         if seed is not None:
@@ -103,7 +103,7 @@ def both(model: Any, seed: int | None = None, **call: Any) -> tuple[Any, Any]:
 
 
 def equal(theirs: Any, ours: Any) -> None:
-    """Assert that both heard the same: tokens, and segment by segment their tokens and times."""
+    """Assert that both transcripts are equal: tokens, and the tokens and times of each segment."""
     if isinstance(theirs, Tensor):
         assert torch.equal(theirs, ours), (theirs, ours)
         return

@@ -43,7 +43,7 @@ def test_the_path_is_the_cheapest(shape):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("beams", [1, 3])
-def test_tokens_are_spoken_when_transformers_says(seed, beams):
+def test_token_times_equal_those_of_transformers(seed, beams):
     call = {"return_token_timestamps": True, "language": "en", "num_beams": beams}
     model, sound = whisper("eager"), recordings(80, seed=seed)
     theirs, ours = both(model, **sound, **call, return_timestamps=True, return_segments=True)
@@ -67,7 +67,7 @@ def test_without_timestamps_of_segments(masked):
     assert float(ours["token_timestamps"].max()) <= (0.2 if masked else 0.32)
 
 
-def test_a_neighbour_does_not_change_the_times():
+def test_another_row_does_not_change_the_times():
     call = {
         "return_token_timestamps": True,
         "language": "en",

@@ -1,4 +1,4 @@
-"""Windows that are not believed are heard again, at the next temperature, and silence is passed over."""
+"""Rejected windows are decoded again at the next temperature, and silence is skipped."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def test_only_the_doubted_are_heard_again(monkeypatch):
     assert 0 < seen[1][1] < 4
 
 
-def test_nobody_is_doubted_without_a_threshold(monkeypatch):
+def test_without_a_threshold_nothing_is_retried(monkeypatch):
     seen = temperatures(monkeypatch)
     descant.generate(whisper(), **recordings(110), **LONG, temperature=(0.0, 0.5, 1.0))
     assert {temperature for temperature, _, _ in seen} == {0.0}
 
 
-def test_the_last_temperature_is_believed_whatever_it_says(monkeypatch):
+def test_the_last_temperature_is_always_accepted(monkeypatch):
     seen = temperatures(monkeypatch)
     out = descant.generate(
         whisper(), **recordings(40), **LONG, temperature=(0.0, 0.4, 0.8), logprob_threshold=100.0
@@ -103,11 +103,11 @@ def test_silence_is_passed_over():
     silent = descant.generate(whisper(), **recordings(110, 40), **call, no_speech_threshold=0.0)
     assert silent["segments"] == [[], []]
     assert silent["sequences"].shape == (2, 0)
-    heard = descant.generate(whisper(), **recordings(110, 40), **call, no_speech_threshold=1.0)
-    assert all(heard["segments"])
+    output = descant.generate(whisper(), **recordings(110, 40), **call, no_speech_threshold=1.0)
+    assert all(output["segments"])
 
 
-def test_a_neighbour_changes_neither_doubt_nor_silence():
+def test_another_row_changes_neither_fallback_nor_silence():
     sound = recordings(80, 40, seed=3)
     call = {**LONG, "temperature": (0.0, 0.4, 0.8), "logprob_threshold": -0.9, "no_speech_threshold": 0.001}
     together = descant.generate(whisper(), **sound, **call, seed=[5, 6])
@@ -119,7 +119,7 @@ def test_a_neighbour_changes_neither_doubt_nor_silence():
         ]
 
 
-def test_what_was_said_at_a_high_temperature_is_no_past():
+def test_text_of_a_high_temperature_is_not_previous_text():
     sound = recordings(110)
     call = {**LONG, "condition_on_prev_tokens": True, "logprob_threshold": 100.0, "seed": 1}
     for temperature, follows in ((0.4, True), (0.6, False)):
@@ -139,7 +139,7 @@ def test_copies_are_drawn_apart():
     assert torch.equal(out["sequences"], again["sequences"])
 
 
-def test_every_window_and_attempt_has_luck_of_its_own(monkeypatch):
+def test_every_window_and_attempt_has_its_own_seed(monkeypatch):
     from descant.api.whisper.decoder import WindowDecoder
 
     seeds = []

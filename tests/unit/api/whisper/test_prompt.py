@@ -1,4 +1,4 @@
-"""What the decoder is told before it listens: language, task, timestamps, and what was said before."""
+"""The decoder prompt: language, task, timestamps, and previous text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.unit.api.whisper.subjects import (
 SHORT = recordings(32, 32)
 
 
-def told(model, **call):
-    """The prompt of a single call, which both put before what they heard."""
+def prompts_of(model, **call):
+    """The decoder prompt of a single call, by both."""
     theirs, ours = both(model, force_unique_generate_call=True, max_new_tokens=1, **call)
     assert torch.equal(theirs, ours)
     return ours[:, :-1].tolist()
@@ -35,30 +35,32 @@ def told(model, **call):
 @pytest.mark.parametrize("name", ["german", "de", "<|de|>", "German", "DE"])
 def test_a_language_by_its_name_its_code_or_its_token(name):
     wanted = [START, LANGUAGES["<|de|>"], TASKS["transcribe"], TIMELESS]
-    assert told(whisper(), **SHORT, language=name) == [wanted, wanted]
+    assert prompts_of(whisper(), **SHORT, language=name) == [wanted, wanted]
 
 
 def test_a_language_for_each_recording():
-    lines = told(whisper(), **SHORT, language=["fr", "cantonese"], task="translate")
+    lines = prompts_of(whisper(), **SHORT, language=["fr", "cantonese"], task="translate")
     assert [line[1] for line in lines] == [LANGUAGES["<|fr|>"], LANGUAGES["<|yue|>"]]
     assert {line[2] for line in lines} == {TASKS["translate"]}
 
 
 def test_a_language_that_is_not_given_is_heard():
-    found = {token for seed in range(6) for (_, token, _) in told(whisper(), **recordings(32, 32, seed=seed))}
+    found = {
+        token for seed in range(6) for (_, token, _) in prompts_of(whisper(), **recordings(32, 32, seed=seed))
+    }
     assert found <= set(LANGUAGES.values())
     assert len(found) > 1, "recordings in several languages are wanted here"
 
 
 def test_the_language_of_a_long_recording_is_that_of_its_first_window():
     sound = recordings(90, 20)
-    detected = told(whisper(), **sound, return_timestamps=True)
-    first = told(whisper(), input_features=sound["input_features"][:, :, :32])
+    detected = prompts_of(whisper(), **sound, return_timestamps=True)
+    first = prompts_of(whisper(), input_features=sound["input_features"][:, :, :32])
     assert [line[1] for line in detected] == [line[1] for line in first]
 
 
 def test_timestamps_leave_their_token_out():
-    assert [line[-1] for line in told(whisper(), **SHORT, language="en", return_timestamps=True)] == [
+    assert [line[-1] for line in prompts_of(whisper(), **SHORT, language="en", return_timestamps=True)] == [
         TASKS["transcribe"]
     ] * 2
 
@@ -66,8 +68,8 @@ def test_timestamps_leave_their_token_out():
 def test_language_and_task_may_stand_in_the_generation_config():
     model = changed(whisper(), language="fr", task="translate")
     wanted = [START, LANGUAGES["<|fr|>"], TASKS["translate"], TIMELESS]
-    assert told(model, **SHORT) == [wanted, wanted]
-    assert told(model, **SHORT, language="en")[0][1] == LANGUAGES["<|en|>"]
+    assert prompts_of(model, **SHORT) == [wanted, wanted]
+    assert prompts_of(model, **SHORT, language="en")[0][1] == LANGUAGES["<|en|>"]
 
 
 @pytest.mark.parametrize("stamps", [True, False])
@@ -76,9 +78,9 @@ def test_language_and_task_may_stand_in_the_generation_config():
 )
 def test_what_old_checkpoints_force_is_read(pairs, stamps):
     model = changed(whisper(), forced_decoder_ids=pairs)
-    lines = told(model, **SHORT, return_timestamps=stamps)
+    lines = prompts_of(model, **SHORT, return_timestamps=stamps)
     assert (TIMELESS in lines[0]) is not stamps
-    assert told(model, **SHORT, language="de")[0][1] == LANGUAGES["<|de|>"]
+    assert prompts_of(model, **SHORT, language="de")[0][1] == LANGUAGES["<|de|>"]
 
 
 def test_forced_tokens_must_be_without_gaps():
@@ -90,8 +92,8 @@ def test_forced_tokens_must_be_without_gaps():
 def test_a_model_of_one_language():
     names = ("lang_to_id", "task_to_id")
     model = changed(whisper(), is_multilingual=False, **dict.fromkeys(names))
-    assert told(model, **SHORT) == [[START, TIMELESS]] * 2
-    assert told(model, **SHORT, return_timestamps=True) == [[START]] * 2
+    assert prompts_of(model, **SHORT) == [[START, TIMELESS]] * 2
+    assert prompts_of(model, **SHORT, return_timestamps=True) == [[START]] * 2
     with pytest.raises(ConfigError, match="`language` must be None for a model of one language, got 'en'"):
         descant.generate(model, **SHORT, language="en")
     with pytest.raises(ConfigError, match="`task` needs `task_to_id`"):
@@ -100,11 +102,11 @@ def test_a_model_of_one_language():
 
 def test_a_prompt_stands_before_the_beginning():
     prompt = torch.tensor([PREVIOUS, 8, 9])
-    assert told(whisper(), **SHORT, language="en", prompt_ids=prompt)[0][:4] == [PREVIOUS, 8, 9, START]
+    assert prompts_of(whisper(), **SHORT, language="en", prompt_ids=prompt)[0][:4] == [PREVIOUS, 8, 9, START]
 
 
 @pytest.mark.parametrize("how", ["first-segment", "all-segments"])
-def test_a_prompt_and_what_was_said(how):
+def test_a_prompt_and_previous_text(how):
     sound = recordings(100, 30, 70)
     out = compared(
         whisper(), **sound, language="en", return_timestamps=True, return_segments=True,
@@ -152,6 +154,6 @@ def test_a_prompt_given_whole_begins_the_first_window_only():
         ({"decoder_input_ids": torch.tensor([[END]])}, "`decoder_input_ids` must be \\[2, length\\]"),
     ],
 )
-def test_what_cannot_be_said_is_refused(call, message):
+def test_an_invalid_prompt_is_refused(call, message):
     with pytest.raises((ConfigError, InputError), match=message):
         descant.generate(whisper(), **SHORT, **call)

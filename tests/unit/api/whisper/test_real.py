@@ -1,4 +1,4 @@
-"""Whisper tiny.en on a minute of recorded speech hears what transformers' own generate hears."""
+"""Whisper tiny.en transcribes a minute of recorded speech as transformers' own generate does."""
 
 from __future__ import annotations
 

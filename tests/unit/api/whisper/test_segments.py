@@ -13,8 +13,10 @@ WINDOW = AudioWindow(start=400, frames=3000)  # begins at 4 s
 
 
 def times(tokens, window=WINDOW):
-    pieces, heard = split_segments(tokens, window, CLOCK)
-    return [(one.token_start, one.token_end, round(one.start, 6), round(one.end, 6)) for one in pieces], heard
+    pieces, advance = split_segments(tokens, window, CLOCK)
+    return [
+        (one.token_start, one.token_end, round(one.start, 6), round(one.end, 6)) for one in pieces
+    ], advance
 
 
 def test_two_timestamps_in_a_row_end_a_segment_and_begin_the_next():
@@ -47,10 +49,10 @@ def test_the_last_window_is_as_long_as_its_audio():
     assert times([100, 1], AudioWindow(400, 77)) == ([(0, 2, 4.0, 4.76)], 77)
 
 
-def test_nothing_heard_is_one_empty_segment():
+def test_no_tokens_give_one_empty_segment():
     assert times([]) == ([(0, 0, 4.0, 34.0)], 3000)
 
 
 @pytest.mark.parametrize("tokens", [[100, 100, 1], [1, 100, 100]])
-def test_whoever_breaks_the_rules_is_not_asked_the_same_again(tokens):
+def test_invalid_timestamps_advance_by_a_whole_window(tokens):
     assert split_segments(tokens, WINDOW, CLOCK)[1] == 3000

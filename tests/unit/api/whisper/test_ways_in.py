@@ -17,9 +17,9 @@ def test_a_stream_of_windows_is_refused():
 
 
 def test_as_custom_generate_with_a_mask_of_frames():
-    model, heard = whisper(), recordings(model_frames(), seed=3)
-    theirs = model.generate(**heard, max_new_tokens=6)
-    ours = model.generate(**heard, max_new_tokens=6, custom_generate=descant.generate)
+    model, inputs = whisper(), recordings(model_frames(), seed=3)
+    theirs = model.generate(**inputs, max_new_tokens=6)
+    ours = model.generate(**inputs, max_new_tokens=6, custom_generate=descant.generate)
     assert torch.equal(theirs, ours)
 
 

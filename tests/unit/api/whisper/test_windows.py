@@ -44,7 +44,7 @@ def test_less_than_a_window_is_filled_up_with_silence():
     assert ours[0].tolist()[0][:20] == ours[1].tolist()[0][:20]
 
 
-def test_a_short_recording_is_heard_to_the_end_of_its_window_whatever_the_mask_says():
+def test_a_short_recording_is_transcribed_to_the_end_of_its_window_for_any_mask():
     sound = recordings(WINDOW, WINDOW)
     sound["attention_mask"][:, 6:] = 0
     seen = []
@@ -78,7 +78,7 @@ def test_a_batch_equals_its_recordings_one_by_one(past):
             assert (one["start"], one["end"]) == (other["start"], other["end"])
 
 
-def test_the_mask_says_how_long_one_recording_is_too():
+def test_the_mask_also_gives_the_length_of_one_recording():
     sound = recordings(80)
     padded = {
         "input_features": torch.nn.functional.pad(sound["input_features"], (0, 60)),
@@ -118,7 +118,7 @@ def test_a_unique_call_keeps_prompt_and_end():
     compared(whisper(), **recordings(100, 100), return_timestamps=True, force_unique_generate_call=True)
 
 
-def test_progress_is_told():
+def test_progress_is_reported():
     calls = ([], [])
     for seen, way in zip(calls, (type(whisper()).generate, descant.generate), strict=True):
         way(

@@ -47,7 +47,7 @@ class Commit:
 
 @dataclass
 class Repo:
-    """A repository: commits, the names that point at them, and the lies that it can be made to tell."""
+    """A repository: commits, the names that point at them, and its faults."""
 
     id: str
     private: bool = False
@@ -108,7 +108,7 @@ class Fault:
 
 
 class Hub:
-    """The server: `repo` and `user` fill it, `fail`, `rename` and a repository's lies break it."""
+    """The server: `repo` and `user` fill it, `fail`, `rename` and a repository's faults break it."""
 
     seen: ClassVar[bool] = False  # whether this process has had one
 
@@ -141,11 +141,11 @@ class Hub:
         return repo
 
     def user(self, name: str, token: str) -> None:
-        """Somebody who may read and write everything under their name, with this token."""
+        """A user who may read and write everything under their name, with this token."""
         self.users[token] = name
 
     def rename(self, old: str, new: str) -> None:
-        """Everything asked of `old` is sent to `new`, as the Hub does after a rename."""
+        """Redirect `old` to `new`, as the Hub does after a rename."""
         if old in self.repos:
             repo = self.repos[new] = self.repos.pop(old)
             repo.id = new
@@ -159,7 +159,7 @@ class Hub:
         self.faults.append(Fault(where, how, times))
 
     def since(self, start: int = 0) -> list[str]:
-        """What was asked, as "METHOD /path", without the queries."""
+        """The requests, as "METHOD /path", without queries."""
         return [str(asked).split("?")[0] for asked in self.asked[start:]]
 
     # -- how the client sees it, of the fixture
@@ -202,7 +202,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 
 class _Refused(Exception):
-    """An answer that is no success, with the headers by which the client knows which."""
+    """An error response, with the headers that identify it to the client."""
 
     def __init__(self, status: int, code: str = "", message: str = "") -> None:
         self.status = status
@@ -252,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         if url.path == "/api/whoami-v2":
-            self.json({"type": "user", "name": self.somebody(), "orgs": []}, fault)
+            self.json({"type": "user", "name": self.current_user(), "orgs": []}, fault)
         elif url.path == "/api/repos/create":
             self.create(json.loads(body), fault)
         elif url.path == "/api/validate-yaml":
@@ -272,13 +272,13 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.readable(name)
         what, revision = rest[:2] if len(rest) > 1 else ("revision", "main")
         if what == "preupload":
-            self.mine(name)
+            self.require_owner(name)
             asked = [one["path"] for one in json.loads(body)["files"]]
             known = {file: oid(data) for file, data in repo.files.items()}
             self.json({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False,
                                   "oid": known.get(path)} for path in asked]}, fault)  # fmt: skip
         elif what == "commit":
-            self.mine(name)
+            self.require_owner(name)
             self.json(self.commit(repo, body), fault)
         elif what == "revision":
             self.json(self.info(repo, self.commit_of(repo, revision)), fault)
@@ -287,15 +287,15 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             raise _Refused(404, message="no such endpoint")
 
-    # -- who asks
+    # -- authentication
 
-    def somebody(self) -> str:
+    def current_user(self) -> str:
         if self.asked.token not in self.hub.users:
             raise _Refused(401, message="Invalid user token." if self.asked.token else "Unauthorized")
         return self.hub.users[self.asked.token]
 
-    def mine(self, name: str) -> None:
-        if self.somebody() != name.partition("/")[0]:
+    def require_owner(self, name: str) -> None:
+        if self.current_user() != name.partition("/")[0]:
             raise _Refused(403, message="You don't have the rights to write there")
 
     def readable(self, name: str) -> Repo:
@@ -312,7 +312,7 @@ class _Handler(BaseHTTPRequestHandler):
         return commit
 
     def sent_on(self, name: str, prefix: str) -> bool:
-        """The answer to who asks for a repository under its old name."""
+        """The response to a request for a repository under its old name."""
         new = self.hub.moved.get(name)
         if new is None:
             return False
@@ -341,9 +341,9 @@ class _Handler(BaseHTTPRequestHandler):
         ]
 
     def create(self, asked: dict[str, Any], fault: str) -> None:
-        owner = asked.get("organization") or self.somebody()
+        owner = asked.get("organization") or self.current_user()
         name = f"{owner}/{asked['name']}"
-        self.mine(name)
+        self.require_owner(name)
         url = f"{self.hub.url}/{name}"
         if name in self.hub.repos:
             data = json.dumps({"error": "You already created this model repo", "url": url}).encode()
@@ -431,7 +431,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """An empty Hub; huggingface_hub asks it and nobody else, here and in processes that the test starts."""
+    """An empty Hub; huggingface_hub connects only to it, here and in processes that the test starts."""
     from huggingface_hub import constants
     from huggingface_hub.utils import close_session
 

@@ -46,7 +46,7 @@ def test_an_older_models_config_stands_in(hub):
     assert GenerationConfig.from_pretrained("ann/old") == GenerationConfig()
 
 
-def test_a_second_reading_asks_for_nothing_but_the_revision(hub):
+def test_a_second_read_requests_only_the_revision(hub):
     sha = hub.repo("ann/model", {NAME: '{"num_beams": 2}'}).head
     config = GenerationConfig.from_pretrained("ann/model")
     seen = len(hub.asked)
@@ -125,7 +125,7 @@ def test_the_documented_push(hub, tmp_path):
     assert GenerationConfig.from_pretrained("my_account/my_model", "other.json").top_k == 3
 
 
-def test_a_push_says_where_and_how(hub, tmp_path):
+def test_a_push_uses_its_options(hub, tmp_path):
     hub.user("ann", "hf_anns")
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "private-notes.txt").write_text("not to be pushed")

@@ -1,4 +1,4 @@
-"""The Hub's face: what is asked, what is cached, and everything that a server can do wrong."""
+"""The Hub client: its requests, its cache, and faults of a server."""
 
 import builtins
 import json
@@ -21,7 +21,7 @@ FILES = {"generate.py": "def generate(model): ...\n", "README.md": "# one\n", "b
 
 @pytest.fixture(autouse=True)
 def nothing_else_is_written(hub, tmp_path, monkeypatch):
-    """Whatever happens, only the cache grows, and nobody is asked anything on standard input."""
+    """In all cases only the cache grows, and nothing is read from standard input."""
     monkeypatch.chdir(tmp_path)
 
     def refused(*_args):

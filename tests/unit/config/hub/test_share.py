@@ -40,7 +40,7 @@ SHARED = {"generate.py", "other.py", "README.md", "requirements.txt", "tests/tes
 
 
 def fetched(repo: str) -> RecipeFiles:
-    """The recipe as somebody else gets it."""
+    """The recipe as another user gets it."""
     commit = face.resolve_commit(repo)
     return RecipeFiles.from_files(face.fetch_files(repo, commit.sha, select_files(commit.files, repo)), repo)
 

@@ -37,7 +37,7 @@ class Often(Constraint):
 
 
 class Words(Constraint):
-    """A phrase that forgets all at a token that breaks it off; `log` is every token read, in any copy."""
+    """A phrase that resets at a mismatch; `log` is every token read, in any copy."""
 
     def __init__(self, token_ids, log=None):
         self.token_ids, self.done = list(token_ids), 0

@@ -1,4 +1,4 @@
-"""What a text has met of some constraints, found by looking all of it through again."""
+"""The satisfied constraints of a text, by a search of the whole text."""
 
 from __future__ import annotations
 

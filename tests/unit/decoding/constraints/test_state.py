@@ -235,7 +235,7 @@ def test_lists_that_are_none_are_refused():
 
 @pytest.mark.parametrize("gap", [0, 2])
 def test_a_users_constraint_is_read_as_our_own(gap):
-    """`Words` forgets all at a break, so that phrases that begin but once are found as ours are."""
+    """`Words` resets at a break, so that phrases with a single start are found as by ours."""
     draw = random.Random(gap)
     for _ in range(300):
         phrases = []

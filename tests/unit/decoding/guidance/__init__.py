@@ -1,1 +1,1 @@
-"""Tests of what wraps models."""
+"""Tests of model wrappers."""

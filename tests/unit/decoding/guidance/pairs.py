@@ -84,8 +84,8 @@ def shifted(alpha: float) -> Formula:
 
 
 @torch.no_grad()
-def heard(models: Sequence[Any], sequence: Sequence[int], source: Tensor | None) -> list[Tensor]:
-    """What each model says after a sequence, read as a whole and without a cache [V]."""
+def logits_of(models: Sequence[Any], sequence: Sequence[int], source: Tensor | None) -> list[Tensor]:
+    """The logits of each model after a sequence [V], without a cache."""
     ids = torch.tensor([sequence])
     given = {"input_ids": ids} if source is None else {"input_ids": source[None], "decoder_input_ids": ids}
     return [model(**given, use_cache=False).logits[0, -1] for model in models]
@@ -104,7 +104,7 @@ def reference(
     """The new tokens of greedy search over a formula of several models' logits."""
     sequence = list(prompt)
     while len(sequence) < len(prompt) + count:
-        scores = formula(*heard(models, sequence, source)).float()[None]
+        scores = formula(*logits_of(models, sequence, source)).float()[None]
         for processor in processors:
             scores = processor(torch.tensor([sequence]), scores)
         sequence.append(int(scores.argmax()))

@@ -24,7 +24,7 @@ from tests.unit.decoding.guidance.pairs import (
     arch,
     case,
     contrasted,
-    heard,
+    logits_of,
     made,
     new_tokens,
     reference,
@@ -61,13 +61,13 @@ def test_greedy_with_processors_equals_the_reference():
 
 
 class Rescored(transformers.LogitsProcessor):
-    """For transformers' own beams: the log-probabilities of the whole, every model asked without a cache."""
+    """For transformers' own beams: the log-probabilities of the whole, every model run without a cache."""
 
     def __init__(self, models: Sequence[Any], formula: Formula) -> None:
         self._models, self._formula = models, formula
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        lines = [self._formula(*heard(self._models, line, None)) for line in input_ids.tolist()]
+        lines = [self._formula(*logits_of(self._models, line, None)) for line in input_ids.tolist()]
         return torch.stack(lines).log_softmax(-1).float()
 
 
@@ -152,7 +152,7 @@ def test_guidance_around_models_equals_the_reference():
         sequence: list[int] = []
         while len(sequence) < 10 and EOS not in sequence:
             given, without = (
-                formula(*heard(models, [*before, *sequence], None)).log_softmax(-1)
+                formula(*logits_of(models, [*before, *sequence], None)).log_softmax(-1)
                 for before in (text, text[-1:])
             )
             sequence.append(int((without + 1.7 * (given - without)).argmax()))
@@ -172,7 +172,7 @@ def test_contrastive_search_over_models():
     check_batch(whole, requests("llama", [GenerationConfig(**options)] * 4))
 
 
-def test_no_layer_speaks_for_several_models():
+def test_several_models_have_no_layers():
     _, whole, _, _ = case("proxy")
     with pytest.raises(ConfigError, match="dola_layers"):
         new_tokens(whole, prompts(arch("llama", 0), (4,), 32), "llama", dola_layers="low")

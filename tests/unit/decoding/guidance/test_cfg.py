@@ -25,7 +25,7 @@ SCALES = (1.5, 3.0, 0.0, -1.0, 0.5)
 def law(
     tiny: Tiny, prompt: Sequence[int], negative: Sequence[int] | None, new: Sequence[int], scale: float
 ) -> Tensor:
-    """What is said after a prompt and new tokens [V], by two forwards of all of it."""
+    """The scores after a prompt and new tokens [V], by two full forwards."""
     negative = prompt[-1:] if negative is None else negative
     given, without = (
         tiny.model(torch.tensor([[*one, *new]])).logits[0, -1].log_softmax(-1) for one in (prompt, negative)
@@ -88,7 +88,7 @@ def test_greedy(tiny, name, scale, given):
 
 
 def test_the_scale_and_the_negative_prompt_matter(tiny):
-    """What the tests above stand on."""
+    """Precondition of the tests above."""
     model, rows = tiny("llama"), rows_of(tiny("llama"))
     found = {
         str(call(model, rows, negatives(model) if given else None, guidance_scale=scale)[0])

@@ -1,4 +1,4 @@
-"""DoLa against a reference that reads the whole text again and asks every layer by itself."""
+"""DoLa against a reference that recomputes the whole text and every layer separately."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_greedy(tiny, name, layers):
 
 
 def test_the_farthest_layer_is_chosen_anew_at_every_place(tiny):
-    """What the tests above stand on: with two layers neither is always the one."""
+    """Precondition of the tests above: with two layers neither is always the one."""
     model = tiny("qwen2")
     row = rows_of(model)[0]
     both = greedy(model, row, [0, 1, 2])

@@ -1,4 +1,4 @@
-"""Several models behind one port: what is shown of them, what they refuse, what is left of them."""
+"""Several models as one: their outputs, their errors, and their cleanup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.multi_model import MultiModelCache
 from descant.kv_cache.recurrent_state import RecurrentStateCache
 from tests.support.tiny_models import prompts
-from tests.unit.decoding.guidance.pairs import EOS, PAD, VOCAB, arch, case, heard, made, requests
+from tests.unit.decoding.guidance.pairs import EOS, PAD, VOCAB, arch, case, logits_of, made, requests
 
 
 def test_sessions_of_one_object_do_not_meet():
@@ -65,7 +65,7 @@ def test_logits_are_the_first_models_and_scores_the_whole():
     )  # fmt: skip
     sequence = found.sequences[0].tolist()
     for at, (logits, scores) in enumerate(zip(found.logits, found.scores, strict=True)):
-        said = heard(models, sequence[: 6 + at], None)
+        said = logits_of(models, sequence[: 6 + at], None)
         torch.testing.assert_close(logits[0], said[0], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(scores[0], formula(*said).float(), atol=1e-3, rtol=1e-4)
     states = models[0](ids, output_hidden_states=True).hidden_states
@@ -79,7 +79,7 @@ def test_logits_are_those_of_a_network_however_deep():
     ids = torch.tensor(prompts(arch("llama", 0), (6,), 25))
     options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
     found = descant.generate(whole, input_ids=ids, **options).logits[0][0]
-    torch.testing.assert_close(found, heard(models[:1], ids[0].tolist(), None)[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, logits_of(models[:1], ids[0].tolist(), None)[0], atol=1e-4, rtol=1e-4)
 
 
 def test_attentions_of_the_encoder_are_the_first_models():
@@ -256,8 +256,8 @@ def test_wrong_values_are_refused(build, name):
 
 
 # ------------------------------------------------------------------------ the port
-class Said:
-    """A model behind the port that says what it is told to, and notes what it is asked."""
+class ScriptedModel:
+    """A model with given outputs that records its inputs."""
 
     network = None
     rank_group = None
@@ -298,7 +298,7 @@ def table() -> Rows:
 
 
 def test_rows_are_brought_to_each_models_device():
-    here, there = Said(torch.randn(1, 2, VOCAB)), Said(torch.randn(1, 2, VOCAB), "meta")
+    here, there = ScriptedModel(torch.randn(1, 2, VOCAB)), ScriptedModel(torch.randn(1, 2, VOCAB), "meta")
     whole = joint(here, there)
     drafts = torch.tensor([[7]])
     whole.forward(table(), Proposal(None, drafts, torch.tensor([1])), whole.new_cache())
@@ -307,7 +307,7 @@ def test_rows_are_brought_to_each_models_device():
 
 
 def test_the_answer_holds_the_first_models_own():
-    first, second = Said(torch.randn(1, 1, VOCAB)), Said(torch.randn(1, 1, VOCAB))
+    first, second = ScriptedModel(torch.randn(1, 1, VOCAB)), ScriptedModel(torch.randn(1, 1, VOCAB))
     whole = joint(first, second)
     answer = whole.forward(table(), Proposal(), whole.new_cache())
     assert answer.base_logits is first.logits
@@ -316,7 +316,7 @@ def test_the_answer_holds_the_first_models_own():
 
 
 def test_an_infinite_contrast_is_still_a_distribution():
-    first, second = Said(torch.zeros(1, 1, VOCAB)), Said(torch.zeros(1, 1, VOCAB))
+    first, second = ScriptedModel(torch.zeros(1, 1, VOCAB)), ScriptedModel(torch.zeros(1, 1, VOCAB))
     second.logits[..., 3] = -math.inf
     whole = joint(first, second)
     answer = whole.forward(table(), Proposal(), whole.new_cache()).logits[0, 0]
@@ -325,7 +325,7 @@ def test_an_infinite_contrast_is_still_a_distribution():
 
 
 def test_a_request_that_one_model_refuses_is_forgotten_by_all():
-    first, second = Said(torch.zeros(1)), Said(torch.zeros(1), fails=True)
+    first, second = ScriptedModel(torch.zeros(1)), ScriptedModel(torch.zeros(1), fails=True)
     with pytest.raises(RuntimeError, match="no room"):
         joint(first, second).add_requests([3, 4], {})
     assert first.opened == []

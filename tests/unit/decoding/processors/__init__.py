@@ -1,1 +1,1 @@
-"""Processors by hand: against the reference, against slow and obvious code, and given what is wrong."""
+"""Processors called by hand: against the reference, against simple code, and with invalid inputs."""

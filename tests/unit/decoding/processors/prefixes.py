@@ -1,4 +1,4 @@
-"""A function that says which tokens may follow; both sides of the reference's pipe make the same one."""
+"""A prefix function of allowed tokens; both sides of the reference's pipe build the same one."""
 
 from __future__ import annotations
 

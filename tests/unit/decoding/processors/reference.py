@@ -1,4 +1,4 @@
-"""Slow and obvious float64 versions of what processors do, and the cases they are tried on."""
+"""Simple float64 versions of the processors, and their test cases."""
 
 from __future__ import annotations
 

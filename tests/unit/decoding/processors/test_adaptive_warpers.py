@@ -160,7 +160,7 @@ def test_by_hand_every_call_starts_afresh():
     assert found[0, 1] == pytest.approx(5.0)
 
 
-def test_a_token_nobody_could_choose_leaves_the_state():
+def test_an_impossible_token_leaves_the_state_unchanged():
     before = torch.tensor([[0.0, -math.inf]])
     chosen = torch.tensor([1])
     here = Context.standalone(IDS, vars(MirostatLogitsWarper(2.0)))

@@ -29,7 +29,7 @@ VOCABULARY = 13
 ENDS = [0, 12]
 
 
-def drawn(seed, count=40, longest=5, vocabulary=VOCABULARY):
+def random_sequences(seed, count=40, longest=5, vocabulary=VOCABULARY):
     """Sequences of few kinds of tokens, so that they share prefixes, are prefixes and repeat."""
     rng = random.Random(seed)
     few = rng.choice((2, 4, vocabulary - 2))
@@ -48,7 +48,7 @@ def searched(sequences, ends, prefix):
 # ------------------------------------------------------------------- the trie
 @pytest.mark.parametrize("seed", range(40))
 def test_it_allows_what_a_search_finds(seed):
-    sequences = drawn(seed)
+    sequences = random_sequences(seed)
     trie = AllowedSequences(sequences, ENDS)
     for size in range(5):
         for prefix in product(range(5), repeat=size):
@@ -67,7 +67,7 @@ def test_it_allows_what_a_search_finds(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_lists_arrays_and_tensors_are_the_same(seed):
-    sequences = drawn(seed)
+    sequences = random_sequences(seed)
     wide = max(map(len, sequences)) + seed % 2
     padded = np.array([one + [-1] * (wide - len(one)) for one in sequences])
     closed = [[*one, 12] if at % 2 else one for at, one in enumerate(sequences)]
@@ -118,7 +118,7 @@ def test_it_is_called_only_where_the_prompt_is_known():
 
 
 def test_it_is_written_and_read(tmp_path):
-    trie = AllowedSequences(drawn(3), ENDS)
+    trie = AllowedSequences(random_sequences(3), ENDS)
     trie.save(tmp_path / "trie.safetensors")
     again = AllowedSequences.load(tmp_path / "trie.safetensors")
     through = pickle.loads(pickle.dumps(trie))
@@ -208,7 +208,7 @@ def expected(scores, tries, prefixes):
 @pytest.mark.parametrize("seed", range(30))
 def test_by_hand_it_leaves_what_is_allowed(seed):
     chance, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-    sequences = drawn(seed)
+    sequences = random_sequences(seed)
     trie = AllowedSequences(sequences, ENDS)
     for length in range(6):
         ids = torch.randint(0, 5, (9, 2 + length), generator=chance)
@@ -229,7 +229,7 @@ def test_a_token_that_no_sequence_has_leads_nowhere():
 
 
 def test_the_law_of_processors():
-    tries = [AllowedSequences(drawn(seed, 60, vocabulary=23), 0) for seed in (0, 1, 2)]
+    tries = [AllowedSequences(random_sequences(seed, 60, vocabulary=23), 0) for seed in (0, 1, 2)]
     every = AllowedSequences([[a, b] for a in range(1, 23) for b in range(1, 23)], 0)
     check_processor(
         AllowedSequencesLogitsProcessor.make_unbound(),
@@ -275,7 +275,7 @@ def brute(model, sequences, prompt):
 def test_beams_find_the_best_of_all_sequences(seed):
     """As many beams as there are prefixes make the search exact."""
     model = Chain.chance(VOCABULARY, seed, spread=2.0)
-    sequences = drawn(seed, count=14)
+    sequences = random_sequences(seed, count=14)
     trie = AllowedSequences(sequences, 0)
     count = len(trie)
     prompts = [[1], [2, 3, 4]]
@@ -303,7 +303,7 @@ def test_beams_find_the_best_of_all_sequences(seed):
 def test_every_row_of_a_mixed_session_stays_in_its_own_trie(method):
     """Rows with different tries, others without one, and some that come later."""
     model = Chain.chance(VOCABULARY, 5, spread=1.0)
-    tries = [AllowedSequences(drawn(seed, count=60), 0) for seed in (1, 2, 3)]
+    tries = [AllowedSequences(random_sequences(seed, count=60), 0) for seed in (1, 2, 3)]
     free = config_of(**method)
     wanted = [request([1 + at], trie, **method) for at, trie in enumerate(tries)]
     session = Session(model)
@@ -325,9 +325,9 @@ def test_every_row_of_a_mixed_session_stays_in_its_own_trie(method):
 
 @pytest.mark.parametrize("method", [{}, {"num_beams": 4}, {"do_sample": True, "seed": 3}])
 def test_brought_along_it_does_the_same(method):
-    """Made by hand it is told no prompt: the loop knows where each row's ends."""
+    """By hand it has no prompt length: the loop provides the prompt length of each row."""
     model = Chain.chance(VOCABULARY, 4)
-    trie = AllowedSequences(drawn(4, count=60), 0)
+    trie = AllowedSequences(random_sequences(4, count=60), 0)
     given = [AllowedSequencesLogitsProcessor(trie, 7)]
     found = []
     for both in (
@@ -344,7 +344,7 @@ def test_brought_along_it_does_the_same(method):
 
 
 def laws(seed):
-    tries = [AllowedSequences(drawn(seed + at, count=60), 0) for at in range(4)]
+    tries = [AllowedSequences(random_sequences(seed + at, count=60), 0) for at in range(4)]
     methods = [
         {},
         {"num_beams": 3},
@@ -370,10 +370,10 @@ def test_the_law_of_seeds():
 
 
 @pytest.mark.parametrize("users", [None, torch.tensor([0, 2])])
-def test_drafts_at_once_are_judged_as_one_by_one(users):
+def test_batched_drafts_equal_drafts_one_by_one(users):
     """Every line of every row, and rows without a trie left alone."""
     rng, chance = random.Random(1), torch.Generator().manual_seed(1)
-    sequences = drawn(2, count=80)
+    sequences = random_sequences(2, count=80)
     trie = AllowedSequences(sequences, ENDS)
     for _ in range(20):
         prefixes = [rng.choice(sequences)[: rng.randint(0, 2)] for _ in range(3)]

@@ -64,7 +64,7 @@ SAMPLERS = {
 
 
 class Endless:
-    """A stop that ends nobody."""
+    """A stop that ends no row."""
 
     def finish_reasons(self, rows, parents, tokens):
         return []
@@ -92,7 +92,7 @@ def rows_of(seeded):
     )
 
 
-def drawn(warper, seeded=True, bias=0.0):
+def token_counts(warper, seeded=True, bias=0.0):
     """How often each token is chosen after one step of the sampling loop."""
     rows = rows_of(seeded)
     scores = torch.tensor(LINE).expand(DRAWS, -1)
@@ -128,20 +128,20 @@ def p_value(counts, law):
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_draws_fit_the_law(name):
     warper, law = SAMPLERS[name]
-    assert p_value(drawn(warper), law()) > 0.001
+    assert p_value(token_counts(warper), law()) > 0.001
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_bias_of_two_percent_is_seen(name):
     warper, law = SAMPLERS[name]
-    assert p_value(drawn(warper, bias=0.02), law()) < 0.001
+    assert p_value(token_counts(warper, bias=0.02), law()) < 0.001
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.02])
 @pytest.mark.parametrize("name", ["top_p", "xtc sometimes"])
 def test_draws_from_the_stream_of_torch_fit_the_law(name, bias):
     warper, law = SAMPLERS[name]
-    fits = p_value(drawn(warper, seeded=False, bias=bias), law()) > 0.001
+    fits = p_value(token_counts(warper, seeded=False, bias=bias), law()) > 0.001
     assert fits == (bias == 0.0)
 
 
@@ -158,7 +158,7 @@ def test_chance_has_its_way_as_often_as_it_should():
 
 def test_a_token_that_should_be_gone_is_seen():
     """A sampler that keeps one token too many does not pass for the other."""
-    assert p_value(drawn(TopKLogitsWarper(5)), certain(reference.top_k(LINE, 4))) == 0.0
+    assert p_value(token_counts(TopKLogitsWarper(5)), certain(reference.top_k(LINE, 4))) == 0.0
 
 
 def test_every_law_cuts_something_and_leaves_a_choice():

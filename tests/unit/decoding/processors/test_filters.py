@@ -51,7 +51,9 @@ def test_top_p_of_few_tokens_gives_the_bits_of_top_p_of_all(size, tied):
         assert filters.above_threshold(scores, NEVER) is not None
         short = processor(line, scores)
         assert torch.equal(short, whole(scores, processor.tail_mass, 1 + seed % 4)), seed
-        many = torch.cat((scores, torch.randn(1, size)))  # a neighbour for which the short way does not pay
+        many = torch.cat(
+            (scores, torch.randn(1, size))
+        )  # another line for which the fast path does not apply
         assert filters.above_threshold(many, NEVER) is None
         beside = processor(torch.zeros(len(many), 1, dtype=torch.long), many)
         assert torch.equal(short, beside[:-1]), seed
@@ -91,7 +93,7 @@ def test_few_scores_sum_up_to_the_same_bits(size):
         assert torch.equal(whole[:, -part.shape[1] :], part)
 
 
-def test_spoilt_lines_do_not_disturb_their_neighbours():
+def test_invalid_lines_leave_the_others_unchanged():
     scores = thinned(1, 20_001, (40, 40, 40, 40), tied=False)
     line = torch.zeros(4, 1, dtype=torch.long)
     for processor in (TopPLogitsWarper(0.6), TopKLogitsWarper(9)):

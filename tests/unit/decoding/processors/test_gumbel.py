@@ -108,7 +108,7 @@ def test_lines_of_drafts_count_the_drafts_before_them():
 
 @pytest.mark.parametrize("kept", [1, 7, 80, 600, 3000])
 def test_every_way_to_the_winner_is_the_same(kept, monkeypatch):
-    """All tokens as a device is asked, those that may win, and those that are possible."""
+    """All tokens that a device evaluates, the candidates, and the possible ones."""
     torch.manual_seed(kept)
     scores = 3 * torch.randn(24, 3000)
     scores = scores.masked_fill(scores < scores.topk(kept).values[:, -1:], -INF)
@@ -124,7 +124,7 @@ def test_every_way_to_the_winner_is_the_same(kept, monkeypatch):
 
 
 @pytest.mark.parametrize("vocabulary", [8, ABOVE])
-def test_lines_in_which_nobody_can_win_stay_as_they_are(vocabulary):
+def test_lines_without_a_candidate_stay_unchanged(vocabulary):
     """The loop must see that there is no token, or no number."""
     scores = torch.randn(5, vocabulary)
     scores[0], scores[1], scores[2, 3], scores[3, 3] = -INF, torch.nan, torch.nan, INF
@@ -154,7 +154,7 @@ def test_a_context_is_new_tokens_only():
     for prompt in range(6):
         processor = GumbelWatermarkLogitsProcessor(3, 2, 0, prompt_length=prompt)
         assert torch.equal(processor(torch.tensor([text]), scores), scores) == (prompt > 3)
-    # What the prompt says hinders nothing; what was written does.
+    # Repetition of the prompt has no effect; repetition of new tokens has.
     again = torch.tensor([[4, 5, 1, 4, 5]])
     assert torch.equal(GumbelWatermarkLogitsProcessor(3, 2, 0)(again, scores), scores)
     marked = GumbelWatermarkLogitsProcessor(3, 2, 0, prompt_length=1)(again, scores)
@@ -178,7 +178,7 @@ def test_half_numbers_stay_half_numbers():
 
 
 # -------------------------------------------------------------------------- nonces
-def drawn(settings, dice, lengths=(9,)):
+def winners(settings, dice, lengths=(9,)):
     """The winners of the same context, for rows with those dice."""
     rng = random.Random(0)
     texts = [[*range(40, 40 + size), 1, 2] for size in lengths for _ in dice]
@@ -193,16 +193,16 @@ def drawn(settings, dice, lengths=(9,)):
 
 
 def test_every_sequence_draws_its_nonce_and_keeps_it():
-    given = [drawn(GumbelWatermarkingConfig(9, 2, nonce), [1])[0] for nonce in range(16)]
+    given = [winners(GumbelWatermarkingConfig(9, 2, nonce), [1])[0] for nonce in range(16)]
     assert len(set(given)) == 16
-    found = drawn(GumbelWatermarkingConfig(9, 2), range(400))
+    found = winners(GumbelWatermarkingConfig(9, 2), range(400))
     assert set(found) == set(given)
     counts = np.bincount([given.index(one) for one in found])
     assert counts.min() >= 8  # of 25 expected
     # At another place of the row it is the same.
-    assert drawn(GumbelWatermarkingConfig(9, 2), range(20), lengths=(9, 13))[:20] == found[:20]
-    assert drawn(GumbelWatermarkingConfig(9, 2), range(20), lengths=(9, 13))[20:] == found[:20]
-    assert set(drawn(GumbelWatermarkingConfig(9, 2, nonces=1), range(50))) == {given[0]}
+    assert winners(GumbelWatermarkingConfig(9, 2), range(20), lengths=(9, 13))[:20] == found[:20]
+    assert winners(GumbelWatermarkingConfig(9, 2), range(20), lengths=(9, 13))[20:] == found[:20]
+    assert set(winners(GumbelWatermarkingConfig(9, 2, nonces=1), range(50))) == {given[0]}
 
 
 def test_the_best_luck_is_a_nonce_too(monkeypatch):
@@ -211,7 +211,7 @@ def test_the_best_luck_is_a_nonce_too(monkeypatch):
         "descant.core.context.Context.uniform_per_sequence",
         lambda self, salt: torch.ones(len(self._length), 1),
     )
-    assert drawn(GumbelWatermarkingConfig(9, 2), [3]) == drawn(GumbelWatermarkingConfig(9, 2, 15), [3])
+    assert winners(GumbelWatermarkingConfig(9, 2), [3]) == winners(GumbelWatermarkingConfig(9, 2, 15), [3])
 
 
 def test_sequences_of_a_request_draw_apart():
@@ -235,7 +235,7 @@ def test_by_hand_a_nonce_is_drawn_once():
 
 
 # -------------------------------------------------------------------------- the law of processors, and errors
-def test_a_line_is_judged_by_itself():
+def test_lines_are_independent():
     marks = [
         {"watermark": GumbelWatermarkingConfig(9, 1, 4)},
         {"watermark": GumbelWatermarkingConfig(9, 2), "processor_seed": 7},

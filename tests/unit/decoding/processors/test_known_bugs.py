@@ -42,7 +42,7 @@ def test_a_list_of_biases_cannot_name_token_0(reference):
 
 
 def test_the_encoder_penalty_misses_most_beams(reference):
-    """Of two prompts with two beams each, only the first two lines are changed, the second by a stranger."""
+    """Of two prompts with two beams each, only the first two lines change, the second by another prompt."""
     sources = torch.tensor([[1], [2]])
     given = {"penalty": 0.5, "encoder_input_ids": sources}, [[0]] * 4, torch.ones(4, 4)
     wrong = theirs(reference, "EncoderRepetitionPenaltyLogitsProcessor", *given)
@@ -81,7 +81,7 @@ def test_an_end_grows_beyond_all_numbers(reference):
         assert right.softmax(-1).tolist() == [[0.0, 1.0, 0.0]]
 
 
-def test_a_line_with_nothing_left_fails_its_neighbours(reference):
+def test_a_line_with_nothing_left_fails_the_batch(reference):
     scores = torch.tensor([[0.0, -9.0], [NEVER, NEVER]])
     given = {"epsilon": 0.5}, [[0], [0]], scores
     with pytest.raises(ReferenceFailure, match="nan"):

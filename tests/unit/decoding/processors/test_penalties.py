@@ -63,7 +63,7 @@ def test_sources_of_different_length():
 
 
 def test_a_batch_of_sources_given_by_hand_follows_the_rows():
-    """Inside the loop lines come and go: each is told by its prompt's number."""
+    """In the loop the rows of a batch change: each is identified by its prompt's index."""
     processor = EncoderRepetitionPenaltyLogitsProcessor(0.5, torch.tensor([[0, 0], [1, 2]]))
     lines = context(random.Random(1), [[3]] * 3, [1] * 3, [{"prompt_index": batch} for batch in (1, 0, 1)])
     answer = BoundProcessor(processor).process(lines, torch.ones(3, 4))

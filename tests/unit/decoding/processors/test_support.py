@@ -96,7 +96,7 @@ def test_the_support_of_a_large_vocabulary(name):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_line_without_a_possible_token_disturbs_nobody(name):
+def test_a_line_without_a_possible_token_leaves_the_others_unchanged(name):
     rng = random.Random(f"neighbours of {name}")
     for vocabulary in (1, 2, 17, 64):
         value, least = torch.tensor(SAMPLERS[name][1](rng)).item(), rng.choice([1, 3])

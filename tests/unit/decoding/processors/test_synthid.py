@@ -28,7 +28,7 @@ def settings(**given):
     return SynthIDTextWatermarkingConfig(**known)
 
 
-def made(**given):
+def make_processor(**given):
     known = settings(**given)
     return SynthIDTextWatermarkLogitsProcessor(**known.to_dict(), device="cpu")
 
@@ -116,7 +116,7 @@ def test_the_law_of_processors():
     check_processor(
         SynthIDTextWatermarkLogitsProcessor.make_unbound(), [{"watermark": kind} for kind in KINDS]
     )
-    check_processor(made())
+    check_processor(make_processor())
 
 
 @pytest.mark.parametrize("size", [2**16, 1000])
@@ -147,7 +147,7 @@ def test_over_all_keys_the_law_is_what_it_was():
     keys = [(first, second) for first in range(table_size) for second in range(table_size)]
     laws = []
     for both in keys:
-        processor = made(keys=both, sampling_table_size=table_size)
+        processor = make_processor(keys=both, sampling_table_size=table_size)
         laws.append(processor(torch.tensor([[4, 1]]), line).softmax(1))
     assert torch.stack(laws).mean(0).numpy() == pytest.approx(line.softmax(1).numpy(), abs=1e-6)
     assert max(float((law - line.softmax(1)).abs().max()) for law in laws) > 0.1
@@ -156,21 +156,21 @@ def test_over_all_keys_the_law_is_what_it_was():
 def test_a_certain_token_stays_certain():
     line = torch.full((1, 30), -torch.inf)
     line[0, 3] = 1.0
-    answer = made()(torch.tensor([[1]]), line)
+    answer = make_processor()(torch.tensor([[1]]), line)
     assert answer[0, 3] == pytest.approx(0.0, abs=1e-6)
     assert (answer[0, [0, 29]] == LOWEST).all()
 
 
 @pytest.mark.parametrize("vocabulary", [30, 5000])
-def test_broken_lines_stay_broken_and_harm_nobody(vocabulary):
+def test_broken_lines_leave_the_others_unchanged(vocabulary):
     """A line without a possible token, or with no numbers, must not become one with even chances."""
     rng, scores = random.Random(6), torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(1))
     scores[1] = -torch.inf
-    processor, ids = made(), torch.tensor([[1], [2], [3], [4]])
+    processor, ids = make_processor(), torch.tensor([[1], [2], [3], [4]])
     whole = processor(ids, scores)
     assert not whole[1].max().isfinite()
     broken, at = spoil(rng, scores)
-    answer = made()(ids, broken)
+    answer = make_processor()(ids, broken)
     assert answer[at].isnan().any()
     rest = [line for line in range(4) if line not in (1, at)]
     assert torch.equal(answer[rest], whole[rest])
@@ -178,44 +178,44 @@ def test_broken_lines_stay_broken_and_harm_nobody(vocabulary):
 
 # ----------------------------------------------------------------------------------- by hand
 def test_by_hand_a_text_goes_on_while_it_grows_by_a_token():
-    processor, line = made(), torch.randn(1, 30, generator=torch.Generator().manual_seed(2))
+    processor, line = make_processor(), torch.randn(1, 30, generator=torch.Generator().manual_seed(2))
     ids = torch.tensor([[11, 12, 13]])
-    told = []
+    outputs = []
     for token in (5, 6, 7):
-        told.append(processor(ids, line))
+        outputs.append(processor(ids, line))
         ids = torch.cat((ids, torch.tensor([[token]])), 1)
     wanted = [slow([11, 12, 13, 5, 6, 7][: 3 + step], 3, line[0].tolist(), settings()) for step in range(3)]
-    assert all(same(found[0], line[0].tolist(), law) for found, law in zip(told, wanted, strict=True))
-    assert not torch.equal(told[0], told[1])
+    assert all(same(found[0], line[0].tolist(), law) for found, law in zip(outputs, wanted, strict=True))
+    assert not torch.equal(outputs[0], outputs[1])
 
     again = processor(torch.tensor([[11, 12, 13]]), line)  # shorter: another text
-    assert torch.equal(again, told[0])
+    assert torch.equal(again, outputs[0])
     other = processor(torch.tensor([[11, 12, 13, 5]] * 2), line.expand(2, -1))  # another batch
-    assert torch.equal(other, told[0].expand(2, -1))
+    assert torch.equal(other, outputs[0].expand(2, -1))
     processor(torch.tensor([[11, 12, 13]]), line)
     jumped = processor(torch.tensor([[11, 12, 13, 5, 6]]), line)
-    assert torch.equal(jumped, told[0])
+    assert torch.equal(jumped, outputs[0])
 
 
 def test_by_hand_and_in_the_loop_are_one():
     """A processor that was called by hand follows the rows like a fresh one."""
-    processor, ids = made(), torch.tensor([[3, 4, 5]])
+    processor, ids = make_processor(), torch.tensor([[3, 4, 5]])
     line = torch.randn(1, 30, generator=torch.Generator().manual_seed(2))
     processor(torch.tensor([[9, 9, 9, 9]]), line)
     given = Context.standalone(ids, {"watermark": settings(), "prompt_length": 1})
-    assert torch.equal(processor.process(given, line), made().process(given, line))
+    assert torch.equal(processor.process(given, line), make_processor().process(given, line))
 
 
 def test_half_precision():
     line = torch.randn(2, 40, generator=torch.Generator().manual_seed(2))
-    answer = made()(torch.tensor([[1], [2]]), line.bfloat16())
+    answer = make_processor()(torch.tensor([[1], [2]]), line.bfloat16())
     assert answer.dtype == torch.bfloat16
-    exact = made()(torch.tensor([[1], [2]]), line)
+    exact = make_processor()(torch.tensor([[1], [2]]), line)
     assert (answer.float().exp() - exact.exp()).abs().max() < 0.02
 
 
 def test_attributes_are_the_documented_ones():
-    processor = made(skip_first_ngram_calls=True, context_history_size=9)
+    processor = make_processor(skip_first_ngram_calls=True, context_history_size=9)
     assert (processor.ngram_len, processor.context_history_size) == (3, 9)
     assert processor.keys.tolist() == [91, -7, 2**40 + 5, 65_530]
     assert processor.skip_first_ngram_calls
@@ -224,9 +224,9 @@ def test_attributes_are_the_documented_ones():
     assert torch.equal(processor.sampling_table, get_tournament(settings()).sampling_table.long())
 
 
-def test_a_key_that_everybody_knows_is_warned_of():
+def test_a_public_key_is_warned_of():
     with pytest.warns(PublicKeyWarning, match="public"):
-        made(keys=(654, 400, 836))
+        make_processor(keys=(654, 400, 836))
 
 
 def test_keys_may_be_a_tensor():
@@ -237,12 +237,12 @@ def test_keys_may_be_a_tensor():
 # ------------------------------------------------------------------------------------ errors
 def test_wrong_arguments_are_refused():
     with pytest.raises(ConfigError, match="ngram_len"):
-        made(ngram_len=1)
+        make_processor(ngram_len=1)
     with pytest.raises(ConfigError, match="keys"):
-        made(keys=())
+        make_processor(keys=())
     with pytest.raises(ConfigError, match="sampling_table_size"):
-        made(sampling_table_size=0)
-    processor = made()
+        make_processor(sampling_table_size=0)
+    processor = make_processor()
     with pytest.raises(InputError, match="input_ids"):
         processor(torch.tensor([1, 2]), torch.zeros(1, 9))
     for ask in (processor.compute_g_values, processor.compute_context_repetition_mask):
@@ -273,7 +273,7 @@ def marked_rows(model, **given):
     return descant.generate(model.model, **config)
 
 
-def test_a_neighbour_changes_nothing(tiny):
+def test_another_row_changes_nothing(tiny):
     """Rows of a padded batch are marked as each would be alone."""
     model = tiny("llama")
     ids, mask = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
@@ -283,7 +283,7 @@ def test_a_neighbour_changes_nothing(tiny):
     assert both[0] != both[1]
 
 
-def test_guesses_ahead_leave_a_greedy_text_as_it_is(tiny):
+def test_drafts_ahead_leave_a_greedy_text_as_it_is(tiny):
     """Drafts that are taken back leave nothing in the history of contexts."""
     model = tiny("llama")
     for prompt in ([5, 6, 7, 5, 6, 7, 5, 6], [11, 12, 11, 12, 11], [40, 41, 42]):
@@ -297,14 +297,14 @@ def test_beams_are_scored_by_their_own_past(tiny):
     """The scores of the best beam are those of its tokens fed to the processor one by one."""
     model, ids = tiny("llama"), torch.tensor([[5, 6, 7]])
     out = marked_rows(model, input_ids=ids, num_beams=4, return_dict_in_generate=True, output_scores=True)
-    told = descant.compute_transition_scores(
+    outputs = descant.compute_transition_scores(
         model.model, out.sequences, out.scores, beam_indices=out.beam_indices
     )
     assert len(set(out.beam_indices[0].tolist())) > 1, "the best beam never changed its place"
-    processor = made()
+    processor = make_processor()
     for step in range(NEW):
         logits = model.model(out.sequences[:, : 3 + step]).logits[:, -1].detach().log_softmax(-1)
         logits[:, model.eos] = -torch.inf
         scores = processor(out.sequences[:, : 3 + step], logits)
         token = int(out.sequences[0, 3 + step])
-        assert float(told[0, step]) == pytest.approx(float(scores[0, token]), abs=2e-3)
+        assert float(outputs[0, step]) == pytest.approx(float(scores[0, token]), abs=2e-3)

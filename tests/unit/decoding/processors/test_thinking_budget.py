@@ -87,7 +87,7 @@ def test_lines_of_drafts_count_the_drafts_before_them():
             check(found[at], line, token)
 
 
-def written(processor, row, choices):
+def generate_row(processor, row, choices):
     """A row that goes on with the choices, but for what is forced."""
     row, forced = list(row), []
     for token in choices:
@@ -101,29 +101,29 @@ def written(processor, row, choices):
 
 def test_a_thought_is_closed_and_not_opened_again():
     processor = ThinkingBudgetLogitsProcessor(3, [7, 8, 7, 9], [5, 6])
-    row, forced = written(processor, [1, 5, 6], [1] * 12)
+    row, forced = generate_row(processor, [1, 5, 6], [1] * 12)
     assert row == [1, 5, 6, 1, 1, 1, 7, 8, 7, 9, 1, 1, 1, 1, 1]
     assert forced == [7, 8, 7, 9]
     # It had begun to close by itself: only the rest is forced.
-    row, forced = written(processor, [1, 5, 6], [1, 7, 8, 1, 1, 1])
+    row, forced = generate_row(processor, [1, 5, 6], [1, 7, 8, 1, 1, 1])
     assert (row[3:], forced) == ([1, 7, 8, 7, 9, 1], [7, 9])
-    row, forced = written(processor, [5, 6], [7, 8, 7, 8, 1, 1, 1])
+    row, forced = generate_row(processor, [5, 6], [7, 8, 7, 8, 1, 1, 1])
     assert (row[2:], forced) == ([7, 8, 7, 9, 1, 1, 1], [9])
     # What it ends with may be the beginning of the end twice over: of 7 8 7 8, the last 7 8 count.
-    row, forced = written(
+    row, forced = generate_row(
         ThinkingBudgetLogitsProcessor(4, [7, 8, 7, 9], [5, 6]), [5, 6], [7, 8, 7, 8, 1, 1, 1]
     )
     assert (row[2:], forced) == ([7, 8, 7, 8, 7, 9, 1], [7, 9])
     # Closed in time: nothing is forced. A second thought has a budget of its own.
-    row, forced = written(processor, [5, 6, 7, 8, 7, 9], [1, 1, 1, 1, 5, 6, 1, 1, 1, 1, 1, 1, 1])
+    row, forced = generate_row(processor, [5, 6, 7, 8, 7, 9], [1, 1, 1, 1, 5, 6, 1, 1, 1, 1, 1, 1, 1])
     assert (row[12:], forced) == ([1, 1, 1, 7, 8, 7, 9], [7, 8, 7, 9])
 
 
 def test_without_a_start_everything_generated_is_thought():
     processor = ThinkingBudgetLogitsProcessor(2, 9, prompt_length=3)
-    row, forced = written(processor, [9, 9, 9], [1] * 5)
+    row, forced = generate_row(processor, [9, 9, 9], [1] * 5)
     assert (row[3:], forced) == ([1, 1, 9, 1, 1], [9])
-    assert written(ThinkingBudgetLogitsProcessor(0, 9), [], [1, 1, 1]) == ([9, 1, 1], [9])
+    assert generate_row(ThinkingBudgetLogitsProcessor(0, 9), [], [1, 1, 1]) == ([9, 1, 1], [9])
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_by_hand_what_does_not_agree_is_ruled_out():
     assert left(" universe") == left(" un", "ivers") == set(TEXTS)
 
 
-def test_by_hand_it_wants_a_tail():
+def test_by_hand_it_needs_a_suffix():
     with pytest.raises(
         InputError,
         match=r"`healed_suffix` must be a HealedSuffix, got b'x': create it with HealedSuffix\.from_prompt",
@@ -68,7 +68,7 @@ def test_by_hand_it_wants_a_tail():
         HealingLogitsProcessor(b"x", 1)
 
 
-def test_each_line_is_judged_by_itself():
+def test_lines_are_independent():
     tails = [HealedSuffix.from_prompt(tokenizer(), prompt) for prompt in PROMPTS]
     check_processor(
         HealingLogitsProcessor.make_unbound(), [{"healed_suffix": tail} for tail in tails], len(TEXTS)
@@ -96,7 +96,7 @@ def test_a_batch_equals_its_rows(tiny, method):
 
 
 def test_it_equals_a_model_asked_with_the_mask(tiny):
-    # The reference: the shortened prompt, and a processor of the user's own that knows what is allowed.
+    # The reference: the shortened prompt, and a custom processor with the allowed tokens.
     model = tiny("llama").model
     for prompt in PROMPTS:
         tail = HealedSuffix.from_prompt(tokenizer(), prompt)

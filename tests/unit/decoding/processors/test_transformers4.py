@@ -20,12 +20,12 @@ KEEPS_SOME = {"TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper"}
 
 
 def ours(name: str, given: Case) -> Tensor:
-    return _made(name, dict(given.arguments))(given.input_ids, given.scores)
+    return _make_processor(name, dict(given.arguments))(given.input_ids, given.scores)
 
 
-def _made(name: str, arguments: dict[str, Any]) -> Any:
+def _make_processor(name: str, arguments: dict[str, Any]) -> Any:
     if name == "LogitsProcessorList":
-        return processors.LogitsProcessorList(_made(*one) for one in arguments["members"])
+        return processors.LogitsProcessorList(_make_processor(*one) for one in arguments["members"])
     if "generate_config" in arguments:
         fields = {"forced_decoder_ids": None, "bos_token_id": None, **arguments["generate_config"]}
         arguments["generate_config"] = type("Config", (), fields)
@@ -62,11 +62,13 @@ def test_the_same_scores(name: str, reference: ReferenceClient) -> None:
         if differ(name, given, mine, theirs):
             wrong.append(seed)
         still += theirs.shape == given.scores.shape and torch.equal(theirs, given.scores)
-    assert not wrong, f"{len(wrong)} cases, such as {wrong[0]}: {_shown(name, wrong[0], answers[wrong[0]])}"
+    assert not wrong, (
+        f"{len(wrong)} cases, such as {wrong[0]}: {_describe(name, wrong[0], answers[wrong[0]])}"
+    )
     assert still < 0.7 * CASES, "most cases leave the scores as they are and show nothing"
 
 
-def _shown(name: str, seed: int, theirs: Tensor) -> str:
+def _describe(name: str, seed: int, theirs: Tensor) -> str:
     given = case(name, seed)
     return f"{given}\nours:   {ours(name, given)}\ntheirs: {theirs}"
 

@@ -31,7 +31,7 @@ def h_params(rng):
 
 
 def xtc_params(rng):
-    # By a choice of probabilities at which chance has no say.
+    # With probabilities for which the result is deterministic.
     return {"xtc_probability": rng.choice([0.0, 1.0]), "xtc_threshold": rng.choice([0.0, 0.1, rng.random()])}
 
 
@@ -136,7 +136,7 @@ def test_top_h_prefers_lower_ids_among_ties():
 
 
 def test_top_h_is_that_of_transformers():
-    """Theirs looks at 100 tokens, so the vocabulary is no larger; and it knows nothing of -inf."""
+    """Theirs looks at 100 tokens, so the vocabulary is no larger; and it does not handle -inf."""
     generator = torch.Generator().manual_seed(3)
     for share in (0.1, 0.4, 0.7, 0.95):
         scores = torch.randn(500, 90, generator=generator) * 3
@@ -159,7 +159,7 @@ def test_xtc_happens_as_often_as_it_should():
 
 
 def test_xtc_asks_the_row_not_the_batch():
-    """In the loop the same row at the same place has the same luck, whoever else is there."""
+    """In the loop the same row at the same position has the same draws in any batch."""
     rng = random.Random(1)
     params = [
         {"xtc_probability": 0.5, "xtc_threshold": 0.1, "min_tokens_to_keep": 1, "processor_seed": seed}

@@ -1,4 +1,4 @@
-"""Drafters driven by hand: tiny models, tables, and schedules of what may become of rows."""
+"""Drafters run by hand: tiny models, tables, and schedules of row operations."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def greedy(model: Any, sequence: Sequence[int], count: int, source: Tensor | Non
 
 @dataclass
 class Line:
-    """A row as the test knows it."""
+    """The expected state of a row."""
 
     tokens: list[int]
     request: int
@@ -149,7 +149,7 @@ def tried(proposal: Proposal, count: int) -> list[list[int]]:
 
 
 def copied(found: Proposal, rows: Rows, most: Tensor) -> list[list[int]]:
-    """What a look-up tries for each row, after the promises of a proposal have been looked at."""
+    """The drafts of a lookup for each row, after checks of the proposal."""
     assert found.parents is None
     assert found.draft_probs is None
     if found.drafts is None:
@@ -163,7 +163,7 @@ def copied(found: Proposal, rows: Rows, most: Tensor) -> list[list[int]]:
 
 
 class Course:
-    """Rows that keep some drafts and a token more, and then move, fork, leave and come by chance."""
+    """Rows that keep some drafts and one more token, and then move, fork, leave and join at random."""
 
     def __init__(self, seed: int, longest: int = 9, vocab: int = VOCAB) -> None:
         self.rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What has become of guesses, and how many to make next."""
+"""Acceptance statistics and the next draft length."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def ints(*values):
     return np.array(values)
 
 
-def test_guesses_are_counted_by_row_and_place():
+def test_drafts_are_counted_by_row_and_place():
     tally = many(3).after_step(ints(0, 1, 2), ints(3, 0, 1), ints(2, 0, 1))
     tally = tally.after_step(ints(0, 1, 2), ints(1, 2, 0), ints(0, 2, 0))
     assert tally.num_drafted.tolist() == [[2, 1, 1], [1, 1, 0], [1, 0, 0]]
@@ -44,7 +44,7 @@ def test_a_tally_follows_its_row():
     assert AcceptanceStats.new().cat(moved).num_accepted.shape == (4, 3)
 
 
-def test_a_rate_follows_what_was_right_and_forgets():
+def test_a_rate_is_a_decaying_average():
     tally = many(2)
     for _ in range(20):
         tally = tally.after_step(ints(0, 1), ints(4, 4), ints(4, 0))
@@ -57,7 +57,7 @@ def test_a_rate_follows_what_was_right_and_forgets():
     assert still.acceptance_rate.tolist() == tally.acceptance_rate.tolist()
 
 
-def test_a_guess_that_was_passed_over_is_judged_all_the_same():
+def test_an_unused_draft_is_scored_all_the_same():
     tally = many(3)
     heard = tally.after_untried(np.array([True, False, True]), np.array([True, True, False]))
     assert heard.acceptance_rate[0] > tally.acceptance_rate[0] > heard.acceptance_rate[1]
@@ -72,7 +72,7 @@ def timed(pace, times):
     return pace
 
 
-def test_what_a_step_takes_is_measured_before_anything_is_guessed():
+def test_what_a_step_takes_is_measured_before_anything_is_drafted():
     pace = DraftLengthController()
     assert pace.choose_length(np.array([0.9]), ints(5), is_model_free=True, use_timings=True) == 0
     assert pace.choose_length(np.array([0.9]), ints(5), is_model_free=True, use_timings=False) > 0
@@ -123,7 +123,7 @@ def test_a_width_is_given_a_second_chance_and_no_third():
     assert pace.choose_length(np.array([0.5]), ints(1), is_model_free=True, use_timings=True) == 1
 
 
-def test_what_a_network_takes_for_a_guess_counts():
+def test_what_a_network_takes_for_a_draft_counts():
     rate, most = np.array([0.6]), ints(4)
     dear, fair = (
         timed(DraftLengthController(), {1: 1.0, 2: 1.1}),
@@ -138,7 +138,7 @@ def test_what_a_network_takes_for_a_guess_counts():
     ]  # a trial, then none
 
 
-def test_a_network_that_is_never_right_is_asked_ever_more_seldom():
+def test_a_drafter_that_is_never_accepted_runs_less_and_less():
     pace = timed(DraftLengthController(), {1: 1.0, 2: 1.1})
     pace.record_draft(1, 0.5)
     asked = [
@@ -151,7 +151,7 @@ def test_a_network_that_is_never_right_is_asked_ever_more_seldom():
     assert pace.choose_length(np.array([0.99]), ints(4), is_model_free=False, use_timings=True) == 4
 
 
-def test_what_a_step_takes_without_guesses_is_measured_again_now_and_then():
+def test_what_a_step_takes_without_drafts_is_measured_again_now_and_then():
     pace = timed(DraftLengthController(), {1: 1.0, 2: 1.05})
     widths = []
     for _ in range(200):

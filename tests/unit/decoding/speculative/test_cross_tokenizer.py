@@ -1,4 +1,4 @@
-"""Guesses of a model with another tokenizer are what decoding and encoding everything would give."""
+"""Drafts of a model with another tokenizer equal those of decoding and encoding everything."""
 
 import random
 from collections import Counter
@@ -76,8 +76,8 @@ def rows_of(sequences, **params):
 AID = DraftContext(lambda rows, logits: logits, DenseStore())
 
 
-def asked(drafter, parents, sequences, most, aid=AID, **params):
-    """Commit and draft: the guesses of each row, and the proposal."""
+def commit_and_draft(drafter, parents, sequences, most, aid=AID, **params):
+    """Commit and draft: the drafts of each row, and the proposal."""
     rows = rows_of(sequences, **params)
     drafter.commit(torch.tensor(parents), rows.length)
     most = torch.tensor(most if isinstance(most, list) else [most] * len(sequences))
@@ -138,7 +138,7 @@ class Naive:
 
 @pytest.mark.parametrize("text", [STORY, FACT], ids=["story", "fact"])
 @pytest.mark.parametrize("pair", PAIRS, ids="<-".join)
-def test_guesses_are_those_of_encoding_everything_anew(pair, text, real, tokenizers):
+def test_drafts_are_those_of_encoding_everything_anew(pair, text, real, tokenizers):
     drafter = built(pair, real, tokenizers)
     target = tokenizers(pair[0])
     naive = Naive(target, tokenizers(pair[1]), real(pair[1]).model)
@@ -149,7 +149,7 @@ def test_guesses_are_those_of_encoding_everything_anew(pair, text, real, tokeniz
     at, parents, compared, tried = chance.randint(3, 12), [-1], 0, 0
     while at < min(len(whole), 60):
         most = chance.randint(1, 4)
-        (found,), _ = asked(drafter, parents, [whole[:at]], most)
+        (found,), _ = commit_and_draft(drafter, parents, [whole[:at]], most)
         wanted = naive.drafts(whole[:at], most)
         if wanted is not None:
             assert found == wanted, (at, target.decode(whole[:at][-8:]))
@@ -171,7 +171,7 @@ def test_rows_that_fork_leave_join_and_keep_part_of_what_was_tried(real, tokeniz
     seen = Counter()
     for step in range(20):
         most = [chance.choice([0, 1, 2, 4]) for _ in rows]
-        guesses, _ = asked(drafter, parents, rows, most)
+        guesses, _ = commit_and_draft(drafter, parents, rows, most)
         for row, found, limit in zip(rows, guesses, most, strict=True):
             wanted = naive.drafts(row, limit) if limit else []
             if wanted is not None:
@@ -201,7 +201,7 @@ def test_rows_that_fork_leave_join_and_keep_part_of_what_was_tried(real, tokeniz
     assert min(seen[what] for what in ("left", "partly", "forked", "joined")) >= 2, seen
 
 
-def test_rows_of_very_different_length_guess_as_they_do_alone(real, tokenizers):
+def test_rows_of_very_different_length_draft_as_they_do_alone(real, tokenizers):
     target = tokenizers("smollm2")
     whole = target(STORY)["input_ids"]
     rows = [whole, whole[:3], target("One day, ")["input_ids"][:2], whole[20:]]
@@ -210,9 +210,9 @@ def test_rows_of_very_different_length_guess_as_they_do_alone(real, tokenizers):
     parents = -1
     for _ in range(4):
         most = [4, 5, 2, 3]
-        found, _ = asked(together, [parents] * 4 if parents < 0 else [0, 1, 2, 3], rows, most)
+        found, _ = commit_and_draft(together, [parents] * 4 if parents < 0 else [0, 1, 2, 3], rows, most)
         for row, drafter, mine, limit in zip(rows, apart, found, most, strict=True):
-            assert mine == asked(drafter, [parents], [row], limit)[0][0]
+            assert mine == commit_and_draft(drafter, [parents], [row], limit)[0][0]
         assert any(found)
         rows = [[*row, *mine[:2], 284] for row, mine in zip(rows, found, strict=True)]
         parents = 0
@@ -228,14 +228,14 @@ def test_a_step_costs_the_window_and_not_the_length(real, tokenizers, monkeypatc
         monkeypatch.setattr(tongue, "encode", lambda text, e=encode: sizes.append(len(text)) or e(text))
     model = drafter._model
     at = len(whole) - 60
-    asked(drafter, [-1], [whole[:at]], 4)
+    commit_and_draft(drafter, [-1], [whole[:at]], 4)
     assert max(sizes) > 1000
     sizes.clear()
     fed = model.positions_fed
     steps = 0
     while at + 3 < len(whole):
         at, steps = at + 3, steps + 1
-        asked(drafter, [0], [whole[:at]], 4)
+        commit_and_draft(drafter, [0], [whole[:at]], 4)
     assert steps > 15
     assert max(sizes) < 150
     # Three new tokens, at most a few encoded otherwise than before, and four that were tried.
@@ -247,7 +247,7 @@ def test_what_was_tried_and_stands_is_not_fed_again(real, tokenizers):
     row, saved = tokenizers("smollm2")(STORY)["input_ids"][:20], 0
     for step in range(6):
         fed, before = drafter._model.positions_fed, len(row)
-        (found,), _ = asked(drafter, [0 if step else -1], [row], 1 if step % 2 else 4)
+        (found,), _ = commit_and_draft(drafter, [0 if step else -1], [row], 1 if step % 2 else 4)
         if step % 2:
             assert drafter._model.positions_fed - fed <= 2, before
             saved += 1
@@ -320,7 +320,7 @@ def test_an_assistant_without_bytes_waits_for_the_whole_character(tokenizers):
     whole = tokenizers("smollm2")("The stopper stopped at the end of the last station 日 at")["input_ids"]
     inside = 0
     for at in range(10, len(whole) + 1):
-        (found,), _ = asked(drafter, [0 if at > 10 else -1], [whole[:at]], 1)
+        (found,), _ = commit_and_draft(drafter, [0 if at > 10 else -1], [whole[:at]], 1)
         try:
             drafter._translator.target.decode_bytes(whole[:at]).decode()
             assert drafter._translator.target.decode_bytes(found) == b" end"
@@ -330,7 +330,7 @@ def test_an_assistant_without_bytes_waits_for_the_whole_character(tokenizers):
     assert inside
 
 
-# ------------------------------------------------------------------------ a model that says what it is told
+# ------------------------------------------------------------------------ a scripted model
 FACTS = ModelTraits(
     is_encoder_decoder=False,
     supports_position_ids=True,
@@ -384,7 +384,7 @@ def scripted(pair, tokenizers, say, kind=RetokenizingDrafter, facts=None, **opti
 
 
 def knowing(tongue, text):
-    """What an assistant says that knows how a text goes on: it spells the rest of it."""
+    """The output of an assistant with the right continuation, in its own tokens."""
     whole = text.encode()
 
     def say(tokens):
@@ -405,18 +405,18 @@ def knowing(tongue, text):
 
 @pytest.mark.parametrize("most", [1, 3, 8])
 @pytest.mark.parametrize("pair", [*PAIRS, ("minimind2-small", "stories15m")], ids="<-".join)
-def test_no_guess_breaks_a_character(pair, most, tokenizers):
+def test_no_draft_breaks_a_character(pair, most, tokenizers):
     target = ByteTokenizer(tokenizers(pair[0]))
     drafter, _ = scripted(pair, tokenizers, knowing(ByteTokenizer(tokenizers(pair[1])), FOREIGN))
     whole = tokenizers(pair[0])(FOREIGN)["input_ids"]
     text = FOREIGN.encode()
     inside = tried = 0
     for at in range(1, len(whole)):
-        (found,), _ = asked(drafter, [0 if at > 1 else -1], [whole[:at]], most)
+        (found,), _ = commit_and_draft(drafter, [0 if at > 1 else -1], [whole[:at]], most)
         end = [target.eos_token_id] if found[-1:] == [target.eos_token_id] else []
         so_far = [one for one in whole[:at] if one not in target.special_ids]
         said = target.decode_bytes(so_far + found[: len(found) - len(end)]).removeprefix(target.leading_space)
-        # The assistant is right, so that what it guesses is the text, whatever the target has cut.
+        # The assistant is right, so that what it drafts is the text, whatever the target has cut.
         assert text.startswith(said)
         assert not end or said == text
         decided = target.decode_bytes(so_far).removeprefix(target.leading_space)
@@ -439,7 +439,7 @@ def test_bytes_that_are_no_text_are_passed_over(tokenizers):
     drafter, model = scripted(pair, tokenizers, lambda tokens: goes_on)
     for size in range(1, len(words)):
         row = [words[0], stray, *words[:size]]
-        (found,), _ = asked(drafter, [0 if size > 1 else -1], [row], 2)
+        (found,), _ = commit_and_draft(drafter, [0 if size > 1 else -1], [row], 2)
         assert target.decode_bytes(found) == b" home home"
     text = tokenizers("stories15m").decode(model.seen[-1])
     assert "\ufffd" in text
@@ -455,7 +455,7 @@ def test_a_beginning_is_no_text_and_comes_once(tokenizers):
     for begun in ([], [smol.bos_token_id]):
         row = [*begun, *text[:20]]
         for step in range(8):
-            asked(drafter, [0 if step else -1], [row], 3)
+            commit_and_draft(drafter, [0 if step else -1], [row], 3)
             row = [*row, *text[20 + 2 * step : 22 + 2 * step]]
         for seen in model.seen:
             assert seen[0] == stories.bos_token_id
@@ -464,9 +464,9 @@ def test_a_beginning_is_no_text_and_comes_once(tokenizers):
     # One that puts no beginning by itself is given one where there is one.
     said = tokenizers("minimind2-small")(" dog")["input_ids"][0]
     drafter, model = scripted(PAIRS[1], tokenizers, lambda tokens: said)
-    asked(drafter, [-1], [stories("The dog")["input_ids"]], 1)
+    commit_and_draft(drafter, [-1], [stories("The dog")["input_ids"]], 1)
     bare = stories("The dog", add_special_tokens=False)["input_ids"]
-    asked(drafter, [-1], [bare], 1)
+    commit_and_draft(drafter, [-1], [bare], 1)
     mind = tokenizers("minimind2-small")
     assert model.seen == [
         [mind.bos_token_id, *mind("The dog")["input_ids"]],
@@ -479,11 +479,11 @@ def test_marks_of_a_chat_are_the_other_s_of_that_name_or_nothing(tokenizers):
     chat = "<|im_start|>user\nHi there!<|im_end|>\n<|im_start|>assistant\n"
     tokens = [*smol(chat)["input_ids"], smol.convert_tokens_to_ids("<file_sep>")]
     drafter, model = scripted(PAIRS[2], tokenizers, lambda seen: mind("Hello")["input_ids"][0])
-    (found,), _ = asked(drafter, [-1], [tokens], 1)
+    (found,), _ = commit_and_draft(drafter, [-1], [tokens], 1)
     assert model.seen == [mind(chat)["input_ids"]]
     assert smol.decode(found) == mind.decode(mind("Hello")["input_ids"][0])
     drafter, model = scripted(PAIRS[0], tokenizers, lambda seen: stories("Hello")["input_ids"][1])
-    (found,), _ = asked(drafter, [-1], [tokens], 1)
+    (found,), _ = commit_and_draft(drafter, [-1], [tokens], 1)
     begin, end = stories.bos_token_id, stories.eos_token_id
     parts = [
         stories(part, add_special_tokens=False)["input_ids"]
@@ -503,12 +503,12 @@ def test_an_end_is_the_target_s_end_and_nothing_follows(pair, tokenizers):
 
     drafter, model = scripted(pair, tokenizers, say)
     row = tokenizers(pair[0]).encode("A", add_special_tokens=False)
-    (found,), _ = asked(drafter, [-1], [row], 10)
+    (found,), _ = commit_and_draft(drafter, [-1], [row], 10)
     assert found[-1] == tokenizers(pair[0]).eos_token_id
     assert len(found) > 1
     assert found.count(found[-1]) == 1
     assert max(map(len, model.seen)) == 5
-    (found,), _ = asked(drafter, [0], [row], 1)
+    (found,), _ = commit_and_draft(drafter, [0], [row], 1)
     assert tokenizers(pair[0]).eos_token_id not in found
 
 
@@ -517,7 +517,7 @@ def test_no_end_follows_half_a_character(tokenizers):
     dog = assistant.encode("a dog", add_special_tokens=False)[-1]
     half = assistant.convert_tokens_to_ids("<0xE6>")
     drafter, model = scripted(PAIRS[0], tokenizers, lambda seen: [dog, half, 2][len(seen) - 2])
-    (found,), _ = asked(drafter, [-1], [tokenizers("smollm2")("A")["input_ids"]], 5)
+    (found,), _ = commit_and_draft(drafter, [-1], [tokenizers("smollm2")("A")["input_ids"]], 5)
     assert len(model.seen[-1]) == 4
     assert tokenizers("smollm2").decode(found) == " dog"
 
@@ -530,17 +530,17 @@ def test_without_an_end_an_end_only_stops(tokenizers):
     drafter, model = scripted(
         (bare, assistant), tokenizers, lambda seen: dog if len(seen) < 4 else assistant.eos_token_id
     )
-    (found,), _ = asked(drafter, [-1], [bare("A")["input_ids"]], 6)
+    (found,), _ = commit_and_draft(drafter, [-1], [bare("A")["input_ids"]], 6)
     assert bare.decode(found) == " dog dog"
-    # A tokenizer that knows of no ends at all.
+    # A tokenizer without end tokens.
     drafter, model = scripted(
         (bare.backend_tokenizer, assistant.backend_tokenizer),
         tokenizers,
         lambda seen: (dog, 2)[len(seen) > 3],
     )
-    (found,), _ = asked(drafter, [-1], [bare("A")["input_ids"]], 6)
+    (found,), _ = commit_and_draft(drafter, [-1], [bare("A")["input_ids"]], 6)
     assert bare.decode(found) == " dog dog"
-    # It is told to begin so by its tokenizer's own template.
+    # Its tokenizer's own template begins like this.
     assert model.seen[0][0] == assistant.bos_token_id
 
 
@@ -554,10 +554,10 @@ def test_rows_without_text(pair, tokenizers):
     )
     wanted = target("Once more", add_special_tokens=False)["input_ids"]
     rows = [[], [target.bos_token_id]]
-    found, _ = asked(drafter, [-1, -1], rows, len(ids))
+    found, _ = commit_and_draft(drafter, [-1, -1], rows, len(ids))
     assert [one[:2] for one in found] == [wanted[: len(ids)][:2]] * 2
     assert model.seen[:2] == [[assistant.bos_token_id]] * 2
-    found, _ = asked(drafter, [0], [[]], 0)
+    found, _ = commit_and_draft(drafter, [0], [[]], 0)
     assert found == [[]]
 
 
@@ -573,7 +573,7 @@ def test_rows_that_move_take_their_tokens_along(tokenizers):
             for at, old in enumerate(parents)
         ]
         model.seen.clear()
-        found, _ = asked(drafter, parents, rows, 2)
+        found, _ = commit_and_draft(drafter, parents, rows, 2)
         assert [smol.decode(one) for one in found] == [" dog dog"] * len(rows)
         assert model.seen[: len(rows)] == [stories(smol.decode(row))["input_ids"] for row in rows]
 
@@ -587,7 +587,7 @@ def test_embeddings_stay_with_the_target(tokenizers):
 
 # ------------------------------------------------------------------------ texts that come out otherwise
 def lowered(tokenizers):
-    """A tokenizer that knows no capitals."""
+    """A tokenizer without capital letters."""
     made = Tokenizer.from_str(tokenizers("minimind2-small").backend_tokenizer.to_str())
     made.normalizer = normalizers.Lowercase()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
@@ -601,7 +601,7 @@ def test_a_text_that_an_assistant_reads_otherwise_is_continued_all_the_same(toke
         "input_ids"
     ]
     for at in range(3, len(whole)):
-        (found,), _ = asked(drafter, [0 if at > 3 else -1], [whole[:at]], 1)
+        (found,), _ = commit_and_draft(drafter, [0 if at > 3 else -1], [whole[:at]], 1)
         said = tokenizers("smollm2").decode(whole[:at])
         assert model.seen[-1] == assistant(said)["input_ids"]
         assert tokenizers("smollm2").decode(found) == assistant.decode(again[:1])
@@ -613,7 +613,7 @@ def test_a_target_that_would_write_it_otherwise_tries_nothing(tokenizers):
     for said, count in ((dog, 1), (capital, 0)):
         drafter, _ = scripted((lowered(tokenizers), "stories15m"), tokenizers, lambda seen, said=said: said)
         row = tokenizers("minimind2-small")("the big")["input_ids"]
-        (found,), _ = asked(drafter, [-1], [row], 1)
+        (found,), _ = commit_and_draft(drafter, [-1], [row], 1)
         assert len(found) == count
 
 
@@ -622,7 +622,7 @@ def test_what_is_decided_is_not_cut_otherwise(tokenizers):
     row = smol("The dog was unbel")["input_ids"]
     rest = stories.encode("xievably", add_special_tokens=False)[-2:]
     drafter, _ = scripted(PAIRS[0], tokenizers, lambda seen: rest[0] if seen[-1] != rest[0] else rest[1])
-    (found,), _ = asked(drafter, [-1], [row], 2)
+    (found,), _ = commit_and_draft(drafter, [-1], [row], 2)
     whole = smol("The dog was unbel" + stories.decode(rest).strip())["input_ids"]
     target = ByteTokenizer(smol)
     ends = [len(target.decode_bytes(whole[:at])) for at in range(len(whole))]
@@ -635,25 +635,25 @@ def test_what_is_decided_is_not_cut_otherwise(tokenizers):
 def test_a_row_that_was_taken_back_is_read_again(real, tokenizers):
     drafter = built(PAIRS[0], real, tokenizers)
     whole = tokenizers("smollm2")(STORY)["input_ids"]
-    asked(drafter, [-1], [whole[:60]], 4)
+    commit_and_draft(drafter, [-1], [whole[:60]], 4)
     for row in (whole[:50], [*whole[:30], *whole[:30]], whole[:60]):
-        found = asked(drafter, [0], [row], 4)
-        assert found[0] == asked(built(PAIRS[0], real, tokenizers), [-1], [row], 4)[0]
+        found = commit_and_draft(drafter, [0], [row], 4)
+        assert found[0] == commit_and_draft(built(PAIRS[0], real, tokenizers), [-1], [row], 4)[0]
         assert found[0][0]
 
 
-def test_a_row_waits_while_nothing_is_asked_of_it(real, tokenizers):
+def test_a_row_without_drafts_is_not_run(real, tokenizers):
     drafter, other = built(PAIRS[0], real, tokenizers), built(PAIRS[0], real, tokenizers)
     whole = tokenizers("smollm2")(STORY)["input_ids"]
     first, second = whole[:20], whole[30:45]
-    asked(drafter, [-1, -1], [first, second], 4)
+    commit_and_draft(drafter, [-1, -1], [first, second], 4)
     for step in range(1, 7):
         most = [0, 0] if step in (2, 3) else [0, 4]
         rows = [whole[: 20 + 3 * step], whole[30 : 45 + 2 * step]]
-        found, _ = asked(drafter, [0, 1], rows, most)
+        found, _ = commit_and_draft(drafter, [0, 1], rows, most)
         assert found[0] == []
-    found, _ = asked(drafter, [1, 0], [rows[1], rows[0]], 4)
-    assert found == asked(other, [-1, -1], [rows[1], rows[0]], 4)[0]
+    found, _ = commit_and_draft(drafter, [1, 0], [rows[1], rows[0]], 4)
+    assert found == commit_and_draft(other, [-1, -1], [rows[1], rows[0]], 4)[0]
     assert all(found)
 
 
@@ -667,7 +667,7 @@ def test_an_assistant_stops_when_it_is_unsure(real, tokenizers):
     sure = [float(law[len(ids) - 1 + at].max()) for at in range(6)]
     for limit in (0.0, 0.3, 0.6, 0.9, 0.999):
         drafter = built(pair, real, tokenizers)
-        asked(drafter, [-1], [row], 6, assistant_confidence_threshold=limit)
+        commit_and_draft(drafter, [-1], [row], 6, assistant_confidence_threshold=limit)
         told = next((at + 1 for at, one in enumerate(sure) if one < limit), 6)
         assert drafter.forwards == told, limit
     assert min(sure) < 0.6
@@ -677,7 +677,7 @@ def test_a_row_beyond_the_assistant_s_positions_is_left_alone(tokenizers):
     dog = tokenizers("stories15m").encode("a dog", add_special_tokens=False)[-1]
     drafter, model = scripted(PAIRS[0], tokenizers, lambda seen: dog, facts={"max_positions": 12})
     whole = tokenizers("smollm2")(STORY)["input_ids"]
-    found, _ = asked(drafter, [-1, -1, -1], [whole[:40], whole[:4], whole[:9]], 6)
+    found, _ = commit_and_draft(drafter, [-1, -1, -1], [whole[:40], whole[:4], whole[:9]], 6)
     assert [len(one) for one in found] == [0, 6, 3]
     assert max(map(len, model.seen)) == 12
 
@@ -690,10 +690,12 @@ def test_tokens_that_the_target_s_model_lacks_are_not_tried(tokenizers):
     def say(seen):
         return words[min(len(seen) - 2, len(words) - 1)]
 
-    (whole,), _ = asked(scripted((more, "stories15m"), tokenizers, say)[0], [-1], [more("A")["input_ids"]], 9)
+    (whole,), _ = commit_and_draft(
+        scripted((more, "stories15m"), tokenizers, say)[0], [-1], [more("A")["input_ids"]], 9
+    )
     assert more.convert_tokens_to_ids(" dragonfruit") in whole
     drafter, _ = scripted((more, "stories15m"), tokenizers, say, vocabulary=49152)
-    assert asked(drafter, [-1], [more("A")["input_ids"]], 9)[0] == [whole[:1]]
+    assert commit_and_draft(drafter, [-1], [more("A")["input_ids"]], 9)[0] == [whole[:1]]
     assert more.decode(whole[:1]) == " big"
 
 
@@ -708,7 +710,7 @@ def test_encoders_that_read_tokens_are_refused():
 
 @pytest.mark.parametrize("most", [1, 3])
 @pytest.mark.parametrize("kind", ["rwkv", "mamba"])
-def test_an_assistant_that_cannot_forget_begins_again(kind, most, tokenizers):
+def test_an_assistant_without_rewind_starts_again(kind, most, tokenizers):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sizes = {"vocab_size": 6400, "hidden_size": 32, "num_hidden_layers": 2}
@@ -721,15 +723,15 @@ def test_an_assistant_that_cannot_forget_begins_again(kind, most, tokenizers):
     pair = tokenizers("stories15m"), tokenizers("minimind2-small")
     whole = pair[0](STORY)["input_ids"]
 
-    def made():
+    def make_drafter():
         model = as_model(network)
         return RetokenizingDrafter(model, new_cache(model.traits), *pair)
 
-    drafter, parents, tried = made(), [-1, -1], 0
+    drafter, parents, tried = make_drafter(), [-1, -1], 0
     for step in range(5):
         rows = [whole[: 9 + step], whole[3 : 30 + 3 * step]][:: (-1) ** step]
-        found, _ = asked(drafter, parents, rows, most)
-        assert found == asked(made(), [-1, -1], rows, most)[0]
+        found, _ = commit_and_draft(drafter, parents, rows, most)
+        assert found == commit_and_draft(make_drafter(), [-1, -1], rows, most)[0]
         tried += sum(map(len, found))
         parents = [1, 0]
     assert tried > most
@@ -762,7 +764,7 @@ def test_a_law_is_the_assistant_s_of_the_tokens_that_both_have(pair, real, token
     naive.begun = [1] if pair[1] == "minimind2-small" else []
     row = tokenizers(pair[0])(STORY)["input_ids"][:30]
     row = row if row[0] == 1 or not naive.begun else [1, *row]
-    (found,), proposal = asked(drafter, [-1], [row], 3, do_sample=1)
+    (found,), proposal = commit_and_draft(drafter, [-1], [row], 3, do_sample=1)
     assert len(found) == 3 == proposal.draft_probs.shape[1]
     ids, _ = naive.continued(tokenizers(pair[0]).decode(row, skip_special_tokens=True), 0)
     by_bytes = {text: at for at, text in enumerate(theirs) if both.get(text) == 1}
@@ -789,7 +791,7 @@ def test_a_law_is_the_assistant_s_of_the_tokens_that_both_have(pair, real, token
         ids = [*ids, by_bytes[mine[token]]]
 
 
-def test_tokens_are_drawn_by_the_law_that_is_told(real, tokenizers):
+def test_tokens_are_drawn_from_the_reported_distribution(real, tokenizers):
     count, rounds, width, size = 48, 20, 3, 6400
     drafter = crossed(("minimind2-small", "stories15m"), real, tokenizers, count)
     row = tokenizers("minimind2-small")("One day, she saw a big")["input_ids"]
@@ -798,7 +800,7 @@ def test_tokens_are_drawn_by_the_law_that_is_told(real, tokenizers):
     seen, told, spread = (torch.zeros(width, size, dtype=torch.double) for _ in range(3))
     for step in range(rounds):
         parents = [0 if step else -1] * count
-        _, proposal = asked(drafter, parents, [row] * count, width, aid=aid, do_sample=1)
+        _, proposal = commit_and_draft(drafter, parents, [row] * count, width, aid=aid, do_sample=1)
         for place in range(width):
             there = proposal.num_drafts > place
             law = proposal.draft_probs[there, place].double()
@@ -816,34 +818,34 @@ def test_tokens_are_drawn_by_the_law_that_is_told(real, tokenizers):
 def test_seeds_greed_and_neighbours(real, tokenizers):
     rows = [tokenizers("smollm2")(STORY)["input_ids"][:size] for size in (24, 24, 9, 15)]
 
-    def guessed(do_sample, seed, which=range(4)):
+    def drafts_of(do_sample, seed, which=range(4)):
         which = list(which)
         drafter = crossed(PAIRS[0], real, tokenizers, len(which))
         given = {"do_sample": [do_sample[at] for at in which], "seed": [seed[at] for at in which]}
-        return asked(drafter, [-1] * len(which), [rows[at] for at in which], 3, **given)
+        return commit_and_draft(drafter, [-1] * len(which), [rows[at] for at in which], 3, **given)
 
     torch.manual_seed(0)
-    mixed, proposal = guessed([0, 1, 1, 0], [-1, 7, -1, -1])
+    mixed, proposal = drafts_of([0, 1, 1, 0], [-1, 7, -1, -1])
     assert proposal.draft_probs.shape == (4, 3, 49152)
     assert proposal.draft_probs.double().sum(-1)[2].tolist() == pytest.approx([1.0] * 3, abs=1e-4)
-    found, proposal = guessed([0, 1, 1, 0], [-1, 7, 8, -1])
+    found, proposal = drafts_of([0, 1, 1, 0], [-1, 7, 8, -1])
     assert proposal.draft_probs is None
     assert [found[at] for at in (0, 1, 3)] == [mixed[at] for at in (0, 1, 3)]
     for at in range(4):
-        alone, proposal = guessed([0, 1, 1, 0], [-1, 7, 8, -1], [at])
+        alone, proposal = drafts_of([0, 1, 1, 0], [-1, 7, 8, -1], [at])
         assert alone == [found[at]]
         assert proposal.draft_probs is None
     assert found[0] != found[1]
-    # A seed's guess is what its noise at that place makes of the law.
+    # A seed's draft is what its noise at that place makes of the law.
     drafter = crossed(PAIRS[0], real, tokenizers, 1)
-    _, told = asked(drafter, [-1], [rows[1]], 1, do_sample=1)
+    _, told = commit_and_draft(drafter, [-1], [rows[1]], 1, do_sample=1)
     at_place = SamplingNoise().draw(rows_of([rows[1]], do_sample=1, seed=7), 49152)
     assert int((told.draft_probs[0, 0] / at_place[0]).argmax()) == found[1][0]
 
 
-def test_processors_have_their_say(real, tokenizers):
+def test_processors_apply(real, tokenizers):
     row = tokenizers("smollm2")(STORY)["input_ids"][:24]
-    (free,), _ = asked(crossed(PAIRS[0], real, tokenizers), [-1], [row], 3)
+    (free,), _ = commit_and_draft(crossed(PAIRS[0], real, tokenizers), [-1], [row], 3)
     lengths = []
 
     def ban(rows, logits):
@@ -851,7 +853,7 @@ def test_processors_have_their_say(real, tokenizers):
         assert rows.tokens[0, : len(row)].tolist() == row
         return logits.index_fill(1, torch.tensor(free[:1]), -torch.inf)
 
-    (found,), _ = asked(
+    (found,), _ = commit_and_draft(
         crossed(PAIRS[0], real, tokenizers), [-1], [row], 3, aid=DraftContext(ban, DenseStore())
     )
     assert free[0] not in found
@@ -866,7 +868,9 @@ def test_processors_have_their_say(real, tokenizers):
         return torch.full_like(logits, -torch.inf).index_fill(1, torch.tensor([foreign]), 0.0)
 
     drafter = crossed(PAIRS[0], real, tokenizers)
-    found, proposal = asked(drafter, [-1], [row], 3, aid=DraftContext(force, DenseStore()), do_sample=1)
+    found, proposal = commit_and_draft(
+        drafter, [-1], [row], 3, aid=DraftContext(force, DenseStore()), do_sample=1
+    )
     assert found == [[foreign]]
     assert float(proposal.draft_probs[0, 0, foreign]) == 1.0
     assert drafter.forwards == 1
@@ -886,7 +890,7 @@ def test_common_tokens_continue_a_character_that_has_begun(pair, tokenizers):
     )
     whole, text, tried = tokenizers(pair[0])(FOREIGN)["input_ids"], FOREIGN.encode(), 0
     for at in range(1, len(whole)):
-        (found,), _ = asked(drafter, [0 if at > 1 else -1], [whole[:at]], 1)
+        (found,), _ = commit_and_draft(drafter, [0 if at > 1 else -1], [whole[:at]], 1)
         if found and drafter._assistant_by_target[found[0]] >= 0 and found[0] not in target.special_ids:
             so_far = [one for one in whole[:at] if one not in target.special_ids]
             said = target.decode_bytes([*so_far, *found]).removeprefix(target.leading_space)

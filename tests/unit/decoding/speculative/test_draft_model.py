@@ -1,4 +1,4 @@
-"""A draft model's guesses are its own: what it would say alone, whatever became of the rows."""
+"""Drafts of a draft model equal its output alone, after any row operations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_drafts_are_what_the_draft_model_says_alone(name: str, seed: int):
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
-def test_a_rollback_past_the_edge_of_a_window_forgets_only_what_was_not_accepted(name: str):
+def test_a_rollback_past_the_edge_of_a_window_drops_only_rejected_tokens(name: str):
     model = network(name, 3)
     drafter, line = assistant(model), Line([5, 6, 7, 8, 9, 10, 11, 12], 0)
     for accepted in (0, 0, 7, 1, 0):  # seven tokens are longer than the window of five
@@ -92,7 +92,7 @@ def test_a_token_is_read_once(name: str):
         for line, tokens in zip(lines, found, strict=True):
             line.tokens += [*tokens[:accepted], 4]
     # Two rows: four tokens of prompt and two drafts; then the new token and two drafts; where all were
-    # accepted the last of them as well, which nobody had to read before.
+    # accepted the last of them as well, which was not fed before.
     assert fed == [2 * 6, 2 * 9, 2 * 13, 2 * 16, 2 * 19]
     assert drafter.forwards == own.forwards
 
@@ -123,7 +123,7 @@ def test_a_row_that_takes_tokens_back_is_read_again():
         assert tried(draft(drafter, [line], 2), 1) == [greedy(model, line.tokens, 2)]
 
 
-def test_no_row_wants_anything():
+def test_no_row_drafts():
     drafter = assistant(network("llama", 3))
     assert draft(drafter, [Line([5], 0)], 0) == Proposal()
     assert drafter.forwards == 0
@@ -323,7 +323,7 @@ def test_rows_longer_than_its_table_of_positions_propose_nothing(name: str):
     assert [len(one) for one in tried(draft(drafter, lines, 3), len(lines))] == [3, 1, 0, 0, 0]
 
 
-def test_a_prompt_of_embeddings_is_guessed_from_the_tokens_there_are():
+def test_a_prompt_of_embeddings_is_drafted_from_the_tokens_there_are():
     model = network("llama", 3)
     drafter = assistant(model)
     drafter.add_requests([0, 1], {"inputs_embeds": [torch.zeros(4, 8), torch.zeros(4, 8)]})
@@ -361,7 +361,7 @@ def test_a_draft_model_with_an_encoder_reads_what_the_target_reads(name: str):
             del sources[request]
 
 
-def test_an_encoder_of_another_width_cannot_read_what_the_targets_encoder_said():
+def test_an_encoder_of_another_width_cannot_use_the_targets_encoder_output():
     model = network("t5", 3)
     drafter = assistant(model)
     ids = torch.tensor([5, 6, 7])

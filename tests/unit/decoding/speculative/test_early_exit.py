@@ -1,4 +1,4 @@
-"""Early exit guesses what the cut network would say, on the table's own cache, and leaves that usable."""
+"""Early exit drafts the output of the truncated network, on the batch's own cache, and leaves it usable."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Table:
         return EarlyExit(as_model(truncate_model(self.network, layers)), noise or SamplingNoise(), VOCAB)
 
     def verify(self, lines: Sequence[Line], proposal: Proposal) -> None:
-        """The verifying forward says of every row and draft what the network says without a cache."""
+        """The verifying forward gives the same as the network without a cache, for every row and draft."""
         rows = rows_of(lines)
         heard = self.model.forward(rows, proposal, self.cache).logits
         drafts = tried(proposal, len(lines))
@@ -84,7 +84,7 @@ class Table:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("name", KINDS)
-def test_drafts_are_what_the_cut_network_says_and_the_cache_stays_usable(name: str, layers: int, seed: int):
+def test_drafts_equal_the_truncated_network_and_the_cache_stays_usable(name: str, layers: int, seed: int):
     model = deep(name)
     cut = truncated(model, layers)
     target, course = Table(model), Course(seed)

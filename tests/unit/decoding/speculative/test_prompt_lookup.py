@@ -12,7 +12,7 @@ from descant.core.rows import Rows
 from descant.decoding.speculative.prompt_lookup import PromptLookup
 from tests.unit.decoding.speculative.rig import copied
 
-GARBAGE = 77  # lies behind the decided tokens, and may never be matched nor copied
+GARBAGE = 77  # after the final tokens; must never be matched or copied
 
 
 def rows_of(texts, params):
@@ -89,7 +89,7 @@ def test_which_occurrence_is_copied(text, gram, expected):
     assert drafted(rows, [8]) == [expected]
 
 
-def test_two_tokens_are_matched_where_nothing_else_is_said():
+def test_two_tokens_are_matched_by_default():
     text = [3, 1, 2, 5, 4, 1, 2, 6, 3, 1, 2]
     assert drafted(rows_of([text], [{"prompt_lookup_num_tokens": 2}]), [8]) == [[6, 3]]
 
@@ -99,7 +99,7 @@ def test_rows_that_do_not_use_it_and_rows_without_room_try_nothing():
     none = {"pad_token_id": 0}
     uses = {"pad_token_id": 0, "prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
     assert drafted(rows_of([text, text, text], [uses, none, uses]), [3, 3, 0]) == [[1, 2, 1], [], []]
-    assert drafted(rows_of([text], [none]), [3]) == [[1, 2, 1]]  # nobody says how many: as many as may be
+    assert drafted(rows_of([text], [none]), [3]) == [[1, 2, 1]]  # no limit given: as many as allowed
     assert drafted(rows_of([text], [uses]), [0]) == [[]]
     assert drafted(rows_of([text, [5]], [none, uses]), [3, 3]) == [[], []]
     empty = rows_of([text], [uses]).take(torch.tensor([], dtype=torch.long))

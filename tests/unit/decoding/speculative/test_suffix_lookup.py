@@ -15,12 +15,12 @@ from descant.decoding.speculative import suffix_lookup
 from descant.decoding.speculative.suffix_lookup import SuffixLookup
 from tests.unit.decoding.speculative.rig import copied
 
-GARBAGE = 77  # lies behind the decided tokens, and may never be matched nor copied
+GARBAGE = 77  # after the final tokens; must never be matched or copied
 
 
 @dataclass
 class Line:
-    """One row as the test knows it."""
+    """The expected state of one row."""
 
     request: int
     prompt: int
@@ -44,10 +44,10 @@ def drafted(drafter, lines, parents, most):
     """What is tried for each row, after the promises of a proposal have been looked at."""
     rows, most = rows_of(lines), torch.tensor(most)
     drafter.commit(torch.tensor(parents), rows.length)
-    return tried(drafter, rows, most)
+    return drafts_of(drafter, rows, most)
 
 
-def tried(drafter, rows, most):
+def drafts_of(drafter, rows, most):
     return copied(drafter.draft(rows, most, None), rows, most)
 
 
@@ -149,7 +149,7 @@ def test_only_new_tokens_are_read():
     rows = rows_of([line])
     rows.tokens[0, :6] = GARBAGE
     drafter.commit(torch.tensor([0]), rows.length)
-    assert tried(drafter, rows, torch.tensor([9])) == [[4, 1, 2]]
+    assert drafts_of(drafter, rows, torch.tensor([9])) == [[4, 1, 2]]
 
 
 # ------------------------------------------------------------------- many rows
@@ -175,7 +175,7 @@ class Table:
     def round(self):
         """Some rows go on, once, twice or not at all, some come; those of ended requests are closed."""
         before, self.lines, parents = self.lines, [], []
-        # A row of 30 tokens has no more ends than are told of a token.
+        # A row of 30 tokens has no more ends than recorded for a token.
         places = [place for place, line in enumerate(before) if len(line.text) < 26]
         whence = self.draw(st.lists(st.sampled_from(places), max_size=5)) if places else []
         running = {before[parent].request for parent in whence}
@@ -245,7 +245,7 @@ def test_a_row_that_does_not_use_it_tries_nothing_and_is_not_read():
     assert [row is None for row in drafter._rows] == [True, False]
     rows = rows_of(lines)
     rows = rows.replace(columns={"params": RowParams(columns_from_rows([{"pad_token_id": 0}] * 2))})
-    bare = SuffixLookup(True)  # nobody says how many: as many as may be
+    bare = SuffixLookup(True)  # no limit given: as many as allowed
     bare.commit(torch.tensor([-1, -1]), rows.length)
     assert bare.draft(rows, torch.tensor([9, 9]), None).drafts.tolist() == [[1, 2], [1, 2]]
 
@@ -256,7 +256,7 @@ def wrote(drafter, text, request=0, prompt=0):
     drafter.remove_requests([request])
 
 
-def test_what_a_request_wrote_helps_later_ones_only_where_that_is_asked_for():
+def test_outputs_of_a_request_help_later_ones_only_if_shared():
     for shared, expected in ((True, [8, 9]), (False, [])):
         drafter = SuffixLookup(shared)
         wrote(drafter, [5, 6, 7, 8, 9, 5], prompt=1)
@@ -291,7 +291,7 @@ def test_a_copy_ends_where_the_text_it_comes_from_ends():
     assert drafted(drafter, [Line(4, 0, [3, 4])], [-1], [9]) == [[]]
 
 
-def test_the_archive_is_bounded_and_forgets_the_oldest():
+def test_the_shared_index_is_bounded_and_evicts_the_oldest():
     drafter = type("Small", (SuffixLookup,), {"SHARED_CAPACITY": 64})(True)
     for number in range(200):
         wrote(drafter, [10 * number + at for at in range(9)], request=number)

@@ -1,4 +1,4 @@
-"""Phrase bans that rewind: never a phrase, the reference's tokens, and events that are never taken back."""
+"""Phrase bans with backtracking: no phrase, the reference's tokens, and events that are never retracted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text(tokens: list[int]) -> str:
 
 
 class Wanting:
-    """A model's mind, as a processor: it wants to say the first of these texts, else the next, else 'z'."""
+    """A processor that prefers the first of these texts, else the next, else 'z'."""
 
     def __init__(self, start: int, *texts: str) -> None:
         self.start, self.texts = start, texts
@@ -52,7 +52,7 @@ def request(prompt: list[int], phrases: Any, **given: Any) -> Request:
     return Request(prompt, config, tokenizer=tokenizer())
 
 
-def said(model, phrases: Any, *wanted: str, **given: Any) -> str:
+def output_of(model, phrases: Any, *wanted: str, **given: Any) -> str:
     mind = Request(
         ids("Q"),
         GenerationConfig(**{"max_new_tokens": 8, "eos_token_id": None, "banned_phrases": phrases, **given}),
@@ -65,7 +65,7 @@ def said(model, phrases: Any, *wanted: str, **given: Any) -> str:
     return text(found.tokens[0])
 
 
-# ------------------------------------------------------------------------ what is said instead
+# ------------------------------------------------------------------------ output instead of a phrase
 @pytest.mark.parametrize(
     ("phrases", "wanted", "expected"),
     [
@@ -82,8 +82,8 @@ def said(model, phrases: Any, *wanted: str, **given: Any) -> str:
         (["zz"], ["a"], "a!!z"),
     ],
 )
-def test_what_is_said_instead(tiny, phrases, wanted, expected):
-    found = said(tiny("llama").model, phrases, *wanted, max_new_tokens=len(expected))
+def test_the_output_instead_of_a_phrase(tiny, phrases, wanted, expected):
+    found = output_of(tiny("llama").model, phrases, *wanted, max_new_tokens=len(expected))
     assert not any(one in found for one in phrases)
     assert found == expected
 
@@ -91,18 +91,18 @@ def test_what_is_said_instead(tiny, phrases, wanted, expected):
 def test_masks_stay_while_the_text_before_them_does(tiny):
     # 'b' is masked after 'a'; then 'c' completes another phrase there, and both are.
     model = tiny("llama").model
-    assert said(model, ["bx", "cy"], "abx", "acy", "adq", max_new_tokens=3) == "adq"
+    assert output_of(model, ["bx", "cy"], "abx", "acy", "adq", max_new_tokens=3) == "adq"
     # 'x' was masked after 'ab' and that mask goes when 'b' does: 'x' may come after 'ac'.
-    assert said(model, ["xq", "by"], "abxq", "aby", "acx", max_new_tokens=4) == "acxz"
+    assert output_of(model, ["xq", "by"], "abxq", "aby", "acx", max_new_tokens=4) == "acxz"
 
 
 def test_a_long_way_back(tiny):
-    found = said(tiny("llama").model, ["abcdefg"], "abcdefgh", "abcdefxx", "qrs", max_new_tokens=9)
+    found = output_of(tiny("llama").model, ["abcdefg"], "abcdefgh", "abcdefxx", "qrs", max_new_tokens=9)
     assert found.startswith("qrs")
 
 
 def test_one_phrase_may_be_given_by_itself(tiny):
-    assert said(tiny("llama").model, "bc", "abc", "ax", max_new_tokens=3) == "axz"
+    assert output_of(tiny("llama").model, "bc", "abc", "ax", max_new_tokens=3) == "axz"
 
 
 def test_the_prompt_may_have_a_phrase_and_its_beginning(tiny):
@@ -119,7 +119,7 @@ def test_the_prompt_may_have_a_phrase_and_its_beginning(tiny):
 
 def test_samplers_see_what_is_left(tiny):
     # With one token left to draw from, a mask after top-k would leave none.
-    found = said(
+    found = output_of(
         tiny("llama").model,
         ["b", "x"],
         "abcd",
@@ -135,7 +135,7 @@ def test_samplers_see_what_is_left(tiny):
 
 # ------------------------------------------------------------------------ against a reference
 def reference(model, prompt: list[int], phrases: list[str], given: dict[str, Any]) -> list[int]:
-    """Starts from scratch whenever a phrase is complete, with what may not be said by now."""
+    """Restarts whenever a phrase is complete, with the bans so far."""
     masks: dict[tuple[int, ...], set[int]] = defaultdict(set)
 
     def ruled(row, scores):
@@ -174,7 +174,7 @@ def _first(new: list[int], phrases: list[str]) -> int | None:
 
 
 def _cases(tiny, count: int, **given: Any):
-    """Prompts with phrases that the model would say."""
+    """Prompts with phrases that the model would generate."""
     model = tiny("llama")
     for number in range(count):
         rng = random.Random(number)
@@ -310,7 +310,7 @@ def test_the_cache_equals_a_fresh_run(tiny):
     assert seen > 50
 
 
-def test_what_token_healing_says_again_is_the_prompts_own(tiny):
+def test_healed_tokens_belong_to_the_prompt(tiny):
     model, spelt = tiny("llama").model, spelling.tokenizer()
     prompt = [spelling.TEXTS.index(one) for one in (b"a", b"d", b"http")]
 
@@ -322,28 +322,31 @@ def test_what_token_healing_says_again_is_the_prompts_own(tiny):
 
     assert new().startswith(b"http")
     assert new("http", "tp") == new()
-    # Whichever of "http" and "https" it is, the other is said once what follows is banned.
+    # Whichever of "http" and "https" it is, the other is generated once the continuation is banned.
     first = "s" if new().startswith(b"https") else new()[4:].decode(errors="ignore")[:1]
     other = new(first)
     assert other.startswith(b"http")
     assert first.encode() not in other[4:]
 
 
-# ------------------------------------------------------------------------ ends, stops, what is told
-def test_a_stop_string_is_judged_by_what_stays(tiny):
+# ------------------------------------------------------------------------ ends, stops, events
+def test_a_stop_string_matches_final_text_only(tiny):
     model = tiny("llama").model
     # "xb" would stop the row, but its 'b' is banned; 'x' stays and 'c' follows.
-    assert said(model, ["b"], "axb", "axcd", max_new_tokens=4, stop_strings="xb") == "axcd"
-    # The state of the stop string "bc" must not remember a 'b' that was taken back.
-    assert said(model, ["bx"], "abx", "acde", max_new_tokens=4, stop_strings="bc") == "acde"
-    assert said(model, ["bx"], "abx", "abcd", "aabc", max_new_tokens=4, stop_strings="bc") == "aabc"
-    assert said(model, ["cx"], "abcx", "abcd", "abe", "abd", max_new_tokens=6, stop_strings="bd") == "abezzz"
+    assert output_of(model, ["b"], "axb", "axcd", max_new_tokens=4, stop_strings="xb") == "axcd"
+    # The state of the stop string "bc" must not keep a 'b' that was retracted.
+    assert output_of(model, ["bx"], "abx", "acde", max_new_tokens=4, stop_strings="bc") == "acde"
+    assert output_of(model, ["bx"], "abx", "abcd", "aabc", max_new_tokens=4, stop_strings="bc") == "aabc"
+    assert (
+        output_of(model, ["cx"], "abcx", "abcd", "abe", "abd", max_new_tokens=6, stop_strings="bd")
+        == "abezzz"
+    )
 
 
 def test_an_end_inside_a_phrase_lets_it_stay(tiny):
     model = tiny("llama").model
-    assert said(model, ["bcd"], "abcd", max_new_tokens=3) == "abc"
-    assert said(model, ["bcd"], "abc!", max_new_tokens=8, eos_token_id=TEXTS.index("!")) == "abc!"
+    assert output_of(model, ["bcd"], "abcd", max_new_tokens=3) == "abc"
+    assert output_of(model, ["bcd"], "abc!", max_new_tokens=8, eos_token_id=TEXTS.index("!")) == "abc!"
 
 
 def test_tokens_are_held_back_no_longer_than_they_must(tiny):
@@ -360,7 +363,7 @@ def test_tokens_are_held_back_no_longer_than_they_must(tiny):
 
 def test_what_a_later_cut_could_reach_is_held(tiny):
     # After "xab" nothing that began with 'x' is under way; but "bz" would lead back to "xa", where "xaq" is.
-    found = said(tiny("llama").model, ["xaq", "bz"], "xabz", "xaq", "yy", max_new_tokens=4)
+    found = output_of(tiny("llama").model, ["xaq", "bz"], "xabz", "xaq", "yy", max_new_tokens=4)
     assert found == "yyzz"
 
 
@@ -434,8 +437,8 @@ def test_the_record_is_of_what_stayed(tiny, copies):
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_record_forgets_how_far_a_row_has_been(tiny, others):
-    # The first row says six tokens, takes five back and ends; another goes on.
+def test_a_record_does_not_keep_the_retracted_length(tiny, others):
+    # The first row generates six tokens, retracts five and ends; another continues.
     model, end = tiny("llama").model, TEXTS.index("!")
     shared = {"max_new_tokens": 8, "eos_token_id": end, "pad_token_id": 0, "return_dict_in_generate": True}
     shared |= {"output_scores": True, "output_hidden_states": True}

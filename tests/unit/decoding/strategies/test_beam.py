@@ -1,4 +1,4 @@
-"""Beam search against exhaustive search and against a beam search by hand, on a chain whose law is known."""
+"""Beam search against exhaustive search and a simple beam search, on a chain with known distribution."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_wide_enough_beams_search_exhaustively(seed, penalty):
 
 @dataclass
 class ByHand:
-    """Beam search as it is told: beams, a pool of those that ended, and when to stop."""
+    """Textbook beam search: beams, a pool of finished hypotheses, and the stopping rule."""
 
     model: Chain
     width: int
@@ -135,8 +135,8 @@ def test_trails_tell_which_beam_each_token_came_from():
         assert all(0 <= beam < 3 for beam in one.beam_indices)
 
 
-def test_a_request_is_judged_by_its_own_pool():
-    """A neighbour whose pool is full does not end one whose pool is not."""
+def test_a_request_ends_by_its_own_pool():
+    """A request with a full pool does not end another one."""
     model = Chain.chance(9, 2)
     quick = Request(
         [0], config(num_beams=2, max_new_tokens=12, early_stopping=True, eos_token_id=list(range(1, 9)))
@@ -160,7 +160,7 @@ def _banned(ids, scores):
 
 @pytest.mark.parametrize("method", [{}, {"do_sample": True, "seed": 1}], ids=["search", "sampling"])
 def test_what_is_impossible_is_never_returned(method):
-    """One sequence is possible: it alone comes back, or, where more are asked for, an error."""
+    """One sequence is possible: it alone comes back, or, where more are requested, an error."""
     model = Chain.chance(5, 0)
     one = Request([0], config(num_beams=3, **method), logits_processor=[_banned])
     assert outcomes(model, [one])[0].tokens == [[1, 1, 1]]

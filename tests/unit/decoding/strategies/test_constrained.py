@@ -26,7 +26,7 @@ Phrases = list[list[int]]
 
 @dataclass(frozen=True)
 class Small:
-    """A model of few tokens, and what it says after every prefix that can come up."""
+    """A model of few tokens, and its scores after every possible prefix."""
 
     model: Any
     vocabulary: int
@@ -36,7 +36,7 @@ class Small:
         """The log-probabilities after prompts of one length, by a forward of all of it [N, V]."""
         return self.model(torch.tensor([[*PROMPT, *one] for one in prefixes])).logits[:, -1].log_softmax(-1)
 
-    @cache  # noqa: B019 - lives as long as the tests
+    @cache  # noqa: B019 - needed for all tests
     def table(self, longest: int) -> dict[tuple[int, ...], list[float]]:
         """The log-probabilities after every prefix without an end."""
         plain = [token for token in range(self.vocabulary) if token != END]
@@ -126,7 +126,7 @@ def unmet(
 
 @dataclass(frozen=True)
 class Set:
-    """A set of constraints by chance, in the words of the test and in those of a call."""
+    """A random set of constraints, for the test and for a call."""
 
     demands: list[Phrases]
     fields: dict[str, Any]

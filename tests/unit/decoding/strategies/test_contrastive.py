@@ -1,4 +1,4 @@
-"""Contrastive search against one that reads the whole text again for every candidate of every step."""
+"""Contrastive search against one that recomputes the whole text for every candidate of every step."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def texts(tiny: Tiny, lengths=(6, 1, 11), seed=50) -> list[list[int]]:
 
 
 def call(tiny: Tiny, rows: list[list[int]], **fields: Any) -> Any:
-    """The new tokens of a ragged batch, without ends unless told."""
+    """The new tokens of a ragged batch, without end tokens by default."""
     ids, mask = pad(rows, tiny.arch.pad, "right" if tiny.encoder_decoder else "left")
     found = descant.generate(
         tiny.model, input_ids=ids, attention_mask=mask,
@@ -361,21 +361,21 @@ def test_states_are_kept_apart_and_forgotten():
     """The past against one list a request, while requests of different lengths come and go."""
     rng = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
+    def random_directions(*shape: int) -> Tensor:
         return torch.nn.functional.normalize(torch.randn(*shape, 5, generator=rng), dim=-1)
 
     past, kept = HiddenStateBank(), {}
     for turn in range(200):
         if not kept or turn % 3 == 0:
-            states = drawn(int(torch.randint(1, 90, (1,), generator=rng)))
+            states = random_directions(int(torch.randint(1, 90, (1,), generator=rng)))
             past.add(100 - turn if turn % 2 else turn, states)
             kept[100 - turn if turn % 2 else turn] = states
         some = [one for one in kept if torch.rand(1, generator=rng) < 0.6] or list(kept)
-        asked = drawn(len(some), 3)
+        asked = random_directions(len(some), 3)
         found = past.max_similarity(np.array(some), asked)
         expected = [(kept[one] @ asked[at].T).amax(0) for at, one in enumerate(some)]
         torch.testing.assert_close(found, torch.stack(expected))
-        more = drawn(len(some))
+        more = random_directions(len(some))
         past.append(np.array(some), more)
         kept |= {one: torch.cat((kept[one], more[at : at + 1])) for at, one in enumerate(some)}
         if turn % 4 == 3:

@@ -1,4 +1,4 @@
-"""Greedy search and sampling, held against a chain whose law is known."""
+"""Greedy search and sampling on a chain with known distribution."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Case:
         )
 
     def logprobs(self, ids):
-        """What the model says of the next token [R, V]; never the pad token."""
+        """The scores of the next token [R, V]; never the pad token."""
         with torch.no_grad():
             logits = self.model.model(ids).logits[:, -1].float()
         logits[:, self.eos] += self.boost
@@ -162,10 +162,10 @@ def _constraint(word):
 
 @dataclass
 class Run:
-    """A loop as a user writes it, with everything that was asked and answered."""
+    """A loop as a user writes it, with all calls and results."""
 
     case: Case
-    told: bool = True  # whether the scorer is told the prompt's length
+    with_prompt_length: bool = True  # whether the scorer gets the prompt length
     calls: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, torch.Tensor]] = field(default_factory=list)
     done: list[torch.Tensor] = field(default_factory=list)  # [B * groups] after each call
@@ -202,7 +202,7 @@ class Run:
                     "pad_token_id": case.model.pad,
                     "eos_token_id": case.eos,
                     "beam_indices": tuple(trails[row] for row in mine.tolist()),
-                    **({"decoder_prompt_len": case.ids.shape[1]} if self.told else {}),
+                    **({"decoder_prompt_len": case.ids.shape[1]} if self.with_prompt_length else {}),
                     **({"group_index": group} if case.groups > 1 else {}),
                     **({"scores_for_all_vocab": whole} if case.words else {}),
                 }
@@ -228,7 +228,7 @@ class Run:
             "pad_token_id": case.model.pad,
             "eos_token_id": case.eos,
             "beam_indices": tuple(trails),
-            **({"decoder_prompt_len": case.ids.shape[1]} if self.told else {}),
+            **({"decoder_prompt_len": case.ids.shape[1]} if self.with_prompt_length else {}),
         }
         self.end = scorer.finalize(**self.last)
 
@@ -316,7 +316,7 @@ KINDS = {"plain": {}, "groups": {"grouped": True}, "constraints": {"constrained"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cases_are_varied(kind, tiny):
-    """What the tests above stand on: requests that end apart, by themselves and at the limit."""
+    """Precondition of the tests above: requests that end apart, by themselves and at the limit."""
     cases = [Case.chance(tiny("llama"), seed, **KINDS[kind]) for seed in range(64)]
     runs = [Run(replace(case, **MET) if case.words else case) for case in cases]
     figures = [
@@ -342,7 +342,7 @@ def test_as_generate(seed, kind, tiny):
     begin again: it may meet more than a scorer, never less.
     """
     case = Case.chance(tiny(("llama", "gpt-neox", "qwen2")[seed % 3]), seed, **KINDS[kind])
-    run, whole = Run(case, told=False), case.generated()
+    run, whole = Run(case, with_prompt_length=False), case.generated()
     shape = len(case.ids), case.kept
     mine, theirs = (one.view(shape) for one in (run.end["sequence_scores"], whole.sequences_scores))
     same = torch.isclose(mine, theirs, rtol=1e-5, atol=1e-4).all(1)
@@ -404,14 +404,16 @@ def test_a_step_by_hand():
 
 
 def test_the_prompt_is_what_stood_there_first():
-    told, found = one_request(), one_request()
-    for scorer, more in ((told, {"decoder_prompt_len": 2}), (found, {})):
+    with_prompt_length, found = one_request(), one_request()
+    for scorer, more in ((with_prompt_length, {"decoder_prompt_len": 2}), (found, {})):
         scorer.process(IDS, **candidates([FOUR]), eos_token_id=9, **more)
         more_ids = torch.tensor([[3, 4, 5], [3, 4, 6]])
         scorer.process(
             more_ids, **candidates([[(-2.0, 9, 0), (-3.0, 6, 0), (-9.0, 7, 1), (-9.5, 8, 1)]]), eos_token_id=9
         )
-    ends = [finished(scorer, [[3, 4, 5, 6], [3, 4, 6, 7]], (-3.0, -9.0)) for scorer in (told, found)]
+    ends = [
+        finished(scorer, [[3, 4, 5, 6], [3, 4, 6, 7]], (-3.0, -9.0)) for scorer in (with_prompt_length, found)
+    ]
     assert ends[0]["sequence_scores"].tolist() == ends[1]["sequence_scores"].tolist() == [-1.0]
     assert found.is_done, "nothing is left open"
 

@@ -1,4 +1,4 @@
-"""A watermark of its own for tests of what is common to all: a quarter of all pairs of tokens are marked."""
+"""A watermark scheme for tests of the common parts: a quarter of all token pairs are marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answers: how sure, for how many tests, about whom, and when none."""
+"""Verdicts: p-values, corrections for several tests, keys, and texts without a verdict."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ THIRD = WatermarkingConfig(hashing_key=13)
 def counting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Detectors ask the tests' own watermark."""
 
-    def made(settings: BaseWatermarkingConfig, vocabulary: int) -> list[Counting]:
+    def make_schemes(settings: BaseWatermarkingConfig, vocabulary: int) -> list[Counting]:
         assert isinstance(settings, WatermarkingConfig)
         return [Counting(settings.hashing_key)]
 
-    monkeypatch.setattr(detection, "build_schemes", made)
+    monkeypatch.setattr(detection, "build_schemes", make_schemes)
 
 
 def _unmarked(seed: int, count: int) -> list[int]:
@@ -106,7 +106,7 @@ def test_a_short_text_is_too_short_to_tell(count: int) -> None:
 
 @pytest.mark.usefixtures("counting")
 def test_what_is_needed_to_tell_does_tell() -> None:
-    """Texts of as many tokens as the answer names are told nine times in ten, weakly marked as they are."""
+    """Weakly marked texts of the stated number of tokens are detected nine times in ten."""
     count = Detector(KEY, V).ids([]).needed
     assert count is not None
     rng = np.random.default_rng(3)
@@ -124,7 +124,7 @@ def test_the_level_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("counting")
-def test_what_is_said_twice_counts_once() -> None:
+def test_repeated_text_counts_once() -> None:
     phrase = _marked(4, 3, strength=1.0)
     found = Detector(KEY, V).ids(phrase * 80)
     assert found.tokens == 240
@@ -278,11 +278,11 @@ def test_without_a_passage_the_answer_is_about_the_whole_text() -> None:
 @pytest.mark.usefixtures("counting")
 def test_to_dict_is_json() -> None:
     found = Detector(KEY, V).ids(_marked(16, 60), windows=True)
-    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert told["verdict"] == MARKED
-    assert tuple(told["span"]) == found.span
-    assert "evidence" not in told
-    assert "ids" not in told
+    document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert document["verdict"] == MARKED
+    assert tuple(document["span"]) == found.span
+    assert "evidence" not in document
+    assert "ids" not in document
     full = json.loads(json.dumps(found.to_dict(tokens=True), allow_nan=False))
     assert full["ids"] == list(found.ids)
     assert full["evidence"][0] is None

@@ -1,4 +1,4 @@
-"""The green list found again: what is scored, what unmarked text looks like, and the documented detector."""
+"""Detection of the green list: scored tokens, unmarked text, and the documented detector."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settings(scheme: str = "lefthash", **more) -> WatermarkingConfig:
     return WatermarkingConfig(**{"hashing_key": 15_487_469, "seeding_scheme": scheme, **more})
 
 
-def written(mark: WatermarkingConfig | None, length: int, seed: int, spread: float = 1.0) -> list[int]:
+def generate_text(mark: WatermarkingConfig | None, length: int, seed: int, spread: float = 1.0) -> list[int]:
     """A text sampled from chance scores, marked or not."""
     chance = torch.Generator().manual_seed(seed)
     processor = WatermarkLogitsProcessor(SIZE, "cpu", **mark.to_dict()) if mark else None
@@ -100,12 +100,12 @@ def test_short_texts(scheme, length):
 
 
 def test_a_bias_below_zero_makes_red_count():
-    ids = np.array(written(None, 200, 1))
+    ids = np.array(generate_text(None, 200, 1))
     green, red = (GreenListScheme(settings(bias=bias), SIZE) for bias in (2.0, -2.0))
     mine, theirs = green.score_tokens(ids), red.score_tokens(ids)
     assert (mine.values + theirs.values == mine.mask).all()
     assert red.null_mean == 1 - green.null_mean == 1 - int(SIZE * 0.25) / SIZE
-    marked = red.score_tokens(np.array(written(red.settings, 200, 2)))
+    marked = red.score_tokens(np.array(generate_text(red.settings, 200, 2)))
     assert red.p_value(int(marked.mask.sum()), marked.values.sum()) < 1e-4
 
 
@@ -122,7 +122,7 @@ def test_the_tail_is_that_of_the_binomial_law():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_unmarked_text_that_repeats_itself_says_nothing(scheme):
-    """Over many keys the values have the mean and not more than the spread that the tail believes in."""
+    """Over many keys the values have the mean and at most the variance that the p-value assumes."""
     rng = random.Random(3)
     phrase = [rng.randrange(1, SIZE) for _ in range(25)]
     ids = np.array([token for _ in range(8) for token in (*phrase, rng.randrange(1, SIZE))])
@@ -150,7 +150,7 @@ def test_a_marked_text_is_found_and_only_with_its_key(scheme):
         GreenListScheme(settings(scheme, context_width=2, hashing_key=5), SIZE),
     )
     for seed in range(3):
-        ids = np.array(written(mark, 150, seed, spread=2.0))
+        ids = np.array(generate_text(mark, 150, seed, spread=2.0))
         scored, value = one.score_tokens(ids)
         assert one.p_value(int(scored.sum()), value.sum()) < 1e-4
         assert value.sum() / scored.sum() > one.min_marked_mean
@@ -174,7 +174,9 @@ def test_the_weakest_mark_lies_between_none_and_a_free_one():
 def test_a_batch_says_what_its_texts_say_alone():
     for scheme in SCHEMES:
         detector = WatermarkDetector(MODEL, "cpu", settings(scheme, context_width=2))
-        ids = torch.tensor([written(settings(scheme, context_width=2), 80, 1), written(None, 80, 2)])
+        ids = torch.tensor(
+            [generate_text(settings(scheme, context_width=2), 80, 1), generate_text(None, 80, 2)]
+        )
         ids[1, 0] = MODEL.bos_token_id
         together = vars(detector(ids, return_dict=True))
         assert together["prediction"].tolist() == [True, False] == detector(ids).tolist()
@@ -191,7 +193,7 @@ def test_a_batch_says_what_its_texts_say_alone():
 
 def test_the_threshold_is_the_callers():
     detector = WatermarkDetector(MODEL, "cpu", settings())
-    ids = torch.tensor([written(None, 60, 3)])
+    ids = torch.tensor([generate_text(None, 60, 3)])
     z = detector(ids, return_dict=True).z_score[0]
     assert detector(ids, z_threshold=z - 0.01).tolist() == [True]
     assert detector(ids, z_threshold=z).tolist() == [False]
@@ -219,7 +221,7 @@ def test_whose_text_begins_with_what():
 
 
 def test_configs_of_transformers():
-    ids = torch.tensor([written(settings(), 60, 4)])
+    ids = torch.tensor([generate_text(settings(), 60, 4)])
     expected = WatermarkDetector(MODEL, "cpu", settings())(ids, return_dict=True).z_score
     model = transformers.LlamaConfig(vocab_size=SIZE)
     mark = transformers.WatermarkingConfig(hashing_key=settings().hashing_key)
@@ -242,7 +244,7 @@ def test_lists_are_remembered_from_call_to_call(monkeypatch):
     ids = torch.tensor([[one for token in range(10, 20) for one in (5, token)]])  # ten questions after 5
     for size, expected in ((128, 1), (0, 2)):
         made.clear()
-        mark = settings(hashing_key=1_299_709 + size)  # that nobody has asked about
+        mark = settings(hashing_key=1_299_709 + size)  # not used before
         detector = WatermarkDetector(MODEL, "cpu", mark, max_cache_size=size)
         assert detector(ids).tolist() == detector(ids).tolist()
         assert len(made) == expected

@@ -1,4 +1,4 @@
-"""The Gumbel watermark is found where it is, is worth what it should, and chance looks like chance."""
+"""The Gumbel watermark is found, has the expected strength, and unmarked text has uniform p-values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scheme(key=KEY, width=4, nonce=0):
     return GumbelScheme(GumbelWatermarkingConfig(key, width), nonce)
 
 
-def written(law, texts, tokens, key=KEY, width=4, nonce=0, seed=0):
+def generate_texts(law, texts, tokens, key=KEY, width=4, nonce=0, seed=0):
     """Texts [N, L] of a writer who draws every token by one law [V], or by the key where that decides."""
     chance = torch.Generator().manual_seed(seed)
     processor = GumbelWatermarkLogitsProcessor(key, width, nonce)
@@ -94,8 +94,8 @@ def test_ids_of_any_kind():
 # ------------------------------------------------------------------- marked text
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_what_was_marked_is_scored_and_nothing_else(width):
-    """Whoever knows the key can say which token comes, exactly where the detector scores."""
-    ids = written(STEEP, 20, 60, width=width)
+    """The key determines the next token, exactly where the detector scores."""
+    ids = generate_texts(STEEP, 20, 60, width=width)
     processor = GumbelWatermarkLogitsProcessor(KEY, width, 0)
     scores, sure = torch.tensor(STEEP).log()[None], 0
     for text in ids:
@@ -117,7 +117,7 @@ def worth(law):
 @pytest.mark.parametrize("law", [FLAT, STEEP], ids=["flat", "steep"])
 def test_marked_tokens_are_worth_what_they_should(law):
     """The mean of many texts, of the first place that is raced, where nothing hangs on what came before."""
-    ids = written(law, 4000, 5, seed=2)
+    ids = generate_texts(law, 4000, 5, seed=2)
     contexts = {}
     for text in ids:
         found = scheme().score_tokens(text)
@@ -128,10 +128,10 @@ def test_marked_tokens_are_worth_what_they_should(law):
 
 
 def test_marked_texts_are_found_and_only_by_their_key_and_nonce():
-    ids = written(STEEP, 60, 200, nonce=3)
+    ids = generate_texts(STEEP, 60, 200, nonce=3)
     right = [p_value(scheme(nonce=3), text) for text in ids]
     assert np.mean(np.array(right) < 1e-6) > 0.95
-    # Another one for each text: of texts that share contexts one stranger thinks alike.
+    # A different key for each text: texts that share contexts have correlated scores.
     strangers = [
         p_value(one, text)
         for at, text in enumerate(ids)
@@ -143,7 +143,7 @@ def test_marked_texts_are_found_and_only_by_their_key_and_nonce():
 
 def test_a_passage_is_found_wherever_it_stands():
     """A context is a few tokens: what comes before and after, and where, is no matter."""
-    (text,) = written(FLAT, 1, 60)
+    (text,) = generate_texts(FLAT, 1, 60)
     around = np.random.default_rng(3).integers(0, 300, 200)
     found = scheme().score_tokens(np.concatenate((around, text, around)))
     alone = scheme().score_tokens(text)

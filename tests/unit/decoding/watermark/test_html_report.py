@@ -1,4 +1,4 @@
-"""The page: every token where it stands, coloured by what it says, and nothing of the text is obeyed."""
+"""The HTML report: every token in place, coloured by its score, and no text is interpreted as markup."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_nothing_of_the_text_is_obeyed(text: str) -> None:
+def test_no_text_is_interpreted_as_markup(text: str) -> None:
     made = detection([1, 0], key=text, offsets=((0, 4), (4, len(text))))
     seen, plain = (
         Reader(render_report([made], [text], [text])),

@@ -120,15 +120,15 @@ def test_a_prompt_in_the_text_is_left_aside(name: str, label: str) -> None:
     prompt = source.drawn(3, 300)
     new = source.marked(SETTINGS[label], 3, 60, prompt)
     asked = detector(name, label)
-    alone, told = asked.text(f"{prompt} {new}"), asked.text(f"{prompt} {new}", prompt=prompt)
-    assert told.marked
-    assert told.p_value < alone.p_value
-    assert told.tokens == 60
-    assert told.offsets is not None
-    assert len(told.ids) == len(told.offsets) == len(told.evidence.mask)
-    hidden = len(told.ids) - 60
-    assert not told.evidence.mask[:hidden].any()
-    assert f"{prompt} {new}"[told.offsets[hidden][0] :].strip() == new
+    alone, with_prompt = asked.text(f"{prompt} {new}"), asked.text(f"{prompt} {new}", prompt=prompt)
+    assert with_prompt.marked
+    assert with_prompt.p_value < alone.p_value
+    assert with_prompt.tokens == 60
+    assert with_prompt.offsets is not None
+    assert len(with_prompt.ids) == len(with_prompt.offsets) == len(with_prompt.evidence.mask)
+    hidden = len(with_prompt.ids) - 60
+    assert not with_prompt.evidence.mask[:hidden].any()
+    assert f"{prompt} {new}"[with_prompt.offsets[hidden][0] :].strip() == new
     # The prompt beside the text says as much, and white space about it nothing.
     new = " " + new if name == "smollm2" else new  # sentencepiece begins with a space by itself
     beside = asked.text(new, prompt=f"{prompt}\n")
@@ -255,10 +255,10 @@ def test_without_offsets_there_are_no_characters(pairs: Detector) -> None:
     assert found.marked
     assert found.span is not None
     assert found.offsets is found.characters is None
-    told = pairs.text("xyzw" + _spelt(12, 40), prompt="xyzw")
-    assert told.tokens == 40
-    assert told.scored == 40
-    assert len(told.evidence.mask) == 42
+    with_prompt = pairs.text("xyzw" + _spelt(12, 40), prompt="xyzw")
+    assert with_prompt.tokens == 40
+    assert with_prompt.scored == 40
+    assert len(with_prompt.evidence.mask) == 42
 
 
 class FastPairs(Pairs):
@@ -268,28 +268,28 @@ class FastPairs(Pairs):
 
     def __call__(self, text: str, add_special_tokens: bool = True, **asked: bool) -> dict[str, list[Any]]:
         assert asked == {"return_offsets_mapping": True}
-        told: dict[str, list[Any]] = {**super().__call__(text, add_special_tokens)}
-        told["offset_mapping"] = [(at, min(at + 2, len(text))) for at in range(0, len(text), 2)]
-        return told
+        with_prompt: dict[str, list[Any]] = {**super().__call__(text, add_special_tokens)}
+        with_prompt["offset_mapping"] = [(at, min(at + 2, len(text))) for at in range(0, len(text), 2)]
+        return with_prompt
 
 
 def test_offsets_are_those_in_the_text_whatever_the_reading() -> None:
     scheme = Counting()
 
-    def shown(text: str, prompt: str | None = None) -> list[list[str]]:
+    def split_texts(text: str, prompt: str | None = None) -> list[list[str]]:
         found = retokenizations(FastPairs(), text, prompt, scheme)
         assert all(len(one.offsets or ()) == len(one.ids) for one in found)
         return [[text[begin:end] for begin, end in one.offsets or ()] for one in found]
 
-    assert shown("abcdefghijklm") == [
+    assert split_texts("abcdefghijklm") == [
         ["ab", "cd", "ef", "gh", "ij", "kl", "m"],
         ["a", "bc", "de", "fg", "hi", "jk", "lm"],
     ]
-    assert shown(" abcdefghijkl")[1] == ["ab", "cd", "ef", "gh", "ij", "kl"]
+    assert split_texts(" abcdefghijkl")[1] == ["ab", "cd", "ef", "gh", "ij", "kl"]
     lines = [letter + "\r\n" for letter in "abcdefg"]
-    assert shown("".join(lines))[-1] == lines
+    assert split_texts("".join(lines))[-1] == lines
     # The continuation by itself.
-    assert shown("prompt!abcdefghijklmn", "prompt!")[1] == ["ab", "cd", "ef", "gh", "ij", "kl", "mn"]
+    assert split_texts("prompt!abcdefghijklmn", "prompt!")[1] == ["ab", "cd", "ef", "gh", "ij", "kl", "mn"]
 
 
 def test_readings_keep_the_level(pairs: Detector) -> None:

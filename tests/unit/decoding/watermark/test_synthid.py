@@ -1,4 +1,4 @@
-"""SynthID found again: what tokens are scored, what unmarked text says, and that marked text says more."""
+"""Detection of SynthID: scored tokens, unmarked text, and higher scores of marked text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_keys(rng, depth=9):
 
 @functools.lru_cache(maxsize=8)
 def texts(known=None, count=24, length=150, temperature=1.0):
-    """Texts of a model that knows nothing, marked if settings are given [count, length]."""
+    """Texts of a uniform model, marked if settings are given [count, length]."""
     draw, ids = torch.Generator().manual_seed(8), torch.zeros(count, 1, dtype=torch.long)
     processor = known and SynthIDTextWatermarkLogitsProcessor(**known.to_dict(), device="cpu")
     for _ in range(length):
@@ -52,7 +52,7 @@ def texts(known=None, count=24, length=150, temperature=1.0):
     return ids[:, 1:]
 
 
-def written(length=200):
+def human_texts(length=200):
     """What people wrote, cut into runs of words that are numbered as they come up."""
     numbers = {}
     words = [numbers.setdefault(word, len(numbers)) for word in inspect.getsource(argparse).split()]
@@ -156,7 +156,7 @@ def test_rounds_with_the_same_key_count_once():
 @pytest.mark.parametrize("size", [2**16, 1000])
 def test_unmarked_text_is_unremarkable_under_random_keys(size, weighting):
     """Over keys what people wrote has the promised mean and spread, and p-values keep their word."""
-    rng, people = random.Random(5), written()
+    rng, people = random.Random(5), human_texts()
     assert len(people) >= 25
     z, p = [], []
     for _ in range(40):
@@ -175,7 +175,7 @@ def test_unmarked_text_is_unremarkable_under_random_keys(size, weighting):
 def test_counting_repeats_would_be_seen():
     """Text that says the same again spreads too far if all of it is counted."""
     rng, again = random.Random(6), []
-    ids = np.tile(written()[0], 5)
+    ids = np.tile(human_texts()[0], 5)
     for _ in range(150):
         known = settings(keys=random_keys(rng))
         game, tokens = get_tournament(known), torch.tensor(ids)

@@ -1,4 +1,4 @@
-"""Training: what it learns, that chance is its own, and that its figures are what they say."""
+"""Training: what it learns, its own random state, and the correctness of its figures."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_the_penalty_that_finds_most_wins():
     assert found.overall.true_positives == 1.0
 
 
-def test_a_penalty_is_judged_by_its_best_state_not_its_last():
+def test_a_penalty_is_evaluated_at_its_best_state_not_its_last():
     class Passing(Scripted):
         """Perfect where its weight is 0.3, which a penalty drives it past and without one it never nears."""
 

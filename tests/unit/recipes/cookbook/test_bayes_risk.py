@@ -1,4 +1,4 @@
-"""Minimum Bayes risk: the samples that sampling draws, ranked by what they share, told at the end."""
+"""Minimum Bayes risk: the samples that sampling draws, ranked by what they share, emitted at the end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def expected(texts: list[list[int]], most: int) -> list[float]:
         ([1, 2, 3], [1, 2, 3], 2, 1.0),
         ([1, 2, 3], [4, 5], 2, 0.0),
         ([1, 2], [2, 1], 2, 2 / 3),  # both tokens, and no pair
-        ([1, 1, 1], [1], 1, 0.5),  # what is said more often counts once
+        ([1, 1, 1], [1], 1, 0.5),  # repeated tokens count once
         ([1], [1], 4, 1.0),  # too short for longer runs
     ],
 )
@@ -93,7 +93,7 @@ def test_a_batch_has_one_each():
         assert row[: len(one)].tolist() == one.tolist()
 
 
-# ------------------------------------------------------------------------ what is told
+# ------------------------------------------------------------------------ events
 def test_nothing_comes_before_the_end():
     model = toy()
     [found] = outcomes(model, [Request([5, 6], GenerationConfig(**DRAWN, seed=1), recipe=risk(samples=4))])

@@ -1,4 +1,4 @@
-"""Keep thinking: ends that are put off, by a reference that decodes by hand, and what is told of it."""
+"""Keep thinking: postponed ends, against a reference loop, and the reported tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def thinking(**arguments) -> Recipe:
 
 
 def chain(seed: int, spread: float = 1.5) -> Chain:
-    """A model that wants to end rather often."""
+    """A model with a likely end token."""
     model = Chain.chance(12, seed, spread, positions=40)
     model.logits[..., EOS] += 2.0
     return model
@@ -89,7 +89,7 @@ def test_an_end_is_not_drawn_by_luck_either():
 
 
 def test_a_forced_end_stands():
-    """What leaves nothing but an end is not overruled: a row would have nothing to say."""
+    """Where only an end is possible it is not postponed: the row would have no token."""
     given = {"max_new_tokens": 6, "min_new_tokens": 1, "eos_token_id": EOS, "forced_eos_token_id": EOS}
     found = generate(chain(3), torch.tensor([[5]]), **given, recipe=thinking(above=0.0, most=100))
     assert found[0, -1] == EOS

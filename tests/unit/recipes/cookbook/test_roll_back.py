@@ -1,4 +1,4 @@
-"""Roll back: what is said instead of a loop, what is told meanwhile, and a real loop that ends."""
+"""Roll back: the output instead of a loop, the events meanwhile, and a real loop that ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.markov_model import Chain
 
 
 def chain(*wishes: str) -> Chain:
-    """A model of a few tokens: "123" says that after 1 it wants to say 2, and 3 if it may not."""
+    """A model of a few tokens: "123" means that 2 is most likely after 1, then 3."""
     logits = torch.full((8, 8), -20.0)
     for wish in wishes:
         last, *wanted = map(int, wish)
@@ -28,7 +28,7 @@ def ask(recipe: Recipe | None = None, prompt: tuple[int, ...] = (0,), **given) -
     return Request(list(prompt), config, recipe=recipe)
 
 
-def said(model, recipe: Recipe | None, **given) -> list[int]:
+def output_of(model, recipe: Recipe | None, **given) -> list[int]:
     [found] = outcomes(model, [ask(recipe, **given)])
     assert found.error is None, found.error
     assert found.streamed_tokens == dict(enumerate(found.tokens))
@@ -42,9 +42,9 @@ def back(**arguments) -> Recipe:
 LOOP = chain("01", "123", "214", "35", "45", "56", "67", "7765")
 
 
-# ------------------------------------------------------------------------ what is said instead
+# ------------------------------------------------------------------------ output instead of a loop
 def test_without_it_the_text_loops():
-    assert said(LOOP, None) == [1, 2, 1, 2, 1, 2, 1, 2]
+    assert output_of(LOOP, None) == [1, 2, 1, 2, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_without_it_the_text_loops():
         ({"period": 5, "repeats": 2, "most": 9}, None),
     ],
 )
-def test_what_is_said_instead(arguments, expected):
-    found = said(LOOP, back(**arguments))
+def test_the_output_instead_of_a_loop(arguments, expected):
+    found = output_of(LOOP, back(**arguments))
     assert expected is None or found == expected
 
 
 def reference(model: Chain, length: int, period: int, repeats: int, most: int) -> list[int]:
-    """The same by a text that is written anew, with what may not follow each beginning."""
+    """The same by restarting the text, with the bans after each prefix."""
     text: list[int] = []
     barred: dict[tuple[int, ...], set[int]] = {}
     while len(text) < length:
@@ -95,8 +95,10 @@ def test_it_is_what_a_text_written_anew_would_be(period, repeats):
     for seed in range(12):
         model = Chain.chance(20, seed, positions=1)
         expected = reference(model, 24, period, repeats, 10)
-        assert said(model, back(period=period, repeats=repeats, most=10), max_new_tokens=24) == expected, seed
-        left += expected != said(model, None, max_new_tokens=24)
+        assert (
+            output_of(model, back(period=period, repeats=repeats, most=10), max_new_tokens=24) == expected
+        ), seed
+        left += expected != output_of(model, None, max_new_tokens=24)
     assert left >= 2  # most of these models loop by themselves
 
 
@@ -104,31 +106,31 @@ def test_a_narrow_sampler_sees_what_is_left():
     """What is barred is ruled out before top_k, which otherwise would keep nothing else."""
     narrow = {"do_sample": True, "top_k": 1, "seed": 0, "max_new_tokens": 8}
     given = {"period": 2, "repeats": 2, "most": 1}
-    assert said(LOOP, back(**given), **narrow) == said(LOOP, back(**given))
+    assert output_of(LOOP, back(**given), **narrow) == output_of(LOOP, back(**given))
 
 
 def test_the_prompt_is_no_part_of_a_loop():
     model = chain("12", "21")
-    kept = said(model, back(period=2, repeats=3, most=4), prompt=(1, 2, 1, 2, 1), max_new_tokens=4)
+    kept = output_of(model, back(period=2, repeats=3, most=4), prompt=(1, 2, 1, 2, 1), max_new_tokens=4)
     assert kept == [2, 1, 2, 1]
 
 
-# ------------------------------------------------------------------------ what is told meanwhile
-def told(most: int, new: int) -> list[tuple[int, ...]]:
+# ------------------------------------------------------------------------ events meanwhile
+def event_tokens(most: int, new: int) -> list[tuple[int, ...]]:
     """What each event of a stream brings."""
     given = {"eos_token_id": None, "max_new_tokens": new, "period": 2, "repeats": 3, "most": most}
     return [event.token_ids for event in stream(LOOP, torch.tensor([[0]]), recipe=RollBack, **given)]
 
 
-def test_nothing_told_is_taken_back():
-    """While 1 2 1 2 may be a loop only its first 1 2 is told; then the text has gone another way."""
-    assert told(most=1, new=6) == [(1,), (2,), (4,), (5,), (6,), (7,)]
-    assert told(most=0, new=6) == [(1,), (2,), (1,), (2,), (1,), (2,)]
+def test_no_emitted_token_is_retracted():
+    """While 1 2 1 2 may be a loop only its first 1 2 is emitted; then the text continues differently."""
+    assert event_tokens(most=1, new=6) == [(1,), (2,), (4,), (5,), (6,), (7,)]
+    assert event_tokens(most=0, new=6) == [(1,), (2,), (1,), (2,), (1,), (2,)]
 
 
 def test_what_only_might_have_gone_comes_with_the_end():
-    assert told(most=1, new=5) == [(1,), (2,), (1, 2, 1)]
-    assert told(most=1, new=4) == [(1,), (2,), (1, 2)]
+    assert event_tokens(most=1, new=5) == [(1,), (2,), (1, 2, 1)]
+    assert event_tokens(most=1, new=4) == [(1,), (2,), (1, 2)]
 
 
 # ------------------------------------------------------------------------ beside others
@@ -178,7 +180,7 @@ def test_what_cannot_be_is_refused(given, error, match):
 
 # ------------------------------------------------------------------------ a real loop
 def looping(tokens: list[int], period: int = 32, repeats: int = 3) -> bool:
-    """Whether a run is said `repeats` times anywhere."""
+    """Whether a run occurs `repeats` times anywhere."""
     ends = range(1, len(tokens) + 1)
     return any(
         repeated_suffix_length(tokens[:end], run) >= run * (repeats - 1)
@@ -188,7 +190,7 @@ def looping(tokens: list[int], period: int = 32, repeats: int = 3) -> bool:
 
 
 def test_a_real_loop_ends(real):
-    """SmolLM2 says "she was the cat" over and over by itself."""
+    """SmolLM2 repeats "she was the cat" by itself."""
     one = real("smollm2")
     ids = torch.tensor([one.tokens("The cat sat and")])
     given = {"max_new_tokens": 44, "do_sample": False, "eos_token_id": None}

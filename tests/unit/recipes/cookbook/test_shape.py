@@ -1,4 +1,4 @@
-"""What the worked recipes look like: a page each, made of public parts alone, with the papers named."""
+"""The form of the example recipes: one page each, with public parts only, and with their papers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_page_each(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda one: one.stem)
 def test_a_page_is_a_recipe_folder_too(page, tmp_path):
-    """Copied as it is into a folder it is somebody's own recipe: the way to begin one."""
+    """A copy of its folder is a recipe of its own: the way to start one."""
     from descant import load_recipe
     from descant.recipes.lock import Lock
 

@@ -9,7 +9,7 @@ import transformers
 
 from tools.sweep.catalogue import entries
 from tools.sweep.kinds import KINDS, representative
-from tools.sweep.report import PAGE, RESULTS, kept, page
+from tools.sweep.report import PAGE, RESULTS, page, reduced_document
 from tools.sweep.trial import trial
 
 
@@ -22,7 +22,7 @@ def test_a_representative_of_each_kind_works(kind: str) -> None:
 def test_the_page_of_models_is_made_of_the_results() -> None:
     data = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert PAGE.read_text(encoding="utf-8") == page(data)
-    assert RESULTS.read_text(encoding="utf-8") == kept(data)
+    assert RESULTS.read_text(encoding="utf-8") == reduced_document(data)
 
 
 def test_the_results_are_of_every_class_of_this_transformers() -> None:

@@ -1,4 +1,4 @@
-"""The sweep's own parts: what it lists, what it builds, what it notices, what it lets a process use."""
+"""The parts of the sweep: catalogue, models, comparison and resource limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.sweep.catalogue import MEDIA, TASKS, TEXT, entries
 from tools.sweep.process import Limits, each
 from tools.sweep.small import BOS, EOS, FIRST, PAD, TABLE, VOCABULARY, WINDOW, small
 from tools.sweep.subject import Entry
-from tools.sweep.trial import Differs, Said, compared
+from tools.sweep.trial import Differs, ModelOutput, check_equal
 
 LLAMA = Entry("causal-lm", "llama", "LlamaForCausalLM")
 BART = Entry("seq2seq-lm", "bart", "BartForConditionalGeneration")
@@ -144,40 +144,40 @@ def test_norms_are_not_neutral(llama):
 # What is noticed
 
 
-def _said(*tokens: int, logits: list[list[float]] | None = None) -> Said:
-    return Said(torch.tensor([tokens]), torch.tensor(logits)[:, None] if logits else None)
+def _output(*tokens: int, logits: list[list[float]] | None = None) -> ModelOutput:
+    return ModelOutput(torch.tensor([tokens]), torch.tensor(logits)[:, None] if logits else None)
 
 
 def test_equal_answers_pass():
-    compared("x", _said(1, 2, logits=[[0.0, 1.0]]), _said(1, 2, logits=[[0.0, 1.00001]]))
+    check_equal("x", _output(1, 2, logits=[[0.0, 1.0]]), _output(1, 2, logits=[[0.0, 1.00001]]))
 
 
 def test_masked_logits_are_equal_when_both_are():
-    compared("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[float("-inf"), 1.0]]))
+    check_equal("x", _output(1, logits=[[float("-inf"), 1.0]]), _output(1, logits=[[float("-inf"), 1.0]]))
 
 
 def test_masked_logits_do_not_hide_others():
     with pytest.raises(Differs, match=r"logits of step 0 by 1\.00e"):
-        compared("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[float("-inf"), 2.0]]))
+        check_equal("x", _output(1, logits=[[float("-inf"), 1.0]]), _output(1, logits=[[float("-inf"), 2.0]]))
 
 
 def test_a_masked_logit_that_is_not_masked_is_noticed():
     with pytest.raises(Differs, match="logits of step 0 by inf"):
-        compared("x", _said(1, logits=[[float("-inf"), 1.0]]), _said(1, logits=[[0.0, 1.0]]))
+        check_equal("x", _output(1, logits=[[float("-inf"), 1.0]]), _output(1, logits=[[0.0, 1.0]]))
 
 
 @pytest.mark.parametrize(
     ("got", "says"),
     [
-        (_said(1, 2, 3), "shape of the sequences"),
-        (_said(1, 3, logits=[[0.0, 1.0]]), r"token at \[0, 1\], 2 expected, got 3"),
-        (_said(1, 2, logits=[[0.0, 1.001]]), "logits of step 0 by 1.00e-03"),
-        (_said(1, 2, logits=[[float("-inf"), 1.0]]), "logits of step 0 by inf"),
+        (_output(1, 2, 3), "shape of the sequences"),
+        (_output(1, 3, logits=[[0.0, 1.0]]), r"token at \[0, 1\], 2 expected, got 3"),
+        (_output(1, 2, logits=[[0.0, 1.001]]), "logits of step 0 by 1.00e-03"),
+        (_output(1, 2, logits=[[float("-inf"), 1.0]]), "logits of step 0 by inf"),
     ],
 )
 def test_differences_are_named(got, says):
     with pytest.raises(Differs, match=f"x: {says}"):
-        compared("x", _said(1, 2, logits=[[0.0, 1.0]]), got)
+        check_equal("x", _output(1, 2, logits=[[0.0, 1.0]]), got)
 
 
 def test_an_architecture_that_works():
@@ -316,7 +316,7 @@ def test_memory_is_limited(memory, says):
     assert _run(grow, memory=memory)["status"] == says
 
 
-def test_a_process_that_dies_is_told_of():
+def test_a_process_that_dies_is_reported():
     def crash(_: Entry, told: Any) -> dict[str, Any]:
         told("descant")
         os.kill(os.getpid(), signal.SIGTERM)

@@ -165,7 +165,7 @@ def test_what_is_forgotten_is_made_again_alike():
         assert len(some._list_cache._entries) == most
 
 
-def test_the_memory_keeps_to_its_budget_and_forgets_the_oldest():
+def test_the_cache_keeps_to_its_budget_and_evicts_the_oldest():
     memory = module._LRUCache(10)
     for name, cost in (("a", 4), ("b", 4), ("a", 4)):
         memory.put(name, name.upper(), cost)

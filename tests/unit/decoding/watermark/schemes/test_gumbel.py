@@ -1,4 +1,4 @@
-"""The keyed uniforms: the same on every way to ask for them, even, and a stranger to every other key."""
+"""The keyed uniforms: the same by every call, uniform, and independent of every other key."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def race(key=77, width=4):
     return KeyedUniforms(GumbelWatermarkingConfig(key, width))
 
 
-def asked(one, contexts, nonce, tokens):
+def uniforms_of(one, contexts, nonce, tokens):
     """The uniforms of tokens [M] after contexts [M, W]."""
     return one.token_uniforms(one.context_states_on_host(np.asarray(contexts), nonce), np.asarray(tokens))
 
@@ -59,7 +59,7 @@ def test_chosen_tokens_equal_the_slow_version():
         wanted = [
             slow(key, width, nonce, *one) for one in zip(contexts.tolist(), tokens.tolist(), strict=True)
         ]
-        found = asked(race(key, width), contexts, nonce, tokens)
+        found = uniforms_of(race(key, width), contexts, nonce, tokens)
         assert found.tolist() == [(bits + 0.5) / 2**32 for bits in wanted]
 
 
@@ -67,7 +67,7 @@ def test_the_answers_are_those_of_yesterday():
     """A text that was marked must be found by every later version."""
     assert [slow(*one) for one in GOLDEN] == list(GOLDEN.values())
     for (key, width, nonce, context, token), bits in GOLDEN.items():
-        assert asked(race(key, width), [context], nonce, [token]).tolist() == [(bits + 0.5) / 2**32]
+        assert uniforms_of(race(key, width), [context], nonce, [token]).tolist() == [(bits + 0.5) / 2**32]
 
 
 GOLDEN = {
@@ -127,7 +127,7 @@ def test_the_same_race_is_made_once():
     assert get_keyed_uniforms(settings) is not get_keyed_uniforms(GumbelWatermarkingConfig(3, 3))
 
 
-# ------------------------------------------------------------------- even, and strangers to each other
+# ------------------------------------------------------------------- uniform and independent
 COUNT = 100_000
 
 
@@ -142,7 +142,9 @@ def series(name):
         states = one.context_states(torch.from_numpy(contexts), torch.arange(COUNT)[:, None])
         return one.token_uniforms(states.numpy().astype(np.uint32), tokens)
     elif name == "key":
-        return np.concatenate([asked(race(key, 3), contexts[:200], 2, np.arange(200)) for key in range(500)])
+        return np.concatenate(
+            [uniforms_of(race(key, 3), contexts[:200], 2, np.arange(200)) for key in range(500)]
+        )
     elif name == "chance":
         contexts = rng.integers(0, 50_000, (COUNT, 3))
     elif name == "walk":  # contexts that overlap, as those of a text do
@@ -153,7 +155,7 @@ def series(name):
         contexts, tokens = contexts[first], tokens[first]
     else:
         contexts[:, int(name[-1])] = np.arange(COUNT)
-    return asked(race(31, 3), contexts, 2, tokens)
+    return uniforms_of(race(31, 3), contexts, 2, tokens)
 
 
 @pytest.mark.parametrize("name", ["token", "nonce", "key", "chance", "walk", "place 0", "place 1", "place 2"])
@@ -172,14 +174,14 @@ def test_series_are_even_and_without_memory(name):
 def test_whatever_changes_changes_the_chance(change):
     rng = np.random.default_rng(4)
     contexts, tokens = rng.integers(0, 500, (50_000, 3)), rng.integers(0, 500, 50_000)
-    before = asked(race(31, 3), contexts, 2, tokens)
+    before = uniforms_of(race(31, 3), contexts, 2, tokens)
     others = contexts.copy()
     if change == "order":
         others = others[:, [1, 0, 2]]
     elif "token" in change and change != "token":
         others[:, 0 if change == "first token" else 2] += 1
     key, nonce = 32 if change == "key" else 31, 3 if change == "nonce" else 2
-    after = asked(race(key, 3), others, nonce, tokens + (change == "token"))
+    after = uniforms_of(race(key, 3), others, nonce, tokens + (change == "token"))
     apart = contexts[:, 0] != contexts[:, 1]
     assert abs(np.corrcoef(before[apart], after[apart])[0, 1]) < 0.02
     counts = np.histogram2d(before[apart], after[apart], bins=12, range=[[0, 1], [0, 1]])[0]

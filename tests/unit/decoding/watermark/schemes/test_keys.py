@@ -1,4 +1,4 @@
-"""Keys: read from a file or the environment, made anew, and never shown."""
+"""Keys: read from a file or the environment, newly generated, and never shown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MADE = (
 )
 
 
-def written(folder, data):
+def write_key(folder, data):
     path = folder / "key.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data), encoding="utf-8")
     return path
@@ -46,9 +46,9 @@ def written(folder, data):
 
 @pytest.mark.parametrize(("data", "made"), list(zip((GREEN, TOURNAMENT, RACE), MADE, strict=True)))
 def test_a_file_holds_one(tmp_path, data, made):
-    [(name, found)] = read_settings(written(tmp_path, data)).items()
+    [(name, found)] = read_settings(write_key(tmp_path, data)).items()
     assert (name, found) == (fingerprint(made), made)
-    assert read_settings(written(tmp_path, {"name": "ours", **data})) == {"ours": made}
+    assert read_settings(write_key(tmp_path, {"name": "ours", **data})) == {"ours": made}
 
 
 def test_a_file_holds_several(tmp_path):
@@ -56,15 +56,15 @@ def test_a_file_holds_several(tmp_path):
     listed = [{"name": name, **data} for name, data in zip(names, (GREEN, TOURNAMENT, RACE), strict=True)]
     named = dict(zip(names, (GREEN, TOURNAMENT, RACE), strict=True))
     expected = dict(zip(names, MADE, strict=True))
-    assert read_settings(written(tmp_path, listed)) == expected
-    assert read_settings(str(written(tmp_path, named))) == expected
-    assert list(read_settings(written(tmp_path, named))) == list(names)
-    unnamed = read_settings(written(tmp_path, [GREEN, TOURNAMENT, RACE]))
+    assert read_settings(write_key(tmp_path, listed)) == expected
+    assert read_settings(str(write_key(tmp_path, named))) == expected
+    assert list(read_settings(write_key(tmp_path, named))) == list(names)
+    unnamed = read_settings(write_key(tmp_path, [GREEN, TOURNAMENT, RACE]))
     assert unnamed == {fingerprint(made): made for made in MADE}
 
 
 def test_the_environment_holds_it_or_its_path(tmp_path, monkeypatch):
-    path = written(tmp_path, {"name": "filed", **RACE})
+    path = write_key(tmp_path, {"name": "filed", **RACE})
     assert read_settings(environment={KEY_VARIABLE: json.dumps({"name": "told", **GREEN})}) == {
         "told": MADE[0]
     }
@@ -74,7 +74,7 @@ def test_the_environment_holds_it_or_its_path(tmp_path, monkeypatch):
     monkeypatch.setenv(KEY_FILE_VARIABLE, str(path))
     assert read_settings() == {"filed": MADE[2]}
     # A file that is named beats the environment, which may be another program's.
-    assert read_settings(written(tmp_path, GREEN)) == {fingerprint(MADE[0]): MADE[0]}
+    assert read_settings(write_key(tmp_path, GREEN)) == {fingerprint(MADE[0]): MADE[0]}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_the_environment_may_not_hold(environment, message):
 )
 def test_what_a_file_may_not_hold(tmp_path, data, message):
     with pytest.raises(InputError) as caught:
-        read_settings(written(tmp_path, data))
+        read_settings(write_key(tmp_path, data))
     assert message in str(caught.value)
     shown = repr(caught.value) + repr(caught.value.__cause__)
     assert str(SECRET) not in shown
@@ -213,7 +213,7 @@ def test_a_written_key_is_its_owners_and_reads_back(tmp_path, scheme):
 
 
 def test_a_key_that_others_can_read_is_read(tmp_path):
-    path = written(tmp_path, RACE)
+    path = write_key(tmp_path, RACE)
     path.chmod(0o644)
     assert list(read_settings(path).values()) == [MADE[2]]
 
