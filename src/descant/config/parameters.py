@@ -337,7 +337,8 @@ class Parameters(FrozenParameters):
         doc="Guess up to this many tokens by what followed the longest repeated end of the text.")
     suffix_lookup_shared: bool = field(
         default=False, kind=types.flag(), group="speculation",
-        doc="Look into what the session has written for earlier requests, too.")
+        doc="Look into what the session has written for earlier requests of the same salt, too, which a "
+        "request can learn from its speed.")
     assistant_early_exit: int | None = field(
         default=None, kind=types.integer(1), group="speculation",
         doc="Guess with the model's own first layers, up to this one.")
