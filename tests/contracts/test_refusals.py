@@ -117,7 +117,7 @@ def test_each_is_as_if_alone(subject, number):
     run.admit()
     while run.running:
         run.step()
-    assert run.num_ended > 3
+    assert run.num_ended > 0
     _check_empty(run.session)
 
 
