@@ -13,6 +13,7 @@ DescantError (Exception)
 ├── TraceError (ValueError)         a trace cannot be read or drawn
 ├── HubError (OSError)              a download from or upload to the Hub failed; `.repo` names the repository
 ├── RankError (RuntimeError)        another process of a tensor-parallel model failed; `.rank` is its rank
+├── SessionBusy (RuntimeError)      a session is used from inside a step, or by two threads at once
 ├── RowError (ValueError)           one request failed, the others are unaffected; `.request` is its id
 │   └── ConstraintError             its result does not meet its constraints; `.unmet` lists them
 └── MissingExtra (ImportError)      an optional dependency is absent; `.extra` names the extra
@@ -36,6 +37,7 @@ __all__ = [
     "RankError",
     "RecipeError",
     "RowError",
+    "SessionBusy",
     "TraceError",
     "UnsupportedModel",
     "UntrustedRecipe",
@@ -118,6 +120,10 @@ class ConstraintError(RowError):
         super().__init__(message, request)
         self.unmet = unmet
         self.args = (message, request, unmet)
+
+
+class SessionBusy(DescantError, RuntimeError):
+    """A call of a session that another call is inside of; nothing has changed."""
 
 
 class RecipeError(DescantError, ValueError):

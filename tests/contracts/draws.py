@@ -60,7 +60,7 @@ def _batch(settings: Sequence[Setting], size: int, found: list[Drawn], seeded: f
     session = Session(settings[0].model)
     total = size * len(settings)
     numbers = session.admit(*(one.request() for one in settings), noise_rows=total)
-    rows = _repeated(session, size)
+    table, rows = session._tables.default, _repeated(session, size)
     values = dict(row_params(rows).values)
     values["noise_row"] = (torch.arange(len(settings)) * size).repeat_interleave(size)
     if seeded:
@@ -70,7 +70,7 @@ def _batch(settings: Sequence[Setting], size: int, found: list[Drawn], seeded: f
         values["draft_tokens"] = torch.randint(0, 5, (total,))
     rows = rows.replace(columns={**rows.columns, "params": type(row_params(rows))(values)})
     while len(rows) and int((rows.length - rows.prompt_length).min()) < WINDOW:
-        rows, selections = run_step(session.model, session._cache, rows, session._running.strategy_groups)
+        rows, selections = run_step(table.model, table.cache, rows, table.running.strategy_groups)
         for selection in selections:
             assert selection.emitted is not None
             whose = selection.emitted.request.tolist()
@@ -81,10 +81,10 @@ def _batch(settings: Sequence[Setting], size: int, found: list[Drawn], seeded: f
 
 def _repeated(session: Session, size: int) -> Rows:
     """The session's rows, each so many times: slots of its request."""
-    rows = session._rows
+    rows = session._tables.default.rows
     assert rows is not None
     each = torch.arange(len(rows)).repeat_interleave(size)
-    session._cache.commit(each, torch.zeros_like(each))
+    session._tables.default.cache.commit(each, torch.zeros_like(each))
     rows = rows.take(each)
     return rows.replace(slot=torch.arange(len(each)) % size)
 
@@ -129,7 +129,8 @@ def exact(setting: Setting) -> Tensor:
     paths = torch.cartesian_prod(*[torch.arange(VOCAB)] * (WINDOW - 1))
     paths = torch.cat((paths, torch.zeros(len(paths), 1, dtype=torch.long)), 1)
     session = Session(setting.model)
-    session._running.noise = Forced(paths, len(setting.prompt))  # type: ignore[assignment]
+    table = session._tables.default
+    table.running.noise = Forced(paths, len(setting.prompt))  # type: ignore[assignment]
     session.admit(setting.request(drafts=False), noise_rows=len(paths))
     rows = _repeated(session, len(paths))
     laws: dict[tuple[int, ...], Tensor] = {}
@@ -141,7 +142,7 @@ def exact(setting: Setting) -> Tensor:
 
     for _ in range(WINDOW):
         if len(rows):
-            rows, _ = run_step(session.model, session._cache, rows, session._running.strategy_groups, observe)
+            rows, _ = run_step(table.model, table.cache, rows, table.running.strategy_groups, observe)
     ends = {setting.fields.get("eos_token_id"), *setting.fields.get("stop_token_ids", ())}
     whole = torch.zeros([VOCAB + 1] * WINDOW, dtype=torch.double)
     _spread(laws, (), 1.0, whole, ends)

@@ -83,15 +83,14 @@ def test_nothing_is_remembered_of_what_has_left(tiny, name):
     doomed = set(session.admit(*given))
     for _ in range(3):
         doomed -= {one.request for one in session.step() if isinstance(one, Finished | Failed)}
-    assert sum(map(_held, session._running.strategies.values())) > len(given)
+    assert sum(map(_held, session._tables.default.running.strategies.values())) > len(given)
     for number in doomed:
         session.cancel(number)
     while len(session):
         session.step()
-    assert {
-        type(one).__name__: _held(one) for one in session._running.strategies.values() if _held(one)
-    } == {}
-    model = session.model
+    strategies = session._tables.default.running.strategies.values()
+    assert {type(one).__name__: _held(one) for one in strategies if _held(one)} == {}
+    model = session._tables.default.model
     while hasattr(model, "inner"):
         assert not getattr(model, "_negative_prompts", None)
         model = model.inner

@@ -174,6 +174,6 @@ def test_rows_that_do_not_use_a_processor_pay_nothing(tiny):
     list(session.drain())
     assert seen == [2, 2, 2]
     session.admit(Request(texts[0], GenerationConfig(max_new_tokens=3)))
-    assert session._running.strategy_groups(session._rows)[0].processors == []
-    assert "token_logprobs" not in session._rows.columns
-    assert "stop_state" not in session._rows.columns
+    assert session._tables.default.running.strategy_groups(session._tables.default.rows)[0].processors == []
+    assert "token_logprobs" not in session._tables.default.rows.columns
+    assert "stop_state" not in session._tables.default.rows.columns

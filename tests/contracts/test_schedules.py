@@ -86,7 +86,7 @@ def test_one_forward_a_step_for_all_rows(mix):
             session.admit(waiting.pop())
         before, lanes = session.model.forwards, len(session)
         # Rows without positions of their own share a forward where they stand level.
-        levels = len({int(one) for one in session._rows.cached_length})
+        levels = len({int(one) for one in session._tables.default.rows.cached_length})
         session.step()
         used = session.model.forwards - before
         assert used == (1 + (joined and lanes > 1) if shared else levels)
@@ -105,8 +105,8 @@ def test_rows_leave_in_the_very_step_that_ends_them(mix):
         events = session.step()
         running -= {event.request for event in events if isinstance(event, Finished)}
         assert session.rows == sum(width[number] for number in running)
-        assert set(session._rows.request.tolist()) == running
-        assert len(session._cache) == session.rows
+        assert set(session._tables.default.rows.request.tolist()) == running
+        assert len(session._tables.default.cache) == session.rows
 
 
 def test_cancelled_rows_leave_at_once(mix):
@@ -119,7 +119,7 @@ def test_cancelled_rows_leave_at_once(mix):
     session.cancel(numbers[0])
     assert session.rows == 5
     assert len(session) == 3
-    assert torch.equal(session._cache.lengths, session._rows.cached_length)
+    assert torch.equal(session._tables.default.cache.lengths, session._tables.default.rows.cached_length)
     for number in (numbers[1], numbers[2], numbers[4]):
         session.cancel(number)
     assert (session.rows, len(session), session.step()) == (0, 0, [])

@@ -17,6 +17,7 @@ from descant.errors import (
     NotInThisVersion,
     RecipeError,
     RowError,
+    SessionBusy,
     UnsupportedModel,
     UntrustedRecipe,
     format_value,
@@ -29,6 +30,7 @@ def test_the_exception_tree():
         (UnsupportedModel, ValueError), (RowError, ValueError), (MissingExtra, ImportError),
         (NotEnoughMemory, MemoryError), (RecipeError, ValueError), (UntrustedRecipe, RecipeError),
         (ChangedRecipe, UntrustedRecipe), (MissingRequirements, RecipeError), (HubError, OSError),
+        (SessionBusy, RuntimeError),
     ):  # fmt: skip
         assert issubclass(kind, DescantError)
         assert issubclass(kind, builtin)
@@ -44,7 +46,7 @@ def test_the_exception_tree():
      MissingExtra("x", "y"), NotEnoughMemory("no room", 8, 4, ("paged",)), UnsupportedModel("no"),
      NotInThisVersion("a", "is not", object), RecipeError("a/b", "no"), UntrustedRecipe("a/b", "no"),
      ChangedRecipe("a/b", "no"), MissingRequirements("a/b", ["foo (installed: None)"]),
-     HubError("a/b", "no")],
+     HubError("a/b", "no"), SessionBusy("no")],
 )  # fmt: skip
 def test_errors_survive_a_pickle(error):
     twin = pickle.loads(pickle.dumps(error))

@@ -79,6 +79,8 @@ class Admission:
 
 def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> ResolvedRequest:
     """One request by its plan."""
+    if not isinstance(request.cache_salt, bytes):
+        raise InputError("cache_salt", "must be bytes", request.cache_salt)
     ids = _checked_ids(request, traits.vocab_size)
     suffix = healed_suffix(request, plan.config, ids)
     embeds = request.inputs.get("inputs_embeds") if not traits.is_encoder_decoder else None
@@ -90,6 +92,8 @@ def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> R
         raise InputError("inputs_embeds", must, embeds)
     info = prompt_info(request, ids, offset, suffix)
     prompt_params, method_params = plan.prompt_params(info, traits), plan.row_method_params(info)
+    if plan.config.suffix_lookup_shared:
+        method_params["suffix_lookup_salt"] = request.cache_salt
     num_healed = 0 if suffix is None else len(suffix)
     inputs = request.inputs
     if num_healed and not traits.is_encoder_decoder:

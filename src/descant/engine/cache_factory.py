@@ -28,12 +28,15 @@ from descant.models.rope import rope_of_model
 
 __all__ = [
     "CACHES",
+    "CacheKey",
     "CacheRequest",
     "CacheSpec",
     "build_cache",
+    "cache_key",
     "cache_name",
     "choose_cache",
     "default_cache",
+    "default_cache_key",
     "missing_requirement",
     "quantized_cache_config",
 ]
@@ -42,6 +45,13 @@ __all__ = [
 _MIN_SHARED_PROMPT: Final = 64
 
 CACHE_FIELD: Final = "cache_implementation"
+
+
+class CacheKey(NamedTuple):
+    """What requests must have in common to share a cache: its name and its settings."""
+
+    name: str
+    settings: object = ()  # hashable
 
 
 class CacheRequest(NamedTuple):
@@ -230,6 +240,8 @@ CACHES: Final[Mapping[str, CacheSpec]] = {
     "h2o": CacheSpec(_make_h2o, "long sequences of which few positions matter", True, _sdpa_requirement),
 }
 # fmt: on
+# The caches without settings, which are the defaults.
+CACHE_NAMES: Final[Mapping[type[Any], str]] = {DenseStore: "dynamic", PagedStore: "paged"}
 # Names of transformers 4 for the same caches.
 ALIASES: Final = {
     "hybrid_chunked": "hybrid",
@@ -242,6 +254,24 @@ def cache_name(config: GenerationConfig) -> str | None:
     """The name of the cache that a config selects; None: it selects none."""
     name = config.cache_implementation
     return None if name is None else ALIASES.get(name, name)
+
+
+def cache_key(config: GenerationConfig, traits: ModelTraits) -> CacheKey | None:
+    """The cache that a request names itself; None: it takes the default, for which a model's hint counts."""
+    name = cache_name(config)
+    has_one_cache = traits.needs_own_cache or traits.cache_type != "kv"
+    if name is None or has_one_cache or config.source(CACHE_FIELD) == "model":
+        return None
+    settings = sorted((config.cache_config or {}).items())
+    if name == "static":
+        settings += [("compile", (config.compile_config, config.disable_compile))]
+    return CacheKey(name, repr(settings) if settings else ())
+
+
+def default_cache_key(cache: RowCache) -> CacheKey | None:
+    """The key of a cache without settings; None: no request can name one like it."""
+    name = CACHE_NAMES.get(type(cache))
+    return None if name is None else CacheKey(name)
 
 
 def build_cache(request: CacheRequest) -> RowCache:

@@ -19,10 +19,11 @@ from descant.models.truncated_model import truncate_model
 from descant.recipes.recipe import Recipe
 from descant.tokenization.token_bytes import TokenBytes
 
-__all__ = ["DraftInputs", "DrafterSpec", "describe_drafter", "make_drafter_spec"]
+__all__ = ["USER_DRAFTER", "DraftInputs", "DrafterSpec", "describe_drafter", "make_drafter_spec"]
 
 # Fields that only a draft model or early exit uses.
 _DRAFT_MODEL_FIELDS: Final = ("num_assistant_tokens", "assistant_confidence_threshold")
+USER_DRAFTER: Final = ("own",)  # how the key of a drafter begins that is the user's object
 _CROSS_TOKENIZER_FIELDS: Final = ("assistant_lookbehind", "target_lookbehind")
 
 
@@ -130,7 +131,9 @@ class _DrafterFactory:
         given, size = self.inputs, self.target.traits.vocab_size
         if hasattr(given.model, "draft"):  # it is a drafter already
             return DrafterSpec(
-                ("own", id(given.model)), lambda _: given.model, _draft_model_params(self.config, None)
+                (*USER_DRAFTER, id(given.model)),
+                lambda _: given.model,
+                _draft_model_params(self.config, None),
             )
         if not any(hasattr(given.model, name) for name in ("traits", "config", "models")):
             do = "pass a transformers model, or an object with `draft`"

@@ -12,15 +12,13 @@ import torch
 from descant.core.context import row_params
 from descant.core.interfaces import Model, RowCache
 from descant.core.rows import Rows
-from descant.engine.cache_factory import CACHES
+from descant.engine.cache_factory import CACHE_NAMES, CACHES
 from descant.engine.cache_sizing import Workload, cache_cost, cache_costs, cache_request
 from descant.engine.planner import DecodingPlan
 from descant.errors import NotEnoughMemory
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.paged import PagedStore
 from descant.models.kv_shape import KVShape, kv_shape_of, max_token_bytes
 
-__all__ = ["check_kv_fits", "format_bytes", "free_bytes", "workload_of"]
+__all__ = ["check_kv_fits", "format_bytes", "free_bytes", "num_growing_positions", "workload_of"]
 
 # The check is skipped for runs below this bound.
 _MIN_CHECKED_BYTES: Final = 2**30
@@ -57,34 +55,55 @@ def workload_of(
     return Workload(count, rows, prompt, final, plan.strategy.num_candidates, "guidance" in plan.wrappers)
 
 
+def _is_growing(kind: str) -> bool:
+    """Whether a cache takes memory for every position of a row, as the row grows."""
+    return kind not in _PREALLOCATED_CACHES and not CACHES[kind].drops_tokens
+
+
+def num_growing_positions(model: Model, cache: RowCache, name: str | None, running: Rows | None) -> int:
+    """The positions that the running rows of a table may still add to its cache."""
+    kind = name or CACHE_NAMES.get(type(cache))
+    if running is None or not len(running) or kind is None or kind not in CACHES or not _is_growing(kind):
+        return 0
+    ends = row_params(running)["max_length"] + running.offset
+    context_length = model.traits.context_length
+    ends = ends if context_length is None else ends.clamp(max=context_length)
+    return int((ends - running.cached_length).clamp(min=0).double().sum())
+
+
 def check_kv_fits(
-    model: Model, cache: RowCache, name: str | None, new: Sequence[NewRequest], running: Rows | None
-) -> None:
+    model: Model,
+    cache: RowCache,
+    name: str | None,
+    new: Sequence[NewRequest],
+    running: Rows | None,
+    *,
+    num_others: int = 0,
+) -> int:
     """Raise for new requests whose keys and values do not fit beside those of the running rows.
 
-    A rough bound is checked first, so that small runs cost nothing.
+    `num_others` is the number of positions that other tables may still add. Returns how many the new requests
+    may add, 0 where it is unknown. A rough bound is checked first, so that small runs cost nothing.
     """
-    kind = name or _CACHE_NAMES.get(type(cache))
+    kind = name or CACHE_NAMES.get(type(cache))
     traits, network = model.traits, model.network
-    if network is None or kind is None or traits.needs_own_cache or traits.cache_type != "kv":
-        return
+    if network is None or kind is None or kind not in CACHES:
+        return 0
+    if traits.needs_own_cache or traits.cache_type != "kv":
+        return 0
     token_bytes = _bytes_per_token(model, network)
-    preallocated = kind in _PREALLOCATED_CACHES
     # Rows are expected to end within the context length, also where the limit is higher.
     context_length = traits.context_length
-    if context_length is not None and not preallocated:
+    if context_length is not None and kind not in _PREALLOCATED_CACHES:
         new = [
             (plan, length, max(min(limit, context_length - offset), length + 1), offset)
             for plan, length, limit, offset in new
         ]
-    growth = 0  # positions that the running rows may still add
-    if running is not None and len(running) and not preallocated and not CACHES[kind].drops_tokens:
-        ends = row_params(running)["max_length"] + running.offset
-        ends = ends if context_length is None else ends.clamp(max=context_length)
-        growth = int((ends - running.cached_length).clamp(min=0).double().sum())
+    growth = num_others + num_growing_positions(model, cache, name, running)
     total = sum(_num_rows(plan) * (limit + offset) for plan, _, limit, offset in new)
+    num_new = total if _is_growing(kind) else 0
     if token_bytes is None or (total + growth) * token_bytes < _MIN_CHECKED_BYTES:
-        return
+        return num_new
     shape = kv_shape_of(network)
     workloads = _workloads(new, kind in _PADDED_CACHES)
     costs = [
@@ -97,6 +116,7 @@ def check_kv_fits(
     too_large = _exceeds_free(need, model.device) or _exceeds_free(offloaded, torch.device("cpu"))
     if too_large if model.rank_group is None else model.rank_group.any_rank(too_large):
         raise _out_of_memory_error(model, kind, (need, offloaded), workloads, shape)
+    return num_new
 
 
 def _num_rows(plan: DecodingPlan) -> int:
@@ -237,6 +257,3 @@ def _reclaimable_bytes(group: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
-
-
-_CACHE_NAMES: Final[dict[type[Any], str]] = {DenseStore: "dynamic", PagedStore: "paged"}

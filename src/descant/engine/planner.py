@@ -20,7 +20,7 @@ from descant.decoding.processors.pipeline import (
     end_token_ids,
     processor_order,
 )
-from descant.engine.cache_factory import CACHE_FIELD, cache_name, choose_cache
+from descant.engine.cache_factory import CACHE_FIELD, choose_cache
 from descant.engine.config_checks import check_config, resolve_max_length
 from descant.engine.drafter_factory import DrafterSpec, DraftInputs, make_drafter_spec
 from descant.engine.model_factory import as_model, new_cache
@@ -195,11 +195,6 @@ def drafter_spec(config: GenerationConfig, model: Model, inputs: DraftInputs) ->
 def validate_cache(plan: DecodingPlan, cache: RowCache, name: str | None, num_slots: int) -> None:
     """Raise for a plan that cannot run on the cache of its table, which was requested by that name."""
     config, kind = plan.config, name or type(cache).__name__
-    requested = cache_name(config)
-    if requested not in (None, name) and config.source(CACHE_FIELD) != "model":
-        current = f"a {kind}" if name is None else f"the {name} one"
-        do = "leave it out, or use another session"
-        raise ConfigError(CACHE_FIELD, f"must be that of its table, {current}", requested, do)
     rewind, limit = plan.max_rewind, cache.max_rewind
     if limit is not None and (rewind is None or rewind > limit):
         field = plan.strategy.rewind_field or "recipe"

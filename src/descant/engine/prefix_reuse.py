@@ -29,7 +29,7 @@ from descant.kv_cache.prefix_cache import PrefixCache, PrefixReport
 from descant.kv_cache.row_subset import row_subset
 from descant.models.no_cache import NoCache
 
-__all__ = ["CachedPrefix", "PrefixReuse", "empty_cache_like", "prefill_chunk"]
+__all__ = ["CachedPrefix", "PrefixReuse", "as_cached_row", "empty_cache_like", "prefill_chunk"]
 
 _PAST_ARGUMENT = "past_key_values"
 _NO_ROWS = torch.zeros(0, dtype=torch.long)
@@ -73,8 +73,8 @@ class PrefixReuse:
         return None if self._prefix_cache is None else self._prefix_cache.report()
 
     # -------------------------------------------------------------------- admission
-    def lookup(self, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache) -> CachedPrefix:
-        """The cached prefix of a request with the prompt `ids` [L]; raises where it cannot be used."""
+    def check(self, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache) -> None:
+        """Raise for a past, a prefill or a result that a request with the prompt `ids` [L] cannot have."""
         past = as_cached_row(request.past_key_values)
         self._check_use_cache(request, plan, cache)
         if request.return_past_key_values:
@@ -83,7 +83,12 @@ class PrefixReuse:
             self._check_chunkable(plan)
         if past is not None and past.length:
             _check_past_fits(self._traits, request, past, len(ids))
-        elif past is None and self._is_prefix_cacheable(request, cache) and not plan.needs_full_prefill:
+
+    def lookup(self, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache) -> CachedPrefix:
+        """The cached prefix of a request with the prompt `ids` [L]; raises where it cannot be used."""
+        self.check(request, plan, ids, cache)
+        past = as_cached_row(request.past_key_values)
+        if past is None and self._is_prefix_cacheable(request, cache) and not plan.needs_full_prefill:
             assert self._prefix_cache is not None
             past = self._prefix_cache.lookup(ids, request.cache_salt)
         size = 0 if past is None else min(past.length, len(ids) - 1)

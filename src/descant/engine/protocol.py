@@ -19,8 +19,8 @@ __all__ = ["Engine"]
 class Engine(Protocol):
     """Runs requests step by step; requests may be admitted and cancelled between any two steps.
 
-    An engine is used by one thread at a time. Every admitted request ends in exactly one `Finished` or
-    `Failed` event, unless it is cancelled.
+    An engine is used by one thread at a time, and not from inside a step: it raises `SessionBusy` otherwise.
+    Every admitted request ends in exactly one `Finished` or `Failed` event, unless it is cancelled.
     """
 
     @property

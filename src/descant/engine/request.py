@@ -56,7 +56,7 @@ class Request:
     past_key_values: Any = None  # a `CachedRow`, or a cache of one row
     return_past_key_values: bool = False  # whether `Finished.past_key_values` holds its sequences' KV
     recipe: Any = None  # a `Recipe` other than a function, or a class of one of its interfaces
-    cache_salt: bytes = b""  # only requests with the same salt share blocks of a prefix cache
+    cache_salt: bytes = b""  # only requests with the same salt share cached prefixes and suffixes
     prompt_index: int = 0  # the index of its prompt in the call, for `prefix_allowed_tokens_fn`
     padded_width: int = 0  # of the padded prompts of its call; user processors get ids of that width
     noise_row: int = -1  # its row of torch's noise; -1: it draws from its own stream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -23,13 +23,13 @@ from descant.engine.admission import ResolvedRequest
 from descant.engine.logprobs import LogprobsColumn, LogprobsRecorder
 from descant.engine.planner import DecodingPlan
 from descant.engine.registry import RefCountedRegistry
-from descant.engine.request import Request, build_text_matchers
+from descant.engine.request import Request, TextMatchers, build_text_matchers
 from descant.engine.row_params import RowIds, row_values
 from descant.engine.strategy_group import StrategyGroup, as_stateful
 from descant.errors import InputError
 from descant.trace.tracer import Tracer
 
-__all__ = ["RunningRequest", "RunningRequests"]
+__all__ = ["PreparedRequest", "RunningRequest", "RunningRequests"]
 
 # Processors, each with its position: (position in the order, position among the user's own).
 ProcessorChain = tuple[tuple[tuple[int, int], Processor], ...]
@@ -66,6 +66,15 @@ class RunningRequest:
         return row_values(self.plan.params, self.resolved.prompt_params, self.ids, self.method_params)
 
 
+class PreparedRequest(NamedTuple):
+    """A request that passed all checks, with what it needs to be registered."""
+
+    resolved: ResolvedRequest
+    strategy: Strategy
+    chain: ProcessorChain
+    texts: TextMatchers
+
+
 class RunningRequests:
     """The running requests by id, and the objects that their rows refer to by id.
 
@@ -73,10 +82,14 @@ class RunningRequests:
     """
 
     def __init__(
-        self, device: torch.device, rank_group: RankGroup | None = None, tracer: Tracer | None = None
+        self,
+        device: torch.device,
+        rank_group: RankGroup | None = None,
+        tracer: Tracer | None = None,
+        noise: SamplingNoise | None = None,
     ) -> None:
         self.requests: dict[int, RunningRequest] = {}
-        self.noise = SamplingNoise()
+        self.noise = SamplingNoise() if noise is None else noise
         self.stop_checker = StopChecker()
         self.logprobs_recorder = LogprobsRecorder()
         self.strategies: dict[tuple[Any, ...], Strategy] = {}
@@ -98,38 +111,60 @@ class RunningRequests:
         self._groups: tuple[object, list[StrategyGroup]] | None = None  # of the table with that version
 
     # -------------------------------------------------------------------- requests come and go
-    def add(self, number: int, resolved: ResolvedRequest, is_encoder_decoder: bool) -> RunningRequest:
-        """Register a request with its strategy, processors and stop conditions."""
+    def prepare(self, resolved: ResolvedRequest) -> PreparedRequest:
+        """Check a request and build its strategy, processors and stop conditions, without registering it."""
         request, plan = resolved.request, resolved.plan
         strategy = self._strategy_of(plan)
         chain = self._build_chain(plan, (*request.logits_processor, *_recipe_processors(plan)))
         texts = build_text_matchers(request, plan.config)
         if plan.max_rewind is None:
             _check_stateless(chain, plan)
+        return PreparedRequest(resolved, strategy, chain, texts)
+
+    def add(self, number: int, prepared: PreparedRequest, is_encoder_decoder: bool) -> RunningRequest:
+        """Register a request."""
+        resolved, strategy, chain, texts = prepared
+        request = resolved.request
         # Seeds are drawn after all checks: a refused request must not advance torch's generator.
-        seed, processor_seed = _draw_seeds(request, plan, chain)
+        seed, processor_seed = _draw_seeds(request, resolved.plan, chain)
         criteria = tuple(request.stopping_criteria) or None
-        shared = {
-            "processor_chain_id": (chain, tuple((position, id(one)) for position, one in chain)),
-            "criteria_id": (criteria, tuple(map(id, criteria or ()))),
-            "stop_strings_id": (texts.stop_strings, id(texts.stop_strings)),
-            "stop_regex_id": (texts.stop_regex, texts.stop_regex),
-        }
-        registry_ids = {
-            name: -1 if item is None else self.registries[name].acquire(key, item)
-            for name, (item, key) in shared.items()
-        }
         ids = RowIds(
             strategy_id=self.strategy_order.index(strategy),
             seed=seed,
             noise_row=max(request.noise_row, 0),
             has_side_inputs=int(bool(request.inputs) and not is_encoder_decoder),
             processor_seed=processor_seed,
-            **registry_ids,
+            **self._acquire(
+                {
+                    "processor_chain_id": (chain, tuple((position, id(one)) for position, one in chain)),
+                    "criteria_id": (criteria, tuple(map(id, criteria or ()))),
+                    "stop_strings_id": (texts.stop_strings, id(texts.stop_strings)),
+                    "stop_regex_id": (texts.stop_regex, texts.stop_regex),
+                }
+            ),
         )
         method_params = {**resolved.method_params, **texts.row_params()}
         self.requests[number] = RunningRequest(resolved, strategy, ids, method_params)
         return self.requests[number]
+
+    def _acquire(self, shared: Mapping[str, tuple[Any, Any]]) -> dict[str, int]:
+        """A reference to each item by its key, all or none; -1: there is no item."""
+        acquired: dict[str, int] = {}
+        try:
+            for name, (item, key) in shared.items():
+                acquired[name] = -1 if item is None else self.registries[name].acquire(key, item)
+        except BaseException:
+            for name, number in acquired.items():
+                self.registries[name].release(number)
+            raise
+        return acquired
+
+    def keep_strategies(self, count: int) -> None:
+        """Drop all strategies but the first `count`; no request may use the others."""
+        kept = self.strategy_order[:count]
+        ids = set(map(id, kept))
+        self.strategies = {key: one for key, one in self.strategies.items() if id(one) in ids}
+        self.strategy_order = kept
 
     def _strategy_of(self, plan: DecodingPlan) -> Strategy:
         """The strategy of a plan, built for its first request."""
@@ -169,12 +204,12 @@ class RunningRequests:
     def remove(self, number: int) -> None:
         """Drop a request, and the objects that only it used."""
         running = self.requests.pop(number)
-        if running.drafter is not None:
-            running.drafter.remove_requests([number])
         for name, registry in self.registries.items():
             registry.release(getattr(running.ids, name))
         if not self.requests:
             self._groups = None  # it refers to the objects of the last requests
+        if running.drafter is not None:
+            running.drafter.remove_requests([number])
 
     def processors(self, number: int) -> list[Processor]:
         """The processors of a running request in order."""

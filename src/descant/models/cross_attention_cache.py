@@ -30,6 +30,21 @@ def _concat_padded(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat((_pad_dim(first, size, 1), _pad_dim(second, size, 1)))
 
 
+def _merge_outputs(
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], counts: tuple[int, int]
+) -> dict[str, Tensor]:
+    """The outputs of two groups of requests by name; zeros for a group that has none of that name."""
+    merged = {}
+    for name in {**first, **second}:
+        known = first[name] if name in first else second[name]
+        parts = [
+            part[name] if name in part else known.new_zeros(count, *known.shape[1:])
+            for part, count in zip((first, second), counts, strict=True)
+        ]
+        merged[name] = _concat_padded(*parts)
+    return merged
+
+
 class CrossAttentionCache:
     """Encoder outputs, masks, and each layer's keys and values, one entry per request.
 
@@ -45,6 +60,7 @@ class CrossAttentionCache:
         self._encoder_states: Tensor | None = None  # [M, S, D]
         self._keys: dict[int, Tensor] = {}  # [M, H, S, D] by layer
         self._values: dict[int, Tensor] = {}
+        self._written_sizes: dict[int, int] = {}  # by layer: the encoder positions it was written for
 
     @property
     def num_layers(self) -> int:
@@ -60,39 +76,41 @@ class CrossAttentionCache:
         self, requests: Sequence[int], states: Tensor, mask: Tensor, others: Mapping[str, Tensor]
     ) -> None:
         """Store new requests: encoder states [B, S, D], mask [B, T] and further outputs [B, ...]."""
-        first = 0
-        if self._mask is None or not self._entries:
-            self._entries, self._mask, self._encoder_states = {}, mask, states
-            self._other_outputs = dict(others)
-            self._keys, self._values = {}, {}
-        else:
-            assert self._encoder_states is not None
-            first = len(self._mask)  # includes entries of removed requests
-            self._mask = _concat_padded(self._mask, mask)
-            self._encoder_states = _concat_padded(self._encoder_states, states)
-            self._other_outputs = {
-                name: _concat_padded(self._other_outputs[name], value) for name, value in others.items()
-            }
-        self._sorted_entries = None
-        self._entries.update({request: first + index for index, request in enumerate(requests)})
+        # Everything is computed before anything is stored: a failure leaves the cache as it was.
+        numbers = {request: index for index, request in enumerate(requests)}
+        if self._mask is None or self._encoder_states is None or not self._entries:
+            self._entries, self._mask, self._encoder_states = numbers, mask, states
+            self._other_outputs, self._sorted_entries = dict(others), None
+            self._keys, self._values, self._written_sizes = {}, {}, {}
+            return
+        first = len(self._mask)  # includes entries of removed requests
+        merged = _merge_outputs(self._other_outputs, others, (first, len(mask)))
+        blocks = _concat_padded(self._mask, mask), _concat_padded(self._encoder_states, states)
+        entries = self._entries | {request: first + index for request, index in numbers.items()}
+        self._entries, self._sorted_entries = entries, None
+        self._mask, self._encoder_states = blocks
+        self._other_outputs = merged
 
     def remove_requests(self, requests: Sequence[int]) -> None:
         """Remove requests; entries are freed once at most half are in use."""
-        for request in requests:
-            self._entries.pop(request, None)
-        self._sorted_entries = None
-        if self._mask is None or 2 * len(self._entries) > len(self._mask):
+        removed = set(requests)
+        entries = {request: entry for request, entry in self._entries.items() if request not in removed}
+        if self._mask is None or self._encoder_states is None or 2 * len(entries) > len(self._mask):
+            self._entries, self._sorted_entries = entries, None
             return
-        keep = torch.tensor(list(self._entries.values()), dtype=torch.long)
-        self._entries = {request: index for index, request in enumerate(self._entries)}
-        self._mask = index_rows(self._mask, keep)
-        self._encoder_states = (
-            None if self._encoder_states is None else index_rows(self._encoder_states, keep)
+        keep = torch.tensor(list(entries.values()), dtype=torch.long)
+        blocks = index_rows(self._mask, keep), index_rows(self._encoder_states, keep)
+        others = {name: index_rows(value, keep) for name, value in self._other_outputs.items()}
+        # Each layer on its own device. A request that was never fed has no keys and values yet.
+        keys, values = (
+            {layer: index_rows(self._fit_block(layer, block), keep) for layer, block in store.items()}
+            for store in (self._keys, self._values)
         )
-        self._other_outputs = {name: index_rows(value, keep) for name, value in self._other_outputs.items()}
-        for store in (self._keys, self._values):
-            for layer, block in store.items():
-                store[layer] = index_rows(block, keep)  # each on the device of its layer
+        sizes = dict.fromkeys(keys, self._encoder_states.shape[1])
+        self._entries = {request: index for index, request in enumerate(entries)}
+        self._sorted_entries = None
+        self._mask, self._encoder_states = blocks
+        self._other_outputs, self._keys, self._values, self._written_sizes = others, keys, values, sizes
 
     def entry_index(self, requests: Tensor) -> Tensor | None:
         """The entry of each row's request, for `requests` [R] (host); None if row `i` reads entry `i`."""
@@ -123,26 +141,37 @@ class CrossAttentionCache:
 
     def keys(self, layer: int, entries: Tensor | None) -> Tensor:
         """One layer's keys for each row [R, H, S, D]."""
-        return self._gather_rows(self._keys[layer], entries)
+        return self._gather_rows(self._fit_block(layer, self._keys[layer]), entries)
 
     def values(self, layer: int, entries: Tensor | None) -> Tensor:
         """One layer's values for each row [R, H, S, D]."""
-        return self._gather_rows(self._values[layer], entries)
+        return self._gather_rows(self._fit_block(layer, self._values[layer]), entries)
 
     def write(self, layer: int, key: Tensor, value: Tensor, entries: Tensor | None) -> None:
         """Store one layer's keys and values of requests at their first forward [B, H, S, D]."""
         assert self._encoder_states is not None
+        if entries is not None:
+            stores = (self._keys, key), (self._values, value)
+            key, value = (self._insert_entries(store.get(layer), block, entries) for store, block in stores)
+        self._keys[layer], self._values[layer] = key, value
+        self._written_sizes[layer] = self._encoder_states.shape[1]
+
+    def _insert_entries(self, old: Tensor | None, block: Tensor, entries: Tensor) -> Tensor:
+        """A layer's block for all requests: the old one, with these entries replaced by `block`."""
+        assert self._encoder_states is not None
         count, size = self._encoder_states.shape[:2]
-        for store, block in ((self._keys, key), (self._values, value)):
-            if entries is None:
-                store[layer] = block
-                continue
-            old = store.get(layer)
-            grown = block.new_zeros(count, block.shape[1], size, block.shape[3])
-            if old is not None:
-                grown[: len(old), :, : old.shape[2]] = old
-            grown[entries.to(block.device), :, : block.shape[2]] = block
-            store[layer] = grown
+        grown = block.new_zeros(count, block.shape[1], size, block.shape[3])
+        if old is not None:
+            grown[: len(old), :, : old.shape[2]] = old
+        grown[entries.to(block.device), :, : block.shape[2]] = block
+        return grown
+
+    def _fit_block(self, layer: int, block: Tensor) -> Tensor:
+        """A layer's block grown to all requests: some may not be fed yet, and be longer than the others."""
+        assert self._encoder_states is not None
+        count, size = self._encoder_states.shape[:2]
+        missing = size - self._written_sizes.get(layer, size)
+        return _pad_dim(_pad_dim(block, count, 0), block.shape[2] + missing, 2)
 
     def _gather_rows(self, block: Tensor, entries: Tensor | None) -> Tensor:
         if entries is None:

@@ -46,22 +46,29 @@ class Encoder:
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Run the encoder on new requests, or store the outputs that the user passed."""
-        for part in _group_compatible(inputs, len(requests)):
-            fed: dict[str, Any] = {}
-            lengths: list[int] = []
-            for name, all_values in inputs.items():
-                values = [all_values[index] for index in part]
-                if values[0] is None:
-                    continue
-                if _is_paddable(name, values[0].shape):
-                    lengths = lengths or [len(value) for value in values]
-                    fed[name] = _pad_batch(values, self.device)
-                else:
-                    fed[name] = _concat_media(values, self.device)
-            if not fed:
-                raise InputError(self.traits.main_input_name, "must hold the encoder's input", None)
+        batches = [(part, self._collate_part(inputs, part)) for part in _group_compatible(inputs, len(requests))]
+        if not all(fed for _, (fed, _) in batches):  # before any encoder runs
+            raise InputError(self.traits.main_input_name, "must hold the encoder's input", None)
+        for part, (fed, lengths) in batches:
             states, mask, others = self._encode_batch(fed, lengths)
             self._cross_cache.add_requests([requests[index] for index in part], states, mask, others)
+
+    def _collate_part(
+        self, inputs: Mapping[str, Sequence[Any]], part: Sequence[int]
+    ) -> tuple[dict[str, Any], list[int]]:
+        """The inputs of the requests `part` as batches by name, and their lengths where they are padded."""
+        fed: dict[str, Any] = {}
+        lengths: list[int] = []
+        for name, all_values in inputs.items():
+            values = [all_values[index] for index in part]
+            if values[0] is None:
+                continue
+            if _is_paddable(name, values[0].shape):
+                lengths = lengths or [len(value) for value in values]
+                fed[name] = _pad_batch(values, self.device)
+            else:
+                fed[name] = _concat_media(values, self.device)
+        return fed, lengths
 
     def remove_requests(self, requests: Sequence[int]) -> None:
         """Drop the outputs of finished requests."""

@@ -17,7 +17,9 @@ from descant.tokenization.token_bytes import TokenBytes
 
 __all__ = ["StopStringBuffer", "StopStringMatcher", "normalize_stop_strings"]
 
-_MAX_MATCHERS = 32  # cached for each vocabulary
+# What is kept for each vocabulary of matchers that no request uses any more.
+_MAX_MATCHERS = 32
+_MAX_MATCHER_BYTES = 2**24
 
 
 def normalize_stop_strings(given: Any) -> tuple[str, ...]:
@@ -77,6 +79,11 @@ class _CompactTable:
         self.shape = len(row_of_token) - 1, rows.shape[1]
         self.dtype = rows.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of the distinct rows in bytes."""
+        return self._rows.nbytes
+
     def __getitem__(self, key: tuple[Any, Any]) -> Any:
         tokens, states = key
         return self._rows[self._row_of_token[np.minimum(tokens, self.shape[0])], states]
@@ -103,17 +110,22 @@ class StopStringMatcher:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, stop_strings: str | Iterable[str]) -> StopStringMatcher:
-        """The matcher of a tokenizer and its stop strings, cached."""
+        """The matcher of a tokenizer and its stop strings: the same one while it is in use, or cached."""
         strings = tuple(sorted(normalize_stop_strings(stop_strings)))
         vocabulary = TokenBytes.from_tokenizer(tokenizer)
         with _lock:
-            matchers = _matchers.setdefault(vocabulary, OrderedDict())
-            if strings not in matchers:
-                matchers[strings] = cls(vocabulary, strings)
-                if len(matchers) > _MAX_MATCHERS:
-                    matchers.popitem(last=False)
-            matchers.move_to_end(strings)
-            return matchers[strings]
+            matchers = _matchers.setdefault(vocabulary, _MatcherCache())
+            matcher = matchers.get(strings)
+            if matcher is None:
+                matcher = cls(vocabulary, strings)
+            matchers.keep(matcher)
+            return matcher
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of its tables in bytes."""
+        tables = self.transition.nbytes + self.matches.nbytes
+        return tables + self._row_of_token.nbytes + self.matched_bytes.nbytes
 
     def state_after(self, ids: Any) -> Any:
         """The state after ids: an int for [L], an array [N] for [N, L]. Only the last few ids are read."""
@@ -142,8 +154,33 @@ class StopStringMatcher:
         return clamped
 
 
-_matchers: weakref.WeakKeyDictionary[TokenBytes, OrderedDict[tuple[str, ...], StopStringMatcher]]
-_matchers = weakref.WeakKeyDictionary()
+class _MatcherCache:
+    """The matchers of a vocabulary: all that are in use, and the latest of the others, bounded in bytes."""
+
+    def __init__(self) -> None:
+        self._in_use: weakref.WeakValueDictionary[tuple[str, ...], StopStringMatcher]
+        self._in_use = weakref.WeakValueDictionary()
+        self._latest: OrderedDict[tuple[str, ...], StopStringMatcher] = OrderedDict()
+
+    def get(self, strings: tuple[str, ...]) -> StopStringMatcher | None:
+        """The matcher of these strings; None: there is none."""
+        return self._in_use.get(strings)
+
+    def keep(self, matcher: StopStringMatcher) -> None:
+        """Keep a matcher as the latest one; the oldest are dropped, and one that is too large is not kept."""
+        self._in_use[matcher.strings] = matcher
+        self._latest[matcher.strings] = matcher
+        self._latest.move_to_end(matcher.strings)
+        while len(self._latest) > _MAX_MATCHERS or self.nbytes > _MAX_MATCHER_BYTES:
+            self._latest.popitem(last=False)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the matchers that are kept, in bytes."""
+        return sum(matcher.nbytes for matcher in self._latest.values())
+
+
+_matchers: weakref.WeakKeyDictionary[TokenBytes, _MatcherCache] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 

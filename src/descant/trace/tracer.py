@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -186,8 +186,11 @@ class Tracer:
         """Start a step; an unfinished one, which raised an error, is discarded."""
         self._group_steps, self._overhead_seconds, self._step_start = [], 0.0, time.perf_counter()
 
-    def end_step(self, cache: int | None) -> None:
-        """Write the record of the step; `cache` is the size of the KV cache in bytes."""
+    def end_step(self, cache: int | None, requests: Collection[int] | None = None) -> None:
+        """Write the record of the step; `cache` is the size of the KV cache in bytes.
+
+        `requests` are those that took the step, where others raised an error in it; None: all did.
+        """
         groups, self._group_steps = self._group_steps, []
         seconds = max(round(time.perf_counter() - self._step_start - self._overhead_seconds, 4), 0.0)
         number, self._step = self._step, self._step + 1
@@ -199,7 +202,7 @@ class Tracer:
             start = 0
             for entry, count in zip(group.entries, group.choice_counts, strict=True):
                 request = group.requests[entry.row]
-                if request in self._requests:
+                if request in self._requests and (requests is None or request in requests):
                     row_choices = tuple(group_choices[start : start + count])
                     rows.append(
                         RowRecord(

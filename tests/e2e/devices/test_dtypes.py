@@ -135,7 +135,7 @@ def test_caches_are_kept_in_the_models_dtype(tiny: Models, name: str, dtype: tor
     else:
         session.admit(descant.Request([5, 6, 7], config), descant.Request([8, 9], config))
         session.step()
-    cache = session._cache
+    cache = session._tables.default.cache
     assert {block.dtype for store in (cache._keys, cache._values) for block in store.values()} == {dtype}
 
 

@@ -190,9 +190,9 @@ def test_every_layer_keeps_its_keys_on_its_own_device(tiny: Models) -> None:
         session = descant.Session(model)
         session.admit(descant.Request([5, 6, 7], descant.GenerationConfig(max_new_tokens=3)))
         session.step()
-        blocks = session._cache._keys
+        blocks = session._tables.default.cache._keys
         assert {layer: block.device for layer, block in blocks.items()} == {0: FIRST, 1: SECOND}
-        assert session._rows.tokens.device == FIRST
+        assert session._tables.default.rows.tokens.device == FIRST
 
 
 def test_a_model_that_answers_elsewhere_is_heard(tiny: Models) -> None:

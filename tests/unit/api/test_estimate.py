@@ -275,7 +275,7 @@ def test_the_look_costs_microseconds(llama: Any) -> None:
     best = float("inf")
     for _ in range(200):
         begin = time.perf_counter()
-        memory_check.check_kv_fits(session.model, session._cache, None, asked, None)
+        memory_check.check_kv_fits(session.model, session._tables.default.cache, None, asked, None)
         best = min(best, time.perf_counter() - begin)
     assert best < 100e-6
 

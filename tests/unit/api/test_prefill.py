@@ -656,7 +656,7 @@ def test_what_a_beam_search_throws_out_takes_no_room(llama):
     session = Session(llama.model)
     config = GenerationConfig(num_beams=4, max_new_tokens=30)
     session.admit(Request(tinies.prompts(llama.arch, [9], 0)[0], config, return_past_key_values=True))
-    archive, most = session._prefix_reuse._finished_kv, 0
+    archive, most = session._tables.default.prefix_reuse._finished_kv, 0
     ends = []
     while len(session):
         ends += [event for event in session.step() if isinstance(event, Finished)]

@@ -98,7 +98,7 @@ def test_without_the_field_there_is_no_cost():
     (event,) = session.step()
     assert event.raw is None
     assert event.processed is None
-    assert "ledger" not in session._rows.columns
+    assert "ledger" not in session._tables.default.rows.columns
     asked = session.admit(Request([2], GenerationConfig(max_new_tokens=3, logprobs=2)))[0]
     done = {event.request: event.hypotheses[0] for event in session.drain() if isinstance(event, Finished)}
     assert done.pop(asked).logprobs.top.shape == (3, 2)

@@ -185,10 +185,10 @@ def test_nothing_is_kept_of_requests_that_left(model, method):
         leave(number)
     session.admit(failing_request(Request([1], asked), 1))
     list(session.drain())
-    held = [vars(strategy) for strategy in session._running.strategy_order]
+    held = [vars(strategy) for strategy in session._tables.default.running.strategy_order]
     assert not any(len(one.get("_requests", ())) or len(one.get("_done", ())) for one in held)
-    assert not any(shelf.items for shelf in session._running.registries.values())
-    assert not session._running.adapted_processors
+    assert not any(shelf.items for shelf in session._tables.default.running.registries.values())
+    assert not session._tables.default.running.adapted_processors
 
 
 # ------------------------------------------------------------------- users' own functions
@@ -284,7 +284,7 @@ def test_places_of_users_functions_are_used_again(model):
     for _ in range(120):
         session.admit(Request([1], config(max_new_tokens=1), logits_processor=[lambda ids, scores: scores]))
         assert any(isinstance(event, Finished) for event in session.step())
-    assert not session._running.processor_chains.items
+    assert not session._tables.default.running.processor_chains.items
 
 
 def test_any_number_of_users_functions_may_run_at_once(model):

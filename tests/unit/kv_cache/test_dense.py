@@ -105,10 +105,10 @@ def test_beams_never_move_their_prompt(tiny, beams, method):
         config = GenerationConfig(num_beams=beams, max_new_tokens=20, eos_token_id=None, **method)
         session.admit(Request(prompts(one.arch, [length], 3)[0], config))
         session.step()
-        forked = session._cache.copied_slots
+        forked = session._tables.default.cache.copied_slots
         assert forked == (beams - 1) * length
         list(session.drain())
-        moved[length] = session._cache.copied_slots - forked
+        moved[length] = session._tables.default.cache.copied_slots - forked
     assert max(moved.values()) <= beams * 20 * 20
     assert moved[160] <= 2 * moved[16] + beams * 20
 
@@ -121,8 +121,8 @@ def test_rows_of_requests_that_left_are_used_again(tiny):
     for prompt in prompts(one.arch, [9] * 12, 4):
         session.admit(Request(prompt, GenerationConfig(max_new_tokens=5, num_beams=3)))
         list(session.drain())
-        sizes.append(session._cache.nbytes)
-    assert len(session._cache) == 0
+        sizes.append(session._tables.default.cache.nbytes)
+    assert len(session._tables.default.cache) == 0
     assert sizes[-1] == sizes[1]
 
 
@@ -131,7 +131,7 @@ def test_a_request_that_leaves_moves_one_row_at_the_most(tiny):
     session = Session(one.model)
     numbers = session.admit(*(Request(text, GenerationConfig()) for text in prompts(one.arch, [6] * 8, 5)))
     session.step()
-    before = session._cache.copied_slots
+    before = session._tables.default.cache.copied_slots
     session.cancel(numbers[0])
-    assert session._cache.copied_slots - before == 6
-    assert session._rows.request.tolist() == [7, 1, 2, 3, 4, 5, 6]
+    assert session._tables.default.cache.copied_slots - before == 6
+    assert session._tables.default.rows.request.tolist() == [7, 1, 2, 3, 4, 5, 6]

@@ -198,5 +198,5 @@ def test_a_session_on_the_host_alone_copies_nothing(tiny):
     session = Session(one.model, cache=OffloadedStore())
     session.admit(Request(prompts(one.arch, [5], 2)[0], GenerationConfig(max_new_tokens=4)))
     list(session.drain())
-    assert session._cache._streams == {}
-    assert session._cache._prefetched_layer is None
+    assert session._tables.default.cache._streams == {}
+    assert session._tables.default.cache._prefetched_layer is None

@@ -205,7 +205,7 @@ def test_long_prompts_of_many_rows_are_paged_and_short_ones_are_not(tiny):
     def cache(length, **fields):
         session = Session(model.model)
         session.admit(Request(prompts(model.arch, [length], seed=1)[0], GenerationConfig(**fields)))
-        return type(session._cache)
+        return type(session._tables.default.cache)
 
     assert cache(80, num_beams=3) is PagedStore
     assert cache(80, num_return_sequences=2, do_sample=True) is PagedStore

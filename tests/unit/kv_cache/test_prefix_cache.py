@@ -67,7 +67,7 @@ def test_requests_share_what_their_prompts_begin_with(method, store, llama):
         assert (report.hits, report.misses) == (3, 1)
         assert report.tokens_found == 3 * 40
         assert report.tokens_read == sum(40 + 3 + line for line in range(4))
-    assert report.bytes == session._prefix_reuse._prefix_cache.nbytes > 0
+    assert report.bytes == session._tables.default.prefix_reuse._prefix_cache.nbytes > 0
 
 
 def test_answers_are_prefixes_too(llama):

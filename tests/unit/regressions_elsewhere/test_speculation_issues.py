@@ -396,8 +396,7 @@ def test_a_drafter_keeps_rows_that_have_left(monkeypatch):
         assert numbers[1] not in known
         list(session.drain())
         assert not known
-        drafters = [
-            strategy.drafter for strategy in session._running.strategy_order if hasattr(strategy, "drafter")
-        ]
+        strategies = session._tables.default.running.strategy_order
+        drafters = [strategy.drafter for strategy in strategies if hasattr(strategy, "drafter")]
         assert len(drafters) == 1, "one for all"
         assert len(drafters[0]._cache) <= len(scripts)

@@ -194,9 +194,28 @@ def test_a_table_is_made_once():
     assert StopStringMatcher.from_tokenizer(tokenizer, ["stop"]) is not table
     for n in range(stop_strings._MAX_MATCHERS):
         StopStringMatcher.from_tokenizer(tokenizer, [f"s{n}"])
-    assert StopStringMatcher.from_tokenizer(tokenizer, ["stop", "top"]) is not table, (
-        "the longest unused go first"
-    )
+    assert StopStringMatcher.from_tokenizer(tokenizer, ["stop", "top"]) is table, "it is in use"
+    for n in range(stop_strings._MAX_MATCHERS):
+        StopStringMatcher.from_tokenizer(tokenizer, [f"s{n}"])
+    gone = weakref.ref(table)
+    del table
+    gc.collect()
+    assert gone() is None, "the longest unused go first"
+
+
+def test_tables_that_nobody_uses_are_bounded_in_bytes(monkeypatch):
+    tokenizer = Toy(*WORDS)
+    size = StopStringMatcher.from_tokenizer(tokenizer, ["stop"]).nbytes
+    assert size > 0
+    monkeypatch.setattr(stop_strings, "_MAX_MATCHER_BYTES", 3 * size)
+    kept = stop_strings._matchers[TokenBytes.from_tokenizer(tokenizer)]
+    for n in range(12):
+        StopStringMatcher.from_tokenizer(tokenizer, [f"s{n:03}"])
+        assert kept.nbytes <= 3 * size
+    long = weakref.ref(StopStringMatcher.from_tokenizer(tokenizer, ["".join(map(chr, range(97, 123))) * 9]))
+    gc.collect()
+    assert long() is None, "it is larger than all that may be kept"
+    assert kept.nbytes == 0
 
 
 def test_tables_go_with_their_tokenizer():

@@ -192,7 +192,7 @@ class JointModel:
         try:
             for part in self.parts:
                 part.add_requests(requests, inputs)
-        except Exception:
+        except BaseException:
             self.remove_requests(requests)
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -163,6 +164,11 @@ class SharedSuffixIndex:
         self._generation_size = capacity // 2
         self.generations = [SuffixAutomaton()]
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens held."""
+        return sum(len(generation.tokens) for generation in self.generations)
+
     def add(self, text: Sequence[int]) -> None:
         """Add a text; of one that is too long, its end."""
         text = text[-(self._generation_size - 1) :]
@@ -174,11 +180,45 @@ class SharedSuffixIndex:
         self.generations[0].extend((_SEPARATOR,))
 
 
-class RowSuffixIndex:
-    """The suffix automaton of a row, with its cursors into the shared index."""
+class SaltedSuffixIndexes:
+    """A shared index for each salt, of at most `capacity` tokens together.
 
-    def __init__(self, request: int, prompt_length: int) -> None:
-        self.request, self._prompt_length = request, prompt_length
+    Where more are added, the index of the salt that was used least recently is dropped.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._indexes: OrderedDict[bytes, SharedSuffixIndex] = OrderedDict()
+
+    def __len__(self) -> int:
+        """The number of salts."""
+        return len(self._indexes)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens held."""
+        return sum(index.num_tokens for index in self._indexes.values())
+
+    def get(self, salt: bytes) -> SharedSuffixIndex | None:
+        """The index of a salt; None: it has none."""
+        index = self._indexes.get(salt)
+        if index is not None:
+            self._indexes.move_to_end(salt)
+        return index
+
+    def add(self, salt: bytes, text: Sequence[int]) -> None:
+        """Add a text to the index of a salt."""
+        self._indexes.setdefault(salt, SharedSuffixIndex(self._capacity)).add(text)
+        self._indexes.move_to_end(salt)
+        while len(self._indexes) > 1 and self.num_tokens > self._capacity:
+            self._indexes.popitem(last=False)
+
+
+class RowSuffixIndex:
+    """The suffix automaton of a row, with its cursors into the shared index of its salt."""
+
+    def __init__(self, request: int, prompt_length: int, salt: bytes = b"") -> None:
+        self.request, self._prompt_length, self.salt = request, prompt_length, salt
         self.automaton = SuffixAutomaton()
         self._cursors: list[MatchCursor] | None = None  # None: not matched yet
 
@@ -189,7 +229,7 @@ class RowSuffixIndex:
 
     def fork(self) -> RowSuffixIndex:
         """An independent copy."""
-        new = RowSuffixIndex(self.request, self._prompt_length)
+        new = RowSuffixIndex(self.request, self._prompt_length, self.salt)
         new.automaton = self.automaton.fork()
         new._cursors = None if self._cursors is None else [cursor.fork() for cursor in self._cursors]
         return new
@@ -230,8 +270,12 @@ class SuffixLookup:
 
     It drafts as many tokens as were matched: a long match is rarely a coincidence. A copy that reaches the
     end of the row continues with the copied tokens. With `shared` it also searches the output of earlier
-    requests and copies from there if the match is longer than within the row. The shared index keeps at most
-    `SHARED_CAPACITY` tokens, and at least the latest half of them, at about half a kilobyte per token.
+    requests with the same salt (`Request.cache_salt`) and copies from there if the match is longer than
+    within the row. The shared indexes keep at most `SHARED_CAPACITY` tokens, of one salt at least the latest
+    half of them, at about half a kilobyte per token.
+
+    Sharing is a side channel: from its acceptance counts and its time a request learns what requests of its
+    salt have said. Requests of different users need different salts.
 
     On 21,000 tokens of six kinds (stories, free text, edits and summaries, Python files; greedy and sampled)
     the earliest occurrence gave 1.5 % fewer tokens per step than the latest, the most frequent continuation
@@ -243,9 +287,10 @@ class SuffixLookup:
     SHARED_CAPACITY = 2**17  # tokens of earlier requests
 
     def __init__(self, shared: bool) -> None:
-        self._shared_index = SharedSuffixIndex(self.SHARED_CAPACITY) if shared else None
+        self._shared_indexes = SaltedSuffixIndexes(self.SHARED_CAPACITY) if shared else None
         self._rows: list[RowSuffixIndex | None] = []  # None: a new row, or one that does not use this drafter
-        self._finished_texts: dict[int, list[list[int]]] = {}  # request -> output of its finished rows
+        # By request: the salt and output of its finished rows.
+        self._finished_texts: dict[int, list[tuple[bytes, list[int]]]] = {}
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Nothing to store: rows are read when they are drafted for."""
@@ -258,11 +303,11 @@ class SuffixLookup:
                 self._save_finished(row)
                 self._rows[index] = None
         texts = [text for request in requests for text in self._finished_texts.pop(request, ())]
-        if self._shared_index is None or not texts:
+        if self._shared_indexes is None or not texts:
             return
-        for text in texts:
-            self._shared_index.add(text)
-        for row in self._rows:
+        for salt, text in texts:
+            self._shared_indexes.add(salt, text)
+        for row in self._rows:  # of any salt: an index may have been dropped
             if row is not None:
                 row.invalidate()
 
@@ -288,8 +333,11 @@ class SuffixLookup:
         row_limits = column if isinstance(column, Tensor) else torch.ones_like(max_drafts) * 2**31
         self._read_new_tokens(rows, row_limits)
         limits = torch.minimum(max_drafts, row_limits).tolist()
+        shared = self._shared_indexes
         copied = [
-            [] if row is None or limit < 1 else row.draft_tokens(limit, self._shared_index)
+            []
+            if row is None or limit < 1
+            else row.draft_tokens(limit, None if shared is None else shared.get(row.salt))
             for row, limit in zip(self._rows, limits, strict=True)
         ]
         width = max(map(len, copied))
@@ -301,10 +349,12 @@ class SuffixLookup:
 
     def _read_new_tokens(self, rows: Rows, row_limits: Tensor) -> None:
         """Read the tokens that are new since the last draft, in one device-to-host copy."""
+        salts: Any = row_params(rows).values.get("suffix_lookup_salt")
         row_info = zip(rows.request.tolist(), rows.prompt_length.tolist(), row_limits.tolist(), strict=True)
         for row_number, (request, prompt_length, limit) in enumerate(row_info):
             if limit > 0 and self._rows[row_number] is None:
-                self._rows[row_number] = RowSuffixIndex(request, prompt_length)
+                salt = None if salts is None else salts[row_number]
+                self._rows[row_number] = RowSuffixIndex(request, prompt_length, salt or b"")
         length = rows.length.numpy()
         known = np.array(
             [
@@ -326,5 +376,5 @@ class SuffixLookup:
                 row.extend(tokens[end - count : end])
 
     def _save_finished(self, row: RowSuffixIndex) -> None:
-        if self._shared_index is not None:
-            self._finished_texts.setdefault(row.request, []).append(row.new_tokens)
+        if self._shared_indexes is not None:
+            self._finished_texts.setdefault(row.request, []).append((row.salt, row.new_tokens))

@@ -26,6 +26,7 @@ class Line:
     prompt: int
     text: list[int]
     wanted: int = 9
+    salt: bytes | None = None
 
 
 def rows_of(lines):
@@ -36,7 +37,10 @@ def rows_of(lines):
     zeros = torch.zeros_like(length)
     prompt = torch.tensor([line.prompt for line in lines])
     request = torch.tensor([line.request for line in lines])
-    params = RowParams(columns_from_rows([{"suffix_lookup_num_tokens": line.wanted} for line in lines]))
+    own = [{"suffix_lookup_num_tokens": line.wanted} for line in lines]
+    salts = [{"suffix_lookup_salt": line.salt} if line.salt else {} for line in lines]
+    own = [one | salt for one, salt in zip(own, salts, strict=True)]
+    params = RowParams(columns_from_rows(own))
     return Rows(tokens, length, zeros, zeros.clone(), prompt, request, zeros.clone(), {"params": params})
 
 
@@ -251,8 +255,8 @@ def test_a_row_that_does_not_use_it_tries_nothing_and_is_not_read():
 
 
 # ------------------------------------------------------------------- earlier requests
-def wrote(drafter, text, request=0, prompt=0):
-    drafted(drafter, [Line(request, prompt, text)], [-1], [0])
+def wrote(drafter, text, request=0, prompt=0, salt=None):
+    drafted(drafter, [Line(request, prompt, text, salt=salt)], [-1], [0])
     drafter.remove_requests([request])
 
 
@@ -295,7 +299,7 @@ def test_the_shared_index_is_bounded_and_evicts_the_oldest():
     drafter = type("Small", (SuffixLookup,), {"SHARED_CAPACITY": 64})(True)
     for number in range(200):
         wrote(drafter, [10 * number + at for at in range(9)], request=number)
-        sizes = [len(one.tokens) for one in drafter._shared_index.generations]
+        sizes = [len(one.tokens) for one in drafter._shared_indexes.get(b"").generations]
         assert sum(sizes) <= 64
         assert not drafter._finished_texts
     assert sum(sizes) > 32
@@ -327,7 +331,7 @@ def test_of_equal_matches_the_younger_generation_has_the_latest():
     drafter = type("Small", (SuffixLookup,), {"SHARED_CAPACITY": 12})(True)
     wrote(drafter, [1, 2, 3, 3])
     wrote(drafter, [1, 2, 4, 4])
-    assert len(drafter._shared_index.generations) == 2
+    assert len(drafter._shared_indexes.get(b"").generations) == 2
     assert drafted(drafter, [Line(1, 0, [1, 2])], [-1], [9]) == [[4, 4]]
 
 
@@ -338,3 +342,28 @@ def test_a_row_is_sought_anew_when_the_archive_has_grown():
     assert drafted(drafter, lines, [-1, -1], [9, 9]) == [[], []]
     drafter.remove_requests([2])
     assert drafted(drafter, [Line(1, 0, [8, 9, 1])], [0], [9]) == [[5, 6, 7]]
+
+
+# ------------------------------------------------------------------- salts
+def test_a_request_learns_only_from_those_of_its_salt():
+    drafter = SuffixLookup(True)
+    wrote(drafter, [5, 6, 7, 8, 9], salt=b"ann")
+    wrote(drafter, [5, 6, 3, 4, 2], request=1)
+    lines = [
+        Line(2, 0, [5, 6], salt=b"ann"),
+        Line(3, 0, [5, 6], salt=b"bob"),
+        Line(4, 0, [5, 6]),
+    ]
+    assert drafted(drafter, lines, [-1, -1, -1], [9, 9, 9]) == [[7, 8], [], [3, 4]]
+    forks = [Line(2, 0, [5, 6, 7], salt=b"ann"), Line(3, 0, [5, 6, 7], salt=b"bob")]
+    assert drafted(drafter, [forks[0], forks[1], forks[1]], [0, 1, 1], [9, 9, 9]) == [[8, 9], [], []]
+
+
+def test_all_salts_together_are_bounded():
+    drafter = type("Small", (SuffixLookup,), {"SHARED_CAPACITY": 64})(True)
+    for number in range(50):
+        wrote(drafter, [10 * number + at for at in range(9)], request=number, salt=bytes([number]))
+        assert drafter._shared_indexes.num_tokens <= 64
+    assert len(drafter._shared_indexes) == 6
+    lines = [Line(100, 0, [0, 1], salt=bytes([0])), Line(101, 0, [490, 491], salt=bytes([49]))]
+    assert drafted(drafter, lines, [-1, -1], [9, 9]) == [[], [492, 493]]

@@ -1,0 +1,229 @@
+"""A table: the rows that share a cache and a forward, and the requests that own them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from descant.core.context import RowParams, columns_from_rows, row_params
+from descant.core.interfaces import RowCache, SizedCache
+from descant.core.records import Selection
+from descant.core.rows import Rows, index_rows, stable_row_order
+from descant.engine.admission import ResolvedRequest
+from descant.engine.cache_factory import CacheKey
+from descant.engine.explain import request_record
+from descant.engine.prefix_reuse import CachedPrefix, PrefixReuse
+from descant.engine.running_requests import PreparedRequest, RunningRequests
+from descant.engine.step import Observe, run_step
+from descant.engine.wrapper_chain import WrapperChain
+from descant.kv_cache.cached_row import append_rows, unwrap_cache
+from descant.trace.logit_summary import processor_name
+from descant.trace.tracer import Tracer
+
+__all__ = ["Table"]
+
+_NO_ROWS = torch.zeros(0, dtype=torch.long)
+_MAX_NEW_TOKENS_ALLOCATED = 256  # columns of the token table beyond the prompts; it grows later
+
+
+class Table:
+    """The rows that share a cache and a forward, with their requests and the wrappers these need.
+
+    Nothing of a request is seen by another table: a cache that evicts or quantizes affects its own rows only.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: RowCache,
+        running: RunningRequests,
+        prefix_reuse: PrefixReuse,
+        *,
+        key: CacheKey | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.cache, self.key = cache, key
+        self.cache_name = None if key is None else key.name  # the name by which it was requested
+        self.rows: Rows | None = None
+        self.running, self.prefix_reuse = running, prefix_reuse
+        self._chain = WrapperChain(model)
+        self._tracer = tracer
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return 0 if self.rows is None else len(self.rows)
+
+    @property
+    def model(self) -> Any:
+        """The model with the wrappers of its requests."""
+        return self._chain.model
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """The memory of its cache in bytes; None: unknown."""
+        store: RowCache = unwrap_cache(self.cache, _NO_ROWS)[0]
+        return store.nbytes if isinstance(store, SizedCache) else None
+
+    @property
+    def required_states(self) -> set[str]:
+        """The states that its requests need of each forward."""
+        states: set[str] = set()
+        for running in self.running.requests.values():
+            states.update(running.strategy.required_states)
+            for name in running.plan.wrappers:
+                states.update(self._chain.wrappers[name].required_states)
+        return states
+
+    # -------------------------------------------------------------------- requests come and go
+    def admit(
+        self,
+        numbers: Sequence[int],
+        resolved: Sequence[ResolvedRequest],
+        prefixes: Sequence[CachedPrefix],
+        undo: ExitStack,
+    ) -> None:
+        """Add requests, each with one row; `undo` restores the table as it was, whatever has been done."""
+        undo.callback(self._restore, self.cache, self.rows)
+        self.cache = self._chain.add([one.plan for one in resolved], self.cache, undo)
+        undo.callback(self.running.keep_strategies, len(self.running.strategy_order))
+        prepared = [self.running.prepare(one) for one in resolved]
+        for number in numbers:
+            undo.callback(self.release, number)
+        self.model.add_requests(numbers, _inputs_by_name([one.inputs for one in resolved]))
+        for number, checked in zip(numbers, prepared, strict=True):
+            self._register(number, checked)
+        self.running.sync_processor_seeds(numbers)
+        for number, one in zip(numbers, resolved, strict=True):
+            self.prefix_reuse.add(number, one.request, one.plan, one.prompt, self.cache)
+        rows = self._new_rows(numbers, resolved)
+        if self._tracer is not None:
+            roots = []
+            for number, one in zip(numbers, resolved, strict=True):
+                undo.callback(self._tracer.record_error, number, "refused")
+                roots.append(self._trace_request(self._tracer, number, one))
+            rows = rows.replace(columns={**rows.columns, self._tracer.column_name: torch.tensor(roots)})
+        cached_length = torch.tensor([one.length for one in prefixes])
+        self._append_rows(rows.replace(cached_length=cached_length), prefixes, undo)
+
+    def cancel(self, number: int) -> None:
+        """Remove a running request and free its rows."""
+        assert self.rows is not None
+        keep = (self.rows.request != number).nonzero().squeeze(1)
+        order = stable_row_order(keep, len(self.rows))
+        keep = keep if order is None else keep[order]
+        rows = self.rows.take(keep)
+        self.cache.commit(keep, rows.cached_length)
+        self.rows = rows
+        self.running.requests[number].strategy.drop(number)
+        self.release(number)
+
+    def release(self, number: int) -> None:
+        """Drop a request and the objects that only it used; its rows have left already."""
+        self.prefix_reuse.remove(number)
+        if number in self.running.requests:  # else admission failed before it was registered
+            self.running.remove(number)
+        self.model.remove_requests([number])
+
+    def _restore(self, cache: RowCache, rows: Rows | None) -> None:
+        self.cache, self.rows = cache, rows
+
+    # -------------------------------------------------------------------- steps
+    def step(self, observe: Observe | None) -> list[Selection]:
+        """Advance every row by one step; the selection of each strategy."""
+        assert self.rows is not None
+        self.rows = self.prefix_reuse.run_prefill_chunks(self._chain.base, self.cache, self.rows)
+        finished_kv = self.prefix_reuse.finished_kv
+        capture = None if finished_kv is None else partial(finished_kv.capture, self.cache)
+        self.rows, selections = run_step(
+            self.model, self.cache, self.rows, self.running.strategy_groups, observe, capture
+        )
+        self.prefix_reuse.publish_prompts(self.cache, self.rows)
+        return selections
+
+    def common_prefix(self, number: int) -> Tensor:
+        """The new tokens with which every sequence that a running request may still return begins (host)."""
+        running, rows = self.running.requests[number], self.rows
+        assert rows is not None
+        index = (rows.request == number).nonzero().squeeze(1)
+        tokens = index_rows(rows.tokens, index).cpu()
+        sequences = [
+            tokens[line, int(rows.prompt_length[row]) : int(rows.length[row])]
+            for line, row in enumerate(index.tolist())
+        ]
+        sequences += [one.tokens for one in running.strategy.finished_so_far(number)]
+        size = min(len(one) for one in sequences)
+        equal = (torch.stack([one[:size] for one in sequences]) == sequences[0][:size]).all(0)
+        return sequences[0][: int(equal.long().cumprod(0).sum())]
+
+    # -------------------------------------------------------------------- admission
+    def _register(self, number: int, prepared: PreparedRequest) -> None:
+        """Add a request to the running ones, and to its drafter."""
+        running = self.running.add(number, prepared, self.model.traits.is_encoder_decoder)
+        if running.drafter is not None:
+            inputs = {name: [value] for name, value in prepared.resolved.request.inputs.items()}
+            running.drafter.add_requests([number], inputs)
+
+    def _new_rows(self, numbers: Sequence[int], resolved: Sequence[ResolvedRequest]) -> Rows:
+        """One row per request, nothing of it cached."""
+        prompts = [one.prompt for one in resolved]
+        length = torch.tensor([len(prompt) for prompt in prompts])
+        values = [self.running.requests[number].row_values() for number in numbers]
+        params = RowParams(columns_from_rows(values))
+        max_new = int((params["max_length"] - length).max())
+        width = int(length.max()) + min(max_new, _MAX_NEW_TOKENS_ALLOCATED)
+        tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+        for line, prompt in enumerate(prompts):
+            tokens[line, : len(prompt)] = prompt
+        zeros = torch.zeros_like(length)
+        return Rows(
+            tokens.to(self.model.device),
+            length=length,
+            cached_length=zeros,
+            offset=torch.tensor([one.offset for one in resolved]),
+            prompt_length=length.clone(),
+            request=torch.tensor(numbers),
+            slot=zeros.clone(),
+            columns={"params": params, **self.running.new_columns(len(prompts), params, prompts)},
+        )
+
+    def _append_rows(self, new: Rows, prefixes: Sequence[CachedPrefix], undo: ExitStack) -> None:
+        """Append new rows to the table, whose rows get the columns that only the new ones bring."""
+        old = self.rows if len(self) else None
+        rows = new
+        if old is not None:
+            columns = dict(old.columns)
+            if not new.columns.keys() <= columns.keys():
+                columns = {**self.running.new_columns(len(old), row_params(old)), **columns}
+            # Columns that no running request needs any more are dropped.
+            rows = old.replace(columns={name: columns[name] for name in new.columns}).cat(new)
+        cached_rows = [one.cached_row for one in prefixes]
+        undo.callback(self._truncate_cache, _NO_ROWS if old is None else old.cached_length)
+        if any(cached_rows):
+            append_rows(self.cache, cached_rows)
+            self.cache.commit(None, rows.cached_length)
+        else:
+            self.cache.extend(len(new))
+        self.rows = rows
+
+    def _truncate_cache(self, lengths: Tensor) -> None:
+        """Drop the rows of the cache beyond the first, which have these lengths [R] (host)."""
+        self.cache.commit(torch.arange(len(lengths)), lengths)
+
+    def _trace_request(self, tracer: Tracer, number: int, resolved: ResolvedRequest) -> int:
+        """Record a request; the id of the node of its prompt."""
+        wrappers = [type(self._chain.wrappers[name]).__name__ for name in resolved.plan.wrappers]
+        names = (*wrappers, *map(processor_name, self.running.processors(number)))
+        drafter = self.running.requests[number].drafter
+        record = request_record(number, resolved.prompt.tolist(), resolved.plan, names, drafter)
+        return tracer.add_request(record, " and ".join(wrappers) or type(self.model).__name__)
+
+
+def _inputs_by_name(inputs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The requests' inputs by name, None where a request has none of that name."""
+    names = dict.fromkeys(name for one in inputs for name in one)
+    return {name: [one.get(name) for one in inputs] for name in names}
