@@ -133,16 +133,16 @@ class CrossAttentionCache:
         """Store one layer's keys and values of requests at their first forward [B, H, S, D]."""
         assert self._encoder_states is not None
         count, size = self._encoder_states.shape[:2]
+        grown = []
         for store, block in ((self._keys, key), (self._values, value)):
-            if entries is None:
-                store[layer] = block
-                continue
-            old = store.get(layer)
-            grown = block.new_zeros(count, block.shape[1], size, block.shape[3])
-            if old is not None:
-                grown[: len(old), :, : old.shape[2]] = old
-            grown[entries.to(block.device), :, : block.shape[2]] = block
-            store[layer] = grown
+            if entries is not None:
+                old, new = store.get(layer), block
+                block = new.new_zeros(count, new.shape[1], size, new.shape[3])
+                if old is not None:
+                    block[: len(old), :, : old.shape[2]] = old
+                block[entries.to(new.device), :, : new.shape[2]] = new
+            grown.append(block)
+        self._values[layer], self._keys[layer] = grown[1], grown[0]  # both or none
 
     def _gather_rows(self, block: Tensor, entries: Tensor | None) -> Tensor:
         if entries is None:
