@@ -21,11 +21,12 @@ __all__ = ["count_different", "main"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PROMPTS = (
     "The best way to learn a language is", "Once upon a time", "The old man looked at the sea and",
-    "In the morning the children went to the river", "A good teacher", "The king had three sons, and the youngest",
+    "In the morning the children went to the river", "A good teacher",
+    "The king had three sons, and the youngest",
     "My favourite food is", "The robot looked at the sea and", "Two friends walked through the forest until",
     "The capital of France is", "Rain fell on the roof all night, so", "A small dog ran after",
-    "She opened the letter and read", "It was the first day of school, and Lily", "The baker made a cake with",
-    "When the sun came up, the birds",
+    "She opened the letter and read", "It was the first day of school, and Lily",
+    "The baker made a cake with", "When the sun came up, the birds",
 )  # fmt: skip
 
 

@@ -165,7 +165,7 @@ class RecurrentStateCache:
             if len(indices) == len(group.rows):
                 groups.append(group)
             elif indices:
-                rows, known = ([column[index] for index in indices] for column in (group.rows, group.lengths))
+                rows, known = [group.rows[at] for at in indices], [group.lengths[at] for at in indices]
                 groups.append(_StateGroup(rows, self._take_rows(group, indices), known))
         self._groups = groups
 

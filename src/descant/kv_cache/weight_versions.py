@@ -10,7 +10,7 @@ __all__ = ["weight_versions"]
 
 
 def weight_versions(model: Any) -> tuple[object, ...]:
-    """Identity, address and number of in-place changes of each weight; torch does not count those of `.data`."""
+    """Identity, address and number of in-place changes of each weight; those of `.data` do not count."""
     parameters = model.parameters() if callable(getattr(model, "parameters", None)) else ()
     return tuple((id(weight), *_version(weight)) for weight in parameters)
 

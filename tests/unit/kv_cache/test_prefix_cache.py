@@ -289,7 +289,7 @@ def test_what_was_read_with_other_weights_is_not_kept(llama):
     model = copy.deepcopy(llama.model)
     known = PrefixCache(block=4)
     session = Session(model, prefix_cache=known)
-    session.admit(Request(list(range(5, 25)), GenerationConfig(max_new_tokens=6)))
+    session.admit(Request(list(range(5, 25)), GenerationConfig(max_new_tokens=6, eos_token_id=None)))
     session.step()
     with torch.no_grad():
         model.model.embed_tokens.weight[7] += 1

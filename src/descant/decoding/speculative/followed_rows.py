@@ -21,7 +21,7 @@ class FollowedRows:
         self._last: dict[tuple[int, int], tuple[int, int]] = {}  # index and length
 
     def commit(self, drafter: Drafter, rows: Rows, draft_row: Array) -> None:
-        """Have a drafter follow rows that were rows `draft_row` [R] at the draft of the last completed step."""
+        """Have a drafter follow rows, which were rows `draft_row` [R] at the last draft that was used."""
         keys = list(zip(rows.request.tolist(), rows.slot.tolist(), strict=True))
         lengths, last = rows.length.tolist(), self._last
         parents = torch.from_numpy(draft_row)
