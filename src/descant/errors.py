@@ -41,6 +41,7 @@ __all__ = [
     "TraceError",
     "UnsupportedModel",
     "UntrustedRecipe",
+    "format_bytes",
     "format_value",
     "printable",
 ]
@@ -175,6 +176,15 @@ def printable(text: object) -> str:
     """Untrusted text for a message: one short line without control characters."""
     escaped = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
     return escaped if len(escaped) <= 160 else escaped[:157] + "..."
+
+
+def format_bytes(size: float) -> str:
+    """A number of bytes with its unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 class NotEnoughMemory(DescantError, MemoryError):

@@ -19,8 +19,8 @@ from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits
 from descant.engine.cache_factory import CACHES, missing_requirement
 from descant.engine.cache_sizing import CacheCost, Workload, cache_cost, cache_request
-from descant.engine.memory_check import format_bytes
 from descant.engine.planner import as_model
+from descant.errors import format_bytes
 from descant.models.kv_shape import KVShape, kv_shape_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "memory.md"

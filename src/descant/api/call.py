@@ -113,6 +113,8 @@ class Call:
     ) -> None:
         self.options = options
         self.user_cache = None if options.past is None else UserCache(options.past)
+        if self.user_cache is not None:
+            self.user_cache.check_model(model)
         cache = _requested_cache(options.config, self.user_cache)
         self.session = Session(model, states=states, observe=observe, cache=cache, trace=options.tracer)
         self.request_ids: list[int] = []

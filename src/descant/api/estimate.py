@@ -13,9 +13,9 @@ from descant.core.context import PromptInfo
 from descant.engine.cache_factory import CacheRequest, cache_name, missing_requirement
 from descant.engine.cache_sizing import CacheCost, cache_costs
 from descant.engine.drafter_factory import DraftInputs
-from descant.engine.memory_check import format_bytes, workload_of
+from descant.engine.memory_check import workload_of
 from descant.engine.planner import DecodingPlan, as_model, choose_cache, drafter_spec, make_plan
-from descant.errors import InputError, MissingExtra, UnsupportedModel
+from descant.errors import InputError, MissingExtra, UnsupportedModel, format_bytes
 from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.recurrent_state import RecurrentStateCache
 from descant.models.kv_shape import kv_shape_of

@@ -24,7 +24,7 @@ from descant.errors import InputError, UnsupportedModel, format_value
 from descant.kv_cache.cached_row import is_lossless, read_layers
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.paged import PagedStore
-from descant.models.fingerprint import fingerprint
+from descant.models.fingerprint import check_fingerprint, fingerprint
 from descant.models.hf_caches.base import Cache
 
 __all__ = ["PromptCache", "load_cache", "prefill"]
@@ -140,17 +140,12 @@ def prefill(
 def load_cache(path: str | os.PathLike[str], model: Any = None) -> PromptCache:
     """A cache written by `PromptCache.save`, on the device of `model`, or without a model on the CPU.
 
-    Raises if another model made the cache.
+    Raises if another model made the cache, or the same one with other weights.
     """
     tensors, metadata = _read_file(path)
     made_by, settings = (_parse_json_object(path, metadata.get(name, "")) for name in ("model", "settings"))
     if model is not None:
-        own = fingerprint(model)
-        key = next((name for name in {**own, **made_by} if own.get(name) != made_by.get(name)), None)
-        if key is not None:
-            name = key if key in own else format_value(key)
-            must = f"must be the one that made the cache, whose {name} is {format_value(made_by.get(key))}"
-            raise InputError("model", must, own.get(key))
+        check_fingerprint(model, made_by, "model", cheap=False)
     kind = metadata.get("kind", "")
     if kind not in _SAVABLE_STORES:
         raise InputError("path", f"must hold a cache of type {' or '.join(_SAVABLE_STORES)}", kind)

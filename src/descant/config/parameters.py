@@ -337,8 +337,8 @@ class Parameters(FrozenParameters):
         doc="Draft up to this many tokens by copying what followed the longest repeated suffix.")
     suffix_lookup_shared: bool = field(
         default=False, kind=types.flag(), group="speculation",
-        doc="Also look up suffixes in the outputs of earlier requests with the same salt. The draft acceptance of a "
-        "request then depends on them, which is a side channel.")
+        doc="Also look up suffixes in the outputs of earlier requests with the same salt. The acceptance of "
+        "drafts then depends on those requests, which is a side channel.")
     assistant_early_exit: int | None = field(
         default=None, kind=types.integer(1), group="speculation",
         doc="Draft with the model's own first layers, up to this one.")

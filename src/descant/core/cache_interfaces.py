@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -20,6 +20,7 @@ __all__ = [
     "SelectableCache",
     "SizedCache",
     "StateCache",
+    "TransactionalCache",
     "VisibleSlots",
 ]
 
@@ -183,16 +184,32 @@ class KVCache(SelectableCache, ReadableCache, SizedCache, Protocol):
 class StateCache(SelectableCache, Protocol):
     """A cache of a model's own state objects, such as a recurrent state."""
 
-    def row_batches(self) -> list[Tensor]:
-        """The rows that have a state, in as few batches as can share a forward (host)."""
+    def row_batches(self, lengths: Tensor | None = None) -> list[Tensor]:
+        """The rows that have a state, in as few batches as can share a forward (host).
+
+        `lengths` [R] (host) is how many positions each row has read, -1 for rows that are not fed: what was
+        written after that and never committed is dropped.
+        """
         ...
 
     def read_state(self, rows: Tensor) -> Any:
-        """The state of these rows (host), batched in that order; the caller may write to it."""
+        """The state of these rows (host), batched in that order; it must not be written to."""
         ...
 
-    def write_state(self, rows: Tensor, state: Any) -> None:
-        """Store the state of these rows (host) after a forward."""
+    def write_state(self, rows: Tensor, state: Any, lengths: Tensor | None = None) -> None:
+        """Store the state of these rows (host) after a forward, which has read `lengths` [N] positions.
+
+        The committed state stays until a commit accepts the new one.
+        """
+        ...
+
+
+@runtime_checkable
+class TransactionalCache(RowCache, Protocol):
+    """A cache whose commit can be prepared, so that several caches commit together or not at all."""
+
+    def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
+        """A commit for which all memory is allocated; nothing changes until it is called."""
         ...
 
 

@@ -19,6 +19,7 @@ from descant.core.cache_interfaces import (
     SelectableCache,
     SizedCache,
     StateCache,
+    TransactionalCache,
     VisibleSlots,
 )
 from descant.core.processor_interfaces import Processor, StatefulProcessor, StateValue
@@ -49,6 +50,7 @@ __all__ = [
     "StopCondition",
     "Strategy",
     "StrategyTraits",
+    "TransactionalCache",
     "VisibleSlots",
     "Wrapper",
 ]

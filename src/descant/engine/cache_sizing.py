@@ -21,6 +21,7 @@ from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.quantizers import BACKENDS, GroupCodec, Quantizer
 from descant.kv_cache.sink import SinkStore
 from descant.kv_cache.slot_blocks import SlotBlocks
+from descant.kv_cache.static import StaticStore
 from descant.models.kv_shape import KVShape, LayerKVShape
 
 __all__ = ["CacheCost", "Workload", "cache_cost", "cache_costs", "cache_request"]
@@ -30,6 +31,8 @@ __all__ = ["CacheCost", "Workload", "cache_cost", "cache_costs", "cache_request"
 _NUM_STRIDES: Final = 256
 _MAX_STRIDE: Final = 48
 _LONG_RUN: Final = 2**16
+# Caches that allocate everything at the start.
+_PREALLOCATED_CACHES: Final = frozenset({"static", "offloaded_static"})
 # Workloads with more positions are not simulated: the bytes are counted.
 _MAX_SIMULATED_POSITIONS: Final = 2**26
 
@@ -97,8 +100,9 @@ def cache_cost(name: str, request: CacheRequest, workload: Workload, kv_shape: K
             kv_shape.state_bytes + workload.final_length * kv_shape.state_bytes_per_token
         )
         return CacheCost(total, total)
-    if workload.total_positions * workload.num_candidates > _MAX_SIMULATED_POSITIONS:
-        return _count_bytes(name, workload, kv_shape)
+    positions = _num_positions(name, request, workload)
+    if positions > _MAX_SIMULATED_POSITIONS:
+        return _count_bytes(name, workload, kv_shape, positions)
     final = peak = largest = 0
     for (layer, shape), count in _layer_groups(kv_shape, traits.layer_types).items():
         head_final, head_peak = _SIMULATORS.get(name, _simulate_cache)(
@@ -113,11 +117,20 @@ def cache_cost(name: str, request: CacheRequest, workload: Workload, kv_shape: K
     return CacheCost(final + cross, peak + cross)
 
 
-def _count_bytes(name: str, workload: Workload, kv_shape: KVShape) -> CacheCost | None:
+def _num_positions(name: str, request: CacheRequest, workload: Workload) -> int:
+    """The number of positions of all rows, or for how many the cache allocates at once."""
+    rows = workload.num_rows * workload.num_candidates
+    if name in _PREALLOCATED_CACHES:
+        store = CACHES[name].build(request)
+        assert isinstance(store, StaticStore)
+        return store.block_slots(rows)
+    return rows * workload.final_length
+
+
+def _count_bytes(name: str, workload: Workload, kv_shape: KVShape, positions: int) -> CacheCost | None:
     """The bytes of all keys and values; None: the cache evicts or compresses them."""
     if CACHES[name].drops_tokens or name == "quantized":
         return None
-    positions = workload.total_positions * workload.num_candidates
     if name == "paged":
         positions -= (
             workload.num_rows - workload.num_prompts * (1 + workload.has_cfg_rows)

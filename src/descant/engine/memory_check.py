@@ -15,17 +15,20 @@ from descant.core.rows import Rows
 from descant.engine.cache_factory import CACHE_NAMES, CACHES
 from descant.engine.cache_sizing import Workload, cache_cost, cache_costs, cache_request
 from descant.engine.planner import DecodingPlan
-from descant.errors import NotEnoughMemory
+from descant.errors import NotEnoughMemory, format_bytes
+from descant.kv_cache.cached_row import unwrap_cache
+from descant.kv_cache.offloaded import OffloadedStore
+from descant.kv_cache.static import StaticStore
 from descant.models.kv_shape import KVShape, kv_shape_of, max_token_bytes
 
-__all__ = ["check_kv_fits", "format_bytes", "free_bytes", "num_growing_positions", "workload_of"]
+__all__ = ["check_kv_fits", "free_bytes", "num_growing_positions", "workload_of"]
 
 # The check is skipped for runs below this bound.
 _MIN_CHECKED_BYTES: Final = 2**30
 
 # Caches in which every row takes as much memory as the longest.
-_PADDED_CACHES: Final = frozenset({"dynamic", "static", "offloaded", "offloaded_static", "hybrid"})
-# Caches that allocate everything at the start.
+_PADDED_CACHES: Final = frozenset({"dynamic", "offloaded", "hybrid"})
+# Caches that take all their memory at once.
 _PREALLOCATED_CACHES: Final = frozenset({"static", "offloaded_static"})
 # Alternatives in the order in which they are suggested: lossless ones first.
 _SUGGESTED_CACHES: Final = ("paged", "sliding_window", "offloaded", "quantized", "h2o", "snapkv", "sink")
@@ -92,9 +95,13 @@ def check_kv_fits(
     if traits.needs_own_cache or traits.cache_type != "kv":
         return 0
     token_bytes = _bytes_per_token(model, network)
+    store = unwrap_cache(cache, torch.zeros(0, dtype=torch.long))[0]
+    if isinstance(store, StaticStore):
+        _check_preallocated(model, store, kind, new, token_bytes)
+        return 0
     # Rows are expected to end within the context length, also where the limit is higher.
     context_length = traits.context_length
-    if context_length is not None and kind not in _PREALLOCATED_CACHES:
+    if context_length is not None:
         new = [
             (plan, length, max(min(limit, context_length - offset), length + 1), offset)
             for plan, length, limit, offset in new
@@ -117,6 +124,30 @@ def check_kv_fits(
     if too_large if model.rank_group is None else model.rank_group.any_rank(too_large):
         raise _out_of_memory_error(model, kind, (need, offloaded), workloads, shape)
     return num_new
+
+
+def _check_preallocated(
+    model: Model, store: StaticStore, kind: str, new: Sequence[NewRequest], token_bytes: int | None
+) -> None:
+    """Raise for a cache of fixed size whose blocks do not fit: their size does not depend on the requests."""
+    rows = len(store) + sum(_num_rows(plan) for plan, *_ in new)
+    slots = store.block_slots(rows)
+    if token_bytes is None or slots * token_bytes < _MIN_CHECKED_BYTES:
+        return
+    shape = kv_shape_of(model.network)
+    need, device = max(slots * shape.bytes_per_token - store.nbytes, 0), model.device
+    if isinstance(store, OffloadedStore):
+        device = store.offload_device
+    too_large = _exceeds_free(need, device)
+    if too_large if model.rank_group is None else model.rank_group.any_rank(too_large):
+        free = free_bytes(device) or 0
+        hint, fitting = _fitting_caches(model, kind, _workloads(new, padded=True), shape, free)
+        message = (
+            f"the {kind} cache of {slots // store.capacity} rows of {store.capacity} positions needs "
+            f"{format_bytes(need)}, and {device} has {format_bytes(free)} left: {hint}lower `max_cache_len` "
+            "and `batch_size` of `cache_config`, or the length and number of rows"
+        )
+        raise NotEnoughMemory(message, need, free, fitting)
 
 
 def _num_rows(plan: DecodingPlan) -> int:
@@ -170,33 +201,34 @@ def _out_of_memory_error(
     if offloaded and _exceeds_free(offloaded, torch.device("cpu")):
         need, device = offloaded, torch.device("cpu")
     free = free_bytes(device) or 0
+    rows = sum(workload.num_rows * workload.num_candidates for _, workload in workloads)
+    length = max(workload.final_length for _, workload in workloads)
+    hint, fitting = _fitting_caches(model, kind, workloads, shape, free)
+    limit = "max_new_tokens" if workloads[0][0].config.max_new_tokens is not None else "max_length"
+    message = (
+        f"the {kind} cache of {rows} rows of up to {length} positions needs {format_bytes(need)}, and "
+        f"{device} has {format_bytes(free)} left: {hint}lower `{limit}`, the number of rows or the length of "
+        "prompts"
+    )
+    return NotEnoughMemory(message, need, free, fitting)
+
+
+def _fitting_caches(
+    model: Model,
+    kind: str,
+    workloads: Sequence[tuple[DecodingPlan, Workload]],
+    shape: KVShape,
+    free: int,
+) -> tuple[str, tuple[str, ...]]:
+    """The hint to use another cache, and the names of those that would fit."""
     totals: dict[str, int] = {}
     for plan, workload in workloads:
         for name, cost in cache_costs(model, plan.config, workload, shape).items():
             if cost is not None:
                 totals[name] = totals.get(name, 0) + cost.peak_bytes
     fitting = [name for name in _SUGGESTED_CACHES if name != kind and totals.get(name, free + 1) <= free]
-    rows = sum(workload.num_rows * workload.num_candidates for _, workload in workloads)
-    length = max(workload.final_length for _, workload in workloads)
-    message = (
-        f"the {kind} cache of {rows} rows of up to {length} positions needs {format_bytes(need)}, and "
-        f"{device} has {format_bytes(free)} left: "
-    )
-    if fitting:
-        names = " or ".join(f'"{name}" ({format_bytes(totals[name])})' for name in fitting[:3])
-        message += f"cache_implementation={names} would fit, or "
-    limit = "max_new_tokens" if workloads[0][0].config.max_new_tokens is not None else "max_length"
-    message += f"lower `{limit}`, the number of rows or the length of prompts"
-    return NotEnoughMemory(message, need, free, tuple(fitting))
-
-
-def format_bytes(size: float) -> str:
-    """A number of bytes with its unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    names = " or ".join(f'"{name}" ({format_bytes(totals[name])})' for name in fitting[:3])
+    return f"cache_implementation={names} would fit, or " if fitting else "", tuple(fitting)
 
 
 # ------------------------------------------------------------------------ free memory

@@ -47,6 +47,7 @@ class _PrefixKey(NamedTuple):
 
     prompt: Tensor  # [L] (host)
     cache_salt: bytes
+    generation: int  # of the weights with which it was admitted
 
 
 class PrefixReuse:
@@ -90,6 +91,7 @@ class PrefixReuse:
         past = as_cached_row(request.past_key_values)
         if past is None and self._is_prefix_cacheable(request, cache) and not plan.needs_full_prefill:
             assert self._prefix_cache is not None
+            self._prefix_cache.drop_stale()
             past = self._prefix_cache.lookup(ids, request.cache_salt)
         size = 0 if past is None else min(past.length, len(ids) - 1)
         return CachedPrefix() if size <= 0 or plan.needs_full_prefill else CachedPrefix(past, size)
@@ -102,7 +104,9 @@ class PrefixReuse:
         if request.return_past_key_values:
             self._returning.add(number)
         if self._is_prefix_cacheable(request, cache):
-            self._prefix_keys[number] = _PrefixKey(ids.cpu(), request.cache_salt)
+            assert self._prefix_cache is not None
+            generation = self._prefix_cache.generation
+            self._prefix_keys[number] = _PrefixKey(ids.cpu(), request.cache_salt, generation)
             self._unpublished.add(number)
         size = plan.prefill_chunk_size
         if size is not None and not request.inputs and not _is_no_cache(cache):
@@ -138,9 +142,15 @@ class PrefixReuse:
         first_row = {number: row for row, number in reversed(list(enumerate(rows.request.tolist())))}
         for number in sorted(self._unpublished & first_row.keys()):
             store, index = unwrap_cache(cache, torch.tensor([first_row[number]]))
-            key = self._prefix_keys[number]
-            self._prefix_cache.insert(key.prompt, CachedRow(store, int(index[0])), key.cache_salt)
+            self._insert(self._prefix_keys[number], torch.zeros(0), CachedRow(store, int(index[0])))
         self._unpublished.clear()
+
+    def _insert(self, key: _PrefixKey, tokens: Tensor, cached: CachedRow) -> None:
+        """Insert a prompt and further tokens, unless the weights have changed since it was admitted."""
+        assert self._prefix_cache is not None
+        if key.generation == self._prefix_cache.drop_stale():
+            sequence = torch.cat((key.prompt, tokens.to(key.prompt.dtype)))
+            self._prefix_cache.insert(sequence, cached, key.cache_salt)
 
     def collect_finished(self, number: int, sequences: Sequence[Hypothesis]) -> tuple[CachedRow, ...]:
         """Insert the sequences of a request into the prefix cache; return their rows if it asks for them."""
@@ -148,7 +158,7 @@ class PrefixReuse:
         key = self._prefix_keys.get(number)
         if key is not None and self._prefix_cache is not None:
             for sequence, row in zip(sequences, cached_rows, strict=True):
-                self._prefix_cache.insert(torch.cat((key.prompt, sequence.tokens)), row, key.cache_salt)
+                self._insert(key, sequence.tokens, row)
         return tuple(cached_rows) if number in self._returning else ()
 
     # -------------------------------------------------------------------- checks

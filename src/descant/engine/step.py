@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from descant.core.interfaces import Model, RowCache
@@ -35,10 +36,28 @@ def run_step(
     """
     groups = strategy_groups(rows)
     proposal = merge_proposals(rows, groups, cache)
-    if proposal.parents is not None:
-        rows = rows.take(proposal.parents)
-        cache.commit(proposal.parents, rows.cached_length)
-        groups = strategy_groups(rows)
+    if proposal.parents is None:
+        return _run_groups(model, cache, rows, proposal, groups, (observe, capture))
+    forked = rows.take(proposal.parents)
+    cache.commit(proposal.parents, forked.cached_length)
+    try:
+        return _run_groups(model, cache, forked, proposal, strategy_groups(forked), (observe, capture))
+    except BaseException:
+        # The first fork of a row has its index, so the others are dropped without a move.
+        cache.commit(torch.arange(len(rows)), rows.cached_length)
+        raise
+
+
+def _run_groups(
+    model: Model,
+    cache: RowCache,
+    rows: Rows,
+    proposal: Proposal,
+    groups: Sequence[StrategyGroup],
+    listeners: tuple[Observe | None, Capture | None],
+) -> tuple[Rows, list[Selection]]:
+    """Forward, selection and commit of rows that are in the cache as they are proposed."""
+    observe, capture = listeners
     output = model.forward(rows, proposal, cache)
     chosen = [
         (group.index, _select(group, *slice_group(rows, proposal, output, group.index), observe))

@@ -44,6 +44,7 @@ class WriteRegion:
     num_slots: int  # the number of visible slots
     num_committed: Tensor | None = None  # [N] (host) how many of the written positions are not drafts
     is_written: bool = False
+    is_marked: bool = False  # whether the block knows which slots it writes
     _index_by_device: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def index_on(self, device: torch.device) -> tuple[Tensor, Tensor]:

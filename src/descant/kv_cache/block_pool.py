@@ -137,17 +137,21 @@ class BlockPool:
         self.slab_of[dropped] = -1
         for tensors in slab.kv_tensors():
             for layer, tensor in list(tensors.items()):
-                if num_blocks:
-                    tensors[layer] = tensor[:, : num_blocks * self.block_size].clone()
-                else:
+                if not num_blocks:
                     del tensors[layer]
+                    continue
+                try:
+                    tensors[layer] = tensor[:, : num_blocks * self.block_size].clone()
+                except (RuntimeError, MemoryError):
+                    return  # without memory for a smaller copy the larger tensor stays
 
     def _grow(self, count: int) -> None:
         """Add blocks to slab 0; its tensors grow at the next write."""
         slab = self.slabs[0]
         added = max(count, _MIN_GROWTH_BLOCKS, slab.num_blocks // 4)
-        self._free_blocks += reversed(self._assign_ids(0, range(slab.num_blocks, slab.num_blocks + added)))
-        slab.num_blocks += added
+        first = slab.num_blocks
+        slab.num_blocks += added  # first: no block may be given out twice, whatever happens next
+        self._free_blocks += reversed(self._assign_ids(0, range(first, first + added)))
 
     def _assign_ids(self, slab_id: int, indices: Sequence[int]) -> list[int]:
         """Ids for the blocks at these indices of a slab."""

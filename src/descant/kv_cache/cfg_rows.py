@@ -14,8 +14,9 @@ __all__ = ["PairedRowCache"]
 class PairedRowCache:
     """Conditional rows and their unconditional rows in one inner cache, so that one forward feeds both.
 
-    Row `i` is inner row `row_index[i]`, its unconditional row is inner row `uncond_row[i]`. Once both are
-    fed, the unconditional row is `uncond_offset[i]` positions longer (or shorter) than its row.
+    Row `i` is inner row `row_index[i]`, its unconditional row is inner row `uncond_row[i]`, which was added
+    when the row had `uncond_base[i]` positions. Once both are fed, the unconditional row is
+    `uncond_offset[i]` positions longer (or shorter) than its row.
     """
 
     def __init__(self, inner: RowCache) -> None:
@@ -24,6 +25,7 @@ class PairedRowCache:
         self.row_index = torch.arange(count)  # [R] (host)
         self.uncond_row = torch.full((count,), -1)  # [R] -1: no unconditional row
         self.uncond_offset = torch.zeros(count, dtype=torch.long)  # [R]
+        self.uncond_base = torch.zeros(count, dtype=torch.long)  # [R]
         self._num_inner_rows = count
 
     @property
@@ -61,26 +63,28 @@ class PairedRowCache:
         self.row_index = torch.cat((self.row_index, self._num_inner_rows + torch.arange(rows)))
         self.uncond_row = torch.cat((self.uncond_row, torch.full((rows,), -1)))
         self.uncond_offset = torch.cat((self.uncond_offset, torch.zeros(rows, dtype=torch.long)))
+        self.uncond_base = torch.cat((self.uncond_base, torch.zeros(rows, dtype=torch.long)))
         self._num_inner_rows += rows
 
-    def add_uncond_rows(self, rows: Tensor, offsets: Tensor) -> None:
-        """Append an empty unconditional row for each of these empty rows."""
+    def add_uncond_rows(self, rows: Tensor, offsets: Tensor, lengths: Tensor | None = None) -> None:
+        """Append an empty unconditional row for each of these rows, which have `lengths` [N] positions."""
         self.inner.extend(len(rows))
         self.uncond_row[rows] = self._num_inner_rows + torch.arange(len(rows))
         self.uncond_offset[rows] = offsets
+        self.uncond_base[rows] = torch.zeros_like(rows) if lengths is None else lengths
         self._num_inner_rows += len(rows)
+
+    def uncond_lengths(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        """The positions [N] of the unconditional rows of rows with `lengths` [N]; 0 before they are fed."""
+        return torch.where(lengths > self.uncond_base[rows], lengths + self.uncond_offset[rows], 0)
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`; its unconditional row is cut alike."""
-        if parents is not None:
-            self.row_index, self.uncond_row, self.uncond_offset = (
-                self.row_index[parents],
-                self.uncond_row[parents],
-                self.uncond_offset[parents],
-            )
-        guided = (self.uncond_row >= 0).nonzero().squeeze(1)
-        uncond_lengths = torch.where(lengths[guided] > 0, lengths[guided] + self.uncond_offset[guided], 0)
-        inner_parents = torch.cat((self.row_index, self.uncond_row[guided]))
+        parent_rows = torch.arange(len(self)) if parents is None else parents
+        row_index, uncond_row = self.row_index[parent_rows], self.uncond_row[parent_rows]
+        guided = (uncond_row >= 0).nonzero().squeeze(1)
+        uncond_lengths = self.uncond_lengths(parent_rows[guided], lengths[guided])
+        inner_parents = torch.cat((row_index, uncond_row[guided]))
         inner_lengths = torch.cat((lengths, uncond_lengths))
         if parents is None:
             lengths_by_row = torch.empty_like(inner_lengths)
@@ -89,10 +93,12 @@ class PairedRowCache:
             return
         order = stable_row_order(inner_parents, self._num_inner_rows)
         order = torch.arange(len(inner_parents)) if order is None else order
-        self.inner.commit(inner_parents[order], inner_lengths[order])
         new_index = torch.empty_like(order)
         new_index[order] = torch.arange(len(order))
-        self.row_index = new_index[: len(parents)]
-        self.uncond_row = torch.full((len(parents),), -1)
-        self.uncond_row[guided] = new_index[len(parents) :]
+        new_uncond_row = torch.full((len(parents),), -1)
+        new_uncond_row[guided] = new_index[len(parents) :]
+        offset, base = self.uncond_offset[parents], self.uncond_base[parents]
+        self.inner.commit(inner_parents[order], inner_lengths[order])
+        self.row_index, self.uncond_row = new_index[: len(parents)], new_uncond_row
+        self.uncond_offset, self.uncond_base = offset, base
         self._num_inner_rows = len(order)

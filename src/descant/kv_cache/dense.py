@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KVSpan
+from descant.core.interfaces import Array, KVSpan
 from descant.kv_cache.prefix_groups import PrefixGroups
+from descant.kv_cache.row_copies import RowCopies, RowCopy
+from descant.kv_cache.written_slots import WrittenSlots
 
 __all__ = ["DenseStore"]
 
@@ -22,7 +25,8 @@ class DenseStore:
 
     Cutting a row only changes its length: stale slots are masked until they are written again. Moving a
     row copies it. Rows with a common ancestor already hold the same prefix, so only the slots after it are
-    copied: beam search never copies the prompt.
+    copied: beam search never copies the prompt. Every operation allocates before it writes, so that one that
+    runs out of memory changes nothing.
     """
 
     max_rewind: int | None = None
@@ -39,6 +43,8 @@ class DenseStore:
         self._num_rows = 0
         self._lengths = torch.zeros(0, dtype=torch.long)
         self._prefix_groups = PrefixGroups()
+        self._written = WrittenSlots()
+        self._marked_span: KVSpan | None = None  # the last span that was marked as written
         self._index_by_device: dict[torch.device, tuple[KVSpan, Tensor, Tensor]] = {}
         self.copied_slots = 0  # slots copied between rows; part of what bench/beams.py measures
 
@@ -60,17 +66,16 @@ class DenseStore:
 
     def extend(self, rows: int) -> None:
         """Append empty rows."""
-        self._num_rows += rows
-        self._lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))
+        lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))
+        self._clear_rows(np.arange(self._num_rows, self._num_rows + rows))
         self._prefix_groups.extend(rows)
+        self._num_rows, self._lengths = len(lengths), lengths
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; returns the slots of its rows [N, H, S, D], stale ones included."""
-        keys = self._keys.get(layer)
-        if keys is None or keys.shape[2] < span.read_length or keys.shape[0] < self._num_rows:
-            keys = self._ensure_capacity(self._keys, layer, key, span.read_length)
-            self._ensure_capacity(self._values, layer, value, span.read_length)
-        values = self._values[layer]
+        if span is not self._marked_span:
+            self._mark_written(span)
+        keys, values = self._layer_blocks(layer, key, value, span.read_length)
         if span.rows is None and isinstance(span.start, int):
             stop = span.start + span.width
             keys[: self._num_rows, :, span.start : stop] = key
@@ -84,6 +89,31 @@ class DenseStore:
         if span.rows is None:
             return self._first_slots(layer, span.read_length)
         return keys[rows, :, : span.read_length], values[rows, :, : span.read_length]
+
+    def _layer_blocks(self, layer: int, key: Tensor, value: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+        """The layer's blocks, with capacity for all rows and so many slots."""
+        keys, values = self._keys.get(layer), self._values.get(layer)
+        if (
+            keys is None
+            or values is None
+            or min(keys.shape[2], values.shape[2]) < slots
+            or min(keys.shape[0], values.shape[0]) < self._num_rows
+        ):
+            return self._ensure_capacity(layer, (key, value), slots, self._num_rows)
+        return keys, values
+
+    def _mark_written(self, span: KVSpan) -> None:
+        """Note which slots a forward writes; once for all layers."""
+        rows, starts = span.on_host(self._num_rows)
+        self._written.mark(rows, starts + span.width)
+        self._marked_span = span
+
+    def _clear_rows(self, rows: Array) -> None:
+        """Zero all that earlier rows have left in the place of these rows [N]."""
+        self._written.clear(self._all_blocks(), rows, np.zeros_like(rows))
+
+    def _all_blocks(self) -> list[Tensor]:
+        return [*self._keys.values(), *self._values.values()]
 
     def _first_slots(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of the first slots of all rows [R, H, S, D]."""
@@ -108,13 +138,21 @@ class DenseStore:
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`."""
-        if parents is not None:
-            moves = (parents != torch.arange(len(parents))).nonzero().squeeze(1)
-            if len(moves):
-                self._move_rows(parents, moves, lengths)
-            self._num_rows = len(parents)
-        self._prefix_groups.commit(None if parents is None else parents.numpy(), lengths.numpy())
-        self._lengths = lengths
+        self.prepare_commit(parents, lengths)()
+
+    def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
+        """A commit for which all memory is allocated; nothing changes until it is called."""
+        move = None if parents is None else self._prepare_moves(parents, lengths)
+
+        def commit() -> None:
+            if move is not None:
+                move()
+            if parents is not None:
+                self._num_rows = len(parents)
+            self._prefix_groups.commit(None if parents is None else parents.numpy(), lengths.numpy())
+            self._lengths = lengths
+
+        return commit
 
     # -------------------------------------------------------------------- whole rows
     @property
@@ -135,6 +173,7 @@ class DenseStore:
         other._lengths = self._lengths[rows].clone()
         other._prefix_groups = self._prefix_groups.select(rows.numpy(), other._lengths.numpy())
         stop = int(other._lengths.max()) if len(rows) else 0
+        other._written.mark(np.arange(len(rows)), stop)
         for source, target in ((self._keys, other._keys), (self._values, other._values)):
             for layer, block in source.items():
                 # The block may not have grown to rows that were never written.
@@ -144,14 +183,22 @@ class DenseStore:
 
     def join(self, other: Self) -> None:
         """Append the rows of another store."""
-        first, slots = self._num_rows, int(other._lengths.max()) if len(other) else 0
-        self._num_rows += len(other)
-        self._lengths = torch.cat((self._lengths, other._lengths))
+        first, count = self._num_rows, len(other)
+        slots = int(other._lengths.max()) if count else 0
+        lengths = torch.cat((self._lengths, other._lengths))
+        pairs = {layer: (keys, other._values[layer]) for layer, keys in other._keys.items()}
+        grown = {
+            layer: self._ensure_capacity(layer, pair, slots, len(lengths)) for layer, pair in pairs.items()
+        }
+        added = np.arange(first, len(lengths))
+        self._clear_rows(added)
+        self._written.mark(added, slots)
+        for layer, pair in pairs.items():
+            for block, source in zip(grown[layer], pair, strict=True):
+                present = min(len(source), count)
+                block[first : first + present, :, :slots] = source[:present, :, :slots]
         self._prefix_groups.join(other._prefix_groups)
-        for target, source in ((self._keys, other._keys), (self._values, other._values)):
-            for layer, block in source.items():
-                grown, count = self._ensure_capacity(target, layer, block, slots), min(len(block), len(other))
-                grown[first : first + count, :, :slots] = block[:count, :, :slots]
+        self._num_rows, self._lengths = len(lengths), lengths
 
     def to(self, device: torch.device | str) -> None:
         """Move all blocks."""
@@ -179,6 +226,7 @@ class DenseStore:
                 kind, _, layer = key.partition(".")
                 if kind == name:
                     blocks[int(layer)] = self._prepare_block(block)
+                    self._written.mark(np.arange(self._num_rows), block.shape[2])
 
     def _make_empty(self) -> Self:
         """An empty store with the same settings."""
@@ -188,8 +236,11 @@ class DenseStore:
         """A block in the layout and on the device of this store."""
         return block.contiguous()
 
-    def _move_rows(self, parents: Tensor, moves: Tensor, lengths: Tensor) -> None:
-        """Copy the rows whose index changes."""
+    def _prepare_moves(self, parents: Tensor, lengths: Tensor) -> Callable[[], None] | None:
+        """The copies of the rows whose index changes; None: there are none."""
+        moves = (parents != torch.arange(len(parents))).nonzero().squeeze(1)
+        if not len(moves):
+            return None
         source = parents[moves]
         stop = int(lengths[moves].max())
         starts = torch.from_numpy(self._prefix_groups.shared_length(moves.numpy(), source.numpy()))
@@ -198,32 +249,41 @@ class DenseStore:
         for group in (related, ~related):  # at most two copies, each of one slice of slots
             start = int(starts[group].min()) if bool(group.any()) else stop
             if start < stop:
-                copies.append((moves[group], source[group], slice(start, stop)))
-                self.copied_slots += int(group.sum()) * (stop - start)
-        for blocks in (self._keys, self._values):
-            for layer, block in blocks.items():
-                block = _grow_rows(block, max(len(parents), self._num_rows))
-                # Read everything before writing: the source of one copy may be the target of another.
-                contents = [block[rows.to(block.device), :, slots] for _, rows, slots in copies]
-                for (targets, _, slots), content in zip(copies, contents, strict=True):
-                    block[targets.to(block.device), :, slots] = content
-                blocks[layer] = block
+                copies.append(RowCopy(moves[group], source[group], slice(start, stop)))
+        rows = max(len(parents), self._num_rows)
+        for layer, keys in list(self._keys.items()):
+            self._ensure_capacity(layer, (keys, self._values[layer]), 0, rows)
+        blocks, targets = self._all_blocks(), moves.numpy()
+        row_copies = RowCopies(blocks, copies)
 
-    def _ensure_capacity(self, blocks: dict[int, Tensor], layer: int, like: Tensor, slots: int) -> Tensor:
-        """The layer's block, grown to all rows and at least so many slots."""
-        block = blocks.get(layer)
+        def move() -> None:
+            row_copies.run()
+            self._written.clear(blocks, targets, np.full_like(targets, stop))
+            self._written.mark(targets, stop)
+            self.copied_slots += row_copies.num_slots
+
+        return move
+
+    def _ensure_capacity(
+        self, layer: int, like: tuple[Tensor, Tensor], slots: int, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's blocks, grown to at least so many rows and slots, both or none."""
+        keys = self._grow_block(self._keys.get(layer), like[0], slots, rows)
+        values = self._grow_block(self._values.get(layer), like[1], slots, rows)
+        self._values[layer], self._keys[layer] = values, keys  # a layer with keys always has values
+        return keys, values
+
+    def _grow_block(self, block: Tensor | None, like: Tensor, slots: int, rows: int) -> Tensor:
+        """A block of at least so many rows and slots, with the content of the old one."""
         if block is None:
-            block = like.new_zeros(self._num_rows, like.shape[1], slots + _GROWTH_STEP, like.shape[3])
-        elif block.shape[2] < slots:
+            return like.new_zeros(rows, like.shape[1], slots + _GROWTH_STEP, like.shape[3])
+        if block.shape[2] < slots:
             # By an eighth: attention reads the whole block every step, so an occasional copy is cheap.
             wider = max(slots + _GROWTH_STEP, block.shape[2] + block.shape[2] // 8)
-            rows = max(self._num_rows, block.shape[0])
-            grown = block.new_zeros(rows, block.shape[1], wider, block.shape[3])
+            grown = block.new_zeros(max(rows, block.shape[0]), block.shape[1], wider, block.shape[3])
             grown[: block.shape[0], :, : block.shape[2]] = block
             block = grown
-        block = _grow_rows(block, self._num_rows)
-        blocks[layer] = block
-        return block
+        return _grow_rows(block, rows)
 
 
 def _grow_rows(block: Tensor, rows: int) -> Tensor:

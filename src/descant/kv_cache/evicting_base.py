@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KVSpan, VisibleSlots
+from descant.core.interfaces import Array, KVSpan, VisibleSlots
 from descant.errors import InputError
 from descant.kv_cache.attention_proxy import AttentionCall
 from descant.kv_cache.attention_scores import (
@@ -21,7 +22,10 @@ from descant.kv_cache.attention_scores import (
     select_slots,
 )
 from descant.kv_cache.commit_plan import CommitPlan, RowMove, RowOutcomes, plan_commit
+from descant.kv_cache.row_copies import CopyBuffers
 from descant.kv_cache.slot_blocks import SlotBlocks
+from descant.kv_cache.slot_moves import SlotMove, move_slots, reserve_moves
+from descant.kv_cache.written_slots import WrittenSlots
 
 __all__ = ["EvictingStore"]
 
@@ -49,6 +53,7 @@ class EvictingStore:
         # `held`: slots of a row; `floor`: the least length it can be cut to; `reading`: its prompt may go on.
         self._row_state = {name: torch.zeros(0, dtype=torch.long) for name in ("lengths", "held", "floor")}
         self._row_state["reading"] = torch.zeros(0, dtype=torch.bool)
+        self._written = WrittenSlots()
 
     def _needs_queries(self, region: WriteRegion) -> bool:  # noqa: ARG002 - for subclasses
         """Whether queries of this forward may count."""
@@ -109,8 +114,15 @@ class EvictingStore:
 
     def extend(self, rows: int) -> None:
         """Append empty rows."""
-        for name, column in self._row_state.items():
-            self._row_state[name] = torch.cat((column, column.new_full((rows,), name == "reading")))
+        self._clear_rows(np.arange(len(self), len(self) + rows))
+        self._row_state = {
+            name: torch.cat((column, column.new_full((rows,), name == "reading")))
+            for name, column in self._row_state.items()
+        }
+
+    def _clear_rows(self, rows: Array) -> None:
+        """Zero all that earlier rows have left in the place of these rows [N]."""
+        self._written.clear(self._slots.tensors(), rows, np.zeros_like(rows))
 
     # -------------------------------------------------------------------- a forward
     def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:  # noqa: ARG002 - layers are alike
@@ -159,6 +171,9 @@ class EvictingStore:
     ) -> tuple[Tensor, Tensor]:
         """Write to the layer's block; returns the slots of the rows there."""
         block = self._slots.ensure_capacity(layer, (key, value), len(self), region.num_slots)
+        if not region.is_marked:
+            self._written.mark(region.rows.numpy(), region.past_lengths.numpy() + region.span.width)
+            region.is_marked = True
         rows, at = region.index_on(key.device)
         all_rows = region.span.rows is None
         first = region.num_slots - region.span.width
@@ -185,7 +200,11 @@ class EvictingStore:
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`, with slots over the budget evicted."""
         outcomes, columns = self._row_outcomes(parents, lengths)
+        row_state = {name: column[outcomes.outcome] for name, column in columns.items()}
         plans: dict[object, CommitPlan] = {}
+        changes: list[tuple[int, list[SlotMove], Tensor | None]] = []
+        buffers = CopyBuffers()
+        # Every layer is scored and everything allocated before the first layer is written.
         for layer in sorted(self._slots.blocks.keys() | self._pending_writes.keys()):
             writes = self._pending_writes.get(layer, [])
             signature = tuple((id(write.region), write.prompt_kv is None) for write in writes)
@@ -193,10 +212,27 @@ class EvictingStore:
                 plans[signature] = plan_commit(
                     outcomes, writes, self._accumulates_scores, self._num_scoring_queries
                 )
-            self._commit_layer(layer, outcomes, plans[signature])
-        self._row_state = {name: column[outcomes.outcome] for name, column in columns.items()}
+            moves, score = self._prepare_layer(layer, outcomes, plans[signature])
+            if moves or score is not None:
+                reserve_moves(buffers, moves)
+                changes.append((layer, moves, score))
+        for layer, moves, score in changes:
+            block = self._slots.blocks[layer]
+            move_slots(buffers, moves, block)
+            if score is not None:
+                block.score[: len(score), :, : score.shape[2]] = score
+        self._clear_moved(outcomes)
+        self._row_state = row_state
         self._pending_writes, self._regions = {}, []
         self._slots.shrink_to_fit(len(self), _max_or_zero(self.slot_counts))
+
+    def _clear_moved(self, outcomes: RowOutcomes) -> None:
+        """Zero what other rows have left behind the slots of rows that took their place."""
+        num_keep = outcomes.num_keep[outcomes.outcome].numpy()
+        rows = np.arange(len(num_keep))
+        self._written.mark(rows, _max_or_zero(outcomes.num_keep))
+        moved = rows[outcomes.source_row.numpy() != rows]
+        self._written.clear(self._slots.tensors(), moved, num_keep[moved])
 
     def _row_outcomes(self, parents: Tensor | None, lengths: Tensor) -> tuple[RowOutcomes, dict[str, Tensor]]:
         """The outcomes of a commit, and the row state of each outcome [U]."""
@@ -243,19 +279,24 @@ class EvictingStore:
                 most[region.rows] = torch.maximum(most[region.rows], fed)
         return most
 
-    def _commit_layer(self, layer: int, outcomes: RowOutcomes, plan: CommitPlan) -> None:
-        """Score, evict and copy in one layer."""
+    def _prepare_layer(
+        self, layer: int, outcomes: RowOutcomes, plan: CommitPlan
+    ) -> tuple[list[SlotMove], Tensor | None]:
+        """Score one layer and grow its block; the moves to make, and the scores [R', H, S] to store."""
         score, alive = self._layer_scores(layer, plan) if plan.max_slots else (None, None)
-        gathered = [self._gather_move(layer, outcomes, move, score, alive) for move in plan.moves]
-        if not gathered and (score is None or not self._accumulates_scores):
-            return
+        stores_scores = score is not None and self._accumulates_scores
+        if not plan.moves and not stores_scores:
+            return [], None
+        kept_slots = [self._kept_slots(outcomes, move, score, alive) for move in plan.moves]
         rows, slots = len(outcomes.outcome), _max_or_zero(outcomes.num_keep)
-        block = self._slots.ensure_capacity(layer, self._layer_kv(layer), rows, slots)
-        for move, (keys, values) in zip(plan.moves, gathered, strict=True):
-            at = move.rows.to(keys.device)
-            block.keys[at, :, : keys.shape[2]], block.values[at, :, : keys.shape[2]] = keys, values
-        if score is not None and self._accumulates_scores:
-            block.score[:rows, :, :slots] = score[outcomes.outcome.to(score.device), :, :slots]
+        self._slots.ensure_capacity(layer, self._layer_kv(layer), rows, slots)
+        moves = [
+            self._slot_move(layer, outcomes, move, kept)
+            for move, kept in zip(plan.moves, kept_slots, strict=True)
+        ]
+        if score is None or not stores_scores:
+            return moves, None
+        return moves, score[outcomes.outcome.to(score.device), :, :slots]
 
     def _layer_scores(self, layer: int, plan: CommitPlan) -> tuple[Tensor, Tensor | None]:
         """The scores of the scored rows [V, H, S], and the slots alive after draft evictions, if any."""
@@ -292,32 +333,32 @@ class EvictingStore:
             score[scored, :, :stop] += score_slots(write, scoring, read_keys)
         return score, alive
 
-    def _gather_move(
-        self, layer: int, outcomes: RowOutcomes, move: RowMove, score: Tensor | None, alive: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The keys and values of rows to copy [N, H, S, D]; accumulated scores are packed alike."""
-        num_slots, num_keep = outcomes.num_slots[move.outcomes], outcomes.num_keep[move.outcomes]
-        parent = outcomes.parent[move.outcomes]
+    def _kept_slots(
+        self, outcomes: RowOutcomes, move: RowMove, score: Tensor | None, alive: Tensor | None
+    ) -> Tensor | None:
+        """The slots that rows keep [n, H, K]; None: all. Accumulated scores are packed alike."""
         if move.scored_index is None:
-            # Copies, because another move may be written there first.
-            keys, values = self._read_rows(layer, move.source, parent, _max_or_zero(num_slots))
-            pair = keys.clone(), values.clone()
-        else:
-            assert score is not None
-            at = move.scored_index.to(score.device)
-            move_score, move_alive = score[at], None if alive is None else alive[at]
-            priority = self._eviction_scores(move_score, num_slots)
-            kept_slots = select_slots(priority, num_slots, num_keep, self._num_protected, move_alive)
-            (keys, values), index = self._locate_rows(layer, move.source, parent)
-            row = index.to(score.device)[:, None, None]
-            head = torch.arange(kept_slots.shape[1], device=score.device)[:, None]
-            pair = keys[row, head, kept_slots], values[row, head, kept_slots]
-            if self._accumulates_scores:
-                score[at, :, : kept_slots.shape[2]] = move_score.gather(2, kept_slots)
+            return None
+        assert score is not None
+        num_slots, num_keep = outcomes.num_slots[move.outcomes], outcomes.num_keep[move.outcomes]
+        at = move.scored_index.to(score.device)
+        move_score, move_alive = score[at], None if alive is None else alive[at]
+        priority = self._eviction_scores(move_score, num_slots)
+        kept_slots = select_slots(priority, num_slots, num_keep, self._num_protected, move_alive)
+        if self._accumulates_scores:
+            score[at, :, : kept_slots.shape[2]] = move_score.gather(2, kept_slots)
+        return kept_slots
+
+    def _slot_move(self, layer: int, outcomes: RowOutcomes, move: RowMove, kept: Tensor | None) -> SlotMove:
+        """The copy of the kept slots of a move's rows."""
+        source, index = self._locate_rows(layer, move.source, outcomes.parent[move.outcomes])
+        device = source[0].device
         if move.repeat_index is not None:
-            repeats = move.repeat_index.to(pair[0].device)
-            pair = pair[0][repeats], pair[1][repeats]
-        return pair
+            index = index[move.repeat_index]
+            kept = None if kept is None else kept[move.repeat_index.to(kept.device)]
+        slots = _max_or_zero(outcomes.num_slots[move.outcomes]) if kept is None else kept
+        heads = torch.arange(source[0].shape[1], device=device)[:, None]
+        return SlotMove(source, index.to(device), slots, heads, move.rows.to(device))
 
     def _locate_rows(self, layer: int, source: int, rows: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """The tensors with rows [N] (host), the block or a pending prompt, and their index there."""
@@ -346,12 +387,17 @@ class EvictingStore:
         """A copy of the committed content of these rows [N] (host)."""
         other = self._make_empty()
         other._row_state = {name: column[rows] for name, column in self._row_state.items()}
-        other._slots = self._slots.select_rows(rows, _max_or_zero(other.slot_counts))
+        num_slots = _max_or_zero(other.slot_counts)
+        other._slots = self._slots.select_rows(rows, num_slots)
+        other._written.mark(np.arange(len(rows)), num_slots)
         return other
 
     def join(self, other: Self) -> None:
         """Append the rows of another store."""
-        self._slots.append(other._slots, len(self), len(other), _max_or_zero(other.slot_counts))
+        num_slots, added = _max_or_zero(other.slot_counts), np.arange(len(self), len(self) + len(other))
+        self._clear_rows(added)
+        self._slots.append(other._slots, len(self), len(other), num_slots)
+        self._written.mark(added, num_slots)
         self._row_state = {
             name: torch.cat((column, other._row_state[name])) for name, column in self._row_state.items()
         }
@@ -370,6 +416,7 @@ class EvictingStore:
         for name, column in self._row_state.items():
             self._row_state[name] = state[name].cpu().to(column.dtype)
         self._slots.load(state)
+        self._written.mark(np.arange(len(self)), _max_or_zero(self.slot_counts))
 
 
 def _max_or_zero(counts: Tensor) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import RowCache
+from descant.core.interfaces import RowCache, TransactionalCache
 
 __all__ = ["MultiModelCache"]
 
@@ -40,6 +40,22 @@ class MultiModelCache:
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`."""
-        self._lengths = lengths
-        for part in self.parts:
-            part.commit(parents, lengths)
+        self.prepare_commit(parents, lengths)()
+
+    def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
+        """A commit of all parts, prepared by those that can."""
+        prepared = [
+            part.prepare_commit(parents, lengths)
+            for part in self.parts
+            if isinstance(part, TransactionalCache)
+        ]
+        others = [part for part in self.parts if not isinstance(part, TransactionalCache)]
+
+        def commit() -> None:
+            for part in others:  # first, as only these may fail
+                part.commit(parents, lengths)
+            for commit_part in prepared:
+                commit_part()
+            self._lengths = lengths
+
+        return commit

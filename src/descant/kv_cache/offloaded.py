@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -51,6 +52,11 @@ class OffloadedStore(DenseStore):
         return super().nbytes + self.prefetched_bytes
 
     @property
+    def offload_device(self) -> torch.device:
+        """The device on which all blocks are stored."""
+        return self._offload_device
+
+    @property
     def prefetched_bytes(self) -> int:
         """The memory of the prefetched layer on the compute device in bytes."""
         layer = self._prefetched_layer
@@ -70,8 +76,9 @@ class OffloadedStore(DenseStore):
             offloaded = key.to(self._offload_device), value.to(self._offload_device)
             keys, values = super().update(layer, *offloaded, offload_span)
             return keys.to(compute_device), values.to(compute_device)
-        for blocks, new in ((self._keys, key), (self._values, value)):
-            self._ensure_capacity(blocks, layer, new, span.read_length)
+        if span is not self._marked_span:
+            self._mark_written(span)
+        self._layer_blocks(layer, key, value, span.read_length)
         fetched = self._take_layer(layer, span, compute_device)
         self.prefetch(layer + 1, span)
         self._write(fetched.keys, fetched.values, key, value, span)
@@ -79,10 +86,10 @@ class OffloadedStore(DenseStore):
         self._write(self._keys[layer], self._values[layer], *offloaded, offload_span)
         return fetched.keys[:, :, : span.read_length], fetched.values[:, :, : span.read_length]
 
-    def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]` cut to `lengths[i]`."""
+    def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
+        """A commit on the offload device."""
         self.drop_prefetched()
-        super().commit(parents, lengths)
+        return super().prepare_commit(parents, lengths)
 
     def drop_prefetched(self) -> None:
         """Drop the prefetched layer."""
@@ -142,8 +149,9 @@ class OffloadedStore(DenseStore):
         """The blocks of a span's rows on the compute device, with capacity for its write."""
         rows = self._to_offload_span(span).rows
         fetched = []
+        self._layer_blocks(layer, self._keys[layer], self._values[layer], span.read_length)
         for blocks in (self._keys, self._values):
-            block = self._ensure_capacity(blocks, layer, blocks[layer], span.read_length)
+            block = blocks[layer]
             if device.type == "cuda" and block.device.type == "cpu" and not block.is_pinned():
                 block = blocks[layer] = block.pin_memory()
             # Full rows, because only contiguous memory is copied asynchronously.
@@ -171,10 +179,10 @@ class OffloadedStore(DenseStore):
     def _prepare_block(self, block: Tensor) -> Tensor:
         return super()._prepare_block(block.to(self._offload_device))
 
-    def _ensure_capacity(self, blocks: dict[int, Tensor], layer: int, like: Tensor, slots: int) -> Tensor:
+    def _grow_block(self, block: Tensor | None, like: Tensor, slots: int, rows: int) -> Tensor:
         if like.device != self._offload_device:
             like = like.new_empty((0, like.shape[1], 0, like.shape[3]), device=self._offload_device)
-        return super()._ensure_capacity(blocks, layer, like, slots)
+        return super()._grow_block(block, like, slots, rows)
 
 
 class OffloadedStaticStore(OffloadedStore, StaticStore):

@@ -110,10 +110,15 @@ class PagedStore:
         return sorted({layer for slab in self.pool.slabs.values() for layer in slab.keys})
 
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The committed keys and values [N, H, S, D] of rows [N] (host); stale behind a row's length."""
-        stop = int(self._lengths[rows].max()) if len(rows) else 0
+        """The committed keys and values [N, H, S, D] of rows [N] (host); zero behind a row's length."""
+        lengths = self._lengths[rows]
+        stop = int(lengths.max()) if len(rows) else 0
         plan = PagedReadPlan(self.pool, self._block_table[rows.numpy()], stop)
-        return plan.gather("keys", layer), plan.gather("values", layer)
+        keys, values = plan.gather("keys", layer), plan.gather("values", layer)
+        if bool((lengths < stop).any()):  # behind a row's end there are slots of other rows
+            behind = (torch.arange(stop) >= lengths[:, None])[:, None, :, None].to(keys.device)
+            keys, values = keys.masked_fill(behind, 0), values.masked_fill(behind, 0)
+        return keys, values
 
     def select(self, rows: Tensor) -> Self:
         """A new store with these rows [N] (host), which shares their blocks."""
@@ -173,12 +178,16 @@ class PagedStore:
         table = state["table"].cpu().numpy()
         count = int(table.max()) + 1 if table.size else 0
         if count:
+            content = {
+                name: tensor.contiguous().clone()
+                for name, tensor in state.items()
+                if name.startswith(("keys.", "values."))
+            }
             blocks = np.asarray(self.pool.allocate(count, contiguous=True))
             slab = self.pool.slabs[int(self.pool.slab_of[blocks[0]])]
-            for name, tensor in state.items():
+            for name, tensor in content.items():
                 kind, _, layer = name.partition(".")
-                if kind in ("keys", "values"):
-                    getattr(slab, kind)[int(layer)] = tensor.contiguous().clone()
+                getattr(slab, kind)[int(layer)] = tensor
             table = np.where(table >= 0, blocks[table], -1)
             self.pool.incref(table[table >= 0])
             self.pool.decref(blocks)
@@ -204,7 +213,7 @@ class PagedStore:
         plan = PagedReadPlan(
             self.pool, self._block_table[rows][:, : -(-span.read_length // size)], span.read_length
         )
-        plan.span, plan.starts = span, starts
+        plan.span, plan.starts, plan.stops = span, starts, stops
         plan.write_slots = (
             self.pool.slab_of[blocks].ravel(),
             (self.pool.index_in_slab[blocks] * size + positions % size).ravel(),
@@ -217,7 +226,11 @@ class PagedStore:
         first, last = start // size, -(-stop // size)
         if start % size and self.pool.ref_counts[blocks[first]] > 1:
             old, (new,) = int(blocks[first]), self.pool.allocate(1)
-            self.pool.copy_slots(old, new, start % size)
+            try:
+                self.pool.copy_slots(old, new, start % size)
+            except BaseException:
+                self.pool.decref(np.array([new]))
+                raise
             self.pool.decref(np.array([old]))
             blocks[first] = new
         for index in range(first, last):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from descant.core.interfaces import Array
 
-__all__ = ["KVPair", "PrefillBuffer", "gather_slots", "grow_block"]
+__all__ = ["KVPair", "PrefillBuffer", "flat_slot_index", "gather_slots", "grow_block"]
 
 KVPair = tuple[Tensor, Tensor]  # keys and values, [R, H, S, D] each
 
@@ -52,12 +52,17 @@ class PrefillBuffer:
 
 def gather_slots(block: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     """The slots [N, S] of rows [N] of a block, [N, H, S, D]."""
-    _, heads, width, size = block.shape
+    gathered = block.view(-1, block.shape[3]).index_select(0, flat_slot_index(block, rows, slots))
+    return gathered.view(len(rows), block.shape[1], slots.shape[1], block.shape[3])
+
+
+def flat_slot_index(block: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """The index of the slots [N, S] of rows [N] in the flat block [R * H * S, D]."""
+    _, heads, width, _ = block.shape
     base = rows[:, None, None] * (heads * width)
     base = base + torch.arange(heads, device=block.device)[:, None] * width
     # index_select on the flat block copies whole vectors, several times faster than advanced indexing.
-    index = (base + slots[:, None]).flatten()
-    return block.view(-1, size).index_select(0, index).view(len(rows), heads, slots.shape[1], size)
+    return (base + slots[:, None]).flatten()
 
 
 def grow_block(block: Tensor, rows: int, slots: int) -> Tensor:

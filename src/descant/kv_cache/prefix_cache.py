@@ -15,6 +15,7 @@ from torch import Tensor
 from descant.core.interfaces import KVCache
 from descant.errors import InputError
 from descant.kv_cache.cached_row import CachedRow, read_layers
+from descant.kv_cache.weight_versions import weight_versions
 
 __all__ = ["PrefixCache", "PrefixReport"]
 
@@ -72,7 +73,8 @@ class PrefixCache:
     (`Request.cache_salt`). Requests with different salts share nothing, so timing reveals nothing between
     them. Above `max_bytes` the least recently used blocks are evicted, the end of a text before its start.
 
-    A cache serves one model, the first it is used with. Call `clear` when weights change.
+    A cache serves one model, the first it is used with. When its weights change, all blocks are dropped;
+    torch does not count changes through `.data`, so call `clear` after those.
     """
 
     def __init__(self, max_bytes: int = 2**30, *, salt: bytes = b"", block: int = 32) -> None:
@@ -85,6 +87,8 @@ class PrefixCache:
         self._blocks: OrderedDict[bytes, _PrefixBlock] = OrderedDict()  # the least recently used first
         self._chains: weakref.WeakValueDictionary[bytes, _BlockChain] = weakref.WeakValueDictionary()
         self._model: weakref.ref[Any] | None = None
+        self._weight_versions: tuple[object, ...] = ()
+        self.generation = 0  # counts the changes of the model's weights
         self._hits = self._misses = self._tokens_read = self._tokens_found = 0
         self._total_bytes = self._num_evicted = 0
 
@@ -113,7 +117,7 @@ class PrefixCache:
         """Remove all blocks and the bound model."""
         self._blocks.clear()
         self._chains.clear()
-        self._total_bytes, self._model = 0, None
+        self._total_bytes, self._model, self._weight_versions = 0, None, ()
 
     def bind_model(self, model: object) -> None:
         """Bind the cache to a model; raise if it is bound to another one."""
@@ -121,10 +125,22 @@ class PrefixCache:
         if bound is None:
             if self._model is not None:
                 self.clear()
-            self._model = weakref.ref(model)
+            self._model, self._weight_versions = weakref.ref(model), weight_versions(model)
         elif bound is not model:
             do = "use one prefix cache per model, or call clear()"
             raise InputError("prefix_cache", "must not be bound to another model", type(bound).__name__, do)
+        self.drop_stale()
+
+    def drop_stale(self) -> int:
+        """Drop all blocks if the weights of the model have changed; returns the generation of the weights."""
+        model = None if self._model is None else self._model()
+        versions = () if model is None else weight_versions(model)
+        if versions != self._weight_versions:
+            bound = self._model
+            self.clear()
+            self._model, self._weight_versions = bound, versions
+            self.generation += 1
+        return self.generation
 
     def lookup(self, tokens: Tensor, salt: bytes = b"") -> CachedRow | None:
         """The longest cached prefix of a prompt [L] (host); the last token is always left to feed."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,18 @@ class ResidualStore(DenseStore):
             for layer, keys in self._keys.items()
             if row < len(keys)
         }
+
+    def reserve(self, content: RowKV, rows: int) -> None:
+        """Grow all blocks for so many rows of such content."""
+        for layer, (keys, values) in content.items():
+            self._ensure_capacity(layer, (keys[None], values[None]), keys.shape[1], rows)
+
+    def write_row(self, row: int, content: RowKV) -> None:
+        """Write the first slots of a row, for which there is capacity."""
+        for layer, pair in content.items():
+            self._written.mark(np.array([row]), pair[0].shape[1])
+            for blocks, new in zip((self._keys, self._values), pair, strict=True):
+                blocks[layer][row, :, : new.shape[1]] = new
 
 
 class QuantizedStore:
@@ -123,7 +136,8 @@ class QuantizedStore:
             first, last = int(begins.min()), int(begins.max())
             device = span.start.device if isinstance(span.start, Tensor) else None
             begin = first if first == last else begins.to(device, non_blocking=True)
-            self._plan = span, plan, KVSpan(span.rows, begin, span.width, last + span.width)
+            residual = KVSpan(span.rows, begin, span.width, last + span.width, span.host_rows, begins)
+            self._plan = span, plan, residual
         return self._plan[1:]
 
     def _row_chunks(self, row: int) -> tuple[ChunkRef, ...]:
@@ -187,10 +201,14 @@ class QuantizedStore:
                 }
             chunk_refs.append(truncate_chunks(refs, length))
             residual_lengths.append(after - count)
-        self._commit_residual(parents, residual_lengths, rests)
+        commit_residual = self._prepare_residual(parents, residual_lengths, rests)
+        # Everything is quantized and allocated, so that what follows cannot fail.
+        commit_residual()
         self._chunk_refs, self._lengths = chunk_refs, lengths
         self._pending_prompts, self._restarted_rows, self._plan = {}, set(), None
         self._scratch.clear()
+        if rests:
+            self._shrink_residual()
 
     def _prompts_by_row(self) -> dict[int, RowKV]:
         """The uncommitted prompts by row."""
@@ -214,21 +232,34 @@ class QuantizedStore:
         }
         return QuantizedChunk(length, layers)
 
-    def _commit_residual(
+    def _prepare_residual(
         self, parents: Tensor | None, lengths: Sequence[int], rests: Mapping[int, RowKV]
-    ) -> None:
-        """Commit the residual; rows with a new chunk are rewritten with what remains after it."""
+    ) -> Callable[[], None]:
+        """The commit of the residual; rows with a new chunk are rewritten with what remains after it."""
+        residual, final = self._residual, torch.tensor(lengths, dtype=torch.long)
         moved = [0 if child in rests else length for child, length in enumerate(lengths)]
-        self._residual.commit(parents, torch.tensor(moved, dtype=torch.long))
-        for child, rest in rests.items():
-            if lengths[child]:
-                span = KVSpan(torch.tensor([child]), 0, lengths[child], lengths[child])
-                for layer, (keys, values) in rest.items():
-                    self._residual.update(layer, keys[None], values[None], span)
-        if rests:
-            self._residual.commit(None, torch.tensor(lengths, dtype=torch.long))
-            if self._residual.num_slots > max(lengths) + self.residual_length + _RESIDUAL_SLACK:
-                self._residual = self._residual.select(torch.arange(len(lengths)))
+        written = {child: rest for child, rest in rests.items() if lengths[child]}
+        for rest in written.values():  # first, as a block that grows is replaced
+            residual.reserve(rest, len(lengths))
+        commit = residual.prepare_commit(parents, torch.tensor(moved, dtype=torch.long))
+
+        def commit_all() -> None:
+            commit()
+            for child, rest in written.items():
+                residual.write_row(child, rest)
+            if rests:
+                residual.commit(None, final)
+
+        return commit_all
+
+    def _shrink_residual(self) -> None:
+        """Copy the residual where most of its slots are unused, if there is memory for it."""
+        longest = int(self._residual.lengths.max()) if len(self) else 0
+        if self._residual.num_slots > longest + self.residual_length + _RESIDUAL_SLACK:
+            try:
+                self._residual = self._residual.select(torch.arange(len(self)))
+            except (RuntimeError, MemoryError):
+                return
 
     # -------------------------------------------------------------------- whole rows
     @property

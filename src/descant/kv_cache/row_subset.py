@@ -78,17 +78,21 @@ class RowSubset:
         return self._last_span[1]
 
     # -------------------------------------------------------------------- state
-    def row_batches(self) -> list[Tensor]:
+    def row_batches(self, lengths: Tensor | None = None) -> list[Tensor]:
         """The rows that have a state (host), in as few batches as can share a forward."""
         subset_row = torch.full((len(self._cache),), -1)
         subset_row[self._row_index] = torch.arange(len(self._row_index))
-        batches = [subset_row[batch] for batch in cast(StateCache, self._cache).row_batches()]
+        fed_lengths = None
+        if lengths is not None:
+            fed_lengths = torch.full((len(self._cache),), -1)
+            fed_lengths[self._row_index] = lengths
+        batches = [subset_row[batch] for batch in cast(StateCache, self._cache).row_batches(fed_lengths)]
         return [batch[batch >= 0].sort().values for batch in batches if bool((batch >= 0).any())]
 
     def read_state(self, rows: Tensor) -> Any:
-        """The state of those rows (host), in that order; it may be written to."""
+        """The state of those rows (host), in that order; it must not be written to."""
         return cast(StateCache, self._cache).read_state(self._row_index[rows])
 
-    def write_state(self, rows: Tensor, state: Any) -> None:
+    def write_state(self, rows: Tensor, state: Any, lengths: Tensor | None = None) -> None:
         """Store the state of those rows (host) after a forward."""
-        cast(StateCache, self._cache).write_state(self._row_index[rows], state)
+        cast(StateCache, self._cache).write_state(self._row_index[rows], state, lengths)

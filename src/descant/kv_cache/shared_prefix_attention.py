@@ -40,6 +40,7 @@ class PagedReadPlan:
     read_length: int  # the number of slots to read
     span: KVSpan | None = None
     starts: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [N]
+    stops: Array | None = None  # [N] the end of each row; slots behind it are not read
     write_slots: tuple[Array, Array] | None = None  # [N * T] slab and slot of every written position
     _shared_segments: list[SharedSegment] | None = None
     _memo: dict[Any, Any] = field(default_factory=dict)
@@ -129,16 +130,25 @@ class PagedReadPlan:
     def gather_tail(self, name: str, layer: int) -> Tensor:
         """The slots of every row after its shared segments [N, H, S, D]."""
         if "tail" not in self._memo:
-            slots, size = self._tail_positions(), self.pool.block_size
-            blocks = np.take_along_axis(self.table, np.minimum(slots // size, self.table.shape[1] - 1), 1)
-            self._memo["tail"] = self._locate(blocks, slots % size)
+            self._memo["tail"] = self._locate(*self._own_slots(self._tail_positions(), slice(None)))
         return self._read(name, layer, self._memo["tail"])
 
     def _locate_range(self, first: int, stop: int, rows: Any) -> _SlotLocations:
-        size = self.pool.block_size
-        slots = np.arange(first, stop)
+        size, slots = self.pool.block_size, np.arange(first, stop)
+        if self.stops is not None and int(self.stops[rows].min(initial=stop)) < stop:
+            return self._locate(*self._own_slots(slots[None], rows))
         inner = np.broadcast_to(slots % size, (1, len(slots)))
         return self._locate(self.table[rows][:, slots // size], inner)
+
+    def _own_slots(self, slots: Array, rows: Any) -> tuple[Array, Array]:
+        """The blocks of slots [N or 1, S] of rows and the slots in them [N, S]; behind a row its first slot.
+
+        Masked values count where they are not finite, so no row may read what is another's.
+        """
+        size, table = self.pool.block_size, self.table[rows]
+        stops = np.full(len(table), table.shape[1] * size) if self.stops is None else self.stops[rows]
+        slots = np.where(slots < stops[:, None], slots, 0)
+        return np.take_along_axis(table, slots // size, 1), slots % size
 
     def _locate(self, blocks: Array, inner: Array) -> _SlotLocations:
         """The location of slot `inner` of each block [N, S]; absent blocks read as an arbitrary one."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from descant.core.interfaces import KVSpan, VisibleSlots
 from descant.errors import InputError
 from descant.kv_cache.attention_proxy import AttentionCall, KVProxy, TensorKVProxy, TransposedKVProxy
-from descant.kv_cache.sink_window import SinkWindowBlocks, SinkWindowPlan
+from descant.kv_cache.sink_window import SinkWindowBlocks
+from descant.kv_cache.sink_window_plan import SinkWindowPlan
 
 __all__ = ["RotateFn", "SinkStore"]
 

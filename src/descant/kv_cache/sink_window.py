@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -13,55 +11,22 @@ from torch import Tensor
 
 from descant.core.interfaces import Array, KVSpan, VisibleSlots
 from descant.errors import InputError
-from descant.kv_cache.prefill_buffer import KVPair, PrefillBuffer, gather_slots, grow_block
+from descant.kv_cache.prefill_buffer import (
+    KVPair,
+    PrefillBuffer,
+    flat_slot_index,
+    gather_slots,
+    grow_block,
+)
 from descant.kv_cache.prefix_groups import PrefixGroups
+from descant.kv_cache.row_copies import CopyBuffers, RowCopies, RowCopy
+from descant.kv_cache.sink_window_plan import SinkWindowIndex, SinkWindowPlan
+from descant.kv_cache.written_slots import WrittenSlots
 
-__all__ = ["SinkWindowBlocks", "SinkWindowPlan"]
+__all__ = ["SinkWindowBlocks"]
 
 # Blocks start with this many free slots, because most rows never reach the maximum.
 _GROWTH_STEP = 64
-
-
-@dataclass
-class SinkWindowPlan:
-    """Where a forward writes and reads, computed once for all layers (host)."""
-
-    span: KVSpan
-    rows: Array  # [N] the rows fed
-    start: Array  # [N] the first position fed
-    write_start: Array  # [N] the slot of that position
-    num_skipped: Array  # [N] the number of slots after the sinks that are not visible
-    past_lengths: Array  # [N] the number of visible slots before the written ones
-    prefill_buffer: PrefillBuffer | None  # the target of the write, if it is not a block
-
-    @cached_property
-    def num_slots(self) -> int:
-        """The number of visible slots."""
-        return int(self.past_lengths.max(initial=0)) + self.span.width
-
-    @cached_property
-    def required_slots(self) -> int:
-        """The number of slots that a block must have."""
-        return int(self.write_start.max(initial=0)) + self.span.width
-
-    @cached_property
-    def common_write_start(self) -> int | None:
-        """The first slot written, if all rows are fed and it is the same for all; else None."""
-        return None if self.span.rows is not None else _common_value(self.write_start)
-
-    @cached_property
-    def common_skip(self) -> int | None:
-        """The number of skipped slots, if it is the same for all rows; else None."""
-        return _common_value(self.num_skipped)
-
-
-class _SinkWindowIndex(NamedTuple):
-    """The indices of a plan on a device."""
-
-    plan: SinkWindowPlan
-    rows: Tensor  # [N]
-    write_slots: Tensor  # [N, T]
-    read_slots: Tensor  # [N, S]
 
 
 class SinkWindowBlocks:
@@ -87,9 +52,10 @@ class SinkWindowBlocks:
         # By layer the slots that `_visible_kv` overwrote with the sinks, and the first of them.
         self._saved_slots: dict[int, tuple[int, KVPair]] = {}
         self._prefix_groups = PrefixGroups()
+        self._written = WrittenSlots()
         self.copied_slots = 0  # slots copied between rows, as in DenseStore
         self._plan: SinkWindowPlan | None = None
-        self._index_by_device: dict[torch.device, _SinkWindowIndex] = {}
+        self._index_by_device: dict[torch.device, SinkWindowIndex] = {}
 
     def __len__(self) -> int:
         return len(self._num_dropped)
@@ -107,10 +73,19 @@ class SinkWindowBlocks:
 
     def extend(self, rows: int) -> None:
         """Append empty rows."""
-        self._lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))
-        self._num_dropped = np.concatenate((self._num_dropped, np.zeros(rows, dtype=np.int64)))
+        lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))
+        self._clear_rows(np.arange(len(self), len(self) + rows))
         self._prefix_groups.extend(rows)
-        self._plan = None
+        self._num_dropped = np.concatenate((self._num_dropped, np.zeros(rows, dtype=np.int64)))
+        self._lengths, self._plan = lengths, None
+
+    def _clear_rows(self, rows: Array) -> None:
+        """Zero all that earlier rows have left in the place of these rows [N]."""
+        self._restore_slots()
+        self._written.clear(self._all_blocks(), rows, np.zeros_like(rows))
+
+    def _all_blocks(self) -> list[Tensor]:
+        return [block for pair in self._blocks.values() for block in pair]
 
     # -------------------------------------------------------------------- one forward
     def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots:  # noqa: ARG002 - layers are alike
@@ -132,7 +107,10 @@ class SinkWindowBlocks:
                 self._prefill_buffers.append(plan.prefill_buffer)
             plan.prefill_buffer.write(layer, (key, value))
             return key, value
-        pair = self._ensure_capacity(layer, (key, value), plan.required_slots)
+        pair = self._ensure_capacity(layer, (key, value), plan.required_slots, len(self))
+        if not plan.is_marked:
+            self._written.mark(plan.rows, plan.write_start + span.width)
+            plan.is_marked = True
         if plan.common_write_start is not None:
             for block, new in zip(pair, (key, value), strict=True):
                 block[: len(self), :, plan.common_write_start : plan.common_write_start + span.width] = new
@@ -150,6 +128,10 @@ class SinkWindowBlocks:
 
     def _make_plan(self, span: KVSpan) -> SinkWindowPlan:
         rows, start = span.on_host(len(self))
+        if span.is_first_write:  # what was buffered for these rows is written again
+            self._prefill_buffers = [
+                buffer for buffer in self._prefill_buffers if not np.isin(buffer.rows, rows).all()
+            ]
         if any(np.isin(buffer.rows, rows).any() for buffer in self._prefill_buffers):
             self._flush_prefills()
         num_dropped, prefill_buffer = self._num_dropped[rows], None
@@ -178,7 +160,7 @@ class SinkWindowBlocks:
                 f"cut at most {self._init_args[2]} positions, or set a larger `slack`",
             )
 
-    def _device_index(self, plan: SinkWindowPlan, device: torch.device) -> _SinkWindowIndex:
+    def _device_index(self, plan: SinkWindowPlan, device: torch.device) -> SinkWindowIndex:
         """The indices of a plan on a device, computed once per forward and device."""
         index = self._index_by_device.get(device)
         if index is None or index.plan is not plan:
@@ -187,7 +169,7 @@ class SinkWindowBlocks:
                 for array in (plan.rows, plan.write_start, plan.num_skipped)
             )
             slots = torch.arange(plan.num_slots, device=device)
-            index = self._index_by_device[device] = _SinkWindowIndex(
+            index = self._index_by_device[device] = SinkWindowIndex(
                 plan,
                 rows,
                 write_start[:, None] + torch.arange(plan.span.width, device=device),
@@ -218,13 +200,14 @@ class SinkWindowBlocks:
         """Restore the slots that sinks have overwritten, in one layer or in all."""
         for saved_layer in list(self._saved_slots) if layer is None else [layer]:
             if saved_layer in self._saved_slots:
-                first, saved = self._saved_slots.pop(saved_layer)
+                first, saved = self._saved_slots[saved_layer]
                 for block, slots in zip(self._blocks[saved_layer], saved, strict=True):
                     block[: slots.shape[0], :, first : first + self._num_sinks] = slots
+                del self._saved_slots[saved_layer]  # last: an interrupted restoration is made again
 
-    def _ensure_capacity(self, layer: int, like: KVPair, slots: int) -> KVPair:
-        """The layer's blocks, grown to all rows and at least so many slots."""
-        rows, pair = len(self), self._blocks.get(layer)
+    def _ensure_capacity(self, layer: int, like: KVPair, slots: int, rows: int) -> KVPair:
+        """The layer's blocks, grown to at least so many rows and slots, both or none."""
+        pair = self._blocks.get(layer)
         if pair is not None and pair[0].shape[0] >= rows and pair[0].shape[2] >= slots:
             return pair
         if pair is None:
@@ -240,25 +223,38 @@ class SinkWindowBlocks:
 
     def _flush_prefills(self) -> None:
         """Write buffered prefills to the blocks, because their rows are read before the commit."""
-        buffers, self._prefill_buffers = self._prefill_buffers, []
         self._restore_slots()
-        for buffer in buffers:
+        for buffer in self._prefill_buffers:
+            self._reserve_first_slots(buffer.layers, len(self))
+        for buffer in self._prefill_buffers:
             self._num_dropped[buffer.rows] = buffer.num_dropped
-            for layer, pair in buffer.layers.items():
-                self._write_first_slots(layer, buffer.rows, pair)
+            self._write_first_slots(buffer.rows, buffer.layers)
+        self._prefill_buffers = []
 
-    def _write_first_slots(self, layer: int, rows: Array, pair: KVPair) -> None:
-        """Write the first slots of rows."""
-        for block, new in zip(self._ensure_capacity(layer, pair, pair[0].shape[2]), pair, strict=True):
-            block[torch.from_numpy(rows).to(new.device), :, : new.shape[2]] = new
+    def _reserve_first_slots(self, layers: Mapping[int, KVPair], rows: int) -> None:
+        """Grow the blocks for what `_write_first_slots` will write."""
+        for layer, pair in layers.items():
+            self._ensure_capacity(layer, pair, pair[0].shape[2], rows)
+
+    def _write_first_slots(self, rows: Array, layers: Mapping[int, KVPair]) -> None:
+        """Write the first slots of rows, by layer [N, H, S, D]; the blocks have the capacity."""
+        for layer, pair in layers.items():
+            self._written.mark(rows, pair[0].shape[2])
+            for block, new in zip(self._blocks[layer], pair, strict=True):
+                block[torch.from_numpy(rows).to(new.device), :, : new.shape[2]] = new
 
     # -------------------------------------------------------------------- between forwards
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`; slots outside the window are dropped."""
+        self.prepare_commit(parents, lengths)()
+
+    def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
+        """A commit for which all memory is allocated; nothing changes until it is called."""
         self._restore_slots()
         count, new_lengths = len(lengths), lengths.numpy()
         source = np.arange(count) if parents is None else parents.numpy()
         num_dropped, moves = self._num_dropped[source], source != np.arange(count)
+        moved = moves.nonzero()[0]
         from_buffers: list[tuple[PrefillBuffer, Array, Array]] = []
         for buffer in self._prefill_buffers:
             rows, index = buffer.find_children(source)
@@ -267,25 +263,36 @@ class SinkWindowBlocks:
             from_buffers.append((buffer, rows, index))
         self._check_rewind(new_lengths, num_dropped)
         num_slots = new_lengths - num_dropped
-        # Read everything before writing: the source of one move may be the target of another.
         prefills = [
             (rows, buffer.read(index, num_dropped[rows], int(num_slots[rows].max())))
             for buffer, rows, index in from_buffers
             if len(rows)
         ]
-        if moves.any():
-            rows = moves.nonzero()[0]
-            self._move_rows(source[rows], rows, num_dropped[rows], int(num_slots[rows].max()))
-        self._num_dropped, self._lengths = num_dropped, lengths
-        self._prefix_groups.commit(None if parents is None else source, new_lengths)
-        for rows, layers in prefills:
-            for layer, pair in layers.items():
-                self._write_first_slots(layer, rows, pair)
-        self._prefill_buffers, self._plan = [], None
-        self._trim()
+        num_rows = max(count, len(self))
+        for layer, pair in list(self._blocks.items()):
+            self._ensure_capacity(layer, pair, 0, num_rows)
+        for _, layers in prefills:
+            self._reserve_first_slots(layers, num_rows)
+        rows = moves.nonzero()[0]
+        stop = int(num_slots[rows].max(initial=0))
+        copies = RowCopies(self._all_blocks(), self._plan_moves(source[rows], rows, num_dropped[rows], stop))
 
-    def _move_rows(self, source: Array, target: Array, num_dropped: Array, stop: int) -> None:
-        """Copy rows of the blocks up to slot `stop`, without the prefix that source and target share."""
+        def commit() -> None:
+            copies.run()
+            self._written.mark(rows, stop)
+            for buffered_rows, layers in prefills:
+                self._write_first_slots(buffered_rows, layers)
+            self._written.clear(self._all_blocks(), moved, num_slots[moved])
+            self.copied_slots += copies.num_slots
+            self._num_dropped, self._lengths = num_dropped, lengths
+            self._prefix_groups.commit(None if parents is None else source, new_lengths)
+            self._prefill_buffers, self._plan = [], None
+            self._trim()
+
+        return commit
+
+    def _plan_moves(self, source: Array, target: Array, num_dropped: Array, stop: int) -> list[RowCopy]:
+        """The copies of rows of the blocks up to slot `stop`, without the prefix that both share."""
         num_old = len(self)
         shared = self._prefix_groups.shared_length(target, source) - num_dropped
         related = (shared > 0) & (self._num_dropped[np.minimum(target, num_old - 1)] == num_dropped)
@@ -295,39 +302,53 @@ class SinkWindowBlocks:
                 continue
             start = int(shared[group].min()) if shares else 0
             if start < stop:
-                copies.append((target[group], source[group], slice(start, stop)))
-                self.copied_slots += int(group.sum()) * (stop - start)
-        for layer, pair in self._blocks.items():
-            device = pair[0].device
-            on_device = [
-                (torch.from_numpy(targets).to(device), torch.from_numpy(sources).to(device), slots)
-                for targets, sources, slots in copies
-            ]
-            keys, values = (grow_block(block, max(num_old, int(target.max()) + 1), 0) for block in pair)
-            for block in (keys, values):
-                contents = [block[sources, :, slots] for _, sources, slots in on_device]
-                for (targets, _, slots), content in zip(on_device, contents, strict=True):
-                    block[targets, :, slots] = content
-            self._blocks[layer] = keys, values
+                targets, sources = torch.from_numpy(target[group]), torch.from_numpy(source[group])
+                copies.append(RowCopy(targets, sources, slice(start, stop)))
+        return copies
 
     def _trim(self) -> None:
-        """Drop slots outside window and slack in all rows, once a row is nearly full."""
+        """Drop slots outside window and slack in all rows, once a row is nearly full.
+
+        Without memory for it nothing is dropped: rows may wait for the next commit.
+        """
         num_slots = self._lengths.numpy() - self._num_dropped
         if int(num_slots.max(initial=0)) > self._trim_threshold:
             excess = np.maximum(num_slots - self._trimmed_size, 0)
-            trimmed = excess.nonzero()[0]
-            slots = np.arange(self._trimmed_size)
-            kept_slots = slots + excess[trimmed][:, None] * (slots >= self._num_sinks)
-            for layer, pair in self._blocks.items():
-                rows = torch.from_numpy(trimmed).to(pair[0].device)
-                index = torch.from_numpy(kept_slots).to(pair[0].device)
-                for block in self._ensure_capacity(layer, pair, 0):
-                    block[rows, :, : self._trimmed_size] = gather_slots(block, rows, index)
+            try:
+                drop = self._prepare_drop(excess)
+            except (RuntimeError, MemoryError):
+                return
+            drop()
             self._num_dropped = self._num_dropped + excess
         for layer, pair in self._blocks.items():
             if pair[0].shape[2] > self._max_slots:
-                keys, values = (block[:, :, : self._max_slots].clone() for block in pair)
+                try:
+                    keys, values = (block[:, :, : self._max_slots].clone() for block in pair)
+                except (RuntimeError, MemoryError):
+                    return
                 self._blocks[layer] = keys, values
+
+    def _prepare_drop(self, excess: Array) -> Callable[[], None]:
+        """What drops the first `excess` [R] slots after the sinks, with all memory allocated."""
+        rows, slots, buffers = excess.nonzero()[0], np.arange(self._trimmed_size), CopyBuffers()
+        kept = torch.from_numpy(slots + excess[rows][:, None] * (slots >= self._num_sinks))
+        indices: dict[object, tuple[Tensor, Tensor]] = {}
+        parts = []
+        for block in self._all_blocks():
+            shape, key = (len(rows), block.shape[1], len(slots), block.shape[3]), (block.device, *block.shape)
+            buffers.reserve(0, shape, block)
+            if key not in indices:
+                at = torch.from_numpy(rows).to(block.device)
+                indices[key] = at, flat_slot_index(block, at, kept.to(block.device))
+            parts.append((block, buffers.get(0, shape, block), *indices[key]))
+
+        def drop() -> None:
+            for block, content, at, index in parts:
+                size = block.shape[3]
+                torch.index_select(block.view(-1, size), 0, index, out=content.view(-1, size))
+                block[:, :, : len(slots)].index_copy_(0, at, content)
+
+        return drop
 
     # -------------------------------------------------------------------- whole rows
     @property
@@ -341,7 +362,7 @@ class SinkWindowBlocks:
         stop = int((self._lengths.numpy() - self._num_dropped)[rows.numpy()].max(initial=0))
         keys, values = (
             block[rows.to(block.device), :, :stop]
-            for block in self._ensure_capacity(layer, self._blocks[layer], 0)
+            for block in self._ensure_capacity(layer, self._blocks[layer], 0, len(self))
         )
         return keys, values
 
@@ -352,8 +373,10 @@ class SinkWindowBlocks:
         other._lengths, other._num_dropped = self._lengths[rows].clone(), self._num_dropped[rows.numpy()]
         other._prefix_groups = self._prefix_groups.select(rows.numpy(), other._lengths.numpy())
         for layer, pair in self._blocks.items():
-            keys, values = (block[rows.to(block.device)] for block in self._ensure_capacity(layer, pair, 0))
+            grown = self._ensure_capacity(layer, pair, 0, len(self))
+            keys, values = (block[rows.to(block.device)] for block in grown)
             other._blocks[layer] = keys, values
+            other._written.mark(np.arange(len(rows)), keys.shape[2])
         return other
 
     def join(self, other: Self) -> None:
@@ -361,14 +384,20 @@ class SinkWindowBlocks:
         self._restore_slots()
         other._restore_slots()
         first, count = len(self), len(other)
-        self._lengths = torch.cat((self._lengths, other._lengths))
-        self._num_dropped = np.concatenate((self._num_dropped, other._num_dropped))
-        self._prefix_groups.join(other._prefix_groups)
-        self._plan = None
+        lengths = torch.cat((self._lengths, other._lengths))
         stop = int((other._lengths.numpy() - other._num_dropped).max(initial=0))
         for layer, pair in other._blocks.items():
-            for block, added in zip(self._ensure_capacity(layer, pair, stop), pair, strict=True):
-                block[first : first + count, :, :stop] = added[:count, :, :stop]
+            self._ensure_capacity(layer, pair, stop, first + count)
+        added = np.arange(first, first + count)
+        self._clear_rows(added)
+        self._written.mark(added, stop)
+        for layer, pair in other._blocks.items():
+            for block, rows in zip(self._blocks[layer], pair, strict=True):
+                content = rows[:count, :, :stop]
+                block[first : first + len(content), :, :stop] = content
+        self._prefix_groups.join(other._prefix_groups)
+        self._num_dropped = np.concatenate((self._num_dropped, other._num_dropped))
+        self._lengths, self._plan = lengths, None
 
     def to(self, device: torch.device | str) -> None:
         """Move all blocks."""
@@ -383,7 +412,8 @@ class SinkWindowBlocks:
         stop = int((self._lengths.numpy() - self._num_dropped).max(initial=0))
         state = {"lengths": self._lengths.clone(), "gaps": torch.from_numpy(self._num_dropped.copy())}
         for layer, pair in self._blocks.items():
-            for name, block in zip(("keys", "values"), self._ensure_capacity(layer, pair, 0), strict=True):
+            grown = self._ensure_capacity(layer, pair, 0, len(self))
+            for name, block in zip(("keys", "values"), grown, strict=True):
                 state[f"{name}.{layer}"] = block[: len(self), :, :stop].clone(
                     memory_format=torch.contiguous_format
                 )
@@ -400,8 +430,4 @@ class SinkWindowBlocks:
             if kind == "keys":
                 values = state[f"values.{layer}"]
                 self._blocks[int(layer)] = keys.clone(), values.clone()
-
-
-def _common_value(numbers: Array) -> int | None:
-    """The value that all entries have; None if they differ or there are none."""
-    return int(numbers[0]) if len(numbers) and (numbers == numbers[0]).all() else None
+                self._written.mark(np.arange(len(self)), keys.shape[2])

@@ -44,7 +44,7 @@ class SlotBlocks:
         if block is None:
             keys, values = (tensor.new_zeros(0, tensor.shape[1], 0, tensor.shape[3]) for tensor in like)
             score = torch.zeros(0, keys.shape[1], 0, device=keys.device)
-            block = self.blocks[layer] = LayerBlock(keys, values, score)
+            block = LayerBlock(keys, values, score)
         old_rows, old_slots = block.keys.shape[0], block.keys.shape[2]
         if old_rows < rows or old_slots < slots:
             new_rows = old_rows if old_rows >= rows else max(rows, 2 * old_rows)
@@ -52,17 +52,26 @@ class SlotBlocks:
                 old_slots if old_slots >= slots else max(slots + _GROWTH_STEP, old_slots + old_slots // 2)
             )
             self._resize(block, new_rows, new_slots)
+        self.blocks[layer] = block
         return block
 
     def shrink_to_fit(self, rows: int, slots: int) -> None:
         """Free memory that a long prompt or many rows took and that is no longer needed."""
         for block in self.blocks.values():
             if block.keys.shape[0] > 4 * (rows + 1) or block.keys.shape[2] > 2 * (slots + _GROWTH_STEP):
-                self._resize(block, rows, slots + _GROWTH_STEP if rows else 0)
+                try:
+                    self._resize(block, rows, slots + _GROWTH_STEP if rows else 0)
+                except (RuntimeError, MemoryError):
+                    return  # without memory for the smaller copies the larger blocks stay
+
+    def tensors(self) -> list[Tensor]:
+        """The keys and values of all layers."""
+        return [tensor for block in self.blocks.values() for tensor in (block.keys, block.values)]
 
     def _resize(self, block: LayerBlock, rows: int, slots: int) -> None:
-        for name in self._tensor_names:
-            setattr(block, name, _pad_or_crop(getattr(block, name), rows, slots))
+        """Resize the tensors of a layer, all or none."""
+        resized = {name: _pad_or_crop(getattr(block, name), rows, slots) for name in self._tensor_names}
+        vars(block).update(resized)
 
     def select_rows(self, rows: Tensor, slots: int, layers: Iterable[int] | None = None) -> Self:
         """A copy of the first slots of rows [N] (host), of all layers or of the given ones."""
@@ -78,11 +87,13 @@ class SlotBlocks:
 
     def append(self, other: Self, first: int, rows: int, slots: int) -> None:
         """Copy the rows of another one to the rows from `first` on."""
+        for layer, source in other.blocks.items():  # all are grown before the first is written
+            self.ensure_capacity(layer, (source.keys, source.values), first + rows, slots)
         for layer, source in other.blocks.items():
-            target = self.ensure_capacity(layer, (source.keys, source.values), first + rows, slots)
             for name in self._tensor_names:
-                block = _pad_or_crop(getattr(source, name), rows, slots)
-                getattr(target, name)[first : first + rows, :, :slots] = block.to(target.keys.device)
+                content = getattr(source, name)[:rows, :, :slots]
+                target = getattr(self.blocks[layer], name)[first : first + len(content)]
+                target[:, :, : content.shape[2]] = content
 
     def to(self, device: torch.device | str) -> None:
         """Move all blocks."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from descant.config.compile_config import CompileConfig
 from descant.core.interfaces import KVSpan, VisibleSlots
-from descant.errors import InputError
+from descant.errors import InputError, NotEnoughMemory, format_bytes
 from descant.kv_cache.dense import DenseStore
 
 __all__ = ["StaticStore", "round_up_capacity", "round_up_rows"]
@@ -61,13 +63,13 @@ class StaticStore(DenseStore):
         self._check_rows(self._num_rows + rows)
         super().extend(rows)
 
-    def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """New row `i` is old row `parents[i]` cut to `lengths[i]`, moved in place."""
+    def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
+        """A commit that moves rows in place."""
         self._check_lengths(lengths)
         if parents is not None:
             self._check_rows(len(parents))
             self._grow_blocks(len(parents))
-        super().commit(parents, lengths)
+        return super().prepare_commit(parents, lengths)
 
     def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:  # type: ignore[override]  # noqa: ARG002 - layers are alike
         """None while the span fits; all slots where only padding exceeds the capacity."""
@@ -85,9 +87,10 @@ class StaticStore(DenseStore):
         rows, starts = (torch.from_numpy(column) for column in span.on_host(self._num_rows))
         slots = starts[:, None] + torch.arange(span.width)
         index, step = (slots < self.capacity).nonzero(as_tuple=True)
+        pair = self._layer_blocks(layer, key, value, self.capacity)
+        self._mark_written(span)
         visible = []
-        for blocks, new in ((self._keys, key), (self._values, value)):
-            block = self._ensure_capacity(blocks, layer, new, self.capacity)
+        for block, new in zip(pair, (key, value), strict=True):
             device = block.device
             target_rows, target_slots = rows[index].to(device), slots[index, step].to(device)
             block[target_rows, :, target_slots] = new[index.to(device), :, step.to(device)]
@@ -109,6 +112,10 @@ class StaticStore(DenseStore):
         self._check_lengths(state["lengths"])
         super().load(state)
 
+    def block_slots(self, rows: int) -> int:
+        """The number of slots of a block for so many rows."""
+        return self._block_rows(rows) * self.capacity
+
     def layer_views(self, rows: int) -> tuple[Blocks, Blocks] | None:
         """Views of the first `rows` rows of every layer's keys and values, to read and write in place.
 
@@ -118,6 +125,9 @@ class StaticStore(DenseStore):
         if not self._keys:
             return None
         self._grow_blocks(rows)
+        # A step writes one slot of each row, and anywhere in the rows behind the last.
+        self._written.mark(np.arange(self._num_rows), self._lengths.numpy() + 1)
+        self._written.mark(np.arange(self._num_rows, rows), self.capacity)
         views = self._layer_views.get(rows)
         if views is None:
             keys, values = (
@@ -139,32 +149,50 @@ class StaticStore(DenseStore):
         padded[: len(block), :, : block.shape[2]] = block
         return padded
 
-    def _ensure_capacity(self, blocks: Blocks, layer: int, like: Tensor, slots: int) -> Tensor:
+    def _ensure_capacity(
+        self, layer: int, like: tuple[Tensor, Tensor], slots: int, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        old = self._keys.get(layer), self._values.get(layer)
+        pair = super()._ensure_capacity(layer, like, slots, rows)
+        if pair[0] is not old[0] or pair[1] is not old[1]:
+            self._layer_views = {}
+        return pair
+
+    def _grow_block(self, block: Tensor | None, like: Tensor, slots: int, rows: int) -> Tensor:
         if slots > self.capacity:
             raise self._capacity_error(slots)
-        if layer not in blocks:
-            blocks[layer] = self._allocate(like, self._num_rows)
-            self._layer_views = {}
-        self._grow_blocks(self._num_rows)
-        return blocks[layer]
+        if block is None:
+            return self._allocate(like, rows)
+        if len(block) >= rows:
+            return block
+        grown = self._allocate(block, rows)
+        grown[: len(block)] = block
+        return grown
 
     def _allocate(self, like: Tensor, rows: int) -> Tensor:
         """A zero-filled block."""
-        num_rows = round_up_rows(max(rows, self._max_rows or 1))
+        num_rows = self._block_rows(rows)
+        shape = (num_rows, like.shape[1], self.capacity, like.shape[3])
         # Compiled steps are specialised on inference tensors, so the caller's inference mode must not matter.
         with torch.inference_mode(False):
-            shape = (num_rows, like.shape[1], self.capacity, like.shape[3])
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+            try:
+                return torch.zeros(shape, dtype=like.dtype, device=like.device)
+            except (RuntimeError, MemoryError) as error:
+                size = prod(shape) * like.element_size()
+                message = (
+                    f"the static cache of {num_rows} rows of {self.capacity} positions needs blocks of "
+                    f"{format_bytes(size)}, which {like.device} cannot allocate: lower `max_cache_len` or "
+                    "`batch_size`"
+                )
+                raise NotEnoughMemory(message, size) from error
+
+    def _block_rows(self, rows: int) -> int:
+        return round_up_rows(max(rows, self._max_rows or 1))
 
     def _grow_blocks(self, rows: int) -> None:
         """Grow all blocks to at least so many rows."""
-        for blocks in (self._keys, self._values):
-            for layer, block in blocks.items():
-                if len(block) < rows:
-                    grown = self._allocate(block, rows)
-                    grown[: len(block)] = block
-                    blocks[layer] = grown
-                    self._layer_views = {}
+        for layer, keys in list(self._keys.items()):
+            self._ensure_capacity(layer, (keys, self._values[layer]), 0, rows)
 
     # -------------------------------------------------------------------- limits
     def _check_rows(self, rows: int) -> None:

@@ -76,8 +76,9 @@ class WindowStore:
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`; slots outside the windows are dropped."""
-        for store in self._stores.values():
-            store.commit(parents, lengths)
+        # All stores allocate before the first one changes.
+        for commit in [store.prepare_commit(parents, lengths) for store in self._stores.values()]:
+            commit()
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; returns at most `window - 1` slots before it, and the new ones."""

@@ -153,7 +153,8 @@ class CrossAttentionCache:
         if entries is not None:
             stores = (self._keys, key), (self._values, value)
             key, value = (self._insert_entries(store.get(layer), block, entries) for store, block in stores)
-        self._keys[layer], self._values[layer] = key, value
+        # The blocks are complete before either is stored: an error above leaves both as they were.
+        self._values[layer], self._keys[layer] = value, key
         self._written_sizes[layer] = self._encoder_states.shape[1]
 
     def _insert_entries(self, old: Tensor | None, block: Tensor, entries: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
 
 from descant.core.interfaces import ModelTraits
+from descant.kv_cache.recurrent_state import copy_state
 from descant.models.forward_batches import ForwardBatch
 from descant.models.request_inputs import RequestInputs, RequestInputsMap
 from descant.models.traits import MODULE_STATE_ATTRS
@@ -24,6 +26,10 @@ __all__ = ["InputPreparer", "RecurrentStateHandler", "model_position_ids"]
 # Cache arguments that `prepare_inputs_for_generation` takes under their own name; other models take the
 # default name.
 _PREPARE_CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
+
+
+# What layers that grow by concatenation replace as a whole.
+_REPLACED_TENSORS = frozenset({"keys", "values", "indexer_keys"})
 
 
 class InputPreparer:
@@ -44,6 +50,7 @@ class InputPreparer:
         """The arguments of a forward, from whole rows [N, L] of which the last `width` tokens are new."""
         is_first = batch.start == 0
         traits, extra = self.traits, self._request_inputs[requests[0]]
+        self._accept_update(extra, batch)
         request_kwargs = self._request_kwargs(extra, len(tokens), is_first)
         kwargs: dict[str, Any] = {**more, **request_kwargs, "use_cache": traits.cache_type != "none"}
         if past is not None:
@@ -71,8 +78,8 @@ class InputPreparer:
             extra.media, extra.per_token = {}, {}
         return inputs
 
-    def update_model_kwargs(self, output: Any, requests: Sequence[int]) -> None:
-        """Update the request's inputs after a forward, by the model's own method."""
+    def update_model_kwargs(self, output: Any, batch: ForwardBatch, requests: Sequence[int]) -> None:
+        """Update the request's inputs after a forward, by the model's own method; the next one uses them."""
         extra = self._request_inputs[requests[0]]
         if extra is None or not (extra.step_kwargs or extra.media or extra.per_token):
             return
@@ -86,6 +93,17 @@ class InputPreparer:
         for name in (self.traits.cache_argument, "encoder_outputs"):
             kwargs.pop(name, None)
         kwargs = {name: value[:1] if isinstance(value, Tensor) else value for name, value in kwargs.items()}
+        extra.update = batch.start, batch.read_length, kwargs
+
+    @staticmethod
+    def _accept_update(extra: RequestInputs | None, batch: ForwardBatch) -> None:
+        """Use the inputs that the last forward left, unless that forward is repeated: it was interrupted."""
+        if extra is None or extra.update is None:
+            return
+        start, read_length, kwargs = extra.update
+        extra.update = None
+        if (start, read_length) == (batch.start, batch.read_length):
+            return
         if extra.step_kwargs is None:
             extra.media = {name: value for name, value in kwargs.items() if name not in extra.per_token}
             extra.per_token = {name: kwargs[name][0] for name in extra.per_token if name in kwargs}
@@ -184,6 +202,10 @@ class RecurrentStateHandler:
         """The part of a state that the model takes as its cache argument."""
         return state[0] if self._module_attrs else state
 
+    def writable_state(self, state: Any) -> Any:
+        """A copy of a state for one forward, which writes to it: the state itself is kept for a repetition."""
+        return copy_state(state, _is_replaced)
+
     @contextlib.contextmanager
     def install_state(self, state: Any) -> Iterator[list[Any]]:
         """Set the module part of a state for one forward; the list then holds its new values."""
@@ -203,3 +225,8 @@ class RecurrentStateHandler:
         past = output.get(self.traits.cache_argument) if hasattr(output, "get") else None
         past = self.model_cache(state) if past is None else past
         return (past, module_values) if self._module_attrs else past
+
+
+def _is_replaced(owner: Any, name: str) -> bool:
+    """Whether a cache layer replaces an attribute at every forward, and never writes to it."""
+    return name in _REPLACED_TENSORS and isinstance(owner, DynamicLayer)

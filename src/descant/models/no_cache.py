@@ -49,11 +49,11 @@ class NoCache:
         return key, value
 
     # -------------------------------------------------------------------- state
-    def row_batches(self) -> list[Tensor]:
+    def row_batches(self, lengths: Tensor | None = None) -> list[Tensor]:  # noqa: ARG002 - the interface
         """Empty: no row has a state."""
         return []
 
-    def write_state(self, rows: Tensor, state: Any) -> None:
+    def write_state(self, rows: Tensor, state: Any, lengths: Tensor | None = None) -> None:
         """Discard the state."""
 
 

@@ -21,6 +21,8 @@ class RequestInputs:
     media: dict[str, Any] = field(default_factory=dict)  # fed once, with the prompt
     per_token: dict[str, Tensor] = field(default_factory=dict)  # [L, ...] each, one entry per prompt token
     step_kwargs: dict[str, Any] | None = None  # inputs of every later forward; None: not yet known
+    # What the model made of them in the last forward, and its first and last position; None: nothing.
+    update: tuple[int | None, int, dict[str, Any]] | None = None
     position_delta: Tensor | None = None  # [k] offset of its positions from its token count, if it has any
 
 

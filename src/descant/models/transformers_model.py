@@ -139,7 +139,7 @@ class TransformersModel:
             not with_logits and self.traits.supports_logits_to_keep and not self.traits.prepares_own_inputs
         )
         is_recurrent = self.traits.cache_type == "recurrent"
-        state_batches = cast(StateCache, cache).row_batches() if is_recurrent else None
+        state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
         request_keys = self._batch_keys(rows) if len(self._request_inputs) else {}
         batches = self._batcher.split(rows, proposal, request_keys, state_batches)
         run = self._run_custom_inputs if self.traits.prepares_own_inputs else self._run_batch
@@ -177,6 +177,8 @@ class TransformersModel:
                 return self._to_float_logits(compiled_logits), {}
         span = self._kv_span(proposal, batch)
         inputs |= self._position_inputs(cast(KVCache, cache), span, batch)
+        if batch.start != 0 and len(self._request_inputs):  # not earlier: a first forward may be repeated
+            self._request_inputs.drop_media(request.tolist())
         if len(self._request_inputs) or self.traits.has_own_position_ids:
             inputs |= self._side_inputs(inputs, batch, request.tolist())
         view = SelfAttentionView(cast(KVCache, cache), span, self._is_sliding)
@@ -194,8 +196,6 @@ class TransformersModel:
             if logits_to_keep is not None:
                 inputs["logits_to_keep"] = logits_to_keep
         output = self._call_model({**inputs, "use_cache": True}, batch)
-        if batch.start == 0 and len(self._request_inputs):
-            self._request_inputs.drop_media(request.tolist())
         logits = output.logits
         if self._skip_logits:
             logits = logits.new_zeros(len(logits), proposal.width + 1, 0)
@@ -226,9 +226,10 @@ class TransformersModel:
             span = KVSpan(index, start or 0, width, batch.read_length, batch.rows)
             past = self._forward_view(cache, span, request)
         elif self._state_handler is not None:
-            is_new = start == 0
             state = (
-                self._state_handler.new_state() if is_new else cast(StateCache, cache).read_state(row_index)
+                self._state_handler.new_state()
+                if start == 0
+                else self._state_handler.writable_state(cast(StateCache, cache).read_state(row_index))
             )
             past = self._state_handler.model_cache(state)
         inputs = self._input_preparer.prepare_inputs(tokens, batch, past, requests, more)
@@ -242,8 +243,9 @@ class TransformersModel:
             with self._state_handler.install_state(state) as module_values:
                 output = self._call_model(inputs, batch)
             new_state = self._state_handler.next_state(output, state, module_values)
-            cast(StateCache, cache).write_state(row_index, new_state)
-        self._input_preparer.update_model_kwargs(output, requests)
+            lengths = batch.cached_length + (batch.fed_length if width > 1 else 1)
+            cast(StateCache, cache).write_state(row_index, new_state, lengths)
+        self._input_preparer.update_model_kwargs(output, batch, requests)
         logits = output.logits[:, -(proposal.width + 1) :]
         if proposal.drafts is not None:  # rows are aligned at the right, so fewer drafts start further right
             size = logits.shape[1]

@@ -308,3 +308,43 @@ def test_what_the_machine_and_its_groups_leave_is_free(
     (tmp_path / "meminfo").unlink()
     assert memory_check.free_bytes(cpu) is None
     assert memory_check.free_bytes(torch.device("meta")) is None
+
+
+# ------------------------------------------------------------------------ caches of fixed size
+@pytest.mark.parametrize("kind", ["static", "offloaded_static"])
+@pytest.mark.parametrize(
+    "sizes", [{"max_cache_len": 2**30}, {"max_cache_len": 2**31 - 1, "batch_size": 2**20}]
+)
+def test_a_size_that_cannot_be_allocated_is_refused(kind: str, sizes: dict[str, int], llama: Any) -> None:
+    given = {"cache_implementation": kind, "cache_config": sizes}
+    with pytest.raises(
+        descant.NotEnoughMemory, match=f"rows of {sizes['max_cache_len']} positions"
+    ) as caught:
+        descant.generate(llama, torch.tensor([[5, 6, 7]]), max_new_tokens=3, **given)
+    rows = sizes.get("batch_size", 1)
+    assert caught.value.needed == rows * sizes["max_cache_len"] * kv_shape_of(llama).bytes_per_token
+    assert "max_cache_len" in str(caught.value)
+
+
+def test_an_allocation_that_fails_is_not_enough_memory(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "free_bytes", lambda device: None)  # nobody knows
+    given = {
+        "cache_implementation": "static",
+        "cache_config": {"max_cache_len": 2**31 - 1, "batch_size": 2**24},
+    }
+    with pytest.raises(descant.NotEnoughMemory, match=r"needs blocks of .* cannot allocate"):
+        descant.generate(llama, torch.tensor([[5, 6, 7]]), max_new_tokens=3, **given)
+
+
+def test_blocks_that_exist_are_not_counted_again(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "_MIN_CHECKED_BYTES", 0)
+    size = 2 * 64 * kv_shape_of(llama).bytes_per_token
+    free = [size]
+    monkeypatch.setattr(memory_check, "free_bytes", lambda device: free[0])
+    sizes = {"max_cache_len": 64, "batch_size": 2}
+    config = descant.GenerationConfig(max_new_tokens=4, cache_implementation="static", cache_config=sizes)
+    session = descant.Session(llama)
+    session.admit(descant.Request([5, 6, 7], config))
+    session.step()
+    free[0] = 0
+    assert session.admit(descant.Request([5, 6], config))

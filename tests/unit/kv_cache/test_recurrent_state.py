@@ -14,6 +14,7 @@ from torch import Tensor
 from descant.kv_cache.recurrent_state import (
     RecurrentStateCache,
     concat_states,
+    copy_state,
     state_signature,
     take_state_rows,
 )
@@ -139,3 +140,63 @@ def test_every_history_leaves_each_row_its_own_state(data: st.DataObject):
             assert len(cache) == len(truth)
     kept = {row for part in cache.row_batches() for row in part.tolist()}
     assert kept == set(range(len(truth)))
+
+
+def _committed(values: list[float], length: int) -> RecurrentStateCache:
+    cache = RecurrentStateCache()
+    cache.extend(len(values))
+    cache.write_state(torch.arange(len(values)), _state(values), torch.full((len(values),), length))
+    cache.commit(None, torch.full((len(values),), length))
+    return cache
+
+
+def test_what_no_commit_accepted_is_read_by_nobody():
+    cache = _committed([1.0, 2.0, 3.0], 4)
+    cache.write_state(torch.tensor([0, 2]), _state([8.0, 9.0]), torch.tensor([5, 5]))  # and was interrupted
+    assert [part.tolist() for part in cache.row_batches(torch.tensor([4, 4, 4]))] == [[0, 1, 2]]
+    assert _values(cache.read_state(torch.arange(3))) == [1.0, 2.0, 3.0]
+
+
+def test_a_commit_accepts_what_was_written_up_to_a_length():
+    for lengths, expected in (([5, 4, 5], [8.0, 2.0, 9.0]), ([4, 4, 4], [1.0, 2.0, 3.0])):
+        cache = _committed([1.0, 2.0, 3.0], 4)
+        cache.write_state(torch.tensor([0, 2]), _state([8.0, 9.0]), torch.tensor([5, 5]))
+        cache.commit(None, torch.tensor(lengths))
+        cache.row_batches()
+        assert _values(cache.read_state(torch.arange(3))) == expected
+
+
+def test_a_prompt_that_was_interrupted_leaves_no_state():
+    cache = RecurrentStateCache()
+    cache.extend(2)
+    cache.write_state(torch.tensor([0, 1]), _state([1.0, 2.0]), torch.tensor([3, 3]))
+    assert cache.row_batches(torch.tensor([0, 0])) == []
+    cache.write_state(torch.tensor([0, 1]), _state([1.0, 2.0]), torch.tensor([3, 3]))
+    cache.commit(torch.tensor([1]), torch.tensor([0]))
+    assert cache.row_batches(torch.tensor([0])) == []
+
+
+def test_a_forward_may_go_on_from_what_is_not_committed():
+    cache = _committed([1.0], 2)
+    for step in range(3):
+        lengths = torch.tensor([2 + step])
+        cache.row_batches(lengths)
+        found = _values(cache.read_state(torch.tensor([0])))
+        assert found == [1.0 + step]
+        cache.write_state(torch.tensor([0]), _state([found[0] + 1]), lengths + 1)
+    cache.commit(torch.tensor([0, 0]), torch.tensor([5, 5]))
+    assert _values(cache.read_state(torch.arange(2))) == [4.0, 4.0]
+
+
+def test_a_copy_can_be_written_to():
+    whole = _state([1.0, 2.0])
+    other = copy_state(whole)
+    other["layers"][0].conv.fill_(9)
+    other["layers"][0].ready[0] = False
+    other["layers"].append("more")
+    assert _values(whole) == [1.0, 2.0]
+    assert whole["layers"][0].ready == {0: True}
+    assert len(whole["layers"]) == 2
+    shared = copy_state(whole, lambda owner, name: isinstance(owner, Layer) and name == "kernel")
+    assert shared["layers"][0].kernel is whole["layers"][0].kernel
+    assert shared["layers"][0].conv is not whole["layers"][0].conv

@@ -56,14 +56,13 @@ class ClassifierFreeGuidance(ModelWrapper):
         assert isinstance(cache, PairedRowCache)
         params = row_params(rows)
         flags = params.values.get("uses_guidance")
-        guided, is_new = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.bool)
+        guided = torch.zeros(0, dtype=torch.long)
         if flags is not None:
             guided = (torch.as_tensor(flags) == 1).nonzero().squeeze(1)
-            is_new = cache.uncond_row[guided] < 0
-            self._add_unconditional(rows, guided[is_new], cache)
+            self._add_unconditional(rows, guided[cache.uncond_row[guided] < 0], cache)
         fed_rows, fed_proposal = rows, Proposal(None, proposal.drafts, proposal.num_drafts)
         if len(guided):
-            fed_rows = rows.replace(columns={}).cat(self._unconditional_rows(rows, guided, cache, is_new))
+            fed_rows = rows.replace(columns={}).cat(self._unconditional_rows(rows, guided, cache))
             fed_rows = fed_rows.replace(columns={"params": _inner_params(params, len(guided))})
             fed_proposal = _take_proposal(fed_proposal, torch.cat((torch.arange(len(rows)), guided)))
         order = cache.inner_order(guided)
@@ -101,13 +100,10 @@ class ClassifierFreeGuidance(ModelWrapper):
             if request not in self._negative_prompts:
                 self._negative_prompts[request] = rows.tokens[row, prompt - 1 : prompt].cpu()
             offsets.append(len(self._negative_prompts[request]) - prompt - int(rows.offset[row]))
-        cache.add_uncond_rows(new, torch.tensor(offsets))
+        cache.add_uncond_rows(new, torch.tensor(offsets), rows.cached_length[new])
 
-    def _unconditional_rows(self, rows: Rows, guided: Tensor, cache: PairedRowCache, is_new: Tensor) -> Rows:
-        """The unconditional rows of the rows `guided`: the negative prompts and the new tokens.
-
-        Those marked in `is_new` [N] have an empty cache, whatever their rows hold.
-        """
+    def _unconditional_rows(self, rows: Rows, guided: Tensor, cache: PairedRowCache) -> Rows:
+        """The unconditional rows of the rows `guided`: the negative prompts and the new tokens."""
         conditional = rows.replace(columns={}).take(guided)
         prompts = [self._negative_prompts[request] for request in conditional.request.tolist()]
         prompt_sizes = torch.tensor([len(prompt) for prompt in prompts])
@@ -124,11 +120,7 @@ class ClassifierFreeGuidance(ModelWrapper):
         return conditional.replace(
             tokens=tokens,
             length=length,
-            cached_length=torch.where(
-                (conditional.cached_length > 0) & ~is_new,
-                conditional.cached_length + cache.uncond_offset[guided],
-                0,
-            ),
+            cached_length=cache.uncond_lengths(guided, conditional.cached_length),
             offset=torch.zeros_like(prompt_sizes),
             prompt_length=prompt_sizes,
             request=-1 - conditional.request,  # no request's: side inputs do not apply to unconditional rows

@@ -23,6 +23,7 @@ from descant.core.records import (
 )
 from descant.core.rows import Column, Rows, index_rows
 from descant.decoding.speculative.acceptance import DRAFT_SCHEDULES, AcceptanceStats, DraftLengthController
+from descant.decoding.speculative.followed_rows import FollowedRows
 from descant.decoding.strategies.sampling import Sampling, finished_requests
 
 __all__ = ["SpeculativeSampling"]
@@ -66,13 +67,12 @@ class SpeculativeSampling(Sampling):
         self, drafter: Drafter, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None
     ) -> None:
         super().__init__(noise, stop, rank_group)
-        self.drafter = drafter
+        self.drafter, self._followed_rows = drafter, FollowedRows()
         self._length_controller = DraftLengthController()
         self._rows_by_sampling: _RowsBySampling | None = None
         # Where the "heuristic" schedule continues, by the requested number of drafts.
         self._heuristic_lengths: dict[int, int] = {}
-        self._forward_start = 0.0
-        self._timed_positions = 0  # positions of the current forward, 0 if it is not timed
+        self._forward_start, self._timed_positions = 0.0, 0  # of the current forward; 0: it is not timed
         self._untried_drafts: Proposal | None = None  # drafts before trimming, where some were dropped
 
     def propose(self, rows: Rows, context: DraftContext) -> Proposal:
@@ -91,7 +91,7 @@ class SpeculativeSampling(Sampling):
                 stats.acceptance_rate, max_drafts, is_model_free=False, use_timings=use_timings
             )
             max_drafts = np.where(adaptive, np.minimum(max_drafts, width), max_drafts)
-        self.drafter.commit(torch.from_numpy(stats.draft_row), rows.length)
+        self._followed_rows.commit(self.drafter, rows, stats.draft_row)
         start = _clock_seconds(rows)
         proposal = _clip_drafts(self.drafter.draft(rows, torch.from_numpy(max_drafts), context), max_drafts)
         now = _clock_seconds(rows)

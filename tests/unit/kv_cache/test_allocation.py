@@ -1,0 +1,162 @@
+"""Caches that run out of memory at any allocation, and are asked again: as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from descant.core.interfaces import KVCache, KVSpan
+from descant.kv_cache.recurrent_state import RecurrentStateCache
+from tests.contracts.stores import STORES, small, store
+
+LAYERS, HEADS, SIZE = 2, 2, 4
+
+
+class NoMemory(TorchDispatchMode):
+    """Refuses the n-th allocation: an operator that neither writes in place nor returns a view."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        if not schema.is_mutable and not any(one.alias_info for one in schema.returns):
+            self.left -= 1
+            if self.left == 0:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return func(*args, **(kwargs or {}))
+
+
+def retried(action: Callable[[], Any], draw: random.Random) -> Any:
+    """Do something that fails at a random allocation, then do it again."""
+    try:
+        with NoMemory(draw.randint(1, 40)):
+            return action()
+    except RuntimeError as error:
+        if "allocate" not in str(error):
+            raise
+        return action()
+
+
+class Writer:
+    """Feeds a cache as a model does: every layer, then attention over what it shows."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+
+    def forward(self, starts: list[int], width: int, seed: int) -> None:
+        """Write `width` positions of every row, the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        rows, first = len(starts), torch.tensor(starts)
+        uniform = len(set(starts)) == 1
+        span = KVSpan(
+            None if uniform else torch.arange(rows),
+            starts[0] if uniform else first,
+            width,
+            max(starts) + width,
+            None if uniform else torch.arange(rows),
+            None if uniform else first,
+            torch.full((rows,), width),
+        )
+        for layer in range(LAYERS):
+            key, value, query = (torch.randn(rows, HEADS, width, SIZE, generator=generator) for _ in range(3))
+            self.cache.visible_slots(layer, span)
+            keys, values = self.cache.update(layer, key, value, span)
+            torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+
+
+def contents(cache: KVCache) -> list[Tensor]:
+    """All that the rows of a cache hold."""
+    return [
+        part
+        for row in range(len(cache))
+        for layer in cache.layers
+        for part in cache.read(layer, torch.tensor([row]))
+    ]
+
+
+def steps(draw: random.Random, capacity: int | None) -> list[tuple[str, Any]]:
+    """A history of rows that come, are fed, fork, move and leave."""
+    lengths: list[int] = []
+    found: list[tuple[str, Any]] = []
+    for number in range(14):
+        if len(lengths) < 2 or draw.random() < 0.2:
+            count = draw.randint(1, 3)
+            found.append(("extend", count))
+            size = draw.randint(2, 5)
+            # New rows are fed by themselves, from their first position.
+            found.append(("prompt", (len(lengths), count, size, number)))
+            lengths += [size] * count
+            found.append(("commit", (None, list(lengths))))
+        if capacity is not None and max(lengths) + 1 > capacity:
+            keep = [row for row, length in enumerate(lengths) if length + 1 <= capacity - 1]
+            lengths = [lengths[row] for row in keep]
+            found.append(("commit", (keep, list(lengths))))
+            continue
+        found.append(("forward", (list(lengths), 1, 100 + number)))
+        parents = [draw.randrange(len(lengths)) for _ in range(draw.randint(1, 4))]
+        lengths = [lengths[row] + 1 for row in parents]
+        found.append(("commit", (parents, list(lengths))))
+    return found
+
+
+def apply(cache: KVCache, step: tuple[str, Any]) -> None:
+    name, given = step
+    if name == "extend":
+        cache.extend(given)
+    elif name == "commit":
+        parents, lengths = given
+        index = None if parents is None else torch.tensor(parents, dtype=torch.long)
+        cache.commit(index, torch.tensor(lengths, dtype=torch.long))
+    elif name == "forward":
+        if given[0]:
+            Writer(cache).forward(*given)
+    else:
+        first, count, size, seed = given
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.arange(first, first + count)
+        span = KVSpan(rows, 0, size, size, rows, None, torch.full((count,), size))
+        for layer in range(LAYERS):
+            key, value, query = (torch.randn(count, HEADS, size, SIZE, generator=generator) for _ in range(3))
+            cache.visible_slots(layer, span)
+            keys, values = cache.update(layer, key, value, span)
+            torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", [name for name in STORES if name != "list"])
+def test_a_store_that_ran_out_of_memory_goes_on(name: str, seed: int) -> None:
+    made = store(name)
+    with small(), torch.no_grad():
+        plain, failing = made.make(), made.make()
+        for number, step in enumerate(steps(random.Random(seed), plain.capacity)):
+            apply(plain, step)
+            if step[0] == "extend":
+                apply(failing, step)
+            else:
+                retried(lambda step=step: apply(failing, step), random.Random(1000 * seed + number))
+            if step[0] == "commit":
+                assert failing.lengths.tolist() == plain.lengths.tolist()
+                for one, other in zip(contents(plain), contents(failing), strict=True):
+                    # What leaves a window may be dropped later, when there is memory again.
+                    size = min(one.shape[2], other.shape[2]) - (one.shape != other.shape)
+                    assert torch.equal(one[:, :, -size:], other[:, :, -size:]), f"after step {number}"
+
+
+def test_a_state_that_ran_out_of_memory_is_as_before() -> None:
+    cache = RecurrentStateCache()
+    cache.extend(3)
+    cache.write_state(torch.arange(3), [torch.arange(3.0)], torch.tensor([2, 2, 2]))
+    cache.commit(None, torch.tensor([2, 2, 2]))
+    cache.write_state(torch.arange(3), [torch.arange(3.0) + 10], torch.tensor([3, 3, 3]))
+    with pytest.raises(RuntimeError, match="allocate"), NoMemory(1):
+        cache.commit(torch.tensor([2, 0]), torch.tensor([3, 3]))
+    cache.commit(torch.tensor([2, 0]), torch.tensor([3, 3]))
+    assert cache.read_state(torch.arange(2))[0].tolist() == [12.0, 10.0]
