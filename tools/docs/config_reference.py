@@ -19,11 +19,9 @@ HEAD = """\
 # GenerationConfig
 
 Every parameter of `descant.GenerationConfig`, which are also the keyword arguments of
-`descant.generate()`. A config is frozen: derive another with new values, never assign. Values are looked up
-in the call, then in the `generation_config` argument, then in the model's own config, then here.
-
-A parameter marked *later* is read from files and validated, but its method is not in this version: asking
-for it in a call raises `NotInThisVersion`.
+`descant.generate()`. Attributes cannot be set: `replace` returns a changed copy, `update` changes a config in
+place. Values are looked up in the call, then in the `generation_config` argument, then in the model's own
+config, then here.
 """
 
 

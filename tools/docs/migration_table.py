@@ -294,17 +294,18 @@ FIELDS: Final = {
     ),
     "forced_decoder_ids": Row(
         "transformers.GenerationConfig(forced_decoder_ids=[[1, 9]])",
-        "descant.generate(model, ids, prefix_allowed_tokens_fn="
-        "lambda row, seen: [9] if len(seen) == 3 else range(32), **more)",
-        "4.52 reads it for Whisper alone, which takes `language` and `task`; refused in a call",
+        "descant.generate(model, ids, forced_decoder_ids=[[1, 9]], **more)",
+        "index 1 is the first new token; 4.52 refuses it in a call, and Whisper takes `language` and `task`",
     ),
     "generation_kwargs": Row(
-        "transformers.GenerationConfig().generation_kwargs", "", "4.52 reads it nowhere; refused in a call"
+        "transformers.GenerationConfig(generation_kwargs={'num_beams': 2})",
+        "descant.generate(model, ids, generation_kwargs={'num_beams': 2}, **more)",
+        "4.52 reads it nowhere; here its entries are arguments of the call, as documented",
     ),
     "use_model_defaults": Row(
         "model.generate(ids, use_model_defaults=True, **more)",
-        "descant.generate(model, ids, **more)",
-        "an argument: a value given is always kept, and the model's config fills what is left open",
+        "descant.generate(model, ids, use_model_defaults=True, **more)",
+        "an argument, True by default; with False a given config takes only special tokens from the model",
     ),
 }
 
@@ -344,14 +345,6 @@ TENSORS: Final = {
 
 # What both versions have, and Descant not under that name.
 KEPT: Final = {
-    "GenerationMixin": Row(
-        "model.generate(ids, **more)", "descant.attach(model).generate(ids, **more)", "nothing to inherit"
-    ),
-    "GenerationMode": Row(
-        "transformers.GenerationConfig(num_beams=2).get_generation_mode()",
-        "descant.GenerationConfig(num_beams=2).explain()",
-        "the first line says the strategy",
-    ),
     "CandidateGenerator": Row(
         "generation.CandidateGenerator",
         "descant.parts.Drafter",
@@ -378,11 +371,6 @@ KEPT: Final = {
         "isinstance(transformers.WatermarkingConfig(), generation.BaseWatermarkingConfig)",
         "isinstance(descant.WatermarkingConfig(hashing_key=7), descant.WatermarkingConfig)",
         "three kinds of settings without a common base",
-    ),
-    "validate_stopping_criteria": Row(
-        "generation.validate_stopping_criteria(transformers.StoppingCriteriaList(), 9)",
-        "descant.StoppingCriteriaList([descant.MaxLengthCriteria(9)])",
-        "contradictions are errors of `generate`",
     ),
 }
 

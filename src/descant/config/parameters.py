@@ -263,7 +263,7 @@ class Parameters(FrozenParameters):
         doc="Token, or tokens, one of which must come last when the length limit is reached.")
     forced_decoder_ids: Sequence[Sequence[int | None]] | None = field(
         default=None, kind=types.position_token_pairs(), group="tokens",
-        doc="Pairs of position and token that are forced before choosing begins.")
+        doc="Pairs of index and token: that token is forced at that index, 1 being the first new token.")
 
     # -- output
     num_return_sequences: int = field(
@@ -377,7 +377,7 @@ class Parameters(FrozenParameters):
         doc="Never compile the forward.")
     generation_kwargs: Mapping[str, Any] = field(
         default=FrozenMap(), kind=types.settings(), group="cache",
-        doc="Further arguments for the model's forward.")
+        doc="Further arguments of the call: parameters, which win over those beside it, and model inputs.")
 
 
 # fmt: on
