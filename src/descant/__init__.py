@@ -3,7 +3,8 @@
 import typing as _typing
 
 from descant.api.estimate import Estimate, estimate
-from descant.api.generate import attach, compute_transition_scores, detach, generate
+from descant.api.generate import generate
+from descant.api.mixin import GenerationMixin, attach, compute_transition_scores, detach
 from descant.api.outputs import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -15,6 +16,7 @@ from descant.api.stream import Stream, StreamEvent, stream
 from descant.api.streamers import AsyncTextIteratorStreamer, BaseStreamer, TextIteratorStreamer, TextStreamer
 from descant.config.compile_config import CompileConfig
 from descant.config.generation_config import GenerationConfig
+from descant.config.generation_mode import GenerationMode
 from descant.core.records import Hypothesis, Logprobs, Speculation
 from descant.decoding.constraints import (
     Constraint,
@@ -81,6 +83,7 @@ from descant.decoding.stopping.criteria import (
     StoppingCriteriaList,
     StopRegexCriteria,
     StopStringCriteria,
+    validate_stopping_criteria,
 )
 from descant.decoding.strategies.beams.scorers import (
     BeamScorer,
@@ -208,6 +211,8 @@ __all__ = [
     "GenerateDecoderOnlyOutput",
     "GenerateEncoderDecoderOutput",
     "GenerationConfig",
+    "GenerationMixin",
+    "GenerationMode",
     "GumbelWatermarkLogitsProcessor",
     "GumbelWatermarkingConfig",
     "H2OCache",
@@ -312,6 +317,7 @@ __all__ = [
     "push_recipe",
     "stream",
     "trust_recipe",
+    "validate_stopping_criteria",
 ]
 
 

@@ -19,11 +19,9 @@ HEAD = """\
 # GenerationConfig
 
 Every parameter of `descant.GenerationConfig`. The same names are keyword arguments of `descant.generate()`.
-A config is frozen: derive another with `replace`. A value comes from the call, else from the
-`generation_config` argument, else from the model's own config, else from the defaults below.
-
-A parameter marked *later* is read from files and validated, but this version does not implement it: setting
-it in a call raises `NotInThisVersion`.
+Attributes cannot be set: `replace` returns a changed copy, `update` changes a config in place. A value comes
+from the call, else from the `generation_config` argument, else from the model's own config, else from the
+defaults below.
 """
 
 

@@ -292,17 +292,18 @@ FIELDS: Final = {
     ),
     "forced_decoder_ids": Row(
         "transformers.GenerationConfig(forced_decoder_ids=[[1, 9]])",
-        "descant.generate(model, ids, prefix_allowed_tokens_fn="
-        "lambda row, seen: [9] if len(seen) == 3 else range(32), **more)",
-        "4.52 reads it for Whisper only, which has `language` and `task`; an error in a call",
+        "descant.generate(model, ids, forced_decoder_ids=[[1, 9]], **more)",
+        "index 1 is the first new token; 4.52 refuses it in a call, and Whisper takes `language` and `task`",
     ),
     "generation_kwargs": Row(
-        "transformers.GenerationConfig().generation_kwargs", "", "4.52 does not read it; an error in a call"
+        "transformers.GenerationConfig(generation_kwargs={'num_beams': 2})",
+        "descant.generate(model, ids, generation_kwargs={'num_beams': 2}, **more)",
+        "4.52 reads it nowhere; here its entries are arguments of the call, as documented",
     ),
     "use_model_defaults": Row(
         "model.generate(ids, use_model_defaults=True, **more)",
-        "descant.generate(model, ids, **more)",
-        "an argument: given values always have priority, the model's config provides the others",
+        "descant.generate(model, ids, use_model_defaults=True, **more)",
+        "an argument, True by default; with False a given config takes only special tokens from the model",
     ),
 }
 
@@ -342,14 +343,6 @@ TENSORS: Final = {
 
 # Names that both versions have, and Descant does not.
 KEPT: Final = {
-    "GenerationMixin": Row(
-        "model.generate(ids, **more)", "descant.attach(model).generate(ids, **more)", "nothing to inherit"
-    ),
-    "GenerationMode": Row(
-        "transformers.GenerationConfig(num_beams=2).get_generation_mode()",
-        "descant.GenerationConfig(num_beams=2).explain()",
-        "the first line names the strategy",
-    ),
     "CandidateGenerator": Row(
         "generation.CandidateGenerator",
         "descant.parts.Drafter",
@@ -376,11 +369,6 @@ KEPT: Final = {
         "isinstance(transformers.WatermarkingConfig(), generation.BaseWatermarkingConfig)",
         "isinstance(descant.WatermarkingConfig(hashing_key=7), descant.WatermarkingConfig)",
         "three config classes without a public base",
-    ),
-    "validate_stopping_criteria": Row(
-        "generation.validate_stopping_criteria(transformers.StoppingCriteriaList(), 9)",
-        "descant.StoppingCriteriaList([descant.MaxLengthCriteria(9)])",
-        "`generate` raises on contradictions",
     ),
 }
 

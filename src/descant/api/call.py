@@ -11,7 +11,9 @@ from torch import Tensor
 
 from descant.api.inputs import RaggedPrompts, prepare_prompts
 from descant.api.user_cache import UserCache, return_cache
+from descant.config.fields import thaw
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
+from descant.config.generation_mode import GenerationMode
 from descant.core.interfaces import RowCache
 from descant.core.records import Hypothesis, Observation
 from descant.decoding.guidance.cfg import NEGATIVE_PROMPT_KEY
@@ -31,8 +33,11 @@ __all__ = ["Call", "CallOptions", "as_tuple", "bind_inputs", "merge_configs", "n
 # Fields of the call as a whole: they must be equal for all prompts.
 _SHARED_FIELDS = (
     "return_dict_in_generate", *STEP_OUTPUT_FIELDS, "pad_token_id", "bos_token_id", "decoder_start_token_id",
-    "use_cache", "cache_implementation", "cache_config", "return_legacy_cache",
+    "use_cache", "cache_implementation", "cache_config", "return_legacy_cache", "generation_kwargs",
 )  # fmt: skip
+
+# Methods whose rows keep their place from the first step to the last.
+_FIXED_ROW_MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.DOLA_GENERATION}
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,22 @@ class CallOptions:
     past: Any = None  # the user's cache
     recipe: Recipe | None = None  # a third-party strategy, drafter, wrapper or processor
     tracer: Tracer | None = None  # records the run
+    counts_padding: bool = False  # whether `max_length` and `min_length` include the padding of the batch
 
     @classmethod
-    def from_call(cls, model: Any, argument: Any, fields: Mapping[str, Any], **options: Any) -> CallOptions:
+    def from_call(
+        cls,
+        model: Any,
+        argument: Any,
+        fields: Mapping[str, Any],
+        *,
+        use_model_defaults: bool = True,
+        **options: Any,
+    ) -> CallOptions:
         """The options of a call with the config `argument` and the config fields `fields`."""
         list_argument = "generation_config" if isinstance(argument, list | tuple) else "seed"
-        return cls(merge_configs(model, argument, fields), list_argument=list_argument, **options)
+        configs = merge_configs(model, argument, fields, use_model_defaults)
+        return cls(configs, list_argument=list_argument, **options)
 
     @property
     def config(self) -> GenerationConfig:
@@ -62,8 +77,13 @@ class CallOptions:
         return self.configs[0]
 
 
-def merge_configs(model: Any, argument: Any, fields: Mapping[str, Any]) -> list[GenerationConfig]:
-    """The effective configs: one for all prompts, or one each if the argument or the seed is a list."""
+def merge_configs(
+    model: Any, argument: Any, fields: Mapping[str, Any], use_model_defaults: bool = True
+) -> list[GenerationConfig]:
+    """The effective configs: one for all prompts, or one each if the argument or the seed is a list.
+
+    Without `use_model_defaults` a config given as the argument takes only special tokens from the model's.
+    """
     model_config = getattr(model, "generation_config", None)
     arguments = list(argument) if isinstance(argument, list | tuple) else [argument]
     if not arguments:
@@ -78,7 +98,10 @@ def merge_configs(model: Any, argument: Any, fields: Mapping[str, Any]) -> list[
         if key not in merged:
             # The model's own config passed as the argument counts as the model's: unused values are allowed.
             explicit = None if config is model_config else _as_generation_config(config)
-            merged[key] = GenerationConfig.merge(call, explicit, _as_generation_config(model_config))
+            defaults = _as_generation_config(model_config)
+            if defaults is not None and explicit is not None and not use_model_defaults:
+                defaults = defaults.only_special_tokens()
+            merged[key] = GenerationConfig.merge(call, explicit, defaults)
         configs.append(merged[key])
     _validate_shared_fields(configs)
     return configs
@@ -117,6 +140,7 @@ class Call:
             self.user_cache.check_model(model)
         cache = _requested_cache(options.config, self.user_cache)
         self.session = Session(model, states=states, observe=observe, cache=cache, trace=options.tracer)
+        self.criteria = tuple(options.criteria)  # as they are called
         self.request_ids: list[int] = []
         self.configs: list[GenerationConfig] = []
         self.healed_suffixes: list[HealedSuffix] = []  # the tokens that healing removed from each prompt
@@ -124,7 +148,8 @@ class Call:
     def admit(self, inputs: Mapping[str, Any]) -> RaggedPrompts:
         """Admit the prompts given as model inputs."""
         options, model = self.options, self.session.model
-        inputs = dict(inputs)
+        # Arguments of the call win over those in the config.
+        inputs = {**thaw(options.config.generation_kwargs), **inputs}
         negative = _negative_prompts(
             inputs.pop(NEGATIVE_PROMPT_KEY, None), inputs.pop("negative_prompt_attention_mask", None)
         )
@@ -167,6 +192,7 @@ class Call:
         # The number of rows of a strategy recipe is unknown here, so it has no noise rows of the call.
         is_strategy_recipe = options.recipe is not None and options.recipe.kind == "strategy"
         first_row, requests = 0, []
+        batch_size = self._num_fixed_rows()
         for index, config in enumerate(self.configs):
             requests.append(
                 Request(
@@ -174,7 +200,7 @@ class Call:
                     config,
                     prompts.inputs[index],
                     tuple(options.processors),
-                    tuple(options.criteria),
+                    self.criteria,
                     tokenizer=options.tokenizer,
                     assistant_model=options.assistant_model,
                     assistant_tokenizer=options.assistant_tokenizer,
@@ -183,6 +209,9 @@ class Call:
                     return_past_key_values=keep_cache,
                     prompt_index=index,
                     padded_width=prompts.padded_ids.shape[1],
+                    counted_width=prompts.width if options.counts_padding else 0,
+                    batch_row=first_row,
+                    batch_size=batch_size,
                     noise_row=-1 if is_strategy_recipe else first_row,
                     config_merged=True,
                     healed_suffix=self.healed_suffixes[index] if options.tokenizer is not None else None,
@@ -190,6 +219,15 @@ class Call:
             )
             first_row += num_rows(config)
         return requests
+
+    def _num_fixed_rows(self) -> int:
+        """How many rows user processors and criteria are shown in every step; 0: those that are running.
+
+        Beams, candidates and drafts have no fixed rows.
+        """
+        modes = {config.get_generation_mode(self.options.assistant_model) for config in self.configs}
+        is_plain = modes <= _FIXED_ROW_MODES and not any(config.banned_phrases for config in self.configs)
+        return sum(map(num_rows, self.configs)) if is_plain else 0
 
     def _returns_cache(self, num_sequences: int) -> bool:
         """Whether the cache of the returned sequences is written back or returned."""

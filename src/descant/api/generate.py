@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MethodType
+from inspect import signature
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -12,28 +12,34 @@ from torch import Tensor
 
 from descant.api.call import CallOptions, as_tuple, bind_inputs, pop_recipe
 from descant.api.generate_call import GenerateCall
-from descant.api.outputs import GenerateOutput, transition_scores
+from descant.api.outputs import GenerateOutput
 from descant.api.whisper.call import TranscribeCall, transcribe
 from descant.config.generation_config import FIELDS
 from descant.errors import ConfigError, InputError, NotInThisVersion
 from descant.models.hf_callback import config_from_hf, inputs_from_hf, is_hf_prepared, user_criteria
 from descant.models.hf_generation_config import fill_defaults
-from descant.models.synced_gpus import synchronize_processes
+from descant.models.synced_gpus import synchronized_processes
 from descant.models.whisper import WhisperAdapter, whisper_adapter_of
 from descant.recipes.recipe import Recipe
 from descant.trace.tracer import Tracer
 
-__all__ = ["attach", "compute_transition_scores", "detach", "generate"]
+__all__ = ["generate", "generate_counting_padding"]
 
 
-@synchronize_processes
-def generate(
+def generate(  # noqa: PLR0913 - the documented order of arguments
     model: Any,
     inputs: Any = None,
     generation_config: Any = None,
     logits_processor: Sequence[Any] | None = None,
     stopping_criteria: Sequence[Any] | None = None,
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], Any] | None = None,
+    synced_gpus: bool | None = None,
+    assistant_model: Any = None,
     streamer: Any = None,
+    negative_prompt_ids: Tensor | None = None,
+    negative_prompt_attention_mask: Tensor | None = None,
+    use_model_defaults: bool | None = None,
+    custom_generate: Any = None,
     **kwargs: Any,
 ) -> Tensor | GenerateOutput:
     """Continue prompts: `generate(model, **tokenizer(...), max_new_tokens=20, num_beams=4)`.
@@ -41,34 +47,79 @@ def generate(
     Keyword arguments are fields of GenerationConfig, inputs of the model, and:
 
     - `tokenizer`, required by parameters that are text;
-    - `negative_prompt_ids` [B, L] and `negative_prompt_attention_mask`, for guidance;
-    - `assistant_model` and, if its vocabulary differs, `assistant_tokenizer`, for speculation;
-    - `past_key_values`: a cache that holds a prefix of the prompts, in one row for all of them or one row
-      each. Afterwards it holds the returned sequences without their last tokens; a read-only cache of
-      `descant.prefill` is not changed. `input_ids` are the whole prompts in any case. An encoder-decoder
-      model accepts an empty cache only, which selects the cache type;
-    - `recipe` (or `custom_generate`): a third-party decoding method, given as a folder or
+    - `assistant_tokenizer`, if the vocabulary of `assistant_model` differs;
+    - `past_key_values`: a cache that holds a prefix of the prompts, in one row for all or one row each. It
+      then holds the returned sequences without their last tokens; that of `descant.prefill` is not changed.
+      `input_ids` are the whole prompts. An encoder-decoder model accepts an empty cache only;
+    - `recipe`, or `custom_generate`: a third-party decoding method, given as a folder or
       `owner/name[@revision]` on the Hub, both only with `trust_remote_code=True`, as the name of an installed
       recipe, as a function, or as a class that implements an interface;
-    - `trace=True` or a `descant.Tracer`: record every step. The result is then an output object whose
-      `trace` can be saved, replayed and drawn. With `tokenizer` it has the text of tokens.
+    - `trace=True` or a `descant.Tracer`: record every step in the `trace` of an output object.
 
-    `generation_config` and `seed` may be lists with one entry per prompt. Returns the sequences
-    [B * num_return_sequences, L], or with `return_dict_in_generate=True` an output object.
+    `negative_prompt_ids` [B, L] are for guidance. With `use_model_defaults=False` a `generation_config` takes
+    only special tokens from the model's own. It and `seed` may be lists with one entry per prompt. Returns
+    sequences [B * num_return_sequences, L], or with `return_dict_in_generate=True` an output object.
     """
-    recipe, others = pop_recipe(kwargs)
-    tracer = Tracer.from_argument(others.pop("trace", None), others.get("tokenizer"))
-    args = _GenerateArgs(
-        model,
-        inputs,
-        generation_config,
-        logits_processor,
-        stopping_criteria,
-        streamer,
-        recipe,
-        tracer,
-        others,
-    )
+    named = {
+        "inputs": inputs,
+        "generation_config": generation_config,
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+        "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+        "synced_gpus": synced_gpus,
+        "assistant_model": assistant_model,
+        "streamer": streamer,
+        "negative_prompt_ids": negative_prompt_ids,
+        "negative_prompt_attention_mask": negative_prompt_attention_mask,
+        "use_model_defaults": use_model_defaults,
+        "custom_generate": custom_generate,
+    }
+    return _generate(model, named, kwargs)
+
+
+def generate_counting_padding(model: Any, *args: Any, **kwargs: Any) -> Tensor | GenerateOutput:
+    """`generate` with lengths as documented for a model's method: `max_length` includes the padding."""
+    bound = _SIGNATURE.bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    named = {name: value for name, value in bound.arguments.items() if name not in ("model", "kwargs")}
+    return _generate(model, named, bound.arguments["kwargs"], counts_padding=True)
+
+
+_SIGNATURE: Final = signature(generate)
+
+# Arguments of the signature that are otherwise treated like keyword arguments; None: not given.
+_KEYWORD_LIKE: Final = (
+    "prefix_allowed_tokens_fn", "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask",
+    "custom_generate",
+)  # fmt: skip
+
+
+def _generate(
+    model: Any, named: Mapping[str, Any], kwargs: Mapping[str, Any], counts_padding: bool = False
+) -> Tensor | GenerateOutput:
+    """Run a call with the arguments of the signature by name, and its keyword arguments."""
+    given = {name: named[name] for name in _KEYWORD_LIKE if named[name] is not None}
+    with synchronized_processes(model, named["synced_gpus"]):
+        recipe, others = pop_recipe({**kwargs, **given})
+        tracer = Tracer.from_argument(others.pop("trace", None), others.get("tokenizer"))
+        args = _GenerateArgs(
+            model,
+            named["inputs"],
+            named["generation_config"],
+            named["logits_processor"],
+            named["stopping_criteria"],
+            named["streamer"],
+            recipe,
+            tracer,
+            others,
+            named["use_model_defaults"],
+            counts_padding,
+        )
+        return _run_front_end(args)
+
+
+def _run_front_end(args: _GenerateArgs) -> Tensor | GenerateOutput:
+    """Run a call by the first front end that matches, or as it is."""
     for front_end in _FRONT_ENDS:
         adapter = front_end.match(args)
         if adapter is not None:
@@ -91,6 +142,8 @@ class _GenerateArgs:
     recipe: Recipe | None
     tracer: Tracer | None
     others: dict[str, Any]  # config fields, model inputs, `tokenizer`, the assistant and the cache
+    use_model_defaults: bool | None  # whether the model's config completes a given one; None: it does
+    counts_padding: bool  # whether `max_length` and `min_length` include the padding of the batch
 
     @property
     def processors(self) -> tuple[Any, ...]:
@@ -116,7 +169,8 @@ class _GenerateArgs:
         names = ("tokenizer", "assistant_model", "assistant_tokenizer")
         options: dict[str, Any] = {name: self.others.get(name) for name in names}
         options |= {"processors": self.processors, "criteria": self.criteria}
-        return options | {"past": self.past, "recipe": self.recipe, "tracer": self.tracer}
+        options |= {"past": self.past, "recipe": self.recipe, "tracer": self.tracer}
+        return options | {"counts_padding": self.counts_padding}
 
     @property
     def past(self) -> Any:
@@ -146,10 +200,13 @@ class _FrontEnd(NamedTuple):
 def _validate_arguments(front_end: _FrontEnd, args: _GenerateArgs) -> None:
     """Raise for an argument that the front end does not support."""
     given = {"trace": args.tracer, "recipe": args.recipe, **args.others}
+    if args.use_model_defaults is False:  # True is what every front end does
+        given["use_model_defaults"] = False
     for name, must, error in front_end.unsupported:
         value = given.get(name)
         if value is not None:
-            got = True if name == "trace" else value if name == "recipe" else type(value).__name__
+            got = True if name == "trace" else type(value).__name__
+            got = value if name in ("recipe", "use_model_defaults") else got
             raise error(name, must.format(model=type(args.model).__name__), got, "leave it out")
 
 
@@ -220,7 +277,8 @@ def _run_custom_generate(args: _GenerateArgs, custom: Any) -> Tensor | GenerateO
         given.pop("past_key_values", None)
     if args.recipe is not None:
         given["recipe"] = args.recipe
-    output: Tensor | GenerateOutput = custom.run(generate, args.inputs, args.generation_config, given)
+    loop = generate_counting_padding if args.counts_padding else generate
+    output: Tensor | GenerateOutput = custom.run(loop, args.inputs, args.generation_config, given)
     return output
 
 
@@ -244,7 +302,10 @@ _FRONT_ENDS: Final = (
     _FrontEnd(
         lambda args: args.recipe if args.recipe is not None and args.recipe.kind == "generate" else None,
         _run_function_recipe,
-        (_Unsupported("trace", "must be None with a recipe that is a function", InputError),),
+        (
+            _Unsupported("trace", "must be None with a recipe that is a function", InputError),
+            _Unsupported("use_model_defaults", "must be None with a recipe that is a function", InputError),
+        ),
     ),
     _FrontEnd(
         lambda args: None if args.is_hf_prepared else whisper_adapter_of(args.model),
@@ -253,10 +314,15 @@ _FRONT_ENDS: Final = (
             _Unsupported("trace"),
             _Unsupported("past_key_values"),
             _Unsupported("assistant_model"),
+            _Unsupported("use_model_defaults"),
             _Unsupported("recipe", "must be a function for {model}", InputError),
         ),
     ),
-    _FrontEnd(_match_custom_generate, _run_custom_generate, (_Unsupported("trace"),)),
+    _FrontEnd(
+        _match_custom_generate,
+        _run_custom_generate,
+        (_Unsupported("trace"), _Unsupported("use_model_defaults")),
+    ),
     _FrontEnd(lambda args: args.is_hf_prepared or None, _run_hf_prepared),
 )
 
@@ -268,32 +334,11 @@ def _run_call(args: _GenerateArgs) -> Tensor | GenerateOutput:
     inputs = bind_inputs(args.model, args.inputs, others)
     if args.tracer is not None:
         fields["return_dict_in_generate"] = True
-    options = CallOptions.from_call(args.model, args.generation_config, fields, **args.call_options())
+    options = CallOptions.from_call(
+        args.model,
+        args.generation_config,
+        fields,
+        use_model_defaults=args.use_model_defaults is not False,
+        **args.call_options(),
+    )
     return GenerateCall(args.model, options, args.streamer).run(inputs)
-
-
-def attach(model: Any) -> Any:
-    """Replace `model.generate` by Descant's, for this object only; returns the model."""
-    model.generate = MethodType(generate, model)
-    return model
-
-
-def detach(model: Any) -> Any:
-    """Restore the model's own `generate`; returns the model."""
-    if "generate" not in vars(model):
-        raise InputError(
-            "model", "must have been attached", type(model).__name__, "call descant.attach(model) first"
-        )
-    del model.generate
-    return model
-
-
-def compute_transition_scores(
-    model: Any,  # noqa: ARG001 - documented as a method
-    sequences: Tensor,
-    scores: tuple[Tensor, ...],
-    beam_indices: Tensor | None = None,
-    normalize_logits: bool = False,
-) -> Tensor:
-    """The score of each new token of each sequence [N, T], 0 beyond the end of a beam."""
-    return transition_scores(sequences, scores, beam_indices, normalize_logits)

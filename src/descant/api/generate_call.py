@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from descant.api.call import Call, CallOptions, num_rows
+from descant.api.criterion_scores import CriterionScores, ScoredCriterion
 from descant.api.inputs import RaggedPrompts
 from descant.api.outputs import (
     GenerateBeamDecoderOnlyOutput,
@@ -23,6 +24,7 @@ from descant.core.records import Hypothesis
 from descant.engine.planner import pad_token_id
 from descant.engine.session import Failed, Finished, Tokens
 from descant.errors import ConfigError, ConstraintError, InputError
+from descant.models.eager_attention import with_eager_attention
 
 __all__ = ["GenerateCall"]
 
@@ -56,9 +58,16 @@ class GenerateCall:
         names = {name.removeprefix("output_") for name in fields if getattr(self.config, name)}
         self.states = tuple(sorted(names & {"attentions", "hidden_states"}))
         self.recorder = StepRecorder(frozenset(names)) if names else None
+        if "attentions" in self.states:
+            model = with_eager_attention(model)
         self.call = Call(model, options, states=self.states, observe=self.recorder)
         self.session = self.call.session
         self._validate_attention_backend()
+        if self.recorder is not None and "scores" in names:
+            scores = CriterionScores(self.recorder, self._output_layout)
+            self.call.criteria = tuple(
+                ScoredCriterion(one, scores) if callable(one) else one for one in options.criteria
+            )
 
     @torch.no_grad()
     def run(self, inputs: Mapping[str, Any]) -> Tensor | GenerateOutput:
@@ -126,7 +135,7 @@ class GenerateCall:
         """The output object without its cache."""
         hypotheses = _flatten(results)
         first_rows = self.call.first_output_rows(_num_score_rows)
-        values: dict[str, Any] = {"sequences": sequences, **self._recorded_tensors(prompts, first_rows)}
+        values: dict[str, Any] = {"sequences": sequences, **self._recorded_tensors(prompts)}
         if any(hypothesis.logprobs is not None for hypothesis in hypotheses):
             values["logprobs"] = tuple(hypothesis.logprobs for hypothesis in hypotheses)
         if any(hypothesis.speculation is not None for hypothesis in hypotheses):
@@ -141,15 +150,22 @@ class GenerateCall:
                 values["unmet_constraints"] = tuple(one.unmet_constraints or () for one in hypotheses)
             starts = [first_rows[request] for request in self.call.request_ids]
             values["beam_indices"] = _beam_indices(results, starts, num_new).to(sequences.device)
-        return _OUTPUT_CLASSES[has_beams, self.session.model.traits.is_encoder_decoder](**values)
+        is_encoder_decoder = self.session.model.traits.is_encoder_decoder
+        output: GenerateOutput = _OUTPUT_CLASSES[has_beams, is_encoder_decoder](**values)
+        return output
 
-    def _recorded_tensors(self, prompts: RaggedPrompts, first_rows: Mapping[int, int]) -> dict[str, Any]:
+    def _output_layout(self, prompt_width: int = 0) -> OutputLayout:
+        """Where the rows of each request are in the scores of a step."""
+        pairs = zip(self.call.request_ids, self.call.configs, strict=True)
+        counts = {request: _num_score_rows(config) for request, config in pairs}
+        first_rows = self.call.first_output_rows(_num_score_rows)
+        return OutputLayout(first_rows, counts, self._pad_token_id, prompt_width)
+
+    def _recorded_tensors(self, prompts: RaggedPrompts) -> dict[str, Any]:
         """The requested scores, logits, attentions and hidden states of every step."""
         if self.recorder is None:
             return {}
-        pairs = zip(self.call.request_ids, self.call.configs, strict=True)
-        counts = {request: _num_score_rows(config) for request, config in pairs}
-        layout = OutputLayout(first_rows, counts, self._pad_token_id, prompts.width)
+        layout = self._output_layout(prompts.width)
         values: dict[str, Any] = {
             name: self.recorder.step_tensors(name, layout) for name in ("scores", "logits")
         }

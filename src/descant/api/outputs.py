@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from descant.errors import InputError
+from descant.models.model_output import ModelOutput
 
 __all__ = [
     "GenerateBeamDecoderOnlyOutput",
@@ -20,24 +21,18 @@ __all__ = [
 ]
 
 
-class GenerateOutput(OrderedDict[str, Any]):
-    """An output read by attribute, key or index. A value that was not requested is None as an attribute."""
+class GenerateOutput(ModelOutput):
+    """An output read by attribute, key or index: a `ModelOutput` of transformers.
 
-    NAMES: tuple[str, ...] = ()
+    A value that was not requested is None as an attribute, and neither a key nor an entry of the tuple.
+    Attributes and keys are one: setting either sets both, and setting None removes the key. The documented
+    fields come first, in their documented order, then those of Descant.
+    """
 
-    def __init__(self, **values: Any) -> None:
-        for name, value in values.items():
-            if name not in self.NAMES:
-                raise InputError(name, f"must be one of {self.NAMES}", value)
-        super().__init__((name, values[name]) for name in self.NAMES if values.get(name) is not None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in type(self).NAMES:
-            return self.get(name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)  # type: ignore[no-untyped-call]
+        if value is None and name in self:
+            OrderedDict.__delitem__(self, name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self)})"
@@ -48,83 +43,75 @@ class GenerateOutput(OrderedDict[str, Any]):
         html: str | None = None if trace is None else trace._repr_html_()
         return html
 
-    def to_tuple(self) -> tuple[Any, ...]:
-        """The values that are not None, in order."""
-        return tuple(self.values())
 
-
+@dataclass(repr=False)
 class GenerateDecoderOnlyOutput(GenerateOutput):
     """Output of a decoder-only model without beams."""
 
-    NAMES = (
-        "sequences",
-        "scores",
-        "logits",
-        "logprobs",
-        "attentions",
-        "hidden_states",
-        "past_key_values",
-        "speculation",
-        "trace",
-    )
+    sequences: Any = None
+    scores: Any = None
+    logits: Any = None
+    attentions: Any = None
+    hidden_states: Any = None
+    past_key_values: Any = None
+    logprobs: Any = None
+    speculation: Any = None
+    trace: Any = None
 
 
+@dataclass(repr=False)
 class GenerateEncoderDecoderOutput(GenerateOutput):
     """Output of an encoder-decoder model without beams."""
 
-    NAMES = (
-        "sequences",
-        "scores",
-        "logits",
-        "logprobs",
-        "encoder_attentions",
-        "encoder_hidden_states",
-        "decoder_attentions",
-        "cross_attentions",
-        "decoder_hidden_states",
-        "past_key_values",
-        "speculation",
-        "trace",
-    )
+    sequences: Any = None
+    scores: Any = None
+    logits: Any = None
+    encoder_attentions: Any = None
+    encoder_hidden_states: Any = None
+    decoder_attentions: Any = None
+    cross_attentions: Any = None
+    decoder_hidden_states: Any = None
+    past_key_values: Any = None
+    logprobs: Any = None
+    speculation: Any = None
+    trace: Any = None
 
 
+@dataclass(repr=False)
 class GenerateBeamDecoderOnlyOutput(GenerateOutput):
     """Output of a decoder-only model with beams."""
 
-    NAMES = (
-        "sequences",
-        "sequences_scores",
-        "unmet_constraints",
-        "scores",
-        "logits",
-        "logprobs",
-        "beam_indices",
-        "attentions",
-        "hidden_states",
-        "past_key_values",
-        "trace",
-    )
+    sequences: Any = None
+    sequences_scores: Any = None
+    scores: Any = None
+    logits: Any = None
+    beam_indices: Any = None
+    attentions: Any = None
+    hidden_states: Any = None
+    past_key_values: Any = None
+    logprobs: Any = None
+    unmet_constraints: Any = None
+    trace: Any = None
 
 
+@dataclass(repr=False)
 class GenerateBeamEncoderDecoderOutput(GenerateOutput):
     """Output of an encoder-decoder model with beams."""
 
-    NAMES = (
-        "sequences",
-        "sequences_scores",
-        "unmet_constraints",
-        "scores",
-        "logits",
-        "logprobs",
-        "beam_indices",
-        "encoder_attentions",
-        "encoder_hidden_states",
-        "decoder_attentions",
-        "cross_attentions",
-        "decoder_hidden_states",
-        "past_key_values",
-        "trace",
-    )
+    sequences: Any = None
+    sequences_scores: Any = None
+    scores: Any = None
+    logits: Any = None
+    beam_indices: Any = None
+    encoder_attentions: Any = None
+    encoder_hidden_states: Any = None
+    decoder_attentions: Any = None
+    cross_attentions: Any = None
+    decoder_hidden_states: Any = None
+    past_key_values: Any = None
+    logprobs: Any = None
+    unmet_constraints: Any = None
+    trace: Any = None
 
 
 def transition_scores(

@@ -12,7 +12,7 @@ from torch import Tensor
 from descant.core.records import Observation
 from descant.core.rows import index_rows
 
-__all__ = ["OutputLayout", "StepRecorder"]
+__all__ = ["OutputLayout", "StepRecorder", "write_step"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,15 @@ class OutputLayout:
     def num_rows(self) -> int:
         """The number of rows of the output."""
         return sum(self.rows_per_request.values())
+
+    def output_row(self, request: int, slot: int) -> int:
+        """The row of the output for a row of the table; the first of its request for a candidate row."""
+        return self.first_rows[request] + (slot if slot < self.rows_per_request[request] else 0)
+
+    def has_rows(self, requests: Tensor, slots: Tensor) -> bool:
+        """Whether rows of the table [R] (host) all have a row of their own in the output."""
+        pairs = zip(requests.tolist(), slots.tolist(), strict=True)
+        return all(slot < self.rows_per_request[request] for request, slot in pairs)
 
 
 class _OutputRows(NamedTuple):
@@ -58,10 +67,16 @@ class StepRecorder:
 
     output_names: frozenset[str]  # "scores", "logits", "hidden_states", "attentions"
     observations: list[Observation] = field(default_factory=list)
+    current: Observation | None = None  # of a group that is about to choose
+
+    def preview(self, observation: Observation) -> None:
+        """Take the scores of a step before its tokens are chosen, for stopping criteria."""
+        self.current = observation
 
     def __call__(self, observation: Observation) -> None:
         """Store the observation of one strategy group in one step."""
         self.observations.append(observation)
+        self.current = None
 
     def step_tensors(self, name: str, layout: OutputLayout) -> tuple[Tensor, ...] | None:
         """`scores` or `logits` of every new token [rows, V]."""
@@ -70,15 +85,8 @@ class StepRecorder:
         blocks: list[Tensor] = []
         last_index = torch.full((layout.num_rows,), -1)
         for observation in self.observations:
-            rows = _map_rows(observation, layout)
+            rows = write_step(blocks, observation, layout, name)
             last_index[rows.output_row] = rows.token_index
-            source, index = _select_source(observation, rows, name)
-            for number in sorted(set(rows.token_index.tolist())):
-                while len(blocks) <= number:
-                    blocks.append(_finished_row_scores(source, layout))
-                members = (rows.token_index == number).nonzero().squeeze(1)
-                target = rows.output_row[members].to(source.device)
-                blocks[number][target] = index_rows(source, index[members])
         # A row that backtracked has recorded later tokens than it now has.
         for number, block in enumerate(blocks):
             stale = (last_index < number).nonzero().squeeze(1).to(block.device)
@@ -104,6 +112,21 @@ class StepRecorder:
             tuple(_align_layer(refs, name, layer, number, layout) for layer in range(num_layers))
             for number, refs in enumerate(steps)
         )
+
+
+def write_step(
+    blocks: list[Tensor], observation: Observation, layout: OutputLayout, name: str
+) -> _OutputRows:
+    """Write `scores` or `logits` of an observation into the block [rows, V] of each new token."""
+    rows = _map_rows(observation, layout)
+    source, index = _select_source(observation, rows, name)
+    for number in sorted(set(rows.token_index.tolist())):
+        while len(blocks) <= number:
+            blocks.append(_finished_row_scores(source, layout))
+        members = (rows.token_index == number).nonzero().squeeze(1)
+        target = rows.output_row[members].to(source.device)
+        blocks[number][target] = index_rows(source, index[members])
+    return rows
 
 
 def _select_source(observation: Observation, rows: _OutputRows, name: str) -> tuple[Tensor, Tensor]:

@@ -78,6 +78,7 @@ def stream(
     recipe, kwargs = pop_recipe(kwargs)
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     past = kwargs.pop("past_key_values", None)
+    use_model_defaults = kwargs.pop("use_model_defaults", None) is not False
     tracer = Tracer.from_argument(kwargs.pop("trace", None), tokenizer)
     with all_ranks_or_none(model):
         fields = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
@@ -95,6 +96,7 @@ def stream(
             past=past,
             recipe=recipe,
             tracer=tracer,
+            use_model_defaults=use_model_defaults,
             **assistant,
         )
         return Stream(model, options, inputs, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Final
@@ -34,12 +35,17 @@ def load_from_folder(folder: Path, name: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def load_from_hub(
-    repo: str, name: str, revision: str | None, token: str | bool | None
+    repo: str,
+    name: str,
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[str, Mapping[str, Any]]:
     """The name and content of the config file in a repository, or of its legacy file."""
-    commit = hub.resolve_commit(repo, revision, token=token)
-    selected = _select_file(name, commit.files.keys(), repo)
-    data = hub.fetch_files(repo, commit.sha, [selected], limit=_MAX_FILE_BYTES, token=token)[selected]
+    with hub.use_cache_dir(cache_dir):
+        commit = hub.resolve_commit(repo, revision, token=token)
+        selected = _select_file(name, commit.files.keys(), repo)
+        data = hub.fetch_files(repo, commit.sha, [selected], limit=_MAX_FILE_BYTES, token=token)[selected]
     return selected, _parse_json(data, selected, repo)
 
 

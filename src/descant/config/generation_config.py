@@ -13,17 +13,20 @@ Rules:
 - An unknown name is an error in code. In a file it is stored in `extra` and written back.
 - A file may be in a local folder or in a repository on the Hub, under any name.
 - Sequences read as tuples and dicts as read-only mappings, so that a config is hashable.
+- Attributes cannot be set. `replace` returns a changed copy; `update`, as documented, changes a config in
+  place. Calls and requests work on merged copies, so an update does not affect what is running.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self, overload
 
 from descant.config import hub
+from descant.config.config_entries import LEGACY_FIELDS, SPECIAL_TOKEN_FIELDS, as_mapping, parse_entries
 from descant.config.config_files import (
     FILE_NAME,
     LEGACY_FILE_NAME,
@@ -31,9 +34,18 @@ from descant.config.config_files import (
     load_from_hub,
     validate_file_name,
 )
-from descant.config.fields import Field, FrozenMap, freeze, thaw
+from descant.config.config_text import format_config
+from descant.config.fields import Field, FrozenMap, thaw
+from descant.config.generation_mode import GenerationMode, select_mode
 from descant.config.parameters import DEFAULT_NEW_TOKENS, GROUPS, STEP_OUTPUT_FIELDS, Parameters
-from descant.config.registry import FIELDS, UNSUPPORTED, UnsupportedField, parse_fields, unknown_field_error
+from descant.config.registry import (
+    FIELDS,
+    UNSUPPORTED,
+    UnsupportedField,
+    expand_kwargs,
+    parse_fields,
+    unknown_field_error,
+)
 from descant.config.validation import (
     drop_unused,
     validate_compatibility,
@@ -55,19 +67,6 @@ __all__ = [
     "UnsupportedField",
 ]
 
-_IGNORED_KEYS: Final = frozenset({"transformers_version"})
-_SPECIAL_TOKEN_FIELDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-
-# Generation parameters that a config.json from before generation_config.json may hold.
-_LEGACY_FIELDS: Final = (
-    *_SPECIAL_TOKEN_FIELDS, "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
-    "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p",
-    "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate",
-    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
-    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-)  # fmt: skip
-
 
 class ConfigExplainer(Protocol):
     """Describes in text what a config runs on a model. Implemented by the engine, which plans requests."""
@@ -86,7 +85,7 @@ class GenerationConfig(Parameters):
     explainer: ClassVar[ConfigExplainer | None] = None
 
     def _parse_given(self, given: dict[str, Any]) -> dict[str, Any]:
-        return parse_fields(given)
+        return parse_fields(_rename_pad_token(given))
 
     def __post_init__(self) -> None:
         validate_supported(self._values)
@@ -115,6 +114,18 @@ class GenerationConfig(Parameters):
             raise unknown_field_error(name, name)
         return self._sources.get(name, "argument") if name in self._values else "default"
 
+    # -- validation and mode
+
+    def validate(self, strict: bool = False) -> None:
+        """Raise for values that contradict each other; if `strict`, also for what a call would refuse."""
+        self.__post_init__()
+        if strict:
+            self.merge(None, self)
+
+    def get_generation_mode(self, assistant_model: object = None) -> GenerationMode:
+        """The decoding method that this config selects, with a draft model or without."""
+        return select_mode(self, assistant_model)
+
     # -- derived configs
 
     def replace(self, **changes: Any) -> Self:
@@ -125,6 +136,20 @@ class GenerationConfig(Parameters):
         validate_consistency(values)
         sources = {name: level for name, level in self._sources.items() if name not in changes}
         return self._make(values, sources, self._extra)
+
+    def update(self, **kwargs: Any) -> dict[str, Any]:
+        """Change fields in place and return the arguments that are not fields, as documented.
+
+        All changes are made or, after an error, none. The hash of a config changes with its values.
+        """
+        changed = self.replace(**{name: value for name, value in kwargs.items() if name in FIELDS})
+        self._set_state(changed._values, changed._sources, changed._extra, changed._unused)
+        return {name: value for name, value in kwargs.items() if name not in FIELDS}
+
+    def only_special_tokens(self) -> Self:
+        """A copy with the special tokens alone: all that a model fills in with `use_model_defaults=False`."""
+        values = {name: value for name, value in self._values.items() if name in SPECIAL_TOKEN_FIELDS}
+        return self._make(values, {}, FrozenMap())
 
     @classmethod
     def merge(
@@ -145,8 +170,9 @@ class GenerationConfig(Parameters):
             if config is None:
                 continue
             _validate_config_type(config, "generation_config" if level == "argument" else level)
-            values.update(config._values)
-            sources.update(dict.fromkeys(config._values, level))
+            given = expand_kwargs(config._values)
+            values.update(given)
+            sources.update(dict.fromkeys(given, level))
             extra.update(config._extra)
         unused = drop_unused(values, sources)
         validate_supported(values, sources)
@@ -172,22 +198,43 @@ class GenerationConfig(Parameters):
 
     # -- dicts and files
 
+    @overload
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], **overrides: Any) -> Self:
+    def from_dict(
+        cls, data: Mapping[str, Any], *, return_unused_kwargs: Literal[True], **overrides: Any
+    ) -> tuple[Self, dict[str, Any]]: ...
+
+    @overload
+    @classmethod
+    def from_dict(
+        cls, data: Mapping[str, Any], *, return_unused_kwargs: Literal[False] = False, **overrides: Any
+    ) -> Self: ...
+
+    @classmethod
+    def from_dict(
+        cls, data: Mapping[str, Any], *, return_unused_kwargs: bool = False, **overrides: Any
+    ) -> Self | tuple[Self, dict[str, Any]]:
         """A config from the content of a file: null means absent, unknown names go to `extra`.
 
-        `overrides` are validated like arguments in code; the entries they replace are not parsed.
+        `overrides` are validated like arguments in code; the entries they replace are not parsed. With
+        `return_unused_kwargs` those that are not fields are returned beside the config.
         """
+        unused: dict[str, Any] = {}
+        if return_unused_kwargs:
+            unused = {name: value for name, value in overrides.items() if name not in FIELDS}
+            overrides = {name: value for name, value in overrides.items() if name in FIELDS}
         changes = parse_fields(overrides)
         validate_supported(changes)
-        values, extra = _parse_entries(_as_mapping(data, "data"), skip=overrides.keys())
-        return cls._make({**values, **changes}, {}, extra)
+        values, extra = parse_entries(as_mapping(data, "data"), skip=overrides.keys())
+        config = cls._make({**values, **changes}, {}, extra)
+        return (config, unused) if return_unused_kwargs else config
 
     @classmethod
     def from_pretrained(
         cls,
         path: str | os.PathLike[str],
-        config_file_name: str = FILE_NAME,
+        config_file_name: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         *,
         revision: str | None = None,
         token: str | bool | None = None,
@@ -195,40 +242,47 @@ class GenerationConfig(Parameters):
     ) -> Self:
         """The config in a local folder, or in the repository "owner/name" on the Hub.
 
-        Without a generation_config.json, the generation parameters of the config.json are used. `revision`
-        is a branch, a tag or a commit; `token` is the Hub token for a private or gated repository.
+        Without a generation_config.json, the generation parameters of the config.json are used. For a
+        repository, `revision` is a branch, a tag or a commit, `token` the Hub token for a private or gated
+        one, and `cache_dir` the folder of downloads; a local folder needs none of them. With
+        `return_unused_kwargs=True` it returns a pair, as `from_dict` does.
         """
-        name = validate_file_name(config_file_name)
+        name = FILE_NAME if config_file_name is None else validate_file_name(config_file_name)
+        is_legacy_requested = name == LEGACY_FILE_NAME
         if isinstance(path, str) and hub.is_repo_id(path) and not Path(path).is_dir():
-            name, data = load_from_hub(path, name, revision, token)
-        elif revision is not None:
+            name, data = load_from_hub(path, name, revision, token, cache_dir)
+        elif revision not in (None, "main"):  # "main" is the documented default
             raise InputError("revision", "must be None for a local folder", revision)
         else:
             name, data = load_from_folder(Path(path), name)
-        if name == LEGACY_FILE_NAME != config_file_name:
-            return cls.from_model_config(data, **overrides)
-        return cls.from_dict(data, **overrides)
+        read: Any = cls.from_dict
+        if name == LEGACY_FILE_NAME and not is_legacy_requested:
+            read = cls.from_model_config
+        config: Self = read(data, **overrides)
+        return config
 
     @classmethod
     def from_model_config(cls, config: object, **overrides: Any) -> Self:
         """The generation parameters in an older model's config.json or config object."""
-        data = _as_mapping(config, "config")
+        data = as_mapping(config, "config")
         parts = [data, *(data.get(name) for name in ("decoder", "generator", "text_config"))]
         values: dict[str, Any] = {}
         for part in parts:
             if isinstance(part, Mapping) or hasattr(part, "to_dict"):
-                nested = _as_mapping(part, "config")
+                nested = as_mapping(part, "config")
                 values = {
-                    **{name: nested[name] for name in _LEGACY_FIELDS if nested.get(name) is not None},
+                    **{name: nested[name] for name in LEGACY_FIELDS if nested.get(name) is not None},
                     **values,
                 }
         # With a version below 5, `from_dict` reads a default value as "not given".
-        return cls.from_dict({**values, "transformers_version": "4"}, **overrides)
+        read: Self = cls.from_dict({**values, "transformers_version": "4"}, **overrides)
+        return read
 
     @classmethod
     def from_transformers(cls, config: object, **overrides: Any) -> Self:
         """A config from transformers' own, where None (5.x) or a default (4.x) means "not given"."""
-        return cls.from_dict(_as_mapping(config, "config"), **overrides)
+        read: Self = cls.from_dict(as_mapping(config, "config"), **overrides)
+        return read
 
     def to_dict(self) -> dict[str, Any]:
         """Every field in JSON types, None where not given, and `extra`; `from_dict` is the inverse."""
@@ -266,7 +320,7 @@ class GenerationConfig(Parameters):
     def save_pretrained(  # noqa: PLR0913 - as documented
         self,
         save_directory: str | os.PathLike[str],
-        config_file_name: str = FILE_NAME,
+        config_file_name: str | None = None,
         push_to_hub: bool = False,
         *,
         repo_id: str | None = None,
@@ -283,16 +337,35 @@ class GenerationConfig(Parameters):
         folder = Path(save_directory)
         if folder.exists() and not folder.is_dir():
             raise InputError("save_directory", "must be a folder", str(folder))
-        name = validate_file_name(config_file_name)
+        name = FILE_NAME if config_file_name is None else validate_file_name(config_file_name)
         folder.mkdir(parents=True, exist_ok=True)
         self.to_json_file(folder / name)
         if push_to_hub:
-            repo = hub.full_repo_id(repo_id or folder.resolve().name, token)
-            base_commit = hub.create_repo(repo, token=token, private=private)
-            message = commit_message or f"Upload {name}"
-            hub.upload_files(
-                base_commit, {name: self.to_json_string().encode()}, token=token, message=message
-            )
+            self._upload(name, repo_id or folder.resolve().name, token, private, commit_message)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        config_file_name: str | None = None,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Upload the config to a repository, which is created if it does not exist; the new commit's hash."""
+        name = FILE_NAME if config_file_name is None else validate_file_name(config_file_name)
+        return self._upload(name, repo_id, token, private, commit_message)
+
+    def _upload(
+        self, name: str, repo_id: str, token: str | bool | None, private: bool | None, message: str | None
+    ) -> str:
+        """Upload the config as the file `name`; the new commit's hash."""
+        content = self.to_json_string().encode()
+        repo = hub.full_repo_id(repo_id, token)
+        base_commit = hub.create_repo(repo, token=token, private=private)
+        return hub.upload_files(
+            base_commit, {name: content}, token=token, message=message or f"Upload {name}"
+        )
 
     def _given_as_json(self) -> dict[str, Any]:
         plain = {name: thaw(self._values[name]) for name in FIELDS if name in self._values}
@@ -315,8 +388,9 @@ class GenerationConfig(Parameters):
         return explainer(self, model)
 
     def __repr__(self) -> str:
-        parts = (f"{name}={self._values[name]!r}" for name in FIELDS if self._differs_from_default(name))
-        return f"{type(self).__name__}({', '.join(parts)})"
+        """The values that differ from their default, in the documented form."""
+        names = [name for name in FIELDS if self._differs_from_default(name)]
+        return f"{type(self).__name__} {format_config({name: self._values[name] for name in names})}"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GenerationConfig):
@@ -327,10 +401,10 @@ class GenerationConfig(Parameters):
         return hash((FrozenMap(self._values), self._extra))
 
     def __copy__(self) -> Self:
-        return self
+        return self._make(dict(self._values), dict(self._sources), self._extra, self._unused)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
+        return self.__copy__()  # all values are frozen
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (type(self), self._values, self._sources, self._extra, self._unused)
@@ -340,33 +414,19 @@ def _unpickle(config_type: type[GenerationConfig], *slots: Any) -> GenerationCon
     return config_type._make(*slots)
 
 
-def _parse_entries(data: Mapping[str, Any], skip: Set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields and the unknown entries in the content of a file."""
-    values: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
-    before_5 = str(data.get("transformers_version", "5")).split(".")[0] in ("1", "2", "3", "4")
-    for name, value in data.items():
-        if value is None or name in skip or name in _IGNORED_KEYS or name.startswith("_"):
-            continue
-        field = FIELDS.get(name)
-        if field is None:
-            extra[name] = _freeze_extra(name, value)
-            continue
-        if name in _SPECIAL_TOKEN_FIELDS and isinstance(value, int) and value == -1:
-            continue  # old files write -1 for "no such token"
-        parsed = field.parse(value)
-        if not (before_5 and parsed == field.default):  # 4.x files do not tell a default from a given value
-            values[name] = parsed
-    return values, extra
-
-
-def _freeze_extra(name: str, value: Any) -> Any:
-    try:
-        frozen = freeze(value)
-        hash(frozen)
-    except TypeError:
-        raise ConfigError(name, "must be plain data", value, "leave it out") from None
-    return frozen
+def _rename_pad_token(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with `pad_token`, the name in an example of the documentation, as `pad_token_id`."""
+    if "pad_token" not in given:
+        return given
+    rest = {name: value for name, value in given.items() if name != "pad_token"}
+    token = given["pad_token"]
+    if isinstance(token, str):
+        do = "pass pad_token_id=tokenizer.pad_token_id"
+        raise ConfigError("pad_token", "must be a token id, as `pad_token_id`", token, do)
+    if rest.setdefault("pad_token_id", token) != token:
+        must = f"must equal `pad_token_id` ({rest['pad_token_id']}), which is the same parameter"
+        raise ConfigError(("pad_token", "pad_token_id"), must, token, "leave it out")
+    return rest
 
 
 def _validate_push_arguments(push_to_hub: bool, **given: object) -> None:
@@ -374,20 +434,6 @@ def _validate_push_arguments(push_to_hub: bool, **given: object) -> None:
     for name, value in given.items():
         if value is not None and not push_to_hub:
             raise InputError(name, "must be None without `push_to_hub`", value, "set push_to_hub=True")
-
-
-def _as_mapping(config: object, argument: str) -> Mapping[str, Any]:
-    """A mapping with string keys, or an object converted to one."""
-    to_dict = getattr(config, "to_dict", None)
-    data: object = config
-    if not isinstance(config, Mapping) and not isinstance(config, type):
-        if callable(to_dict):
-            data = to_dict()
-        elif hasattr(config, "__dict__") and not callable(config):
-            data = vars(config)
-    if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
-        raise InputError(argument, "must be a mapping with string keys, or have `to_dict`", config)
-    return data
 
 
 def _validate_config_type(config: object, argument: str) -> None:

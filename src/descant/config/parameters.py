@@ -263,7 +263,7 @@ class Parameters(FrozenParameters):
         doc="Token, or one of several tokens, that is forced last at the length limit.")
     forced_decoder_ids: Sequence[Sequence[int | None]] | None = field(
         default=None, kind=types.position_token_pairs(), group="tokens",
-        doc="Pairs of position and forced token.")
+        doc="Pairs of index and token: that token is forced at that index, 1 being the first new token.")
 
     # -- output
     num_return_sequences: int = field(
@@ -378,7 +378,7 @@ class Parameters(FrozenParameters):
         doc="Never compile the forward.")
     generation_kwargs: Mapping[str, Any] = field(
         default=FrozenMap(), kind=types.settings(), group="cache",
-        doc="Further arguments for the model's forward.")
+        doc="Further arguments of the call: parameters, which win over those beside it, and model inputs.")
 
 
 # fmt: on

@@ -12,11 +12,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from descant.config.fields import Field, FrozenMap, NoOffValue
+from descant.config.fields import Field, FrozenMap, NoOffValue, thaw
 from descant.config.parameters import Parameters
 from descant.errors import ConfigError
 
-__all__ = ["FIELDS", "UNSUPPORTED", "UnsupportedField", "parse_fields", "unknown_field_error"]
+__all__ = [
+    "FIELDS",
+    "UNSUPPORTED",
+    "UnsupportedField",
+    "expand_kwargs",
+    "parse_fields",
+    "unknown_field_error",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +34,7 @@ class UnsupportedField:
     no_op_values: tuple[Any, ...] = (None,)
 
 
-# fmt: off
-UNSUPPORTED: Final[Mapping[str, UnsupportedField]] = MappingProxyType({
-    "forced_decoder_ids": UnsupportedField("forced decoder tokens", (None, ())),
-    "generation_kwargs": UnsupportedField("arguments passed through to the model", (FrozenMap(),)),
-})
-# fmt: on
+UNSUPPORTED: Final[Mapping[str, UnsupportedField]] = MappingProxyType({})
 
 
 def _collect_fields() -> dict[str, Field]:
@@ -56,6 +58,21 @@ def parse_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         if parsed is not NoOffValue:
             values[name] = parsed
     return values
+
+
+def expand_kwargs(values: dict[str, Any]) -> dict[str, Any]:
+    """Given values with the fields inside `generation_kwargs` in place of the config's own.
+
+    What remains in `generation_kwargs` are inputs of the model.
+    """
+    kwargs: Mapping[str, Any] = values.get("generation_kwargs") or {}
+    if not kwargs:
+        return values
+    if "generation_kwargs" in kwargs:
+        raise ConfigError("generation_kwargs", "must not hold itself", dict(kwargs))
+    fields = parse_fields({name: thaw(value) for name, value in kwargs.items() if name in FIELDS})
+    inputs = FrozenMap({name: value for name, value in kwargs.items() if name not in FIELDS})
+    return {**values, **fields, "generation_kwargs": inputs}
 
 
 def unknown_field_error(name: str, value: Any) -> ConfigError:

@@ -31,6 +31,7 @@ class PromptInfo:
     prompt_index: int = 0  # index of the prompt in its call
     source_ids: Callable[[], list[int]] = list  # ids of the encoder's input; without an encoder, the prompt's
     healed_suffix: HealedSuffix | None = None  # the tokens that token healing has removed
+    padding: int = 0  # positions of padding that count as prompt in `max_length` and `min_length`
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,32 @@ class Context:
         """Whether the parameter is the same for every line."""
         value = self._params[name]
         return bool((value == value[0]).all())
+
+    @property
+    def num_lines(self) -> int:
+        """The number of lines."""
+        return len(self._length)
+
+    @property
+    def num_widths(self) -> int:
+        """How many different widths the lines have as left-padded ids."""
+        return len(set(self._padded_widths().tolist()))
+
+    def batch_places(self) -> tuple[ObjectArray, ObjectArray, ObjectArray, ObjectArray] | None:
+        """The place of each line in the batch of its call (host); None if no call has a batch of several.
+
+        These are the batch, the row in it, the number of its rows, and how many of these rows a line stands
+        for: all sequences of its prompt before the first token.
+        """
+        if "batch_size" not in self._params:
+            return None
+        size = self._params["batch_size"].numpy()  # type: ignore[union-attr]
+        if not (size > 1).any():
+            return None
+        names = ("batch_id", "batch_row", "num_sequences")
+        batch_id, row, copies = (self._params[name].numpy() for name in names)  # type: ignore[union-attr]
+        copies = np.where((self._length == self._prompt).numpy(), copies, 1)
+        return batch_id, row + self._slot.numpy(), size, copies
 
     def equal_width_groups(self) -> list[Tensor | None]:
         """The lines (host) in groups that a user's processor gets in one call; None: all of them.

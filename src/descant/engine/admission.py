@@ -22,7 +22,7 @@ from descant.engine.request import (
     validate_negative_prompt,
 )
 from descant.engine.row_params import PromptParams
-from descant.errors import InputError
+from descant.errors import ConfigError, InputError
 from descant.recipes.recipe import Recipe
 
 __all__ = ["Admission", "ResolvedRequest"]
@@ -56,6 +56,10 @@ class Admission:
         config = request.generation_config
         if not request.config_merged:
             config = GenerationConfig.merge({}, config, _model_generation_config(self._user_model))
+            if config.generation_kwargs:  # generate() passes these on itself
+                must = "must hold only generation parameters in a Request"
+                do = "pass the model's inputs as `inputs`"
+                raise ConfigError("generation_kwargs", must, dict(config.generation_kwargs), do)
         recipe = _engine_recipe(request)
         inputs = DraftInputs(
             request.assistant_model,

@@ -43,6 +43,7 @@ def check_config(config: GenerationConfig, traits: ModelTraits) -> None:
     _check_counts(config, traits)
     _check_rewindable(config, traits)
     _check_watermark(config)
+    _check_forced_tokens(config, traits)
 
 
 def resolve_max_length(config: GenerationConfig, prompt: PromptInfo, traits: ModelTraits) -> int:
@@ -51,9 +52,9 @@ def resolve_max_length(config: GenerationConfig, prompt: PromptInfo, traits: Mod
     if config.max_new_tokens is not None:
         name, limit = "max_new_tokens", length + config.max_new_tokens
     elif "max_length" in config.given:
-        name, limit = "max_length", config.max_length - offset
+        name, limit = "max_length", config.max_length - offset - prompt.padding
         if limit <= length:
-            must = f"must be > the {length + offset} tokens of the prompt"
+            must = f"must be > the {length + offset + prompt.padding} tokens of the prompt"
             raise ConfigError("max_length", must, config.max_length, "raise it or set max_new_tokens")
     else:
         name, limit = "max_length", length + DEFAULT_NEW_TOKENS
@@ -65,7 +66,7 @@ def resolve_max_length(config: GenerationConfig, prompt: PromptInfo, traits: Mod
         reason = f"the model has {traits.max_positions} positions and the prompt takes {length + offset}"
         do = "lower it or shorten the prompt"
         raise ConfigError(name, f"must leave room: {reason}", getattr(config, name), do)
-    _check_min_length(config, limit - length, length + offset)
+    _check_min_length(config, limit - length, length + offset + prompt.padding)
     return limit
 
 
@@ -99,6 +100,17 @@ def _check_token_ids(config: GenerationConfig, traits: ModelTraits) -> None:
         raise ConfigError("prefix_allowed_tokens_fn", must, allowed.min_vocab_size - 1)
     if len(set(as_id_list(config.suppress_tokens))) >= size:
         raise ConfigError("suppress_tokens", "must leave at least one token", config.suppress_tokens)
+
+
+def _check_forced_tokens(config: GenerationConfig, traits: ModelTraits) -> None:
+    """Raise for pairs of `forced_decoder_ids` without effect: an index in the prompt, an unknown token."""
+    for index, token in config.forced_decoder_ids or ():
+        if index is None or index < 1:
+            must = "must have indices from 1 on, the first new token"
+            raise ConfigError("forced_decoder_ids", must, index)
+        if token is not None and token >= traits.vocab_size:
+            must = f"must name tokens below {traits.vocab_size}, the vocabulary"
+            raise ConfigError("forced_decoder_ids", must, token)
 
 
 def _iter_token_ids(value: Any) -> Iterator[int]:

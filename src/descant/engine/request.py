@@ -59,6 +59,9 @@ class Request:
     cache_salt: bytes = b""  # only requests with the same salt share cached prefixes and suffixes
     prompt_index: int = 0  # the index of its prompt in the call, for `prefix_allowed_tokens_fn`
     padded_width: int = 0  # of the padded prompts of its call; user processors get ids of that width
+    counted_width: int = 0  # width that counts as its prompt in `max_length` and `min_length`; 0: its own
+    batch_row: int = 0  # the index of its first sequence among the rows of its call
+    batch_size: int = 0  # the number of these rows; 0: it is a call of its own
     noise_row: int = -1  # its row of torch's noise; -1: it draws from its own stream
     config_merged: bool = False  # whether the config is merged with the model's own already
     healed_suffix: HealedSuffix | None = None  # what token healing removes, if the caller knows it already
@@ -150,7 +153,15 @@ def prompt_info(request: Request, ids: Tensor, offset: int, suffix: HealedSuffix
         valid = source if mask is None else source[mask.bool()]
         return [int(token) for token in valid.tolist()]
 
-    return PromptInfo(len(ids), offset, request.padded_width, request.prompt_index, source_ids, suffix)
+    return PromptInfo(
+        len(ids),
+        offset,
+        request.padded_width,
+        request.prompt_index,
+        source_ids,
+        suffix,
+        padding=max(0, request.counted_width - len(ids) - offset),
+    )
 
 
 def negative_prompt_excess(request: Request) -> int:

@@ -66,6 +66,9 @@ class RowIds:
     noise_row: int  # its first row of torch's noise
     has_side_inputs: int  # 1: inputs besides tokens, so the prompt is prefilled before anything is drafted
     processor_seed: int | None = None  # for random processors; None: it has none
+    batch_id: int = -1  # the call that it belongs to, for user code that keeps state by row
+    batch_row: int = 0  # the index of its first sequence among the rows of that call
+    batch_size: int = 1  # the number of these rows; 1: it is shown as it is
 
 
 def row_values(

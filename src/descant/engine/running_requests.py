@@ -132,6 +132,7 @@ class RunningRequests:
             strategy_id=self.strategy_order.index(strategy),
             seed=seed,
             noise_row=max(request.noise_row, 0),
+            **_batch_place(number, request, plan),
             has_side_inputs=int(bool(request.inputs) and not is_encoder_decoder),
             processor_seed=processor_seed,
             **self._acquire(
@@ -282,7 +283,7 @@ class RunningRequests:
     def _observers(self, rows: Rows) -> list[StepObserver]:
         """What records the steps of these rows."""
         observers: list[StepObserver] = []
-        if self.stop_checker.state_column in rows.columns:
+        if self.stop_checker.state_column in rows.columns or self.stop_checker.criteria:
             observers.append(self.stop_checker)
         if self.logprobs_recorder.column_name in rows.columns:
             observers.append(self.logprobs_recorder)
@@ -300,6 +301,16 @@ def _draw_seeds(request: Request, plan: DecodingPlan, chain: ProcessorChain) -> 
     if not any(getattr(processor, "is_random", False) for _, processor in chain):
         return seed, None
     return seed, seed if seed >= 0 else int(torch.randint(_MAX_SEED, ()))
+
+
+def _batch_place(number: int, request: Request, plan: DecodingPlan) -> dict[str, int]:
+    """Where user code finds a request's rows: in the batch of its call, or among its own sequences."""
+    if plan.strategy.name != "sampling":  # other strategies move, fork or draft rows
+        return {"batch_id": number}
+    if request.batch_size:
+        first = number - request.prompt_index  # the requests of a call have consecutive numbers
+        return {"batch_id": first, "batch_row": request.batch_row, "batch_size": request.batch_size}
+    return {"batch_id": number, "batch_size": plan.params.num_sequences}
 
 
 def _recipe_processors(plan: DecodingPlan) -> tuple[Any, ...]:

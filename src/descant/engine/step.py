@@ -82,11 +82,14 @@ def _select(
 ) -> Selection:
     """Process the logits of a group, let its strategy select, and show both to its observers."""
     scores = group.process(rows, proposal, output.logits)
+    raw = output.logits if output.base_logits is None else output.base_logits
+    preview = getattr(observe, "preview", None)
+    if preview is not None and proposal.parents is None and proposal.drafts is None:
+        preview(Observation(rows, raw, scores, output))
     process_rows = partial(group.process_subset, rows, scores)
     selection = group.strategy.select(
         rows, proposal, output._replace(logits=scores, process_rows=process_rows)
     )
-    raw = output.logits if output.base_logits is None else output.base_logits
     observation = Observation(rows, raw, scores, output, selection.recorded_lines)
     if observe is not None:
         observe(observation)

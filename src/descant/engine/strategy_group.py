@@ -14,6 +14,7 @@ from descant.core.context import Context
 from descant.core.interfaces import Processor, StatefulProcessor, StepObserver, Strategy
 from descant.core.records import Observation, ProcessorTrace, Proposal, Selection
 from descant.core.rows import Column, Rows, concat_columns, index_rows, take_rows
+from descant.decoding.processors import CallableProcessor
 
 __all__ = ["StrategyGroup", "as_stateful"]
 
@@ -116,6 +117,10 @@ class StrategyGroup:
                 columns |= _advance_states(pending, observation, selection, columns)
             self._pending_states.clear()
             selection = selection._replace(columns=columns)
+        if selection.emitted is not None and selection.emitted.finished:
+            for processor, _ in self.processors:
+                if isinstance(processor, CallableProcessor):
+                    processor.record_finished(observation.rows, selection.emitted)
         for observer in self.observers:
             selection = observer.observe(observation, proposal, selection)
         if selection.failed:

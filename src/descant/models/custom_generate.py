@@ -45,7 +45,7 @@ def as_custom_generate(model: Any) -> CustomGenerateModel | None:
     if not hasattr(model_class, "generate"):
         return None
     reason = _unsupported_reason(model_class)
-    if not reason and model_class.generate is GenerationMixin.generate:
+    if not reason and _own_generate(model_class) is GenerationMixin.generate:
         return None
     for path, part in _generating_modules(model):
         name, part_reason = path.rsplit(".", 1)[-1], _unsupported_reason(type(part))
@@ -58,7 +58,7 @@ def as_custom_generate(model: Any) -> CustomGenerateModel | None:
 
 def _unsupported_reason(model_class: Any) -> str:
     """Why Descant cannot decode a model class; empty if it can."""
-    has_own = model_class.generate is not GenerationMixin.generate
+    has_own = _own_generate(model_class) is not GenerationMixin.generate
     names = _names_in_generate(model_class) if has_own else frozenset()
     for name, reason in _UNSUPPORTED_HOOKS.items():
         default = getattr(GenerationMixin, name, None)
@@ -69,9 +69,18 @@ def _unsupported_reason(model_class: Any) -> str:
     return ""
 
 
+def _own_generate(model_class: Any) -> Any:
+    """The generate() of a class, without that of Descant's mixin."""
+    methods = (vars(base).get("generate") for base in model_class.__mro__)
+    return next(
+        (method for method in methods if method is not None and not hasattr(method, "runs_descant")),
+        model_class.generate,
+    )
+
+
 def _names_in_generate(model_class: Any) -> frozenset[str]:
     """The names that the code of a class' generate() refers to."""
-    code = getattr(inspect.unwrap(model_class.generate), "__code__", None)
+    code = getattr(inspect.unwrap(_own_generate(model_class)), "__code__", None)
     return frozenset(code.co_names if code is not None else ())
 
 
@@ -104,7 +113,7 @@ class CustomGenerateModel:
                 FIELDS[name].parse(value)  # validated here, so that the error is ours and not the model's
         args = () if inputs is None else (_clone_ids(inputs),)
         run = _CustomGenerateRun(generate, dict(zip(("inputs",), args, strict=False)) | given)
-        output = model_class.generate(self._make_stand_in(run), *args, **given)
+        output = _own_generate(model_class)(self._make_stand_in(run), *args, **given)
         if not run.num_calls:
             raise UnsupportedModel(f"{model_class.__name__} decoded in its own generate(): call that")
         return output
@@ -122,7 +131,7 @@ class CustomGenerateModel:
     @property
     def _needs_single_config(self) -> bool:
         model_class: Any = type(self.model)
-        params = inspect.signature(inspect.unwrap(model_class.generate)).parameters
+        params = inspect.signature(inspect.unwrap(_own_generate(model_class))).parameters
         return "generation_config" in params or "_prepare_generation_config" in _names_in_generate(
             model_class
         )

@@ -6,11 +6,10 @@ until all have finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,7 @@ from descant.errors import InputError, UnsupportedModel
 from descant.models.devices import input_device
 from descant.models.rank_group import all_ranks_or_none
 
-__all__ = ["ForwardBarrier", "current_barrier", "synchronize_processes"]
-
-CallParams = ParamSpec("CallParams")
-CallResult = TypeVar("CallResult")
+__all__ = ["ForwardBarrier", "current_barrier", "synchronized_processes"]
 
 
 class ForwardBarrier:
@@ -81,16 +77,11 @@ def forward_barrier(model: Any, synced_gpus: bool | None) -> Iterator[None]:
             barrier.drain(model)
 
 
-def synchronize_processes(call: Callable[CallParams, CallResult]) -> Callable[CallParams, CallResult]:
-    """Wrap a function whose first argument is a model, to run in step with all processes that share it."""
-
-    @wraps(call)
-    def run(*args: CallParams.args, **kwargs: CallParams.kwargs) -> CallResult:
-        model, synced_gpus = args[0] if args else kwargs.get("model"), kwargs.pop("synced_gpus", None)
-        with forward_barrier(model, cast("bool | None", synced_gpus)), all_ranks_or_none(model):
-            return call(*args, **kwargs)
-
-    return run
+@contextmanager
+def synchronized_processes(model: Any, synced_gpus: bool | None = None) -> Iterator[None]:
+    """A block that runs in step with all processes that share the model."""
+    with forward_barrier(model, synced_gpus), all_ranks_or_none(model):
+        yield
 
 
 def _needs_barrier(model: Any) -> bool:

@@ -43,11 +43,6 @@ class WhisperAdapter:
         return input_device(self.model)
 
     @property
-    def attn_implementation(self) -> str:
-        """Its attention implementation: "sdpa", "eager", ..."""
-        return str(getattr(self.model.config, "_attn_implementation", None) or "eager")
-
-    @property
     def forced_decoder_ids(self) -> list[list[int | None]] | None:
         """Pairs of position and token that older checkpoints force at the start."""
         for config in (self.model.generation_config, self.model.config):
@@ -91,5 +86,9 @@ def whisper_adapter_of(model: Any) -> WhisperAdapter | None:
 
 @cache
 def _has_segment_frames(model_class: Any) -> bool:
-    generate = getattr(model_class, "generate", None)
-    return generate is not None and "num_segment_frames" in inspect.signature(generate).parameters
+    # Of all bases: Descant's mixin may come before the model's own method.
+    methods = (vars(base).get("generate") for base in model_class.__mro__)
+    return any(
+        method is not None and "num_segment_frames" in inspect.signature(method).parameters
+        for method in methods
+    )

@@ -100,4 +100,4 @@ def test_a_key_is_kept_and_not_shown():
     assert config.watermarking_config == {"hashing_key": 424242, "bias": 1.0}
     assert config.to_dict()["watermarking_config"]["hashing_key"] == 424242
     assert "424242" not in repr(config) + config.explain()
-    assert "'bias': 1.0" in repr(config)
+    assert '"bias": 1.0' in repr(config)

@@ -211,10 +211,6 @@ def _make_aligner(
         must = "needs `alignment_heads` in the generation config"
         do = "add them to the model's generation config"
         raise ConfigError("return_token_timestamps", must, True, do)
-    if whisper.attn_implementation != "eager":
-        must = f"needs attention weights, which {whisper.attn_implementation!r} does not return"
-        do = 'load the model with attn_implementation="eager"'
-        raise InputError("return_token_timestamps", must, True, do)
     return TimestampAligner(
         [tuple(pair) for pair in heads], whisper.median_filter_width, options.time_precision
     )

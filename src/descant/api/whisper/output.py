@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from descant.config.generation_config import GenerationConfig
 __all__ = ["Transcript", "build_transcript"]
 
 
+@dataclass(repr=False)
 class Transcript(GenerateOutput):
     """Tokens of audios with their segments.
 
@@ -24,7 +26,9 @@ class Transcript(GenerateOutput):
     `idxs`, their range in the sequence of the window, and `result`, the window's part of the call's output.
     """
 
-    NAMES = ("sequences", "token_timestamps", "segments")
+    sequences: Any = None
+    token_timestamps: Any = None
+    segments: Any = None
 
 
 def build_transcript(

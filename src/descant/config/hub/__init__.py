@@ -6,7 +6,7 @@ that was renamed is refused, only named files below a size limit are fetched, an
 `HubError` of one line within seconds.
 """
 
-from descant.config.hub.commit import HubCommit, resolve_commit
+from descant.config.hub.commit import HubCommit, resolve_commit, use_cache_dir
 from descant.config.hub.files import FILE_LIMIT, fetch_files
 from descant.config.hub.names import is_repo_id
 from descant.config.hub.push import create_repo, full_repo_id, upload_files
@@ -20,4 +20,5 @@ __all__ = [
     "is_repo_id",
     "resolve_commit",
     "upload_files",
+    "use_cache_dir",
 ]

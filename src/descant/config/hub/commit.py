@@ -10,7 +10,8 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,15 @@ from descant.config.hub.client import ONLINE_HINT, AuthToken, call_hub, hub_api,
 from descant.config.hub.names import SHA_PATTERN, validate_file_name, validate_revision
 from descant.errors import HubError, printable
 
-__all__ = ["HubCommit", "cache_folder", "cached_commit", "query_commit", "resolve_commit"]
+__all__ = [
+    "HubCommit",
+    "cache_folder",
+    "cache_root",
+    "cached_commit",
+    "query_commit",
+    "resolve_commit",
+    "use_cache_dir",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +80,29 @@ def query_commit(repo: str, revision: str, token: AuthToken) -> HubCommit:
     return HubCommit(repo, info.sha, files)
 
 
-def cache_folder(repo: str) -> Path:
-    """The cache folder of a repository in the layout of huggingface_hub."""
+_cache_dir: ContextVar[Path | None] = ContextVar("hub_cache_dir", default=None)
+
+
+@contextlib.contextmanager
+def use_cache_dir(cache_dir: str | os.PathLike[str] | None) -> Iterator[None]:
+    """A block that keeps downloads in another folder than the user's cache; None: in that cache."""
+    reset = _cache_dir.set(None if cache_dir is None else Path(cache_dir).expanduser())
+    try:
+        yield
+    finally:
+        _cache_dir.reset(reset)
+
+
+def cache_root() -> Path:
+    """The folder of all downloads."""
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{repo.replace('/', '--')}"
+    return _cache_dir.get() or Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def cache_folder(repo: str) -> Path:
+    """The cache folder of a repository in the layout of huggingface_hub."""
+    return cache_root() / f"models--{repo.replace('/', '--')}"
 
 
 def _cache_commit(commit: HubCommit, revision: str) -> None:

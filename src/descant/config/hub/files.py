@@ -9,7 +9,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from descant.config.hub.client import ONLINE_HINT, AuthToken, call_hub, hub_api, is_offline
-from descant.config.hub.commit import HubCommit, cache_folder, cached_commit
+from descant.config.hub.commit import HubCommit, cache_folder, cache_root, cached_commit
 from descant.config.hub.names import SHA_PATTERN, validate_file_name, validate_revision
 from descant.errors import HubError, printable
 
@@ -94,7 +94,13 @@ def _is_cached(repo: str, path: Path) -> bool:
 
 def _download(repo: str, sha: str, name: str, limit: int, token: AuthToken) -> None:
     bar = _make_size_limit_bar(repo, name, limit)
-    call_hub(repo, lambda: hub_api().hf_hub_download(repo, name, revision=sha, token=token, tqdm_class=bar))
+    folder = cache_root()  # read here: the call runs in another thread
+    call_hub(
+        repo,
+        lambda: hub_api().hf_hub_download(
+            repo, name, revision=sha, token=token, tqdm_class=bar, cache_dir=folder
+        ),
+    )
 
 
 def _make_size_limit_bar(repo: str, name: str, limit: int) -> type[Any]:

@@ -42,6 +42,7 @@ from descant.decoding.processors.lengths import (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
+    ForceTokensLogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
 )
@@ -67,6 +68,11 @@ from descant.decoding.processors.truncation import (
     TopNSigmaLogitsWarper,
     XTCLogitsWarper,
 )
+from descant.decoding.processors.watermark_factory import make_watermark_processor
+from descant.decoding.watermark.schemes import BaseWatermarkingConfig
+
+# `BaseWatermarkingConfig.construct_processor` needs the processors, which import the settings.
+BaseWatermarkingConfig.processor_factory = make_watermark_processor
 
 __all__ = [
     "AdaptivePLogitsWarper",
@@ -84,6 +90,7 @@ __all__ = [
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
     "ExponentialDecayLengthPenalty",
+    "ForceTokensLogitsProcessor",
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
     "FrequencyPenaltyLogitsProcessor",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
+from descant.core.call_batch import BatchPart, CallBatches
 from descant.core.context import Context, PromptInfo
 from descant.core.interfaces import Processor
 from descant.errors import InputError
@@ -100,33 +101,42 @@ class BoundProcessor:
 
 
 class CallableProcessor:
-    """A user's callable `(input_ids, scores)`; it receives the running rows' ids, padded on the left."""
+    """A user's callable `(input_ids, scores)`, which may keep state by the index of a row.
+
+    It receives ids padded on the left. The rows of a call keep their index until all of them have ended: a
+    row that has ended is shown with its final tokens and padding, its scores are 0 and what is returned for
+    it is ignored.
+    """
 
     state = NO_STATE
     is_random = False
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.function = function
+        self._batches = CallBatches()
+        self.record_finished = self._batches.record_finished
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
-        """Call the function once per group of rows of equal width."""
-        groups = context.equal_width_groups()
-        if groups[0] is None:
-            return self._call_function(context, scores)
+        """Call the function once per batch of rows of equal width."""
+        parts = self._batches.split(context)
+        if parts[0].lines is None:
+            return self._call_function(parts[0], scores)
         processed = scores.clone()
-        for group in groups:
-            assert group is not None
-            index = group.to(scores.device)
-            processed[index] = self._call_function(context.take(group), scores[index])
+        for part in parts:
+            assert part.lines is not None
+            index = part.lines.to(scores.device)
+            processed[index] = self._call_function(part, scores[index])
         return processed
 
-    def _call_function(self, context: Context, scores: Tensor) -> Tensor:
+    def _call_function(self, part: BatchPart, scores: Tensor) -> Tensor:
         """Call the function on rows of equal width and check its result."""
-        result: Any = self.function(context.left_padded(), scores.clone())
-        if not isinstance(result, Tensor) or result.shape != scores.shape:
-            must = f"must return a tensor of shape {list(scores.shape)}"
+        given = part.expand(scores)
+        shape = given.shape
+        result: Any = self.function(part.input_ids, given)
+        if not isinstance(result, Tensor) or result.shape != shape:
+            must = f"must return a tensor of shape {list(shape)}"
             raise InputError("logits_processor", must, result, "return the scores")
-        return result.float()
+        return part.select(result).float()
 
     def advance(self, context: Context, before: Tensor, after: Tensor, tokens: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
         """Return no state: the engine does not manage a callable's state."""

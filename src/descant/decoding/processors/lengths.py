@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from descant.errors import InputError
 
 __all__ = [
     "ExponentialDecayLengthPenalty",
+    "ForceTokensLogitsProcessor",
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
     "MinLengthLogitsProcessor",
@@ -25,7 +27,10 @@ __all__ = [
 class MinLengthLogitsProcessor(LogitsProcessor):
     """Masks the end tokens while a row, prompt included, is shorter than `min_length`."""
 
-    config_fields = ("min_length",)
+    @classmethod
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
+        """Return the minimum length in tokens of the row, without padding that counts."""
+        return {"min_length": max(0, config.min_length - prompt.padding)}
 
     def __init__(self, min_length: int, eos_token_id: TokenIds, device: str = "cpu") -> None:  # noqa: ARG002
         self.min_length = check_number("min_length", min_length, 0, integer=True)
@@ -100,6 +105,29 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
         return force_tokens(
             scores, context.param("forced_eos_token_id"), context.length == context.param("max_length") - 1
         )
+
+
+class ForceTokensLogitsProcessor(LogitsProcessor):
+    """Forces tokens at given lengths of a row: `force_token_map` is a list of pairs `[length, token]`."""
+
+    def __init__(self, force_token_map: Sequence[Sequence[int]]) -> None:
+        self.forced_tokens = [
+            [check_number("force_token_map", number, 0, integer=True) for number in pair]
+            for pair in force_token_map
+        ]
+
+    @classmethod
+    def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
+        """Return the pairs of length and token; index 1 of `forced_decoder_ids` is the first new token."""
+        pairs: Any = config.forced_decoder_ids or ()
+        forced = [[prompt.length + index - 1, token] for index, token in pairs if token is not None]
+        return {"forced_tokens": forced}
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """Force the tokens of rows that have one of their lengths."""
+        pairs = context.param("forced_tokens")  # [N, K, 2]
+        is_due = pairs[..., 0] == context.length  # [N, K]
+        return force_tokens(scores, torch.where(is_due, pairs[..., 1], -1), is_due.any(1, keepdim=True))
 
 
 class ExponentialDecayLengthPenalty(LogitsProcessor):

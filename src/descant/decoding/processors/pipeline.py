@@ -22,6 +22,7 @@ from descant.decoding.processors import (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
+    ForceTokensLogitsProcessor,
     FrequencyPenaltyLogitsProcessor,
     GumbelWatermarkLogitsProcessor,
     HammingDiversityLogitsProcessor,
@@ -116,6 +117,11 @@ def _has_allowed_sequences(config: GenerationConfig) -> bool:
     return isinstance(config.prefix_allowed_tokens_fn, AllowedSequences)
 
 
+def _has_forced_tokens(config: GenerationConfig) -> bool:
+    """Whether any token is forced; a pair without a token leaves its index open."""
+    return any(token is not None for _, token in config.forced_decoder_ids or ())
+
+
 def _has_prefix_fn(config: GenerationConfig) -> bool:
     """Whether the allowed tokens come from a user's function."""
     return config.prefix_allowed_tokens_fn is not None and not _has_allowed_sequences(config)
@@ -180,6 +186,7 @@ LOGITS_PROCESSORS: Final[tuple[ProcessorSpec, ...]] = (
     _make_spec(
         SuppressTokensAtBeginLogitsProcessor, "begin_suppress_tokens", is_set("begin_suppress_tokens", ())
     ),
+    _make_spec(ForceTokensLogitsProcessor, "forced_decoder_ids", _has_forced_tokens),
     _make_spec(WhisperTimeStampLogitsProcessor, "return_timestamps", is_set("return_timestamps", False)),
     _make_spec(ThinkingBudgetLogitsProcessor, "thinking_budget", is_set("thinking_budget"), "thinking_end"),
 )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from descant.core.call_batch import CallBatches
 from descant.core.context import Context, row_params
 from descant.core.interfaces import Array, RankGroup
 from descant.core.records import Observation, Proposal, Selection
@@ -68,6 +69,7 @@ class StopChecker:
         # Whether any rank has a deadline or a criterion; if so, all ranks exchange verdicts.
         self.syncs_across_ranks = False
         self._terms: _StopTerms | None = None
+        self._batches: dict[int, CallBatches] = {}  # by id of a criterion: the rows it is shown
 
     def finish_reasons(
         self, rows: Rows, parents: Tensor | None, tokens: Tensor
@@ -130,6 +132,9 @@ class StopChecker:
     def observe(self, seen: Observation, proposal: Proposal, selection: Selection) -> Selection:
         """Return the selection with each row's stop string state after its new tokens."""
         rows, terms = seen.rows, self._get_terms(seen.rows)
+        if selection.emitted is not None:
+            for batches in self._batches.values():
+                batches.record_finished(rows, selection.emitted)
         if not terms.string_matchers:
             return selection
         parents = np.arange(len(rows)) if selection.parents is None else selection.parents.numpy()
@@ -162,7 +167,9 @@ class StopChecker:
         if terms.deadlines is not None:
             timed_out = (terms.deadlines <= time.monotonic())[index]
         for criterion, row_mask in terms.criteria:
-            by_criteria = by_criteria | _call_criterion(criterion, rows, parents, tokens, row_mask)
+            batches = self._batches.setdefault(id(criterion), CallBatches())
+            candidates = _Candidates(rows, parents, tokens, row_mask)
+            by_criteria = by_criteria | _call_criterion(criterion, candidates, batches)
         if self.rank_group is not None and self.syncs_across_ranks:
             timed_out, by_criteria = (
                 self.rank_group.broadcast(torch.from_numpy(np.stack((timed_out, by_criteria))).long())
@@ -209,6 +216,7 @@ class StopChecker:
         )
         criteria_ids = params["criteria_id"].numpy()
         criteria = {id(criterion): criterion for group in self.criteria.values() for criterion in group}
+        self._batches = {key: batches for key, batches in self._batches.items() if key in criteria}
         masks = {
             name: np.isin(
                 criteria_ids,
@@ -273,28 +281,45 @@ def _match_regex(pattern: RegexStop, rows: Rows, parents: Tensor, tokens: Tensor
     return verdict
 
 
-def _call_criterion(
-    criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, row_mask: Array
-) -> Array:
+class _Candidates(NamedTuple):
+    """Tokens that are not appended yet, and the rows that a criterion belongs to."""
+
+    rows: Rows
+    parents: Tensor  # [N] (host) the row of each
+    tokens: Tensor  # [N] (host)
+    row_mask: Array  # [R]
+
+
+def _call_criterion(criterion: Criterion, candidates: _Candidates, batches: CallBatches) -> Array:
     """Call a user's criterion on the candidates [N] of the masked rows, with ids padded on the left."""
+    rows, parents, tokens, row_mask = candidates
     index = torch.from_numpy(np.flatnonzero(row_mask[parents.numpy()]))
     verdict = torch.zeros(len(parents), dtype=torch.bool)
     if not len(index):
         return verdict.numpy()
     after = rows.take(parents[index])
     after = after.append(tokens[index].to(rows.tokens.device)[:, None], after.length + 1)
-    context = Context(after.tokens, after.length, after.prompt_length, row_params(after).values)
-    for group in context.equal_width_groups():
-        members = index if group is None else index[group]
-        verdict[members] = _criterion_mask(
-            criterion, context if group is None else context.take(group), len(members)
-        )
+    params = row_params(after).values
+    context = Context(after.tokens, after.length, after.prompt_length, params, slot=after.slot)
+    for part in batches.split(context):
+        members = index if part.lines is None else index[part.lines]
+        lines = slice(None) if part.lines is None else part.lines
+        rows_shown = (after.request[lines], after.slot[lines]) if part.line_of_row is None else None
+        verdict[members] = part.select(_criterion_mask(criterion, part.input_ids, rows_shown))
     return verdict.numpy()
 
 
-def _criterion_mask(criterion: Criterion, context: Context, count: int) -> Tensor:
-    """Call a user's criterion on `count` rows of equal width and check its result [N]."""
-    verdict: Any = criterion(context.left_padded(), None)
+def _criterion_mask(
+    criterion: Criterion, input_ids: Tensor, rows_shown: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Call a user's criterion on rows [M, W] of equal width and check its result [M].
+
+    `rows_shown` are the request and slot of each, for a criterion that looks up their scores; None: all rows
+    of its call.
+    """
+    count = len(input_ids)
+    call_on_rows = getattr(criterion, "call_on_rows", None)
+    verdict: Any = criterion(input_ids, None) if call_on_rows is None else call_on_rows(input_ids, rows_shown)
     if isinstance(verdict, bool):
         verdict = torch.full((count,), verdict)
     is_mask = isinstance(verdict, Tensor) and verdict.dtype == torch.bool

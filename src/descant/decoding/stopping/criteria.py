@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ __all__ = [
     "StopStringCriteria",
     "StoppingCriteria",
     "StoppingCriteriaList",
+    "validate_stopping_criteria",
 ]
 
 
@@ -81,11 +84,17 @@ class MaxLengthCriteria(StoppingCriteria):
 class MaxTimeCriteria(StoppingCriteria):
     """Ends all rows `max_time` seconds after `initial_timestamp`, by default the time of construction.
 
-    Both use `time.time()`.
+    Both use `time.time()`. `initial_time` is the documented name of the same argument.
     """
 
-    def __init__(self, max_time: float, initial_timestamp: float | None = None) -> None:
+    def __init__(
+        self, max_time: float, initial_timestamp: float | None = None, *, initial_time: float | None = None
+    ) -> None:
         self.max_time = _check_seconds("max_time", max_time)
+        if initial_timestamp is not None and initial_time is not None:
+            must = "must not be given with `initial_timestamp`, which is the same argument"
+            raise InputError("initial_time", must, initial_time, "leave it out")
+        initial_timestamp = initial_time if initial_timestamp is None else initial_timestamp
         self.initial_timestamp = time.time() if initial_timestamp is None else initial_timestamp
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
@@ -149,6 +158,20 @@ class StopRegexCriteria(StoppingCriteria):
         ids = _mask_left_padding(input_ids.cpu().numpy(), self._pad_token_id)[:, self.prompt_length :]
         matches = [self.pattern.search(self._token_bytes.text(row)) is not None for row in ids.tolist()]
         return torch.tensor(matches, dtype=torch.bool, device=input_ids.device)
+
+
+def validate_stopping_criteria(
+    stopping_criteria: StoppingCriteriaList, max_length: int
+) -> StoppingCriteriaList:
+    """A copy of the list with a `MaxLengthCriteria`, added if it has none; warns if its length is another."""
+    checked = deepcopy(stopping_criteria)
+    own = checked.max_length
+    if own is None:
+        checked.append(MaxLengthCriteria(max_length=max_length))
+    elif own != max_length:
+        text = f"`max_length` differs: {own} in the stopping criteria, {max_length} as the argument"
+        warnings.warn(text, UserWarning, stacklevel=2)
+    return checked
 
 
 def _full_mask(input_ids: Tensor, verdict: bool) -> Tensor:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from descant.core.interfaces import Array
+from descant.decoding.watermark.padding import PaddingTokens
 from descant.decoding.watermark.retokenize import Offsets, Retokenization, retokenizations
 from descant.decoding.watermark.scan import ScoreWindow, passage_edges, scan_windows
 from descant.decoding.watermark.scheme_factory import build_schemes, resolve_vocab_size
@@ -137,6 +138,7 @@ class Detector:
 
     `keys` are the settings of one watermark, several, or several by name; a key without a name is named by
     its fingerprint. `vocabulary` is the vocabulary size of the marking model, the model, or its config.
+    Padding on the right of token ids is not scored: the pad token of the tokenizer or the model's config.
     `alpha` is the false positive rate over all keys and all other tests together.
     """
 
@@ -159,7 +161,10 @@ class Detector:
         self.tokenizer = tokenizer
         self.alpha = float(alpha)
         self.correction = correction
-        self.keys = _name_keys(keys)
+        config = getattr(vocabulary, "config", vocabulary)
+        self._padding = PaddingTokens.of(config if tokenizer is None else tokenizer)
+        # Copies: the user may update the given settings.
+        self.keys = {name: replace(settings) for name, settings in _name_keys(keys).items()}
         for settings in self.keys.values():
             warn_if_public(settings)
         self._schemes = {name: build_schemes(one, self.vocab_size) for name, one in self.keys.items()}
@@ -215,6 +220,7 @@ class Detector:
                 self._check_ids(np.asarray(candidate.context + candidate.ids, np.int64))
             return candidates
         ids = self._check_ids(text)
+        ids = ids[: max(self._padding.text_span(ids)[1], prompt if type(prompt) is int else 0)]
         prompt_length = 0 if prompt is None else prompt
         if type(prompt_length) is not int or not 0 <= prompt_length <= len(ids):
             raise InputError("prompt", f"must be a number of tokens between 0 and {len(ids)}", prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import Array
+from descant.decoding.watermark.padding import PaddingTokens
 from descant.decoding.watermark.schemes import WatermarkingConfig, as_watermarking_config
 from descant.decoding.watermark.schemes.green_list import GreenList, get_green_list
 from descant.decoding.watermark.schemes.keys import warn_if_public
@@ -106,7 +107,8 @@ class WatermarkDetector:
     It needs the settings the text was marked with. `device` has no effect: the lists are the same on every
     device. The p-value is exact (binomial). With `ignore_repeated_ngrams`, each sequence of `context_width`
     tokens and the next one counts once; otherwise repeats count every time, and a repetitive unmarked text
-    may appear marked. Up to `max_cache_size` green lists are cached between calls.
+    may appear marked. Padding on either side is not text: the config's pad token, else its end tokens.
+    Up to `max_cache_size` green lists are cached between calls.
     """
 
     def __init__(
@@ -124,9 +126,10 @@ class WatermarkDetector:
         if not isinstance(settings, WatermarkingConfig):
             raise InputError("watermarking_config", "must be the settings of a green list", settings)
         warn_if_public(settings)
-        self.settings = settings
+        self.settings = replace(settings)  # the user may update the given one
         self.ignore_repeated_ngrams = ignore_repeated_ngrams
         self.bos_token_id = _start_token_id(model_config)
+        self._padding = PaddingTokens.of(model_config)
         self._green_list = GreenList(settings, _required_vocab_size(model_config), max_cache_size)
         # Length of an n-gram: the context that must precede a scored token, and the token.
         self._ngram_size = settings.context_width + (settings.seeding_scheme == "lefthash")
@@ -134,17 +137,25 @@ class WatermarkDetector:
     def __call__(
         self, input_ids: Tensor, z_threshold: float = 3.0, return_dict: bool = False
     ) -> WatermarkDetectorOutput | Array:
-        """Whether each text [N, L] is marked [N]; a leading start token is ignored, padding is not."""
+        """Whether each text [N, L] is marked [N]; padding and a leading start token are ignored.
+
+        A padded text without a whole n-gram has no score: its z-score is NaN and it is not marked.
+        """
         ids = torch.as_tensor(input_ids).cpu().numpy()
         if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
             raise InputError("input_ids", "must be token ids [batch, length]", input_ids)
-        texts = [row[int(len(row) > 0 and row[0] == self.bos_token_id) :] for row in ids.astype(np.int64)]
-        if min(map(len, texts)) <= self.settings.context_width:
+        rows = list(ids.astype(np.int64))
+        texts = [row[slice(*self._padding.text_span(row))] for row in rows]
+        texts = [text[int(len(text) > 0 and text[0] == self.bos_token_id) :] for text in texts]
+        width = ids.shape[1] - int(any(len(row) > 0 and row[0] == self.bos_token_id for row in rows))
+        if width <= self.settings.context_width:
             must = f"must have more than {self.settings.context_width} tokens per text, the context width"
             raise InputError("input_ids", must, input_ids, "a leading start token does not count")
         scored, hits = self._count_green(texts)
         share = self.settings.greenlist_ratio
-        z_score = (hits - share * scored) / np.sqrt(scored * share * (1.0 - share))
+        with np.errstate(invalid="ignore"):  # 0 / 0 where nothing is scored
+            z_score = (hits - share * scored) / np.sqrt(scored * share * (1.0 - share))
+            green_fraction = hits / scored
         prediction: Array = z_score > z_threshold
         if not return_dict:
             return prediction
@@ -154,7 +165,7 @@ class WatermarkDetector:
         return WatermarkDetectorOutput(
             num_tokens_scored=scored,
             num_green_tokens=hits,
-            green_fraction=hits / scored,
+            green_fraction=green_fraction,
             z_score=z_score,
             p_value=p_value,
             prediction=prediction,
@@ -163,15 +174,22 @@ class WatermarkDetector:
 
     def _count_green(self, texts: list[Array]) -> tuple[Array, Array]:
         """Return the number of scored tokens and of green ones per text [N]."""
-        ngrams = [np.lib.stride_tricks.sliding_window_view(text, self._ngram_size) for text in texts]
+        size = self._ngram_size
+        ngrams = [
+            np.lib.stride_tricks.sliding_window_view(text, size)
+            if len(text) >= size
+            else np.zeros((0, size), dtype=np.int64)
+            for text in texts
+        ]
         if self.ignore_repeated_ngrams:
             ngrams = [np.unique(windows, axis=0) for windows in ngrams]
         scored = np.array([len(windows) for windows in ngrams])
         flat = np.concatenate(ngrams)
         seeds = self._green_list.seeds(flat[:, :-1], flat[:, -1:])[:, 0]
         green = self._green_list.is_green(seeds, flat[:, -1])
-        hits = np.add.reduceat(green, np.cumsum(scored) - scored, dtype=np.float64)
-        return scored.astype(np.float64), hits
+        totals = np.concatenate(([0.0], np.cumsum(green, dtype=np.float64)))
+        stops = np.cumsum(scored)
+        return scored.astype(np.float64), totals[stops] - totals[stops - scored]
 
 
 def _to_mapping(settings: Any) -> Any:

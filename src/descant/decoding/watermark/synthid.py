@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import Array
+from descant.decoding.watermark.padding import PaddingTokens
 from descant.decoding.watermark.schemes.config import SynthIDTextWatermarkingConfig
 from descant.decoding.watermark.schemes.synthid import get_tournament, repetition_mask
 from descant.decoding.watermark.scores import TokenScores
@@ -29,6 +30,7 @@ WEIGHTINGS: Final = ("weighted", "mean")
 # Lowest effect size of marked text, in standard deviations of a token's value. Real models (15M and 135M
 # parameters, 9 and 30 rounds) reach 0.5 at temperature 0.7 and still 0.22 to 0.36 at 0.4.
 MIN_EFFECT_SIZE: Final = 0.2
+_NO_TOKEN: Final = -1  # in place of padding
 
 
 def round_weights(depth: int) -> Array:
@@ -126,7 +128,7 @@ def _check_depth(g_values: Tensor, mask: Tensor) -> int:
 
 
 class SynthIDTextWatermarkDetector:
-    """Applies a detector module to the g-values of texts, without end tokens and repeated contexts.
+    """Applies a detector module to the g-values of texts, without padding, end tokens and repeated contexts.
 
     The module is called with `(g_values [N, C, D], mask [N, C])`: a `BayesianDetectorModel`, or, without
     training, `mean_score` or `weighted_mean_score`.
@@ -144,7 +146,20 @@ class SynthIDTextWatermarkDetector:
         processor, eos_token_id = self.logits_processor, self.tokenizer.eos_token_id
         g_values = processor.compute_g_values(tokenized_outputs)
         mask = processor.compute_context_repetition_mask(tokenized_outputs)
+        is_text = self._text_mask(tokenized_outputs)
+        context = processor.ngram_len - 1
         if eos_token_id is not None:  # a tokenizer may have no end token
-            before_eos = processor.compute_eos_token_mask(tokenized_outputs, eos_token_id)
-            mask = mask & before_eos[:, processor.ngram_len - 1 :]
+            # Padding on the left may be the end token: it ends nothing.
+            text = torch.where(is_text, tokenized_outputs, _NO_TOKEN)
+            mask = mask & processor.compute_eos_token_mask(text, eos_token_id)[:, context:]
+        # A token counts if its whole n-gram is text.
+        mask = mask & is_text.unfold(1, context + 1, 1).all(2)
         return self.detector_module(g_values, mask)
+
+    def _text_mask(self, ids: Tensor) -> Tensor:
+        """Which of the ids [N, L] are text and not padding."""
+        padding = PaddingTokens.of(self.tokenizer)
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        for row, line in zip(mask, ids.cpu().numpy(), strict=True):
+            row[slice(*padding.text_span(line))] = True
+        return mask

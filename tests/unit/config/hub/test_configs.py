@@ -95,7 +95,10 @@ def test_a_folder_comes_first_and_has_no_revision(hub, tmp_path):
     assert GenerationConfig.from_pretrained("ann/model").num_beams == 3
     assert GenerationConfig.from_pretrained(tmp_path / "ann" / "model").num_beams == 3
     with pytest.raises(InputError, match="`revision` must be None for a local folder"):
-        GenerationConfig.from_pretrained("ann/model", revision="main")
+        GenerationConfig.from_pretrained("ann/model", revision="v2")
+    assert GenerationConfig.from_pretrained("ann/model", revision="main").num_beams == 3, (
+        "the documented default"
+    )
     hub.repo("eve/model", {NAME: "{}"})
     for given in (tmp_path / "eve" / "model", "./eve/model", "eve", "eve/model/x", "eve\\model"):
         with pytest.raises(InputError, match="must be a local folder, or owner/name"):

@@ -6,6 +6,7 @@ import pytest
 
 from descant.config import hub as face
 from descant.config.generation_config import GenerationConfig
+from descant.config.hub.commit import cache_folder
 from descant.errors import HubError, RecipeError
 from descant.recipes.recipe_files import RecipeFiles, select_files
 from descant.recipes.share import push_recipe
@@ -165,3 +166,17 @@ def test_pushing_runs_nothing(ann, folder):
     (folder / "generate.py").write_text("raise SystemExit('it ran')\n" + GENERATE)
     push_recipe(folder, "ann/last-words")
     assert ann.repos["ann/last-words"].files["generate.py"].startswith(b"raise SystemExit")
+
+
+def test_a_config_is_pushed_and_read_through_a_cache_of_its_own(ann, tmp_path):
+    config = GenerationConfig(num_beams=4)
+    sha = config.push_to_hub("ann/configs", private=True, commit_message="first")
+    repo = ann.repos["ann/configs"]
+    assert (repo.head, repo.private, repo.commits[sha].message) == (sha, True, "first")
+    assert repo.files == {"generation_config.json": config.to_json_string().encode()}
+    config.push_to_hub("configs", config_file_name="beams.json")
+    own = tmp_path / "cache"
+    for name in (None, "beams.json"):
+        assert GenerationConfig.from_pretrained("ann/configs", name, own, revision="main") == config
+    assert (own / "models--ann--configs").is_dir()
+    assert not cache_folder("ann/configs").exists()

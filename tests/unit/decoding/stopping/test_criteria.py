@@ -217,3 +217,20 @@ def test_a_length_given_by_hand_replaces_the_configs(tiny):
             **given,
         )
         assert found.shape == (2, 31)
+
+
+def test_a_list_is_completed_with_a_length():
+    given = StoppingCriteriaList([EosTokenCriteria(2)])
+    complete = descant.validate_stopping_criteria(given, 9)
+    assert (complete.max_length, len(given), given.max_length) == (9, 1, None)
+    assert descant.validate_stopping_criteria(complete, 9) is not complete
+    with pytest.warns(UserWarning, match="9 in the stopping criteria, 5"):
+        assert descant.validate_stopping_criteria(complete, 5).max_length == 9
+
+
+def test_the_start_has_its_documented_name():
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    assert MaxTimeCriteria(5.0, initial_time=time.time() - 9)(ids, None).tolist() == [True, True]
+    assert MaxTimeCriteria(5.0, initial_time=time.time())(ids, None).tolist() == [False, False]
+    with pytest.raises(InputError, match="the same argument"):
+        MaxTimeCriteria(5.0, 1.0, initial_time=2.0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 from descant.config.field_types import LARGEST_INT
 from descant.config.fields import RedactedMap, thaw
-from descant.errors import ConfigError
+from descant.errors import ConfigError, DescantError
 
 __all__ = [
     "PUBLIC_KEYS",
@@ -32,6 +32,9 @@ class BaseWatermarkingConfig:
     """Base class of watermark settings: validation, dicts and JSON files."""
 
     scheme: ClassVar[str]
+
+    # This package cannot import the processors. Their package, which imports both, sets this.
+    processor_factory: ClassVar[Callable[[Any, int, Any], Any] | None] = None
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Self:
@@ -59,7 +62,18 @@ class BaseWatermarkingConfig:
         Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
 
     def validate(self) -> None:
-        """Do nothing: settings are validated on construction."""
+        """Do nothing: settings are validated on construction and by `update`."""
+
+    def update(self, **kwargs: Any) -> None:
+        """Change settings in place, as documented; detectors and processors made before keep theirs."""
+        vars(self).update(vars(self.from_dict(self.to_dict(), **kwargs)))
+
+    def construct_processor(self, vocab_size: int, device: Any = "cpu") -> Any:
+        """The logits processor that marks text with these settings, for direct calls."""
+        factory = type(self).processor_factory
+        if factory is None:
+            raise DescantError("`processor_factory` must be set for `construct_processor`: import descant")
+        return factory(self, vocab_size, device)
 
     @property
     def is_public(self) -> bool:

@@ -1,0 +1,75 @@
+"""Descant's generate() as a method: of one model, or of a class."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+
+from descant.api.generate import generate_counting_padding
+from descant.api.outputs import GenerateOutput, transition_scores
+from descant.errors import InputError
+
+__all__ = ["GenerationMixin", "attach", "compute_transition_scores", "detach"]
+
+
+class GenerationMixin:
+    """The documented methods of a model, run by Descant: a first base of a model class, or `attach`.
+
+    `class Model(descant.GenerationMixin, LlamaForCausalLM): ...`
+    """
+
+    def generate(self, *args: Any, **kwargs: Any) -> Tensor | GenerateOutput:
+        """Continue prompts: `descant.generate` of this model, with the same arguments.
+
+        As documented for this method, `max_length`, `min_length` and `forced_eos_token_id` count the width of
+        the padded batch; in `descant.generate` they count each row's own tokens.
+        """
+        return generate_counting_padding(self, *args, **kwargs)
+
+    # Marks the method for models/, which distinguishes models with a generate() of their own.
+    generate.runs_descant = True  # type: ignore[attr-defined]
+
+    def compute_transition_scores(
+        self,
+        sequences: Tensor,
+        scores: tuple[Tensor, ...],
+        beam_indices: Tensor | None = None,
+        normalize_logits: bool = False,
+    ) -> Tensor:
+        """The score of each new token of each sequence [N, T], 0 beyond the end of a beam."""
+        return transition_scores(sequences, scores, beam_indices, normalize_logits)
+
+
+_METHODS = ("generate", "compute_transition_scores")
+
+
+def attach(model: Any) -> Any:
+    """Replace the methods of `GenerationMixin` by Descant's, for this object only; returns the model."""
+    for name in _METHODS:
+        setattr(model, name, MethodType(getattr(GenerationMixin, name), model))
+    return model
+
+
+def detach(model: Any) -> Any:
+    """Restore the model's own methods; returns the model."""
+    if "generate" not in vars(model):
+        raise InputError(
+            "model", "must have been attached", type(model).__name__, "call descant.attach(model) first"
+        )
+    for name in _METHODS:
+        if name in vars(model):
+            delattr(model, name)
+    return model
+
+
+def compute_transition_scores(
+    model: Any,  # noqa: ARG001 - documented as a method
+    sequences: Tensor,
+    scores: tuple[Tensor, ...],
+    beam_indices: Tensor | None = None,
+    normalize_logits: bool = False,
+) -> Tensor:
+    """The score of each new token of each sequence [N, T], 0 beyond the end of a beam."""
+    return transition_scores(sequences, scores, beam_indices, normalize_logits)

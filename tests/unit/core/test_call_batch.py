@@ -1,0 +1,138 @@
+"""User code that keeps state by the index of a row: it is shown the batch that it saw first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import descant
+from tests.support.tiny_models import prompts
+
+NEW = 10
+
+
+class Recorded:
+    """A processor that changes nothing and keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert len(input_ids) == len(scores)
+        self.shown.append(input_ids.tolist())
+        return scores
+
+
+class Counting:
+    """State by row, as grammars keep it: the row that is shown at an index must continue what it was.
+
+    Allows only tokens that differ from the last one by the number of the row.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.rows:
+            self.rows = input_ids.tolist()
+        else:
+            assert len(input_ids) == len(self.rows), "the batch it saw first"
+            for row, ids in zip(self.rows, input_ids.tolist(), strict=True):
+                assert ids[:-1] == row, "each row where it was"
+                row.append(ids[-1])
+        scores = scores.clone()
+        for number, row in enumerate(self.rows):
+            scores[number, row[-1] :: number + 2] -= 5.0
+        return scores
+
+
+def padded(tiny: Any, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    rows = prompts(tiny.arch, lengths, seed=3)
+    width = max(map(len, rows))
+    ids = torch.tensor([[tiny.pad] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def ends(tiny: Any, inputs: dict[str, torch.Tensor], **more: Any) -> list[int]:
+    """End tokens that stop the first two rows at different steps."""
+    free = descant.generate(tiny.model, **inputs, max_new_tokens=NEW, eos_token_id=None, **more)
+    width = inputs["input_ids"].shape[1]
+    return [int(row[width + 2 + 3 * number]) for number, row in enumerate(free[:2])]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 2, "do_sample": True, "top_k": 4}])
+def test_what_a_processor_sees_is_what_transformers_shows(tiny, options):
+    one = tiny("llama")
+    inputs = padded(one, (3, 5, 2))
+    torch.manual_seed(1)
+    eos = ends(one, inputs, **options)
+    arguments = {**inputs, "max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": one.pad, **options}
+    ours, theirs = Recorded(), Recorded()
+    torch.manual_seed(1)
+    mine = descant.generate(one.model, **arguments, logits_processor=[ours])
+    torch.manual_seed(1)
+    wanted = one.model.generate(**arguments, logits_processor=[theirs])
+    assert mine.tolist() == wanted.tolist()
+    assert len({tuple(row).index(one.pad) if one.pad in row else -1 for row in mine[:, 5:].tolist()}) > 1
+    assert ours.shown == theirs.shown
+
+
+def test_a_processor_with_state_by_row_gives_the_same_tokens(tiny):
+    one = tiny("llama")
+    inputs = padded(one, (3, 5, 2))
+    eos = ends(one, inputs)
+    arguments = {**inputs, "max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": one.pad}
+    mine = descant.generate(one.model, **arguments, logits_processor=[Counting()])
+    assert mine.tolist() == one.model.generate(**arguments, logits_processor=[Counting()]).tolist()
+
+
+def test_a_criterion_with_state_by_row_is_shown_the_same_batch(tiny):
+    one = tiny("llama")
+    inputs = padded(one, (3, 5, 2))
+    arguments = {**inputs, "max_new_tokens": NEW, "eos_token_id": ends(one, inputs), "pad_token_id": one.pad}
+
+    class Sizes(descant.StoppingCriteria):
+        def __init__(self) -> None:
+            self.shown: list[list[list[int]]] = []
+
+        def __call__(self, input_ids, scores, **_):
+            self.shown.append(input_ids.tolist())
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    ours, theirs = Sizes(), Sizes()
+    descant.generate(one.model, **arguments, stopping_criteria=[ours])
+    one.model.generate(**arguments, stopping_criteria=[theirs])
+    assert ours.shown == theirs.shown
+
+
+def test_each_request_of_a_session_sees_its_own_sequences(tiny):
+    one = tiny("llama")
+    config = descant.GenerationConfig(
+        do_sample=True, num_return_sequences=3, max_new_tokens=NEW, seed=5, eos_token_id=list(range(3, 30))
+    )
+    alone = Recorded()
+    session = descant.Session(one.model)
+    session.admit(descant.Request([5, 6, 7], config, logits_processor=[alone]))
+    list(session.drain())
+    sizes = {len(rows) for rows in alone.shown}
+    assert sizes == {3}
+    beside = Recorded()
+    session = descant.Session(one.model)
+    session.admit(descant.Request([9, 8], descant.GenerationConfig(max_new_tokens=NEW)))
+    session.admit(descant.Request([5, 6, 7], config, logits_processor=[beside]))
+    list(session.drain())
+    assert beside.shown == alone.shown
+
+
+def test_beams_and_drafts_are_shown_as_they_run(tiny):
+    one = tiny("llama")
+    inputs = padded(one, (3, 5))
+    for options in ({"num_beams": 2}, {"prompt_lookup_num_tokens": 2}):
+        seen = Recorded()
+        plain = descant.generate(one.model, **inputs, max_new_tokens=5, **options)
+        kept = descant.generate(one.model, **inputs, max_new_tokens=5, **options, logits_processor=[seen])
+        assert kept.tolist() == plain.tolist()
+        assert seen.shown
