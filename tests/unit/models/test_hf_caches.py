@@ -486,7 +486,9 @@ def test_sized_caches_have_the_documented_defaults(get):
         assert (cache.dtype, cache.device) == (torch.float32, torch.device("cpu"))
     half = copy.deepcopy(get("llama").model).to(torch.bfloat16)
     ids, config = level(get("llama"), 4), half.config
-    with pytest.raises(InputError, match="`dtype` must be torch.bfloat16.*give StaticCache dtype=model.dtype"):
+    with pytest.raises(
+        InputError, match=r"`dtype` must be torch\.bfloat16.*give StaticCache dtype=model\.dtype"
+    ):
         stepped(half, StaticCache(config, 3, 10), feeds(ids, (4,)))
     for dtype in (torch.bfloat16, None):
         stepped(half, StaticCache(config, 3, 10, dtype=dtype), feeds(ids, (4,)))

@@ -81,8 +81,8 @@ class MaxLengthCriteria(StoppingCriteria):
         if limit is not None and length >= limit and not is_done and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"rows of {length} tokens have reached the {limit} positions of the model, and `max_length` is "
-                f"{self.max_length}: longer rows may raise an error or lose quality",
+                f"rows of {length} tokens have reached the {limit} positions of the model and go on to "
+                f"`max_length` = {self.max_length}: longer rows may raise an error or lose quality",
                 stacklevel=2,
             )
         return _full_mask(input_ids, is_done)

@@ -159,7 +159,9 @@ class SinkCache(Cache):
         rotation = rope_of_running_model()
         if rotation is None:
             must = f"must be given to read more than {self.window_length} positions of this model"
-            raise InputError("rotation", must, None, "give SinkCache the `config` of a model that rotates keys")
+            raise InputError(
+                "rotation", must, None, "give SinkCache the `config` of a model that rotates keys"
+            )
         assert isinstance(self._store, SinkStore)
         self._store.set_rotation(rotation)
         self._has_rotation = True

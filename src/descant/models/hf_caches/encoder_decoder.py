@@ -175,7 +175,9 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
 def _own_cache(name: str, cache: Any) -> Cache:
     """The cache, or a copy of a transformers cache as a Descant cache."""
     found: Any = cache
-    if isinstance(cache, TransformersCache) and not isinstance(cache, Cache | TransformersEncoderDecoderCache):
+    if isinstance(cache, TransformersCache) and not isinstance(
+        cache, Cache | TransformersEncoderDecoderCache
+    ):
         found = from_transformers_cache(cache, None)
     if not isinstance(found, Cache) or isinstance(found, TransformersEncoderDecoderCache):
         raise InputError(name, "must be a cache of keys and values, of descant or of transformers", cache)

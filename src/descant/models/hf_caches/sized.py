@@ -67,7 +67,7 @@ class CacheShape:
 class SizedCache(Cache):
     """Base of the caches that are created for a model, with a maximum batch size and length.
 
-    By default `dtype` is float32 and `device` is torch's default device; a dtype of None is that of the model.
+    By default `dtype` is float32 and `device` is torch's default device; a `dtype` of None is the model's.
     """
 
     def __init__(  # noqa: PLR0913 - as documented
