@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from descant.errors import InputError
+import descant
+from descant.errors import ConfigError, InputError
 from descant.kv_cache.dense import DenseStore
 from descant.models.hf_caches import exports
 from descant.models.hf_caches.exports import (
@@ -512,6 +513,29 @@ def test_a_cache_config_names_its_cache():
     assert config.update(cache_implementation="dynamic", other=1) == {"other": 1}
     assert exports.CacheConfig(cache_implementation=None).cache_implementation is None
     assert exports.StaticCacheConfig(1, 2).cache_implementation == "static"
+
+
+def test_settings_may_name_the_cache_that_they_are_for(get):
+    subject = get("llama")
+    given = {"max_new_tokens": 4, "cache_implementation": "static"}
+    ids = level(subject, 6)
+    plain = descant.generate(subject.model, ids, max_new_tokens=4)
+    for config in (exports.CacheConfig("static"), {"cache_implementation": "static", "max_cache_len": 12}):
+        assert descant.generate(subject.model, ids, cache_config=config, **given).tolist() == plain.tolist()
+    with pytest.raises(ConfigError, match=r"`cache_config` must be for the cache .* 'static', got 'dynamic'"):
+        descant.generate(subject.model, ids, cache_config=exports.CacheConfig("dynamic"), **given)
+
+
+def test_a_static_cache_whose_blocks_were_read_is_filled_by_generate(get):
+    subject = get("llama")
+    ids = level(subject, 6, rows=1)
+    cache = StaticCache(subject.model.config, 1, 12)
+    assert len(cache.key_cache) == 2
+    found = descant.generate(subject.model, ids, max_new_tokens=4, past_key_values=cache, eos_token_id=None)
+    assert (
+        found.tolist() == descant.generate(subject.model, ids, max_new_tokens=4, eos_token_id=None).tolist()
+    )
+    assert cache.get_seq_length() == 9
 
 
 def test_a_forward_of_other_rows_is_refused(get):
