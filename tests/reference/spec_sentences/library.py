@@ -80,11 +80,11 @@ WORDS = (
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?-/()@#$%&*Ġ\u010a"
 
 
-def word_tokenizer() -> Any:
+def word_tokenizer(words: Sequence[str] = WORDS) -> Any:
     """A tokenizer of special tokens, words and letters, 97 in all; text is encoded letter by letter."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {text: at for at, text in enumerate([*SPECIAL, *WORDS, *LETTERS][:97])}
+    vocabulary = {text: at for at, text in enumerate([*SPECIAL, *words, *LETTERS][:97])}
     made = Tokenizer(models.BPE(vocabulary, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -139,6 +139,12 @@ def heard() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def ended(ids: Tensor, prompt: int = 6, end: int = 2) -> list[list[int]]:
+    """The new tokens of rows up to their end token: 4.52.4 pads beams with the end token if padding is 0."""
+    rows = ids[:, prompt:].tolist()
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
 def scores(rows: int = 2, vocab: int = 11, seed: int = 5) -> Tensor:

@@ -91,11 +91,17 @@ class MaxLengthCriteria(StoppingCriteria):
 class MaxTimeCriteria(StoppingCriteria):
     """Ends all rows `max_time` seconds after `initial_timestamp`, by default the time of construction.
 
-    Both use `time.time()`.
+    Both use `time.time()`. `initial_time` is another documented name of the second.
     """
 
-    def __init__(self, max_time: float, initial_timestamp: float | None = None) -> None:
+    def __init__(
+        self, max_time: float, initial_timestamp: float | None = None, *, initial_time: float | None = None
+    ) -> None:
         self.max_time = _check_seconds("max_time", max_time)
+        if initial_time is not None:
+            if initial_timestamp is not None:
+                raise InputError("initial_time", "must not be given beside `initial_timestamp`", initial_time)
+            initial_timestamp = initial_time
         self.initial_timestamp = time.time() if initial_timestamp is None else initial_timestamp
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002

@@ -98,7 +98,9 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
         self._self_cache.set_padding(attention_mask)
         return self
 
-    def crop(self, maximum_length: int | None = None, *, max_length: int | None = None) -> None:
+    def crop(  # type: ignore[override]  # the documented name
+        self, maximum_length: int | None = None, *, max_length: int | None = None
+    ) -> None:
         """Truncate the self-attention cache; the cross-attention cache is not changed.
 
         `maximum_length` is the documented name here, `max_length` that of the other caches.

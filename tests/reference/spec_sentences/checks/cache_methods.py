@@ -170,7 +170,6 @@ def _(lib):
     "cc_from_dict",
     209,
     "A cache config is read from its own dict.",
-    theirs="Its dict holds `cache_implementation`, which its constructor refuses.",
 )
 def _(lib):
     made = lib.QuantizedCacheConfig.from_dict(lib.QuantizedCacheConfig(nbits=2).to_dict())

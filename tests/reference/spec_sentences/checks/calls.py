@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 
-from tests.reference.spec_sentences.library import heard, refused
+from tests.reference.spec_sentences.library import ended, heard, refused
 from tests.reference.spec_sentences.sentence import (
     AUTOREGRESSIVE,
     GENERATE,
@@ -101,7 +101,7 @@ def _(lib):
 def _(lib):
     found = lib.model().generate(lib.ids(rows=2), num_beams=3, num_return_sequences=2, max_new_tokens=3)
     assert found.shape[0] == 4
-    return found
+    return ended(found)
 
 
 @older("nrs_greedy", 97, "Greedy search returns one sequence: asking for more is an error.")
@@ -141,7 +141,6 @@ def _(lib):
     "pipe_assistant",
     440,
     "A pipeline takes an assistant model.",
-    theirs="Its pipeline fails for a model that is given as an object.",
 )
 def _(lib):
     pipe = transformers.pipeline(
@@ -252,9 +251,14 @@ def _(lib):
     )
 
 
-@call("right_pad", 2248, "Right-padded prompts of a decoder-only model give a warning.")
+@call(
+    "right_pad",
+    2248,
+    "Right-padded prompts of a decoder-only model give a warning.",
+    ours="Padding is removed on either side, so that a prompt gives the tokens it gives alone.",
+)
 def _(lib):
-    ids = torch.cat((lib.ids(rows=1), torch.zeros(1, 2, dtype=torch.long)), 1)
+    ids = torch.cat((lib.ids(rows=2), torch.zeros(2, 2, dtype=torch.long)), 1)
     mask = (ids != 0).long()
     with heard() as said:
         lib.model().generate(ids, attention_mask=mask, max_new_tokens=2)

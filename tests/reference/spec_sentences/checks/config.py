@@ -13,7 +13,7 @@ field = page(CONFIG)
 call = page(GENERATE)
 
 FROZEN = "A config is immutable, so that calls cannot change each other: use `config.replace(...)`."
-STRICT = "An unknown name is an error, so that a misspelt parameter is found: see `GenerationConfig.extra`."
+STRICT = "An unknown name is an error, so that a misspelt parameter is found."
 
 
 @says("cfg_repr", 66, "A printed config shows only values that differ from the defaults.")

@@ -55,11 +55,10 @@ def _(lib):
     "sc_time_initial",
     1575,
     "The beginning may be given as `initial_time`.",
-    ours="The argument is `initial_timestamp`, as in 4.52.4.",
     theirs="The argument is `initial_timestamp`.",
 )
 def _(lib):
-    lib.MaxTimeCriteria(max_time=1.0, initial_time=time.time() - 5)
+    assert bool(lib.MaxTimeCriteria(max_time=1.0, initial_time=time.time() - 5)(IDS, None).all())
 
 
 @api("sc_time_ts", 101, "The beginning may be given as `initial_timestamp`.")
@@ -133,10 +132,7 @@ def _(lib):
             return input_ids[:, -1] % 2 == 1
 
     return lib.model().generate(
-        lib.ids(rows=4),
-        stopping_criteria=lib.StoppingCriteriaList([Odd()]),
-        max_new_tokens=6,
-        eos_token_id=None,
+        lib.ids(rows=4), stopping_criteria=lib.StoppingCriteriaList([Odd()]), max_new_tokens=6
     )
 
 

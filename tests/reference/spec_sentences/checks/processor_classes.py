@@ -79,7 +79,12 @@ for _name, (_line, _given) in WARPERS.items():
         assert bool((torch.isfinite(found).sum(1) >= 4).all())
         return found
 
-    @says(f"keep_bad_{_name}", _line + 2, f"`min_tokens_to_keep=0` of {_name} is an error.")
+    @says(
+        f"keep_bad_{_name}",
+        _line + 2,
+        f"`min_tokens_to_keep=0` of {_name} is an error.",
+        theirs="It takes the larger of this and `top_k`." if _name == "TopKLogitsWarper" else "",
+    )
     def _(lib, name=_name, given=_given):
         with refused(ValueError):
             getattr(lib, name)(**given, min_tokens_to_keep=0)
@@ -100,7 +105,10 @@ REFUSED = {
     "minlength": ("MinLengthLogitsProcessor", 602, [{"min_length": -1, "eos_token_id": 2}]),
     "seqbias": ("SequenceBiasLogitsProcessor", 917, [{"sequence_bias": []}, {"sequence_bias": [[[], 1.0]]}]),
 }
-THEIRS = {"badwords": "An empty word passes its check of the words and fails later, in another class."}
+THEIRS = {
+    "badwords": "It accepts an empty word.",
+    "seqbias": "It accepts a sequence without tokens.",
+}
 for _name, (_kind, _line, _wrong) in REFUSED.items():
 
     @says(
@@ -184,7 +192,7 @@ def _(lib):
 
 @says("typical_top", 1227, "Typical decoding may discard the likeliest token.")
 def _(lib):
-    found = torch.isfinite(lib.TypicalLogitsWarper(0.2)(IDS[:1], probs(0.5, 0.1, 0.1, 0.1, 0.1, 0.1)))
+    found = torch.isfinite(lib.TypicalLogitsWarper(0.2)(IDS[:1], probs(0.4, 0.22, 0.2, 0.18)))
     assert not bool(found[0, 0])
     return found
 

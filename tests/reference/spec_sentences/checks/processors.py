@@ -315,7 +315,13 @@ def _(lib):
     )
 
 
-@call("duplicate_processor", 2271, "A processor that the config already makes must not be given again.")
+@call(
+    "duplicate_processor",
+    2271,
+    "A processor that the config already makes must not be given again.",
+    ours="Both run: that of the caller after that of the config.",
+    theirs="It warns, and takes the caller's in place of the config's.",
+)
 def _(lib):
     with refused(ValueError):
         said(

@@ -254,7 +254,8 @@ def _(lib):
             device="cpu",
             ignore_repeated_ngrams=False,
             max_cache_size=64,
-            watermarking_config={"bias": 9.0, "seeding_scheme": "selfhash"},
+            watermarking_config={name: value for name, (_, value) in WM_DEFAULTS.items()}
+            | {"bias": 9.0, "seeding_scheme": "selfhash"},
         )
     return made(text(lib)[:, 6:]).tolist()
 

@@ -65,6 +65,14 @@ def test_rows_beyond_the_model_give_one_warning(recwarn):
         MaxLengthCriteria(9, max_position_embeddings=-1)
 
 
+def test_time_by_its_other_name(monkeypatch):
+    monkeypatch.setattr(criteria.time, "time", lambda: 100.0)
+    assert MaxTimeCriteria(3.0, initial_time=96.0)(torch.zeros(1, 1), None).tolist() == [True]
+    assert MaxTimeCriteria(3.0, initial_time=98.0).initial_timestamp == 98.0
+    with pytest.raises(InputError, match="`initial_time` must not be given beside"):
+        MaxTimeCriteria(3.0, 98.0, initial_time=98.0)
+
+
 def test_time(monkeypatch):
     ids = torch.zeros(2, 1, dtype=torch.long)
     monkeypatch.setattr(criteria.time, "time", lambda: 100.0)
