@@ -98,7 +98,12 @@ def _(lib):
     return found
 
 
-@field("forced_dec", 283, "`forced_decoder_ids` forces tokens at their positions.")
+@field(
+    "forced_dec",
+    283,
+    "`forced_decoder_ids` forces tokens at their positions.",
+    theirs="It refuses the field for models other than Whisper.",
+)
 def _(lib):
     found = lib.model("bart").generate(
         lib.ids("bart"), max_new_tokens=4, forced_decoder_ids=[[1, 9], [2, 10]]

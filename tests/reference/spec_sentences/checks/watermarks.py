@@ -109,11 +109,21 @@ def _(lib):
     assert '"bias": 1.5' in config(lib, bias=1.5).to_json_string()
 
 
-@field("wm_update", 1392, "`update` of a watermark config sets known values and returns the others.")
+@field("wm_update", 1392, "`update` of a watermark config sets known values.")
 def _(lib):
     made = config(lib)
-    unused = made.update(bias=3.0, other=1)
-    return made.bias, unused
+    made.update(bias=3.0)
+    return made.bias
+
+
+@field(
+    "wm_update_unknown",
+    1400,
+    "`update` of a watermark config ignores unknown names.",
+    ours="An unknown name is an error.",
+)
+def _(lib):
+    config(lib).update(other=1)
 
 
 @field("wm_validate", 1446, "`validate` of a watermark config accepts sound values.")
