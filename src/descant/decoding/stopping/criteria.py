@@ -91,17 +91,17 @@ class MaxLengthCriteria(StoppingCriteria):
 class MaxTimeCriteria(StoppingCriteria):
     """Ends all rows `max_time` seconds after `initial_timestamp`, by default the time of construction.
 
-    Both use `time.time()`. `initial_time` is another documented name of the second.
+    Both use `time.time()`. `initial_time` is the documented name of the same argument.
     """
 
     def __init__(
         self, max_time: float, initial_timestamp: float | None = None, *, initial_time: float | None = None
     ) -> None:
         self.max_time = _check_seconds("max_time", max_time)
-        if initial_time is not None:
-            if initial_timestamp is not None:
-                raise InputError("initial_time", "must not be given beside `initial_timestamp`", initial_time)
-            initial_timestamp = initial_time
+        if initial_timestamp is not None and initial_time is not None:
+            must = "must not be given with `initial_timestamp`, which is the same argument"
+            raise InputError("initial_time", must, initial_time, "leave it out")
+        initial_timestamp = initial_time if initial_timestamp is None else initial_timestamp
         self.initial_timestamp = time.time() if initial_timestamp is None else initial_timestamp
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002

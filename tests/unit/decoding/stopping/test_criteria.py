@@ -69,7 +69,7 @@ def test_time_by_its_other_name(monkeypatch):
     monkeypatch.setattr(criteria.time, "time", lambda: 100.0)
     assert MaxTimeCriteria(3.0, initial_time=96.0)(torch.zeros(1, 1), None).tolist() == [True]
     assert MaxTimeCriteria(3.0, initial_time=98.0).initial_timestamp == 98.0
-    with pytest.raises(InputError, match="`initial_time` must not be given beside"):
+    with pytest.raises(InputError, match="`initial_time` must not be given with"):
         MaxTimeCriteria(3.0, 98.0, initial_time=98.0)
 
 
