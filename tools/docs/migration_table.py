@@ -132,7 +132,7 @@ CACHES: Final = {
     ),
     "SinkCache": Row(
         "transformers.SinkCache(window_length=16, num_sink_tokens=4)",
-        "descant.SinkCache(window_length=16, num_sink_tokens=4, model=model)",
+        "descant.SinkCache(window_length=16, num_sink_tokens=4)",
         'or `cache_implementation="sink"`',
     ),
     "SlidingWindowCache": Row(

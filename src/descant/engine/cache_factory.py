@@ -69,6 +69,11 @@ class CacheRequest(NamedTuple):
     def settings(self, **known: Any) -> dict[str, Any]:
         """The config's `cache_config` with these defaults; raises for a name without a default."""
         given = dict(self.config.cache_config or {})
+        # The configs of transformers 4 name their cache among the settings.
+        named = given.pop(CACHE_FIELD, None)
+        if named not in (None, self.config.cache_implementation):
+            must = f"must be for the cache that `{CACHE_FIELD}` names, {self.config.cache_implementation!r}"
+            raise ConfigError("cache_config", must, named)
         for name, value in given.items():
             if name not in known:
                 do = f"known are {', '.join(sorted(known)) or 'none'}"

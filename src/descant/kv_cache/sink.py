@@ -148,6 +148,12 @@ class SinkStore:
         self.max_rewind: int | None = slack
         self._attention_by_device: dict[torch.device, _SinkAttention] = {}
 
+    def set_rotation(self, rotation: RotateFn | Sequence[RotateFn | None]) -> None:
+        """Set the rotation of a store that was built without one, before it drops any position."""
+        length, sinks, _, slack, room = self._init_args
+        self._init_args = length, sinks, rotation, slack, room
+        self._rotation = rotation
+
     def __len__(self) -> int:
         return len(self._blocks)
 

@@ -137,6 +137,17 @@ class StaticStore(DenseStore):
             views = self._layer_views[rows] = keys, values
         return views
 
+    def reserve(self, layer: int, like: Tensor) -> None:
+        """Allocate the blocks of a layer before its first write, in the heads and dtype of [0, H, 0, D]."""
+        for blocks in (self._keys, self._values):
+            self._ensure_capacity(blocks, layer, like, 0)
+
+    def clear_blocks(self) -> None:
+        """Fill all blocks with zeros."""
+        for blocks in (self._keys, self._values):
+            for block in blocks.values():
+                block.zero_()
+
     # -------------------------------------------------------------------- blocks
     def _make_empty(self) -> Self:
         return type(self)(self.capacity, self._max_rows, self.compile_config)

@@ -21,7 +21,7 @@ from descant.models.traits import has_dynamic_rope, traits_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RopeShift", "rope_from_config", "rope_of_model"]
+__all__ = ["RopeShift", "rope_from_config", "rope_of_model", "rope_of_running_model"]
 
 _rope_by_model: WeakKeyDictionary[PreTrainedModel, Sequence[RopeShift | None] | None] = WeakKeyDictionary()
 
@@ -151,6 +151,29 @@ def _is_match(rotation: RopeShift, keys: Tensor, shifted_keys: Tensor, shift: in
 def _relative_error(keys: Tensor, expected: Tensor) -> float:
     """The distance between keys, relative to the norm of the expected ones."""
     return float((keys - expected).norm() / expected.norm().clamp(min=1e-9))
+
+
+def rope_of_running_model() -> RopeShift | Sequence[RopeShift | None] | None:
+    """The rotation of the model whose forward is running in this thread; None also if there is none.
+
+    Models of transformers 5 do not tell a cache how they rotate keys. They are found on the call stack.
+    """
+    # Imported here: slow to load, and loaded already if a model is running.
+    from transformers import PreTrainedModel
+
+    models: list[PreTrainedModel] = []
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, PreTrainedModel) and owner not in models:
+            models.append(owner)
+        frame = frame.f_back
+    for model in models:
+        rotation = rope_from_config(model.config)
+        if rotation is not None:
+            return rotation
+    # The outermost model is the one that the caller runs; its code says what the config does not.
+    return rope_of_model(models[-1]) if models else None
 
 
 # -------------------------------------------------------------------- from a config

@@ -30,6 +30,8 @@ import transformers
 
 from tests.reference.parity.own import allowed_by_any, verdict
 from tests.reference.process import detectors, margins, stepping, wire
+from tests.reference.spec_sentences.library import Library
+from tests.reference.spec_sentences.sentence import observe
 from tests.unit.decoding.constraints import script
 from tests.unit.decoding.processors.prefixes import allowed_after
 
@@ -433,6 +435,23 @@ def scorer(
     thing = _made(name, {**arguments, **given, "device": torch.device("cpu")})
     steps = [{**thing.process(**one), "done": thing._done.clone()} for one in calls]
     return {"steps": steps, "end": None if last is None else dict(thing.finalize(**last))}
+
+
+@operation
+def sentence(*, name: str, root: str) -> dict[str, Any]:
+    """Whether a documented sentence holds here: see `tests/reference/spec_sentences`."""
+    from tests.reference.spec_sentences import checks
+
+    assert checks.__all__
+    generation = transformers.generation
+    places = [
+        transformers, transformers.cache_utils, generation.logits_process, generation.stopping_criteria,
+        generation.utils, generation.watermarking, generation.beam_constraints, generation.beam_search,
+        generation.configuration_utils, generation.streamers,
+    ]  # fmt: skip
+    if name.startswith("quanto"):
+        _spare_compiler()
+    return observe(name, Library(Path(root), places, _models.get))
 
 
 for one in detectors.OPERATIONS:

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from descant.errors import InputError
+import descant
+from descant.errors import ConfigError, InputError
 from descant.kv_cache.dense import DenseStore
 from descant.models.hf_caches import exports
 from descant.models.hf_caches.exports import (
@@ -185,9 +186,43 @@ def test_encoder_decoder(kind, name, get):
     close(stepped(subject.model, again, [{"decoder_input_ids": said}], **beside), want)
 
 
-def test_encoder_decoder_of_caches_that_are_not_ours_is_refused():
-    with pytest.raises(InputError, match="self_attention_cache"):
-        EncoderDecoderCache(transformers.DynamicCache(), DynamicCache())
+@pytest.mark.parametrize("filled", [False, True])
+def test_encoder_decoder_of_transformers_caches(filled, get):
+    subject = get("bart")
+    beside, said = {"input_ids": level(subject, 9)}, level(subject, 8, seed=4)
+    with torch.no_grad():
+        want = subject.model(**beside, decoder_input_ids=said, use_cache=False).logits
+    fed = [{"decoder_input_ids": one["input_ids"]} for one in feeds(said, (5, 1, 1, 1))]
+    parts = transformers.DynamicCache(), transformers.DynamicCache()
+    if filled:
+        stepped(subject.model, transformers.EncoderDecoderCache(*parts), fed[:1], **beside)
+    cache = EncoderDecoderCache(*parts)
+    assert all(cache.is_updated.values()) is True
+    close(stepped(subject.model, cache, fed[1:] if filled else fed, **beside), want[:, 5 if filled else 0 :])
+    assert isinstance(cache.self_attention_cache, DynamicCache)
+    mixed = EncoderDecoderCache(DynamicCache(), transformers.DynamicCache())
+    close(stepped(subject.model, mixed, fed, **beside), want)
+
+
+def test_encoder_decoder_is_cut_by_the_documented_name(get):
+    subject = get("bart")
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    stepped(subject.model, cache, [{"decoder_input_ids": level(subject, 8)}], input_ids=level(subject, 5))
+    cache.crop(maximum_length=6)
+    assert cache.get_seq_length() == 6
+    cache.crop(max_length=-2)
+    assert cache.get_seq_length() == 4
+    assert cache.cross_attention_cache.get_seq_length() == 5
+    for given in ({}, {"maximum_length": 2, "max_length": 2}):
+        with pytest.raises(InputError, match="`maximum_length` must be given once"):
+            cache.crop(**given)
+
+
+def test_encoder_decoder_of_what_is_no_kv_cache_is_refused():
+    both = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+    for wrong in (3, [], both, EncoderDecoderCache(DynamicCache(), DynamicCache())):
+        with pytest.raises(InputError, match="`cross_attention_cache` must be a cache of keys and values"):
+            EncoderDecoderCache(DynamicCache(), wrong)
 
 
 # -------------------------------------------------------------------- state
@@ -399,7 +434,6 @@ def test_what_does_not_fit_is_refused(get):
     static = StaticCache(model.config, 3, 10, model.device, model.dtype)
     assert static.get_max_cache_shape() == static.get_max_length() == 10
     assert static.is_compileable
-    assert static.key_cache == []
     stepped(model, static, feeds(ids, (8, 2)))
     assert static.key_cache[0].shape == (3, 2, 10, 8)
     with pytest.raises(InputError, match="`max_cache_len` must be >= the 11 positions"):
@@ -426,6 +460,82 @@ def test_what_does_not_fit_is_refused(get):
     assert sliding.is_sliding == [True, True]
     assert DynamicCache().get_max_cache_shape() is None
     assert DynamicCache().get_max_length() == -1
+
+
+@pytest.mark.parametrize("kind", [StaticCache, OffloadedStaticCache])
+def test_static_blocks_are_there_before_the_first_forward(kind, get):
+    subject = get("llama")
+    cache = kind(config=subject.model.config, max_batch_size=3, max_cache_len=10)
+    assert (cache.dtype, cache.device) == (torch.float32, torch.device("cpu"))
+    before = cache.key_cache
+    assert [tuple(block.shape) for block in (*before, *cache.value_cache)] == [(3, 2, 10, 8)] * 4
+    assert {block.dtype for block in before} == {torch.float32}
+    assert not any(bool(block.any()) for block in before)
+    assert cache.get_seq_length() == 0
+    ids = level(subject, 9)
+    close(stepped(subject.model, cache, feeds(ids, (7, 1, 1))), whole(subject.model, ids))
+    if kind is StaticCache:
+        assert cache.key_cache[0].data_ptr() == before[0].data_ptr()
+    assert bool(before[0].any())
+    cache.reset()
+    assert not any(bool(block.any()) for block in (*cache.key_cache, *before))
+
+
+def test_sized_caches_have_the_documented_defaults(get):
+    for kind, name in ((StaticCache, "llama"), (SlidingWindowCache, "mistral"), (HybridCache, "gemma2")):
+        cache = kind(get(name).model.config, 2, 10)
+        assert (cache.dtype, cache.device) == (torch.float32, torch.device("cpu"))
+    half = copy.deepcopy(get("llama").model).to(torch.bfloat16)
+    ids, config = level(get("llama"), 4), half.config
+    with pytest.raises(
+        InputError, match=r"`dtype` must be torch\.bfloat16.*give StaticCache dtype=model\.dtype"
+    ):
+        stepped(half, StaticCache(config, 3, 10), feeds(ids, (4,)))
+    for dtype in (torch.bfloat16, None):
+        stepped(half, StaticCache(config, 3, 10, dtype=dtype), feeds(ids, (4,)))
+
+
+def test_usable_length(get):
+    subject = get("llama")
+    caches_ = (DynamicCache(), StaticCache(subject.model.config, 3, 12), SinkCache(8, 2, model=subject.model))
+    for cache in caches_:
+        stepped(subject.model, cache, feeds(level(subject, 6), (6,)))
+    assert [[cache.get_usable_length(new) for new in (1, 4, 7)] for cache in caches_] == [
+        [6, 6, 6], [6, 6, 5], [6, 4, 1]
+    ]  # fmt: skip
+
+
+def test_a_cache_config_names_its_cache():
+    config = exports.CacheConfig("static")
+    assert config.cache_implementation == "static"
+    assert config.to_dict() == {"cache_implementation": "static"}
+    assert exports.CacheConfig.from_dict(config.to_dict()) == config
+    assert config.update(cache_implementation="dynamic", other=1) == {"other": 1}
+    assert exports.CacheConfig(cache_implementation=None).cache_implementation is None
+    assert exports.StaticCacheConfig(1, 2).cache_implementation == "static"
+
+
+def test_settings_may_name_the_cache_that_they_are_for(get):
+    subject = get("llama")
+    given = {"max_new_tokens": 4, "cache_implementation": "static"}
+    ids = level(subject, 6)
+    plain = descant.generate(subject.model, ids, max_new_tokens=4)
+    for config in (exports.CacheConfig("static"), {"cache_implementation": "static", "max_cache_len": 12}):
+        assert descant.generate(subject.model, ids, cache_config=config, **given).tolist() == plain.tolist()
+    with pytest.raises(ConfigError, match=r"`cache_config` must be for the cache .* 'static', got 'dynamic'"):
+        descant.generate(subject.model, ids, cache_config=exports.CacheConfig("dynamic"), **given)
+
+
+def test_a_static_cache_whose_blocks_were_read_is_filled_by_generate(get):
+    subject = get("llama")
+    ids = level(subject, 6, rows=1)
+    cache = StaticCache(subject.model.config, 1, 12)
+    assert len(cache.key_cache) == 2
+    found = descant.generate(subject.model, ids, max_new_tokens=4, past_key_values=cache, eos_token_id=None)
+    assert (
+        found.tolist() == descant.generate(subject.model, ids, max_new_tokens=4, eos_token_id=None).tolist()
+    )
+    assert cache.get_seq_length() == 9
 
 
 def test_a_forward_of_other_rows_is_refused(get):
@@ -487,12 +597,30 @@ def test_sinks_are_the_first_tokens_of_padded_rows(get):
         close(said[line, 30 - len(row) :], alone[0])
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "qwen2"])
+def test_sinks_learn_the_rotation_from_the_model_that_runs(name, get):
+    """As documented: neither config nor model is given, and the forwards go on beyond the window."""
+    subject = get(name)
+    model, ids = subject.model, level(subject, 30)
+    want = stepped(model, SinkCache(12, 3, model=model), feeds(ids, (12, *(1,) * 18)))
+    cache = SinkCache(window_length=12, num_sink_tokens=3)
+    close(stepped(model, cache, feeds(ids, (12, 1, 4, *(1,) * 12))), want[:, :29])
+    close(stepped(model, copy.deepcopy(cache), feeds(ids, (1,), first=29)), want[:, 29:])
+    cache.reorder_cache(torch.tensor([2, 0]))
+    close(stepped(model, cache, feeds(ids[[2, 0]], (1,), first=29)), want[[2, 0], 29:])
+
+
 def test_sinks_without_a_rotation_are_refused_when_they_would_have_to_turn(get):
-    subject = get("llama")
+    subject = get("gpt2")
     cache, ids = SinkCache(window_length=12, num_sink_tokens=3), level(subject, 13)
     close(stepped(subject.model, cache, feeds(ids, (8, 4))), whole(subject.model, ids)[:, :12])
     with pytest.raises(InputError, match="give SinkCache the `config`"):
         stepped(subject.model, cache, feeds(ids, (1,), first=12))
+    key = torch.zeros(1, 2, 12, 8)
+    alone = SinkCache(12, 3)
+    alone.update(key, key, 0)
+    with pytest.raises(InputError, match="`rotation` must be given"):
+        alone.update(key[:, :, :1], key[:, :, :1], 0)
     for given in ({"config": get("gpt2").model.config}, {"model": get("gpt2").model}):
         with pytest.raises(InputError, match="rotary positions"):
             SinkCache(12, 3, **given)

@@ -122,10 +122,14 @@ def early_layers(wanted: str | Sequence[int], traits: ModelTraits) -> list[int]:
     """The layers that `dola_layers` means for a model; 0 are the embeddings."""
     count = traits.num_layers
     if not isinstance(wanted, str):
-        invalid = [layer for layer in wanted if layer >= count]
+        invalid = [layer for layer in wanted if layer > count]
         if invalid:
-            raise ConfigError("dola_layers", f"must name layers below the last, {count}", invalid[0])
-        return sorted(set(wanted))
+            raise ConfigError("dola_layers", f"must name layers up to the last, {count}", invalid[0])
+        # The last layer does not differ from itself, so it is never the one that differs most.
+        early = sorted(set(wanted) - {count})
+        if not early:
+            raise ConfigError("dola_layers", f"must name a layer below the last, {count}", list(wanted))
+        return early
     if wanted == "high":
         return list(range(count // 2 if count <= 40 else count - 20, count, 2))
     # With tied embeddings layer 0 would predict its own input token.

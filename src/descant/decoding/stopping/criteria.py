@@ -65,20 +65,29 @@ class StoppingCriteriaList(list[Any]):
 class MaxLengthCriteria(StoppingCriteria):
     """Ends rows of at least `max_length` tokens, prompt included on decoder-only models.
 
-    `max_position_embeddings` is the model's maximum length; a larger `max_length` is an error.
+    `max_position_embeddings` is the model's maximum length. Rows that reach it and do not end give one
+    warning, as transformers 4.52 documents it: some models read longer rows, and some fail.
     """
 
     def __init__(self, max_length: int, max_position_embeddings: int | None = None) -> None:
         self.max_length = _check_count("max_length", max_length)
-        if max_position_embeddings is not None and max_length > max_position_embeddings:
-            must = f"must be <= `max_position_embeddings` = {max_position_embeddings}"
-            do = "omit `max_position_embeddings` to allow longer rows"
-            raise InputError("max_length", must, max_length, do)
+        if max_position_embeddings is not None:
+            _check_count("max_position_embeddings", max_position_embeddings)
         self.max_position_embeddings = max_position_embeddings
+        self._has_warned = False
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
         """Return whether the rows [N, L] are long enough, the same for all [N]."""
-        return _full_mask(input_ids, input_ids.shape[1] >= self.max_length)
+        length, limit = input_ids.shape[1], self.max_position_embeddings
+        is_done = length >= self.max_length
+        if limit is not None and length >= limit and not is_done and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"rows of {length} tokens have reached the {limit} positions of the model and go on to "
+                f"`max_length` = {self.max_length}: longer rows may raise an error or lose quality",
+                stacklevel=2,
+            )
+        return _full_mask(input_ids, is_done)
 
 
 class MaxTimeCriteria(StoppingCriteria):

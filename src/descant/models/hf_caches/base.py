@@ -231,6 +231,13 @@ class Cache(TransformersCache):
         """The maximum number of positions; None: no limit."""
         return None
 
+    def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
+        """The number of cached positions that `new_seq_length` new ones will see beside them."""
+        limit, length = self.get_max_cache_shape(layer_idx), self.get_seq_length(layer_idx)
+        if limit is not None and length + new_seq_length > limit:
+            return limit - new_seq_length
+        return length
+
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """The maximum number of positions; -1: no limit (the transformers 5 convention)."""
         limit = self.get_max_cache_shape(layer_idx or 0)

@@ -17,9 +17,12 @@ __all__ = ["CacheConfig", "QuantizedCacheConfig", "StaticCacheConfig"]
 
 
 class CacheConfig:
-    """Base of the cache configs."""
+    """Base of the cache configs: the name of a cache, as `cache_implementation` takes it."""
 
     cache_implementation: str | None = None
+
+    def __init__(self, cache_implementation: str | None = None) -> None:
+        self.cache_implementation = cache_implementation
 
     def validate(self) -> None:
         """Raise ConfigError if a setting is invalid."""

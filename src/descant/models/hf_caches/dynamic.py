@@ -19,7 +19,7 @@ from descant.kv_cache.quantizers import BACKENDS
 from descant.kv_cache.sink import RotateFn, SinkStore
 from descant.models.hf_caches.base import Cache
 from descant.models.hf_caches.configs import CacheConfig, QuantizedCacheConfig
-from descant.models.rope import rope_from_config, rope_of_model
+from descant.models.rope import rope_from_config, rope_of_model, rope_of_running_model
 
 __all__ = [
     "DynamicCache",
@@ -125,9 +125,9 @@ class SinkCache(Cache):
 
     The first forward of a row is read whole. From then on a token sees `window_length` positions, the sinks
     and itself included. Fed positions are counted as without this cache. The keys of the sinks are rotated to
-    the start of the window, which needs the `config` of the model, the `model` or a `rotation`; without one
-    the cache works until the window is full. For a padded batch call `set_padding` first, or padding becomes
-    the sinks.
+    the start of the window. How they are rotated is known from a `rotation`, the `config` of the model or the
+    `model`; without one of them, from the model whose forward fills the window. For a padded batch call
+    `set_padding` first, or padding becomes the sinks.
     """
 
     def __init__(
@@ -154,9 +154,17 @@ class SinkCache(Cache):
         return self.window_length
 
     def _check_capacity(self, layer: int, key: Tensor, span: KVSpan) -> None:  # noqa: ARG002
-        if not self._has_rotation and not span.is_first_write and span.read_length > self.window_length:
-            must = f"must be given to read more than {self.window_length} positions"
-            raise InputError("rotation", must, None, "give SinkCache the `config` of the model")
+        if self._has_rotation or span.is_first_write or span.read_length <= self.window_length:
+            return
+        rotation = rope_of_running_model()
+        if rotation is None:
+            must = f"must be given to read more than {self.window_length} positions of this model"
+            raise InputError(
+                "rotation", must, None, "give SinkCache the `config` of a model that rotates keys"
+            )
+        assert isinstance(self._store, SinkStore)
+        self._store.set_rotation(rotation)
+        self._has_rotation = True
 
 
 class _EvictingCache(DynamicCache):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from torch import Tensor
+from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderDecoderCache
 
 from descant.core.interfaces import KVCache
@@ -13,12 +14,17 @@ from descant.errors import InputError
 from descant.models.hf_caches.base import Cache
 from descant.models.hf_caches.dynamic import DynamicCache
 from descant.models.hf_caches.layers import KVPair
+from descant.models.hf_caches.transformers_copy import from_transformers_cache
 
 __all__ = ["EncoderDecoderCache"]
 
 
 class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
-    """A self-attention cache and a cross-attention cache."""
+    """A self-attention cache and a cross-attention cache.
+
+    The contents of a cache of transformers are copied to a Descant cache; forwards write to the copy, which
+    `self_attention_cache` and `cross_attention_cache` return.
+    """
 
     def __init__(self, self_attention_cache: Any, cross_attention_cache: Any = None) -> None:
         if cross_attention_cache is None:  # the layers of such a cache, four tensors each
@@ -26,15 +32,12 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
             half = [len(pair) // 2 for pair in pairs]
             self_attention_cache = DynamicCache([pair[:n] for pair, n in zip(pairs, half, strict=True)])
             cross_attention_cache = DynamicCache([pair[n:] for pair, n in zip(pairs, half, strict=True)])
-        for name, cache in (("self", self_attention_cache), ("cross", cross_attention_cache)):
-            if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
-                raise InputError(f"{name}_attention_cache", "must be a descant cache", cache)
-        self.self_attention_cache: Any = self_attention_cache
-        self.cross_attention_cache: Any = cross_attention_cache
+        self.self_attention_cache: Any = _own_cache("self_attention_cache", self_attention_cache)
+        self.cross_attention_cache: Any = _own_cache("cross_attention_cache", cross_attention_cache)
         self.offloading = False
         self.layer_class_to_replicate = None
-        layers = range(len(cross_attention_cache))
-        self.is_updated = {layer: cross_attention_cache.get_seq_length(layer) > 0 for layer in layers}
+        cross: Cache = self.cross_attention_cache
+        self.is_updated = {layer: cross.get_seq_length(layer) > 0 for layer in range(len(cross))}
 
     @property
     def _self_cache(self) -> Cache:
@@ -95,9 +98,17 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
         self._self_cache.set_padding(attention_mask)
         return self
 
-    def crop(self, max_length: int) -> None:
-        """Truncate the self-attention cache; the cross-attention cache is not changed."""
-        self._self_cache.crop(max_length)
+    def crop(  # type: ignore[override]  # the documented name
+        self, maximum_length: int | None = None, *, max_length: int | None = None
+    ) -> None:
+        """Truncate the self-attention cache; the cross-attention cache is not changed.
+
+        `maximum_length` is the documented name here, `max_length` that of the other caches.
+        """
+        given = [length for length in (maximum_length, max_length) if length is not None]
+        if len(given) != 1:
+            raise InputError("maximum_length", "must be given once", given)
+        self._self_cache.crop(given[0])
 
     def reset(self) -> None:
         """Remove every row from both caches."""
@@ -161,3 +172,15 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
     def is_compileable(self) -> bool:
         """Whether the shapes of the self-attention cache are static."""
         return self._self_cache.is_compileable
+
+
+def _own_cache(name: str, cache: Any) -> Cache:
+    """The cache, or a copy of a transformers cache as a Descant cache."""
+    found: Any = cache
+    if isinstance(cache, TransformersCache) and not isinstance(
+        cache, Cache | TransformersEncoderDecoderCache
+    ):
+        found = from_transformers_cache(cache, None)
+    if not isinstance(found, Cache) or isinstance(found, TransformersEncoderDecoderCache):
+        raise InputError(name, "must be a cache of keys and values, of descant or of transformers", cache)
+    return found

@@ -49,6 +49,7 @@ class CacheShape:
     dtype: torch.dtype | None = None
     layer_devices: Mapping[int, Device] | None = None  # by layer
     max_rewind: int = 64  # positions by which rows can be rewound after they left a window
+    kv_heads: tuple[int, int] | None = None  # key heads and their size, if the config declares them
 
     @property
     def capacity(self) -> int:
@@ -64,7 +65,10 @@ class CacheShape:
 
 
 class SizedCache(Cache):
-    """Base of the caches that are created for a model, with a maximum batch size and length."""
+    """Base of the caches that are created for a model, with a maximum batch size and length.
+
+    By default `dtype` is float32 and `device` is torch's default device; a `dtype` of None is the model's.
+    """
 
     def __init__(  # noqa: PLR0913 - as documented
         self,
@@ -72,7 +76,7 @@ class SizedCache(Cache):
         batch_size: int | None = None,
         max_cache_len: int | None = None,
         device: Device | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = torch.float32,
         layer_device_map: Mapping[int, Device] | None = None,
         *,
         max_batch_size: int | None = None,
@@ -81,7 +85,15 @@ class SizedCache(Cache):
         longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         positions = longest if max_cache_len is None else max_cache_len
         self._init_from_shape(
-            CacheShape(layer_windows(config), rows, positions, device, dtype, layer_device_map)
+            CacheShape(
+                layer_windows(config),
+                rows,
+                positions,
+                torch.get_default_device() if device is None else device,
+                dtype,
+                layer_device_map,
+                kv_heads=_kv_heads(config),
+            )
         )
 
     @classmethod
@@ -114,10 +126,12 @@ class SizedCache(Cache):
         if self.max_batch_size is not None and key.shape[0] > self.max_batch_size:
             raise InputError("batch_size", f"must be >= the {key.shape[0]} rows fed", self.max_batch_size)
         if self.dtype is not None and key.dtype != self.dtype:
-            raise InputError("dtype", f"must be {key.dtype}, the dtype of the model", self.dtype)
+            do = f"give {type(self).__name__} dtype=model.dtype"
+            raise InputError("dtype", f"must be {key.dtype}, the dtype of the model", self.dtype, do)
         device = (self.cache_shape.layer_devices or {}).get(layer, self.device)
         if device is not None and torch.device(device).type != key.device.type:
-            raise InputError("device", f"must be {key.device}, the device of layer {layer}", device)
+            do = f"give {type(self).__name__} device=model.device"
+            raise InputError("device", f"must be {key.device}, the device of layer {layer}", device, do)
         limit = self.max_cache_len
         if limit is not None and span.read_length > limit and self._has_full_layers:
             raise InputError("max_cache_len", f"must be >= the {span.read_length} positions read", limit)
@@ -139,8 +153,19 @@ def layer_windows(config: Any) -> list[int | None]:
     ]
 
 
+def _kv_heads(config: Any) -> tuple[int, int] | None:
+    """The number of key heads and their size; None if the config does not declare them."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None)
+    # Latent attention caches other shapes than the config's heads have.
+    if heads is None or hasattr(text, "kv_lora_rank"):
+        return None
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(getattr(text, "num_key_value_heads", None) or heads), int(size)
+
+
 class StaticCache(SizedCache):
-    """Keys and values in blocks of fixed shape, allocated at the first write."""
+    """Keys and values in blocks of fixed shape, allocated when they are first written or read."""
 
     def _make_store(self, shape: CacheShape) -> KVCache:
         return StaticStore(shape.capacity, shape.max_batch_size)
@@ -161,13 +186,34 @@ class StaticCache(SizedCache):
 
     @property
     def key_cache(self) -> list[Tensor]:
-        """Keys of every layer [R, H, max_cache_len, D]."""
-        return [(self._full_blocks(layer) or self[layer])[0] for layer in range(len(self))]
+        """Keys of every layer [R, H, max_cache_len, D], zero before the first forward."""
+        return [pair[0] for pair in self._all_blocks()]
 
     @property
     def value_cache(self) -> list[Tensor]:
-        """Values of every layer [R, H, max_cache_len, D]."""
-        return [(self._full_blocks(layer) or self[layer])[1] for layer in range(len(self))]
+        """Values of every layer [R, H, max_cache_len, D], zero before the first forward."""
+        return [pair[1] for pair in self._all_blocks()]
+
+    def _all_blocks(self) -> list[KVPair]:
+        """The blocks of every layer; those of an empty cache are allocated, as a forward will write them."""
+        shape, store = self.cache_shape, self._store
+        rows, kv_heads = shape.max_batch_size, shape.kv_heads
+        if len(store) or rows is None or kv_heads is None or self.dtype is None:
+            return [self._full_blocks(layer) or self[layer] for layer in range(len(self))]
+        assert isinstance(store, StaticStore)
+        heads, size = kv_heads
+        for layer in range(len(shape.windows)):
+            device = (shape.layer_devices or {}).get(layer, self.device)
+            store.reserve(layer, torch.empty(0, heads, 0, size, dtype=self.dtype, device=device))
+        views = store.layer_views(rows)
+        assert views is not None
+        return [(views[0][layer], views[1][layer]) for layer in range(len(shape.windows))]
+
+    def reset(self) -> None:
+        """Remove every row and fill the blocks with zeros; their addresses stay."""
+        super().reset()
+        if isinstance(self._store, StaticStore):
+            self._store.clear_blocks()
 
     @property
     def is_compileable(self) -> bool:
@@ -184,7 +230,7 @@ class OffloadedStaticCache(StaticCache):
         max_batch_size: int | None = None,
         max_cache_len: int | None = None,
         device: Device | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = torch.float32,
         offload_device: Device = "cpu",
         layer_device_map: Mapping[int, Device] | None = None,
     ) -> None:

@@ -135,8 +135,17 @@ def test_there_is_always_an_early_layer(count, tied):
 def test_layers_by_number():
     facts = dataclasses.replace(FACTS, num_layers=6)
     assert early_layers([4, 0, 4, 2], facts) == [0, 2, 4]
-    with pytest.raises(ConfigError, match="`dola_layers` must name layers below the last, 6, got 6"):
-        early_layers([1, 6], facts)
+    assert early_layers([1, 6], facts) == [1]  # the last layer does not differ from itself
+    with pytest.raises(ConfigError, match="`dola_layers` must name layers up to the last, 6, got 7"):
+        early_layers([1, 7], facts)
+    with pytest.raises(ConfigError, match=r"`dola_layers` must name a layer below the last, 6, got \[6\]"):
+        early_layers([6], facts)
+
+
+def test_layers_up_to_their_number(tiny):
+    model = tiny("llama")
+    rows = rows_of(model)
+    assert call(model, rows, dola_layers=[0, 2])[0] == call(model, rows, dola_layers=[0])[0]
 
 
 # ------------------------------------------------------------------------ tokens
@@ -242,7 +251,8 @@ def test_beams(tiny, name):
     ("name", "fields", "message"),
     [
         ("t5", {"dola_layers": "low"}, "`dola_layers` is not supported for a model with an encoder"),
-        ("llama", {"dola_layers": [2]}, "`dola_layers` must name layers below the last, 2, got 2"),
+        ("llama", {"dola_layers": [2]}, r"`dola_layers` must name a layer below the last, 2, got \[2\]"),
+        ("llama", {"dola_layers": [0, 3]}, "`dola_layers` must name layers up to the last, 2, got 3"),
         ("llama", {"dola_layers": "mid"}, "`dola_layers` must be"),
         (
             "llama",

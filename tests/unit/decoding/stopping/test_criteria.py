@@ -52,9 +52,25 @@ def test_length():
         assert verdict.dtype == torch.bool
 
 
-def test_a_length_beyond_the_model_is_refused():
-    with pytest.raises(InputError, match=r"`max_length` must be <= `max_position_embeddings` = 8, got 9"):
-        MaxLengthCriteria(9, max_position_embeddings=8)
+def test_rows_beyond_the_model_give_one_warning(recwarn):
+    criterion = MaxLengthCriteria(10, max_position_embeddings=8)
+    for length in (7, 8, 9, 10):
+        ids = torch.zeros(1, length, dtype=torch.long)
+        assert criterion(ids, None).tolist() == [length == 10]
+        assert len(recwarn) == (length >= 8)
+    assert "rows of 8 tokens have reached the 8 positions of the model" in str(recwarn[0].message)
+    MaxLengthCriteria(8, max_position_embeddings=8)(torch.zeros(1, 8, dtype=torch.long), None)
+    assert len(recwarn) == 1
+    with pytest.raises(InputError, match="max_position_embeddings"):
+        MaxLengthCriteria(9, max_position_embeddings=-1)
+
+
+def test_time_by_its_other_name(monkeypatch):
+    monkeypatch.setattr(criteria.time, "time", lambda: 100.0)
+    assert MaxTimeCriteria(3.0, initial_time=96.0)(torch.zeros(1, 1), None).tolist() == [True]
+    assert MaxTimeCriteria(3.0, initial_time=98.0).initial_timestamp == 98.0
+    with pytest.raises(InputError, match="`initial_time` must not be given with"):
+        MaxTimeCriteria(3.0, 98.0, initial_time=98.0)
 
 
 def test_time(monkeypatch):
