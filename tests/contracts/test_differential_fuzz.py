@@ -1,0 +1,40 @@
+"""The differential fuzz: requests in a crowd, alone, on another cache and by transformers give the same.
+
+CI runs the first cases and those that have found defects; `-m slow` runs a thousand.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.fuzz.cases import case_of
+from tools.fuzz.oracles import judge
+
+SLICE, WHOLE, PART = 36, 1000, 50
+# Cases that have found a defect, by the defect.
+FOUND: dict[str, int] = {}
+
+
+def differences(seeds):
+    return [str(one) for seed in seeds for one in judge(case_of(seed)).differences if not one.explained_by]
+
+
+@pytest.mark.parametrize("seed", FOUND.values(), ids=FOUND)
+def test_cases_that_have_found_a_defect(seed):
+    assert not differences([seed])
+
+
+def test_first_cases():
+    assert not differences(range(SLICE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SLICE, WHOLE, PART))
+def test_more_cases(first):
+    assert not differences(range(first, first + PART))
+
+
+def test_a_case_is_made_from_its_seed_alone():
+    for seed in (3, 17):
+        assert repr(case_of(seed).asks) == repr(case_of(seed).asks)
+    assert repr(case_of(3)) != repr(case_of(4))
