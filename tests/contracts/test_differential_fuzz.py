@@ -10,7 +10,7 @@ import pytest
 from tools.fuzz.cases import case_of
 from tools.fuzz.oracles import judge
 
-SLICE, WHOLE, PART = 36, 1000, 50
+SLICE, WHOLE, PART = 24, 1024, 50
 # Cases that have found a defect, by the defect.
 FOUND: dict[str, int] = {}
 
@@ -32,9 +32,3 @@ def test_first_cases():
 @pytest.mark.parametrize("first", range(SLICE, WHOLE, PART))
 def test_more_cases(first):
     assert not differences(range(first, first + PART))
-
-
-def test_a_case_is_made_from_its_seed_alone():
-    for seed in (3, 17):
-        assert repr(case_of(seed).asks) == repr(case_of(seed).asks)
-    assert repr(case_of(3)) != repr(case_of(4))

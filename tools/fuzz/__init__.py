@@ -1,1 +1,1 @@
-"""The differential fuzz: random requests on tiny random models, each decoded in several ways that must agree."""
+"""The differential fuzz: random requests, each decoded in several ways that must agree."""

@@ -278,4 +278,7 @@ def _actions(rng: random.Random, on: Subject, asks: Sequence[Ask]) -> dict[int, 
             actions.setdefault(step + rng.randint(1, 4), []).append(Action("peek", (index,)))
     if rng.random() < 0.15 and not (avoided("refused encoder requests") and on.encodes):
         actions.setdefault(rng.randint(0, latest), []).append(Action("refuse"))
+    if avoided("cancel before the first step") and on.encodes:
+        for some in actions.values():  # what was admitted for this step has not had one
+            some.sort(key=lambda action: action.kind == "admit")
     return {step: tuple(some) for step, some in actions.items()}

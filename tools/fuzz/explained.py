@@ -60,9 +60,7 @@ EXPLAINED: dict[str, Explained] = {
 }
 
 
-def explanation(
-    case: Case, ask: Ask, oracle: str, expected: Result | Exception, found: Result
-) -> str | None:
+def explanation(case: Case, ask: Ask, oracle: str, expected: Result | Exception, found: Result) -> str | None:
     """The name of what explains a difference; None: it is a defect."""
     for name, one in EXPLAINED.items():
         if one.oracle == oracle and one.holds(case, ask, expected, found):

@@ -15,4 +15,3 @@ AVOIDED: dict[str, str] = {
 def avoided(name: str) -> bool:
     """Whether cases of that name are left out."""
     return name in AVOIDED
-

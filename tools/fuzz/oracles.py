@@ -114,4 +114,3 @@ def _attempt(way: Any, *given: Any) -> Any:
         return way(*given)
     except Exception as error:
         return error
-

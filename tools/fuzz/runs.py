@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 import descant
-from descant import DescantError, Failed, Finished, Hypothesis, PrefixCache, Request, RowError, Session, Tokens
+from descant import (
+    DescantError,
+    Failed,
+    Finished,
+    Hypothesis,
+    PrefixCache,
+    Request,
+    RowError,
+    Session,
+    Tokens,
+)
 from tools.fuzz.cases import Action, Ask, Case
 from tools.fuzz.subjects import Subject, tokenizer
 
@@ -62,7 +72,7 @@ class _Driver:
             for event in self.session.step():
                 self.handle(event)
         if len(self.session) or self.session.rows:
-            raise AssertionError(f"{len(self.session)} requests, {self.session.rows} rows are left at the end")
+            raise AssertionError(f"{len(self.session)} requests and {self.session.rows} rows are left")
         return self.results
 
     def act(self, action: Action) -> None:
