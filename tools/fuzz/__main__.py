@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     _say(described(_reduced(case, one, client)))
             if time.monotonic() - last > 60:
                 last = time.monotonic()
+                _write(tally, seeds[0], time.process_time() - began, options.out)
                 _say(f"... {tally.cases} cases, up to seed {seed}, {len(tally.differences)} differences")
             if options.seconds and time.process_time() - began > options.seconds:
                 break
@@ -126,11 +127,16 @@ def described(case: Case) -> str:
     return "\n".join(lines)
 
 
+def _write(tally: Tally, first: int, seconds: float, path: Path | None) -> None:
+    """Write the results so far, if there is a file for them."""
+    if path is not None:
+        document = {"first seed": first, **tally.document(), "cpu_seconds": round(seconds)}
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
 def _report(tally: Tally, first: int, seconds: float, options: argparse.Namespace) -> None:
     """Print the summary, and write the results where they are asked for."""
-    document = {"first seed": first, **tally.document(), "cpu_seconds": round(seconds)}
-    if options.out is not None:
-        options.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    _write(tally, first, seconds, options.out)
     _say(
         f"{tally.cases} cases from seed {first}, {tally.requests} requests, {seconds:.0f} CPU s "
         f"({tally.cases / max(seconds, 1e-9):.1f} cases a second)",

@@ -12,7 +12,7 @@ from tools.fuzz.cases import Ask
 from tools.fuzz.runs import Result
 from tools.fuzz.subjects import Subject
 
-__all__ = ["generated", "has"]
+__all__ = ["generated", "has", "pad"]
 
 _METHODS = frozenset(
     {"penalty_alpha", "top_k", "dola_layers", "num_beam_groups", "diversity_penalty", "force_words_ids"}
@@ -28,6 +28,11 @@ _SHARED = frozenset(
 _NEUTRAL = frozenset({"logprobs", "prefill_chunk_size", "low_memory", "pad_token_id"})
 
 
+def pad(on: Subject) -> int:
+    """The token that fills up its rows."""
+    return on.vocab - 1
+
+
 def has(on: Subject, ask: Ask) -> bool:
     """Whether it decodes a request in the same way."""
     names = set(ask.fields)
@@ -37,6 +42,7 @@ def has(on: Subject, ask: Ask) -> bool:
         on.folder is not None
         and methods
         and single
+        and not {"num_beam_groups", "force_words_ids"} <= names  # refused there
         and names <= _METHODS | _SHARED | _NEUTRAL
         and not (ask.processors or ask.criteria or ask.negative)
     )
@@ -47,18 +53,11 @@ def generated(client: ReferenceClient, on: Subject, ask: Ask) -> Result:
     arguments: dict[str, Any] = {k: v for k, v in ask.fields.items() if k in _METHODS | _SHARED}
     # A group of beams that has ended goes on with padding there, which later groups are kept from saying:
     # this token is in no prompt and hardly ever said.
-    arguments["pad_token_id"] = on.vocab - 1
+    arguments["pad_token_id"] = pad(on)
     inputs = {"input_ids": torch.tensor([ask.source or ask.prompt])}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if ask.source:
         inputs["decoder_input_ids"] = torch.tensor([ask.prompt])
     load = {"torch_dtype": "float64"}
     said = client.generate(str(on.folder), inputs, arguments, ["sequences"], load=load)["sequences"]
-    rows = said[:, len(ask.prompt) :]
-    return Result([Hypothesis(_unpadded(row, on), "") for row in rows])
-
-
-def _unpadded(row: torch.Tensor, on: Subject) -> torch.Tensor:
-    """The tokens without the padding at their end, which our side has as another token."""
-    length = int((row != on.vocab - 1).nonzero().max()) + 1 if bool((row != on.vocab - 1).any()) else 0
-    return row[:length]
+    return Result([Hypothesis(row, "") for row in said[:, len(ask.prompt) :]])
