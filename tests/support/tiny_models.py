@@ -287,11 +287,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def build(name: str, folder: Path) -> Path:
+def build(name: str | Architecture, folder: Path) -> Path:
     """Write the tiny model `name` into `folder` (config.json, generation_config.json, model.safetensors)."""
     import transformers
 
-    arch = ARCHITECTURES[name]
+    arch = ARCHITECTURES[name] if isinstance(name, str) else name
     tokens = {"bos_token_id": arch.bos, "eos_token_id": arch.eos, "pad_token_id": arch.pad}
     if arch.start is not None:
         tokens["decoder_start_token_id"] = arch.start
@@ -312,11 +312,11 @@ def build(name: str, folder: Path) -> Path:
     return folder
 
 
-def load(name: str, folder: Path, **options: Any) -> Tiny:
+def load(name: str | Architecture, folder: Path, **options: Any) -> Tiny:
     """Load the tiny model `name` from `folder` into this process; `options` go to `from_pretrained`."""
     import transformers
 
-    arch = ARCHITECTURES[name]
+    arch = ARCHITECTURES[name] if isinstance(name, str) else name
     auto = transformers.AutoModelForSeq2SeqLM if arch.encoder_decoder else transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32, **options)
     return Tiny(arch, folder, model.eval())

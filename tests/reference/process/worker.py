@@ -56,7 +56,7 @@ class Models:
         self.loaded: collections.OrderedDict[tuple[str, str], Any] = collections.OrderedDict()
 
     def get(self, folder: str, options: Mapping[str, Any]) -> Any:
-        """The model in `folder`, in fp32 and evaluation mode."""
+        """The model in `folder`, in evaluation mode and in fp32 unless the options name a dtype."""
         key = folder, json.dumps(options, sort_keys=True)
         if key not in self.loaded:
             needed = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
@@ -76,7 +76,7 @@ def _load(folder: str, options: Mapping[str, Any]) -> Any:
     auto = (
         transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     )
-    return auto.from_pretrained(folder, torch_dtype=torch.float32, **options).eval()
+    return auto.from_pretrained(folder, **{"torch_dtype": torch.float32, **options}).eval()
 
 
 _models = Models()

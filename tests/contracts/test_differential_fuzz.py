@@ -1,0 +1,34 @@
+"""The differential fuzz: requests in a crowd, alone, on another cache and by transformers give the same.
+
+CI runs the first cases and those that have found defects; `-m slow` runs a thousand.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.fuzz.cases import case_of
+from tools.fuzz.oracles import judge
+
+SLICE, WHOLE, PART = 24, 1024, 50
+# Cases that have found a defect, by the defect.
+FOUND: dict[str, int] = {}
+
+
+def differences(seeds):
+    return [str(one) for seed in seeds for one in judge(case_of(seed)).differences if not one.explained_by]
+
+
+@pytest.mark.parametrize("seed", FOUND.values(), ids=FOUND)
+def test_cases_that_have_found_a_defect(seed):
+    assert not differences([seed])
+
+
+def test_first_cases():
+    assert not differences(range(SLICE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SLICE, WHOLE, PART))
+def test_more_cases(first):
+    assert not differences(range(first, first + PART))

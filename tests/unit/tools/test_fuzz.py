@@ -1,0 +1,83 @@
+"""The fuzz itself: a wrong result is found, named and reduced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from descant import Hypothesis, Logprobs
+from tools.fuzz import runs
+from tools.fuzz.cases import Ask, Case, case_of
+from tools.fuzz.oracles import judge
+from tools.fuzz.reduction import reduce_case
+from tools.fuzz.runs import Result, compare
+from tools.fuzz.subjects import Store, subject
+
+
+def result(tokens, reason="length", **more):
+    return Result([Hypothesis(torch.tensor(tokens), reason, **more)])
+
+
+def probs(value):
+    one = torch.tensor([value, -1.0])
+    return Logprobs(one, one, one[:, None].long(), one[:, None], one[:, None])
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "told"),
+    [
+        (result([4, 5]), result([4, 6]), "tokens"),
+        (result([4, 5]), result([4, 5], "eos"), "ended by eos"),
+        (result([4, 5], score=-1.0), result([4, 5], score=-1.001), "score"),
+        (result([4, 5], beam_indices=(0, 1)), result([4, 5], beam_indices=(0, 0)), "beam_indices"),
+        (result([4, 5], logprobs=probs(-2.0)), result([4, 5], logprobs=probs(-2.1)), "logprobs.raw"),
+        (result([4, 5]), Result(error=ValueError("no")), "error"),
+        (result([4, 5, 0, 7], ""), result([4, 5]), "tokens"),
+    ],
+)
+def test_differences_are_named(expected, found, told):
+    assert told in compare(expected, found, {0})
+
+
+def test_padding_and_rounding_are_no_differences():
+    assert compare(result([4, 5, 0, 0], ""), result([4, 5]), {0}) is None
+    assert compare(result([4, 5], score=-1.0), result([4, 5], score=-1.00001), {0}) is None
+
+
+def test_a_wrong_result_is_found_and_reduced(monkeypatch):
+    asks = tuple(Ask("greedy", (5, 6, 7), {"max_new_tokens": 2, "logprobs": n}) for n in range(2))
+    actions = {0: (runs.Action("admit", (0, 1)),)}
+    case = Case(0, "llama", asks, Store("paged"), actions)
+    assert not judge(case).differences
+    right = runs.alone
+
+    def wrong(on, ask):
+        found = right(on, ask)
+        if ask.fields.get("logprobs") == 1:
+            found.hypotheses[0].tokens += 1
+        return found
+
+    monkeypatch.setattr(runs, "alone", wrong)
+    (found,) = judge(case).differences
+    assert (found.oracle, found.ask, found.explained_by) == ("alone", 1, None)
+    small = reduce_case(case, lambda one: bool(judge(one).differences))
+    assert [ask.fields for ask in small.asks] == [{"logprobs": 1}]
+    assert [ask.prompt for ask in small.asks] == [(5,)]
+
+
+def test_a_case_is_made_from_its_seed_alone():
+    one, two = case_of(5), case_of(5)
+    assert [ask.prompt for ask in one.asks] == [ask.prompt for ask in two.asks]
+    assert one.actions == two.actions
+    assert repr(one) != repr(case_of(6))
+
+
+def test_requests_are_as_their_fields():
+    on = subject("llama")
+    ask = Ask("draft model", (5, 6), {"max_new_tokens": 2, "num_assistant_tokens": 3}, drafts=True)
+    assert ask.request(on).assistant_model is on.draft
+    assert ask.without_drafter().fields == {"max_new_tokens": 2}
+    on_paged = replace(ask, fields={"max_new_tokens": 2}).on(Store("paged")).config()
+    assert on_paged.cache_implementation == "paged"

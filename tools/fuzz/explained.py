@@ -1,0 +1,68 @@
+"""Differences from transformers that are known: each by name, with its reason and when it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tools.fuzz.cases import Ask, Case
+from tools.fuzz.runs import Result
+
+__all__ = ["EXPLAINED", "explanation"]
+
+Holds = Callable[[Case, Ask, Result | Exception, Result], bool]
+
+
+class Explained(NamedTuple):
+    """A known difference: on which side, why, and the requests that have it."""
+
+    oracle: str
+    why: str
+    holds: Holds
+
+
+def _raised(text: str) -> Holds:
+    """Whether the other side raised an error with this text."""
+    return lambda case, ask, expected, found: isinstance(expected, Exception) and text in str(expected)  # noqa: ARG005
+
+
+def _meets(ask: Ask, tokens: Sequence[int]) -> bool:
+    """Whether a sequence holds every forced word."""
+    texts = [list(tokens[start:]) for start in range(len(tokens))]
+    words = [[word] if isinstance(word[0], int) else word for word in ask.fields.get("force_words_ids", ())]
+    return all(any(text[: len(one)] == list(one) for one in word for text in texts) for word in words)
+
+
+def _unmet(case: Case, ask: Ask, expected: Result | Exception, found: Result) -> bool:  # noqa: ARG001
+    """Whether every sequence here meets the constraints, and one there does not."""
+    if isinstance(expected, Exception) or "force_words_ids" not in ask.fields:
+        return False
+    theirs = all(_meets(ask, tokens) for tokens in expected.tokens)
+    return not theirs and all(_meets(ask, tokens) for tokens in found.tokens)
+
+
+EXPLAINED: dict[str, Explained] = {
+    "constraints that are not met": Explained(
+        "4.52.4",
+        "it may return a sequence that does not meet the constraints where there is one that does",
+        _unmet,
+    ),
+    "a beam without an allowed token": Explained(
+        "transformers",
+        "it raises where the prefix function allows no token for one beam; here that beam ends",
+        _raised("`prefix_allowed_tokens_fn` returned an empty list"),
+    ),
+    "a forced token that is suppressed": Explained(
+        "transformers",
+        "it refuses a forced token that is suppressed, also where it is never forced",
+        _raised("is also in `suppress_tokens`"),
+    ),
+}
+
+
+def explanation(case: Case, ask: Ask, oracle: str, expected: Result | Exception, found: Result) -> str | None:
+    """The name of what explains a difference; None: it is a defect."""
+    for name, one in EXPLAINED.items():
+        if one.oracle == oracle and one.holds(case, ask, expected, found):
+            return name
+    return None
