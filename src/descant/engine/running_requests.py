@@ -132,7 +132,7 @@ class RunningRequests:
             strategy_id=self.strategy_order.index(strategy),
             seed=seed,
             noise_row=max(request.noise_row, 0),
-            **_batch_place(number, request, plan),
+            **_batch_place(number, request, resolved.plan),
             has_side_inputs=int(bool(request.inputs) and not is_encoder_decoder),
             processor_seed=processor_seed,
             **self._acquire(
