@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from descant.config import field_types as types
 from descant.config.fields import FrozenMap, NoOffValue, RedactedMap, field
+from descant.config.limits import MAX_STOP_TOKENS
 from descant.config.storage import FrozenParameters
 
 __all__ = ["CACHE_IMPLEMENTATIONS", "DEFAULT_NEW_TOKENS", "GROUPS", "STEP_OUTPUT_FIELDS", "Parameters"]
@@ -51,10 +52,11 @@ class Parameters(FrozenParameters):
         doc="Seconds after which no further step begins.")
     stop_strings: str | Sequence[str] | None = field(
         default=None, kind=types.strings(), group="length",
-        doc="Text, or several texts, that end a row once it has produced one of them; needs `tokenizer`.")
+        doc="Text, or several texts, that end a row once it has produced one of them; at most 256 texts and "
+        "4,096 bytes in all; needs `tokenizer`.")
     stop_token_ids: Sequence[int] | None = field(
-        default=None, kind=types.tokens(empty=True), group="length",
-        doc="Further tokens that end a row, besides `eos_token_id`.")
+        default=None, kind=types.tokens(empty=True, most=MAX_STOP_TOKENS), group="length",
+        doc="Further tokens that end a row, besides `eos_token_id`; at most 4,096.")
     stop_regex: str | None = field(
         default=None, kind=types.pattern(), group="length",
         doc="Regular expression that ends a row once its new text matches anywhere; needs `tokenizer`.")
@@ -82,7 +84,7 @@ class Parameters(FrozenParameters):
     banned_phrases: str | Sequence[str] | None = field(
         default=None, kind=types.strings(), group="strategy",
         doc="Text, or several texts, never said: a row that completes one is cut back to where it began, "
-        "and goes another way; needs `tokenizer`.")
+        "and goes another way; at most 256 texts and 4,096 bytes in all; needs `tokenizer`.")
     seed: int | None = field(
         default=None, kind=types.integer(), group="strategy",
         doc="Seed of the row's own random stream; unset draws from torch's generator.")
@@ -219,7 +221,8 @@ class Parameters(FrozenParameters):
         doc="How many of the last tokens DRY looks at; 0: all.")
     dry_sequence_breakers: Sequence[int | str] | None = field(
         default=None, kind=types.tokens_or_texts(), group="penalties",
-        doc="Tokens that no repeat runs across: ids, or texts that they contain (needs `tokenizer`).")
+        doc="Tokens that no repeat runs across: ids, or texts that they contain (at most 256 texts; needs "
+        "`tokenizer`).")
     logit_bias: Mapping[int, float] | None = field(
         default=None, kind=types.token_biases(), group="penalties",
         doc="What to add to the logits of these tokens.")
@@ -253,8 +256,8 @@ class Parameters(FrozenParameters):
         default=None, kind=types.token(), group="tokens",
         doc="Token that begins a sequence when there is no prompt.")
     eos_token_id: int | Sequence[int] | None = field(
-        default=None, kind=types.token_or_tokens(), group="tokens",
-        doc="Token, or tokens, that end a row.")
+        default=None, kind=types.token_or_tokens(most=MAX_STOP_TOKENS), group="tokens",
+        doc="Token, or tokens, that end a row; at most 4,096.")
     forced_bos_token_id: int | None = field(
         default=None, kind=types.token(), group="tokens",
         doc="Token that must come first, after the start token.")
