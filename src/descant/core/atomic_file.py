@@ -93,10 +93,7 @@ def write_files(folder: StrPath, contents: Mapping[str, bytes], *, private: bool
         for name, data in contents.items():
             remove_leftovers(target, name)
             path = os.path.join(target, name)
-            pending = stack.enter_context(_open_pending(target, name, _mode_of(path, private)))
-            pending.file.write(data)
-            _flush(pending.file)
-            opened.append((pending, path))
+            opened.append((stack.enter_context(_filled(target, name, data, _mode_of(path, private))), path))
         for pending, path in opened:
             _publish(pending, path, exclusive=False)
     _sync_folder(target)
@@ -109,18 +106,22 @@ def create_folder(path: Path, contents: Mapping[str, str]) -> None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     remove_leftovers(parent, name)
     temporary = Path(parent) / _temporary_name(name)
-    os.mkdir(temporary)
-    try:
-        with _locked_folder(temporary):
-            for file, text in contents.items():
-                (temporary / file).parent.mkdir(parents=True, exist_ok=True)
-                with open(temporary / file, "xb") as target:
-                    target.write(text.encode("utf-8"))
-                    _flush(target)
-            _rename_new(temporary, Path(path))
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with contextlib.ExitStack() as stack:
+        pending = {
+            file: stack.enter_context(_filled(parent, name, text.encode("utf-8")))
+            for file, text in contents.items()
+        }
+        # From here to the renaming only names are made, which takes an instant.
+        os.mkdir(temporary)
+        try:
+            with _locked_folder(temporary):
+                for file, one in pending.items():
+                    (temporary / file).parent.mkdir(parents=True, exist_ok=True)
+                    _publish(one, str(temporary / file), exclusive=True)
+                _rename_new(temporary, path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     _sync_folder(parent)
 
 
@@ -218,6 +219,15 @@ def _open_pending(folder: str, name: str, mode: int | None) -> Iterator[PendingF
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(pending.temporary)
         pending.file.close()
+
+
+@contextlib.contextmanager
+def _filled(folder: str, name: str, data: bytes, mode: int | None = None) -> Iterator[PendingFile]:
+    """A complete file that does not have its name yet."""
+    with _open_pending(folder, name, mode) as pending:
+        pending.file.write(data)
+        _flush(pending.file)
+        yield pending
 
 
 def _open_nameless(folder: str) -> PendingFile | None:

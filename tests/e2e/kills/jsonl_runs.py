@@ -22,7 +22,8 @@ from descant.cli.jsonl_lines import InputLines
 from descant.cli.jsonl_output import open_jsonl_file
 from descant.models.tiny_llama import toy
 
-LONGEST = 0.4  # seconds that a run lives
+LONGEST = 0.1  # seconds that a run lives after its first row
+PATIENCE = 60.0
 
 
 def run(model: Any, tokenizer: Any, source: Path, target: Path) -> int:
@@ -30,6 +31,15 @@ def run(model: Any, tokenizer: Any, source: Path, target: Path) -> int:
     job = JsonlJob(model, tokenizer, {"max_new_tokens": 8}, None, False)
     with source.open("rb") as file, open_jsonl_file(str(target), False) as output:
         return job.run(InputLines.from_file(file), output, 4)
+
+
+def wait_for_growth(target: Path, rows: int) -> None:
+    """Wait until a file has more rows."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        if target.exists() and target.read_bytes().count(b"\n") > rows:
+            return
+        time.sleep(0.005)
 
 
 def main(folder: Path, kills: int) -> None:
@@ -51,6 +61,7 @@ def main(folder: Path, kills: int) -> None:
         child = os.fork()
         if child == 0:
             os._exit(run(model, tokenizer, source, target))
+        wait_for_growth(target, sum(rows[-1:]))
         time.sleep(draw.uniform(0, LONGEST))
         os.kill(child, signal.SIGKILL)
         killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])

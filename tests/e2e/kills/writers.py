@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 import descant
 from descant.cli import watermark as watermark_command
@@ -77,10 +78,8 @@ def prompt_cache_file() -> Writer:
 
 def trie_file() -> Writer:
     tries = [
-        descant.AllowedSequences(
-            [[one, two] for one in range(200) for two in range(low, 100)], eos_token_id=2
-        )
-        for low in (0, 1)
+        descant.AllowedSequences([[one, two] for one in range(3, 200) for two in range(low, 100)], 2)
+        for low in (3, 4)
     ]
     return lambda folder, version: tries[version].save(folder / "trie.safetensors")
 
@@ -162,10 +161,19 @@ def void(_: object) -> None:
     """Nothing."""
 
 
+def content(path: Path) -> bytes:
+    """The bytes of a file; of a prompt cache, whose metadata have no order, its digest, once checked."""
+    if path.name != "prompt.safetensors":
+        return path.read_bytes()
+    descant.load_cache(path)
+    with safe_open(path, "pt") as opened:
+        return str(opened.metadata()["digest"]).encode()
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by its path in it."""
     return {
-        str(path.relative_to(folder)): path.read_bytes()
+        str(path.relative_to(folder)): content(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in BESIDE
     }
