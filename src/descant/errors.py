@@ -21,6 +21,7 @@ DescantError (Exception)
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 __all__ = [
@@ -47,16 +48,20 @@ __all__ = [
 ]
 
 FieldNames = str | tuple[str, ...]
+# A watermark key in the text of a value: in a dict, in JSON, in the repr of another library's object.
+_SECRET = re.compile(
+    r"""(\b(?:hashing_key|keys?)\b['"\\]*\s*[:=]\s*)(?:\[[^\]]*\]?|\([^)]*\)?|[^\s,})\]]+)"""
+)
 
 
 def format_value(value: object, limit: int = 80) -> str:
-    """A value for an error message: one short line, tensors as shape and dtype."""
+    """A value for an error message: one short line, tensors as shape and dtype, watermark keys hidden."""
     kind = type(value).__name__
     try:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is not None and dtype is not None and len(shape) > 0:
             return f"{kind} {list(shape)} {dtype}"
-        text = " ".join(repr(value).split())
+        text = _SECRET.sub(r"\1(hidden)", " ".join(repr(value).split()))
     except Exception:  # a failing repr must not hide the error itself
         return f"<{kind}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -11,11 +11,12 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from descant.api.call import merge_configs
 from descant.api.inputs import RaggedPrompts, encode_texts, prepare_prompts
+from descant.core.atomic_file import write_bytes
 from descant.core.interfaces import KVCache, KVSpan
 from descant.core.rows import Rows
 from descant.engine.planner import as_model
@@ -55,7 +56,7 @@ class PromptCache(Cache):
         self.read_only = True
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the cache to a safetensors file for `descant.load_cache`."""
+        """Write the cache to a safetensors file for `descant.load_cache`, whole or not at all."""
         store = self.commit_store()
         kind = next(
             (name for name, (store_type, _) in _SAVABLE_STORES.items() if type(store) is store_type), None
@@ -78,13 +79,8 @@ class PromptCache(Cache):
             "model": json.dumps(self.model_fingerprint),
         }
         metadata["digest"] = _digest(tensors, metadata)
-        # Write to a temporary file and rename it, so that a reader never sees a partial file.
-        temporary = f"{os.fspath(path)}.{os.getpid()}.part"
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        # Not `save_file`: it writes under a temporary name of its own, which stays if the process is killed.
+        write_bytes(path, save(tensors, metadata))
 
 
 def prefill(

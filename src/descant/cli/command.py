@@ -205,7 +205,7 @@ def _run_guarded(kind: type[Command], chosen: Mapping[str, Any], arguments: Mapp
         return BROKEN_PIPE
     except Exception as error:
         if chosen["debug"]:
-            terminal.console().print(traceback.format_exc(), end="")
+            terminal.print_lines(traceback.format_exc().removesuffix("\n"))
         terminal.print_error(_error_text(error))
         usage_errors = ConfigError | InputError | RecipeError | TraceError | UnsupportedModel
         return USAGE if isinstance(error, usage_errors) else FAILURE

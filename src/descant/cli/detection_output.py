@@ -43,7 +43,9 @@ class SampleDetection:
     def named_figures(self) -> list[tuple[str, str]]:
         """The figures with their names."""
         bayes = [] if self.posterior is None else [("bayes", str(self.posterior))]
-        return [("text", self.sample.name), *summary_items(self.detection), *bayes]
+        # Names of files and keys come from elsewhere.
+        named = [("text", self.sample.name), *summary_items(self.detection), *bayes]
+        return [(name, terminal.escape_control(value)) for name, value in named]
 
 
 def print_detections(answers: Sequence[SampleDetection]) -> None:

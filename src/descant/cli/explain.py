@@ -40,5 +40,5 @@ class ExplainCommand(ConfigCommand):
                 GenerationConfig.merge(self.values, file_config, model_config),
                 as_model(model),
             )
-        terminal.write(merged.explain(model_interface) + "\n")
+        terminal.write_untrusted(merged.explain(model_interface) + "\n")
         return 0

@@ -7,16 +7,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from descant.api.stream import stream
 from descant.cli.command import DecodingCommand
 from descant.cli.function_recipe import FunctionRecipe
-from descant.cli.jsonl import InputLines, JsonlJob
+from descant.cli.jsonl import JsonlJob
+from descant.cli.jsonl_lines import InputLines
+from descant.cli.jsonl_output import JsonlFile, JsonlStream, open_jsonl_file
 from descant.cli.prompt import encode_prompt, require_chat_template, user_messages
 from descant.cli.stream_printer import StreamPrinter
+from descant.core.atomic_file import require_writable
 from descant.errors import ConfigError, InputError
 from descant.trace.tracer import Tracer
 
@@ -30,7 +33,8 @@ class GenerateCommand(DecodingCommand):
     """Continue a prompt and stream the text; or, with --input and --output, many prompts.
 
     Lines of --input are objects with "prompt" or "messages" and any generation parameter for that line; they
-    are written to --output in order, with "completions", or with "error" for a line that failed.
+    are written to --output in order, with "completions", or with "error" for a line that failed. A run that
+    was interrupted continues where its output ends.
     """
 
     prompt: Annotated[
@@ -47,6 +51,12 @@ class GenerateCommand(DecodingCommand):
         str | None,
         typer.Option("--output", metavar="FILE", help="Results as JSON lines; - is standard output."),
     ] = None
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", metavar="", help="Start --output anew instead of continuing what is there."
+        ),
+    ] = False
     trace: Annotated[
         str | None,
         typer.Option("--trace", metavar="FILE", help="Record every step, for `descant show FILE`."),
@@ -101,8 +111,11 @@ class GenerateCommand(DecodingCommand):
         if self.trace is None:
             yield None
             return
-        # Check that the file can be written before decoding, without changing it.
-        _open_file(self.trace, "trace", "a").close()
+        try:
+            require_writable(self.trace)  # before decoding
+        except OSError as error:
+            must = f"must be a file that can be opened ({error.strerror})"
+            raise InputError("trace", must, self.trace) from None
         tracer = Tracer()
         try:
             yield tracer
@@ -130,17 +143,17 @@ class GenerateCommand(DecodingCommand):
         elif self.input == STDIO:
             yield InputLines(sys.stdin.buffer)
         else:
-            with _open_file(self.input, "input", "rb") as file:
+            with _open_input_file(self.input) as file:
                 yield InputLines.from_file(file)
 
     @contextlib.contextmanager
-    def _open_output(self) -> Iterator[Any]:
+    def _open_output(self) -> Iterator[JsonlFile | JsonlStream]:
         if self.output in (None, STDIO):
-            yield sys.stdout
+            yield JsonlStream(sys.stdout)
         else:
             assert self.output is not None
-            with _open_file(self.output, "output", "w") as file:
-                yield file
+            with open_jsonl_file(self.output, self.overwrite) as output:
+                yield output
 
     def _check_options(self) -> None:
         """Raise InputError for contradicting options."""
@@ -154,6 +167,10 @@ class GenerateCommand(DecodingCommand):
             with contextlib.suppress(OSError):
                 if Path(str(self.output)).samefile(str(self.input)):
                     raise InputError("output", "must be another file than --input", self.output)
+        if self.overwrite and self.output in (None, STDIO):
+            raise InputError(
+                "overwrite", "has no use without a file as --output", self.output, "leave it out"
+            )
         if self.trace is not None and (self.input is not None or self.output is not None):
             raise InputError("trace", "has no use with --input and --output", self.trace, "leave it out")
         if self.values.get("logprobs") is not None and self.input is None and self.output is None:
@@ -163,8 +180,8 @@ class GenerateCommand(DecodingCommand):
             )
 
 
-def _open_file(path: str, option: str, mode: str) -> Any:
+def _open_input_file(path: str) -> BinaryIO:
     try:
-        return open(path, mode) if "b" in mode else open(path, mode, encoding="utf-8", newline="\n")
+        return open(path, "rb")
     except OSError as error:
-        raise InputError(option, f"must be a file that can be opened ({error.strerror})", path) from None
+        raise InputError("input", f"must be a file that can be opened ({error.strerror})", path) from None

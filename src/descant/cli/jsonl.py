@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from os import fstat
-from typing import Any, BinaryIO, TextIO
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from descant.api.inputs import prepare_prompts
 from descant.cli import terminal
 from descant.cli.function_recipe import FunctionRecipe
+from descant.cli.jsonl_lines import RUN_KEY, InputLine, InputLines, check_names, echo_line, parse_line
+from descant.cli.jsonl_output import JsonlFile, JsonlStream, RunDigest, other_run_error
 from descant.cli.options import override_values, reject_tensor_fields
 from descant.cli.prompt import encode_prompt, require_chat_template, user_messages
 from descant.config.generation_config import FIELDS, GenerationConfig
@@ -24,43 +23,16 @@ from descant.engine.session import Failed, Finished, Request, Session
 from descant.errors import DescantError, InputError
 from descant.tokenization.detokenizer import IncrementalDetokenizer
 
-__all__ = ["InputLines", "JsonlJob"]
+__all__ = ["JsonlJob"]
 
-RESULT_KEYS = ("completions", "error")  # added to a line of output
-JOB_ONLY_KEYS = (
-    "recipe",
-    "custom_generate",
-    "trust_remote_code",
-)  # must not be set in a line: lines may be untrusted
-
-
-@dataclass(frozen=True)
-class InputLines:
-    """Lines of a file or a pipe, and their number, if known."""
-
-    lines: Iterable[bytes]
-    count: int | None = None
-
-    @classmethod
-    def from_prompt(cls, prompt: str) -> InputLines:
-        """A single prompt as one line."""
-        return cls([json.dumps({"prompt": prompt}).encode()], 1)
-
-    @classmethod
-    def from_file(cls, file: BinaryIO) -> InputLines:
-        """The lines of an open file, counted if it is a regular file."""
-        if not stat.S_ISREG(fstat(file.fileno()).st_mode):
-            return cls(file)
-        count = sum(1 for line in file if line.strip())
-        file.seek(0)
-        return cls(file, count)
+JsonlOutput = JsonlFile | JsonlStream
 
 
 @dataclass(frozen=True)
 class JsonlTask:
-    """One line of input: its index, data and request."""
+    """One line of input with its data and its request."""
 
-    index: int
+    line: InputLine
     data: Mapping[str, Any]
     request: Request
 
@@ -89,16 +61,19 @@ class JsonlJob:
         self._pending_records: dict[int, dict[str, Any]] = {}  # records that wait for an earlier one
         self._num_written = 0
         self._num_failures = 0
+        self._digest: RunDigest | None = None  # None: rows are not marked with what they were made from
 
-    def run(self, source: InputLines, target: TextIO, width: int) -> int:
-        """Run all lines, `width` at a time; returns the exit code."""
+    def run(self, source: InputLines, target: JsonlOutput, width: int) -> int:
+        """Run all lines that `target` does not hold yet, `width` at a time; returns the exit code."""
+        pending_lines = iter(source)
+        self._skip_finished(pending_lines, target)
+        target.start()
         console = terminal.console()
         columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         # A progress bar would garble lines written to the same terminal.
-        hidden = not console.is_terminal or target.isatty()
+        hidden = not console.is_terminal or target.is_terminal
         with Progress(*columns, console=console, disable=hidden, redirect_stdout=False) as progress:
             bar = progress.add_task("", total=source.count)
-            pending_lines = enumerate(line for line in source.lines if line.strip())
             while True:
                 self._fill_session(pending_lines, width)
                 self._write(target)
@@ -110,7 +85,7 @@ class JsonlJob:
                         self._finish(self._running.pop(event.request), event.hypotheses)
                     elif isinstance(event, Failed):
                         task = self._running.pop(event.request)
-                        self._fail(task.index, task.data, event.error)
+                        self._fail(task.line, task.data, event.error)
 
         if self._num_failures:
             terminal.print_error(
@@ -118,12 +93,32 @@ class JsonlJob:
             )
         return 1 if self._num_failures else 0
 
-    def _fill_session(self, pending_lines: Iterator[tuple[int, bytes]], width: int) -> None:
+    def _skip_finished(self, pending_lines: Iterator[InputLine], target: JsonlOutput) -> None:
+        """Skip lines whose rows are there; raises InputError for a row of another line, model or option."""
+        if target.has_digests:
+            self._digest = RunDigest(
+                self.model,
+                self.tokenizer,
+                values=self.values,
+                config=self.file_config,
+                chat=self.chat,
+                extras={name: one for name, one in self.request_extras.items() if "tokenizer" not in name},
+            )
+        for number, row in enumerate(target.finished, 1):
+            line = next(pending_lines, None)
+            if line is None or self._digest is None or self._digest.of_line(line) != row.run:
+                raise other_run_error(number, "a row of another run" if line else "more rows than lines")
+            self._num_written += 1
+            self._num_failures += row.failed
+        if target.finished:
+            terminal.print_info(f"{self._num_written} lines are there already")
+
+    def _fill_session(self, pending_lines: Iterator[InputLine], width: int) -> None:
         """Admit lines until `width` requests are running."""
         while len(self.session) < width:
             new_tasks = []
-            for index, line in pending_lines:
-                task = self._make_task(index, line)
+            for line in pending_lines:
+                task = self._make_task(line)
                 if task is not None:
                     new_tasks.append(task)
                 if len(self.session) + len(new_tasks) == width:
@@ -138,22 +133,19 @@ class JsonlJob:
             numbers = self.session.admit(*(task.request for task in tasks))
         except DescantError as error:
             if len(tasks) == 1:
-                self._fail(tasks[0].index, tasks[0].data, error)
+                self._fail(tasks[0].line, tasks[0].data, error)
                 return
             for task in tasks:
                 self._admit_tasks([task])
         else:
             self._running.update(zip(numbers, tasks, strict=True))
 
-    def _make_task(self, index: int, line: bytes) -> JsonlTask | None:
+    def _make_task(self, line: InputLine) -> JsonlTask | None:
         """A line as a task; None if it is invalid or already done, with its record written."""
         data: Mapping[str, Any] = {}
         try:
-            data = _parse_line(line)
-            for name in JOB_ONLY_KEYS:
-                if data.get(name) is not None:
-                    requirement = "applies to all lines and must not be set in one"
-                    raise InputError(name, requirement, data[name], "give --recipe")
+            data = parse_line(line.data)
+            check_names(data)
             line_values = {
                 name: value for name, value in data.items() if name in FIELDS and value is not None
             }
@@ -164,20 +156,24 @@ class JsonlJob:
             inputs = encode_prompt(self.tokenizer, self._prompt_of(data))
             if self.function is not None:
                 self._run_function(
-                    index, data, inputs | self.request_extras, override_values(self.values, line_values)
+                    line, data, inputs | self.request_extras, override_values(self.values, line_values)
                 )
                 return None
             prompts = prepare_prompts(inputs, config, self.session.model.traits, self.session.model.device)
         except DescantError as error:
-            self._fail(index, data, error)
+            self._fail(line, data, error)
             return None
         extras = {"tokenizer": self.tokenizer, **self.request_extras}
         return JsonlTask(
-            index, data, Request(prompts.prompt(0), config, prompts.inputs[0], config_merged=True, **extras)
+            line, data, Request(prompts.prompt(0), config, prompts.inputs[0], config_merged=True, **extras)
         )
 
     def _run_function(
-        self, index: int, data: Mapping[str, Any], request_args: Mapping[str, Any], values: Mapping[str, Any]
+        self,
+        line: InputLine,
+        data: Mapping[str, Any],
+        request_args: Mapping[str, Any],
+        values: Mapping[str, Any],
     ) -> None:
         """Run a line with a function recipe, which takes one prompt and gives no finish reason."""
         assert self.function is not None
@@ -186,10 +182,10 @@ class JsonlJob:
         except DescantError:
             raise
         except Exception as error:  # third-party code may raise anything
-            self._fail(index, data, error)
+            self._fail(line, data, error)
         else:
-            lines = [{"text": text, "tokens": len(ids), "finish_reason": None} for ids, text in completions]
-            self._pending_records[index] = {**_without_results(data), "completions": lines}
+            texts = [{"text": text, "tokens": len(ids), "finish_reason": None} for ids, text in completions]
+            self._add_record(line, data, {"completions": texts})
 
     def _prompt_of(self, data: Mapping[str, Any]) -> Any:
         """The prompt or messages of a line."""
@@ -208,15 +204,17 @@ class JsonlJob:
 
     # -------------------------------------------------------------------- results
     def _finish(self, task: JsonlTask, hypotheses: list[Hypothesis]) -> None:
-        self._pending_records[task.index] = {
-            **_without_results(task.data),
-            "completions": [self._completion(task.request, one) for one in hypotheses],
-        }
+        completions = [self._completion(task.request, one) for one in hypotheses]
+        self._add_record(task.line, task.data, {"completions": completions})
 
-    def _fail(self, index: int, data: Mapping[str, Any], error: Exception) -> None:
+    def _fail(self, line: InputLine, data: Mapping[str, Any], error: Exception) -> None:
         self._num_failures += 1
         message = str(error) if isinstance(error, DescantError) else f"{type(error).__name__}: {error}"
-        self._pending_records[index] = {**_without_results(data), "error": message}
+        self._add_record(line, data, {"error": f"line {line.number}: {message}"})
+
+    def _add_record(self, line: InputLine, data: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+        run = {} if self._digest is None else {RUN_KEY: self._digest.of_line(line)}
+        self._pending_records[line.index] = {**echo_line(data), **result, **run}
 
     def _completion(self, request: Request, hypothesis: Hypothesis) -> dict[str, Any]:
         """One returned sequence as JSON values."""
@@ -259,35 +257,9 @@ class JsonlJob:
         )
         return stream.put(ids) + stream.end()
 
-    def _write(self, target: TextIO) -> None:
+    def _write(self, target: JsonlOutput) -> None:
         """Write the finished records that are next in order."""
         while self._num_written in self._pending_records:
-            target.write(_format_line(self._pending_records.pop(self._num_written)))
+            target.write(self._pending_records.pop(self._num_written))
             self._num_written += 1
         target.flush()
-
-
-def _format_line(record: Mapping[str, Any]) -> str:
-    """A record as a line, ASCII-escaped only if it cannot be encoded."""
-    line = json.dumps(record, ensure_ascii=False)
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        line = json.dumps(record)
-    return line + "\n"
-
-
-def _parse_line(line: bytes) -> Mapping[str, Any]:
-    text = line.decode(errors="replace").strip()
-    try:
-        data = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise InputError("input", f"must hold a JSON object in each line ({error})", text) from None
-    if not isinstance(data, dict):
-        raise InputError("input", "must hold a JSON object in each line", text)
-    return data
-
-
-def _without_results(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of a line without results of an earlier run."""
-    return {name: value for name, value in data.items() if name not in RESULT_KEYS}

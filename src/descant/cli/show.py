@@ -13,6 +13,7 @@ from rich.console import Console
 
 from descant.cli import terminal
 from descant.cli.command import Command
+from descant.core.atomic_file import write_text
 from descant.errors import InputError, TraceError
 from descant.trace.pictures.selection import PICTURES
 from descant.trace.records import read_records
@@ -144,7 +145,7 @@ def write_output(text: str, path: str, name: str) -> None:
         terminal.write(text)
         return
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_text(path, text)
     except OSError as error:
         raise InputError(name, f"must be a file that can be written ({error.strerror})", path) from None
 

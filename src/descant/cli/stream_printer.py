@@ -21,6 +21,7 @@ class StreamPrinter:
         self._current = 0
         self._has_separator = True  # the first sequence needs none
         self._last_char = "\n"
+        self._output = terminal.UntrustedText()
 
     def print_event(self, event: StreamEvent) -> None:
         """Print what is next in order; raises the error of an event."""
@@ -49,4 +50,4 @@ class StreamPrinter:
     def _write(self, text: str) -> None:
         if text:
             self._last_char = text[-1]  # before writing, which may be interrupted
-            terminal.write(text)
+            self._output.write(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from unicodedata import category
@@ -9,7 +10,21 @@ from unicodedata import category
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["console", "escape_control", "mute_stdout", "print_error", "print_info", "print_warning", "write"]
+from descant.tokenization.display import RunningText, is_hidden
+
+__all__ = [
+    "UntrustedText",
+    "console",
+    "escape_control",
+    "escape_json",
+    "mute_stdout",
+    "print_error",
+    "print_info",
+    "print_lines",
+    "print_warning",
+    "write",
+    "write_untrusted",
+]
 
 
 def console() -> Console:
@@ -18,18 +33,44 @@ def console() -> Console:
 
 
 def write(text: str) -> None:
-    """Write text to standard output, unbuffered."""
+    """Write text to standard output, unbuffered; it may style a terminal."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
+class UntrustedText:
+    """Text of a model in pieces for standard output: escaped on a terminal, unchanged in a pipe or file."""
+
+    def __init__(self) -> None:
+        self._text = RunningText() if sys.stdout.isatty() else None
+
+    def write(self, text: str) -> None:
+        """Write the next piece."""
+        write(text if self._text is None else self._text.escape(text))
+
+
+def write_untrusted(text: str) -> None:
+    """Write lines that quote a model, a file or its name to standard output."""
+    UntrustedText().write(text)
+
+
 def print_info(message: object) -> None:
-    """Print a message, dim."""
-    console().print(Text(str(message), style="dim"))
+    """Print a message of one or more lines, dim."""
+    print_lines(message, "dim")
+
+
+def print_lines(message: object, style: str = "") -> None:
+    """Print lines that may quote untrusted text to standard error."""
+    console().print(Text(RunningText().escape(str(message)), style=style))
+
+
+def escape_json(line: str) -> str:
+    """A line of JSON with hidden characters as its own escapes; the line end stays."""
+    return "".join(json.dumps(char)[1:-1] if char != "\n" and is_hidden(char) else char for char in line)
 
 
 def escape_control(text: str) -> str:
-    """An untrusted text with control, invisible and reordering characters escaped."""
+    """An untrusted text as part of a line, with control, invisible and reordering characters escaped."""
     return "".join(
         char if char.isprintable() or category(char) == "Zs" else repr(char)[1:-1] for char in text
     )

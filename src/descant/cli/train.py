@@ -108,7 +108,7 @@ class TrainCommand(DecodingCommand):
         config.key_fingerprint = fingerprint(settings)
         config.threshold, config.validation_metrics = result.overall.threshold, result.to_dict()
         save_detector(model, self.out)
-        terminal.write(_results_table(result, training_config) + f"detector    {self.out}\n")
+        terminal.write_untrusted(_results_table(result, training_config) + f"detector    {self.out}\n")
         if (fewest := min(len(texts.mask) for texts in result.held_out)) < MIN_HELD_OUT_TEXTS:
             terminal.print_info(
                 f"only {fewest} texts of a kind were held out: the figures are rough, give more"

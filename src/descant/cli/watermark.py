@@ -15,6 +15,7 @@ from descant.cli.bayes_scorer import BayesianScorer
 from descant.cli.command import ENVIRONMENT_KEYS, FAILURE, Command, load_watermark_keys
 from descant.cli.detection_output import SampleDetection, print_detections
 from descant.cli.samples import STDIO, TextSample, read_samples
+from descant.core.atomic_file import write_text
 from descant.decoding.watermark.detection import Detection, Detector
 from descant.decoding.watermark.html_report import render_report
 from descant.decoding.watermark.schemes import BaseWatermarkingConfig, WatermarkingConfig
@@ -192,7 +193,7 @@ class KeyCommand(Command):
             return 0
         write_settings(self.out, settings, self.name)
         name = self.name or fingerprint(settings)
-        terminal.write(f"{settings.scheme} key {name} in {self.out}, which only you can read\n")
+        terminal.write_untrusted(f"{settings.scheme} key {name} in {self.out}, which only you can read\n")
         return 0
 
 
@@ -213,9 +214,7 @@ def _write_page(target: Path, answers: Sequence[SampleDetection], tokenizer: Any
         for one in answers
     ]
     try:
-        target.write_text(
-            render_report(detections, texts, [one.sample.name for one in answers]), encoding="utf-8"
-        )
+        write_text(target, render_report(detections, texts, [one.sample.name for one in answers]))
     except OSError as error:
         raise InputError(
             "html", f"must be a file that can be written ({error.strerror})", str(target)

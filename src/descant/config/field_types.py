@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
-from descant.config.fields import FieldType, FieldValueError, FrozenMap, freeze
+from descant.config.fields import FieldType, FieldValueError, FrozenMap, RedactedMap, freeze
+from descant.config.limits import texts_problem
 
 __all__ = [
     "LARGEST_INT",
@@ -98,10 +99,18 @@ def _parse_text(value: Any) -> str:
     return str(value)
 
 
-def _parse_ids(value: Any, empty: bool = False) -> tuple[int, ...]:
-    ids = tuple(_parse_int(item) for item in _as_sequence(value))
+def _parse_ids(value: Any, empty: bool = False, most: int | None = None) -> tuple[int, ...]:
+    items = _as_sequence(value)
+    if most is not None and len(items) > most:
+        raise FieldValueError(f"at most {most} token ids, and these are {len(items)}")
+    ids = tuple(_parse_int(item) for item in items)
     _require(empty or bool(ids))
     return ids
+
+
+def _check_texts(texts: tuple[str, ...]) -> None:
+    if problem := texts_problem(texts):
+        raise FieldValueError(problem)
 
 
 def flag() -> FieldType:
@@ -167,18 +176,18 @@ def token() -> FieldType:
     return FieldType("int", "a token id (an int >= 0)", _parse_int)
 
 
-def tokens(empty: bool = False) -> FieldType:
-    """A list of token ids."""
+def tokens(empty: bool = False, most: int | None = None) -> FieldType:
+    """A list of token ids, at most so many."""
     expected = "a list of token ids (ints >= 0)" if empty else "a non-empty list of token ids (ints >= 0)"
-    return FieldType("list[int]", expected, lambda value: _parse_ids(value, empty))
+    return FieldType("list[int]", expected, lambda value: _parse_ids(value, empty, most))
 
 
-def token_or_tokens() -> FieldType:
-    """One token id or a list of them."""
+def token_or_tokens(most: int | None = None) -> FieldType:
+    """One token id or a list of them, at most so many."""
 
     def parse(value: Any) -> int | tuple[int, ...]:
         is_list = isinstance(value, list | tuple | range | set) or getattr(value, "ndim", 0) > 0
-        return _parse_ids(value) if is_list else _parse_int(value)
+        return _parse_ids(value, most=most) if is_list else _parse_int(value)
 
     return FieldType("int | list[int]", "a token id (an int >= 0) or a non-empty list of them", parse)
 
@@ -213,13 +222,15 @@ def words_or_choices() -> FieldType:
 
 
 def strings() -> FieldType:
-    """One string or a list of strings."""
+    """One string or a list of strings, within the bounds of `limits`."""
 
     def parse(value: Any) -> str | tuple[str, ...]:
         if isinstance(value, str):
+            _check_texts((value,))
             return _parse_text(value)
         texts = tuple(_parse_text(item) for item in _as_sequence(value))
         _require(bool(texts))
+        _check_texts(texts)
         return texts
 
     return FieldType("str | list[str]", "a non-empty string or a non-empty list of them", parse)
@@ -264,9 +275,11 @@ def tokens_or_texts() -> FieldType:
     """A list of token ids and of strings that tokens contain."""
 
     def parse(value: Any) -> tuple[int | str, ...]:
-        return tuple(
+        items = tuple(
             _parse_text(item) if isinstance(item, str) else _parse_int(item) for item in _as_sequence(value)
         )
+        _check_texts(tuple(item for item in items if isinstance(item, str)))
+        return items
 
     return FieldType("list[int | str]", "a list of token ids (ints >= 0) or non-empty strings", parse)
 
@@ -363,7 +376,8 @@ def settings(map_type: type[FrozenMap] = FrozenMap) -> FieldType:
         assert isinstance(frozen, FrozenMap)
         return map_type(frozen)
 
-    return FieldType("dict", "a dict with string keys and plain values", parse)
+    is_secret = issubclass(map_type, RedactedMap)
+    return FieldType("dict", "a dict with string keys and plain values", parse, is_secret)
 
 
 def constraint_objects() -> FieldType:

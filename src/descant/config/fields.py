@@ -58,8 +58,12 @@ class RedactedMap(FrozenMap):
 
     SECRET_KEYS: Final = ("hashing_key", "keys", "key")
 
+    def without_secrets(self) -> dict[str, Any]:
+        """The settings with a placeholder for each key."""
+        return {name: "(hidden)" if name in self.SECRET_KEYS else value for name, value in self.items()}
+
     def __repr__(self) -> str:
-        return repr({name: "(hidden)" if name in self.SECRET_KEYS else value for name, value in self.items()})
+        return repr(self.without_secrets())
 
 
 class NoOffValue:
@@ -96,6 +100,7 @@ class FieldType:
     type_name: str
     expected: str
     parse: Callable[[Any], Any]
+    is_secret: bool = False  # an error shows its type, not its value
 
 
 class FieldValueError(ValueError):
@@ -130,9 +135,12 @@ class Field:
         try:
             return self.kind.parse(value)
         except FieldValueError as error:
-            raise ConfigError(self.name, f"must be {error}", value) from None
+            raise ConfigError(self.name, f"must be {error}", self._shown(value)) from None
         except Exception:  # arrays and user objects may raise anything
-            raise ConfigError(self.name, f"must be {self.kind.expected}", value) from None
+            raise ConfigError(self.name, f"must be {self.kind.expected}", self._shown(value)) from None
+
+    def _shown(self, value: Any) -> Any:
+        return type(value) if self.kind.is_secret else value
 
 
 def field(*, default: Any, kind: FieldType, group: str, doc: str, off: Any = None) -> Any:

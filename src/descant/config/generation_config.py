@@ -35,7 +35,7 @@ from descant.config.config_files import (
     validate_file_name,
 )
 from descant.config.config_text import format_config
-from descant.config.fields import Field, FrozenMap, thaw
+from descant.config.fields import Field, FrozenMap, RedactedMap, freeze, thaw
 from descant.config.generation_mode import GenerationMode, select_mode
 from descant.config.parameters import DEFAULT_NEW_TOKENS, GROUPS, STEP_OUTPUT_FIELDS, Parameters
 from descant.config.registry import (
@@ -53,6 +53,7 @@ from descant.config.validation import (
     validate_merged,
     validate_supported,
 )
+from descant.core.atomic_file import write_text
 from descant.errors import ConfigError, DescantError, InputError
 
 __all__ = [
@@ -289,10 +290,12 @@ class GenerationConfig(Parameters):
         return {**thaw(self._extra), **dict.fromkeys(FIELDS), **self._given_as_json()}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Only the fields that differ from their default."""
-        return {
-            name: value for name, value in self._given_as_json().items() if self._differs_from_default(name)
-        }
+        """Only the fields that differ from their default, to be shown: a watermark key is hidden."""
+        shown = {name: one for name, one in self._given_as_json().items() if self._differs_from_default(name)}
+        settings = self.watermarking_config
+        if isinstance(settings, RedactedMap):
+            shown["watermarking_config"] = thaw(settings.without_secrets())
+        return shown
 
     def to_json_string(self) -> str:
         """The content of a file: `extra` and all given values, sorted by name."""
@@ -307,15 +310,8 @@ class GenerationConfig(Parameters):
         return json.dumps({n: v for n, v in data.items() if v is not None}, indent=2, sort_keys=True) + "\n"
 
     def to_json_file(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json_string` to a file, atomically."""
-        text = self.to_json_string()
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            temporary.write_text(text, encoding="utf-8", newline="\n")
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        """Write `to_json_string` to a file, atomically; one with a watermark key is only its owner's."""
+        write_text(path, self.to_json_string(), private=self.watermarking_config is not None)
 
     def save_pretrained(  # noqa: PLR0913 - as documented
         self,

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from descant.config import field_types as types
 from descant.config.fields import FrozenMap, NoOffValue, RedactedMap, field
+from descant.config.limits import MAX_STOP_TOKENS
 from descant.config.storage import FrozenParameters
 
 __all__ = ["CACHE_IMPLEMENTATIONS", "DEFAULT_NEW_TOKENS", "GROUPS", "STEP_OUTPUT_FIELDS", "Parameters"]
@@ -52,10 +53,11 @@ class Parameters(FrozenParameters):
         doc="Seconds after which no further step starts.")
     stop_strings: str | Sequence[str] | None = field(
         default=None, kind=types.strings(), group="length",
-        doc="Text, or several texts, that end a row when generated; needs `tokenizer`.")
+        doc="Text, or several texts, that end a row when generated; at most 256 texts and 4,096 bytes in all; "
+        "needs `tokenizer`.")
     stop_token_ids: Sequence[int] | None = field(
-        default=None, kind=types.tokens(empty=True), group="length",
-        doc="Tokens that end a row, in addition to `eos_token_id`.")
+        default=None, kind=types.tokens(empty=True, most=MAX_STOP_TOKENS), group="length",
+        doc="Tokens that end a row, in addition to `eos_token_id`; at most 4,096.")
     stop_regex: str | None = field(
         default=None, kind=types.pattern(), group="length",
         doc="Regular expression that ends a row when its new text matches anywhere; needs `tokenizer`.")
@@ -82,7 +84,7 @@ class Parameters(FrozenParameters):
     banned_phrases: str | Sequence[str] | None = field(
         default=None, kind=types.strings(), group="strategy",
         doc="Text, or several texts, that must not be generated: a row that completes one backtracks to its "
-        "start and continues differently; needs `tokenizer`.")
+        "start and continues differently; at most 256 texts and 4,096 bytes in all; needs `tokenizer`.")
     seed: int | None = field(
         default=None, kind=types.integer(), group="strategy",
         doc="Seed of the row's own random stream; drawn from torch's generator if unset.")
@@ -219,7 +221,7 @@ class Parameters(FrozenParameters):
         doc="Number of last tokens that DRY looks at; 0 is all.")
     dry_sequence_breakers: Sequence[int | str] | None = field(
         default=None, kind=types.tokens_or_texts(), group="penalties",
-        doc="Tokens that end a repeat: ids, or texts that they contain (needs `tokenizer`).")
+        doc="Tokens that end a repeat: ids, or texts that they contain (at most 256 texts; needs `tokenizer`).")
     logit_bias: Mapping[int, float] | None = field(
         default=None, kind=types.token_biases(), group="penalties",
         doc="Values to add to the logits of these tokens.")
@@ -253,8 +255,8 @@ class Parameters(FrozenParameters):
         default=None, kind=types.token(), group="tokens",
         doc="First token of a sequence without a prompt.")
     eos_token_id: int | Sequence[int] | None = field(
-        default=None, kind=types.token_or_tokens(), group="tokens",
-        doc="Token, or tokens, that end a row.")
+        default=None, kind=types.token_or_tokens(most=MAX_STOP_TOKENS), group="tokens",
+        doc="Token, or tokens, that end a row; at most 4,096.")
     forced_bos_token_id: int | None = field(
         default=None, kind=types.token(), group="tokens",
         doc="Token that is forced first, after the start token.")

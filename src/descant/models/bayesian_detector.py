@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +11,14 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.generic import ModelOutput
 
+from descant.config.fields import RedactedMap
+from descant.core.atomic_file import write_files, write_text
 from descant.errors import InputError
 from descant.models.error_text import first_line
 from descant.models.loading import silence_transformers
@@ -53,6 +59,18 @@ class BayesianDetectorConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         if watermarking_config is not None and not isinstance(watermarking_config, Mapping):
             watermarking_config = watermarking_config.to_dict()
         self.watermarking_config = watermarking_config
+
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        """Write the config to a file, whole or not at all; one with keys is only its owner's."""
+        text = self.to_json_string(use_diff=use_diff)
+        write_text(json_file_path, text, private=self.watermarking_config is not None)
+
+    def __repr__(self) -> str:
+        # A config is logged with its model; the keys must not be.
+        shown = self.to_diff_dict()
+        if isinstance(self.watermarking_config, Mapping):
+            shown["watermarking_config"] = RedactedMap(self.watermarking_config).without_secrets()
+        return f"{type(self).__name__} {json.dumps(shown, indent=2, sort_keys=True, default=str)}\n"
 
 
 @dataclass
@@ -174,6 +192,14 @@ def load_detector(folder: str | os.PathLike[str]) -> BayesianDetectorModel:
 
 
 def save_detector(detector: BayesianDetectorModel, folder: str | os.PathLike[str]) -> None:
-    """Save a detector to a folder."""
-    with silence_transformers():
-        detector.save_pretrained(folder)
+    """Save a detector to a folder, both files whole or not at all; one with keys is only its owner's."""
+    config = copy.deepcopy(detector.config)
+    config.architectures = [type(detector).__name__]
+    config.dtype = str(detector.dtype).removeprefix("torch.")
+    state = {name: weight.detach().cpu().contiguous() for name, weight in detector.state_dict().items()}
+    os.makedirs(folder, exist_ok=True)
+    contents = {
+        SAFE_WEIGHTS_NAME: save(state, {"format": "pt"}),
+        CONFIG_NAME: config.to_json_string(use_diff=True).encode("utf-8"),
+    }
+    write_files(folder, contents, private=config.watermarking_config is not None)

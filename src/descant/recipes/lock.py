@@ -6,9 +6,8 @@ import json
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 import filelock
 
+from descant.core.atomic_file import write_bytes
 from descant.errors import RecipeError
 
 __all__ = ["Lock", "Pin"]
@@ -149,17 +149,7 @@ class Lock:
         data = json.dumps({"version": _VERSION, "recipes": recipes}, indent=2).encode() + b"\n"
         if len(data) > MAX_BYTES:
             raise self._unreadable_error(f"it would be larger than {MAX_BYTES} bytes")
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_bytes(self.path, data, private=True)
 
     def _read_text(self) -> str | None:
         """The text of the file; None if there is no file."""

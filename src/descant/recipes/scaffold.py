@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Template
 from typing import Final
 
+from descant.core.atomic_file import create_folder
 from descant.errors import InputError
 from descant.recipes.kinds import RECIPE_KINDS
 from descant.recipes.templates import RECIPE_TEMPLATES
@@ -23,11 +24,7 @@ def new_recipe(name: str, kind: str, parent: Path = Path()) -> Path:
     files = template_files(name, kind)
     folder = parent / name
     try:
-        folder.mkdir()
-        (folder / "tests").mkdir()
-        for file, text in files.items():
-            with open(folder / file, "x", encoding="utf-8", newline="\n") as target:
-                target.write(text)
+        create_folder(folder, files)
     except FileExistsError:
         advice = "choose another name, or move what is there"
         raise InputError("name", "must not exist yet", name, advice) from None

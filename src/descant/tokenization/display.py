@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Final
 
-__all__ = ["TextPiece", "escape_invisible", "join_pieces"]
+__all__ = ["RunningText", "TextPiece", "escape_invisible", "is_hidden", "join_pieces"]
 
 TextPiece = tuple[str, bool]  # the displayed text, and whether it is an escape
 
@@ -23,6 +23,11 @@ _BLANK_CHARS: Final = frozenset(
 )
 _ZERO_WIDTH_JOINER: Final = "\u200d"
 _EMOJI_SELECTOR: Final = "\ufe0f"  # turns the character before into an emoji
+# In running text on a terminal: line ends, tabs, spaces of all widths, and joiners, which many scripts need.
+_RUNNING_TEXT: Final = "\n\t\u00a0\u1680\u202f\u205f\u3000\u200c\u200d\ufe0f" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
+_CONTEXT: Final = 8  # characters before a piece that decide how its first marks are shown
 _ESCAPED_BYTES: Final = range(0xDC80, 0xDD00)  # invalid UTF-8 bytes decoded with "surrogateescape"
 
 
@@ -35,6 +40,32 @@ def escape_invisible(text: str, mark_spaces: bool = False, keep: str = "") -> li
         return [(text, False)] if text else []
     groups = groupby(_escape_chars(text, mark_spaces, keep), key=lambda piece: piece[1])
     return [(join_pieces(group), is_escape) for is_escape, group in groups]
+
+
+class RunningText:
+    """Untrusted text in pieces for a terminal: control, reordering and invisible characters are escaped.
+
+    Every character is judged by itself, so a control sequence split over pieces is escaped as well. Of the
+    text before a piece only its end is kept, for marks that combine with it.
+    """
+
+    def __init__(self) -> None:
+        self._context = ""
+
+    def escape(self, text: str) -> str:
+        """The next piece, safe to show."""
+        if text.isascii() and text.isprintable():
+            shown = text
+        else:
+            before = join_pieces(escape_invisible(self._context, keep=_RUNNING_TEXT))
+            shown = join_pieces(escape_invisible(self._context + text, keep=_RUNNING_TEXT))[len(before) :]
+        self._context = (self._context + text)[-_CONTEXT:]
+        return shown
+
+
+def is_hidden(char: str) -> bool:
+    """Whether a character is invisible, controls a terminal or reorders text; a plain space is not."""
+    return char != " " and _is_hidden(char, unicodedata.category(char))
 
 
 def join_pieces(pieces: Iterable[TextPiece]) -> str:

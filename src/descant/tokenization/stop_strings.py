@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from descant.config.limits import texts_problem
 from descant.errors import InputError
 from descant.tokenization.token_bytes import TokenBytes
 
@@ -31,6 +32,8 @@ def normalize_stop_strings(given: Any) -> tuple[str, ...]:
         raise InputError(field, must, given) from None
     if not strings or not all(isinstance(string, str) and string for string in strings):
         raise InputError(field, must, given)
+    if problem := texts_problem(strings):
+        raise InputError(field, f"must be {problem}", given)
     for string in strings:
         if any("\ud800" <= char <= "\udfff" for char in string):
             raise InputError(field, "must be text without lone surrogates", string)
@@ -240,7 +243,8 @@ def _build_tables(
     row_of_token, example = _compress_keys(np.append(key, 0))
     example[0] = 0
 
-    next_states = default.next_state[example][:, None].repeat(num_states, 1)
+    row_type, state_type = np.min_scalar_type(len(example)), np.min_scalar_type(num_states)
+    next_states = default.next_state[example].astype(state_type)[:, None].repeat(num_states, 1)
     is_match = (
         default.contains_match[example][:, None]
         | _first_byte_matches(automaton)[default.matching_first_byte[example]]
@@ -250,8 +254,7 @@ def _build_tables(
     cells = row_of_token[exceptions.token[is_example]], exceptions.state[is_example]
     next_states[cells] = exceptions.next_state[is_example]
     is_match[cells] |= exceptions.is_match[is_example]
-    row_type, state_type = np.min_scalar_type(len(next_states)), np.min_scalar_type(num_states)
-    return row_of_token.astype(row_type), next_states.astype(state_type), is_match
+    return row_of_token.astype(row_type), next_states, is_match
 
 
 def _first_byte_matches(automaton: _ByteAutomaton) -> NDArray[Any]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final, Self
 
+from descant.core.atomic_file import write_text
 from descant.errors import TraceError
 from descant.trace.records import (
     RequestRecord,
@@ -52,8 +53,8 @@ class TraceData:
         return cls(read_records(text.splitlines()))
 
     def save(self, path: str | Path) -> Path:
-        """Write the trace to a file, one record per line."""
-        Path(path).write_text("".join(to_json_line(one) + "\n" for one in self.records), encoding="ascii")
+        """Write the trace to a file, one record per line, whole or not at all."""
+        write_text(path, "".join(to_json_line(one) + "\n" for one in self.records))
         return Path(path)
 
     # -------------------------------------------------------------------- contents

@@ -66,6 +66,7 @@ class Tree:
         self._requests: dict[int, RequestRecord] = {}
         self._active_nodes: dict[int, list[int]] = {}  # request -> nodes of its running rows
         self._ref_counts: dict[int, int] = {}  # node -> rows at it plus children with a reference
+        self._jumps: dict[int, int] = {}  # node -> an ancestor farther up, so that climbing takes few steps
         for record in records:
             if isinstance(record, RequestRecord):
                 self._add_request(record)
@@ -124,11 +125,7 @@ class Tree:
             raise TraceError(
                 f"a run must have a node for each token, got {len(run.nodes)} of {len(run.tokens)}"
             )
-        parent = self.node(row.at)
-        for _ in range(run.back):
-            if parent.parent is None:
-                raise TraceError(f"a run must take back at most the new tokens of its row, got {run.back}")
-            parent = self.node(parent.parent)
+        parent = self._ancestor(self.node(row.at), run.back)
         request = self._requests[row.request]
         num_drafts = num_accepted_drafts(row, run, request)
         for index, (token, number) in enumerate(zip(run.tokens, run.nodes, strict=True)):
@@ -162,6 +159,17 @@ class Tree:
                 self._release(parent.number, step)
         return parent.number
 
+    def _ancestor(self, node: Node, levels: int) -> Node:
+        """The node so many levels above; a path of n nodes is climbed in about log n steps (Myers 1983)."""
+        if levels > node.depth:
+            raise TraceError(f"a run must take back at most the new tokens of its row, got {levels}")
+        depth = node.depth - levels
+        while node.depth > depth:
+            jump = self.nodes[self._jumps[node.number]]
+            assert node.parent is not None
+            node = jump if jump.depth >= depth else self.nodes[node.parent]
+        return node
+
     def _release(self, number: int, step: int) -> None:
         """Drop a row's reference; marks every node that has no reference left as dropped."""
         current: int | None = number
@@ -176,8 +184,10 @@ class Tree:
         for rank, sequence in enumerate(result.sequences):
             last = self.node(sequence.leaf)
             last.rank = rank if last.rank is None else last.rank
-            for node in self.path_to(sequence.leaf):
-                node.on_best_path, node.on_returned_path = node.on_best_path or rank == 0, True
+            # What is above a marked node is marked already, so every node is visited twice at most.
+            while last.parent is not None and not (last.on_best_path if rank == 0 else last.on_returned_path):
+                last.on_best_path, last.on_returned_path = last.on_best_path or rank == 0, True
+                last = self.node(last.parent)
         self._active_nodes.pop(result.request, None)
 
     def _add_node(self, node: Node) -> None:
@@ -185,6 +195,13 @@ class Tree:
             raise TraceError(f"a node must be created once, got {node.number} again")
         self.nodes[node.number] = node
         self._ref_counts[node.number] = 0
+        self._jumps[node.number] = node.number if node.parent is None else self._jump_from(node.parent)
+
+    def _jump_from(self, parent: int) -> int:
+        """Where a child of a node jumps to: beyond two jumps of equal length, else to its parent."""
+        middle = self._jumps[parent]
+        depths = [self.nodes[number].depth for number in (parent, middle, self._jumps[middle])]
+        return self._jumps[middle] if depths[0] - depths[1] == depths[1] - depths[2] else parent
 
 
 def num_accepted_drafts(row: RowRecord, run: RunRecord, request: RequestRecord) -> int:

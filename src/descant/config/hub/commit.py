@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from pathlib import Path
 
 from descant.config.hub.client import ONLINE_HINT, AuthToken, call_hub, hub_api, is_offline
 from descant.config.hub.names import SHA_PATTERN, validate_file_name, validate_revision
+from descant.core.atomic_file import write_text
 from descant.errors import HubError, printable
 
 __all__ = [
@@ -107,21 +106,14 @@ def cache_folder(repo: str) -> Path:
 
 def _cache_commit(commit: HubCommit, revision: str) -> None:
     listing = json.dumps({"sha": commit.sha, "files": dict(commit.files)}, sort_keys=True)
-    _write_atomic(cache_folder(commit.repo) / "listings" / f"{commit.sha}.json", listing)
+    _write_cached(cache_folder(commit.repo) / "listings" / f"{commit.sha}.json", listing)
     if revision != commit.sha:
-        _write_atomic(cache_folder(commit.repo) / "refs" / revision, commit.sha)
+        _write_cached(cache_folder(commit.repo) / "refs" / revision, commit.sha)
 
 
-def _write_atomic(path: Path, text: str) -> None:
-    """Write a small file atomically."""
+def _write_cached(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    write_text(path, text)
 
 
 def cached_commit(repo: str, sha: str) -> HubCommit | None:

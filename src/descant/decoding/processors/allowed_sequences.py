@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
+from descant.core.atomic_file import write_bytes
 from descant.core.context import Context, PromptInfo
 from descant.core.interfaces import Array
 from descant.decoding.processors.base import LogitsProcessor, TokenIds, as_id_list, check_number
@@ -180,14 +181,15 @@ class AllowedSequences:
 
     # -------------------------------------------------------------------- serialisation
     def save(self, path: str | Path) -> None:
-        """Write the trie to a safetensors file."""
+        """Write the trie to a safetensors file, whole or not at all."""
         arrays = {
             "offsets": self._offsets,
             "tokens": self._tokens,
             "widest": self._max_children,
             "eos_token_id": self._eos_token_ids,
         }
-        save_file(arrays, path)
+        # Not `save_file`: it writes under a temporary name of its own, which stays if the process is killed.
+        write_bytes(path, save(arrays))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

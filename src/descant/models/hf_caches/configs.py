@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from descant.core.atomic_file import write_text
 from descant.errors import ConfigError
 from descant.kv_cache.quantizers import BACKENDS
 
@@ -42,7 +43,7 @@ class CacheConfig:
 
     def to_json_file(self, json_file_path: str | Path) -> None:
         """Write all settings to a JSON file."""
-        Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
+        write_text(json_file_path, self.to_json_string())
 
     def update(self, **changes: Any) -> dict[str, Any]:
         """Set the known settings; returns the unknown ones."""

@@ -12,7 +12,7 @@ from descant.tokenization.display import join_pieces
 from descant.trace.pictures.number_format import format_bytes, format_score, pluralize
 from descant.trace.pictures.paths import sequence_path
 from descant.trace.pictures.selection import TraceSelection
-from descant.trace.pictures.text_stats import mean_entropy, perplexity
+from descant.trace.pictures.text_stats import MAX_DRAWN_TOKENS, mean_entropy, perplexity
 from descant.trace.records import RequestRecord
 from descant.trace.token_text import token_pieces
 from descant.trace.trace_data import TraceData
@@ -47,12 +47,13 @@ class RunComparison:
     def divergence_text(self) -> str:
         """Where the runs diverge, as text."""
         one, other = (len(run.nodes) for run in self.runs)
+        drawn = f"; the first {MAX_DRAWN_TOKENS:,} tokens drawn" if max(one, other) > MAX_DRAWN_TOKENS else ""
         if self.num_shared_tokens == one == other:
-            return f"both say the same ({pluralize(one, 'token')})"
+            return f"both say the same ({pluralize(one, 'token')}){drawn}"
         if not self.num_shared_tokens:
-            return "they part at the first token"
+            return f"they part at the first token{drawn}"
         shared = pluralize(self.num_shared_tokens, "token")
-        return f"the first {shared} the same, they part at token {self.num_shared_tokens + 1}"
+        return f"the first {shared} the same, they part at token {self.num_shared_tokens + 1}{drawn}"
 
 
 def compare_runs(trace: TraceData, selection: TraceSelection, beside: TraceData | None) -> RunComparison:

@@ -13,7 +13,7 @@ from descant.trace.pictures.paths import sequence_path
 from descant.trace.pictures.selection import TraceSelection
 from descant.trace.pictures.terminal_cells import clip_pieces, pieces_width
 from descant.trace.pictures.text_layout import LayoutToken
-from descant.trace.pictures.text_stats import node_tokens
+from descant.trace.pictures.text_stats import MAX_DRAWN_TOKENS, node_tokens
 from descant.trace.records import RowRecord
 from descant.trace.token_text import token_pieces
 from descant.trace.trace_data import TraceData
@@ -24,10 +24,12 @@ __all__ = [
     "DraftedForward",
     "draft_position_stats",
     "draft_summary",
+    "drawn_nodes",
     "forward_passes",
     "tokens_with_notes",
 ]
 
+MAX_POSITIONS: Final = 100  # of drafts, in the chart
 MAX_REJECTED_CELLS: Final = 14  # cells of a rejected draft token
 
 
@@ -105,15 +107,20 @@ def tokens_with_notes(trace: TraceData, nodes: Sequence[Node], notes: Mapping[in
     return placed
 
 
+def drawn_nodes(passes: Sequence[DraftedForward]) -> list[Node]:
+    """The new tokens of all passes, of a long sequence the last."""
+    return [node for one in passes for node in one.nodes][-MAX_DRAWN_TOKENS:]
+
+
 def draft_position_stats(passes: Sequence[DraftedForward]) -> list[DraftPositionStats]:
-    """Acceptance by draft position."""
-    longest = max((len(one.drafts) for one in passes), default=0)
-    return [
-        DraftPositionStats(
-            sum(len(one.drafts) > at for one in passes), sum(one.num_accepted > at for one in passes)
-        )
-        for at in range(longest)
-    ]
+    """Acceptance by draft position, of at most `MAX_POSITIONS` positions."""
+    longest = min(max((len(one.drafts) for one in passes), default=0), MAX_POSITIONS)
+    ends = [[0] * (longest + 1) for _ in range(2)]  # passes whose drafts, accepted ones, end at a position
+    for one in passes:
+        ends[0][min(len(one.drafts), longest)] += 1
+        ends[1][min(one.num_accepted, longest)] += 1
+    drafts, accepted = ([sum(counts[at + 1 :]) for at in range(longest)] for counts in ends)
+    return [DraftPositionStats(*pair) for pair in zip(drafts, accepted, strict=True)]
 
 
 def draft_summary(passes: Sequence[DraftedForward]) -> list[str]:
@@ -121,6 +128,8 @@ def draft_summary(passes: Sequence[DraftedForward]) -> list[str]:
     tokens = sum(len(one.nodes) for one in passes)
     drafts, accepted = sum(len(one.drafts) for one in passes), sum(one.num_accepted for one in passes)
     parts = [pluralize(len(passes), "forward"), pluralize(tokens, "token")]
+    if tokens > MAX_DRAWN_TOKENS:
+        parts.append(f"the last {MAX_DRAWN_TOKENS:,} drawn")
     if passes:
         parts.append(f"{tokens / len(passes):.2f} tokens a forward")
     parts.append(

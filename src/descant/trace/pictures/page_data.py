@@ -235,19 +235,21 @@ class _RequestData:
                         "unmet": unmet,
                     }
                 )
-        if sequences:
-            return sequences
-        return [
-            {
-                "nodes": self._path_indices(one.number),
-                "reason": None,
-                "score": round_finite(one.score),
-                "unmet": None,
-            }
-            for one in nodes
-            if one.parent is not None and one.dropped_step is None
-            if not any(child in self.node_index for child in one.children)
-        ]
+        return sequences or self._running_sequences(nodes)
+
+    def _running_sequences(self, nodes: Sequence[Node]) -> list[dict[str, Any]]:
+        sequences: list[dict[str, Any]] = []
+        length = 0
+        for one in nodes:
+            is_leaf = not any(child in self.node_index for child in one.children)
+            if one.parent is None or one.dropped_step is not None or not is_leaf:
+                continue
+            length += one.depth
+            if sequences and length > _MAX_PATH_NODES:
+                break
+            path = self._path_indices(one.number)
+            sequences.append({"nodes": path, "reason": None, "score": round_finite(one.score), "unmet": None})
+        return sequences
 
     def _path_indices(self, leaf: int) -> list[int]:
         return [self.node_index[one.number] for one in self.trace.tree.path_to(leaf)]

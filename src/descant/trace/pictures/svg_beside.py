@@ -18,7 +18,7 @@ from descant.trace.pictures.svg_text import (
 )
 from descant.trace.pictures.terminal_cells import clip_pieces
 from descant.trace.pictures.text_layout import layout_tokens
-from descant.trace.pictures.text_stats import node_tokens
+from descant.trace.pictures.text_stats import MAX_DRAWN_TOKENS, node_tokens
 from descant.trace.token_text import text_pieces
 from descant.trace.trace_data import TraceData
 
@@ -53,7 +53,8 @@ def svg_beside(trace: TraceData, selection: TraceSelection, beside: TraceData | 
 
 
 def _run_text(run: ComparedRun) -> list[tuple[str, bool]]:
-    return text_pieces(run.trace, [node.token for node in run.nodes if node.token is not None])
+    nodes = run.nodes[:MAX_DRAWN_TOKENS]
+    return text_pieces(run.trace, [node.token for node in nodes if node.token is not None])
 
 
 def _draw_run(run: ComparedRun, comparison: RunComparison, x: float, body: list[str]) -> float:
@@ -68,7 +69,7 @@ def _draw_run(run: ComparedRun, comparison: RunComparison, x: float, body: list[
             "s bold ink",
         ),
     ]
-    placed = layout_tokens(node_tokens(run.trace, run.nodes), COLUMN_CELLS)
+    placed = layout_tokens(node_tokens(run.trace, run.nodes[:MAX_DRAWN_TOKENS]), COLUMN_CELLS)
     marked = False
     for token in placed:
         left, y = x + token.column * CELL_WIDTH, TOP + token.row * LINE_PITCH

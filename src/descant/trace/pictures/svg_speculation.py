@@ -12,6 +12,7 @@ from descant.trace.pictures.draft_view import (
     DraftPositionStats,
     draft_position_stats,
     draft_summary,
+    drawn_nodes,
     forward_passes,
     tokens_with_notes,
 )
@@ -47,7 +48,7 @@ def svg_speculation(trace: TraceData, selection: TraceSelection) -> str:
     request, passes = trace.requests[selection.request], forward_passes(trace, selection)
     by = [] if request.drafter is None else [f"guessed by {request.drafter}"]
     body = draw_heading(request.method, [*draft_summary(passes), *by])
-    nodes = [node for one in passes for node in one.nodes]
+    nodes = drawn_nodes(passes)
     notes = {one.nodes[-1].number: one for one in passes if one.rejected_drafts}
     note_cells = {
         number: math.ceil(pieces_width(one.rejection_pieces(trace)) * NOTE_SCALE) + 1

@@ -20,6 +20,7 @@ from descant.trace.pictures.svg_elements import (
 )
 from descant.trace.pictures.text_layout import PlacedToken, layout_tokens
 from descant.trace.pictures.text_stats import (
+    MAX_DRAWN_TOKENS,
     MIN_SCALE_NATS,
     SHADE_LEVELS,
     node_tokens,
@@ -53,10 +54,12 @@ def svg_text(trace: TraceData, selection: TraceSelection) -> str:
     """The text of one sequence, after the end of its prompt."""
     assert selection.request is not None
     request, nodes = trace.requests[selection.request], sequence_path(trace, selection)
-    prompt = prompt_tokens(trace, selection)
+    prompt = prompt_tokens(trace, selection, nodes)
+    stats = text_stats(trace, selection, nodes)
+    nodes = nodes[-MAX_DRAWN_TOKENS:]
     placed = layout_tokens([*prompt, *node_tokens(trace, nodes)], LINE_CELLS)
     max_entropy = max([MIN_SCALE_NATS, *(one.choice.entropy for one in nodes if one.choice is not None)])
-    body = draw_heading(request.method, text_stats(trace, selection, nodes))
+    body = draw_heading(request.method, stats)
     for token in placed:
         x, y = MARGIN + token.column * CELL_WIDTH, TOP + token.row * LINE_PITCH
         if token.token_index < len(prompt):

@@ -33,6 +33,7 @@ from descant.trace.pictures.tree_layout import Branch, TreeLayout, layout_summar
 from descant.trace.records import RequestRecord
 from descant.trace.token_text import text_pieces
 from descant.trace.trace_data import TraceData
+from descant.trace.tree import Node
 
 __all__ = ["svg_tree"]
 
@@ -46,6 +47,7 @@ BOX_GAP: Final = 9.0  # between boxes of a column
 TOKEN_CELLS, RUN_CELLS = 16, 22  # width of a token, and of a line of joined tokens
 UNFORKED_CELLS: Final = 64  # width of such a line if nothing forks
 MAX_RUN_LINES: Final = 6  # lines of joined tokens
+MAX_DESCRIBED_TOKENS: Final = 1_000  # of a sequence, in the description for screen readers
 PROMPT_CELLS: Final = 14  # width of the prompt's end
 
 
@@ -326,15 +328,22 @@ def _draw_legend(
     return parts, right, y + 17 * len(notes) + 4
 
 
+def _last_tokens(trace: TraceData, node: Node) -> list[int]:
+    """The tokens up to a node, of a long path the last."""
+    tokens: list[int] = []
+    while node.token is not None and node.parent is not None and len(tokens) < MAX_DESCRIBED_TOKENS:
+        tokens.append(node.token)
+        node = trace.tree.node(node.parent)
+    return tokens[::-1]
+
+
 def _describe_tree(trace: TraceData, layout: TreeLayout) -> str:
     """The tree as text, for screen readers."""
     ends = [one for one in layout.root.walk() if not one.children and one.last_node.token is not None]
     parts = []
     for end in ends:
         if end.state in ("best", "returned", "alive", "ended"):
-            tokens = [
-                node.token for node in trace.tree.path_to(end.last_node.number) if node.token is not None
-            ]
+            tokens = _last_tokens(trace, end.last_node)
             score = "" if end.last_node.score is None else f", score {format_score(end.last_node.score)}"
             parts.append(
                 f"{STATE_LABELS[end.state]}{score}: {join_pieces(text_pieces(trace, tokens)).strip()}"

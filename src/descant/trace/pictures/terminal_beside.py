@@ -11,7 +11,7 @@ from descant.trace.pictures.terminal_canvas import StyledText, TerminalCanvas
 from descant.trace.pictures.terminal_cells import cell_width, clip_pieces, fit_text
 from descant.trace.pictures.terminal_text import group_by_line, shade_style
 from descant.trace.pictures.text_layout import layout_tokens
-from descant.trace.pictures.text_stats import node_tokens
+from descant.trace.pictures.text_stats import MAX_DRAWN_TOKENS, node_tokens
 from descant.trace.trace_data import TraceData
 
 __all__ = ["terminal_beside"]
@@ -68,7 +68,7 @@ def _run_lines(run: ComparedRun, comparison: RunComparison, width: int) -> list[
     """The lines of one text, the shared prefix dimmed."""
     title = join_pieces(clip_pieces(escape_invisible(f"{run.name}  {run.request.method}"), width))
     rows: list[list[StyledText]] = [[(title, "bold")], []]
-    placed = layout_tokens(node_tokens(run.trace, run.nodes), width)
+    placed = layout_tokens(node_tokens(run.trace, run.nodes[:MAX_DRAWN_TOKENS]), width)
     return rows + [
         [
             (

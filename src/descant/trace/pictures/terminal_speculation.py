@@ -10,6 +10,7 @@ from descant.trace.pictures.draft_view import (
     DraftPositionStats,
     draft_position_stats,
     draft_summary,
+    drawn_nodes,
     forward_passes,
     tokens_with_notes,
 )
@@ -37,7 +38,7 @@ def terminal_speculation(trace: TraceData, selection: TraceSelection, canvas: Te
         *canvas.wrap_text(", ".join([*draft_summary(passes), *by])),
         [],
     ]
-    nodes, notes = [node for one in passes for node in one.nodes], {}
+    nodes, notes = drawn_nodes(passes), {}
     for one in passes:
         if one.rejected_drafts:
             notes[one.nodes[-1].number] = REJECTED_MARK + join_pieces(one.rejection_pieces(trace))

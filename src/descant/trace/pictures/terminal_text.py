@@ -12,6 +12,7 @@ from descant.trace.pictures.terminal_canvas import StyledText, TerminalCanvas
 from descant.trace.pictures.terminal_cells import cell_width
 from descant.trace.pictures.text_layout import PlacedToken, layout_tokens
 from descant.trace.pictures.text_stats import (
+    MAX_DRAWN_TOKENS,
     MIN_SCALE_NATS,
     SHADE_LEVELS,
     node_tokens,
@@ -33,7 +34,9 @@ def terminal_text(trace: TraceData, selection: TraceSelection, canvas: TerminalC
     """The text of one sequence, after the end of its prompt."""
     assert selection.request is not None
     request, nodes = trace.requests[selection.request], sequence_path(trace, selection)
-    prompt = prompt_tokens(trace, selection)
+    prompt = prompt_tokens(trace, selection, nodes)
+    stats = text_stats(trace, selection, nodes)
+    nodes = nodes[-MAX_DRAWN_TOKENS:]
     placed = layout_tokens([*prompt, *node_tokens(trace, nodes)], max(canvas.width - GUTTER, 1))
     max_entropy = max([MIN_SCALE_NATS, *(one.choice.entropy for one in nodes if one.choice is not None)])
 
@@ -42,7 +45,7 @@ def terminal_text(trace: TraceData, selection: TraceSelection, canvas: TerminalC
 
     rows: list[list[StyledText]] = [
         *canvas.wrap_text(request.method, "bold"),
-        *canvas.wrap_text(", ".join(text_stats(trace, selection, nodes))),
+        *canvas.wrap_text(", ".join(stats)),
         [],
     ]
     for line in group_by_line(placed):

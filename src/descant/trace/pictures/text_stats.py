@@ -16,6 +16,7 @@ from descant.trace.trace_data import TraceData
 from descant.trace.tree import Node
 
 __all__ = [
+    "MAX_DRAWN_TOKENS",
     "MIN_SCALE_NATS",
     "SHADE_LEVELS",
     "mean_entropy",
@@ -35,6 +36,7 @@ SHADE_LEVELS: Final = (
     (0.0, "less"),
 )
 MIN_SCALE_NATS: Final = 2.0  # minimum of the tallest bar, so that low entropies look low
+MAX_DRAWN_TOKENS: Final = 10_000  # of a sequence; a picture of more is too large to be looked at
 _NEWLINE: Final = "↵"
 _MAX_TOKEN_CELLS: Final = 400
 _MAX_PROMPT_TOKENS: Final = 24  # shown tokens of the prompt
@@ -63,9 +65,13 @@ def node_tokens(trace: TraceData, nodes: Sequence[Node]) -> list[LayoutToken]:
     ]
 
 
-def prompt_tokens(trace: TraceData, selection: TraceSelection) -> list[LayoutToken]:
-    """The last tokens of the prompt, for layout."""
+def prompt_tokens(
+    trace: TraceData, selection: TraceSelection, nodes: Sequence[Node] = ()
+) -> list[LayoutToken]:
+    """The last tokens of the prompt, for layout; an ellipsis if the first of `nodes` are not drawn."""
     assert selection.request is not None
+    if len(nodes) > MAX_DRAWN_TOKENS:
+        return [LayoutToken([("… ", True)])]
     prompt = trace.requests[selection.request].prompt
     pieces = clip_pieces(
         text_pieces(trace, prompt[-_MAX_PROMPT_TOKENS:]), _MAX_PROMPT_TOKENS * _MAX_TOKEN_CELLS
@@ -98,6 +104,8 @@ def mean_entropy(nodes: Sequence[Node]) -> float | None:
 def text_stats(trace: TraceData, selection: TraceSelection, nodes: Sequence[Node]) -> list[str]:
     """Statistics of the text, as phrases."""
     parts = [pluralize(len(nodes), "token")]
+    if len(nodes) > MAX_DRAWN_TOKENS:
+        parts.append(f"the last {MAX_DRAWN_TOKENS:,} drawn")
     if (value := perplexity(nodes)) is not None:
         parts.append(f"perplexity {value:.2f}")
     if (mean := mean_entropy(nodes)) is not None:

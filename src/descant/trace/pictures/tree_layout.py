@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -96,9 +96,7 @@ def layout_tree(trace: TraceData, selection: TraceSelection, fold: bool = False)
     num_required = sum(state_at(one, selection.step) in ("best", "returned") for one in shown_leaves)
     top = trace.tree.node(trace.tree.roots[selection.request])
     while True:
-        shown = {top.number} | {
-            node.number for one in shown_leaves for node in trace.tree.path_to(one.number)
-        }
+        shown = _nodes_above(trace, top, shown_leaves)
         root = _build_branches(trace, top, shown, selection.step, fold or folded_depth)
         # Drop the least important leaves while there are too many successive forks.
         if (
@@ -135,6 +133,17 @@ def _importance(trace: TraceData, leaf: Node, step: int | None) -> tuple[float, 
         -(leaf.score if leaf.score is not None else -math.inf),
         leaf.number,
     )
+
+
+def _nodes_above(trace: TraceData, top: Node, leaves: Sequence[Node]) -> set[int]:
+    """The nodes from some leaves up to the root, each visited once."""
+    found = {top.number}
+    for node in leaves:
+        while node.number not in found:
+            found.add(node.number)
+            assert node.parent is not None
+            node = trace.tree.node(node.parent)
+    return found
 
 
 def _build_branches(

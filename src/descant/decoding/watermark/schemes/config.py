@@ -6,11 +6,11 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 from descant.config.field_types import LARGEST_INT
 from descant.config.fields import RedactedMap, thaw
+from descant.core.atomic_file import write_text
 from descant.errors import ConfigError, DescantError
 
 __all__ = [
@@ -58,8 +58,8 @@ class BaseWatermarkingConfig:
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def to_json_file(self, json_file_path: str | os.PathLike[str]) -> None:
-        """Write the settings, including the secret key, to a file."""
-        Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
+        """Write the settings, including the secret key, to a file that only its owner can read."""
+        write_text(json_file_path, self.to_json_string(), private=True)
 
     def validate(self) -> None:
         """Do nothing: settings are validated on construction and by `update`."""

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from descant.config.field_types import LARGEST_INT
 from descant.config.fields import RedactedMap
+from descant.core.atomic_file import write_bytes
 from descant.decoding.watermark.schemes.config import (
     BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
@@ -44,7 +45,6 @@ SCHEMES: Final = ("green", "selfhash", "synthid", "gumbel")
 
 _NAME: Final = "name"
 _MAX_FILE_BYTES: Final = 2**20
-_OWNER_ONLY: Final = 0o600
 _SYNTHID_DEPTH, _SYNTHID_NGRAM_LEN = 30, 5  # as in the SynthID paper
 _SAMPLING_TABLE_SIZE: Final = 2**16  # keys that are equal modulo this give the same round
 _MAX_EXACT_INT: Final = 2**53  # larger integers change in JSON readers that use floats
@@ -110,12 +110,10 @@ def write_settings(
     """
     text = json.dumps({**({} if name is None else {_NAME: name}), **settings.to_dict()}, indent=2) + "\n"
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY)
+        write_bytes(path, text.encode("utf-8"), private=True, exclusive=True)
     except OSError as error:
         must = f"must be a file that can be created ({error.strerror})"
         raise InputError("key", must, os.fspath(path), "choose another path") from None
-    with open(file, "w", encoding="utf-8") as target:
-        target.write(text)
 
 
 def fingerprint(settings: BaseWatermarkingConfig) -> str:

@@ -73,6 +73,8 @@ descant.masthead = (() => {
     const list = [
       request.error ? ["bad", `The run ended with an error: ${request.error}`] : null,
       ...run.cuts.map((cut) => ["warn", `The trace reached its size limit: from step ${place(cut.step)} on ${what.get(cut.what) ?? `${cut.what} are not kept`}.`]),
+      request.said.some((one) => one.nodes.length > descant.tokens.DRAWN)
+        ? ["warn", `Of a long text the last ${counted(descant.tokens.DRAWN, "token")} are drawn, and counted below it.`] : null,
       ...(scene.notes || []).map((text) => ["warn", text]),
     ].filter(Boolean);
     return list.map(([kind, text]) => el("p", { class: `notice ${kind}`, role: "note" }, text));

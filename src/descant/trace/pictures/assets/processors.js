@@ -3,6 +3,7 @@
   const { el, word, plain, prob, counted, tokens: T } = descant;
   const BARS = 8; // of the panels that have no stage
   const BEHIND = 14; // tokens before a choice that are shown
+  const LISTED = 2000; // choices of one step
   const many = (count) => count.toLocaleString("en");
 
   function mount(host, app) {
@@ -40,6 +41,7 @@
       context.append(...sentence(run, place, taken));
       panels.append(...drawn(run, look, { ...taken, guess: place.guess }));
       notes.append(...remarks(request, look, taken));
+      if (places.length === LISTED) notes.append(el("p", {}, `Of this step the first ${counted(LISTED, "choice")} are listed.`));
     }
 
     enter();
@@ -55,14 +57,16 @@
     const step = request.steps[index];
     if (!step) return [];
     const rows = [...step.rows].sort((one, other) => one.slot - other.slot);
-    return rows.flatMap((row) =>
-      row.looks.map((look, at) => ({
+    return rows.flatMap((row) => {
+      const path = pathTo(request, row.at);
+      return row.looks.slice(0, LISTED).map((look, at) => ({
         look,
         name: `Row ${row.slot}${at ? `, after ${counted(at, "guess", "guesses")}` : ""}`,
-        before: [...pathTo(request, row.at), ...row.drafts.slice(0, at)],
+        before: [...path, ...row.drafts.slice(Math.max(0, at - BEHIND), at)],
         // The first guess that did not stand was judged at the last look.
         guess: at < row.drafts.length && at >= row.accepted ? row.drafts[at] : null,
-      })));
+      }));
+    }).slice(0, LISTED);
   }
 
   function pathTo(request, node) {
@@ -78,11 +82,12 @@
     if (!places.length) return 0;
     const { look, born } = request.nodes;
     const now = request.steps[step].step;
-    const index = (node) => (born[node] === now ? places.findIndex((one) => one.look === look[node]) : -1);
+    const at = new Map(places.map((one, place) => [one.look, place]).reverse()); // the first of equal ones
+    const index = (node) => (born[node] === now ? at.get(look[node]) ?? -1 : -1);
     const said = request.said[app.sequence] || { nodes: [] };
     for (const node of [...(app.node === null ? [] : [app.node]), ...said.nodes]) {
-      const at = index(node);
-      if (at >= 0) return at;
+      const found = index(node);
+      if (found >= 0) return found;
     }
     return 0;
   }

@@ -2,6 +2,7 @@
 (() => {
   const { el, svg, number, counted, tokens: T } = descant;
   const LEAST = 2; // nats that the tallest bar stands for at least, so that a calm text looks calm
+  const STRUCK = 500; // tokens taken back at one place that are shown
   const STRIP = 120; // tokens from which on a strip shows the whole length
 
   function mount(host, app) {
@@ -89,10 +90,19 @@
       if (!children.has(parent[node])) children.set(parent[node], []);
       children.get(parent[node]).push(node);
     }
-    const below = (node) => [ids[node], ...(children.get(node) || []).flatMap(below)];
+    // Not by calls of itself: a chain may be longer than calls can be deep.
+    const below = (nodes) => {
+      const [waiting, found] = [nodes.slice().reverse(), []];
+      while (waiting.length && found.length < STRUCK) {
+        const node = waiting.pop();
+        found.push(ids[node]);
+        for (const child of (children.get(node) || []).slice().reverse()) waiting.push(child);
+      }
+      return found;
+    };
     for (const [above, nodes] of children) {
       if (!places.has(above)) continue;
-      const [first, ...rest] = nodes.flatMap(below);
+      const [first, ...rest] = below(nodes);
       const [space, inner] = T.apart(run, first);
       found.set(places.get(above), el("span", {}, space, el("del", { class: "back" }, inner, ...rest.map((id) => descant.word(run, id)))));
     }

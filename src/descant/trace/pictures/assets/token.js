@@ -11,6 +11,8 @@ descant.tokens = (() => {
     { from: 0, label: "less than 5 %" },
   ];
 
+  const DRAWN = 10000; // tokens of a text that are drawn, its last; a browser takes long over more
+
   const chance = (log) => (log === null || log === undefined ? 0 : Math.exp(log));
 
   function shade(log) {
@@ -23,10 +25,11 @@ descant.tokens = (() => {
     const said = request.said[index] || request.said[0];
     if (!said) return [];
     const { number, token, raw, processed, look, born, guessed } = request.nodes;
-    return said.nodes.map((node, place) => ({
+    const nodes = said.nodes.slice(-DRAWN);
+    return nodes.map((node, place) => ({
       node,
       place,
-      next: token[said.nodes[place + 1]], // undefined: it is the last
+      next: token[nodes[place + 1]], // undefined: it is the last
       number: number[node],
       token: token[node],
       look: look[node] < 0 ? null : request.looks[look[node]],
@@ -238,5 +241,5 @@ descant.tokens = (() => {
     );
   }
 
-  return { chance, shadeOf, sequence, figures, figureList, fixed, apart, span, alternatives, legend, choose, rove };
+  return { DRAWN, chance, shadeOf, sequence, figures, figureList, fixed, apart, span, alternatives, legend, choose, rove };
 })();
