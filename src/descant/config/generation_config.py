@@ -35,7 +35,7 @@ from descant.config.config_files import (
     validate_file_name,
 )
 from descant.config.config_text import format_config
-from descant.config.fields import Field, FrozenMap, RedactedMap, freeze, thaw
+from descant.config.fields import Field, FrozenMap, RedactedMap, thaw
 from descant.config.generation_mode import GenerationMode, select_mode
 from descant.config.parameters import DEFAULT_NEW_TOKENS, GROUPS, STEP_OUTPUT_FIELDS, Parameters
 from descant.config.registry import (

@@ -53,8 +53,8 @@ class Parameters(FrozenParameters):
         doc="Seconds after which no further step starts.")
     stop_strings: str | Sequence[str] | None = field(
         default=None, kind=types.strings(), group="length",
-        doc="Text, or several texts, that end a row when generated; at most 256 texts and 4,096 bytes in all; "
-        "needs `tokenizer`.")
+        doc="Text, or several texts, that end a row when generated; at most 256 texts and 4,096 bytes; needs "
+        "`tokenizer`.")
     stop_token_ids: Sequence[int] | None = field(
         default=None, kind=types.tokens(empty=True, most=MAX_STOP_TOKENS), group="length",
         doc="Tokens that end a row, in addition to `eos_token_id`; at most 4,096.")
@@ -84,7 +84,7 @@ class Parameters(FrozenParameters):
     banned_phrases: str | Sequence[str] | None = field(
         default=None, kind=types.strings(), group="strategy",
         doc="Text, or several texts, that must not be generated: a row that completes one backtracks to its "
-        "start and continues differently; at most 256 texts and 4,096 bytes in all; needs `tokenizer`.")
+        "start and continues differently; at most 256 texts and 4,096 bytes; needs `tokenizer`.")
     seed: int | None = field(
         default=None, kind=types.integer(), group="strategy",
         doc="Seed of the row's own random stream; drawn from torch's generator if unset.")
@@ -221,7 +221,7 @@ class Parameters(FrozenParameters):
         doc="Number of last tokens that DRY looks at; 0 is all.")
     dry_sequence_breakers: Sequence[int | str] | None = field(
         default=None, kind=types.tokens_or_texts(), group="penalties",
-        doc="Tokens that end a repeat: ids, or texts that they contain (at most 256 texts; needs `tokenizer`).")
+        doc="Tokens that end a repeat: ids, or texts that they contain (at most 256; needs `tokenizer`).")
     logit_bias: Mapping[int, float] | None = field(
         default=None, kind=types.token_biases(), group="penalties",
         doc="Values to add to the logits of these tokens.")

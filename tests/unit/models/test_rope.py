@@ -80,7 +80,10 @@ def test_a_config_tells_the_same(name):
     model = model_of(name)
     found, from_config = rope_of_model(model), rope_from_config(model.config)
     assert isinstance(from_config, RopeShift)
-    assert (from_config.interleaved, from_config.rotates_last_dims) == (found.interleaved, found.rotates_last_dims)
+    assert (from_config.interleaved, from_config.rotates_last_dims) == (
+        found.interleaved,
+        found.rotates_last_dims,
+    )
     assert torch.allclose(from_config.inv_freq, found.inv_freq)
 
 
