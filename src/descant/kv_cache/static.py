@@ -139,8 +139,7 @@ class StaticStore(DenseStore):
 
     def reserve(self, layer: int, like: Tensor) -> None:
         """Allocate the blocks of a layer before its first write, in the heads and dtype of [0, H, 0, D]."""
-        for blocks in (self._keys, self._values):
-            self._ensure_capacity(blocks, layer, like, 0)
+        self._ensure_capacity(layer, (like, like), 0, 0)
 
     def clear_blocks(self) -> None:
         """Fill all blocks with zeros."""
