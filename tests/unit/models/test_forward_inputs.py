@@ -78,6 +78,7 @@ def test_a_session_lets_go_of_media_that_were_fed():
     extra = session.model._request_inputs[number]
     assert extra.media.keys() == prompt.keys()
     session.step()
+    session.step()  # the first forward may be repeated after an interrupt, so media stay until the second
     assert not extra.media
 
 
