@@ -38,7 +38,9 @@ def check_fingerprint(model: Any, made_by: Mapping[str, Any], argument: str, *, 
     `cheap`: read the weights only if torch has counted changes since they were last read.
     """
     network = _network(model)
-    own = _known_fingerprint(network) if cheap and isinstance(network, torch.nn.Module) else fingerprint(model)
+    own = (
+        _known_fingerprint(network) if cheap and isinstance(network, torch.nn.Module) else fingerprint(model)
+    )
     key = next((name for name in {**own, **made_by} if own.get(name) != made_by.get(name)), None)
     if key is None:
         return
@@ -47,7 +49,9 @@ def check_fingerprint(model: Any, made_by: Mapping[str, Any], argument: str, *, 
     if key == "weights":
         do = "the weights have changed, or an earlier version wrote the cache: call prefill() again"
     if argument == "model":
-        raise InputError(argument, f"must be the one that made the cache, whose {name} is {made}", own.get(key), do)
+        raise InputError(
+            argument, f"must be the one that made the cache, whose {name} is {made}", own.get(key), do
+        )
     must = f"must be made by this model, whose {name} is {format_value(own.get(key))}"
     raise InputError(argument, must, made_by.get(key), do)
 

@@ -55,7 +55,9 @@ EDITS: tuple[Callable[[Any], None], ...] = (
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_a_saved_cache_is_refused_after_an_edit(edit: Callable[[Any], None], model: Any, tmp_path: Any) -> None:
+def test_a_saved_cache_is_refused_after_an_edit(
+    edit: Callable[[Any], None], model: Any, tmp_path: Any
+) -> None:
     path = tmp_path / "prompt.safetensors"
     descant.prefill(model, [5, 6, 7, 8]).save(path)
     assert descant.load_cache(path, model).lengths.tolist() == [4]
@@ -64,7 +66,9 @@ def test_a_saved_cache_is_refused_after_an_edit(edit: Callable[[Any], None], mod
         descant.load_cache(path, model)
 
 
-@pytest.mark.parametrize("edit", [one for one in EDITS if one is not through_data], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "edit", [one for one in EDITS if one is not through_data], ids=lambda one: one.__name__
+)
 def test_a_call_refuses_a_cache_after_an_edit(edit: Callable[[Any], None], model: Any) -> None:
     known = descant.prefill(model, [5, 6, 7, 8])
     ids = torch.tensor([[5, 6, 7, 8, 9]])
