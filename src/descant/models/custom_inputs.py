@@ -203,7 +203,7 @@ class RecurrentStateHandler:
         return state[0] if self._module_attrs else state
 
     def writable_state(self, state: Any) -> Any:
-        """A copy of a state for one forward, which writes to it: the state itself is kept for a repetition."""
+        """A copy of a state for one forward, which writes to it; the state itself is for a repetition."""
         return copy_state(state, _is_replaced)
 
     @contextlib.contextmanager
