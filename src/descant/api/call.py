@@ -136,11 +136,12 @@ class Call:
     ) -> None:
         self.options = options
         self.user_cache = None if options.past is None else UserCache(options.past)
-        if self.user_cache is not None:
-            self.user_cache.check_model(model)
         cache = _requested_cache(options.config, self.user_cache)
         self.session = Session(model, states=states, observe=observe, cache=cache, trace=options.tracer)
         self.criteria = tuple(options.criteria)  # as they are called
+        traits = self.session.traits
+        if self.user_cache is not None and traits.cache_type == "kv" and not traits.is_encoder_decoder:
+            self.user_cache.check_model(model)  # other models are refused with the reason at admission
         self.request_ids: list[int] = []
         self.configs: list[GenerationConfig] = []
         self.healed_suffixes: list[HealedSuffix] = []  # the tokens that healing removed from each prompt

@@ -430,6 +430,10 @@ def test_a_past_that_does_not_fit_is_refused(llama, tiny):
     two = descant.prefill(llama.model, ids[:2])
     assert "one row, or one for each of 3 prompts" in refusal_of(llama.model, ids, two)
     deeper = descant.prefill(tiny("qwen2").model, ids[0])
+    assert "must be made by this model, whose kind is 'LlamaForCausalLM'" in refusal_of(
+        llama.model, ids[:1], deeper
+    )
+    deeper.model_fingerprint = {}  # a cache whose maker is not known
     assert "must have been made by this model, which has 2 layers" in refusal_of(llama.model, ids[:1], deeper)
     one = descant.prefill(llama.model, ids[0])
     assert "use_cache" in refusal_of(llama.model, ids[:1], one, use_cache=False)
