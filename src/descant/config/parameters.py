@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from descant.config import field_types as types
 from descant.config.fields import FrozenMap, NoOffValue, RedactedMap, field
-from descant.config.limits import MAX_STOP_TOKENS
+from descant.config.limits import MAX_PHRASE_BYTES, MAX_PHRASES, MAX_STOP_TOKENS
 from descant.config.storage import FrozenParameters
 
 __all__ = ["CACHE_IMPLEMENTATIONS", "DEFAULT_NEW_TOKENS", "GROUPS", "STEP_OUTPUT_FIELDS", "Parameters"]
@@ -82,9 +82,9 @@ class Parameters(FrozenParameters):
         doc="Let the model write the end of the prompt again, in tokens that agree with its text; needs "
         "`tokenizer`.")
     banned_phrases: str | Sequence[str] | None = field(
-        default=None, kind=types.strings(), group="strategy",
+        default=None, kind=types.strings(MAX_PHRASES, MAX_PHRASE_BYTES), group="strategy",
         doc="Text, or several texts, never said: a row that completes one is cut back to where it began, "
-        "and goes another way; at most 256 texts and 4,096 bytes in all; needs `tokenizer`.")
+        "and goes another way; at most 2,048 texts and 16,384 bytes in all; needs `tokenizer`.")
     seed: int | None = field(
         default=None, kind=types.integer(), group="strategy",
         doc="Seed of the row's own random stream; unset draws from torch's generator.")
