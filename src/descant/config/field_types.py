@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 from descant.config.fields import FieldType, FieldValueError, FrozenMap, RedactedMap, freeze
-from descant.config.limits import texts_problem
+from descant.config.limits import MAX_TEXT_BYTES, MAX_TEXTS, texts_problem
 
 __all__ = [
     "LARGEST_INT",
@@ -108,8 +108,8 @@ def _parse_ids(value: Any, empty: bool = False, most: int | None = None) -> tupl
     return ids
 
 
-def _check_texts(texts: tuple[str, ...]) -> None:
-    if problem := texts_problem(texts):
+def _check_texts(texts: tuple[str, ...], most: int = MAX_TEXTS, size: int = MAX_TEXT_BYTES) -> None:
+    if problem := texts_problem(texts, most, size):
         raise FieldValueError(problem)
 
 
@@ -221,16 +221,16 @@ def words_or_choices() -> FieldType:
     return FieldType("list[list[int]] | list[list[list[int]]]", expected, parse)
 
 
-def strings() -> FieldType:
-    """One string or a list of strings, within the bounds of `limits`."""
+def strings(most: int = MAX_TEXTS, size: int = MAX_TEXT_BYTES) -> FieldType:
+    """One string or a list of strings: at most so many, and so many bytes in all."""
 
     def parse(value: Any) -> str | tuple[str, ...]:
         if isinstance(value, str):
-            _check_texts((value,))
+            _check_texts((value,), most, size)
             return _parse_text(value)
         texts = tuple(_parse_text(item) for item in _as_sequence(value))
         _require(bool(texts))
-        _check_texts(texts)
+        _check_texts(texts, most, size)
         return texts
 
     return FieldType("str | list[str]", "a non-empty string or a non-empty list of them", parse)

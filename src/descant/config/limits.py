@@ -8,18 +8,27 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["MAX_STOP_TOKENS", "MAX_TEXTS", "MAX_TEXT_BYTES", "texts_problem"]
+__all__ = [
+    "MAX_PHRASES",
+    "MAX_PHRASE_BYTES",
+    "MAX_STOP_TOKENS",
+    "MAX_TEXTS",
+    "MAX_TEXT_BYTES",
+    "texts_problem",
+]
 
 MAX_STOP_TOKENS: Final = 4_096  # of `stop_token_ids` and `eos_token_id`
-MAX_TEXTS: Final = 256  # of `stop_strings`, `banned_phrases` and `dry_sequence_breakers`
+MAX_TEXTS: Final = 256  # of `stop_strings` and `dry_sequence_breakers`
 MAX_TEXT_BYTES: Final = 4_096  # of all their texts together, in UTF-8
+MAX_PHRASES: Final = 2_048  # of `banned_phrases`, which are lists of words more often
+MAX_PHRASE_BYTES: Final = 16_384
 
 
-def texts_problem(texts: tuple[str, ...]) -> str | None:
+def texts_problem(texts: tuple[str, ...], most: int = MAX_TEXTS, size: int = MAX_TEXT_BYTES) -> str | None:
     """The bound that texts exceed, as the end of "must be ..."; None: they exceed none."""
-    if len(texts) > MAX_TEXTS:
-        return f"at most {MAX_TEXTS} texts, and these are {len(texts)}"
-    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
-    if size > MAX_TEXT_BYTES:
-        return f"at most {MAX_TEXT_BYTES} bytes of text in all, and these are {size}"
+    if len(texts) > most:
+        return f"at most {most} texts, and these are {len(texts)}"
+    given = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    if given > size:
+        return f"at most {size} bytes of text in all, and these are {given}"
     return None

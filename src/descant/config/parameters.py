@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from descant.config import field_types as types
 from descant.config.fields import FrozenMap, NoOffValue, RedactedMap, field
-from descant.config.limits import MAX_STOP_TOKENS
+from descant.config.limits import MAX_PHRASE_BYTES, MAX_PHRASES, MAX_STOP_TOKENS
 from descant.config.storage import FrozenParameters
 
 __all__ = ["CACHE_IMPLEMENTATIONS", "DEFAULT_NEW_TOKENS", "GROUPS", "STEP_OUTPUT_FIELDS", "Parameters"]
@@ -82,9 +82,9 @@ class Parameters(FrozenParameters):
         default=False, kind=types.flag(), group="strategy",
         doc="Generate the end of the prompt again, with tokens that agree with its text; needs `tokenizer`.")
     banned_phrases: str | Sequence[str] | None = field(
-        default=None, kind=types.strings(), group="strategy",
+        default=None, kind=types.strings(MAX_PHRASES, MAX_PHRASE_BYTES), group="strategy",
         doc="Text, or several texts, that must not be generated: a row that completes one backtracks to its "
-        "start and continues differently; at most 256 texts and 4,096 bytes; needs `tokenizer`.")
+        "start and continues differently; at most 2,048 texts and 16,384 bytes; needs `tokenizer`.")
     seed: int | None = field(
         default=None, kind=types.integer(), group="strategy",
         doc="Seed of the row's own random stream; drawn from torch's generator if unset.")

@@ -21,7 +21,7 @@ def test_stop_tokens(name: str) -> None:
     assert time.process_time() - began < 1
 
 
-@pytest.mark.parametrize("name", ["stop_strings", "banned_phrases", "dry_sequence_breakers"])
+@pytest.mark.parametrize("name", ["stop_strings", "dry_sequence_breakers"])
 def test_texts(name: str) -> None:
     GenerationConfig(**{name: [f"{number:016}" for number in range(MAX_TEXTS)]})
     GenerationConfig(**{name: ["é" * (MAX_TEXT_BYTES // 2)]})
@@ -29,6 +29,14 @@ def test_texts(name: str) -> None:
         GenerationConfig(**{name: [str(number) for number in range(5000)]})
     with pytest.raises(ConfigError, match=rf"`{name}` must be at most 4096 bytes of text .* these are 32000"):
         GenerationConfig(**{name: ["x" * 32_000]})
+
+
+def test_phrases() -> None:
+    GenerationConfig(banned_phrases=[f"{number:08}" for number in range(2048)])
+    with pytest.raises(ConfigError, match=r"`banned_phrases` must be at most 2048 texts, and these are 5000"):
+        GenerationConfig(banned_phrases=[str(number) for number in range(5000)])
+    with pytest.raises(ConfigError, match=r"`banned_phrases` must be at most 16384 bytes of text in all"):
+        GenerationConfig(banned_phrases="x" * 32_000)
 
 
 def test_texts_given_to_the_parts() -> None:
@@ -41,7 +49,8 @@ def test_texts_given_to_the_parts() -> None:
 def test_the_bounds_are_documented() -> None:
     from descant.config.generation_config import FIELDS
 
-    for name in ("stop_strings", "banned_phrases", "dry_sequence_breakers"):
+    assert "at most 2,048" in FIELDS["banned_phrases"].doc
+    for name in ("stop_strings", "dry_sequence_breakers"):
         assert "at most 256" in FIELDS[name].doc
     for name in ("stop_token_ids", "eos_token_id"):
         assert "at most 4,096" in FIELDS[name].doc
