@@ -41,7 +41,17 @@ def _unmet(case: Case, ask: Ask, expected: Result | Exception, found: Result) ->
     return not theirs and all(_meets(ask, tokens) for tokens in found.tokens)
 
 
+def _has(*names: str) -> Holds:
+    """Whether a request has all of these fields."""
+    return lambda case, ask, expected, found: set(names) <= set(ask.fields)  # noqa: ARG005
+
+
 EXPLAINED: dict[str, Explained] = {
+    "a forced end beside constraints": Explained(
+        "4.52.4",
+        "its constrained search goes on with a constraint's token where a forced end token rules it out",
+        _has("forced_eos_token_id", "force_words_ids"),
+    ),
     "constraints that are not met": Explained(
         "4.52.4",
         "it may return a sequence that does not meet the constraints where there is one that does",

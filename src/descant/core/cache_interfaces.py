@@ -12,6 +12,7 @@ from torch import Tensor
 __all__ = [
     "Array",
     "CacheWrapper",
+    "DraftLimitingCache",
     "KVCache",
     "KVSpan",
     "MultiCache",
@@ -193,6 +194,15 @@ class StateCache(SelectableCache, Protocol):
 
     def write_state(self, rows: Tensor, state: Any) -> None:
         """Store the state of these rows (host) after a forward."""
+        ...
+
+
+@runtime_checkable
+class DraftLimitingCache(Protocol):
+    """A cache that changes stored positions at some commits, so that later drafts of a forward miss it."""
+
+    def max_drafts(self, rows: Tensor, pending: Tensor) -> Tensor:
+        """The most drafts of these rows [N] (host) behind `pending` [N] positions that read as one by one."""
         ...
 
 
