@@ -203,11 +203,18 @@ def test_other_rows_have_no_effect(tiny, cache):
 def test_drafts_change_nothing(tiny, cache, drafts):
     """Rejected drafts leave an evicting or rounding cache unchanged."""
     name, settings = TIGHT[cache]
-    guessed = on(cache, settings, requests_for(tiny(name), drafts))
+    given = [
+        replace(one, generation_config=one.generation_config.replace(logprobs=0))
+        for one in requests_for(tiny(name), drafts)
+    ]
+    guessed = on(cache, settings, given)
     plain = [replace(one, generation_config=_plain(one.generation_config)) for one in guessed]
     plain = [replace(one, assistant_model=None) for one in plain]
     expected, found = (outcomes(tiny(name).model, given) for given in (plain, guessed))
     assert [one.tokens for one in found] == [one.tokens for one in expected]
+    for one, two in zip(found, expected, strict=True):
+        for mine, wanted in zip(one.hypotheses, two.hypotheses, strict=True):
+            torch.testing.assert_close(mine.logprobs.raw, wanted.logprobs.raw, rtol=0.0, atol=1e-4)
     reports = [one.speculation for some in found for one in some.hypotheses]
     assert sum(sum(one.accepted) for one in reports) > 0
 

@@ -34,17 +34,29 @@ def _meets(ask: Ask, tokens: Sequence[int]) -> bool:
 
 
 def _unmet(case: Case, ask: Ask, expected: Result | Exception, found: Result) -> bool:  # noqa: ARG001
-    """Whether every sequence here meets the constraints, and one there does not."""
+    """Whether the first sequence that differs meets the constraints here, and not there."""
     if isinstance(expected, Exception) or "force_words_ids" not in ask.fields:
         return False
-    theirs = all(_meets(ask, tokens) for tokens in expected.tokens)
-    return not theirs and all(_meets(ask, tokens) for tokens in found.tokens)
+    for theirs, ours in zip(expected.tokens, found.tokens, strict=True):
+        if theirs[: len(ours)] != ours:
+            return _meets(ask, ours) and not _meets(ask, theirs)
+    return False
+
+
+def _has(*names: str) -> Holds:
+    """Whether a request has all of these fields."""
+    return lambda case, ask, expected, found: set(names) <= set(ask.fields)  # noqa: ARG005
 
 
 EXPLAINED: dict[str, Explained] = {
+    "a forced end beside constraints": Explained(
+        "4.52.4",
+        "its constrained search goes on with a constraint's token where a forced end token rules it out",
+        _has("forced_eos_token_id", "force_words_ids"),
+    ),
     "constraints that are not met": Explained(
         "4.52.4",
-        "it may return a sequence that does not meet the constraints where there is one that does",
+        "it may rank a sequence that does not meet the constraints before one that does",
         _unmet,
     ),
     "a beam without an allowed token": Explained(

@@ -12,6 +12,7 @@ from torch import Tensor
 __all__ = [
     "Array",
     "CacheWrapper",
+    "DraftLimitingCache",
     "KVCache",
     "KVSpan",
     "MultiCache",
@@ -210,6 +211,15 @@ class TransactionalCache(RowCache, Protocol):
 
     def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
         """A commit for which all memory is allocated; nothing changes until it is called."""
+        ...
+
+
+@runtime_checkable
+class DraftLimitingCache(Protocol):
+    """A cache that changes stored positions at some commits, so that later drafts of a forward miss it."""
+
+    def max_drafts(self, rows: Tensor, pending: Tensor) -> Tensor:
+        """The most drafts of these rows [N] (host) behind `pending` [N] positions that read as one by one."""
         ...
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from descant.core.cache_interfaces import (
     Array,
     CacheWrapper,
+    DraftLimitingCache,
     KVCache,
     KVSpan,
     MultiCache,
@@ -30,6 +31,7 @@ from descant.core.traits import ModelTraits, StrategyTraits
 __all__ = [
     "Array",
     "CacheWrapper",
+    "DraftLimitingCache",
     "Drafter",
     "KVCache",
     "KVSpan",

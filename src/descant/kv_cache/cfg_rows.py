@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import RowCache
+from descant.core.interfaces import DraftLimitingCache, RowCache
 from descant.core.rows import stable_row_order
 
 __all__ = ["PairedRowCache"]
+
+_NO_LIMIT = 2**31
 
 
 class PairedRowCache:
@@ -37,6 +39,16 @@ class PairedRowCache:
     def capacity(self) -> int | None:
         """The most positions a row can have."""
         return self.inner.capacity
+
+    def max_drafts(self, rows: Tensor, pending: Tensor) -> Tensor:
+        """The most drafts of these rows [N] (host), as their unconditional rows allow it too."""
+        inner = self.inner
+        if not isinstance(inner, DraftLimitingCache):
+            return torch.full_like(pending, _NO_LIMIT)
+        limit, uncond_row = inner.max_drafts(self.row_index[rows], pending), self.uncond_row[rows]
+        paired = (uncond_row >= 0).nonzero().squeeze(1)
+        limit[paired] = limit[paired].minimum(inner.max_drafts(uncond_row[paired], pending[paired]))
+        return limit
 
     def __len__(self) -> int:
         return len(self.row_index)

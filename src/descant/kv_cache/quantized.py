@@ -101,6 +101,16 @@ class QuantizedStore:
     def visible_slots(self, layer: int, span: KVSpan) -> None:
         """None: slot `p` is position `p`."""
 
+    def max_drafts(self, rows: Tensor, pending: Tensor) -> Tensor:
+        """The most drafts of these rows [N] (host) behind `pending` [N] positions that read as one by one.
+
+        One by one, a draft would read the prompt or a full residual quantized.
+        """
+        chunked = [sum(ref.used_length for ref in self._chunk_refs[row]) for row in rows.tolist()]
+        lengths = self._lengths[rows]
+        room = max(self.residual_length, 1) - (lengths - torch.tensor(chunked)) - pending
+        return torch.where(lengths == 0, 0, room.clamp(min=0))
+
     def extend(self, rows: int) -> None:
         """Append empty rows."""
         self._lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))

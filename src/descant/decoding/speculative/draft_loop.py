@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from descant.core.context import row_params
-from descant.core.interfaces import NoiseSource
+from descant.core.interfaces import Array, DraftLimitingCache, NoiseSource
 from descant.core.records import DraftContext, Proposal
 from descant.core.rows import Rows, index_rows
 
-__all__ = ["DraftLoop", "limit_to_positions"]
+__all__ = ["DraftLoop", "limit_to_cache", "limit_to_positions"]
 
 # (rows with the drafts appended, index [N] (host)) -> logits [N, V'] that follow those rows.
 LogitsFn = Callable[[Rows, Tensor], Tensor]
@@ -29,6 +30,18 @@ def limit_to_positions(max_drafts: Tensor, position: Tensor, max_positions: int 
         if max_positions is None
         else torch.minimum(max_drafts, max_positions - position + 1).clamp(min=0)
     )
+
+
+def limit_to_cache(max_drafts: Array, rows: Rows, context: DraftContext) -> Array:
+    """Limit the drafts of each row [R] to those that read a lossy cache as they would one by one."""
+    cache = context.cache
+    if cache.max_rewind is not None:
+        # An evicting cache lets a prefill see the whole prompt; drafts in the same forward must not.
+        max_drafts = np.where(rows.cached_length.numpy() == 0, 0, max_drafts)
+    if isinstance(cache, DraftLimitingCache):
+        index = torch.arange(len(rows)) if context.row_index is None else context.row_index
+        max_drafts = np.minimum(max_drafts, cache.max_drafts(index, rows.pending).numpy())
+    return max_drafts
 
 
 @dataclass(frozen=True)

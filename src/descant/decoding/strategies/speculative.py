@@ -23,6 +23,7 @@ from descant.core.records import (
 )
 from descant.core.rows import Column, Rows, index_rows
 from descant.decoding.speculative.acceptance import DRAFT_SCHEDULES, AcceptanceStats, DraftLengthController
+from descant.decoding.speculative.draft_loop import limit_to_cache
 from descant.decoding.speculative.followed_rows import FollowedRows
 from descant.decoding.strategies.sampling import Sampling, finished_requests
 
@@ -78,10 +79,7 @@ class SpeculativeSampling(Sampling):
     def propose(self, rows: Rows, context: DraftContext) -> Proposal:
         """The drafter's tokens, limited to the remaining length and to what pays off."""
         stats = _stats_of(rows)
-        max_drafts = self._max_drafts(rows, stats)
-        if context.cache.max_rewind is not None:
-            # An evicting cache lets a prefill see the whole prompt; drafts in the same forward must not.
-            max_drafts = np.where(rows.cached_length.numpy() == 0, 0, max_drafts)
+        max_drafts = limit_to_cache(self._max_drafts(rows, stats), rows, context)
         adaptive = row_params(rows)["draft_schedule"].numpy() == _ADAPTIVE
         # Results that depend on the generator's state must not depend on timings.
         use_timings = self._rank_group is None and not len(self._split_by_sampling(rows).unseeded)
