@@ -200,7 +200,8 @@ ELSEWHERE = {
     "HammingDiversityLogitsProcessor",  # needs earlier groups: see its unit tests
     "HealingLogitsProcessor",  # needs a shortened prompt: see its unit tests
 }
-INSIDE = {"BacktrackMaskProcessor"}  # part of a strategy
+# Part of a strategy, and behind a field alone: see their unit tests.
+INSIDE = {"BacktrackMaskProcessor", "ForceTokensLogitsProcessor"}
 
 
 def test_every_processor_is_tried():

@@ -9,7 +9,11 @@ import torch
 
 from descant import GenerationConfig
 from descant.core.context import PromptInfo
-from descant.decoding.processors.lengths import ExponentialDecayLengthPenalty, ForcedEOSTokenLogitsProcessor
+from descant.decoding.processors.lengths import (
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
+    ForceTokensLogitsProcessor,
+)
 from descant.errors import InputError
 from tests.unit.decoding.processors.reference import context
 
@@ -62,3 +66,15 @@ def test_a_forced_end_may_be_token_0():
         GenerationConfig(forced_eos_token_id=0), PromptInfo(1)
     )
     assert columns == {"forced_eos_token_id": [0]}
+
+
+def test_tokens_are_forced_at_their_length_alone():
+    force = ForceTokensLogitsProcessor([[2, 1], [4, 0]])
+    for length, wanted in ((1, None), (2, 1), (3, None), (4, 0)):
+        scores = torch.randn(2, 5)
+        forced = force(torch.zeros(2, length, dtype=torch.long), scores)
+        if wanted is None:
+            assert torch.equal(forced, scores)
+        else:
+            assert forced.argmax(-1).tolist() == [wanted, wanted]
+            assert forced.isfinite().sum(-1).tolist() == [1, 1]
