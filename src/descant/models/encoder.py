@@ -46,7 +46,9 @@ class Encoder:
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Run the encoder on new requests, or store the outputs that the user passed."""
-        batches = [(part, self._collate_part(inputs, part)) for part in _group_compatible(inputs, len(requests))]
+        batches = [
+            (part, self._collate_part(inputs, part)) for part in _group_compatible(inputs, len(requests))
+        ]
         if not all(fed for _, (fed, _) in batches):  # before any encoder runs
             raise InputError(self.traits.main_input_name, "must hold the encoder's input", None)
         for part, (fed, lengths) in batches:
