@@ -32,7 +32,7 @@ def with_eager_attention(model: Any) -> Any:
 
 
 def _copy_eager(module: nn.Module, copies: dict[int, Any], configs: dict[int, Any]) -> Any:
-    """A copy of a module and all below it; `configs` is the memo of deepcopy: shared ones stay one."""
+    """A copy of a module and all below it; `configs` is the memo of deepcopy, for configs that are shared."""
     if id(module) in copies:
         return copies[id(module)]
     view = copies[id(module)] = shallow_copy(module)

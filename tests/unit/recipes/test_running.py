@@ -235,9 +235,9 @@ def test_a_function_is_given_the_whole_call(model, ids):
     processor, criterion = Without(unwanted=5), descant.MaxLengthCriteria(9)
     mask = torch.ones_like(ids)
     answer = descant.generate(
-        model, None, None, [processor], [criterion],
-        streamer="a streamer", input_ids=ids, attention_mask=mask,
-        recipe=record, temperature=0.5, mine={"own": 1}, assistant_model=model, tokenizer="a tokenizer",
+        model, None, None, [processor], [criterion], streamer="a streamer", input_ids=ids,
+        attention_mask=mask, recipe=record, temperature=0.5, mine={"own": 1}, assistant_model=model,
+        tokenizer="a tokenizer",
     )  # fmt: skip
     assert answer == "anything"
     assert seen["model"] is model
