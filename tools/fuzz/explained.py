@@ -43,6 +43,16 @@ def _unmet(case: Case, ask: Ask, expected: Result | Exception, found: Result) ->
     return False
 
 
+def _first_end(case: Case, ask: Ask, expected: Result | Exception, found: Result) -> bool:  # noqa: ARG001
+    """Whether the sequences are the same but for which end token ends them."""
+    ends = ask.fields.get("eos_token_id")
+    if isinstance(expected, Exception) or not isinstance(ends, list):
+        return False
+    pairs = zip(expected.tokens, found.tokens, strict=True)
+    both = [[[ends[0] if token in ends else token for token in one] for one in pair] for pair in pairs]
+    return all(theirs[: len(ours)] == ours for theirs, ours in both)
+
+
 def _has(*names: str) -> Holds:
     """Whether a request has all of these fields."""
     return lambda case, ask, expected, found: set(names) <= set(ask.fields)  # noqa: ARG005
@@ -58,6 +68,11 @@ EXPLAINED: dict[str, Explained] = {
         "4.52.4",
         "it may rank a sequence that does not meet the constraints before one that does",
         _unmet,
+    ),
+    "another end token": Explained(
+        "4.52.4",
+        "its beam scorers end a sequence with the first end token, whichever ended it",
+        _first_end,
     ),
     "a beam without an allowed token": Explained(
         "transformers",
