@@ -191,10 +191,8 @@ def case_of(seed: int) -> Case:
     asks = []
     for index in range(count):
         ask = _ask(rng, on, rewinds, asks)
-        if not avoided("lossy neighbours") and lossy and index and rng.random() < 0.3:
-            asks.append(ask)  # it names no cache
-        else:
-            asks.append(ask.on(store))
+        names_none = lossy and index > 0 and rng.random() < 0.3
+        asks.append(ask if names_none and not avoided("lossy neighbours") else ask.on(store))
     return Case(
         seed,
         name,
@@ -276,8 +274,10 @@ def _actions(rng: random.Random, on: Subject, asks: Sequence[Ask]) -> dict[int, 
             actions.setdefault(later, []).append(Action("cancel", (index,)))
         if rng.random() < 0.1:
             actions.setdefault(step + rng.randint(1, 4), []).append(Action("peek", (index,)))
-    if rng.random() < 0.15 and not (avoided("refused encoder requests") and on.encodes):
-        actions.setdefault(rng.randint(0, latest), []).append(Action("refuse"))
+    if rng.random() < 0.15:
+        step = rng.randint(0, latest)
+        if not (avoided("refused encoder requests") and on.encodes):
+            actions.setdefault(step, []).append(Action("refuse"))
     if avoided("cancel before the first step") and on.encodes:
         for some in actions.values():  # what was admitted for this step has not had one
             some.sort(key=lambda action: action.kind == "admit")

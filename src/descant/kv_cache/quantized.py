@@ -108,7 +108,7 @@ class QuantizedStore:
         """
         chunked = [sum(ref.used_length for ref in self._chunk_refs[row]) for row in rows.tolist()]
         lengths = self._lengths[rows]
-        room = max(self.residual_length, 1) - (lengths - torch.tensor(chunked)) - pending
+        room = max(self.residual_length, 1) - (lengths - torch.tensor(chunked, dtype=torch.long)) - pending
         return torch.where(lengths == 0, 0, room.clamp(min=0))
 
     def extend(self, rows: int) -> None:
