@@ -53,7 +53,9 @@ def test_what_a_config_shows(given: Any) -> None:
 
 
 @pytest.mark.parametrize("given", SETTINGS, ids=lambda one: next(iter(one)))
-@pytest.mark.parametrize("flaw", [object(), float("nan"), [object()], {1: 2}], ids=["object", "nan", "list", "dict"])
+@pytest.mark.parametrize(
+    "flaw", [object(), float("nan"), [object()], {1: 2}], ids=["object", "nan", "list", "dict"]
+)
 def test_errors_of_settings(given: dict[str, Any], flaw: Any) -> None:
     for name in [*given, "bias", "unknown", 7]:
         broken = (
