@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import descant
+import descant.testing
 from descant import ConfigError, ContrastiveDecoding, DExperts, GenerationConfig, InputError, ProxyTuning
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
