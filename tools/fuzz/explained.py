@@ -78,6 +78,11 @@ EXPLAINED: dict[str, Explained] = {
         "it may rank a sequence that meets less of the constraints before one that meets more",
         _unmet,
     ),
+    "a forced end in contrastive search": Explained(
+        "4.52.4",
+        "it ranks candidates of probability 0 too, so that a token other than the forced one may win",
+        _has("forced_eos_token_id", "penalty_alpha"),
+    ),
     "another end token": Explained(
         "4.52.4",
         "its beam scorers end a sequence with the first end token, whichever ended it",
