@@ -26,16 +26,17 @@ def _raised(text: str) -> Holds:
     return lambda case, ask, expected, found: isinstance(expected, Exception) and text in str(expected)  # noqa: ARG005
 
 
-def _met_steps(ask: Ask, tokens: Sequence[int]) -> int:
-    """How many tokens of the forced words a sequence holds; a word that is not whole counts at its end."""
+def _met(ask: Ask, tokens: Sequence[int]) -> tuple[int, int]:
+    """How many forced words a sequence holds, and how many of their tokens, a begun word at its end too."""
     text = list(tokens)
-    steps = 0
+    words = steps = 0
     for word in ask.fields["force_words_ids"]:
         choices = [word] if isinstance(word[0], int) else word
         whole = [len(one) for one in choices if _holds(text, list(one))]
         ends = [size for one in choices for size in range(1, len(one)) if text[-size:] == list(one[:size])]
+        words += bool(whole)
         steps += max(whole or ends, default=0)
-    return steps
+    return words, steps
 
 
 def _holds(text: list[int], part: list[int]) -> bool:
@@ -48,7 +49,7 @@ def _unmet(case: Case, ask: Ask, expected: Result | Exception, found: Result) ->
         return False
     for theirs, ours in zip(expected.tokens, found.tokens, strict=True):
         if theirs[: len(ours)] != ours:
-            return _met_steps(ask, ours) > _met_steps(ask, theirs)
+            return _met(ask, ours) > _met(ask, theirs)
     return False
 
 
