@@ -71,10 +71,11 @@ def generated(on: Subject, ask: Ask) -> Result:
     allowed = given.get("prefix_allowed_tokens_fn")
     if isinstance(allowed, AllowedSequences):
         given["prefix_allowed_tokens_fn"] = allowed.prefix_fn(len(ask.prompt))
-    # Its drafts need a cache, its guidance is a processor with a cache that is not cut, and its draft model
-    # gets the stop strings without the tokenizer.
-    if "guidance_scale" not in ask.fields and on.cache_type == "kv":
-        given |= {"assistant_model": _draft(on.name)} if ask.drafts and "tokenizer" not in given else {}
+    # Its drafts need a cache, its guidance is a processor with a cache that is not cut, and its criteria see
+    # only the end of what a step with drafts adds.
+    stops = bool(ask.criteria) or "stop_strings" in given
+    if "guidance_scale" not in ask.fields and on.cache_type == "kv" and not stops:
+        given |= {"assistant_model": _draft(on.name)} if ask.drafts else {}
         given |= {name: value for name, value in ask.fields.items() if name == "prompt_lookup_num_tokens"}
     beams = given.get("num_beams", 1) > 1
     with torch.no_grad(), warnings.catch_warnings():

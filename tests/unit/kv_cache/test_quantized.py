@@ -10,6 +10,7 @@ import descant
 from descant.core.interfaces import KVSpan
 from descant.errors import ConfigError
 from descant.kv_cache import quantized_chunks, quantizers
+from descant.kv_cache.cfg_rows import PairedRowCache
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.quantized import QuantizedStore
 from descant.kv_cache.quantizers import HQQ, Quanto
@@ -401,3 +402,38 @@ def test_keys_come_back_in_the_dtype_they_came_in(dtype):
 def test_a_residual_below_zero_is_refused():
     with pytest.raises(ConfigError, match="`residual_length` must be >= 0, got -1"):
         one(residual=-1)
+
+
+# -------------------------------------------------------------------- drafts
+def limits(cache, rows, pending=1):
+    return cache.max_drafts(torch.tensor(rows, dtype=torch.long), torch.full((len(rows),), pending)).tolist()
+
+
+@pytest.mark.parametrize(("residual", "expected"), [(0, [0, 0, 0]), (1, [0, 0, 0]), (4, [3, 2, 1])])
+def test_drafts_end_where_a_chunk_is_made(residual, expected):
+    """One by one, a draft behind the end of the residual would read that quantized."""
+    cache = one(residual=residual)
+    cache.extend(1)
+    assert limits(cache, [0], pending=5) == [0]  # the prompt becomes a chunk before the first draft
+    fed(cache, drawn(1, 5))
+    cache.commit(None, torch.tensor([5]))
+    found = []
+    for _ in expected:
+        found += limits(cache, [0])
+        grown(cache, 1)
+    assert found == expected
+    assert limits(cache, []) == []
+
+
+def test_unconditional_rows_limit_drafts_too():
+    inner = one(residual=4)
+    inner.extend(1)
+    cache = PairedRowCache(inner)
+    cache.add_uncond_rows(torch.tensor([0]), torch.tensor([2]))
+    fed(inner, drawn(2, 5))
+    inner.commit(None, torch.tensor([5, 5]))
+    fed(inner, drawn(1, 2), rows=[1])
+    inner.commit(None, torch.tensor([5, 7]))
+    assert limits(inner, [0, 1]) == [3, 1]
+    assert limits(cache, [0]) == [1]
+    assert limits(PairedRowCache(DenseStore()), []) == []
