@@ -146,6 +146,8 @@ GOOD: dict[str, list[Any]] = {
     "eos_token_id": [2, 5, [2, 3], [5, 7, 9], [4, 4], 150, range(VOCAB), list(range(120)), None, 2**63 - 1],
     "forced_bos_token_id": [4, 96, 150],
     "forced_eos_token_id": [2, 60, [2, 3], 150],
+    "forced_decoder_ids": [[[1, 5]], [[2, 7], [1, 6]], [[40, 5]]],
+    "generation_kwargs": [{}],
     "num_return_sequences": [1, 2, 3, 100, 2**40, 2**63 - 1],
     "return_dict_in_generate": [True, False],
     "output_scores": [True, False],

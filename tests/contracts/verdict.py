@@ -111,7 +111,7 @@ def _check_error(case: Case, error: ValueError) -> None:
         if not error.unmet or not case.fields.keys() & {"constraints", "force_words_ids"}:
             raise Violation(f"an error about constraints that nobody has, {error}")
         return
-    names = {*case.fields, *case.inputs}
+    names = {*case.fields, *case.inputs, *map(str, _extra_names(case))}
     if case.odd:  # what is missing may be named as well as what is wrong
         names |= {"input_ids", "attention_mask"}
     named = {name for name in names if f"`{name}`" in str(error)}
@@ -121,6 +121,12 @@ def _check_error(case: Case, error: ValueError) -> None:
         raise Violation(f"an error that does not say what was got: {error}")
     if len(str(error)) > 400:
         raise Violation(f"an error of {len(str(error))} characters")
+
+
+def _extra_names(case: Case) -> list[Any]:
+    """The names inside `generation_kwargs`, which are arguments of the call."""
+    given = case.fields.get("generation_kwargs")
+    return list(given) if isinstance(given, Mapping) else []
 
 
 class _Answer:

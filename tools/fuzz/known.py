@@ -5,11 +5,7 @@ from __future__ import annotations
 __all__ = ["AVOIDED", "avoided"]
 
 # Defects that are known and not mended yet: such cases are not made.
-AVOIDED: dict[str, str] = {
-    "lossy neighbours": "a request that names no cache runs on the lossy cache that another names",
-    "cancel before the first step": "encoder-decoder: its lines stay in the cross-attention memory",
-    "refused encoder requests": "encoder-decoder: the lines of a refused request stay in the memory",
-}
+AVOIDED: dict[str, str] = {}
 
 
 def avoided(name: str) -> bool:

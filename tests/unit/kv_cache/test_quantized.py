@@ -415,7 +415,7 @@ def test_drafts_end_where_a_chunk_is_made(residual, expected):
     cache = one(residual=residual)
     cache.extend(1)
     assert limits(cache, [0], pending=5) == [0]  # the prompt becomes a chunk before the first draft
-    fed(cache, drawn(1, 5))
+    feed(cache, random_block(1, 5))
     cache.commit(None, torch.tensor([5]))
     found = []
     for _ in expected:
@@ -430,9 +430,9 @@ def test_unconditional_rows_limit_drafts_too():
     inner.extend(1)
     cache = PairedRowCache(inner)
     cache.add_uncond_rows(torch.tensor([0]), torch.tensor([2]))
-    fed(inner, drawn(2, 5))
+    feed(inner, random_block(2, 5))
     inner.commit(None, torch.tensor([5, 5]))
-    fed(inner, drawn(1, 2), rows=[1])
+    feed(inner, random_block(1, 2), rows=[1])
     inner.commit(None, torch.tensor([5, 7]))
     assert limits(inner, [0, 1]) == [3, 1]
     assert limits(cache, [0]) == [1]
