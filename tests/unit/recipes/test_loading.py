@@ -203,7 +203,7 @@ def test_what_cannot_be_pinned_does_not_run(folder: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RecipeError, match="cannot be written"):
         load_recipe(folder, trust_remote_code=True)
     assert not ours()
