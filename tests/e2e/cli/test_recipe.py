@@ -588,7 +588,7 @@ def test_a_line_chooses_no_recipe(descant, stories, canary, name):
     bird(canary)
     Path("in.jsonl").write_text(json.dumps({"prompt": PROMPT, name: "./bird"}) + "\n")
     result = descant("generate", stories, "--input", "in.jsonl", *SHORT)
-    told = f"`{name}` applies to all lines and must not be set in one, got './bird': give --recipe"
+    told = f"line 1: `{name}` applies to all lines and must not be set in one, got './bird': give --recipe"
     assert json.loads(result.stdout)["error"] == told
     assert result.exit_code == 1
     assert not canary.exists()
@@ -610,7 +610,7 @@ def test_a_function_takes_lines_one_by_one(descant, loaded, stories):
         ids = [*tokenizer(row["prompt"])["input_ids"], 100, 100]
         text = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(row["prompt"])
         assert found[at] == {**row, "completions": [{"text": text, "tokens": 2, "finish_reason": None}]}
-    assert found[1]["error"] == "RuntimeError: no time for that"
+    assert found[1]["error"] == "line 2: RuntimeError: no time for that"
     assert "`prompt` must be given" in found[3]["error"]
     assert result.exit_code == 1
 
