@@ -238,16 +238,22 @@ class Guard:
             path, _, flags = arguments
             if isinstance(flags, int) and flags & WRITING:
                 self.refuse(path)
-        elif event in {"os.mkdir", "os.remove", "os.rmdir", "os.truncate"}:
+        elif event == "os.truncate":
             self.refuse(arguments[0])
+        elif event in {"os.mkdir", "os.remove", "os.rmdir"}:
+            self.refuse(arguments[0], arguments[-1])
         elif event in {"os.rename", "os.link", "os.symlink"}:
-            self.refuse(arguments[1])
+            self.refuse(arguments[1], arguments[-1])
 
-    def refuse(self, path: object) -> None:
-        """Raise if the path lies in the checkout; only Python's own byte code may be written there."""
+    def refuse(self, path: object, folder: object = -1) -> None:
+        """Raise if the path lies in the checkout; only Python's own byte code may be written there.
+
+        `folder` is the descriptor of the folder that a relative path starts from; -1: the working directory.
+        """
         if not isinstance(path, str | bytes | os.PathLike):
             return  # a file descriptor: checked when it was opened
-        where = Path(os.path.abspath(os.fsdecode(path)))
+        start = os.readlink(f"/proc/self/fd/{folder}") if isinstance(folder, int) and folder >= 0 else ""
+        where = Path(os.path.abspath(os.path.join(start, os.fsdecode(path))))
         if where.is_relative_to(self.root) and "__pycache__" not in where.parts:
             raise PermissionError(f"an example must not write into the checkout, got {where}; use tempfile")
 

@@ -212,8 +212,8 @@ def test_logprobs(kind, tiny):
     options = {**KINDS[kind], "max_new_tokens": NEW, "repetition_penalty": 1.4}
     given, each = batch(model), options.get("num_return_sequences", 1)
     record = StreamRecord(stream(model.model, **given, logprobs=2, **options))
-    record = descant.generate(model.model, **given, logprobs=2, return_dict_in_generate=True, **options)
-    for line, found in enumerate(record.logprobs):
+    output = descant.generate(model.model, **given, logprobs=2, return_dict_in_generate=True, **options)
+    for line, found in enumerate(output.logprobs):
         row, sequence = divmod(line, each)
         mine = record.by[row, sequence]
         assert mine[-1].hypothesis is not None

@@ -215,7 +215,6 @@ def test_a_single_window_can_be_watched():
         ({**recordings(32), "max_new_tokens": 70}, "`max_new_tokens` must leave room"),
         ({**recordings(32), "num_beams": 2, "num_return_sequences": 2}, "`num_return_sequences` must be 1"),
         ({**recordings(32), "monitor_progress": 1}, "`monitor_progress` must be callable"),
-        ({**recordings(32), "return_token_timestamps": True}, "`return_token_timestamps` needs attention"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_heard_is_refused(call, message):
