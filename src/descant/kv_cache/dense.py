@@ -104,8 +104,11 @@ class DenseStore:
 
     def _mark_written(self, span: KVSpan) -> None:
         """Note which slots a forward writes; once for all layers."""
-        rows, starts = span.on_host(self._num_rows)
-        self._written.mark(rows, starts + span.width)
+        if span.rows is None and isinstance(span.start, int):
+            self._written.mark_first(self._num_rows, span.start + span.width)
+        else:
+            rows, starts = span.on_host(self._num_rows)
+            self._written.mark(rows, starts + span.width)
         self._marked_span = span
 
     def _clear_rows(self, rows: Array) -> None:

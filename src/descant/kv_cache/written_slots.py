@@ -29,6 +29,13 @@ class WrittenSlots:
         self._grow(rows)
         self._stops[rows] = np.maximum(self._stops[rows], stops)
 
+    def mark_first(self, count: int, stops: Array | int) -> None:
+        """The first `count` rows are written up to `stops`: the common case, without an index."""
+        if count > len(self._stops):
+            self._stops = np.pad(self._stops, (0, count - len(self._stops)))
+        first = self._stops[:count]
+        np.maximum(first, stops, out=first)
+
     def clear(self, blocks: Iterable[Tensor], rows: Array, starts: Array) -> None:
         """Zero the slots of rows [N] from `starts` [N] on in blocks [R, H, S, D], where they were written."""
         self._grow(rows)
