@@ -86,8 +86,7 @@ class PrefixReuse:
             _check_past_fits(self._traits, request, past, len(ids))
 
     def lookup(self, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache) -> CachedPrefix:
-        """The cached prefix of a request with the prompt `ids` [L]; raises where it cannot be used."""
-        self.check(request, plan, ids, cache)
+        """The cached prefix of a request with the prompt `ids` [L], which has passed `check`."""
         past = as_cached_row(request.past_key_values)
         if past is None and self._is_prefix_cacheable(request, cache) and not plan.needs_full_prefill:
             assert self._prefix_cache is not None
@@ -176,14 +175,17 @@ class PrefixReuse:
 
     def _check_use_cache(self, request: Request, plan: DecodingPlan, cache: RowCache) -> None:
         """Raise for `use_cache=False` in a session with a cache, and for inputs that cannot be fed again."""
-        if _is_no_cache(cache):
-            inputs = _side_inputs(request)
-            if inputs and not self._traits.is_encoder_decoder:
-                must = f"must not be False with `{inputs[0]}`, which is fed once, with the prompt"
-                raise ConfigError("use_cache", must, False)
-        elif plan.config.use_cache is False and plan.config.source("use_cache") != "model":
-            must = "must be True in a session, whose requests share a cache"
-            raise ConfigError("use_cache", must, False, "use descant.generate")
+        inputs: Sequence[str] = () if self._traits.is_encoder_decoder else _side_inputs(request)
+        is_off = plan.config.use_cache is False and plan.config.source("use_cache") != "model"
+        if not inputs and not is_off:  # most requests: the type of the cache does not matter
+            return
+        if not _is_no_cache(cache):
+            if is_off:
+                must = "must be True in a session, whose requests share a cache"
+                raise ConfigError("use_cache", must, False, "use descant.generate")
+        elif inputs:
+            must = f"must not be False with `{inputs[0]}`, which is fed once, with the prompt"
+            raise ConfigError("use_cache", must, False)
 
     def _check_returnable(self, plan: DecodingPlan, cache: RowCache) -> None:
         """Raise where the keys and values of sequences cannot be returned."""

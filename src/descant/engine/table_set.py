@@ -44,19 +44,15 @@ class Placement:
     indices: tuple[int, ...]  # of the requests, among those that are admitted together
     resolved: tuple[ResolvedRequest, ...]
 
-    @property
-    def max_slots(self) -> int:
-        """The most positions of one of its rows."""
-        return max(one.max_slots for one in self.resolved)
-
     def check(self) -> None:
         """Raise for a request that cannot run on the cache."""
+        max_slots = max(one.max_slots for one in self.resolved)
         for one in self.resolved:
             self.table.prefix_reuse.check(one.request, one.plan, one.prompt, self.cache)
-            validate_cache(one.plan, self.cache, self.cache_name, self.max_slots)
+            validate_cache(one.plan, self.cache, self.cache_name, max_slots)
 
     def cached_prefixes(self) -> list[CachedPrefix]:
-        """What the new rows start with."""
+        """What the new rows start with; call `check` first."""
         lookup = self.table.prefix_reuse.lookup
         return [lookup(one.request, one.plan, one.prompt, self.cache) for one in self.resolved]
 
