@@ -56,11 +56,11 @@ def attention_mask(
     read_length: int,
     visible: Mapping[str, VisibleSlots],
     traits: ModelTraits,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> Tensor | dict[str, Tensor]:
     """The slots that each fed position [N, T] attends to [N, 1, T, S], by layer type if there are several.
 
-    The mask is bool, or additive in `dtype` for eager attention.
+    The mask is additive in `dtype`, which eager attention needs; None: it is bool.
     """
     device, width = positions.device, positions.shape[1]
     masks = {}
@@ -73,7 +73,7 @@ def attention_mask(
         mask = all_slots <= own_slots[..., None]  # [N, T, S]
         if window is not None:
             mask = mask & (all_slots > own_slots[..., None] - window)
-        if traits.attn_implementation == "eager":
+        if dtype is not None:
             additive = torch.zeros(mask.shape, dtype=dtype, device=device)
             mask = additive.masked_fill(~mask, torch.finfo(dtype).min)
         masks[layer_type] = mask[:, None]

@@ -351,7 +351,9 @@ class TransformersModel:
         if width > 1:  # padding must not exceed a learned table of positions
             last = batch.cached_length + batch.fed_length - 1
             positions = positions.clamp(max=last.to(device)[:, None])
-        mask = attention_mask(positions, batch.read_length, shown, self.traits, self.model.dtype)
+        # transformers searches the parameters for the dtype in every call.
+        dtype = self.model.dtype if self.traits.attn_implementation == "eager" else None
+        mask = attention_mask(positions, batch.read_length, shown, self.traits, dtype)
         return {"position_ids": positions, "attention_mask": mask}
 
     def _side_inputs(
