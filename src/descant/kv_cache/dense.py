@@ -255,14 +255,14 @@ class DenseStore:
                 copies.append(RowCopy(moves[group], source[group], slice(start, stop)))
         rows = max(len(parents), self._num_rows)
         for layer, keys in list(self._keys.items()):
-            self._ensure_capacity(layer, (keys, self._values[layer]), 0, rows)
+            if min(keys.shape[0], self._values[layer].shape[0]) < rows:
+                self._ensure_capacity(layer, (keys, self._values[layer]), 0, rows)
         blocks, targets = self._all_blocks(), moves.numpy()
         row_copies = RowCopies(blocks, copies)
 
         def move() -> None:
             row_copies.run()
             self._written.clear(blocks, targets, np.full_like(targets, stop))
-            self._written.mark(targets, stop)
             self.copied_slots += row_copies.num_slots
 
         return move

@@ -11,6 +11,10 @@ from torch import Tensor
 __all__ = ["CopyBuffers", "RowCopies", "RowCopy"]
 
 
+# A view of slots of a block [R, H, S, D], the rows that are written and read [N], and a buffer [N, H, S, D].
+_BlockCopy = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 class RowCopy(NamedTuple):
     """Slots that are copied from some rows of a block to others."""
 
@@ -28,11 +32,12 @@ class CopyBuffers:
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
-    def reserve(self, number: int, shape: Sequence[int], like: Tensor) -> None:
-        """Allocate the buffer of copy `number`, unless there is one of that shape."""
+    def reserve(self, number: int, shape: Sequence[int], like: Tensor) -> Tensor:
+        """The buffer of copy `number`, allocated unless there is one of that shape."""
         key = (number, *shape, like.dtype, like.device)
         if key not in self._buffers:
             self._buffers[key] = like.new_empty(shape)
+        return self._buffers[key]
 
     def get(self, number: int, shape: Sequence[int], like: Tensor) -> Tensor:
         """The buffer of copy `number`."""
@@ -40,37 +45,31 @@ class CopyBuffers:
 
 
 class RowCopies:
-    """Copies of rows in every one of some blocks [R, H, S, D]; once it is made, `run` allocates nothing."""
+    """Copies of rows in every one of some blocks [R, H, S, D]; once it is made, `run` allocates no memory."""
 
     def __init__(self, blocks: Sequence[Tensor], copies: Sequence[RowCopy]) -> None:
-        self._blocks, self._copies, self._buffers = blocks, copies, CopyBuffers()
-        self._indices: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        self.num_slots = sum(  # slots that are copied in each block
+            len(copy.targets) * (copy.slots.stop - copy.slots.start) for copy in copies
+        )
+        self._blocks: list[list[_BlockCopy]] = []
+        buffers, indices = CopyBuffers(), {}
         for block in blocks if copies else ():
-            if block.device not in self._indices:
-                self._indices[block.device] = [
-                    (copy.targets.to(block.device), copy.sources.to(block.device)) for copy in copies
-                ]
-            for number, copy in enumerate(copies):
-                self._buffers.reserve(number, _shape(block, copy), block)
+            device = block.device
+            if device not in indices:
+                indices[device] = [(copy.targets.to(device), copy.sources.to(device)) for copy in copies]
+            block_copies = []
+            for number, (copy, (targets, sources)) in enumerate(zip(copies, indices[device], strict=True)):
+                slots = block[:, :, copy.slots]
+                shape = (len(targets), *slots.shape[1:])
+                block_copies.append((slots, targets, sources, buffers.reserve(number, shape, block)))
+            self._blocks.append(block_copies)
 
     @torch.no_grad()
     def run(self) -> None:
         """Make the copies."""
-        for block in self._blocks if self._copies else ():
-            contents, indices = [], self._indices[block.device]
+        for block_copies in self._blocks:
             # Read everything before writing: the source of one copy may be the target of another.
-            for number, (copy, (_, sources)) in enumerate(zip(self._copies, indices, strict=True)):
-                content = self._buffers.get(number, _shape(block, copy), block)
-                contents.append(torch.index_select(block[:, :, copy.slots], 0, sources, out=content))
-            for copy, (targets, _), content in zip(self._copies, indices, contents, strict=True):
-                block[:, :, copy.slots].index_copy_(0, targets, content)
-
-    @property
-    def num_slots(self) -> int:
-        """The number of slots that are copied in each block."""
-        return sum(len(copy.targets) * (copy.slots.stop - copy.slots.start) for copy in self._copies)
-
-
-def _shape(block: Tensor, copy: RowCopy) -> tuple[int, ...]:
-    """The shape of what a copy takes from a block."""
-    return (len(copy.targets), block.shape[1], copy.slots.stop - copy.slots.start, *block.shape[3:])
+            for slots, _, sources, content in block_copies:
+                torch.index_select(slots, 0, sources, out=content)
+            for slots, targets, _, content in block_copies:
+                slots.index_copy_(0, targets, content)
