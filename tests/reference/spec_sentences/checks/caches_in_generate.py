@@ -23,6 +23,19 @@ def cached(lib, name="llama", count=6, **more):
         return lib.model(name).generate(lib.ids(name), max_new_tokens=count, eos_token_id=None, **more)
 
 
+def quantized(lib, settings):
+    """Tokens with a quantized cache of these settings."""
+    found = lib.model("wide").generate(
+        lib.ids("wide"),
+        cache_implementation="quantized",
+        cache_config=settings,
+        max_new_tokens=4,
+        eos_token_id=None,
+    )
+    assert found.shape[1] == 10
+    return found
+
+
 @says("ci_static", 2682, "`cache_implementation='static'` gives the tokens of the default.")
 def _(lib):
     found = cached(lib, cache_implementation="static")
@@ -60,30 +73,12 @@ def _(lib):
 
 @field("quanto_ci", 189, "`cache_implementation='quantized'` takes a config object.")
 def _(lib):
-    config = lib.QuantizedCacheConfig(nbits=4, q_group_size=32, compute_dtype=torch.float32)
-    found = lib.model("wide").generate(
-        lib.ids("wide"),
-        cache_implementation="quantized",
-        cache_config=config,
-        max_new_tokens=4,
-        eos_token_id=None,
-    )
-    assert found.shape[1] == 10
-    return found
+    return quantized(lib, lib.QuantizedCacheConfig(nbits=4, q_group_size=32, compute_dtype=torch.float32))
 
 
 @field("quanto_ci_dict", 194, "`cache_config` may be a dict.")
 def _(lib):
-    config = {"nbits": 4, "q_group_size": 32, "compute_dtype": torch.float32}
-    found = lib.model("wide").generate(
-        lib.ids("wide"),
-        cache_implementation="quantized",
-        cache_config=config,
-        max_new_tokens=4,
-        eos_token_id=None,
-    )
-    assert found.shape[1] == 10
-    return found
+    return quantized(lib, {"nbits": 4, "q_group_size": 32, "compute_dtype": torch.float32})
 
 
 @call("pkv", 2314, "A DynamicCache given as `past_key_values` is filled.")

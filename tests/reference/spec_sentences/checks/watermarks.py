@@ -288,10 +288,9 @@ def _(lib):
 
 
 # -------------------------------------------------------------------- SynthID
-@says("synthid", 1041, "The SynthID processor changes scores by its g-values, step after step.")
-def _(lib):
+def synthid_processor(lib):
     with heard():
-        made = lib.SynthIDTextWatermarkLogitsProcessor(
+        return lib.SynthIDTextWatermarkLogitsProcessor(
             ngram_len=3,
             keys=[11, 22, 33],
             sampling_table_size=256,
@@ -299,6 +298,11 @@ def _(lib):
             context_history_size=64,
             device="cpu",
         )
+
+
+@says("synthid", 1041, "The SynthID processor changes scores by its g-values, step after step.")
+def _(lib):
+    made = synthid_processor(lib)
     ids = lib.ids(length=5, rows=2)
     found = []
     for _ in range(3):
@@ -309,15 +313,7 @@ def _(lib):
 
 @says("synthid_g", 1053, "The processor computes g-values, repetition masks and end masks.")
 def _(lib):
-    with heard():
-        made = lib.SynthIDTextWatermarkLogitsProcessor(
-            ngram_len=3,
-            keys=[11, 22, 33],
-            sampling_table_size=256,
-            sampling_table_seed=0,
-            context_history_size=64,
-            device="cpu",
-        )
+    made = synthid_processor(lib)
     ids = lib.ids(length=9, rows=2)
     return [
         made.compute_g_values(ids),

@@ -119,11 +119,11 @@ class PooledBeamScorer(BeamScorer):
         batch_size: int,
         num_beams: int,
         device: torch.device | str,
-        length_penalty: float,
-        do_early_stopping: bool | str,
-        num_beam_hyps_to_keep: int,
-        num_beam_groups: int,
-        max_length: int | None,
+        length_penalty: float = 1.0,
+        do_early_stopping: bool | str = False,
+        num_beam_hyps_to_keep: int = 1,
+        num_beam_groups: int = 1,
+        max_length: int | None = None,
     ) -> None:
         self.batch_size = _parse_argument("batch_size", batch_size, kinds.integer(1))
         self.num_beams = _parse_argument("num_beams", num_beams, kinds.integer(2))

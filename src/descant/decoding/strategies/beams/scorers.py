@@ -44,28 +44,6 @@ class BeamSearchScorer(PooledBeamScorer):
     defaults to the width of the first step's `input_ids`.
     """
 
-    def __init__(  # noqa: PLR0913 - as documented
-        self,
-        batch_size: int,
-        num_beams: int,
-        device: torch.device | str,
-        length_penalty: float = 1.0,
-        do_early_stopping: bool | str = False,
-        num_beam_hyps_to_keep: int = 1,
-        num_beam_groups: int = 1,
-        max_length: int | None = None,
-    ) -> None:
-        super().__init__(
-            batch_size,
-            num_beams,
-            device,
-            length_penalty,
-            do_early_stopping,
-            num_beam_hyps_to_keep,
-            num_beam_groups,
-            max_length,
-        )
-
     def process(  # type: ignore[override]  # noqa: PLR0913 - as documented
         self,
         input_ids: Tensor,
