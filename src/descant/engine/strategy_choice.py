@@ -12,7 +12,7 @@ from descant.core.interfaces import NoiseSource, RankGroup, StopCondition, Strat
 from descant.decoding.constraints import ConstraintListState, parse_force_words
 from descant.decoding.processors.pipeline import end_token_ids
 from descant.decoding.strategies.banned_phrases import BannedPhraseSampling
-from descant.decoding.strategies.beams.beam import BeamSearch, BeamShape
+from descant.decoding.strategies.beams.beam import BeamSearch, BeamSettings
 from descant.decoding.strategies.beams.constrained import ConstrainedBeamSearch
 from descant.decoding.strategies.contrastive import ContrastiveSearch, LowMemoryContrastiveSearch
 from descant.decoding.strategies.sampling import Sampling
@@ -112,14 +112,14 @@ def strategy_name(config: GenerationConfig) -> str:
 def _beam_strategy(config: GenerationConfig) -> StrategyChoice:
     # Enough candidates that `num_beams` remain when the best choices of every beam are all end tokens.
     num_candidates = max(2, 1 + len(end_token_ids(config)))
-    shape = BeamShape(config.num_beams, config.num_beam_groups, num_candidates, config.do_sample)
+    settings = BeamSettings(config.num_beams, config.num_beam_groups, num_candidates, config.do_sample)
     constrained = is_constrained(config)
     kind = ConstrainedBeamSearch if constrained else BeamSearch
     return StrategyChoice(
         "constrained" if constrained else "beam",
-        partial(kind, shape),
+        partial(kind, settings),
         kind.traits,
-        tuple(shape),
+        tuple(settings),
         requested_by="num_beams",
         row_params={"constraint_state": _constraint_state(config)} if constrained else {},
     )

@@ -13,10 +13,15 @@ from descant.core.context import row_params
 from descant.core.interfaces import Array, Drafter, NoiseSource, RankGroup, StopCondition, StrategyTraits
 from descant.core.records import DraftContext, ForwardOutput, Hypothesis, Proposal, RecordedLines, Selection
 from descant.core.rows import Rows, index_rows
-from descant.decoding.strategies.beams.candidates import LIMIT_REASONS, BeamCandidates, BeamGroup, BeamShape
+from descant.decoding.strategies.beams.candidates import (
+    LIMIT_REASONS,
+    BeamCandidates,
+    BeamGroup,
+    BeamSettings,
+)
 from descant.decoding.strategies.beams.finished_pool import BeamScoring, FinishedHypotheses, top_unfinished
 
-__all__ = ["BeamSearch", "BeamShape"]
+__all__ = ["BeamSearch", "BeamSettings"]
 
 NO_DRAFTS = Proposal()
 
@@ -44,19 +49,23 @@ class BeamSearch:
     }
 
     def __init__(
-        self, shape: BeamShape, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None
+        self,
+        settings: BeamSettings,
+        noise: NoiseSource,
+        stop: StopCondition,
+        rank_group: RankGroup | None = None,
     ) -> None:
-        self._shape = shape
+        self._settings = settings
         self._noise = noise
         self._stop = stop
         self._rank_group = rank_group
         self._pooled_version: object = None  # version of a table whose requests all have pools
-        self._finished_pools = FinishedHypotheses(shape.group_size)
+        self._finished_pools = FinishedHypotheses(settings.group_size)
 
     @property
     def has_groups(self) -> bool:
         """Whether the strategy processes its rows group by group."""
-        return self._shape.num_groups > 1
+        return self._settings.num_groups > 1
 
     def propose(self, rows: Rows, context: DraftContext) -> Proposal:  # noqa: ARG002
         """No drafts."""
@@ -64,11 +73,11 @@ class BeamSearch:
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:  # noqa: ARG002
         """Continue every request with its best candidates; finished requests are removed."""
-        shape = self._shape
+        settings = self._settings
         if rows.version != self._pooled_version:
             self._pooled_version = rows.version
-            pool_keys = np.unique(rows.request.numpy())[:, None] * shape.num_groups + np.arange(
-                shape.num_groups
+            pool_keys = np.unique(rows.request.numpy())[:, None] * settings.num_groups + np.arange(
+                settings.num_groups
             )
             self._finished_pools.add_keys(pool_keys.flatten())
         if not self.has_groups:
@@ -85,12 +94,12 @@ class BeamSearch:
 
     def drop(self, request: int) -> None:
         """Discard a request."""
-        for group in range(self._shape.num_groups):
-            self._finished_pools.remove_key(request * self._shape.num_groups + group)
+        for group in range(self._settings.num_groups):
+            self._finished_pools.remove_key(request * self._settings.num_groups + group)
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
         """The request's finished hypotheses so far, best first."""
-        keys = range(request * self._shape.num_groups, (request + 1) * self._shape.num_groups)
+        keys = range(request * self._settings.num_groups, (request + 1) * self._settings.num_groups)
         hypotheses: list[Hypothesis] = [entry for key in keys for entry in self._finished_pools.get(key)]
         return (
             sorted(hypotheses, key=lambda hypothesis: -(hypothesis.score or 0.0))
@@ -101,13 +110,13 @@ class BeamSearch:
     # -------------------------------------------------------------------- groups
     def _select_by_group(self, rows: Rows, output: ForwardOutput) -> Selection:
         """The selection of every group, each given the tokens of the groups before it."""
-        shape, parts, recorded = self._shape, [], []
+        settings, parts, recorded = self._settings, [], []
         fresh = (rows.length == rows.prompt_length).numpy()
         requests = np.unique(rows.request.numpy())
-        earlier_tokens = np.full((len(requests), shape.num_beams), -1)
+        earlier_tokens = np.full((len(requests), settings.num_beams), -1)
         assert output.process_rows is not None
-        for group_index in range(shape.num_groups):
-            group_rows = np.flatnonzero(fresh | (rows.slot.numpy() // shape.group_size == group_index))
+        for group_index in range(settings.num_groups):
+            group_rows = np.flatnonzero(fresh | (rows.slot.numpy() // settings.group_size == group_index))
             if not len(group_rows):
                 continue
             request_index = np.searchsorted(requests, rows.request.numpy()[group_rows])
@@ -117,7 +126,7 @@ class BeamSearch:
             )
             recorded.append(
                 _recorded_lines(
-                    rows, group_rows, fresh, group_index * shape.group_size, shape.group_size, scores
+                    rows, group_rows, fresh, group_index * settings.group_size, settings.group_size, scores
                 )
             )
             all_scores = scores.new_full((len(rows), scores.shape[1]), -torch.inf)
@@ -125,7 +134,7 @@ class BeamSearch:
             for group in self._beam_groups(rows, group_index, group_rows):
                 part, tokens = self._select_group_tokens(rows, all_scores, group)
                 parts.append(part)
-                first = group_index * shape.group_size
+                first = group_index * settings.group_size
                 earlier_tokens[np.searchsorted(requests, group.requests), first : first + tokens.shape[1]] = (
                     tokens
                 )
@@ -153,7 +162,7 @@ class BeamSearch:
         for count in np.unique(counts):
             index = torch.from_numpy(order[np.repeat(counts == count, counts)].reshape(-1, count))
             batch = requests[counts == count]
-            pool_indices = self._finished_pools.indices_of(batch * self._shape.num_groups + group_index)
+            pool_indices = self._finished_pools.indices_of(batch * self._settings.num_groups + group_index)
             groups.append(
                 BeamGroup(group_index, index, batch, pool_indices, _beam_scoring(rows, index[:, 0].numpy()))
             )
@@ -162,7 +171,7 @@ class BeamSearch:
     def _select_group(self, rows: Rows, scores: Tensor, group: BeamGroup) -> Selection:
         """One step of a group, from scores [R, V]."""
         candidates = self._top_candidates(rows, scores, group)
-        best = top_unfinished(candidates.sum_logprobs, candidates.finished_mask, self._shape.num_beams)
+        best = top_unfinished(candidates.sum_logprobs, candidates.finished_mask, self._settings.num_beams)
         best_sums = np.take_along_axis(
             np.where(candidates.finished_mask, -np.inf, candidates.sum_logprobs), best, 1
         )
@@ -181,7 +190,7 @@ class BeamSearch:
         candidates = self._top_candidates(rows, scores, group)
         truncated = candidates.reason_mask(*LIMIT_REASONS)
         ended = candidates.finished_mask & ~(truncated & ~candidates.reason_mask("eos", "stop"))
-        best = top_unfinished(candidates.sum_logprobs, ended, self._shape.group_size)
+        best = top_unfinished(candidates.sum_logprobs, ended, self._settings.group_size)
         best_sums = np.take_along_axis(np.where(ended, -np.inf, candidates.sum_logprobs), best, 1)
         finished = self._add_finished(rows, group, candidates, ended)
         continues = self._finished_pools.can_improve(
@@ -222,7 +231,7 @@ class BeamSearch:
         return Selection(
             tokens.to(rows.tokens.device, non_blocking=True),
             parents,
-            slot=torch.from_numpy(slot + group.group_index * self._shape.group_size),
+            slot=torch.from_numpy(slot + group.group_index * self._settings.group_size),
             columns={
                 "score": torch.from_numpy(best_sums[is_kept].astype(np.float32)),
                 "beam_indices": _append_beam_indices(rows, parents, parent_slots),
@@ -238,18 +247,18 @@ class BeamSearch:
 
     def _top_candidates(self, rows: Rows, scores: Tensor, group: BeamGroup) -> BeamCandidates:
         """The top candidates of every request, or as many sampled without replacement."""
-        index, shape = group.rows, self._shape
+        index, settings = group.rows, self._settings
         batch, beams = index.shape
         vocab_size = scores.shape[1]
         flat = index.flatten()
         row_sums = rows.column("score")[flat].to(scores.device, non_blocking=True)
         row_scores = scores if torch.equal(flat, torch.arange(len(scores))) else index_rows(scores, flat)
         total = (row_scores + row_sums[:, None]).view(batch, beams * vocab_size)
-        count = min(shape.candidates_per_beam * shape.group_size, total.shape[1])
-        if shape.do_sample:
+        count = min(settings.candidates_per_beam * settings.group_size, total.shape[1])
+        if settings.do_sample:
             # Draw noise for all `num_beams` even at the first token, so that the stream keeps its shape.
             first_rows = rows.take(index[:, 0]).replace(slot=torch.zeros(batch, dtype=torch.long))
-            noise = self._noise.draw(first_rows, shape.num_beams * vocab_size)[:, : total.shape[1]]
+            noise = self._noise.draw(first_rows, settings.num_beams * vocab_size)[:, : total.shape[1]]
             flat_index = (total.softmax(-1) / noise).topk(count).indices
             best = total.gather(1, flat_index)
         else:
@@ -268,7 +277,7 @@ class BeamSearch:
         slots = (
             rows.slot[parents]
             if beams > 1
-            else rows.slot[parents].clamp(min=group.group_index * shape.group_size)
+            else rows.slot[parents].clamp(min=group.group_index * settings.group_size)
         )
         return BeamCandidates(sums, parents, slots, tokens, finished, reasons)
 
@@ -281,7 +290,7 @@ class BeamSearch:
         include_all: bool = False,
     ) -> list[tuple[int, Hypothesis]]:
         """Offer the `ready` candidates to the pools: the first `group_size` of them, or all."""
-        width = candidates.sum_logprobs.shape[1] if include_all else self._shape.group_size
+        width = candidates.sum_logprobs.shape[1] if include_all else self._settings.group_size
         ready = ready[:, :width]
         if not ready.any():
             return []

@@ -12,12 +12,12 @@ from torch import Tensor
 from descant.core.interfaces import Array
 from descant.decoding.strategies.beams.finished_pool import BeamScoring
 
-__all__ = ["LIMIT_REASONS", "BeamCandidates", "BeamGroup", "BeamShape"]
+__all__ = ["LIMIT_REASONS", "BeamCandidates", "BeamGroup", "BeamSettings"]
 
 LIMIT_REASONS = ("length", "time")  # these finish a row whatever its token
 
 
-class BeamShape(NamedTuple):
+class BeamSettings(NamedTuple):
     """The settings that requests of one beam search share."""
 
     num_beams: int  # beams per request

@@ -15,7 +15,12 @@ from descant.core.records import ForwardOutput, Hypothesis, Proposal, Selection
 from descant.core.rows import Rows, index_rows
 from descant.decoding.constraints import ConstraintListState
 from descant.decoding.strategies.beams.beam import BeamSearch
-from descant.decoding.strategies.beams.candidates import LIMIT_REASONS, BeamCandidates, BeamGroup, BeamShape
+from descant.decoding.strategies.beams.candidates import (
+    LIMIT_REASONS,
+    BeamCandidates,
+    BeamGroup,
+    BeamSettings,
+)
 from descant.decoding.strategies.beams.finished_pool import bank_order, top_unfinished
 from descant.errors import InputError
 
@@ -46,9 +51,13 @@ class ConstrainedBeamSearch(BeamSearch):
     }
 
     def __init__(
-        self, shape: BeamShape, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None
+        self,
+        settings: BeamSettings,
+        noise: NoiseSource,
+        stop: StopCondition,
+        rank_group: RankGroup | None = None,
     ) -> None:
-        super().__init__(shape, noise, stop, rank_group)
+        super().__init__(settings, noise, stop, rank_group)
         self._constraint_states: dict[int, dict[int, ConstraintListState]] = {}  # by request and slot
         self._next_states: dict[
             int, dict[int, ConstraintListState]
@@ -94,11 +103,11 @@ class ConstrainedBeamSearch(BeamSearch):
         """One step of a group, and the chosen tokens [B, W]."""
         candidates = self._top_candidates(rows, scores, group)
         ended = candidates.reason_mask("eos", "stop")
-        best = top_unfinished(candidates.sum_logprobs, ended, self._shape.group_size)
+        best = top_unfinished(candidates.sum_logprobs, ended, self._settings.group_size)
         unconstrained = self._unconstrained_candidates(rows, candidates, ended, best)
         advancing = self._advancing_candidates(rows, scores, group, unconstrained)
         chosen = [
-            allocate_by_bank(likely, extra, self._shape.group_size)
+            allocate_by_bank(likely, extra, self._settings.group_size)
             for likely, extra in zip(unconstrained, advancing, strict=True)
         ]
         self._keep_completed(rows, scores, group, chosen)
@@ -117,7 +126,7 @@ class ConstrainedBeamSearch(BeamSearch):
         for index in np.flatnonzero(continues).tolist():
             states = self._next_states[int(group.requests[index])]
             for slot, entry in enumerate(chosen[index]):
-                states[slot + group.group_index * self._shape.group_size] = entry.constraint_state
+                states[slot + group.group_index * self._settings.group_size] = entry.constraint_state
         tokens = np.where(kept.sum_logprobs > -np.inf, kept.tokens.numpy(), -1)
         selection = self._build_selection(rows, group, kept, rank, kept.sum_logprobs, continues)
         selection = selection._replace(finished_sequences=finished)
@@ -232,7 +241,7 @@ class ConstrainedBeamSearch(BeamSearch):
         if not waiting:
             return []
         index = torch.tensor([row for _, row in waiting])
-        top = index_rows(scores, index).topk(min(self._shape.candidates_per_beam, scores.shape[1])).indices
+        top = index_rows(scores, index).topk(min(self._settings.candidates_per_beam, scores.shape[1])).indices
         top = (top if self._rank_group is None else self._rank_group.broadcast(top)).cpu()
         pairs = [
             (request_index, row, token)
@@ -267,7 +276,7 @@ class ConstrainedBeamSearch(BeamSearch):
             if index not in best or entry.sum_logprob > best[index].sum_logprob:
                 best[index] = entry
         for index, entry in best.items():
-            chosen[index][-1 if len(chosen[index]) == self._shape.group_size else len(chosen[index]) :] = [
+            chosen[index][-1 if len(chosen[index]) == self._settings.group_size else len(chosen[index]) :] = [
                 entry
             ]
 
@@ -275,7 +284,7 @@ class ConstrainedBeamSearch(BeamSearch):
         self, rows: Rows, candidates: BeamCandidates, chosen: Sequence[Sequence[ConstrainedCandidate]]
     ) -> BeamCandidates:
         """The chosen entries as candidates [B, W], padded with sum -inf."""
-        shape = (len(chosen), self._shape.group_size)
+        shape = (len(chosen), self._settings.group_size)
         sums = np.full(shape, -np.inf, dtype=candidates.sum_logprobs.dtype)
         parents, tokens = (
             candidates.parent_rows[:, :1].repeat(1, shape[1]),
@@ -303,7 +312,7 @@ class ConstrainedBeamSearch(BeamSearch):
         self, rows: Rows, group: BeamGroup, candidates: BeamCandidates, ready: Array, truncated: bool = False
     ) -> list[tuple[int, Hypothesis]]:
         """Offer finished candidates that meet all constraints to the pools; keep the others aside."""
-        width = candidates.sum_logprobs.shape[1] if truncated else self._shape.group_size
+        width = candidates.sum_logprobs.shape[1] if truncated else self._settings.group_size
         is_met = np.zeros_like(ready)
         finished = []
         scores = group.scoring.normalized_scores(candidates.sum_logprobs)
@@ -322,7 +331,7 @@ class ConstrainedBeamSearch(BeamSearch):
             )
             unmet.append(hypothesis[1])
             unmet.sort(key=lambda other: (len(other.unmet_constraints or ()), -(other.score or 0.0)))
-            del unmet[self._shape.num_beams :]
+            del unmet[self._settings.num_beams :]
         return finished + self._add_finished(rows, group, candidates, is_met, include_all=truncated)
 
     def _hypothesis(
