@@ -19,7 +19,9 @@ _MAX_FILE_BYTES: Final = 1 << 20  # a config.json may have thousands of labels
 
 
 def validate_file_name(name: object) -> str:
-    """The name, or an error if it is not a plain file name."""
+    """The name, that of generation configs for None; raises if it is not a plain file name."""
+    if name is None:
+        return FILE_NAME
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
         raise InputError("config_file_name", "must be a file name without a folder", name)
     return name

@@ -18,9 +18,7 @@ def format_config(values: Mapping[str, Any]) -> str:
 
 def _to_json(value: Any) -> Any:
     if isinstance(value, RedactedMap):
-        return {
-            key: "(hidden)" if key in value.SECRET_KEYS else _to_json(item) for key, item in value.items()
-        }
+        value = value.without_secrets()
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -28,7 +28,6 @@ from typing import Any, ClassVar, Literal, Protocol, Self, overload
 from descant.config import hub
 from descant.config.config_entries import LEGACY_FIELDS, SPECIAL_TOKEN_FIELDS, as_mapping, parse_entries
 from descant.config.config_files import (
-    FILE_NAME,
     LEGACY_FILE_NAME,
     load_from_folder,
     load_from_hub,
@@ -248,7 +247,7 @@ class GenerationConfig(Parameters):
         one, and `cache_dir` the folder of downloads; a local folder needs none of them. With
         `return_unused_kwargs=True` it returns a pair, as `from_dict` does.
         """
-        name = FILE_NAME if config_file_name is None else validate_file_name(config_file_name)
+        name = validate_file_name(config_file_name)
         is_legacy_requested = name == LEGACY_FILE_NAME
         if isinstance(path, str) and hub.is_repo_id(path) and not Path(path).is_dir():
             name, data = load_from_hub(path, name, revision, token, cache_dir)
@@ -333,7 +332,7 @@ class GenerationConfig(Parameters):
         folder = Path(save_directory)
         if folder.exists() and not folder.is_dir():
             raise InputError("save_directory", "must be a folder", str(folder))
-        name = FILE_NAME if config_file_name is None else validate_file_name(config_file_name)
+        name = validate_file_name(config_file_name)
         folder.mkdir(parents=True, exist_ok=True)
         self.to_json_file(folder / name)
         if push_to_hub:
@@ -349,7 +348,7 @@ class GenerationConfig(Parameters):
         commit_message: str | None = None,
     ) -> str:
         """Upload the config to a repository, which is created if it does not exist; the new commit's hash."""
-        name = FILE_NAME if config_file_name is None else validate_file_name(config_file_name)
+        name = validate_file_name(config_file_name)
         return self._upload(name, repo_id, token, private, commit_message)
 
     def _upload(
