@@ -10,7 +10,6 @@ from torch import Tensor
 
 __all__ = ["CopyBuffers", "RowCopies", "RowCopy"]
 
-
 # A view of slots of a block [R, H, S, D], the rows that are written and read [N], and a buffer [N, H, S, D].
 _BlockCopy = tuple[Tensor, Tensor, Tensor, Tensor]
 

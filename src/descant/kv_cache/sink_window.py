@@ -336,11 +336,11 @@ class SinkWindowBlocks:
         parts = []
         for block in self._all_blocks():
             shape, key = (len(rows), block.shape[1], len(slots), block.shape[3]), (block.device, *block.shape)
-            buffers.reserve(0, shape, block)
+            content = buffers.reserve(0, shape, block)
             if key not in indices:
                 at = torch.from_numpy(rows).to(block.device)
                 indices[key] = at, flat_slot_index(block, at, kept.to(block.device))
-            parts.append((block, buffers.get(0, shape, block), *indices[key]))
+            parts.append((block, content, *indices[key]))
 
         def drop() -> None:
             for block, content, at, index in parts:
