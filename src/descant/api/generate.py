@@ -205,8 +205,8 @@ def _validate_arguments(front_end: _FrontEnd, args: _GenerateArgs) -> None:
     for name, must, error in front_end.unsupported:
         value = given.get(name)
         if value is not None:
-            got = True if name == "trace" else type(value).__name__
-            got = value if name in ("recipe", "use_model_defaults") else got
+            shown = {"trace": True, "recipe": args.recipe, "use_model_defaults": False}
+            got = shown.get(name, type(value).__name__)
             raise error(name, must.format(model=type(args.model).__name__), got, "leave it out")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from descant.api.generate import generate_counting_padding
 from descant.api.outputs import GenerateOutput, transition_scores
 from descant.errors import InputError
+from descant.models.module_copy import ATTACHED_METHODS
 
 __all__ = ["GenerationMixin", "attach", "compute_transition_scores", "detach"]
 
@@ -42,12 +43,9 @@ class GenerationMixin:
         return transition_scores(sequences, scores, beam_indices, normalize_logits)
 
 
-_METHODS = ("generate", "compute_transition_scores")
-
-
 def attach(model: Any) -> Any:
     """Replace the methods of `GenerationMixin` by Descant's, for this object only; returns the model."""
-    for name in _METHODS:
+    for name in ATTACHED_METHODS:
         setattr(model, name, MethodType(getattr(GenerationMixin, name), model))
     return model
 
@@ -58,7 +56,7 @@ def detach(model: Any) -> Any:
         raise InputError(
             "model", "must have been attached", type(model).__name__, "call descant.attach(model) first"
         )
-    for name in _METHODS:
+    for name in ATTACHED_METHODS:
         if name in vars(model):
             delattr(model, name)
     return model

@@ -21,7 +21,7 @@ from descant.errors import DescantError, InputError
 from descant.models.fingerprint import fingerprint as model_fingerprint
 from descant.recipes.recipe import Recipe
 
-__all__ = ["JsonlFile", "JsonlStream", "RunDigest", "open_jsonl_file"]
+__all__ = ["JsonlFile", "JsonlStream", "RunDigest", "open_jsonl_file", "other_run_error"]
 
 _DIGEST_BYTES: Final = 8
 _WATERMARK: Final = "watermarking_config"

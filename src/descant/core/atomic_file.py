@@ -77,7 +77,7 @@ def write_pending(path: StrPath, *, private: bool = False, exclusive: bool = Fal
         return
     target = _resolve(path, exclusive)
     folder, name = os.path.split(target)
-    remove_leftovers(folder, name)
+    _remove_leftovers(folder, name)
     with _open_pending(folder, name, _mode_of(target, private)) as pending:
         yield pending
         _flush(pending.file)
@@ -91,7 +91,7 @@ def write_files(folder: StrPath, contents: Mapping[str, bytes], *, private: bool
     with contextlib.ExitStack() as stack:
         opened = []
         for name, data in contents.items():
-            remove_leftovers(target, name)
+            _remove_leftovers(target, name)
             path = os.path.join(target, name)
             opened.append((stack.enter_context(_filled(target, name, data, _mode_of(path, private))), path))
         for pending, path in opened:
@@ -104,7 +104,7 @@ def create_folder(path: Path, contents: Mapping[str, str]) -> None:
     parent, name = os.path.split(os.path.abspath(path))
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    remove_leftovers(parent, name)
+    _remove_leftovers(parent, name)
     temporary = Path(parent) / _temporary_name(name)
     with contextlib.ExitStack() as stack:
         pending = {
@@ -138,20 +138,20 @@ def require_writable(path: StrPath) -> None:
         return
 
 
-def remove_leftovers(folder: str, name: str) -> None:
-    """Remove the temporary files of one name whose writers are dead."""
+def _remove_leftovers(folder: str, name: str) -> None:
+    """Remove the temporary files of one name whose writers have ended."""
     pattern = re.compile(rf"\.{re.escape(_stem(name))}\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}")
     try:
         with os.scandir(folder) as entries:
             found = [entry.path for entry in entries if pattern.fullmatch(entry.name)]
     except OSError:
-        return  # opening the file will say why
+        return  # opening the file raises the error
     for path in found:
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | _NOFOLLOW)
             try:
                 if lock_file(descriptor) is not True:
-                    continue  # its writer lives, or nobody can tell
+                    continue  # its writer is running, or there are no locks here
                 if stat.S_ISDIR(os.fstat(descriptor).st_mode):
                     shutil.rmtree(path, ignore_errors=True)
                 else:

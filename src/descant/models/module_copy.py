@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["shallow_copy"]
+__all__ = ["ATTACHED_METHODS", "shallow_copy"]
 
-_ATTACHED_METHODS = ("generate", "compute_transition_scores")  # set by `attach`, and bound to the original
+ATTACHED_METHODS = ("generate", "compute_transition_scores")  # set by `attach`, and bound to the original
 
 
 def shallow_copy(module: nn.Module, cls: type | None = None, **attributes: Any) -> Any:
     """A copy of `module` that shares its weights and submodules but not its attributes."""
     view: Any = object.__new__(cls or type(module))
-    own = {name: value for name, value in vars(module).items() if name not in _ATTACHED_METHODS}
+    own = {name: value for name, value in vars(module).items() if name not in ATTACHED_METHODS}
     vars(view).update(own)
     for name, value in own.items():
         # accelerate wraps the methods of a module and binds them to it; bind them to the copy instead.
