@@ -24,7 +24,7 @@ from descant.kv_cache.slot_blocks import SlotBlocks
 from descant.kv_cache.static import StaticStore
 from descant.models.kv_shape import KVShape, LayerKVShape
 
-__all__ = ["CacheCost", "Workload", "cache_cost", "cache_costs", "cache_request"]
+__all__ = ["PREALLOCATED_CACHES", "CacheCost", "Workload", "cache_cost", "cache_costs", "cache_request"]
 
 # Tokens are written in strides, for speed: a cache is as large after a stride as after its tokens one by one,
 # except for where it last grew. In short runs a stride must not be long enough to count as a prompt.
@@ -32,7 +32,7 @@ _NUM_STRIDES: Final = 256
 _MAX_STRIDE: Final = 48
 _LONG_RUN: Final = 2**16
 # Caches that allocate everything at the start.
-_PREALLOCATED_CACHES: Final = frozenset({"static", "offloaded_static"})
+PREALLOCATED_CACHES: Final = frozenset({"static", "offloaded_static"})
 # Workloads with more positions are not simulated: the bytes are counted.
 _MAX_SIMULATED_POSITIONS: Final = 2**26
 
@@ -120,7 +120,7 @@ def cache_cost(name: str, request: CacheRequest, workload: Workload, kv_shape: K
 def _num_positions(name: str, request: CacheRequest, workload: Workload) -> int:
     """The number of positions of all rows, or for how many the cache allocates at once."""
     rows = workload.num_rows * workload.num_candidates
-    if name in _PREALLOCATED_CACHES:
+    if name in PREALLOCATED_CACHES:
         store = CACHES[name].build(request)
         assert isinstance(store, StaticStore)
         return store.block_slots(rows)

@@ -13,7 +13,13 @@ from descant.core.context import row_params
 from descant.core.interfaces import Model, RowCache
 from descant.core.rows import Rows
 from descant.engine.cache_factory import CACHE_NAMES, CACHES
-from descant.engine.cache_sizing import Workload, cache_cost, cache_costs, cache_request
+from descant.engine.cache_sizing import (
+    PREALLOCATED_CACHES,
+    Workload,
+    cache_cost,
+    cache_costs,
+    cache_request,
+)
 from descant.engine.planner import DecodingPlan
 from descant.errors import NotEnoughMemory, format_bytes
 from descant.kv_cache.cached_row import unwrap_cache
@@ -28,8 +34,6 @@ _MIN_CHECKED_BYTES: Final = 2**30
 
 # Caches in which every row takes as much memory as the longest.
 _PADDED_CACHES: Final = frozenset({"dynamic", "offloaded", "hybrid"})
-# Caches that take all their memory at once.
-_PREALLOCATED_CACHES: Final = frozenset({"static", "offloaded_static"})
 # Alternatives in the order in which they are suggested: lossless ones first.
 _SUGGESTED_CACHES: Final = ("paged", "sliding_window", "offloaded", "quantized", "h2o", "snapkv", "sink")
 
@@ -60,7 +64,7 @@ def workload_of(
 
 def _is_growing(kind: str) -> bool:
     """Whether a cache takes memory for every position of a row, as the row grows."""
-    return kind not in _PREALLOCATED_CACHES and not CACHES[kind].drops_tokens
+    return kind not in PREALLOCATED_CACHES and not CACHES[kind].drops_tokens
 
 
 def num_growing_positions(model: Model, cache: RowCache, name: str | None, running: Rows | None) -> int:

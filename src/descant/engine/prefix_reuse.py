@@ -25,7 +25,7 @@ from descant.engine.planner import DecodingPlan
 from descant.engine.request import Request
 from descant.errors import ConfigError, InputError
 from descant.kv_cache.cached_row import CachedRow, is_lossless, layer_indices, unwrap_cache
-from descant.kv_cache.prefix_cache import PrefixCache, PrefixReport
+from descant.kv_cache.prefix_cache import PrefixCache
 from descant.kv_cache.row_subset import row_subset
 from descant.models.no_cache import NoCache
 
@@ -68,10 +68,6 @@ class PrefixReuse:
     def finished_kv(self) -> FinishedKV | None:
         """What captures finished sequences; None: no running request needs it."""
         return self._finished_kv if self._returning or self._prefix_keys else None
-
-    def report(self) -> PrefixReport | None:
-        """The report of the prefix cache."""
-        return None if self._prefix_cache is None else self._prefix_cache.report()
 
     # -------------------------------------------------------------------- admission
     def check(self, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache) -> None:
