@@ -53,6 +53,30 @@ def _unmet(case: Case, ask: Ask, expected: Result | Exception, found: Result) ->
     return False
 
 
+def _met_anew(case: Case, ask: Ask, expected: Result | Exception, found: Result) -> bool:  # noqa: ARG001
+    """Whether the first sequence that differs meets the constraints here, and there only at the very end.
+
+    Here one beam that meets them is kept once the tokens left are fewer than the longest forced word. There
+    it may be dropped; another beam then meets them only after that.
+    """
+    if isinstance(expected, Exception) or "force_words_ids" not in ask.fields:
+        return False
+    fields, words = ask.fields, ask.fields["force_words_ids"]
+    limit = fields["max_new_tokens"] if "max_new_tokens" in fields else fields["max_length"] - len(ask.prompt)
+    longest = max(len(word) if isinstance(word[0], int) else min(map(len, word)) for word in words)
+    for theirs, ours in zip(expected.tokens, found.tokens, strict=True):
+        if theirs[: len(ours)] != ours:
+            late, early = _tokens_until_met(ask, theirs), _tokens_until_met(ask, ours)
+            return early is not None and late is not None and max(early, limit - longest + 1) < late
+    return False
+
+
+def _tokens_until_met(ask: Ask, tokens: Sequence[int]) -> int | None:
+    """After how many tokens a sequence holds all forced words; None: it does not."""
+    count = len(ask.fields["force_words_ids"])
+    return next((size for size in range(len(tokens) + 1) if _met(ask, tokens[:size])[0] == count), None)
+
+
 def _first_end(case: Case, ask: Ask, expected: Result | Exception, found: Result) -> bool:  # noqa: ARG001
     """Whether the sequences are the same but for which end token ends them."""
     ends = ask.fields.get("eos_token_id")
@@ -78,6 +102,11 @@ EXPLAINED: dict[str, Explained] = {
         "4.52.4",
         "it may rank a sequence that meets less of the constraints before one that meets more",
         _unmet,
+    ),
+    "a beam that meets the constraints is dropped": Explained(
+        "4.52.4",
+        "it drops a beam that meets all constraints where others are likelier, however few tokens are left",
+        _met_anew,
     ),
     "a forced end in contrastive search": Explained(
         "4.52.4",

@@ -14,6 +14,7 @@ from descant.core.context import RowParams, columns_from_rows, row_params
 from descant.core.interfaces import RowCache, SizedCache
 from descant.core.records import Selection
 from descant.core.rows import Rows, index_rows, stable_row_order
+from descant.decoding.strategies.backtracking import pending_tokens_of
 from descant.engine.admission import ResolvedRequest
 from descant.engine.cache_factory import CacheKey
 from descant.engine.explain import request_record
@@ -151,10 +152,12 @@ class Table:
         assert rows is not None
         index = (rows.request == number).nonzero().squeeze(1)
         tokens = index_rows(rows.tokens, index).cpu()
-        sequences = [
-            tokens[line, int(rows.prompt_length[row]) : int(rows.length[row])]
-            for line, row in enumerate(index.tolist())
-        ]
+        # Pending tokens may still be removed.
+        pending = pending_tokens_of(rows) if "pending_tokens" in rows.columns else None
+        sequences = []
+        for line, row in enumerate(index.tolist()):
+            num_pending = 0 if pending is None else len(pending[row].tokens)
+            sequences.append(tokens[line, int(rows.prompt_length[row]) : int(rows.length[row]) - num_pending])
         sequences += [one.tokens for one in running.strategy.finished_so_far(number)]
         size = min(len(one) for one in sequences)
         equal = (torch.stack([one[:size] for one in sequences]) == sequences[0][:size]).all(0)

@@ -116,6 +116,36 @@ def test_the_prompt_counts_as_output(name, tiny, reference):
     assert phrase in [tokens[i : i + 2] for i in range(5)]
 
 
+@pytest.mark.parametrize(("name", "seed"), [("llama", 901), ("gpt2", 901), ("gpt-neox", 907)])
+def test_a_beam_that_meets_the_constraints_is_dropped(name, seed, tiny, reference):
+    """The reference drops it for likelier ones, and forces the words again into its last tokens.
+
+    Only tokens that advance a constraint join the likeliest ones there, and none advances such a beam. A
+    branch of its scorer adds that beam's best token (`push_progress`); nothing enters it. Here one such beam
+    is kept once the tokens left are too few to meet the constraints again.
+    """
+    model = tiny(name)
+    (row,) = prompts(model.arch, (6,), seed=seed)
+    rows = batch(model, [row])
+    arguments = {
+        "num_beams": 2,
+        "force_words_ids": [[80], [31, 12]],
+        "max_new_tokens": 9,
+        "suppress_tokens": [model.eos],
+    }
+    call = Call(model, arguments)
+    (theirs,) = new_tokens(call, reference.generate(model.folder, rows.inputs, arguments)["sequences"], rows)
+    (found,) = new_tokens(call, ours(model, rows.inputs, **arguments).sequences, rows)
+    assert theirs[:6] == found[:6]
+    assert (theirs[-2:], found[5:7]) == ([31, 12], [31, 12])
+
+    def score(tokens):
+        moves = reference_logprobs(reference, model, row, tokens).gather(1, torch.tensor(tokens)[:, None])
+        return moves.sum().item()
+
+    assert score(found) > score(theirs) + 4
+
+
 # ------------------------------------------------------------------------------------ diverse beams
 # A group ends while a later one does not: architecture, prompt seed.
 ENDED = [("gpt2", 802), ("gpt2", 810), ("llama", 803), ("llama", 810), ("qwen2", 804), ("t5", 811)]

@@ -10,6 +10,7 @@ import torch
 from descant import Hypothesis, Logprobs
 from tools.fuzz import runs
 from tools.fuzz.cases import Ask, Case, case_of
+from tools.fuzz.explained import explanation
 from tools.fuzz.oracles import judge
 from tools.fuzz.reduction import reduce_case
 from tools.fuzz.runs import Result, compare
@@ -65,6 +66,31 @@ def test_a_wrong_result_is_found_and_reduced(monkeypatch):
     small = reduce_case(case, lambda one: bool(judge(one).differences))
     assert [ask.fields for ask in small.asks] == [{"logprobs": 1}]
     assert [ask.prompt for ask in small.asks] == [(5,)]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "name"),
+    [
+        # 41 and 19 22 are met after 6 tokens here, and there anew with the last one of 9.
+        (
+            [41, 36, 19, 47, 47, 19, 36, 19, 22],
+            [41, 36, 19, 47, 19, 22, 47, 29, 47],
+            "a beam that meets the constraints is dropped",
+        ),
+        ([41, 36, 19, 47, 47, 19, 22, 36, 19], [41, 36, 19, 47, 19, 22, 47, 29, 47], None),
+        ([41, 36, 19, 47, 19, 22, 47, 29, 47], [41, 36, 19, 47, 47, 19, 36, 19, 22], None),
+        ([41, 36, 47, 47, 47, 47, 36, 19, 22], [41, 36, 19, 47, 47, 19, 36, 19, 22], None),
+        ([41, 36, 19, 47, 47, 19, 36, 19, 9], [41, 36, 19, 22], "constraints that are not met"),
+    ],
+)
+def test_a_dropped_beam_explains_only_what_is_met_late(theirs, ours, name):
+    fields = {"num_beams": 2, "force_words_ids": [[19, 22], [[41], [42, 43, 44]]], "max_new_tokens": 9}
+    ask = Ask("constrained beams", (40, 31), fields)
+    case = Case(0, "llama", (ask,), Store("paged"), {})
+    assert explanation(case, ask, "4.52.4", result(theirs, ""), result(ours)) == name
+    del fields["max_new_tokens"]
+    by_length = replace(ask, fields={**fields, "max_length": 11})
+    assert explanation(case, by_length, "4.52.4", result(theirs, ""), result(ours)) == name
 
 
 def test_a_case_is_made_from_its_seed_alone():

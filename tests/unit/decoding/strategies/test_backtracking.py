@@ -117,6 +117,25 @@ def test_the_prompt_may_have_a_phrase_and_its_beginning(tiny):
     assert text(outcomes(model, [given])[0].tokens[0]) == "bcxx"
 
 
+def test_the_common_prefix_is_never_taken_back(tiny):
+    session = Session(tiny("llama").model)
+    for wanted in (("abcd", "axcd"), ("abcd", "abcx")):
+        given = request(ids("Q"), ["bcd"], max_new_tokens=6, eos_token_id=None)
+        session.admit(replace(given, logits_processor=[Wanting(1, *wanted)]))
+    session.admit(Request(ids("Q"), GenerationConfig(max_new_tokens=6, eos_token_id=None)))
+    prefixes, final = defaultdict(list), {}
+    while len(session):
+        for event in session.step():
+            if isinstance(event, Finished):
+                final[event.request] = event.hypotheses[0].tokens.tolist()
+        for number in {0, 1, 2} - final.keys():
+            prefixes[number].append(session.common_prefix(number).tolist())
+    for number, found in prefixes.items():
+        assert all(final[number][: len(one)] == one for one in found)
+    assert [text(one) for one in prefixes[0]][:4] == ["a", "a", "a", "a"]  # "bc" may go, and goes
+    assert [len(one) for one in prefixes[2]] == [1, 2, 3, 4, 5]
+
+
 def test_samplers_see_what_is_left(tiny):
     # With one token left to draw from, a mask after top-k would leave none.
     found = output_of(
