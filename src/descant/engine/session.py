@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count
 from math import isfinite
 from typing import Any
@@ -12,7 +13,7 @@ from zlib import crc32
 from torch import Tensor
 
 from descant.core.interfaces import ModelTraits, RankGroup, RowCache
-from descant.core.records import Observation, Selection
+from descant.core.records import Hypothesis, Observation, Selection
 from descant.core.sampling_noise import SamplingNoise
 from descant.engine.admission import Admission, ResolvedRequest
 from descant.engine.cache_factory import CacheKey
@@ -24,6 +25,7 @@ from descant.engine.protocol import Engine
 from descant.engine.request import Request
 from descant.engine.running_requests import RunningRequests
 from descant.engine.single_entry import single_entry
+from descant.engine.step_faults import request_error
 from descant.engine.table import Table
 from descant.engine.table_set import Placement, TableSet
 from descant.errors import DescantError, InputError
@@ -33,6 +35,16 @@ from descant.trace.trace import Trace
 from descant.trace.tracer import Tracer
 
 __all__ = ["Event", "Failed", "Finished", "Report", "Request", "Session", "Tokens"]
+
+
+@dataclass
+class _EndingRequest:
+    """A request that has ended and is to be released."""
+
+    table: Table
+    no_candidates: bool = False  # it failed because a row had no candidate
+    nonfinite: bool = False  # ... as the model's own logits were not finite
+    event: Finished | Failed | None = None
 
 
 class Session:
@@ -71,6 +83,7 @@ class Session:
         self._noise = SamplingNoise()
         self._tables = TableSet(self.model, cache, self._make_table)
         self._table_of: dict[int, Table] = {}  # by running request
+        self._ending: dict[int, _EndingRequest] = {}  # ended requests that are not released yet
         self._undelivered: list[Event] = []  # events that `step` has not returned yet
         self._request_ids = count()
         self._observe = observe
@@ -95,6 +108,11 @@ class Session:
     def rank_group(self) -> RankGroup | None:
         """The processes that run the same requests; None: there is one."""
         return self._rank_group
+
+    @property
+    def tables(self) -> Iterator[Table]:
+        """Its tables: that of the default cache first."""
+        return iter(self._tables)
 
     @property
     def trace(self) -> Trace | None:
@@ -153,12 +171,14 @@ class Session:
         """Advance every row by one step; return what happened."""
         if self._rank_group is not None and self.rows:
             self._rank_group.raise_if_failed()
+        if self._ending:  # an interrupt came before they were released
+            self._end_requests()
         if self._tracer is not None:
             self._tracer.start_step()
         stepped: list[tuple[Table, list[Selection]]] = []
         try:
             for table in self._tables:
-                if len(table):
+                if len(table) or table.running.errors:
                     selections = table.step(self._observe)
                     stepped.append((table, selections))
         except BaseException:
@@ -175,11 +195,12 @@ class Session:
         """Remove a request and free its rows at once."""
         if request not in self._table_of:
             raise InputError("request", "must be a running request", request)
-        self._table_of[request].cancel(request)
-        self._forget([request])
-        self._tables.drop_empty()
-        if self._tracer is not None:
-            self._tracer.record_error(request, "cancelled")
+        with ExitStack() as last:  # also if code of the request raises when it is released
+            if self._tracer is not None:
+                last.callback(self._tracer.record_error, request, "cancelled")
+            last.callback(self._tables.drop_empty)
+            last.callback(self._forget, [request])
+            self._table_of[request].cancel(request)
 
     def drain(self) -> Iterator[Event]:
         """Step until no request is running."""
@@ -227,40 +248,68 @@ class Session:
         if self._tracer is not None:
             own = {number for table, _ in stepped for number in table.running.requests}
             self._tracer.end_step(self._tables.cache_bytes, own if failed else None)
-        events: list[Event] = [
+        self._undelivered += [
             one.emitted for _, selections in stepped for one in selections if one.emitted is not None
         ]
-        num_tokens = len(events)
         for table, selections in stepped:
-            for selection in selections:
-                events += self._end_requests(table, selection)
-        if len(events) > num_tokens:
-            self._tables.drop_empty()
-        for event in events if self._tracer is not None else ():
-            self._trace_event(event)
-        self._undelivered += events
+            for one in selections:
+                for request in (*one.failed, *one.finished):
+                    no_candidates = request in one.failed
+                    self._ending[request] = _EndingRequest(table, no_candidates, request in one.nonfinite)
+        self._end_requests()
 
-    def _end_requests(self, table: Table, selection: Selection) -> list[Event]:
-        """Release the requests that failed or finished in a step; their events."""
-        events: list[Event] = []
-        for request in selection.failed:
-            running, nonfinite = table.running.requests[request], request in selection.nonfinite
+    def _end_requests(self) -> None:
+        """Release the requests that have ended, and keep their events.
+
+        After an interrupt in it, the next step goes on with the request that was interrupted.
+        """
+        for table in self._tables:
+            for request in table.running.errors or ():
+                self._ending.setdefault(request, _EndingRequest(table))
+        if not self._ending:
+            return
+        for request, ending in list(self._ending.items()):
+            if ending.event is None:
+                ending.event = self._last_event(request, ending)
+            if request in ending.table.running.requests:  # else it is released
+                self._release(request, ending)
+            self._forget([request])
+            self._undelivered.append(ending.event)
+            del self._ending[request]
+            if self._tracer is not None:
+                self._trace_event(ending.event)
+        self._tables.drop_empty()
+
+    def _last_event(self, request: int, ending: _EndingRequest) -> Finished | Failed:
+        """How a request has ended."""
+        running = ending.table.running.requests[request]
+        cause = (ending.table.running.errors or {}).get(request)
+        if cause is not None:
+            return Failed(request, request_error(request, cause))
+        if ending.no_candidates:
             error = no_candidates_error(
-                request, running.plan, running.has_own_processors, nonfinite=nonfinite
+                request, running.plan, running.has_own_processors, nonfinite=ending.nonfinite
             )
-            events.append(Failed(request, error))
-            running.strategy.drop(request)
-            table.release(request)
-        for request in selection.finished:
-            events.append(self._finish_request(table, request))
-            table.release(request)
-        self._forget([*selection.failed, *selection.finished])
-        return events
+            return Failed(request, error)
+        try:
+            return self._finish_request(ending.table, request)
+        except Exception as raised:  # a strategy from outside
+            return Failed(request, request_error(request, raised))
+
+    def _release(self, request: int, ending: _EndingRequest) -> None:
+        """Release an ended request, which fails if its own code raises even then."""
+        try:
+            ending.table.release(request, drop=isinstance(ending.event, Failed))
+        except Exception as raised:
+            if isinstance(ending.event, Finished):
+                ending.event = Failed(request, request_error(request, raised))
 
     def _finish_request(self, table: Table, request: int) -> Finished | Failed:
         """A request's sequences, as many as it asked for."""
         running = table.running.requests[request]
         sequences = running.strategy.finish(request)
+        if not all(isinstance(one, Hypothesis) for one in sequences):
+            raise InputError("finish", "of a strategy must return a list of `Hypothesis`", sequences)
         wanted = running.plan.config.num_return_sequences
         if len(sequences) < wanted:
             # Beam search may find fewer when all other continuations were ruled out.

@@ -8,6 +8,7 @@
 | verifying all drafts at once equals one by one, and a rollback leaves no trace | `check_drafts` |
 | a drafter does not change greedy and seeded output, and samples from its draft probs | `check_drafter` |
 | a cache equals a list per row, under any sequence of operations | `check_cache`, `check_generation` |
+| code from outside that raises ends only the requests it belongs to | `check_isolation` |
 | a processor treats each line separately and changes nothing in place | `check_processor` |
 | a config is the same after a roundtrip to a file | `check_config_roundtrip` |
 | a recipe fulfils the contracts of its kind and does not affect other requests | `check_recipe` |
@@ -21,6 +22,7 @@ from descant.testing.cache import CacheTraits, ReferenceCache, check_cache, chec
 from descant.testing.config import check_config_roundtrip
 from descant.testing.drafter import check_drafter
 from descant.testing.drafts import check_drafts
+from descant.testing.faults import FaultInjector, check_isolation
 from descant.testing.outcome import Outcome, compare, outcomes
 from descant.testing.processor import check_processor
 from descant.testing.recipe import check_recipe
@@ -28,6 +30,7 @@ from descant.testing.requests import check_admission, check_batch, check_seed
 
 __all__ = [
     "CacheTraits",
+    "FaultInjector",
     "Outcome",
     "ReferenceCache",
     "Schedule",
@@ -38,6 +41,7 @@ __all__ = [
     "check_drafter",
     "check_drafts",
     "check_generation",
+    "check_isolation",
     "check_processor",
     "check_recipe",
     "check_seed",
