@@ -1,6 +1,6 @@
 """An engine without a model: it carries out the plans of a scheduler block by block and checks each of them.
 
-It keeps its own books: which request holds how many blocks and which of them it shares, who waits and who runs.
+It keeps its own books: who waits and who runs, who holds how many blocks, and which of them are shared.
 Nothing is taken from the scheduler but its plans, so an error in the scheduler's books is found here.
 """
 

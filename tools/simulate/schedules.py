@@ -109,12 +109,13 @@ def random_requests(chance: random.Random) -> list[tuple[ScheduledRequest, int]]
     """Requests of every kind, each with the number of its new tokens."""
     fixed = chance.random() < 0.15
     simple = chance.random() < 0.4  # one row each, in chunks, preemptible
+    alike = chance.random() < 0.3  # with long prompts, which have much in common
     requests = []
     for number in range(chance.randint(1, 14)):
         prompt_rows = 1 if simple else chance.choice((1, 1, 1, 2))
         rows = prompt_rows if simple else prompt_rows * chance.choice((1, 1, 1, 2, 4))
         drafts = chance.choice((1, 1, 1, 3))
-        row_prompt, new_tokens = chance.randint(1, 16), chance.randint(1, 12)
+        row_prompt, new_tokens = chance.randint(12 if alike else 1, 16), chance.randint(1, 12)
         request = ScheduledRequest(
             number=number,
             prompt_tokens=row_prompt * prompt_rows,
@@ -138,6 +139,7 @@ def random_jobs(
 ) -> list[Job]:
     """The jobs of these requests, the last to arrive first."""
     spread = chance.choice((0.0, 1.0, 8.0))
+    families = chance.choice((1, FAMILIES))
     jobs = []
     for request, new_tokens in requests:
         job = Job(request, spread * chance.random(), 0.0, new_tokens, rows=request.rows)
@@ -145,7 +147,7 @@ def random_jobs(
         again = request.chunkable or limit is None or request.rows * request.max_row_tokens <= limit
         job.preemptible = request.preemptible and config.preemption != "never" and again
         if request.paged and not request.fixed_blocks and request.prompt_rows == 1:
-            job.family = chance.randint(-1, FAMILIES - 1)
+            job.family = chance.randint(-1, families - 1)
             job.family_blocks = (request.prompt_tokens - 1) // config.block_size
         jobs.append(job)
     return sorted(jobs, key=lambda job: (-job.arrival, -job.request.number))
