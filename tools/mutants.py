@@ -226,7 +226,9 @@ def main() -> None:
     counts: dict[str, int] = {}
     for room in given.rooms:
         generator = random.Random(f"{given.seed} {room}")
-        modules = sorted(path for path in (SOURCE / room / given.under).rglob("*.py") if path.stem != "__init__")
+        modules = sorted(
+            path for path in (SOURCE / room / given.under).rglob("*.py") if path.stem != "__init__"
+        )
         drawn = 0
         while drawn < given.count:
             module = generator.choices(modules, [path.stat().st_size for path in modules])[0]
