@@ -16,6 +16,7 @@ DescantError (Exception)
 ├── SessionBusy (RuntimeError)      a session is used from inside a step, or by two threads at once
 ├── EngineFull (RuntimeError)       the queue is full; `.waiting` requests wait of at most `.limit`
 ├── RowError (ValueError)           one request failed, the others are unaffected; `.request` is its id
+│   ├── DeadlineExceeded            it has not ended by its deadline
 │   └── ConstraintError             its result does not meet its constraints; `.unmet` lists them
 └── MissingExtra (ImportError)      an optional dependency is absent; `.extra` names the extra
 """
@@ -29,6 +30,7 @@ __all__ = [
     "ChangedRecipe",
     "ConfigError",
     "ConstraintError",
+    "DeadlineExceeded",
     "DescantError",
     "EngineFull",
     "HubError",
@@ -132,6 +134,17 @@ class ConstraintError(RowError):
 
 class SessionBusy(DescantError, RuntimeError):
     """A call of a session that another call is inside of; nothing has changed."""
+
+
+class DeadlineExceeded(RowError):
+    """A request that has not ended by its deadline."""
+
+    def __init__(self, request: int) -> None:
+        super().__init__("", request)
+        self.args = (request,)
+
+    def __str__(self) -> str:
+        return f"request {self.request} must end by its `deadline`, and has not: allow more time"
 
 
 class EngineFull(DescantError, RuntimeError):

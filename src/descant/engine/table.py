@@ -19,11 +19,12 @@ from descant.engine.admission import ResolvedRequest
 from descant.engine.cache_factory import CacheKey
 from descant.engine.explain import request_record
 from descant.engine.prefix_reuse import CachedPrefix, PrefixReuse
+from descant.engine.prompt_reader import ReadRows
 from descant.engine.running_requests import PreparedRequest, RunningRequests
 from descant.engine.step import Observe, StepHooks, run_step
 from descant.engine.step_faults import StepFault, checked_forward, forward_or_fault
 from descant.engine.wrapper_chain import WrapperChain
-from descant.kv_cache.cached_row import append_rows, unwrap_cache
+from descant.kv_cache.cached_row import CachedRow, append_rows, unwrap_cache
 from descant.trace.logit_summary import processor_name
 from descant.trace.tracer import Tracer
 
@@ -135,6 +136,39 @@ class Table:
                 if drop:
                     parts.callback(self.running.requests[number].strategy.drop, number)
             parts.callback(self.prefix_reuse.remove, number)
+
+    def park(self, number: int) -> Rows:
+        """Take the rows of a request out of the table, which may come back with `resume`."""
+        assert self.rows is not None
+        rows = self.rows.take((self.rows.request == number).nonzero().squeeze(1))
+        self._remove_rows([number])
+        return rows.replace(cached_length=torch.zeros_like(rows.length))
+
+    def suspend(self, number: int) -> ReadRows:
+        """Take the rows of a request out of the table, with their cached positions."""
+        assert self.rows is not None
+        index = (self.rows.request == number).nonzero().squeeze(1)
+        rows = self.rows.take(index)
+        store, inner = unwrap_cache(self.cache, index)
+        cached = store.select(inner)
+        prefixes = [
+            CachedPrefix(CachedRow(cached, row), length) if length else CachedPrefix()
+            for row, length in enumerate(rows.cached_length.tolist())
+        ]
+        self._remove_rows([number])
+        return ReadRows(rows, prefixes)
+
+    def resume(self, rows: Rows, prefixes: Sequence[CachedPrefix]) -> None:
+        """Put rows of a parked request back, with what is cached of each."""
+        with ExitStack() as undo:
+            undo.callback(self._restore, self.cache, self.rows)
+            needed = self.running.new_columns(len(rows), row_params(rows))
+            names = needed.keys() | ({"params", self._tracer.column_name} if self._tracer else {"params"})
+            columns = {name: value for name, value in rows.columns.items() if name in names}
+            cached_length = torch.tensor([one.length for one in prefixes])
+            rows = rows.replace(columns={**needed, **columns}, cached_length=cached_length)
+            self._append_rows(rows, prefixes, undo)
+            undo.pop_all()
 
     def _remove_rows(self, requests: Collection[int]) -> None:
         """Take the rows of these requests out of the table."""

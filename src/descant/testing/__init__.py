@@ -4,6 +4,7 @@
 |---|---|
 | a batch of N equals N batches of 1, in any order | `check_batch` |
 | a request's result does not depend on when it is admitted, nor on other requests | `check_admission` |
+| a result does not depend on budgets, chunks of prompts, preemption and priorities | `check_schedule` |
 | seeded sampling does not depend on the batch, the admission or torch's generator | `check_seed` |
 | verifying all drafts at once equals one by one, and a rollback leaves no trace | `check_drafts` |
 | a drafter does not change greedy and seeded output, and samples from its draft probs | `check_drafter` |
@@ -27,6 +28,7 @@ from descant.testing.outcome import Outcome, compare, outcomes
 from descant.testing.processor import check_processor
 from descant.testing.recipe import check_recipe
 from descant.testing.requests import check_admission, check_batch, check_seed
+from descant.testing.schedule import check_schedule
 
 __all__ = [
     "CacheTraits",
@@ -44,6 +46,7 @@ __all__ = [
     "check_isolation",
     "check_processor",
     "check_recipe",
+    "check_schedule",
     "check_seed",
     "compare",
     "failing_request",
