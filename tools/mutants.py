@@ -5,6 +5,8 @@
 Each mutant is written over its module in the working tree and reverted afterwards, so run it in a clone of
 its own. The tests run in a fork of a process that has torch and transformers imported. The files whose names
 match the module come first, then the package's unit tests, then its contracts; a failure ends the run.
+
+    python -m tools.mutants --rooms engine --under scheduling --tests tests/unit/engine/test_scheduler*.py
 """
 
 from __future__ import annotations
@@ -210,6 +212,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rooms", nargs="+", default=sorted(CONTRACTS), choices=sorted(CONTRACTS))
+    parser.add_argument("--under", default="", help="a folder of the room, to take modules from it only")
+    parser.add_argument("--tests", type=Path, nargs="+", help="the test files to run, in place of the room's")
     parser.add_argument("--count", type=int, default=15, help="mutants of each room")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=600, help="time limit of one mutant")
@@ -222,7 +226,9 @@ def main() -> None:
     counts: dict[str, int] = {}
     for room in given.rooms:
         generator = random.Random(f"{given.seed} {room}")
-        modules = sorted(path for path in (SOURCE / room).rglob("*.py") if path.stem != "__init__")
+        modules = sorted(
+            path for path in (SOURCE / room / given.under).rglob("*.py") if path.stem != "__init__"
+        )
         drawn = 0
         while drawn < given.count:
             module = generator.choices(modules, [path.stat().st_size for path in modules])[0]
@@ -234,7 +240,7 @@ def main() -> None:
             began = time.monotonic()
             try:
                 module.write_text(mutant.source)
-                verdict, test = run_tests(test_files(module), given.seconds)
+                verdict, test = run_tests(given.tests or test_files(module), given.seconds)
             finally:
                 module.write_text(original)
             counts[verdict] = counts.get(verdict, 0) + 1

@@ -14,7 +14,9 @@ DescantError (Exception)
 ├── HubError (OSError)              a download from or upload to the Hub failed; `.repo` names the repository
 ├── RankError (RuntimeError)        another process of a tensor-parallel model failed; `.rank` is its rank
 ├── SessionBusy (RuntimeError)      a session is used from inside a step, or by two threads at once
+├── EngineFull (RuntimeError)       the queue is full; `.waiting` requests wait of at most `.limit`
 ├── RowError (ValueError)           one request failed, the others are unaffected; `.request` is its id
+│   ├── DeadlineExceeded            it has not ended by its deadline
 │   └── ConstraintError             its result does not meet its constraints; `.unmet` lists them
 └── MissingExtra (ImportError)      an optional dependency is absent; `.extra` names the extra
 """
@@ -28,7 +30,9 @@ __all__ = [
     "ChangedRecipe",
     "ConfigError",
     "ConstraintError",
+    "DeadlineExceeded",
     "DescantError",
+    "EngineFull",
     "HubError",
     "InputError",
     "MissingExtra",
@@ -130,6 +134,31 @@ class ConstraintError(RowError):
 
 class SessionBusy(DescantError, RuntimeError):
     """A call of a session that another call is inside of; nothing has changed."""
+
+
+class DeadlineExceeded(RowError):
+    """A request that has not ended by its deadline."""
+
+    def __init__(self, request: int) -> None:
+        super().__init__("", request)
+        self.args = (request,)
+
+    def __str__(self) -> str:
+        return f"request {self.request} must end by its `deadline`, and has not: allow more time"
+
+
+class EngineFull(DescantError, RuntimeError):
+    """A request that a full queue refuses; nothing of it was kept."""
+
+    def __init__(self, waiting: int, limit: int) -> None:
+        self.waiting, self.limit = waiting, limit
+        super().__init__(
+            f"at most max_waiting={limit} requests may wait, and {waiting} do: try again later, or raise "
+            "max_waiting"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.waiting, self.limit)
 
 
 class RecipeError(DescantError, ValueError):

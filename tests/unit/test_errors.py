@@ -9,6 +9,7 @@ from descant.errors import (
     ChangedRecipe,
     ConfigError,
     DescantError,
+    EngineFull,
     HubError,
     InputError,
     MissingExtra,
@@ -30,7 +31,7 @@ def test_the_exception_tree():
         (UnsupportedModel, ValueError), (RowError, ValueError), (MissingExtra, ImportError),
         (NotEnoughMemory, MemoryError), (RecipeError, ValueError), (UntrustedRecipe, RecipeError),
         (ChangedRecipe, UntrustedRecipe), (MissingRequirements, RecipeError), (HubError, OSError),
-        (SessionBusy, RuntimeError),
+        (SessionBusy, RuntimeError), (EngineFull, RuntimeError),
     ):  # fmt: skip
         assert issubclass(kind, DescantError)
         assert issubclass(kind, builtin)
@@ -46,12 +47,13 @@ def test_the_exception_tree():
      MissingExtra("x", "y"), NotEnoughMemory("no room", 8, 4, ("paged",)), UnsupportedModel("no"),
      NotInThisVersion("a", "is not", object), RecipeError("a/b", "no"), UntrustedRecipe("a/b", "no"),
      ChangedRecipe("a/b", "no"), MissingRequirements("a/b", ["foo (installed: None)"]),
-     HubError("a/b", "no"), SessionBusy("no")],
+     HubError("a/b", "no"), SessionBusy("no"), EngineFull(3, 3)],
 )  # fmt: skip
 def test_errors_survive_a_pickle(error):
     twin = pickle.loads(pickle.dumps(error))
     assert (type(twin), str(twin)) == (type(error), str(error))
-    for name in ("field", "request", "extra", "needed", "free", "fitting", "recipe", "missing", "repo"):
+    for name in ("field", "request", "extra", "needed", "free", "fitting", "recipe", "missing", "repo",
+                 "waiting", "limit"):  # fmt: skip
         assert getattr(twin, name, None) == getattr(error, name, None)
 
 

@@ -96,7 +96,7 @@ class GenerateCall:
                     if feed is not None:
                         feed.finish(event)
                 elif isinstance(event, Failed):
-                    raise event.error
+                    raise event.error.__cause__ or event.error  # a user's own exception as it was raised
                 elif feed is not None:
                     feed.put(event)
         if self.streamer is not None:

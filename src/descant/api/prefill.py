@@ -128,7 +128,7 @@ def prefill(
         while len(unread := rows.pending.nonzero().squeeze(1)):
             size = rows.pending[unread]
             sizes = size if chunk is None else size.clamp(max=chunk)
-            rows = prefill_chunk(target, store, rows, unread, sizes)
+            rows = prefill_chunk(target.forward, store, rows, unread, sizes)
     tokens = [prompts.prompt(index).cpu() for index in range(len(prompts))]
     return PromptCache(store, tokens, fingerprint(model))
 

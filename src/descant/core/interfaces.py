@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from descant.core.traits import ModelTraits, StrategyTraits
 __all__ = [
     "Array",
     "CacheWrapper",
+    "CheckpointedStrategy",
     "DraftLimitingCache",
     "Drafter",
     "KVCache",
@@ -211,6 +212,15 @@ class Strategy(Protocol):
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
         """The finished sequences of a running request that may still be returned."""
+        ...
+
+
+@runtime_checkable
+class CheckpointedStrategy(Protocol):
+    """A strategy with state outside its columns, which an aborted step must leave as it was."""
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that restores the state of now."""
         ...
 
 

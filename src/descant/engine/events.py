@@ -35,10 +35,14 @@ class Report:
     """What an engine has done so far, and what it holds now."""
 
     steps: int
-    requests: int  # running
+    requests: int  # that have not ended
     rows: int
     cache_bytes: int | None  # None: unknown
     prefixes: PrefixReport | None  # None: it has no prefix cache
+    # With a scheduler:
+    waiting: int = 0  # requests that wait, preempted ones included
+    preemptions: int = 0  # so far
+    blocks: int = 0  # of the KV pool that the running requests hold, or may come to hold in the next step
 
 
 Event = Tokens | Finished | Failed

@@ -10,7 +10,9 @@ from torch import Tensor
 from descant.core.interfaces import RowCache
 from descant.core.records import DraftContext, ForwardOutput, Proposal, Selection
 from descant.core.rows import Column, Rows, concat_columns, index_rows, stable_row_order, take_rows
+from descant.engine.step_faults import StepFault
 from descant.engine.strategy_group import StrategyGroup
+from descant.errors import InputError
 
 __all__ = ["merge_proposals", "merge_selections", "slice_group"]
 
@@ -18,11 +20,8 @@ __all__ = ["merge_proposals", "merge_selections", "slice_group"]
 def merge_proposals(rows: Rows, groups: Sequence[StrategyGroup], cache: RowCache) -> Proposal:
     """The proposals of all groups as one."""
     if len(groups) == 1:
-        return groups[0].strategy.propose(rows, DraftContext(groups[0].process_draft_logits, cache))
-    parts = []
-    for group in groups:
-        context = DraftContext(group.process_draft_logits, cache, group.index)
-        parts.append((group.index, group.strategy.propose(_group_rows(rows, group.index), context)))
+        return _propose(groups[0], rows, cache)
+    parts = [(group.index, _propose(group, _group_rows(rows, group.index), cache)) for group in groups]
     if all(part.parents is None and part.drafts is None for _, part in parts):
         return Proposal()
     width = max(part.width for _, part in parts)
@@ -43,6 +42,37 @@ def merge_proposals(rows: Rows, groups: Sequence[StrategyGroup], cache: RowCache
         return Proposal(None, torch.cat(drafts), num_drafts, probs)
     probs = None if probs is None else index_rows(probs, order)
     return Proposal(parents[order], index_rows(torch.cat(drafts), order), num_drafts[order], probs)
+
+
+def _propose(group: StrategyGroup, rows: Rows, cache: RowCache) -> Proposal:
+    """The proposal of a group with these rows; raises `StepFault` for its requests if that is impossible."""
+    context = DraftContext(group.process_draft_logits, cache, group.index)
+    try:
+        proposal = group.strategy.propose(rows, context)
+        if proposal.drafts is not None or proposal.parents is not None:
+            _check_proposal(proposal, rows)
+    except Exception as error:
+        if group.errors is None:
+            raise
+        raise StepFault(dict.fromkeys(rows.request.tolist(), error)) from error
+    return proposal
+
+
+def _check_proposal(proposal: Proposal, rows: Rows) -> None:
+    """Raise for a proposal that does not fit the rows."""
+    parents, drafts, counts, num_rows = proposal.parents, proposal.drafts, proposal.num_drafts, len(rows)
+    if parents is not None:
+        values, num_rows = parents.numpy(), len(parents)
+        if not set(range(len(rows))) == set(values.tolist()):
+            raise InputError("parents", f"of a proposal must hold every row (0 to {len(rows) - 1})", parents)
+    if drafts is None:
+        return
+    if drafts.ndim != 2 or len(drafts) != num_rows or drafts.is_floating_point():
+        raise InputError("drafts", f"must be token ids [{num_rows}, K]", drafts)
+    if counts is not None and (
+        len(counts) != num_rows or not 0 <= counts.numpy().min() <= counts.numpy().max() <= drafts.shape[1]
+    ):
+        raise InputError("num_drafts", f"must be from 0 to {drafts.shape[1]} for {num_rows} rows", counts)
 
 
 def _table_parents(parents: Tensor | None, index: Tensor | None, rows: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ __all__ = ["CachedPrefix", "PrefixReuse", "as_cached_row", "empty_cache_like", "
 
 _PAST_ARGUMENT = "past_key_values"
 _NO_ROWS = torch.zeros(0, dtype=torch.long)
+
+Forward = Callable[[Rows, Proposal, RowCache], Any]
 
 
 class CachedPrefix(NamedTuple):
@@ -118,16 +120,16 @@ class PrefixReuse:
         self._chunk_sizes.pop(number, None)
 
     # -------------------------------------------------------------------- steps
-    def run_prefill_chunks(self, model: Any, cache: RowCache, rows: Rows) -> Rows:
-        """Prefill long prompts in chunks, until only the last chunk of each is pending."""
+    def prefill_chunks(self, forward: Forward, cache: RowCache, rows: Rows) -> Iterator[Rows]:
+        """Prefill long prompts in chunks, until only the last of each is pending; the rows after each."""
         while self._chunk_sizes:
             size = torch.tensor([self._chunk_sizes.get(number, 0) for number in rows.request.tolist()])
             index = ((size > 0) & (rows.pending > size)).nonzero().squeeze(1)
             if not len(index):
                 self._chunk_sizes.clear()
                 break
-            rows = prefill_chunk(model, cache, rows, index, size[index])
-        return rows
+            rows = prefill_chunk(forward, cache, rows, index, size[index])
+            yield rows
 
     def publish_prompts(self, cache: RowCache, rows: Rows) -> None:
         """Insert the prompts that were prefilled in this step into the prefix cache."""
@@ -280,12 +282,12 @@ def as_cached_row(past: Any) -> CachedRow | None:
     return CachedRow(store)
 
 
-def prefill_chunk(model: Any, cache: RowCache, rows: Rows, index: Tensor, size: Tensor) -> Rows:
+def prefill_chunk(forward: Forward, cache: RowCache, rows: Rows, index: Tensor, size: Tensor) -> Rows:
     """Feed the next `size` [N] positions of the rows `index` (host), without choosing a token."""
     part = rows.replace(columns={}).take(index)
     stop = part.cached_length + size
     part = part.replace(length=stop - part.offset)
-    model.forward(part, Proposal(), row_subset(cache, index))
+    forward(part, Proposal(), row_subset(cache, index))
     cached = rows.cached_length.clone()
     cached[index] = stop
     cache.commit(None, cached)

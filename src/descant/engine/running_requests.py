@@ -89,6 +89,9 @@ class RunningRequests:
         noise: SamplingNoise | None = None,
     ) -> None:
         self.requests: dict[int, RunningRequest] = {}
+        # Of requests whose own code has raised, until they are removed. Several ranks must fail together, so
+        # there each error is raised.
+        self.errors: dict[int, Exception] | None = {} if rank_group is None else None
         self.noise = SamplingNoise() if noise is None else noise
         self.stop_checker = StopChecker()
         self.logprobs_recorder = LogprobsRecorder()
@@ -103,7 +106,7 @@ class RunningRequests:
         }
         # User processors behind the interface, by the id of the user's object.
         self.adapted_processors: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.stop_checker.rank_group = rank_group
+        self.stop_checker.rank_group, self.stop_checker.errors = rank_group, self.errors
         self.stop_checker.criteria = self.registries["criteria_id"].items
         self.stop_checker.string_matchers = self.registries["stop_strings_id"].items
         self.stop_checker.regex_stops = self.registries["stop_regex_id"].items
@@ -205,6 +208,8 @@ class RunningRequests:
     def remove(self, number: int) -> None:
         """Drop a request, and the objects that only it used."""
         running = self.requests.pop(number)
+        if self.errors is not None:
+            self.errors.pop(number, None)
         for name, registry in self.registries.items():
             registry.release(getattr(running.ids, name))
         if not self.requests:
@@ -263,7 +268,9 @@ class RunningRequests:
                 processors = self._processor_rows(chain_ids if index is None else chain_ids[index])
                 traces: list[ProcessorTrace] | None = None if self._tracer is None else []
                 strategy, observers = self.strategy_order[number], self._observers(rows)
-                groups.append(StrategyGroup(strategy, index, processors, observers, traces=traces))
+                groups.append(
+                    StrategyGroup(strategy, index, processors, observers, traces=traces, errors=self.errors)
+                )
             self._groups = (rows.version, groups)
         return self._groups[1]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
 from math import isfinite
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from descant.core.interfaces import ModelTraits, RankGroup, RowCache
@@ -17,16 +19,20 @@ from descant.core.sampling_noise import SamplingNoise
 from descant.engine.admission import Admission, ResolvedRequest
 from descant.engine.cache_factory import CacheKey
 from descant.engine.events import Event, Failed, Finished, Report, Tokens
-from descant.engine.explain import no_candidates_error
 from descant.engine.planner import as_model
-from descant.engine.prefix_reuse import PrefixReuse
+from descant.engine.prefix_reuse import CachedPrefix, PrefixReuse
 from descant.engine.protocol import Engine
 from descant.engine.request import Request
+from descant.engine.request_endings import RequestEndings
 from descant.engine.running_requests import RunningRequests
+from descant.engine.scheduled_requests import ScheduledRequests
+from descant.engine.scheduling.config import SchedulerConfig
+from descant.engine.scheduling.scheduled_request import ScheduledRequest
 from descant.engine.single_entry import single_entry
 from descant.engine.table import Table
 from descant.engine.table_set import Placement, TableSet
 from descant.errors import DescantError, InputError
+from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.prefix_cache import PrefixCache
 from descant.models.no_cache import NoCache, RecomputeModel
 from descant.trace.trace import Trace
@@ -47,7 +53,7 @@ class Session:
     step and beside another thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument for each part that can be chosen
         self,
         model: Any,
         *,
@@ -56,6 +62,7 @@ class Session:
         cache: RowCache | None = None,
         prefix_cache: PrefixCache | None = None,
         trace: Tracer | bool | None = None,
+        scheduler: SchedulerConfig | None = None,
     ) -> None:
         self._tracer = Tracer.from_argument(trace)
         self.model: Any = as_model(model, states)
@@ -69,8 +76,20 @@ class Session:
         self._rank_group: RankGroup | None = self.model.rank_group
         self._admission = Admission(model, self.model)
         self._noise = SamplingNoise()
+        if scheduler is not None and self._rank_group is not None:
+            must = "must be None for a model on several processes, which must all make the same steps"
+            raise InputError("scheduler", must, scheduler)
+        if cache is None and scheduler is not None and scheduler.num_blocks is not None:
+            cache = _pooled_cache(self.model.traits, scheduler)
         self._tables = TableSet(self.model, cache, self._make_table)
+        self._scheduled = (
+            None
+            if scheduler is None
+            else ScheduledRequests(scheduler, self.model, self._tables, self._join_scheduled)
+        )
         self._table_of: dict[int, Table] = {}  # by running request
+        self._endings = RequestEndings(self._tables, self._tracer)
+        self._ended_now: list[int] = []  # requests that ended in this step
         self._undelivered: list[Event] = []  # events that `step` has not returned yet
         self._request_ids = count()
         self._observe = observe
@@ -97,13 +116,19 @@ class Session:
         return self._rank_group
 
     @property
+    def tables(self) -> Iterator[Table]:
+        """Its tables: that of the default cache first."""
+        return iter(self._tables)
+
+    @property
     def trace(self) -> Trace | None:
         """The recorded steps; None: it was made without `trace`."""
         return None if self._tracer is None else self._tracer.trace
 
     def __len__(self) -> int:
-        """The number of running requests."""
-        return len(self._table_of)
+        """The number of requests that have not ended, waiting ones included."""
+        waiting = 0 if self._scheduled is None else self._scheduled.num_waiting
+        return len(self._table_of) + waiting
 
     @property
     def rows(self) -> int:
@@ -119,6 +144,13 @@ class Session:
             return error
         return None
 
+    def demand(self, request: Request) -> ScheduledRequest:
+        """What the scheduler counts for a request: tokens, rows and blocks."""
+        if self._scheduled is None:
+            raise InputError("request", "has a demand only in a session with a scheduler", request)
+        placements = self._tables.place(self._admission.resolve([request], self.model.traits))
+        return self._scheduled.demands([0], placements, 0.0)[0]
+
     @single_entry
     def admit(self, *requests: Request, noise_rows: int = 0) -> list[int]:
         """Add requests, all or none; return their ids.
@@ -128,11 +160,27 @@ class Session:
         if not requests:
             return []
         resolved = self._admission.resolve(requests, self.model.traits)
+        if self._scheduled is not None:
+            return self._queue(self._scheduled, resolved)
+        for request in requests:
+            _check_unscheduled(request)
         placements = self._tables.place(resolved)
         self._tables.check(placements)
         prefixes = [placement.cached_prefixes() for placement in placements]
         self._check_ranks(resolved, placements)
         numbers = [next(self._request_ids) for _ in requests]
+        self._join(numbers, placements, prefixes)
+        noise = self._tables.default.running.noise
+        noise.num_rows = noise_rows or noise.num_rows
+        return numbers
+
+    def _join(
+        self,
+        numbers: Sequence[int],
+        placements: Sequence[Placement],
+        prefixes: Sequence[Sequence[CachedPrefix]],
+    ) -> None:
+        """Add requests to their tables, all or none."""
         with ExitStack() as undo:  # whatever is raised, nothing of these requests stays
             undo.callback(self._update_output_states)
             for placement, found in zip(placements, prefixes, strict=True):
@@ -143,22 +191,70 @@ class Session:
                 self._table_of.update(dict.fromkeys(own, table))
                 table.admit(own, placement.resolved, found, undo)
             self._update_output_states()
-            noise = self._tables.default.running.noise
-            noise.num_rows = noise_rows or noise.num_rows
             undo.pop_all()
+
+    def _queue(self, scheduled: ScheduledRequests, resolved: Sequence[ResolvedRequest]) -> list[int]:
+        """Let requests wait for the scheduler; return their ids."""
+        placements = self._tables.place(resolved)
+        for placement in placements:
+            placement.check()
+        numbers = [next(self._request_ids) for _ in resolved]
+        scheduled.add(numbers, placements)
         return numbers
+
+    def _join_scheduled(self, number: int, one: ResolvedRequest, prefix: CachedPrefix) -> None:
+        """Add a request whose turn it is to its table."""
+        placements = self._tables.place([one])
+        self._tables.check(placements)
+        self._join([number], placements, [[prefix]])
 
     @single_entry
     def step(self) -> list[Event]:
         """Advance every row by one step; return what happened."""
         if self._rank_group is not None and self.rows:
             self._rank_group.raise_if_failed()
+        if self._endings:  # an interrupt came before they were released
+            self._end_requests()
+        if self._scheduled is None:
+            self._step_tables()
+        else:
+            self._scheduled_step(self._scheduled)
+        events, self._undelivered = self._undelivered, []
+        return events
+
+    def _scheduled_step(self, scheduled: ScheduledRequests) -> None:
+        """One step as the scheduler plans it."""
+        self._ended_now.clear()
+        try:
+            scheduled.start_step()
+            try:
+                self._step_tables()
+            finally:
+                scheduled.resume_suspended()
+            self._fail_scheduled(scheduled)
+        except BaseException:
+            scheduled.abort_step()
+            raise
+        scheduled.end_step(self._ended_now)
+
+    def _fail_scheduled(self, scheduled: ScheduledRequests) -> None:
+        """End the requests that cannot run: their deadline has passed, or their table refused them."""
+        for number, cause in list(scheduled.failed.items()):
+            table = self._table_of.get(number)
+            if table is not None and table.rows is not None and bool((table.rows.request == number).any()):
+                table.park(number)
+            self._endings.fail(table, number, cause)
+            scheduled.forget(number)
+        self._end_requests()
+
+    def _step_tables(self) -> None:
+        """Advance every row of every table."""
         if self._tracer is not None:
             self._tracer.start_step()
         stepped: list[tuple[Table, list[Selection]]] = []
         try:
             for table in self._tables:
-                if len(table):
+                if len(table) or table.running.errors:
                     selections = table.step(self._observe)
                     stepped.append((table, selections))
         except BaseException:
@@ -167,19 +263,22 @@ class Session:
             raise
         if stepped:
             self._end_step(stepped)
-        events, self._undelivered = self._undelivered, []
-        return events
 
     @single_entry
     def cancel(self, request: int) -> None:
         """Remove a request and free its rows at once."""
-        if request not in self._table_of:
+        scheduled, table = self._scheduled, self._table_of.get(request)
+        if table is None and (scheduled is None or request not in scheduled):
             raise InputError("request", "must be a running request", request)
-        self._table_of[request].cancel(request)
-        self._forget([request])
-        self._tables.drop_empty()
-        if self._tracer is not None:
-            self._tracer.record_error(request, "cancelled")
+        with ExitStack() as last:  # also if code of the request raises when it is released
+            if self._tracer is not None:
+                last.callback(self._tracer.record_error, request, "cancelled")
+            last.callback(self._tables.drop_empty)
+            last.callback(self._forget, [request])
+            if scheduled is not None:
+                last.callback(scheduled.cancel, request)
+            if table is not None:
+                table.cancel(request)
 
     def drain(self) -> Iterator[Event]:
         """Step until no request is running."""
@@ -189,10 +288,21 @@ class Session:
     def report(self) -> Report:
         """What it has done so far, and what it holds."""
         prefixes = None if self._prefix_cache is None else self._prefix_cache.report()
-        return Report(self.steps, len(self), self.rows, self._tables.cache_bytes, prefixes)
+        report = Report(self.steps, len(self), self.rows, self._tables.cache_bytes, prefixes)
+        if self._scheduled is None:
+            return report
+        scheduler = self._scheduled.scheduler
+        return replace(
+            report,
+            waiting=scheduler.num_waiting,
+            preemptions=self._scheduled.num_preemptions,
+            blocks=scheduler.reserved_blocks,
+        )
 
     def common_prefix(self, request: int) -> Tensor:
         """The new tokens with which every sequence that a running request may still return begins (host)."""
+        if self._scheduled is not None and request in self._scheduled:
+            return torch.zeros(0, dtype=torch.long)
         return self._table_of[request].common_prefix(request)
 
     # -------------------------------------------------------------------- admission
@@ -227,61 +337,40 @@ class Session:
         if self._tracer is not None:
             own = {number for table, _ in stepped for number in table.running.requests}
             self._tracer.end_step(self._tables.cache_bytes, own if failed else None)
-        events: list[Event] = [
+        self._undelivered += [
             one.emitted for _, selections in stepped for one in selections if one.emitted is not None
         ]
-        num_tokens = len(events)
         for table, selections in stepped:
-            for selection in selections:
-                events += self._end_requests(table, selection)
-        if len(events) > num_tokens:
-            self._tables.drop_empty()
-        for event in events if self._tracer is not None else ():
-            self._trace_event(event)
-        self._undelivered += events
+            for one in selections:
+                self._endings.add(table, one)
+        self._end_requests()
 
-    def _end_requests(self, table: Table, selection: Selection) -> list[Event]:
-        """Release the requests that failed or finished in a step; their events."""
-        events: list[Event] = []
-        for request in selection.failed:
-            running, nonfinite = table.running.requests[request], request in selection.nonfinite
-            error = no_candidates_error(
-                request, running.plan, running.has_own_processors, nonfinite=nonfinite
-            )
-            events.append(Failed(request, error))
-            running.strategy.drop(request)
-            table.release(request)
-        for request in selection.finished:
-            events.append(self._finish_request(table, request))
-            table.release(request)
-        self._forget([*selection.failed, *selection.finished])
-        return events
-
-    def _finish_request(self, table: Table, request: int) -> Finished | Failed:
-        """A request's sequences, as many as it asked for."""
-        running = table.running.requests[request]
-        sequences = running.strategy.finish(request)
-        wanted = running.plan.config.num_return_sequences
-        if len(sequences) < wanted:
-            # Beam search may find fewer when all other continuations were ruled out.
-            got = f"{len(sequences)} sequences of {wanted}"
-            error = no_candidates_error(request, running.plan, running.has_own_processors, got)
-            return Failed(request, error)
-        cached = table.prefix_reuse.collect_finished(request, sequences[:wanted])
-        return Finished(request, sequences[:wanted], cached)
+    def _end_requests(self) -> None:
+        """Release the requests that have ended, and keep their events."""
+        for event in self._endings.release():
+            self._forget([event.request])
+            self._undelivered.append(event)
+            self._ended_now.append(event.request)
 
     def _forget(self, requests: Sequence[int]) -> None:
         """Drop the tables of requests that are not running any more."""
         for request in requests:
             self._table_of.pop(request, None)
 
-    def _trace_event(self, event: Event) -> None:
-        """Record how a request has ended."""
-        assert self._tracer is not None
-        if isinstance(event, Finished):
-            self._tracer.record_result(event.request, event.hypotheses)
-        elif isinstance(event, Failed):
-            self._tracer.record_error(event.request, str(event.error))
+
+def _check_unscheduled(request: Request) -> None:
+    """Raise for what only a scheduler can do."""
+    for name, value, default in (("priority", request.priority, 0), ("deadline", request.deadline, None)):
+        if value != default:
+            do = "make the session with `scheduler=SchedulerConfig()`"
+            raise InputError(name, "needs a session with a scheduler", value, do)
+
+
+def _pooled_cache(traits: ModelTraits, config: SchedulerConfig) -> RowCache | None:
+    """The paged cache of a model whose keys and values can be paged; None: its own cache."""
+    is_plain = traits.cache_type == "kv" and not (traits.is_encoder_decoder or traits.needs_own_cache)
+    is_plain = is_plain and not any(traits.sliding_windows.values()) and traits.supports_custom_mask
+    return PagedStore(config.block_size) if is_plain else None
 
 
 def _admission_digest(resolved: Sequence[ResolvedRequest], placements: Sequence[Placement]) -> int:

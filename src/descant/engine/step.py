@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,26 @@ from descant.core.interfaces import Model, RowCache
 from descant.core.records import ForwardOutput, Hypothesis, Observation, Proposal, Selection
 from descant.core.rows import Rows, index_rows, stable_row_order, take_rows
 from descant.engine.group_merge import merge_proposals, merge_selections, slice_group
+from descant.engine.step_faults import Probe, check_selection, drop_requests, forward_or_fault
 from descant.engine.strategy_group import StrategyGroup
 
-__all__ = ["run_step"]
+__all__ = ["Observe", "StepHooks", "run_step"]
 
 Observe = Callable[[Observation], None]
 Capture = Callable[[Rows, Sequence[tuple[int, Hypothesis]], Tensor], None]
+
+
+class StepHooks(NamedTuple):
+    """What follows a step besides its strategies.
+
+    `capture` gets the sequences that ended, each with the fed row it continued, before the cache drops these
+    rows, and how much of every fed row remains [R] (host).
+    """
+
+    observe: Observe | None = None
+    capture: Capture | None = None
+    errors: dict[int, Exception] | None = None  # of requests whose own code raised; None: errors are raised
+    probe: Probe | None = None  # feeds the rows of one request alone, to find which one breaks a forward
 
 
 def run_step(
@@ -26,22 +40,20 @@ def run_step(
     cache: RowCache,
     rows: Rows,
     strategy_groups: Callable[[Rows], Sequence[StrategyGroup]],
-    observe: Observe | None = None,
-    capture: Capture | None = None,
+    hooks: StepHooks = StepHooks(),  # noqa: B008 - immutable
 ) -> tuple[Rows, list[Selection]]:
     """Advance every row: one forward for all, one selection per strategy, one commit.
 
-    `capture` gets the sequences that ended, each with the fed row it continued, before the cache drops these
-    rows, and how much of every fed row remains [R] (host).
+    Requests in `hooks.errors` at the end leave the table. Whatever is raised, the step has not happened.
     """
     groups = strategy_groups(rows)
     proposal = merge_proposals(rows, groups, cache)
     if proposal.parents is None:
-        return _run_groups(model, cache, rows, proposal, groups, (observe, capture))
+        return _run_groups(model, cache, rows, proposal, groups, hooks)
     forked = rows.take(proposal.parents)
     cache.commit(proposal.parents, forked.cached_length)
     try:
-        return _run_groups(model, cache, forked, proposal, strategy_groups(forked), (observe, capture))
+        return _run_groups(model, cache, forked, proposal, strategy_groups(forked), hooks)
     except BaseException:
         # The first fork of a row has its index, so the others are dropped without a move.
         cache.commit(torch.arange(len(rows)), rows.cached_length)
@@ -54,49 +66,69 @@ def _run_groups(
     rows: Rows,
     proposal: Proposal,
     groups: Sequence[StrategyGroup],
-    listeners: tuple[Observe | None, Capture | None],
+    hooks: StepHooks,
 ) -> tuple[Rows, list[Selection]]:
     """Forward, selection and commit of rows that are in the cache as they are proposed."""
-    observe, capture = listeners
-    output = model.forward(rows, proposal, cache)
-    chosen = [
-        (group.index, _select(group, *slice_group(rows, proposal, output, group.index), observe))
-        for group in groups
-    ]
-    selection = _minimise_moves(merge_selections(rows, chosen), len(rows))
-    next_rows = _append_tokens(rows, proposal, selection)
-    if capture is not None:
-        ended = [
-            (row if index is None else int(index[row]), sequence)
-            for index, one in chosen
-            for row, sequence in one.finished_sequences
+    if hooks.probe is None:
+        output = model.forward(rows, proposal, cache)
+    else:
+        output = forward_or_fault(model, hooks.probe, rows, proposal, cache)
+    restore = [group.checkpoint() for group in groups if group.checkpoint is not None]
+    try:
+        chosen = [
+            (group.index, _select(group, *slice_group(rows, proposal, output, group.index), hooks))
+            for group in groups
         ]
-        if ended:
-            capture(rows, ended, _kept_lengths(rows, selection.parents, next_rows))
-    cache.commit(selection.parents, next_rows.cached_length)
+        selection = _minimise_moves(merge_selections(rows, chosen), len(rows))
+        next_rows = _append_tokens(rows, proposal, selection)
+        if hooks.capture is not None:
+            ended = [
+                (row if index is None else int(index[row]), sequence)
+                for index, one in chosen
+                for row, sequence in one.finished_sequences
+            ]
+            if ended:
+                hooks.capture(rows, ended, _kept_lengths(rows, selection.parents, next_rows))
+        cache.commit(selection.parents, next_rows.cached_length)
+    except BaseException:
+        for function in restore:
+            function()
+        raise
     return next_rows, [one for _, one in chosen]
 
 
 def _select(
-    group: StrategyGroup, rows: Rows, proposal: Proposal, output: ForwardOutput, observe: Observe | None
+    group: StrategyGroup, rows: Rows, proposal: Proposal, output: ForwardOutput, hooks: StepHooks
 ) -> Selection:
     """Process the logits of a group, let its strategy select, and show both to its observers."""
     scores = group.process(rows, proposal, output.logits)
     raw = output.logits if output.base_logits is None else output.base_logits
+    observe = hooks.observe
     preview = getattr(observe, "preview", None)
     if preview is not None and proposal.parents is None and proposal.drafts is None:
         preview(Observation(rows, raw, scores, output))
     process_rows = partial(group.process_subset, rows, scores)
-    selection = group.strategy.select(
-        rows, proposal, output._replace(logits=scores, process_rows=process_rows)
-    )
+    selection = None
+    try:
+        selection = group.strategy.select(
+            rows, proposal, output._replace(logits=scores, process_rows=process_rows)
+        )
+        check_selection(selection, len(rows))
+    except Exception as error:
+        selection = None
+        group.record_error(rows.request, error)
+    if hooks.errors:
+        selection = drop_requests(selection, rows, hooks.errors)
+    assert selection is not None  # else there is an error
     observation = Observation(rows, raw, scores, output, selection.recorded_lines)
     if observe is not None:
         observe(observation)
     if group.traces is not None:
         observation = observation._replace(processor_traces=tuple(group.traces))
         group.traces.clear()
-    return group.observe(observation, proposal, selection)
+    selection = group.observe(observation, proposal, selection)
+    # The state of a processor advances in `observe`, and may fail there.
+    return drop_requests(selection, rows, hooks.errors) if hooks.errors else selection
 
 
 def _kept_lengths(rows: Rows, parents: Tensor | None, next_rows: Rows) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 from descant.core.context import Context
-from descant.core.interfaces import Processor, StatefulProcessor, StepObserver, Strategy
+from descant.core.interfaces import (
+    CheckpointedStrategy,
+    Processor,
+    StatefulProcessor,
+    StepObserver,
+    Strategy,
+)
 from descant.core.records import Observation, ProcessorTrace, Proposal, Selection
 from descant.core.rows import Column, Rows, concat_columns, index_rows, take_rows
 from descant.decoding.processors import CallableProcessor
+from descant.errors import InputError
 
 __all__ = ["StrategyGroup", "as_stateful"]
 
@@ -44,7 +51,14 @@ class StrategyGroup:
     observers: Sequence[StepObserver] = ()
     device_params: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by index of the processor
     traces: list[ProcessorTrace] | None = None  # of this step; None: the session does not trace
+    errors: dict[int, Exception] | None = None  # of requests whose own code raised; None: errors are raised
+    # Of the strategy's state outside its columns; None: it has none.
+    checkpoint: Callable[[], Callable[[], None]] | None = field(init=False)
     _pending_states: list[_PendingState] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        strategy = self.strategy
+        self.checkpoint = strategy.checkpoint if isinstance(strategy, CheckpointedStrategy) else None
 
     def process(self, rows: Rows, proposal: Proposal, logits: Tensor) -> Tensor:
         """The scores that the strategy reads [R, K + 1, V]."""
@@ -62,11 +76,16 @@ class StrategyGroup:
                 line_index = index if lines == 1 else (index[:, None] * lines + torch.arange(lines)).flatten()
                 cache = self.device_params.setdefault(number, {}) if lines == 1 else None
                 part, before = context.take(line_index, cache), index_rows(flat, line_index)
-            stateful = as_stateful(processor)
-            if stateful is not None:
-                after = self._process_stateful(stateful, index, part, before, proposal)
-            else:
-                after = processor.process(part, before)
+            try:
+                stateful = as_stateful(processor)
+                if stateful is not None:
+                    after = self._process_stateful(stateful, index, part, before, proposal)
+                else:
+                    after = processor.process(part, before)
+                _check_scores(processor, before, after)
+            except Exception as error:
+                self.record_error(rows.request if index is None else rows.request[index], error)
+                after = before
             if self.traces is not None:
                 self.traces.append(ProcessorTrace(processor, line_index, before, after))
             flat = after if line_index is None else flat.index_copy(0, line_index.to(flat.device), after)
@@ -77,7 +96,13 @@ class StrategyGroup:
         scores = logits.log_softmax(-1) if self.strategy.needs_log_probs else logits
         if not self.processors:
             return scores
-        group = StrategyGroup(_NoStrategy(), None, self.processors, device_params=self.device_params)  # type: ignore[arg-type]
+        group = StrategyGroup(
+            _NoStrategy(),  # type: ignore[arg-type]
+            None,
+            self.processors,
+            device_params=self.device_params,
+            errors=self.errors,
+        )
         return group.process(rows, Proposal(), scores[:, None])[:, 0]
 
     def process_subset(
@@ -96,7 +121,7 @@ class StrategyGroup:
         part = rows.take(index)
         part = part.replace(columns={**part.columns, **columns}, version=object())
         traces: list[ProcessorTrace] | None = None if self.traces is None else []
-        group = StrategyGroup(_NoStrategy(), None, processors, traces=traces)  # type: ignore[arg-type]
+        group = StrategyGroup(_NoStrategy(), None, processors, traces=traces, errors=self.errors)  # type: ignore[arg-type]
         result = group.process(part, Proposal(), index_rows(scores[:, :1], index))
         if self.traces is not None:
             call_index = 1 + max((one.call_index for one in self.traces), default=0)
@@ -108,13 +133,24 @@ class StrategyGroup:
             self._pending_states.append(pending._replace(row_index=row_index))
         return result[:, 0]
 
+    def record_error(self, requests: Tensor, error: Exception) -> None:
+        """Note the error of the requests [N] (host) whose own code has raised it; raises it if none may."""
+        if self.errors is None:
+            raise error
+        for request in set(requests.tolist()):
+            self.errors.setdefault(request, error)
+
     def observe(self, observation: Observation, proposal: Proposal, selection: Selection) -> Selection:
         """The selection with the columns of stateful processors and observers updated."""
         if self._pending_states:
             columns = dict(selection.columns)
             for pending in self._pending_states:
                 # Two processors may have a column of one name, each for its own rows.
-                columns |= _advance_states(pending, observation, selection, columns)
+                try:
+                    columns |= _advance_states(pending, observation, selection, columns)
+                except Exception as error:
+                    index, requests = pending.row_index, observation.rows.request
+                    self.record_error(requests if index is None else requests[index], error)
             self._pending_states.clear()
             selection = selection._replace(columns=columns)
         if selection.emitted is not None and selection.emitted.finished:
@@ -160,6 +196,13 @@ class StrategyGroup:
         )
         self._pending_states.append(_PendingState(processor, index, context, before, after))
         return after
+
+
+def _check_scores(processor: Processor, before: Tensor, after: object) -> None:
+    """Raise for a processor that does not return scores."""
+    if not isinstance(after, Tensor) or after.shape != before.shape:
+        must = f"{type(processor).__name__} must return a tensor of shape {list(before.shape)}"
+        raise InputError("logits_processor", must, after, "return the scores")
 
 
 class _NoStrategy:

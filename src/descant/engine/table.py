@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from descant.core.context import RowParams, columns_from_rows, row_params
-from descant.core.interfaces import RowCache, SizedCache
-from descant.core.records import Selection
+from descant.core.interfaces import RowCache, SizedCache, Wrapper
+from descant.core.records import Proposal, Selection
 from descant.core.rows import Rows, index_rows, stable_row_order
 from descant.decoding.strategies.backtracking import pending_tokens_of
 from descant.engine.admission import ResolvedRequest
 from descant.engine.cache_factory import CacheKey
 from descant.engine.explain import request_record
 from descant.engine.prefix_reuse import CachedPrefix, PrefixReuse
+from descant.engine.prompt_reader import ReadRows
 from descant.engine.running_requests import PreparedRequest, RunningRequests
-from descant.engine.step import Observe, run_step
+from descant.engine.step import Observe, StepHooks, run_step
+from descant.engine.step_faults import StepFault, checked_forward, forward_or_fault
 from descant.engine.wrapper_chain import WrapperChain
-from descant.kv_cache.cached_row import append_rows, unwrap_cache
+from descant.kv_cache.cached_row import CachedRow, append_rows, unwrap_cache
 from descant.trace.logit_summary import processor_name
 from descant.trace.tracer import Tracer
 
@@ -54,6 +57,7 @@ class Table:
         self.running, self.prefix_reuse = running, prefix_reuse
         self._chain = WrapperChain(model)
         self._tracer = tracer
+        self._model_of_version: tuple[object, Any] | None = None  # with the wrappers in use
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -63,6 +67,11 @@ class Table:
     def model(self) -> Any:
         """The model with the wrappers of its requests."""
         return self._chain.model
+
+    @property
+    def wrappers(self) -> Mapping[str, Wrapper]:
+        """The wrappers of its requests by name, innermost first."""
+        return self._chain.wrappers
 
     @property
     def cache_bytes(self) -> int | None:
@@ -113,38 +122,115 @@ class Table:
 
     def cancel(self, number: int) -> None:
         """Remove a running request and free its rows."""
+        self._remove_rows([number])
+        self.release(number, drop=True)
+
+    def release(self, number: int, *, drop: bool = False) -> None:
+        """Forget a request and the objects that only it used; its rows have left already.
+
+        `drop`: its strategy has not finished it. All is done even if a part raises, such as a user's drafter.
+        """
+        with ExitStack() as parts:
+            parts.callback(self.model.remove_requests, [number])
+            if number in self.running.requests:  # else admission failed before it was registered
+                parts.callback(self.running.remove, number)
+                if drop:
+                    parts.callback(self.running.requests[number].strategy.drop, number)
+            parts.callback(self.prefix_reuse.remove, number)
+
+    def park(self, number: int) -> Rows:
+        """Take the rows of a request out of the table, which may come back with `resume`."""
         assert self.rows is not None
-        keep = (self.rows.request != number).nonzero().squeeze(1)
+        rows = self.rows.take((self.rows.request == number).nonzero().squeeze(1))
+        self._remove_rows([number])
+        return rows.replace(cached_length=torch.zeros_like(rows.length))
+
+    def suspend(self, number: int) -> ReadRows:
+        """Take the rows of a request out of the table, with their cached positions."""
+        assert self.rows is not None
+        index = (self.rows.request == number).nonzero().squeeze(1)
+        rows = self.rows.take(index)
+        store, inner = unwrap_cache(self.cache, index)
+        cached = store.select(inner)
+        prefixes = [
+            CachedPrefix(CachedRow(cached, row), length) if length else CachedPrefix()
+            for row, length in enumerate(rows.cached_length.tolist())
+        ]
+        self._remove_rows([number])
+        return ReadRows(rows, prefixes)
+
+    def resume(self, rows: Rows, prefixes: Sequence[CachedPrefix]) -> None:
+        """Put rows of a parked request back, with what is cached of each."""
+        with ExitStack() as undo:
+            undo.callback(self._restore, self.cache, self.rows)
+            needed = self.running.new_columns(len(rows), row_params(rows))
+            names = needed.keys() | ({"params", self._tracer.column_name} if self._tracer else {"params"})
+            columns = {name: value for name, value in rows.columns.items() if name in names}
+            cached_length = torch.tensor([one.length for one in prefixes])
+            rows = rows.replace(columns={**needed, **columns}, cached_length=cached_length)
+            self._append_rows(rows, prefixes, undo)
+            undo.pop_all()
+
+    def _remove_rows(self, requests: Collection[int]) -> None:
+        """Take the rows of these requests out of the table."""
+        assert self.rows is not None
+        keep = torch.from_numpy(np.flatnonzero(~np.isin(self.rows.request.numpy(), list(requests))))
         order = stable_row_order(keep, len(self.rows))
         keep = keep if order is None else keep[order]
         rows = self.rows.take(keep)
         self.cache.commit(keep, rows.cached_length)
         self.rows = rows
-        self.running.requests[number].strategy.drop(number)
-        self.release(number)
-
-    def release(self, number: int) -> None:
-        """Drop a request and the objects that only it used; its rows have left already."""
-        self.prefix_reuse.remove(number)
-        if number in self.running.requests:  # else admission failed before it was registered
-            self.running.remove(number)
-        self.model.remove_requests([number])
 
     def _restore(self, cache: RowCache, rows: Rows | None) -> None:
         self.cache, self.rows = cache, rows
 
     # -------------------------------------------------------------------- steps
     def step(self, observe: Observe | None) -> list[Selection]:
-        """Advance every row by one step; the selection of each strategy."""
+        """Advance every row by one step; the selection of each strategy.
+
+        A request whose own code raises leaves the table; its error is in `running.errors`.
+        """
+        selections: list[Selection] = []
+        while len(self):
+            try:
+                selections = self._run_step(observe)
+                break
+            except StepFault as fault:
+                assert self.running.errors is not None
+                self.running.errors |= fault.errors
+                self._remove_rows(fault.errors)
+        return selections
+
+    def _run_step(self, observe: Observe | None) -> list[Selection]:
+        """One attempt of a step; raises `StepFault` if it cannot be made with all rows."""
         assert self.rows is not None
-        self.rows = self.prefix_reuse.run_prefill_chunks(self._chain.base, self.cache, self.rows)
+        base, probe = self._chain.base, None if self.running.errors is None else self._probe
+        forward = base.forward if probe is None else partial(forward_or_fault, base, probe)
+        for rows in self.prefix_reuse.prefill_chunks(forward, self.cache, self.rows):
+            self.rows = rows
         finished_kv = self.prefix_reuse.finished_kv
         capture = None if finished_kv is None else partial(finished_kv.capture, self.cache)
+        hooks = StepHooks(observe, capture, self.running.errors, probe)
         self.rows, selections = run_step(
-            self.model, self.cache, self.rows, self.running.strategy_groups, observe, capture
+            self._model_in_use(self.rows), self.cache, self.rows, self.running.strategy_groups, hooks
         )
         self.prefix_reuse.publish_prompts(self.cache, self.rows)
         return selections
+
+    def _model_in_use(self, rows: Rows) -> Any:
+        """The model with the wrappers that the rows use."""
+        if self._model_of_version is None or self._model_of_version[0] != rows.version:
+            names = {name for one in self.running.requests.values() for name in one.plan.wrappers}
+            self._model_of_version = rows.version, self._chain.model_for(names)
+        return self._model_of_version[1]
+
+    def _probe(self, rows: Rows, proposal: Proposal, cache: RowCache) -> None:
+        """Feed the rows of one request alone, as they are in `cache`, to see whether that raises."""
+        names = self.running.requests[int(rows.request[0])].plan.wrappers
+        if names:  # a view of some rows cannot be fed through wrappers: its positions are fed again
+            cache, rows = self._chain.new_cache(), rows.replace(cached_length=torch.zeros_like(rows.length))
+            cache.extend(len(rows))
+        checked_forward(self._chain.model_for(names), rows, proposal, cache)
 
     def common_prefix(self, number: int) -> Tensor:
         """The new tokens with which every sequence that a running request may still return begins (host)."""

@@ -164,9 +164,13 @@ class TableSet:
             self._tables.append(table)
 
     def drop_empty(self) -> None:
-        """Drop the tables without rows and free their caches; the default one stays."""
+        """Drop the tables without requests and free their caches; the default one stays."""
         if len(self._tables) > 1:
-            self._tables = [table for table in self._tables if table is self.default or len(table)]
+            self._tables = [
+                table
+                for table in self._tables
+                if table is self.default or len(table) or table.running.requests  # parked ones
+            ]
 
     def _set_default(self, cache: RowCache, name: str | None, is_chosen: bool) -> None:
         self.default.cache, self.default.cache_name = cache, name

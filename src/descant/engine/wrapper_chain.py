@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from descant.core.interfaces import RowCache, Wrapper
+import torch
+
+from descant.core.interfaces import Model, RowCache, Wrapper
+from descant.core.records import ForwardOutput, Proposal
+from descant.core.rows import Rows
 from descant.engine.planner import WRAPPERS, DecodingPlan
+from descant.kv_cache.row_subset import row_subset
 
 __all__ = ["WrapperChain"]
 
@@ -22,6 +27,25 @@ class WrapperChain:
         self.model: Any = base  # the outermost wrapper, or the base
         self.wrappers: Mapping[str, Wrapper] = {}  # by name, innermost first
         self._factories: Mapping[str, WrapperFactory] = {name: spec.make for name, spec in WRAPPERS.items()}
+        self._cache_wrappers: set[str] = set()  # names of the wrappers that wrap the cache
+
+    def model_for(self, names: Collection[str]) -> Any:
+        """The model of rows that use only these wrappers: others are not run, where the cache allows it."""
+        if not names:
+            return _UnwrappedModel(self.base) if self._cache_wrappers & self.wrappers.keys() else self.base
+        model = self.model
+        for name, wrapper in reversed(list(self.wrappers.items())):
+            if name in names or name in self._cache_wrappers:
+                break
+            model = wrapper.inner
+        return model
+
+    def new_cache(self) -> RowCache:
+        """An empty cache as the wrappers need it."""
+        cache: RowCache = self.base.new_cache()
+        for wrapper in self.wrappers.values():
+            cache = wrapper.wrap_cache(cache)
+        return cache
 
     def add(self, plans: Sequence[DecodingPlan], cache: RowCache, undo: ExitStack) -> RowCache:
         """Add the wrappers that these plans need; the cache as they need it. `undo` removes them again."""
@@ -41,7 +65,10 @@ class WrapperChain:
             elif name in names:
                 wrapper = build(inner)
                 wrapper.row_flag = name
-                cache = wrapper.wrap_cache(cache)
+                wrapped = wrapper.wrap_cache(cache)
+                if wrapped is not cache:
+                    self._cache_wrappers.add(name)
+                cache = wrapped
                 wrappers[name] = inner = wrapper
         undo.callback(self._link, self.wrappers, self._factories)
         self._link(wrappers, factories)
@@ -54,3 +81,14 @@ class WrapperChain:
             wrapper.inner = inner
             inner = wrapper
         self.wrappers, self._factories, self.model = wrappers, factories, inner
+
+
+class _UnwrappedModel:
+    """A base model on the cache of wrappers that none of the rows uses."""
+
+    def __init__(self, base: Model) -> None:
+        self._base = base
+
+    def forward(self, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:
+        """Feed the rows to the base model."""
+        return self._base.forward(rows, proposal, row_subset(cache, torch.arange(len(rows))))

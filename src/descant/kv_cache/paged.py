@@ -62,6 +62,10 @@ class PagedStore:
         """The blocks of all rows, one entry per reference."""
         return self._block_table[self._block_table >= 0]
 
+    def block_ids(self, rows: Array) -> Array:
+        """The blocks of rows [N] in order [N, M]; -1: none."""
+        return np.asarray(self._block_table[rows])
+
     def visible_slots(self, layer: int, span: KVSpan) -> None:
         """None: slot `p` is position `p`."""
 

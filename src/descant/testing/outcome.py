@@ -11,6 +11,7 @@ from torch import Tensor
 
 from descant.core.interfaces import RowCache
 from descant.core.records import Hypothesis, Observation
+from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Failed, Finished, Request, Session, Tokens
 from descant.errors import DescantError
 from descant.testing.admission_schedule import Schedule
@@ -44,9 +45,15 @@ class Outcome:
 class _ScheduledRun:
     """One session driven by a schedule."""
 
-    def __init__(self, model: Any, requests: Sequence[Request], cache: RowCache | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        requests: Sequence[Request],
+        cache: RowCache | None,
+        scheduler: SchedulerConfig | None,
+    ) -> None:
         self._requests = requests
-        self._session = Session(model, observe=self._record_logits, cache=cache)
+        self._session = Session(model, observe=self._record_logits, cache=cache, scheduler=scheduler)
         self._outcomes = [Outcome() for _ in requests]
         self._index_by_request: dict[int, int] = {}  # request id -> index in the list
         self._request_by_index: dict[int, int] = {}
@@ -68,8 +75,9 @@ class _ScheduledRun:
             for event in self._session.step():
                 self._handle_event(event)
             step += 1
-        if self._session.rows:
-            raise AssertionError(f"{self._session.rows} rows are left after every request has ended")
+        left = (self._session.rows, self._session.report().blocks)
+        if any(left):
+            raise AssertionError(f"{left} (rows, blocks) are left after every request has ended")
         return self._outcomes
 
     def _admit(self, indices: Sequence[int], together: bool) -> None:
@@ -98,10 +106,15 @@ class _ScheduledRun:
 
 
 def outcomes(
-    model: Any, requests: Sequence[Request], schedule: Schedule | None = None, cache: RowCache | None = None
+    model: Any,
+    requests: Sequence[Request],
+    schedule: Schedule | None = None,
+    cache: RowCache | None = None,
+    scheduler: SchedulerConfig | None = None,
 ) -> list[Outcome]:
     """Run the requests in one session, all at once or by a schedule; returns their outcomes."""
-    return _ScheduledRun(model, requests, cache).run(schedule or Schedule.at_once(range(len(requests))))
+    run = _ScheduledRun(model, requests, cache, scheduler)
+    return run.run(schedule or Schedule.at_once(range(len(requests))))
 
 
 def compare(alone: Outcome, other: Outcome, where: str, tolerance: float = TOLERANCE) -> None:

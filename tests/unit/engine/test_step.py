@@ -15,7 +15,7 @@ from descant.core.context import RowParams, columns_from_rows
 from descant.core.records import Proposal, Selection
 from descant.core.rows import Rows, stable_row_order
 from descant.engine.planner import as_model
-from descant.engine.step import run_step
+from descant.engine.step import StepHooks, run_step
 from descant.engine.strategy_group import StrategyGroup
 from descant.kv_cache.dense import DenseStore
 from descant.testing import ReferenceCache, outcomes
@@ -283,6 +283,6 @@ def test_what_a_step_sees_can_be_observed():
     cache.extend(2)
     seen = []
     lane = StrategyGroup(Steady(2), None, [(Doubling(), None)])
-    run_step(model, cache, rows, lambda _: [lane], seen.append)
+    run_step(model, cache, rows, lambda _: [lane], StepHooks(seen.append))
     assert torch.equal(seen[0].logits[:, 0], model.after(torch.tensor([1, 2]), torch.tensor([1, 3])))
     assert torch.equal(seen[0].scores, seen[0].logits * 2)

@@ -171,7 +171,7 @@ def test_events_of_a_table_are_not_lost_where_another_one_raises(llama):
 
     def failing(ids, scores):
         if fails and fails.pop():
-            raise ZeroDivisionError
+            raise KeyboardInterrupt  # an Exception would end its request
         return scores
 
     session = Session(llama, trace=Tracer())
@@ -182,7 +182,7 @@ def test_events_of_a_table_are_not_lost_where_another_one_raises(llama):
     while len(session):
         try:
             events = session.step()
-        except ZeroDivisionError:
+        except KeyboardInterrupt:
             continue
         for event in events:
             if isinstance(event, Tokens):

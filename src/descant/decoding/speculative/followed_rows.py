@@ -24,7 +24,10 @@ class FollowedRows:
         """Have a drafter follow rows, which were rows `draft_row` [R] at the last draft that was used."""
         keys = list(zip(rows.request.tolist(), rows.slot.tolist(), strict=True))
         lengths, last = rows.length.tolist(), self._last
-        parents = torch.from_numpy(draft_row)
+        # A request that took no part in the last draft was preempted since, and is new to the drafter.
+        drafted = {request for request, _ in last}
+        was_drafted = torch.tensor([request in drafted for request, _ in keys])
+        parents = torch.where(was_drafted, torch.from_numpy(draft_row), -1)
         if any(last.get(key, (0, -1))[1] == length for key, length in zip(keys, lengths, strict=True)):
             parents = torch.tensor([last.get(key, (-1, 0))[0] for key in keys], dtype=torch.long)
         drafter.commit(parents, rows.length)

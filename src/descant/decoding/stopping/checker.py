@@ -66,6 +66,7 @@ class StopChecker:
         self.string_matchers: Mapping[int, StopStringMatcher] = {}
         self.regex_stops: Mapping[int, RegexStop] = {}
         self.rank_group: RankGroup | None = None
+        self.errors: dict[int, Exception] | None = None  # by request, of criteria; None: they are raised
         # Whether any rank has a deadline or a criterion; if so, all ranks exchange verdicts.
         self.syncs_across_ranks = False
         self._terms: _StopTerms | None = None
@@ -169,7 +170,13 @@ class StopChecker:
         for criterion, row_mask in terms.criteria:
             batches = self._batches.setdefault(id(criterion), CallBatches())
             candidates = _Candidates(rows, parents, tokens, row_mask)
-            by_criteria = by_criteria | _call_criterion(criterion, candidates, batches)
+            try:
+                by_criteria = by_criteria | _call_criterion(criterion, candidates, batches)
+            except Exception as error:
+                if self.errors is None:
+                    raise
+                for request in set(rows.request.numpy()[row_mask].tolist()):
+                    self.errors.setdefault(request, error)
         if self.rank_group is not None and self.syncs_across_ranks:
             timed_out, by_criteria = (
                 self.rank_group.broadcast(torch.from_numpy(np.stack((timed_out, by_criteria))).long())

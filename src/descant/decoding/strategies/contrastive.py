@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +112,14 @@ class ContrastiveSearch:
         """Discard a request."""
         self._hidden_states.remove(request)
         self._done.pop(request, None)
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that restores the hidden states and sequences of now."""
+        return partial(self._restore, self._hidden_states.checkpoint(), dict(self._done))
+
+    def _restore(self, restore_states: Callable[[], None], done: dict[int, Hypothesis]) -> None:
+        restore_states()
+        self._done = done
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
         """Empty: the only sequence finishes with its request."""
@@ -287,6 +296,20 @@ class LowMemoryContrastiveSearch:
         self._hidden_states.remove(request)
         self._rounds.pop(request, None)
         self._done.pop(request, None)
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that restores the hidden states, candidates and sequences of now."""
+        rounds = {request: replace(current) for request, current in self._rounds.items()}
+        return partial(self._restore, self._hidden_states.checkpoint(), rounds, dict(self._done))
+
+    def _restore(
+        self,
+        restore_states: Callable[[], None],
+        rounds: dict[int, _CandidateRound],
+        done: dict[int, Hypothesis],
+    ) -> None:
+        restore_states()
+        self._rounds, self._done = rounds, done
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
         """Empty: the only sequence finishes with its request."""

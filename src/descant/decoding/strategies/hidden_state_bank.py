@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,13 @@ class HiddenStateBank:
         self._lengths = np.append(self._lengths, size)
         self._ensure_capacity(size)
         self._bank[-1, :size] = unit
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that restores the states of now: later ones are written behind them."""
+        return partial(self._restore, self._bank, self._lengths.copy(), self._requests)
+
+    def _restore(self, bank: Tensor | None, lengths: Array, requests: Array) -> None:
+        self._bank, self._lengths, self._requests = bank, lengths, requests
 
     def remove(self, request: int) -> None:
         """Remove a request."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -89,6 +90,14 @@ class Sampling:
     def drop(self, request: int) -> None:
         """Discard a request."""
         self._done.pop(request, None)
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that restores the sequences that have finished by now."""
+        done = {request: dict(sequences) for request, sequences in self._done.items()}
+        return partial(self._restore, done, self._expanded_version)
+
+    def _restore(self, done: dict[int, dict[int, Hypothesis]], expanded_version: object) -> None:
+        self._done, self._expanded_version = done, expanded_version
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
         """The request's sequences that have finished."""

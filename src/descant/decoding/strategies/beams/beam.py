@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,14 @@ class BeamSearch:
         """Discard a request."""
         for group in range(self._settings.num_groups):
             self._finished_pools.remove_key(request * self._settings.num_groups + group)
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that restores the pools of now."""
+        return partial(self._restore, self._finished_pools.checkpoint(), self._pooled_version)
+
+    def _restore(self, restore_pools: Callable[[], None], pooled_version: object) -> None:
+        restore_pools()
+        self._pooled_version = pooled_version
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
         """The request's finished hypotheses so far, best first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +82,20 @@ class ConstrainedBeamSearch(BeamSearch):
         super().drop(request)
         for by_request in (self._constraint_states, self._unmet_truncated, self._unmet_finished):
             by_request.pop(request, None)
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that restores the pools and constraint states of now."""
+        restore_pools, states = super().checkpoint(), dict(self._constraint_states)
+        truncated, finished = (
+            {request: list(unmet) for request, unmet in by_request.items()}
+            for by_request in (self._unmet_truncated, self._unmet_finished)
+        )
+
+        def restore() -> None:
+            restore_pools()
+            self._constraint_states, self._unmet_truncated, self._unmet_finished = states, truncated, finished
+
+        return restore
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
         """The request's finished hypotheses, best first; those with unmet constraints come last."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,6 +59,13 @@ class FinishedHypotheses:
         self._keys, self.scores, self._entries = (
             part[order] for part in (self._keys, self.scores, self._entries)
         )
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that restores the pools of now."""
+        return partial(self._restore, self._keys, self.scores.copy(), self._entries.copy())
+
+    def _restore(self, keys: Array, scores: Array, entries: Array) -> None:
+        self._keys, self.scores, self._entries = keys, scores, entries
 
     def remove_key(self, key: int) -> None:
         """Remove a key's pool."""

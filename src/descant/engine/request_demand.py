@@ -1,0 +1,63 @@
+"""What a request takes: its rows, tokens and blocks as a scheduler counts them."""
+
+from __future__ import annotations
+
+from descant.core.interfaces import ModelTraits, RowCache
+from descant.decoding.guidance.cfg import NEGATIVE_PROMPT_KEY
+from descant.engine.admission import ResolvedRequest
+from descant.engine.scheduling.config import SchedulerConfig
+from descant.engine.scheduling.scheduled_request import ScheduledRequest
+from descant.kv_cache.cached_row import is_lossless
+from descant.kv_cache.paged import PagedStore
+
+__all__ = ["request_demand"]
+
+
+def request_demand(
+    number: int,
+    one: ResolvedRequest,
+    traits: ModelTraits,
+    config: SchedulerConfig,
+    *,
+    store: RowCache,
+    now: float,
+) -> ScheduledRequest:
+    """The demand of a request that arrives now, on a cache of the type of `store`.
+
+    On a paged store it takes the blocks of its positions, on any other those of its largest size at once.
+    A preempted request is read again from its tokens. That needs a cache in which reading them at once gives
+    the same as reading them one by one, and inputs that the model still has.
+    """
+    request, plan = one.request, one.plan
+    rows = max(plan.config.num_beams, plan.params.num_sequences) * plan.strategy.num_candidates
+    is_guided = "guidance" in plan.wrappers
+    fixed_tokens = len(request.inputs.get(NEGATIVE_PROMPT_KEY, ())) if is_guided else 0
+    if traits.is_encoder_decoder:
+        encoder_ids = request.inputs.get(traits.main_input_name)
+        fixed_tokens += 0 if encoder_ids is None else len(encoder_ids)
+    has_side_inputs = bool(request.inputs.keys() - {NEGATIVE_PROMPT_KEY}) and not traits.is_encoder_decoder
+    positions = len(one.prompt) + one.offset
+    max_row_tokens, lossless = max(one.max_slots, positions), is_lossless(store)
+    paged = isinstance(store, PagedStore)
+    is_plain_kv = traits.cache_type == "kv" and not traits.is_encoder_decoder
+    rows *= 2 if is_guided else 1
+    fixed_blocks = config.blocks_of(fixed_tokens)
+    if not paged:  # a recurrent state does not grow
+        fixed_blocks += rows * (1 if traits.cache_type == "recurrent" else config.blocks_of(max_row_tokens))
+    drafts = int(plan.method_params.get("draft_tokens", 0))
+    return ScheduledRequest(
+        number=number,
+        prompt_tokens=positions,
+        max_row_tokens=max_row_tokens,
+        rows=rows,
+        step_tokens=rows * (1 + drafts) if drafts else None,
+        fixed_blocks=fixed_blocks,
+        paged=paged,
+        priority=request.priority,
+        deadline=None if request.deadline is None else now + request.deadline,
+        chunkable=is_plain_kv
+        and lossless
+        and not (has_side_inputs or traits.has_own_position_ids or traits.needs_own_cache)
+        and not plan.needs_full_prefill,
+        preemptible=not has_side_inputs and (lossless or traits.cache_type == "recurrent"),
+    )

@@ -1,0 +1,298 @@
+"""The requests of a session with a scheduler: they wait, are read in pieces, run, and may be preempted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from descant.core.context import row_params
+from descant.core.interfaces import Array
+from descant.core.rows import Rows
+from descant.engine.admission import ResolvedRequest
+from descant.engine.block_usage import block_usage
+from descant.engine.prefix_reuse import CachedPrefix, Forward
+from descant.engine.prompt_reader import PromptReader, ReadRows, common_length
+from descant.engine.request_demand import request_demand
+from descant.engine.scheduling.ageing_scheduler import AgeingScheduler
+from descant.engine.scheduling.config import SchedulerConfig
+from descant.engine.scheduling.plan import ParkedRequest, RequestUsage, StepPlan, StepReport
+from descant.engine.scheduling.scheduled_request import PrefixHit, ScheduledRequest
+from descant.engine.step_faults import StepFault, forward_or_fault
+from descant.engine.table import Table
+from descant.engine.table_set import Placement, TableSet
+from descant.errors import DeadlineExceeded, InputError, NotEnoughMemory
+from descant.kv_cache.cached_row import is_lossless, unwrap_cache
+from descant.kv_cache.paged import PagedStore
+
+__all__ = ["ScheduledRequests"]
+
+Join = Callable[[int, ResolvedRequest, CachedPrefix], None]
+_NO_ROWS = torch.zeros(0, dtype=torch.long)
+
+
+class ScheduledRequests:
+    """Carries out the plans of a scheduler on the tables of a session.
+
+    `join` admits a request to its table, with what is cached of its prompt.
+    """
+
+    def __init__(self, config: SchedulerConfig, model: Any, tables: TableSet, join: Join) -> None:
+        self.config, self._model, self._tables, self._join = config, model, tables, join
+        self.scheduler = AgeingScheduler(config, self._find_prefix)
+        self.clock: Callable[[], float] = time.monotonic
+        self.num_preemptions = 0
+        self.failed: dict[int, Exception] = {}  # requests that end without a step, each with its error
+        self._waiting: dict[int, ResolvedRequest] = {}  # in no table yet
+        self._found: dict[int, CachedPrefix] = {}  # what is cached of those that are about to be
+        self._reader = PromptReader()
+        self._parked: dict[int, tuple[Table, Rows]] = {}
+        self._suspended: list[tuple[Table, ReadRows]] = []  # rows that pause in this step
+        self._plan: StepPlan | None = None
+        self._num_read: set[int] = set()  # requests that have read what the plan says
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that are in no table yet."""
+        return len(self._waiting)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._waiting or number in self._parked
+
+    # -------------------------------------------------------------------- requests come and go
+    def add(self, numbers: Sequence[int], placements: Sequence[Placement]) -> None:
+        """Queue requests, all or none."""
+        now = self.clock()
+        demands = self.demands(numbers, placements, now)
+        entries = {
+            numbers[index]: one
+            for placement in placements
+            for index, one in zip(placement.indices, placement.resolved, strict=True)
+        }
+        for demand in demands.values():
+            self._check_size(demand)
+        self.scheduler.add(*(demands[number] for number in numbers), now=now)
+        self._waiting |= entries
+
+    def demands(
+        self, numbers: Sequence[int], placements: Sequence[Placement], now: float
+    ) -> dict[int, ScheduledRequest]:
+        """What the scheduler counts for requests, by number."""
+        traits, demands = self._model.traits, {}
+        for placement in placements:
+            store = unwrap_cache(placement.cache, _NO_ROWS)[0]
+            for index, one in zip(placement.indices, placement.resolved, strict=True):
+                number = numbers[index]
+                demands[number] = request_demand(number, one, traits, self.config, store=store, now=now)
+        return demands
+
+    def _check_size(self, demand: ScheduledRequest) -> None:
+        """Raise for a request that may outgrow the whole pool, so that none fails on the way."""
+        limit, size = self.config.num_blocks, self.config.block_size
+        need = demand.max_blocks(self.config)
+        if limit is not None and need > limit:
+            must = f"must fit a KV pool of {limit} blocks of {size} tokens at its largest"
+            raise InputError("request", must, f"{need} blocks", "lower max_new_tokens, or enlarge the pool")
+
+    def cancel(self, number: int) -> None:
+        """Remove a waiting, reading, running or parked request."""
+        self.scheduler.cancel(number)
+        self.forget(number)
+
+    def forget(self, number: int) -> None:
+        """Drop what is kept of a request outside the tables."""
+        self._reader.drop(number)
+        for kept in (self._waiting, self._found, self._parked, self.failed):
+            kept.pop(number, None)
+
+    # -------------------------------------------------------------------- before a step
+    def start_step(self) -> None:
+        """Plan a step and bring the tables into the state it needs."""
+        plan = self._plan = self.scheduler.schedule(self.clock())
+        self._num_read.clear()
+        for number in plan.expired:
+            self.failed[number] = DeadlineExceeded(number)
+        for number in plan.exceeded:
+            self.failed[number] = self._size_error(number)
+        for number in plan.preempted:
+            self._preempt(number)
+        for number, tokens in plan.read.items():
+            try:
+                self._read(number, tokens)
+            except StepFault as fault:
+                self.failed[number] = fault.errors.get(number, fault)
+            except Exception as error:
+                self.failed[number] = error
+            self._num_read.add(number)
+        self._suspend(plan)
+
+    def _preempt(self, number: int) -> None:
+        """Free what a request holds; its tokens are read again later."""
+        self.num_preemptions += 1
+        self._reader.drop(number)
+        if number in self:
+            return  # it was being read
+        table = self._table_of(number)
+        self._parked[number] = table, table.park(number)
+
+    def _read(self, number: int, tokens: int) -> None:
+        """Read tokens of a request, which joins its table with the last of them."""
+        if number not in self._reader:
+            if self._joins_at_once(number, tokens):
+                return
+            self._start_reading(number)
+        if self._reader.read(number, tokens, self._forward):
+            return
+        rows, prefixes = self._reader.take(number, self._forward)
+        if number in self._parked:
+            self._parked.pop(number)[0].resume(rows, prefixes)
+        else:
+            self._join(number, self._waiting[number], prefixes[0])
+            del self._waiting[number]
+
+    def _joins_at_once(self, number: int, tokens: int) -> bool:
+        """Let a request join its table if it is read in one step; False: it is not."""
+        if number in self._waiting:
+            one, prefix = self._waiting[number], self._found.pop(number, CachedPrefix())
+            if len(one.prompt) + one.offset - prefix.length <= tokens:
+                self._join(number, one, prefix)
+                del self._waiting[number]
+                return True
+            self._found[number] = prefix
+            return False
+        table, rows = self._parked[number]
+        if (len(rows) == 1 and tokens >= int(rows.pending.sum())) or not self._is_chunkable(table):
+            del self._parked[number]
+            table.resume(*ReadRows.unread(rows))
+            return True
+        return False
+
+    def _start_reading(self, number: int) -> None:
+        if number in self._parked:
+            table, rows = self._parked[number]
+            prefix, cache = CachedPrefix(), table.cache
+        else:
+            prefix = self._found.pop(number, CachedPrefix())
+            rows = _prompt_rows(number, self._waiting[number], self._model.device)
+            cache = self._tables.place([self._waiting[number]])[0].cache
+        self._reader.start(number, rows, prefix, unwrap_cache(cache, _NO_ROWS)[0].select(_NO_ROWS))
+
+    def _is_chunkable(self, table: Table) -> bool:
+        traits = self._model.traits
+        is_plain = traits.cache_type == "kv" and not traits.is_encoder_decoder
+        return is_plain and is_lossless(unwrap_cache(table.cache, _NO_ROWS)[0])
+
+    @property
+    def _forward(self) -> Forward:
+        """The forward that reads requests: of the model without wrappers, which change no key or value."""
+        return partial(forward_or_fault, self._model, self._model.forward)
+
+    def _find_prefix(self, number: int) -> PrefixHit:
+        """What is cached of a request that is about to be admitted."""
+        if number not in self._waiting:
+            return PrefixHit()
+        [placement] = self._tables.place([self._waiting[number]])
+        [prefix] = placement.cached_prefixes()
+        self._found[number] = prefix
+        return PrefixHit(prefix.length)
+
+    def _suspend(self, plan: StepPlan) -> None:
+        """Take rows out of the tables that do not run in this step."""
+        running = {*plan.decode, *plan.read}
+        for table in self._tables:
+            present = () if table.rows is None else dict.fromkeys(table.rows.request.tolist())
+            for number in [one for one in present if one not in running]:
+                self._suspended.append((table, table.suspend(number)))
+
+    def _table_of(self, number: int) -> Table:
+        return next(table for table in self._tables if number in table.running.requests)
+
+    def _size_error(self, number: int) -> Exception:
+        blocks, size = self.config.num_blocks, self.config.block_size
+        must = f"request {number} must fit a KV pool of {blocks} blocks of {size} tokens by itself"
+        return NotEnoughMemory(f"{must}: enlarge the pool, or shorten the request")
+
+    # -------------------------------------------------------------------- after a step
+    def resume_suspended(self) -> None:
+        """Put rows back that paused in this step."""
+        while self._suspended:
+            table, (rows, prefixes) = self._suspended[-1]
+            table.resume(rows, prefixes)
+            self._suspended.pop()
+
+    def abort_step(self) -> None:
+        """Report that a planned step has not been made; it can be planned again."""
+        plan = self._plan
+        if plan is None:
+            return
+        for number in plan.preempted:
+            if number not in self and any(number in table.running.requests for table in self._tables):
+                self._preempt(number)
+        skipped = [number for number in (*plan.decode, *plan.read) if number not in self._num_read]
+        self._report(plan, (), skipped)
+
+    def end_step(self, ended: Collection[int]) -> None:
+        """Report a step to the scheduler; `ended` are the requests that finished or failed in it."""
+        if self._plan is not None:
+            self._report(self._plan, ended, ())
+
+    def _report(self, plan: StepPlan, ended: Collection[int], skipped: Collection[int]) -> None:
+        gone = {*plan.expired, *plan.exceeded}
+        ended = [number for number in ended if number not in gone]
+        parked = {number: self._parked_size(number) for number in plan.preempted if number in self._parked}
+        usage, shared = ({}, 0) if self.config.num_blocks is None else self._usage(plan)
+        usage = {number: one for number, one in usage.items() if number not in ended}
+        self.scheduler.finish_step(StepReport(usage, parked, ended, skipped, shared))
+        self._plan = None
+
+    def _parked_size(self, number: int) -> ParkedRequest:
+        """What it takes to read a preempted request again."""
+        table, rows = self._parked[number]
+        positions = rows.position
+        common = common_length(rows) if self._is_chunkable(table) else 0
+        size = self.config.block_size
+        shared = common // size * size
+        blocks = shared // size + int((-(-(positions + 1 - shared) // size)).sum())
+        tokens = common + int((positions - common).sum())
+        return ParkedRequest(tokens, blocks)
+
+    def _usage(self, plan: StepPlan) -> tuple[dict[int, RequestUsage], int]:
+        """The blocks of all running requests, and of those that are shared."""
+        size, shared = self.config.block_size, 0
+        usage: dict[int, RequestUsage] = {}
+        for table in self._tables:
+            if table.rows is not None and len(table) and _is_paged(table):
+                found = block_usage(table.cache, table.rows, _num_drafts(table.rows))
+                usage |= found.by_request
+                shared += found.shared_blocks
+        for number in plan.read:
+            if number in self._reader and self._reader.is_paged(number):
+                blocks = int((-(-self._reader.num_cached(number) // size)).sum())
+                usage[number] = RequestUsage(blocks, 0)
+        return usage, shared
+
+
+def _is_paged(table: Table) -> bool:
+    return isinstance(unwrap_cache(table.cache, _NO_ROWS)[0], PagedStore)
+
+
+def _num_drafts(rows: Rows) -> Array:
+    """The most drafts of each row [R]."""
+    params = row_params(rows)
+    drafts = params.values.get("draft_tokens")
+    if drafts is None:
+        return np.zeros(len(rows), dtype=np.int64)
+    room = (params["last_length"] - rows.length).clamp(min=0)
+    return torch.as_tensor(drafts).clamp(min=0).minimum(room).numpy()
+
+
+def _prompt_rows(number: int, one: ResolvedRequest, device: torch.device) -> Rows:
+    """The prompt of a request as a row without parameters."""
+    length = torch.tensor([len(one.prompt)])
+    zero = torch.zeros(1, dtype=torch.long)
+    tokens = one.prompt[None].to(device)
+    return Rows(tokens, length, zero, zero.clone(), length.clone(), torch.tensor([number]), zero.clone())
