@@ -209,7 +209,9 @@ def test_two_writers_of_one_file(file: Path) -> None:
 def test_a_check_creates_nothing(file: Path, tmp_path: Path) -> None:
     require_writable(file)
     assert os.listdir(tmp_path) == []
-    for path in (tmp_path, tmp_path / "missing" / "file"):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "missing" / "file")
+    for path in (tmp_path, tmp_path / "missing" / "file", link):
         with pytest.raises(OSError, match=r"directory"):
             require_writable(path)
 
