@@ -131,28 +131,48 @@ def sites(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str, int | None]]:
                     yield from ((node.name, *site) for site in visit(statement))
 
 
-def draw(module: Path, generator: random.Random) -> Mutant | None:
-    """One random mutant of a module; None: it has nothing to mutate."""
+def mutants_of(module: Path) -> list[Mutant]:
+    """All mutants of a module."""
     text = module.read_text()
-    tree = ast.parse(text)
-    found = list(sites(tree))
-    if not found:
-        return None
-    function, parent, field, index = generator.choice(found)
-    old = getattr(parent, field) if index is None else getattr(parent, field)[index]
-    new = mutate(old)
-    assert new is not None
-    before, after = ast.unparse(old), ast.unparse(new)
-    segment = ast.get_source_segment(text, old)
-    lines = text.splitlines(keepends=True)
-    start = sum(len(line.encode()) for line in lines[: old.lineno - 1]) + old.col_offset
     encoded = text.encode()
-    assert segment is not None
-    assert encoded[start : start + len(segment.encode())] == segment.encode()
-    changed = encoded[:start] + f"({after})".encode() + encoded[start + len(segment.encode()) :]
-    if isinstance(old, ast.stmt):
-        changed = encoded[:start] + after.encode() + encoded[start + len(segment.encode()) :]
-    return Mutant(module, old.lineno, function, f"{before}  ->  {after}", changed.decode())
+    starts = [0]  # of the lines, in bytes
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+    found = []
+    for function, parent, field, index in sites(ast.parse(text)):
+        old: Any = getattr(parent, field) if index is None else getattr(parent, field)[index]
+        new = mutate(old)
+        assert new is not None
+        start, stop = (
+            starts[line - 1] + column
+            for line, column in ((old.lineno, old.col_offset), (old.end_lineno, old.end_col_offset))
+        )
+        before, after = ast.unparse(old), ast.unparse(new)
+        changed = after if isinstance(old, ast.stmt) else f"({after})"
+        source = (encoded[:start] + changed.encode() + encoded[stop:]).decode()
+        found.append(Mutant(module, old.lineno, function, f"{before}  ->  {after}", source))
+    return found
+
+
+def draw(room: str, generator: random.Random, count: int) -> Iterator[Mutant]:
+    """Up to `count` random mutants of a package, no two the same."""
+    found = [
+        mutant
+        for module in sorted((SOURCE / room).rglob("*.py"))
+        if module.stem != "__init__"
+        for mutant in mutants_of(module)
+    ]
+    yield from generator.sample(found, min(count, len(found)))
+
+
+def read_survivors(results: Path) -> Iterator[Mutant]:
+    """The mutants of a file of results that no test has killed."""
+    for line in results.read_text().splitlines():
+        record = json.loads(line)
+        if record["verdict"] != "killed":
+            module = SOURCE / record["where"].split(":")[0]
+            found = (mutant for mutant in mutants_of(module) if mutant.where == record["where"])
+            yield next(mutant for mutant in found if mutant.change == record["change"])
 
 
 def function_codes(code: CodeType) -> Iterator[CodeType]:
@@ -250,29 +270,26 @@ class MutantTestLoop:
         """Draw mutants, run their tests, and print one line for each."""
         tests = TestMap(session.items, self.given.calls)
         counts: dict[str, int] = defaultdict(int)
-        for room in self.given.rooms:
-            generator = random.Random(f"{self.given.seed} {room}")
-            modules = sorted(path for path in (SOURCE / room).rglob("*.py") if path.stem != "__init__")
-            sizes = [path.stat().st_size for path in modules]
-            drawn: set[str] = set()
-            while len(drawn) < self.given.count:
-                mutant = draw(generator.choices(modules, sizes)[0], generator)
-                if mutant is None or mutant.where + mutant.change in drawn:
-                    continue
-                began = time.monotonic()
-                result = self.run(session, mutant, tests.tests(mutant))
-                if result["verdict"] == "invalid":
-                    continue
-                drawn.add(mutant.where + mutant.change)
-                counts[result["verdict"]] += 1
-                record = {"where": mutant.where, "change": mutant.change, **result}
-                seconds = time.monotonic() - began
-                print(f"{seconds:5.0f} s ", *(str(value) for value in record.values()), sep="  ", flush=True)
-                if self.given.out is not None:
-                    with self.given.out.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+        for mutant in self.mutants():
+            began = time.monotonic()
+            result = self.run(session, mutant, tests.tests(mutant))
+            counts[result["verdict"]] += 1
+            record = {"where": mutant.where, "change": mutant.change, **result}
+            seconds = time.monotonic() - began
+            print(f"{seconds:5.0f} s ", *(str(value) for value in record.values()), sep="  ", flush=True)
+            if self.given.out is not None:
+                with self.given.out.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
         print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
         return True
+
+    def mutants(self) -> Iterator[Mutant]:
+        """The mutants to try: random ones of each room, or the survivors of an earlier run."""
+        if self.given.again is not None:
+            yield from read_survivors(self.given.again)
+            return
+        for room in self.given.rooms:
+            yield from draw(room, random.Random(f"{self.given.seed} {room}"), self.given.count)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the first failure."""
@@ -344,6 +361,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=120, help="CPU seconds of one mutant")
     parser.add_argument("--tests", nargs="+", type=Path, help="in place of tests/unit and the contracts")
+    parser.add_argument("--again", type=Path, help="try the survivors of this file of results again")
     parser.add_argument("--calls", type=Path, help="a file of tools.call_map")
     parser.add_argument("--out", type=Path, help="a JSONL file to append the results to")
     given = parser.parse_args()

@@ -46,16 +46,37 @@ def test_a_mutant_differs_in_one_place_and_parses(tmp_path):
         "    return a + 2 if a < 5 else a",
     ]
     module.write_text("\n".join(lines))
-    original = ast.unparse(ast.parse(module.read_text()))
-    found = {mutants.draw(module, random.Random(seed)).source for seed in range(40)}
-    assert len(found) == 5  # 2, 5, +, <, and the conditional; neither the assertion nor the default
-    assert original not in {ast.unparse(ast.parse(source)) for source in found}
+    found = mutants.mutants_of(module)
+    assert sorted(mutant.change for mutant in found) == [
+        "2  ->  3",
+        "5  ->  6",
+        "a + 2  ->  a - 2",
+        "a + 2 if a < 5 else a  ->  a if a < 5 else a + 2",
+        "a < 5  ->  a <= 5",
+    ]  # neither the assertion nor the default
+    assert {(mutant.function, mutant.line) for mutant in found} == {("f", 4)}
+    sources = {ast.unparse(ast.parse(mutant.source)) for mutant in found}
+    assert len(sources - {ast.unparse(ast.parse(module.read_text()))}) == 5
 
 
-def test_a_module_without_code_has_no_mutant(tmp_path):
+def test_a_module_without_functions_has_no_mutant(tmp_path):
     module = tmp_path / "module.py"
     module.write_text("LIMIT = 3\n")
-    assert mutants.draw(module, random.Random(0)) is None
+    assert mutants.mutants_of(module) == []
+
+
+def test_random_mutants_differ_and_survivors_are_found_again(tmp_path):
+    first = list(mutants.draw("trace", random.Random(1), 5))
+    assert first == list(mutants.draw("trace", random.Random(1), 5))
+    assert len({mutant.source for mutant in first}) == 5
+    verdicts = ["killed", "survived", "undecided", "killed", "invalid"]
+    results = tmp_path / "results.jsonl"
+    records = [
+        {"where": mutant.where, "change": mutant.change, "verdict": verdict}
+        for mutant, verdict in zip(first, verdicts, strict=True)
+    ]
+    results.write_text("\n".join(map(json.dumps, records)))
+    assert list(mutants.read_survivors(results)) == [first[1], first[2], first[4]]
 
 
 def test_a_mutant_is_installed_in_a_loaded_module(tmp_path, monkeypatch):
