@@ -36,6 +36,7 @@ SOURCE = ROOT / "src" / "descant"
 TESTS = ROOT / "tests"
 MARKERS = "not slow and not reference and not heavy and not hqq"
 
+UNOBSERVED = ("strict", "non_blocking", "stacklevel")  # arguments that no test on a CPU can tell apart
 HANG_SECONDS = 30  # CPU seconds of one test, many times what the longest takes
 
 # The contracts of each package, quickest first.
@@ -119,6 +120,8 @@ def sites(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str, int | None]]:
                 continue
             for index, child in enumerate(value) if isinstance(value, list) else ((None, value),):
                 if not isinstance(child, ast.AST) or isinstance(child, skipped):
+                    continue
+                if isinstance(child, ast.keyword) and child.arg in UNOBSERVED:
                     continue
                 if mutate(child) is not None:
                     yield parent, field, index
@@ -264,6 +267,7 @@ class MutantTestLoop:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
         self.failed = ""
+        self.sound: set[pytest.Item] = set()  # tests that are known to pass without a mutant
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -272,7 +276,9 @@ class MutantTestLoop:
         counts: dict[str, int] = defaultdict(int)
         for mutant in self.mutants():
             began = time.monotonic()
-            result = self.run(session, mutant, tests.tests(mutant))
+            items = tests.tests(mutant)
+            result = self.run(session, mutant, items)
+            self.check_killer(session, [item for item in items if item.nodeid == result.get("test")])
             counts[result["verdict"]] += 1
             record = {"where": mutant.where, "change": mutant.change, **result}
             seconds = time.monotonic() - began
@@ -296,8 +302,15 @@ class MutantTestLoop:
         if report.failed and not self.failed:
             self.failed = report.nodeid
 
-    def run(self, session: pytest.Session, mutant: Mutant, items: list[pytest.Item]) -> dict[str, Any]:
-        """The verdict of a mutant: killed, survived, undecided (a time limit) or invalid."""
+    def check_killer(self, session: pytest.Session, killer: list[pytest.Item]) -> None:
+        """Exit if the test that has killed a mutant fails without it too."""
+        if not self.sound.issuperset(killer):
+            if self.run(session, None, killer)["verdict"] != "survived":
+                pytest.exit(f"{killer[0].nodeid} fails without a mutant", returncode=1)
+            self.sound.update(killer)
+
+    def run(self, session: pytest.Session, mutant: Mutant | None, items: list[pytest.Item]) -> dict[str, Any]:
+        """The verdict of a mutant: killed, survived, undecided (a time limit) or invalid; None changes nothing."""
         reader, writer = os.pipe()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             child = os.fork()
@@ -312,7 +325,12 @@ class MutantTestLoop:
         return json.loads(answer) if answer else {"verdict": "killed", "test": "(the process died)"}
 
     def run_child(
-        self, session: pytest.Session, mutant: Mutant, items: list[pytest.Item], writer: int, folder: Path
+        self,
+        session: pytest.Session,
+        mutant: Mutant | None,
+        items: list[pytest.Item],
+        writer: int,
+        folder: Path,
     ) -> NoReturn:
         """Install the mutant, run its tests until one fails, write the verdict and exit."""
         null = os.open(os.devnull, os.O_RDWR)
@@ -322,7 +340,7 @@ class MutantTestLoop:
         result: dict[str, Any] = {"verdict": "invalid"}
         try:
             session.config._tmp_path_factory._given_basetemp = folder / "tmp"  # type: ignore[attr-defined]
-            if install(mutant):
+            if mutant is None or install(mutant):
                 result = self.run_items(items)
         finally:
             os.write(writer, json.dumps(result).encode())

@@ -143,20 +143,16 @@ def test_requests_that_share_a_processor_are_shown_apart(tiny):
 
     def run(*chosen):
         processor, session = Avoiding(), descant.Session(one.model)
-        numbers = [
-            session.admit(
-                descant.Request(
-                    prompt,
-                    descant.GenerationConfig(
-                        do_sample=True, num_return_sequences=sequences, max_new_tokens=4, seed=sequences
-                    ),
-                    logits_processor=[processor],
-                )
-            )
-            for prompt, sequences in chosen
+        configs = [
+            descant.GenerationConfig(do_sample=True, num_return_sequences=count, max_new_tokens=4, seed=count)
+            for _, count in chosen
         ]
+        for (prompt, _), config in zip(chosen, configs, strict=True):
+            session.admit(descant.Request(prompt, config, logits_processor=[processor]))
         finished = {event.request: event for event in session.drain() if isinstance(event, descant.Finished)}
-        tokens = [[found.tokens.tolist() for found in finished[number].hypotheses] for number in numbers]
+        tokens = [
+            [found.tokens.tolist() for found in finished[number].hypotheses] for number in sorted(finished)
+        ]
         return tokens, processor.shown
 
     alone = [run(request) for request in requests]

@@ -43,6 +43,7 @@ def test_a_mutant_differs_in_one_place_and_parses(tmp_path):
         "def f(a: int = 1) -> int:",
         '    """é"""',
         "    assert a > 0",
+        "    a = [a for a, _ in zip([a], [a], strict=True)].pop()",
         "    return a + 2 if a < 5 else a",
     ]
     module.write_text("\n".join(lines))
@@ -53,8 +54,8 @@ def test_a_mutant_differs_in_one_place_and_parses(tmp_path):
         "a + 2  ->  a - 2",
         "a + 2 if a < 5 else a  ->  a if a < 5 else a + 2",
         "a < 5  ->  a <= 5",
-    ]  # neither the assertion nor the default
-    assert {(mutant.function, mutant.line) for mutant in found} == {("f", 4)}
+    ]  # neither the assertion, the default nor `strict`
+    assert {(mutant.function, mutant.line) for mutant in found} == {("f", 5)}
     sources = {ast.unparse(ast.parse(mutant.source)) for mutant in found}
     assert len(sources - {ast.unparse(ast.parse(module.read_text()))}) == 5
 
@@ -91,7 +92,9 @@ def test_a_mutant_is_installed_in_a_loaded_module(tmp_path, monkeypatch):
     mutant = mutants.Mutant(module, 3, "add", "", module.read_text().replace("a + b", "a - b"))
     assert mutants.install(mutant)
     assert (pair.add(3, 2), add(pair, 3, 2), pair.two()) == (1, 1, 0)
-    assert not mutants.install(mutant._replace(module=tmp_path / "not_loaded.py", source="def f(): return 1"))
+    other = tmp_path / "not_loaded.py"
+    other.write_text("def f(): return 0")
+    assert not mutants.install(mutant._replace(module=other, source="def f(): return 1"))
 
 
 def fake_test(name):
