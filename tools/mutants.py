@@ -310,7 +310,7 @@ class MutantTestLoop:
             self.sound.update(killer)
 
     def run(self, session: pytest.Session, mutant: Mutant | None, items: list[pytest.Item]) -> dict[str, Any]:
-        """The verdict of a mutant: killed, survived, undecided (a time limit) or invalid; None changes nothing."""
+        """The verdict: killed, survived, undecided (a time limit) or invalid. None: no change."""
         reader, writer = os.pipe()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             child = os.fork()
@@ -380,13 +380,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="CPU seconds of one mutant")
     parser.add_argument("--tests", nargs="+", type=Path, help="in place of tests/unit and the contracts")
     parser.add_argument("--again", type=Path, help="try the survivors of this file of results again")
+    parser.add_argument("--select", default="", help="only the tests that match this -k expression")
     parser.add_argument("--calls", type=Path, help="a file of tools.call_map")
     parser.add_argument("--out", type=Path, help="a JSONL file to append the results to")
     given = parser.parse_args()
     contracts = sorted({name for room in given.rooms for name in CONTRACTS[room]})
     files = given.tests or [TESTS / "unit", *(TESTS / "contracts" / f"test_{name}.py" for name in contracts)]
     # The forks redirect their output themselves.
-    options = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "-m", MARKERS]
+    options = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "-m", MARKERS, "-k", given.select]
     sys.exit(pytest.main([*options, *map(str, files)], plugins=[MutantTestLoop(given)]))
 
 
