@@ -215,8 +215,9 @@ class TestMap:
 
     __test__ = False
 
-    def __init__(self, items: list[pytest.Item], calls: Path | None) -> None:
+    def __init__(self, items: list[pytest.Item], calls: Path | None, near: bool = False) -> None:
         self.items = items
+        self.near = near  # of the others, only those whose path shares a word with the module's
         self.seconds: dict[str, float] = {}
         self.calls: dict[str, frozenset[str]] = {}
         self.fixtures: dict[str, set[str]] = defaultdict(set)  # by file
@@ -234,6 +235,8 @@ class TestMap:
         for item in self.items:
             calls = self.calls.get(item.nodeid)
             if not belongs(item.path, module.parts[0]):
+                continue
+            if calls is None and self.near and likeness(module, item.path) < 4:
                 continue
             if calls is None or function in calls or function in self.fixtures[item.nodeid.split("::")[0]]:
                 found[item.path].append(item)
@@ -272,7 +275,7 @@ class MutantTestLoop:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Draw mutants, run their tests, and print one line for each."""
-        tests = TestMap(session.items, self.given.calls)
+        tests = TestMap(session.items, self.given.calls, self.given.near)
         counts: dict[str, int] = defaultdict(int)
         for mutant in self.mutants():
             began = time.monotonic()
@@ -382,6 +385,9 @@ def main() -> None:
     parser.add_argument("--again", type=Path, help="try the survivors of this file of results again")
     parser.add_argument("--select", default="", help="only the tests that match this -k expression")
     parser.add_argument("--calls", type=Path, help="a file of tools.call_map")
+    parser.add_argument(
+        "--near", action="store_true", help="of other tests, only those named like the module"
+    )
     parser.add_argument("--out", type=Path, help="a JSONL file to append the results to")
     given = parser.parse_args()
     contracts = sorted({name for room in given.rooms for name in CONTRACTS[room]})
