@@ -62,7 +62,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
         record = {
             "test": item.nodeid,
             "seconds": round(time.process_time() - began, 3),
