@@ -173,3 +173,17 @@ def test_a_window_frees_the_memory_of_a_long_second_prompt() -> None:
         cache.commit(None, torch.tensor([start + width]))
         sizes.append(cache.nbytes)
     assert sizes[2] == sizes[1] < 200 * 2 * LAYERS * HEADS * SIZE * 4
+
+
+def test_a_prompt_written_again_is_quantized_as_a_first_one() -> None:
+    with small():
+        fresh, again = (store("quantized").make() for _ in range(2))
+        again.extend(1)
+        Writer(again).forward([0], 3, seed=1)
+        again.commit(None, torch.tensor([3]))
+        fresh.extend(1)
+        for cache in (fresh, again):
+            Writer(cache).forward([0], 21, seed=2)
+            cache.commit(None, torch.tensor([21]))
+        assert contents(fresh)
+        assert all(torch.equal(*pair) for pair in zip(contents(fresh), contents(again), strict=True))
