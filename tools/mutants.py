@@ -1,42 +1,43 @@
-"""Mutation testing: change one expression of a package, run the package's tests, list the survivors.
+"""Mutation testing: change one expression of a package, run the tests that call it, list the survivors.
 
-    python -m tools.mutants --rooms core engine --count 20 --seed 1 --out survivors.jsonl
+    python -m tools.mutants --rooms core engine --count 20 --seed 1 --out results.jsonl
 
-Each mutant is written over its module in the working tree and reverted afterwards, so run it in a clone of
-its own. The tests run in a fork of a process that has torch and transformers imported. The files whose names
-match the module come first, then the package's unit tests, then its contracts; a failure ends the run.
+The tests are the daily check and the contracts of the package. They are collected once; each mutant is a fork
+of that process, in which the function's code is replaced, so no file changes. A failure ends the run.
 
-    python -m tools.mutants --rooms engine --under scheduling --tests tests/unit/engine/test_scheduler*.py
+`tools.call_map` records which functions a test calls. Of the tests in the file `--calls`, only those that
+call the changed function run. The others follow, those whose names match the module first.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import compileall
-import contextlib
 import copy
+import gc
 import json
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
-import torch  # noqa: F401 - before the forks, as is the next
-import transformers.generation.utils
-import transformers.models.llama.modeling_llama  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "descant"
 TESTS = ROOT / "tests"
 MARKERS = "not slow and not reference and not heavy and not hqq"
+
+UNOBSERVED = ("strict", "non_blocking", "stacklevel")  # arguments that no test on a CPU can tell apart
+HANG_SECONDS = 30  # CPU seconds of one test, many times what the longest takes
 
 # The contracts of each package, quickest first.
 CONTRACTS = {
@@ -70,8 +71,14 @@ class Mutant(NamedTuple):
 
     module: Path
     line: int
+    function: str  # the innermost one
     change: str
     source: str
+
+    @property
+    def where(self) -> str:
+        """The place of the change, as `core/rows.py:take:42`."""
+        return f"{self.module.relative_to(SOURCE)}:{self.function}:{self.line}"
 
 
 def mutate(node: ast.AST) -> ast.AST | None:
@@ -101,8 +108,8 @@ def mutate(node: ast.AST) -> ast.AST | None:
     return new
 
 
-def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int | None]]:
-    """Every place in a function body that can be mutated: its parent, field and index."""
+def sites(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str, int | None]]:
+    """Every place in a function body that can be mutated: the function, its parent, field and index."""
     skipped = (ast.Raise, ast.Assert, ast.FunctionDef, ast.JoinedStr)
 
     def visit(parent: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
@@ -114,6 +121,8 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int | None]]:
             for index, child in enumerate(value) if isinstance(value, list) else ((None, value),):
                 if not isinstance(child, ast.AST) or isinstance(child, skipped):
                     continue
+                if isinstance(child, ast.keyword) and child.arg in UNOBSERVED:
+                    continue
                 if mutate(child) is not None:
                     yield parent, field, index
                 yield from visit(child)
@@ -122,137 +131,271 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int | None]]:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("__repr"):
             for statement in node.body:
                 if not isinstance(statement, skipped):
-                    yield from visit(statement)
+                    yield from ((node.name, *site) for site in visit(statement))
 
 
-def draw(module: Path, generator: random.Random) -> Mutant | None:
-    """One random mutant of a module; None: it has nothing to mutate."""
+def mutants_of(module: Path) -> list[Mutant]:
+    """All mutants of a module."""
     text = module.read_text()
-    tree = ast.parse(text)
-    found = list(sites(tree))
-    if not found:
-        return None
-    parent, field, index = generator.choice(found)
-    old = getattr(parent, field) if index is None else getattr(parent, field)[index]
-    new = mutate(old)
-    assert new is not None
-    before, after = ast.unparse(old), ast.unparse(new)
-    segment = ast.get_source_segment(text, old)
-    lines = text.splitlines(keepends=True)
-    start = sum(len(line.encode()) for line in lines[: old.lineno - 1]) + old.col_offset
     encoded = text.encode()
-    assert segment is not None
-    assert encoded[start : start + len(segment.encode())] == segment.encode()
-    changed = encoded[:start] + f"({after})".encode() + encoded[start + len(segment.encode()) :]
-    if isinstance(old, ast.stmt):
-        changed = encoded[:start] + after.encode() + encoded[start + len(segment.encode()) :]
-    return Mutant(module, old.lineno, f"{before}  ->  {after}", changed.decode())
+    starts = [0]  # of the lines, in bytes
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+    found = []
+    for function, parent, field, index in sites(ast.parse(text)):
+        old: Any = getattr(parent, field) if index is None else getattr(parent, field)[index]
+        new = mutate(old)
+        assert new is not None
+        start, stop = (
+            starts[line - 1] + column
+            for line, column in ((old.lineno, old.col_offset), (old.end_lineno, old.end_col_offset))
+        )
+        before, after = ast.unparse(old), ast.unparse(new)
+        changed = after if isinstance(old, ast.stmt) else f"({after})"
+        source = (encoded[:start] + changed.encode() + encoded[stop:]).decode()
+        found.append(Mutant(module, old.lineno, function, f"{before}  ->  {after}", source))
+    return found
 
 
-def test_files(module: Path) -> list[Path]:
-    """The test files of a module, the most related first."""
-    room = module.relative_to(SOURCE).parts[0]
-    words = set(re.split(r"_", module.stem)) | set(module.relative_to(SOURCE).parts[1:-1])
-
-    def distance(path: Path) -> tuple[int, str]:
-        mine = set(re.split(r"_", path.stem.removeprefix("test_"))) | set(path.relative_to(TESTS).parts[:-1])
-        return -len(words & mine) - 4 * (path.stem == f"test_{module.stem}"), str(path)
-
-    unit = sorted((TESTS / "unit" / room).rglob("test_*.py"), key=distance)
-    if room != "engine":
-        unit += sorted((TESTS / "unit" / "engine").rglob("test_*.py"))
-    contracts = [TESTS / "contracts" / f"test_{name}.py" for name in CONTRACTS[room]]
-    return [*unit, *contracts]
+def draw(room: str, generator: random.Random, count: int) -> Iterator[Mutant]:
+    """Up to `count` random mutants of a package, no two the same."""
+    found = [
+        mutant
+        for module in sorted((SOURCE / room / self.given.under).rglob("*.py"))
+        if module.stem != "__init__"
+        for mutant in mutants_of(module)
+    ]
+    yield from generator.sample(found, min(count, len(found)))
 
 
-def run_tests(files: list[Path], seconds: float) -> tuple[str, str]:
-    """("killed" | "survived" | "timeout", the failed test) of a run in a fork of this process."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
-        sys.dont_write_bytecode = True  # the byte code of a mutant must not outlive it
-        code: int = pytest.ExitCode.INTERNAL_ERROR
+def read_survivors(results: Path) -> Iterator[Mutant]:
+    """The mutants of a file of results that no test has killed."""
+    for line in results.read_text().splitlines():
+        record = json.loads(line)
+        if record["verdict"] != "killed":
+            module = SOURCE / record["where"].split(":")[0]
+            found = (mutant for mutant in mutants_of(module) if mutant.where == record["where"])
+            yield next(mutant for mutant in found if mutant.change == record["change"])
+
+
+def function_codes(code: CodeType) -> Iterator[CodeType]:
+    """The functions and methods of a module's code, without those inside of functions."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            if constant.co_flags & 0x2:  # CO_NEWLOCALS: a function, where a class has none
+                yield constant
+            else:
+                yield from function_codes(constant)
+
+
+def install(mutant: Mutant) -> bool:
+    """Replace the changed function's code in this process; False: it is not loaded or cannot be replaced."""
+    path = str(mutant.module)
+    old = set(function_codes(compile(mutant.module.read_text(), path, "exec", dont_inherit=True)))
+    changed = {
+        (code.co_qualname, code.co_firstlineno): code
+        for code in function_codes(compile(mutant.source, path, "exec", dont_inherit=True))
+        if code not in old
+    }
+    replaced = False
+    for function in [found for found in gc.get_objects() if type(found) is FunctionType]:
+        code = function.__code__
+        new = changed.get((code.co_qualname, code.co_firstlineno)) if code.co_filename == path else None
+        if new is not None:
+            try:
+                function.__code__ = new
+            except ValueError:  # it has no longer the same free variables
+                return False
+            replaced = True
+    return replaced
+
+
+class TestMap:
+    """Which tests run for a mutant, from the calls that `tools.call_map` recorded."""
+
+    __test__ = False
+
+    def __init__(self, items: list[pytest.Item], calls: Path | None, near: bool = False) -> None:
+        self.items = items
+        self.near = near  # of the others, only those whose path shares a word with the module's
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, frozenset[str]] = {}
+        self.fixtures: dict[str, set[str]] = defaultdict(set)  # by file
+        for line in calls.read_text().splitlines() if calls else ():
+            record = json.loads(line)
+            self.seconds[record["test"]] = record["seconds"]
+            self.calls[record["test"]] = frozenset(map(sys.intern, record["calls"]))
+            self.fixtures[record["test"].split("::")[0]].update(record.get("fixtures", ()))
+
+    def tests(self, mutant: Mutant) -> list[pytest.Item]:
+        """The tests of a mutant by file: recorded ones that call the function, then others."""
+        module = mutant.module.relative_to(SOURCE)
+        function = f"{module}:{mutant.function}"
+        found: dict[Path, list[pytest.Item]] = defaultdict(list)
+        for item in self.items:
+            calls = self.calls.get(item.nodeid)
+            if not belongs(item.path, module.parts[0]):
+                continue
+            if calls is None and self.near and likeness(module, item.path) < 4:
+                continue
+            if calls is None or function in calls or function in self.fixtures[item.nodeid.split("::")[0]]:
+                found[item.path].append(item)
+
+        def cost(path: Path) -> tuple[bool, float, str]:
+            recorded = [self.seconds.get(item.nodeid) for item in found[path]]
+            if None in recorded:
+                return True, -likeness(module, path), str(path)
+            return False, sum(seconds for seconds in recorded if seconds), str(path)
+
+        return [item for path in sorted(found, key=cost) for item in found[path]]
+
+
+def belongs(test: Path, room: str) -> bool:
+    """Whether a file of tests is for a package: a unit test, or one of the package's contracts."""
+    return test.relative_to(TESTS).parts[0] == "unit" or test.stem.removeprefix("test_") in CONTRACTS[room]
+
+
+def likeness(module: Path, test: Path) -> int:
+    """How many words of a module's path are in the path of a file of tests."""
+    parts = test.relative_to(TESTS).parts
+    words = set(re.split(r"_", module.stem)) | set(module.parts[:-1])
+    of_test = set(re.split(r"_", test.stem.removeprefix("test_"))) | set(parts[1:-1])
+    same_package = parts[:2] == ("unit", module.parts[0])
+    return len(words & of_test) + 4 * (test.stem == f"test_{module.stem}") + 2 * same_package
+
+
+class MutantTestLoop:
+    """Pytest plugin: in place of the tests, one fork for each mutant."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.failed = ""
+        self.sound: set[pytest.Item] = set()  # tests that are known to pass without a mutant
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Draw mutants, run their tests, and print one line for each."""
+        tests = TestMap(session.items, self.given.calls, self.given.near)
+        counts: dict[str, int] = defaultdict(int)
+        for mutant in self.mutants():
+            began = time.monotonic()
+            items = tests.tests(mutant)
+            result = self.run(session, mutant, items)
+            self.check_killer(session, [item for item in items if item.nodeid == result.get("test")])
+            counts[result["verdict"]] += 1
+            record = {"where": mutant.where, "change": mutant.change, **result}
+            seconds = time.monotonic() - began
+            print(f"{seconds:5.0f} s ", *(str(value) for value in record.values()), sep="  ", flush=True)
+            if self.given.out is not None:
+                with self.given.out.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+        print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+        return True
+
+    def mutants(self) -> Iterator[Mutant]:
+        """The mutants to try: random ones of each room, or the survivors of an earlier run."""
+        if self.given.again is not None:
+            yield from read_survivors(self.given.again)
+            return
+        for room in self.given.rooms:
+            yield from draw(room, random.Random(f"{self.given.seed} {room}"), self.given.count)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the first failure."""
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+
+    def check_killer(self, session: pytest.Session, killer: list[pytest.Item]) -> None:
+        """Exit if the test that has killed a mutant fails without it too."""
+        if not self.sound.issuperset(killer):
+            if self.run(session, None, killer)["verdict"] != "survived":
+                pytest.exit(f"{killer[0].nodeid} fails without a mutant", returncode=1)
+            self.sound.update(killer)
+
+    def run(self, session: pytest.Session, mutant: Mutant | None, items: list[pytest.Item]) -> dict[str, Any]:
+        """The verdict: killed, survived, undecided (a time limit) or invalid. None: no change."""
+        reader, writer = os.pipe()
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            child = os.fork()
+            if child == 0:
+                os.close(reader)
+                self.run_child(session, mutant, items, writer, Path(folder))
+            os.close(writer)
+            with os.fdopen(reader, "rb") as file:
+                answer = file.read()
+            os.waitpid(child, 0)
+        # A process that dies says nothing: the mutant broke it.
+        return json.loads(answer) if answer else {"verdict": "killed", "test": "(the process died)"}
+
+    def run_child(
+        self,
+        session: pytest.Session,
+        mutant: Mutant | None,
+        items: list[pytest.Item],
+        writer: int,
+        folder: Path,
+    ) -> NoReturn:
+        """Install the mutant, run its tests until one fails, write the verdict and exit."""
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        os.set_inheritable(writer, False)
+        result: dict[str, Any] = {"verdict": "invalid"}
         try:
-            # Plain assertions: rewriting them warns about modules that are imported already.
-            options = ["-x", "-q", "--no-header", "--assert=plain", "-p", "no:cacheprovider", "-m", MARKERS]
-            code = pytest.main([*options, *map(str, files)])
+            session.config._tmp_path_factory._given_basetemp = folder / "tmp"  # type: ignore[attr-defined]
+            if mutant is None or install(mutant):
+                result = self.run_items(items)
         finally:
-            sys.stdout.flush()
-            os._exit(int(code))
-    os.close(writer)
-    end, output = time.monotonic() + seconds, b""
-    os.set_blocking(reader, False)
-    while time.monotonic() < end:
-        try:
-            output += os.read(reader, 1 << 16)
-        except BlockingIOError:
-            time.sleep(0.2)
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            with contextlib.suppress(BlockingIOError):
-                output += os.read(reader, 1 << 20)
-            os.close(reader)
-            failed = re.findall(rb"^(?:FAILED|ERROR) (\S+)", output, re.M)
-            name = failed[-1].decode() if failed else ""
-            code = os.waitstatus_to_exitcode(status)
-            if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
-                raise RuntimeError(f"pytest ended with {code}:\n{output.decode()[-2000:]}")
-            return ("survived" if code == pytest.ExitCode.OK else "killed"), name
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout", ""
+            os.write(writer, json.dumps(result).encode())
+            os._exit(0)
+
+    def run_items(self, items: list[pytest.Item]) -> dict[str, Any]:
+        """Run tests until one fails or the CPU seconds are used up."""
+        limit, verdict, ran = self.given.seconds, "survived", 0
+        signal.signal(signal.SIGPROF, _hang)
+        began = time.process_time()
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            signal.setitimer(signal.ITIMER_PROF, min(limit, HANG_SECONDS))
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            ran += 1
+            if self.failed:
+                verdict = "killed"
+                break
+            if time.process_time() - began > limit and following is not None:
+                verdict = "undecided"
+                break
+        return {"verdict": verdict, "test": self.failed, "ran": ran, "of": len(items)}
+
+
+def _hang(_signal: int, _frame: object) -> NoReturn:
+    raise TimeoutError("the mutant hangs")
 
 
 def main() -> None:
-    """Draw mutants, run their tests, and print one line for each."""
+    """Collect the tests and run the mutants."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rooms", nargs="+", default=sorted(CONTRACTS), choices=sorted(CONTRACTS))
     parser.add_argument("--under", default="", help="a folder of the room, to take modules from it only")
-    parser.add_argument("--tests", type=Path, nargs="+", help="the test files to run, in place of the room's")
     parser.add_argument("--count", type=int, default=15, help="mutants of each room")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=600, help="time limit of one mutant")
+    parser.add_argument("--seconds", type=float, default=120, help="CPU seconds of one mutant")
+    parser.add_argument("--tests", nargs="+", type=Path, help="in place of tests/unit and the contracts")
+    parser.add_argument("--again", type=Path, help="try the survivors of this file of results again")
+    parser.add_argument("--select", default="", help="only the tests that match this -k expression")
+    parser.add_argument("--calls", type=Path, help="a file of tools.call_map")
+    parser.add_argument(
+        "--near", action="store_true", help="of other tests, only those named like the module"
+    )
     parser.add_argument("--out", type=Path, help="a JSONL file to append the results to")
     given = parser.parse_args()
-    if subprocess.run(["git", "diff", "--quiet", "--", "src"], cwd=ROOT, check=False).returncode:
-        sys.exit("src has uncommitted changes: mutants overwrite modules, so commit first or use a clone")
-    for folder in (SOURCE, TESTS):
-        compileall.compile_dir(folder, quiet=2)
-    counts: dict[str, int] = {}
-    for room in given.rooms:
-        generator = random.Random(f"{given.seed} {room}")
-        modules = sorted(
-            path for path in (SOURCE / room / given.under).rglob("*.py") if path.stem != "__init__"
-        )
-        drawn = 0
-        while drawn < given.count:
-            module = generator.choices(modules, [path.stat().st_size for path in modules])[0]
-            mutant = draw(module, generator)
-            if mutant is None:
-                continue
-            drawn += 1
-            original = module.read_text()
-            began = time.monotonic()
-            try:
-                module.write_text(mutant.source)
-                verdict, test = run_tests(given.tests or test_files(module), given.seconds)
-            finally:
-                module.write_text(original)
-            counts[verdict] = counts.get(verdict, 0) + 1
-            where = f"{module.relative_to(SOURCE)}:{mutant.line}"
-            print(
-                f"{verdict:9} {time.monotonic() - began:5.0f} s  {where}  {mutant.change}  {test}", flush=True
-            )
-            if given.out is not None:
-                record = {"verdict": verdict, "where": where, "change": mutant.change, "test": test}
-                with given.out.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    contracts = sorted({name for room in given.rooms for name in CONTRACTS[room]})
+    files = given.tests or [TESTS / "unit", *(TESTS / "contracts" / f"test_{name}.py" for name in contracts)]
+    # The forks redirect their output themselves.
+    options = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "-m", MARKERS, "-k", given.select]
+    sys.exit(pytest.main([*options, *map(str, files)], plugins=[MutantTestLoop(given)]))
 
 
 if __name__ == "__main__":

@@ -252,10 +252,10 @@ def _open_named(folder: str, name: str, mode: int | None) -> PendingFile:
         path = os.path.join(folder, _temporary_name(name))
         created = _DEFAULT_MODE if mode is None else _OWNER_ONLY
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, created)
-        lock_file(descriptor)
-        if os.fstat(descriptor).st_nlink:
+        # Another writer may take it for a leftover before it is locked, and holds the lock or has removed it.
+        if lock_file(descriptor) is not False and os.fstat(descriptor).st_nlink:
             return PendingFile(os.fdopen(descriptor, "w+b"), path, path)
-        os.close(descriptor)  # another writer took it for a leftover before it was locked
+        os.close(descriptor)
 
 
 def _publish(pending: PendingFile, target: str, exclusive: bool) -> None:

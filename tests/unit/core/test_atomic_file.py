@@ -161,6 +161,33 @@ def test_what_another_writer_is_writing_stays(file: Path, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_new_file_that_another_writer_takes_for_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    lock, held = atomic_file.lock_file, []
+
+    def late_lock(descriptor: int) -> bool | None:
+        if not held:
+            (part,) = tmp_path.iterdir()
+            held.append(os.open(part, os.O_RDONLY))
+            assert lock(held[0])
+            if removed:
+                part.unlink()
+                os.close(held[0])
+        return lock(descriptor)
+
+    monkeypatch.setattr(atomic_file, "lock_file", late_lock)
+    pending = atomic_file._open_named(str(tmp_path), "file", None)
+    if not removed:
+        os.close(held[0])
+    assert Path(pending.path).exists()
+    assert len(os.listdir(tmp_path)) == (1 if removed else 2)
+    atomic_file.remove_leftovers(str(tmp_path), "file")
+    assert os.listdir(tmp_path) == [os.path.basename(pending.path)]
+    pending.file.close()
+
+
 def _write_often(path: str, text: str, times: int) -> None:
     for _ in range(times):
         write_text(path, text * 1000)
@@ -182,7 +209,9 @@ def test_two_writers_of_one_file(file: Path) -> None:
 def test_a_check_creates_nothing(file: Path, tmp_path: Path) -> None:
     require_writable(file)
     assert os.listdir(tmp_path) == []
-    for path in (tmp_path, tmp_path / "missing" / "file"):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "missing" / "file")
+    for path in (tmp_path, tmp_path / "missing" / "file", link):
         with pytest.raises(OSError, match=r"directory"):
             require_writable(path)
 

@@ -175,6 +175,40 @@ def test_each_request_of_a_session_sees_its_own_sequences(tiny):
     assert beside.shown == alone.shown
 
 
+def test_requests_that_share_a_processor_are_shown_apart(tiny):
+    one = tiny("llama")
+
+    class Avoiding(Recorded):
+        """Lowers tokens by the last one of a row."""
+
+        def __call__(self, input_ids, scores):
+            scores = super().__call__(input_ids, scores).clone()
+            for row, ids in zip(scores, input_ids.tolist(), strict=True):
+                row[ids[-1] % 5 :: 5] -= 5.0
+            return scores
+
+    requests = [([5, 6, 7], 2), ([9, 8, 4], 3)]
+
+    def run(*chosen):
+        processor, session = Avoiding(), descant.Session(one.model)
+        configs = [
+            descant.GenerationConfig(do_sample=True, num_return_sequences=count, max_new_tokens=4, seed=count)
+            for _, count in chosen
+        ]
+        for (prompt, _), config in zip(chosen, configs, strict=True):
+            session.admit(descant.Request(prompt, config, logits_processor=[processor]))
+        finished = {event.request: event for event in session.drain() if isinstance(event, descant.Finished)}
+        tokens = [
+            [found.tokens.tolist() for found in finished[number].hypotheses] for number in sorted(finished)
+        ]
+        return tokens, processor.shown
+
+    alone = [run(request) for request in requests]
+    tokens, shown = run(*requests)
+    assert tokens == [found for ((found,), _) in alone]
+    assert sorted(shown) == sorted(part for _, parts in alone for part in parts)
+
+
 def test_beams_and_drafts_are_shown_as_they_run(tiny):
     one = tiny("llama")
     inputs = padded(one, (3, 5))

@@ -7,6 +7,7 @@ import torch
 from scipy import stats
 
 from descant.core.context import RowParams
+from descant.core.counter_rng import uniform
 from descant.core.rows import Rows
 from descant.core.sampling_noise import SamplingNoise, keyed_exponential
 
@@ -137,3 +138,23 @@ def test_the_race_draws_by_the_law():
     found = torch.bincount((law / noise).argmax(-1), minlength=6)
     assert int(found[5]) == 0
     assert stats.chisquare(found[:5].numpy(), (law[:5] * 40_000).numpy()).pvalue > 1e-4
+
+
+def mix(x):
+    """The finaliser of MurmurHash3 on a Python int."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
+    return x ^ (x >> 16)
+
+
+@pytest.mark.parametrize(
+    "key", [(0, 0, 0, 0), (5, 1, 7, 1), (2**40 + 3, 2, 900, 2), (2**32 - 1, 0, 2**20, 9)]
+)
+def test_a_uniform_number_of_a_key_never_changes(key):
+    seed, slot, position, salt = key
+    bits = mix(seed % 2**32 ^ mix(((seed >> 32) + 0x9E3779B9) % 2**32))
+    bits = mix(bits ^ mix((slot + 0x7F4A7C15) % 2**32))
+    bits = mix(bits ^ mix((position + 0x94D049BB) % 2**32))
+    bits = mix(mix((bits + salt * 0x9E3779B1) % 2**32) ^ 0x6A09E667)
+    (found,) = uniform(*(torch.tensor([part]) for part in key[:3]), salt).tolist()
+    assert found == (bits + 0.5) / 2**32

@@ -13,6 +13,7 @@ import torch
 
 from descant import Finished, GenerationConfig, InputError, PrefixCache, Session
 from descant.decoding.guidance.model_wrapper import ModelWrapper
+from descant.kv_cache.dense import DenseStore
 from descant.testing import outcomes
 from descant.trace.tracer import Tracer
 from tests.contracts.subjects import requests
@@ -185,6 +186,25 @@ def test_a_wrapper_that_raises_leaves_the_session_usable(kind, tiny):
     numbers += session.admit(guided, plain)
     ended = finished(session.drain())
     assert [ended[number] for number in numbers] == alone * 2
+
+
+def test_a_trace_says_which_requests_were_refused(tiny, monkeypatch):
+    one = tiny("llama")
+    tracer = Tracer()
+    session = Session(one.model, trace=tracer)
+    given = requests(one, [config(), config()], (5, 8))
+    with monkeypatch.context() as patch:
+        patch.setattr(DenseStore, "extend", _raise_memory_error)
+        with pytest.raises(MemoryError):
+            session.admit(*given)
+    assert [result.error for result in tracer.trace.results.values()] == ["refused", "refused"]
+    numbers = session.admit(*given)
+    list(session.drain())
+    assert [tracer.trace.results[number].error for number in numbers] == [None, None]
+
+
+def _raise_memory_error(*_):
+    raise MemoryError
 
 
 # ------------------------------------------------------------------------ encoder and decoder

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from descant.core.interfaces import KVCache, KVSpan
 from descant.kv_cache.recurrent_state import RecurrentStateCache
+from descant.kv_cache.window import WindowStore
 from tests.contracts.stores import STORES, small, store
 
 LAYERS, HEADS, SIZE = 2, 2, 4
@@ -160,3 +161,29 @@ def test_a_state_that_ran_out_of_memory_is_as_before() -> None:
         cache.commit(torch.tensor([2, 0]), torch.tensor([3, 3]))
     cache.commit(torch.tensor([2, 0]), torch.tensor([3, 3]))
     assert cache.read_state(torch.arange(2))[0].tolist() == [12.0, 10.0]
+
+
+def test_a_window_frees_the_memory_of_a_long_second_prompt() -> None:
+    cache = WindowStore([8] * LAYERS)
+    cache.extend(1)
+    writer = Writer(cache)
+    sizes = []
+    for start, width in ((0, 4), (4, 200), (204, 2000)):
+        writer.forward([start], width, seed=start)
+        cache.commit(None, torch.tensor([start + width]))
+        sizes.append(cache.nbytes)
+    assert sizes[2] == sizes[1] < 200 * 2 * LAYERS * HEADS * SIZE * 4
+
+
+def test_a_prompt_written_again_is_quantized_as_a_first_one() -> None:
+    with small():
+        fresh, again = (store("quantized").make() for _ in range(2))
+        again.extend(1)
+        Writer(again).forward([0], 3, seed=1)
+        again.commit(None, torch.tensor([3]))
+        fresh.extend(1)
+        for cache in (fresh, again):
+            Writer(cache).forward([0], 21, seed=2)
+            cache.commit(None, torch.tensor([21]))
+        assert contents(fresh)
+        assert all(torch.equal(*pair) for pair in zip(contents(fresh), contents(again), strict=True))

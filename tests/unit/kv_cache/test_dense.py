@@ -53,6 +53,15 @@ def test_a_fork_copies_the_new_row_and_not_the_old_one():
     assert cache.copied_slots == 10
 
 
+def test_one_row_more_doubles_the_memory():
+    cache = DenseStore()
+    cache.extend(3)
+    feed(cache, 5)
+    before = cache.nbytes
+    cache.commit(torch.tensor([0, 1, 2, 0]), torch.tensor([5, 5, 5, 5]))
+    assert cache.nbytes == 2 * before
+
+
 def test_moves_among_kin_copy_only_what_came_after_they_parted():
     cache = DenseStore()
     cache.extend(1)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import random
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tools import mutants
+from descant.core.rows import index_rows
+from tools import call_map, mutants
 
 
 @pytest.mark.parametrize(
@@ -38,23 +43,101 @@ def test_a_mutant_differs_in_one_place_and_parses(tmp_path):
         "def f(a: int = 1) -> int:",
         '    """é"""',
         "    assert a > 0",
+        "    a = [a for a, _ in zip([a], [a], strict=True)].pop()",
         "    return a + 2 if a < 5 else a",
     ]
     module.write_text("\n".join(lines))
-    original = ast.unparse(ast.parse(module.read_text()))
-    found = {mutants.draw(module, random.Random(seed)).source for seed in range(40)}
-    assert len(found) == 5  # 2, 5, +, <, and the conditional; neither the assertion nor the default
-    assert original not in {ast.unparse(ast.parse(source)) for source in found}
+    found = mutants.mutants_of(module)
+    assert sorted(mutant.change for mutant in found) == [
+        "2  ->  3",
+        "5  ->  6",
+        "a + 2  ->  a - 2",
+        "a + 2 if a < 5 else a  ->  a if a < 5 else a + 2",
+        "a < 5  ->  a <= 5",
+    ]  # neither the assertion, the default nor `strict`
+    assert {(mutant.function, mutant.line) for mutant in found} == {("f", 5)}
+    sources = {ast.unparse(ast.parse(mutant.source)) for mutant in found}
+    assert len(sources - {ast.unparse(ast.parse(module.read_text()))}) == 5
 
 
-def test_a_module_without_code_has_no_mutant(tmp_path):
+def test_a_module_without_functions_has_no_mutant(tmp_path):
     module = tmp_path / "module.py"
     module.write_text("LIMIT = 3\n")
-    assert mutants.draw(module, random.Random(0)) is None
+    assert mutants.mutants_of(module) == []
 
 
-def test_the_tests_of_a_module_come_first():
-    files = mutants.test_files(mutants.SOURCE / "kv_cache" / "paged.py")
-    assert files[0] == mutants.TESTS / "unit" / "kv_cache" / "test_paged.py"
-    assert mutants.TESTS / "contracts" / "test_caches.py" in files
-    assert all(path.exists() for path in files)
+def test_random_mutants_differ_and_survivors_are_found_again(tmp_path):
+    first = list(mutants.draw("trace", random.Random(1), 5))
+    assert first == list(mutants.draw("trace", random.Random(1), 5))
+    assert len({mutant.source for mutant in first}) == 5
+    verdicts = ["killed", "survived", "undecided", "killed", "invalid"]
+    results = tmp_path / "results.jsonl"
+    records = [
+        {"where": mutant.where, "change": mutant.change, "verdict": verdict}
+        for mutant, verdict in zip(first, verdicts, strict=True)
+    ]
+    results.write_text("\n".join(map(json.dumps, records)))
+    assert list(mutants.read_survivors(results)) == [first[1], first[2], first[4]]
+
+
+def test_a_mutant_is_installed_in_a_loaded_module(tmp_path, monkeypatch):
+    module = tmp_path / "mutated_module.py"
+    module.write_text(
+        "class Pair:\n    def add(self, a, b):\n        return a + b\n    def two(self):\n        return 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import mutated_module
+
+    pair, add = mutated_module.Pair(), mutated_module.Pair.add
+    mutant = mutants.Mutant(module, 3, "add", "", module.read_text().replace("a + b", "a - b"))
+    assert mutants.install(mutant)
+    assert (pair.add(3, 2), add(pair, 3, 2), pair.two()) == (1, 1, 0)
+    other = tmp_path / "not_loaded.py"
+    other.write_text("def f(): return 0")
+    assert not mutants.install(mutant._replace(module=other, source="def f(): return 1"))
+
+
+def fake_test(name):
+    return SimpleNamespace(nodeid=f"{name}::test", path=mutants.ROOT / name)
+
+
+def test_recorded_tests_of_the_function_run_first_then_those_of_the_module(tmp_path):
+    names = {
+        "slow": "tests/unit/api/test_stream.py",
+        "quick": "tests/unit/kv_cache/test_paged.py",
+        "elsewhere": "tests/unit/kv_cache/test_dense.py",
+        "shared": "tests/contracts/test_caches.py",
+        "unrecorded": "tests/unit/models/test_rope.py",
+        "like": "tests/unit/kv_cache/test_block_pool.py",
+        "another room's": "tests/contracts/test_marks.py",
+    }
+    written = "kv_cache/block_pool.py:allocate"
+    records = [
+        {"test": f"{names['slow']}::test", "seconds": 3, "calls": [written]},
+        {"test": f"{names['quick']}::test", "seconds": 1, "calls": [written]},
+        {"test": f"{names['elsewhere']}::test", "seconds": 0, "calls": ["kv_cache/dense.py:allocate"]},
+        {"test": f"{names['shared']}::test", "seconds": 2, "calls": [], "fixtures": [written]},
+    ]
+    calls = tmp_path / "calls.jsonl"
+    calls.write_text("\n".join(map(json.dumps, records)))
+    tests = mutants.TestMap([fake_test(name) for name in names.values()], calls)
+    mutant = mutants.Mutant(mutants.SOURCE / "kv_cache" / "block_pool.py", 9, "allocate", "", "")
+    found = [item.nodeid.removesuffix("::test") for item in tests.tests(mutant)]
+    assert found == [names[one] for one in ("quick", "shared", "slow", "like", "unrecorded")]
+
+
+def test_every_contract_is_a_file():
+    names = {name for contracts in mutants.CONTRACTS.values() for name in contracts}
+    assert all((mutants.TESTS / "contracts" / f"test_{name}.py").exists() for name in names)
+
+
+def test_calls_are_recorded_by_file_and_function():
+    recorder = call_map.CallRecorder()
+    before = sys.gettrace()
+    sys.settrace(recorder.trace)
+    try:
+        index_rows(torch.arange(3), torch.tensor([1]))
+    finally:
+        sys.settrace(before)
+    assert recorder.functions() == ["core/rows.py:index_rows"]
+    assert recorder.functions() == []

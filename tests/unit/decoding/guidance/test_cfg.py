@@ -99,6 +99,26 @@ def test_the_scale_and_the_negative_prompt_matter(tiny):
     assert str(call(model, rows)[0]) not in found
 
 
+def test_unconditional_rows_belong_to_no_request(tiny, monkeypatch):
+    """Side inputs of a request, such as images, do not reach its unconditional row."""
+    model = tiny("llama")
+    session = Session(model.model)
+    config = GenerationConfig(max_new_tokens=2, guidance_scale=1.5)
+    numbers = session.admit(*(Request(row, config) for row in rows_of(model)))
+    (table,) = session._tables
+    fed, forward = [], table.model.inner.forward
+
+    def spy(rows, *arguments):
+        fed.append(rows.request.tolist())
+        return forward(rows, *arguments)
+
+    monkeypatch.setattr(table.model.inner, "forward", spy)
+    session.step()
+    requests = fed[0]
+    assert sorted(request for request in requests if request >= 0) == numbers
+    assert len({request for request in requests if request < 0}) == len(numbers)
+
+
 def test_scales_and_negative_prompts_of_each_row(tiny):
     """Scales of each row's own, one row without guidance, through a session in which only some say more."""
     model, rows = tiny("llama"), [*rows_of(tiny("llama")), rows_of(tiny("llama"), 72)[0]]

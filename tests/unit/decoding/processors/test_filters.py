@@ -159,6 +159,13 @@ def test_what_is_as_likely_as_epsilon_stays():
     assert torch.equal(EpsilonLogitsWarper(0.25)(torch.zeros(1, 1), scores), scores)
 
 
+def test_typical_tokens_all_stay_where_their_rounded_mass_is_below_the_share():
+    scores = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
+    share = 1 - 2**-24  # the largest float32 below 1
+    assert bool((scores.softmax(-1).cumsum(-1)[:, -1] < share).any())
+    assert torch.equal(TypicalLogitsWarper(share)(torch.zeros(500, 1), scores), scores)
+
+
 @pytest.mark.parametrize("kind", [TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper])
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.1, "0.5", math.nan, True])
 def test_a_cut_outside_0_and_1_is_refused(kind, value):

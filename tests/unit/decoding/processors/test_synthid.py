@@ -259,6 +259,22 @@ def test_wrong_arguments_are_refused():
         processor.expected_mean_g_value(0)
 
 
+def test_hashes_of_ngrams_are_those_of_pythons_integers():
+    processor, known = make_processor(), settings()
+    ids = torch.tensor([[5, 300_000, 7, 7, 2], [0, 1, 2**40, 3, 4]])
+    ones = torch.ones(2, dtype=torch.long)
+    assert processor.accumulate_hash(ones, ids).tolist() == [hashed(row) for row in ids.tolist()]
+    assert processor.accumulate_hash(ones, ids[:, :2], multiplier=7, increment=-2).tolist() == [
+        ((1 + first) * 7 - 2 + second) * 7 - 2 for first, second in ids[:, :2].tolist()
+    ]
+    ngrams = ids.unfold(1, known.ngram_len, 1)
+    keys = processor.compute_ngram_keys(ngrams)
+    assert keys.tolist() == [
+        [[hashed([*one, key]) for key in known.keys] for one in row] for row in ngrams.tolist()
+    ]
+    assert torch.equal(processor.sample_g_values(keys), processor.compute_g_values(ids))
+
+
 # -------------------------------------------------------------------------------------- rows
 NEW = 24
 

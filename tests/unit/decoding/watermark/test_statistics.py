@@ -190,7 +190,9 @@ def test_gamma_interval_is_exact(count: int) -> None:
 def test_mean_interval_is_students(count: int) -> None:
     values = np.random.default_rng(count).normal(0.5, 0.1, count)
     exact = stats.t.interval(0.95, count - 1, values.mean(), values.std(ddof=1) / math.sqrt(count))
-    assert mean_interval(values) == pytest.approx(exact, rel=1e-6)
+    low, high = mean_interval(values)
+    assert (low, high) == pytest.approx(exact, rel=1e-6)
+    assert high - low == pytest.approx(exact[1] - exact[0], rel=1e-6)
     wide = mean_interval(values, min_std=10.0)
     assert wide[1] - wide[0] > 5 * (exact[1] - exact[0])
 
