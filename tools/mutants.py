@@ -157,11 +157,11 @@ def mutants_of(module: Path) -> list[Mutant]:
     return found
 
 
-def draw(room: str, generator: random.Random, count: int) -> Iterator[Mutant]:
+def draw(room: str, generator: random.Random, count: int, under: str = "") -> Iterator[Mutant]:
     """Up to `count` random mutants of a package, no two the same."""
     found = [
         mutant
-        for module in sorted((SOURCE / room / self.given.under).rglob("*.py"))
+        for module in sorted((SOURCE / room / under).rglob("*.py"))
         if module.stem != "__init__"
         for mutant in mutants_of(module)
     ]
@@ -298,7 +298,9 @@ class MutantTestLoop:
             yield from read_survivors(self.given.again)
             return
         for room in self.given.rooms:
-            yield from draw(room, random.Random(f"{self.given.seed} {room}"), self.given.count)
+            yield from draw(
+                room, random.Random(f"{self.given.seed} {room}"), self.given.count, self.given.under
+            )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the first failure."""
