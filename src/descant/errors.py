@@ -32,6 +32,7 @@ __all__ = [
     "ConstraintError",
     "DeadlineExceeded",
     "DescantError",
+    "EngineClosed",
     "EngineFull",
     "HubError",
     "InputError",
@@ -145,6 +146,16 @@ class DeadlineExceeded(RowError):
 
     def __str__(self) -> str:
         return f"request {self.request} must end by its `deadline`, and has not: allow more time"
+
+
+class EngineClosed(DescantError, RuntimeError):
+    """A call of an engine that accepts no more requests."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine must be open, and it is draining or closed: make another one")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 class EngineFull(DescantError, RuntimeError):

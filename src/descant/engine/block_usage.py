@@ -82,6 +82,7 @@ def _paged_usage(store: PagedStore, stored: _StoredRows) -> TableUsage:
 
 def _count_pairs(owners: Array, blocks: Array, num_blocks: int) -> tuple[Array, Array, Array]:
     """The distinct pairs of an owner and a block [N]: the block, how often it occurs, the owner."""
+    num_blocks = max(num_blocks, 1)  # nothing is written yet
     pairs, counts = np.unique(owners * num_blocks + blocks, return_counts=True)
     return pairs % num_blocks, counts, pairs // num_blocks
 

@@ -1,0 +1,240 @@
+"""An engine for many callers: threads, tasks, cancellation, a full queue, draining, closing, failed steps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+
+import pytest
+
+from descant import Failed, Finished, GenerationConfig, InputError, Request, Session
+from descant.engine.async_engine import AsyncEngine, NewToken
+from descant.engine.scheduling.config import SchedulerConfig
+from descant.errors import DeadlineExceeded, EngineClosed, EngineFull, RowError
+from descant.testing import outcomes
+from tests.support.markov_model import Chain
+
+
+def config(**given):
+    return GenerationConfig(**{"max_new_tokens": 6, **given})
+
+
+def requests(count, seed=0):
+    rng = random.Random(seed)
+    kinds = (
+        {},
+        {"do_sample": True, "seed": 3},
+        {"num_beams": 2},
+        {"do_sample": True, "seed": 4, "num_return_sequences": 2},
+    )
+    return [
+        Request([rng.randrange(1, 11) for _ in range(rng.randint(1, 6))], config(**kinds[at % 4]))
+        for at in range(count)
+    ]
+
+
+@pytest.fixture
+def model():
+    return Chain.chance(11, 3, spread=2.0)
+
+
+def alone(model, given):
+    return [outcomes(model, [one])[0].tokens for one in given]
+
+
+def tokens_of(finished):
+    return [one.tokens.tolist() for one in finished.hypotheses]
+
+
+def test_tasks_share_one_engine(model):
+    given = requests(12)
+
+    async def main():
+        async with AsyncEngine(model) as engine:
+            return await asyncio.gather(*(engine.generate(one) for one in given))
+
+    assert [tokens_of(one) for one in asyncio.run(main())] == alone(model, given)
+
+
+def test_a_stream_has_each_token_and_then_the_end(model):
+    async def main():
+        async with AsyncEngine(model) as engine:
+            return [event async for event in engine.stream(Request([1, 2], config()))]
+
+    *tokens, last = asyncio.run(main())
+    assert isinstance(last, Finished)
+    assert all(isinstance(event, NewToken) for event in tokens)
+    assert [event.token for event in tokens] == tokens_of(last)[0]
+
+
+def test_threads_share_one_engine(model):
+    given, found = requests(16), {}
+    with AsyncEngine(model, scheduler=SchedulerConfig(max_running_rows=4)) as engine:
+
+        def call(index):
+            found[index] = tokens_of(engine.submit(given[index]).result())
+
+        threads = [threading.Thread(target=call, args=(index,)) for index in range(len(given))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        metrics = engine.metrics()
+    assert [found[index] for index in range(len(given))] == alone(model, given)
+    assert metrics.counters["requests"] == metrics.counters["finished"] == 16
+    assert (metrics.session.requests, metrics.session.rows, metrics.session.waiting) == (0, 0, 0)
+    assert metrics.histograms["request"].count == 16
+    assert metrics.histograms["time_to_first_token"].count > 0
+
+
+def test_a_cancelled_task_frees_its_request_before_the_next_step(model):
+    async def main():
+        async with AsyncEngine(model) as engine:
+            task = asyncio.create_task(engine.generate(Request([1], config(max_new_tokens=100_000))))
+            other = asyncio.create_task(engine.generate(Request([2], config())))
+            finished = await other
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            metrics = await asyncio.to_thread(engine.metrics)
+            return finished, metrics
+
+    finished, metrics = asyncio.run(main())
+    assert tokens_of(finished) == alone(model, [Request([2], config())])[0]
+    assert (metrics.session.requests, metrics.session.rows) == (0, 0)
+    assert metrics.counters["cancelled"] == 1
+
+
+def test_a_loop_that_is_left_cancels_its_request(model):
+    with AsyncEngine(model) as engine:
+        events = iter(engine.submit(Request([1], config(max_new_tokens=100_000))))
+        assert isinstance(next(events), NewToken)
+        events.close()
+        assert engine.metrics().session.requests == 0
+
+
+def test_a_full_queue_refuses(model):
+    scheduler = SchedulerConfig(max_running_rows=1, max_waiting=2)
+    with AsyncEngine(model, scheduler=scheduler) as engine:
+        handles, long = [], Request([1], config(max_new_tokens=50_000))
+
+        def submit_many():
+            for _ in range(10):
+                handles.append(engine.submit(long))  # noqa: PERF401 - it raises on the way
+
+        with pytest.raises(EngineFull):
+            submit_many()
+        for handle in handles:
+            handle.cancel()
+        assert engine.submit(Request([1], config())).result()
+
+
+def test_a_wrong_request_is_refused_where_it_was_made(model):
+    with AsyncEngine(model) as engine:
+        with pytest.raises(InputError):
+            engine.submit(Request([99], config()))
+        assert engine.metrics().counters["refused"] == 1
+        assert engine.submit(Request([1], config())).result()
+
+
+def test_a_deadline_ends_a_request_that_waits(model):
+    with AsyncEngine(model, scheduler=SchedulerConfig(max_running_rows=1)) as engine:
+        long = engine.submit(Request([1], config(max_new_tokens=100_000)))
+        late = engine.submit(Request([2], config(), deadline=0.05))
+        with pytest.raises(DeadlineExceeded):
+            late.result()
+        long.cancel()
+
+
+def test_the_code_of_one_request_fails_that_request(model):
+    def broken(ids, scores):
+        raise ZeroDivisionError("no")
+
+    with AsyncEngine(model) as engine:
+        good = engine.submit(Request([1], config()))
+        with pytest.raises(RowError, match="ZeroDivisionError"):
+            engine.submit(Request([1], config(), logits_processor=[broken])).result()
+        assert tokens_of(good.result()) == alone(model, [Request([1], config())])[0]
+        assert engine.is_healthy
+
+
+def test_draining_ends_what_runs_and_accepts_no_more(model):
+    engine = AsyncEngine(model)
+    handles = [engine.submit(one) for one in requests(5)]
+    engine.drain()
+    assert engine.metrics().counters["finished"] == 5
+    with pytest.raises(EngineClosed):
+        engine.submit(Request([1], config()))
+    assert [tokens_of(one.result()) for one in handles] == alone(model, requests(5))
+    engine.close()
+    assert not engine.is_healthy
+
+
+def test_closing_fails_what_runs(model):
+    engine = AsyncEngine(model)
+    handle = engine.submit(Request([1], config(max_new_tokens=100_000)))
+    engine.close()
+    with pytest.raises(RowError, match="EngineClosed"):
+        handle.result()
+    with pytest.raises(EngineClosed):
+        engine.submit(Request([1], config()))
+
+
+def test_steps_that_keep_failing_fail_the_requests(model, monkeypatch):
+    with AsyncEngine(model) as engine:
+        monkeypatch.setattr(Session, "_step_tables", lambda self: 1 / 0)
+        handle = engine.submit(Request([1], config()))
+        with pytest.raises(RowError, match="ZeroDivisionError"):
+            handle.result()
+        monkeypatch.undo()
+        assert engine.submit(Request([1], config())).result()
+        assert engine.metrics().counters["failed_steps"] == 3
+
+
+def hammer(model, streams, threads, seed=0):
+    """Streams from many threads, half of them cut at random; the metrics at the end."""
+    scheduler = SchedulerConfig(max_running_rows=16, num_blocks=64, block_size=4)
+    with AsyncEngine(model, scheduler=scheduler) as engine:
+        errors = []
+
+        def call(first):
+            rng = random.Random(seed + first)
+            try:
+                for at in range(first, streams, threads):
+                    given = requests(4, at)[at % 4]
+                    handle, cut = engine.submit(given), rng.randint(0, 4) if at % 2 else None
+                    for count, event in enumerate(handle):
+                        if count == cut:
+                            break
+                        assert not isinstance(event, Failed), event.error
+            except BaseException as error:
+                errors.append(error)
+
+        workers = [threading.Thread(target=call, args=(first,)) for first in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(600)
+        assert not any(worker.is_alive() for worker in workers)
+        assert errors == []
+        return engine.metrics()
+
+
+def check_hammered(metrics, streams):
+    report = metrics.session
+    assert (report.requests, report.rows, report.waiting, report.blocks) == (0, 0, 0, 0)
+    assert metrics.counters["finished"] + metrics.counters["cancelled"] == streams
+    assert metrics.counters["cancelled"] > streams // 8
+
+
+def test_streams_from_threads_half_of_them_cut(model):
+    check_hammered(hammer(model, 60, 10), 60)
+
+
+@pytest.mark.slow
+def test_1000_streams_from_50_threads(model):
+    began = time.monotonic()
+    check_hammered(hammer(model, 1000, 50), 1000)
+    print(f"{time.monotonic() - began:.0f} s")
