@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 
@@ -76,6 +77,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.reference)
     tests = Path(__file__).parent
     ci_slices.sample(items, [tests / "contracts", tests / "unit" / "decoding" / "guidance"])
+
+
+def pytest_collection_finish() -> None:
+    """Exempt everything that collection has made from the garbage collector.
+
+    These are 1.5 million objects, which live to the end. Each full collection, as benchmarks and tests of
+    memory start them, would traverse all of them, which takes almost a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
