@@ -79,14 +79,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ci_slices.sample(items, [tests / "contracts", tests / "unit" / "decoding" / "guidance"])
 
 
-def pytest_collection_finish() -> None:
-    """Exempt everything that collection has made from the garbage collector.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Exempt everything that collection makes from the garbage collector.
 
     These are 1.5 million objects, which live to the end. Each full collection, as benchmarks and tests of
     memory start them, would traverse all of them, which takes almost a second.
     """
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
