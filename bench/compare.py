@@ -58,6 +58,7 @@ def run(model: Any, name: str, case: Case, new: int, repeats: int) -> list[Resul
     untimed = {one: _run_untimed(one, model, case, prompts, new) for one in IMPLEMENTATIONS}
     times: dict[str, list[float]] = {implementation: [] for implementation in IMPLEMENTATIONS}
     names = list(IMPLEMENTATIONS)
+    frozen_before = gc.get_freeze_count() > 0  # by the caller: stays frozen
     gc.collect()
     gc.freeze()  # existing objects are not scanned again
     try:
@@ -66,7 +67,8 @@ def run(model: Any, name: str, case: Case, new: int, repeats: int) -> list[Resul
             for implementation in names[offset:] + names[:offset]:
                 times[implementation].append(_time_run(implementation, model, case, prompts, new))
     finally:
-        gc.unfreeze()
+        if not frozen_before:
+            gc.unfreeze()
     return [_result(name, case, new, implementation, times, untimed) for implementation in IMPLEMENTATIONS]
 
 

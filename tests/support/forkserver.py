@@ -252,6 +252,8 @@ def _run(job: Mapping[str, Any], streams: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
+    import gc
+
     import torch
 
     torch.set_num_threads(1)
@@ -261,4 +263,5 @@ if __name__ == "__main__":
     import descant.cli
     import descant.testing  # noqa: F401
 
+    gc.freeze()  # no program traverses, and so copies, what the imports made
     _serve(sys.argv[1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
 import json
 import os
 import re
@@ -477,6 +478,7 @@ def main() -> None:
     """Serve requests until the pipe closes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    gc.freeze()  # what the imports made stays to the end: no collection need traverse it
     # Whatever a library prints must not reach the pipe.
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

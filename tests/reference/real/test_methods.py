@@ -33,15 +33,15 @@ def words(model, *texts):
     return [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
-@pytest.mark.parametrize("start", few(3))
+@pytest.mark.parametrize("start", few(2))
 @pytest.mark.parametrize(("width", "alpha"), [(4, 0.6), pytest.param(6, 0.3, marks=SLOW)])
 def test_contrastive(width, alpha, start, real, reference):
     model = real(SMOL)
     arguments = {"top_k": width, "penalty_alpha": alpha, "max_new_tokens": NEW}
-    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 3]))
+    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 2]))
 
 
-@pytest.mark.parametrize("start", few(3))
+@pytest.mark.parametrize("start", few(2))
 @pytest.mark.parametrize("layers", ["low", "high", [0, 20]], ids=str)
 def test_dola(layers, start, real, reference):
     """The model's middle layers are certain, and all but differ from the last by ln 2.
@@ -51,7 +51,7 @@ def test_dola(layers, start, real, reference):
     model = real(SMOL)
     arguments = {"dola_layers": layers, "repetition_penalty": 1.2, "max_new_tokens": NEW}
     call = Call(model, arguments, full=False, ties=isinstance(layers, str))
-    compare.by_row(reference, call, prompts(model, PROMPTS[start : start + 3]))
+    compare.by_row(reference, call, prompts(model, PROMPTS[start : start + 2]))
 
 
 def test_dola_sampled(real, reference):
@@ -85,14 +85,14 @@ def test_constrained(kind, start, real, reference):
     compare.by_row(reference, Call(model, arguments, full=False), prompts(model, PROMPTS[start : start + 2]))
 
 
-@pytest.mark.parametrize("start", few(3))
+@pytest.mark.parametrize("start", few(2))
 @pytest.mark.parametrize("scale", [0.5, 1.5, pytest.param(3.0, marks=SLOW)])
 def test_guidance(scale, start, real, reference):
     """With negative prompts for the stronger scales: not of one token, after which the model rounds badly."""
     model = real(SMOL)
-    rows = prompts(model, PROMPTS[start : start + 3])
+    rows = prompts(model, PROMPTS[start : start + 2])
     if scale > 1:
-        negatives = ("A sad story:", "Bad news for all of", "I do not know")
+        negatives = ("A sad story:", "Bad news for all of")
         rows = replace(rows, negatives=[model.tokens(text) for text in negatives])
     arguments = {"guidance_scale": scale, "max_new_tokens": NEW}
     compare.by_row(reference, Call(model, arguments, full=False), rows)

@@ -7,12 +7,13 @@ import pytest
 from tests.reference.parity import compare
 from tests.reference.parity.compare import Call, batch
 from tests.reference.real.prompts import ARTICLES, PROMPTS
-from tests.support.ci_slices import first
 
+SLOW = pytest.mark.slow
 NEW = 64
 GROUPS = [PROMPTS[start : start + 7] for start in range(0, len(PROMPTS), 7)]
 SIXES = [PROMPTS[start : start + 6] for start in range(0, len(PROMPTS), 6)]
-# Each group takes a minute, most of it the reference's: CI runs the first.
+# Each group takes a minute, most of it the reference's. CI runs a few prompts of different length.
+FEW, FEW_NEW = PROMPTS[3:7], 20
 
 
 def prompts(model, texts):
@@ -24,29 +25,53 @@ def test_there_are_forty_prompts():
     assert sum(map(len, GROUPS)) == sum(map(len, SIXES)) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("group", first(1, len(GROUPS)))
-def test_greedy(group, real, reference):
-    model = real("smollm2")
-    compare.batched(
-        reference, Call(model, {"max_new_tokens": NEW}, full=False), prompts(model, GROUPS[group])
-    )
+def check_greedy(reference, model, texts, new):
+    call = Call(model, {"max_new_tokens": new}, full=False)
+    compare.batched(reference, call, prompts(model, texts))
+
+
+def test_greedy(real, reference):
+    check_greedy(reference, real("smollm2"), FEW, FEW_NEW)
+
+
+@SLOW
+@pytest.mark.parametrize("group", range(len(GROUPS)))
+def test_greedy_on_all_prompts(group, real, reference):
+    check_greedy(reference, real("smollm2"), GROUPS[group], NEW)
 
 
 SAMPLERS = ({}, {"temperature": 0.7, "top_p": 0.9}, {"min_p": 0.05, "top_k": 0})
 
 
-@pytest.mark.parametrize("group", first(len(SAMPLERS), len(GROUPS)))
-def test_sampling(group, real, reference):
-    model = real("smollm2")
-    arguments = {"do_sample": True, "max_new_tokens": NEW, **SAMPLERS[group % len(SAMPLERS)]}
-    compare.batched(reference, Call(model, arguments, seed=group, full=False), prompts(model, GROUPS[group]))
+def check_sampling(reference, model, texts, new, seed):
+    arguments = {"do_sample": True, "max_new_tokens": new, **SAMPLERS[seed % len(SAMPLERS)]}
+    compare.batched(reference, Call(model, arguments, seed=seed, full=False), prompts(model, texts))
 
 
-@pytest.mark.parametrize("group", first(1, len(SIXES)))
-def test_beams(group, real, reference):
-    model = real("smollm2")
-    arguments = {"num_beams": 4, "max_new_tokens": NEW}
-    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, SIXES[group]))
+@pytest.mark.parametrize("seed", range(len(SAMPLERS)))
+def test_sampling(seed, real, reference):
+    check_sampling(reference, real("smollm2"), FEW, FEW_NEW, seed)
+
+
+@SLOW
+@pytest.mark.parametrize("group", range(len(GROUPS)))
+def test_sampling_on_all_prompts(group, real, reference):
+    check_sampling(reference, real("smollm2"), GROUPS[group], NEW, group)
+
+
+def check_beams(reference, model, texts, new):
+    arguments = {"num_beams": 4, "max_new_tokens": new}
+    compare.by_row(reference, Call(model, arguments, full=False), prompts(model, texts))
+
+
+def test_beams(real, reference):
+    check_beams(reference, real("smollm2"), FEW[:3], FEW_NEW)
+
+
+@SLOW
+@pytest.mark.parametrize("group", range(len(SIXES)))
+def test_beams_on_all_prompts(group, real, reference):
+    check_beams(reference, real("smollm2"), SIXES[group], NEW)
 
 
 def test_scores_over_the_whole_vocabulary(real, reference):
