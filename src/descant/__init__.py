@@ -103,13 +103,17 @@ from descant.decoding.watermark.schemes import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from descant.engine.async_engine import AsyncEngine, NewToken
 from descant.engine.explain import explain_config as _explain_config
+from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Event, Failed, Finished, Report, Request, Session, Tokens
 from descant.errors import (
     ChangedRecipe,
     ConfigError,
     ConstraintError,
+    DeadlineExceeded,
     DescantError,
+    EngineClosed,
     EngineFull,
     HubError,
     InputError,
@@ -167,6 +171,7 @@ __all__ = [
     "AllowedSequences",
     "AllowedSequencesLogitsProcessor",
     "AlternatingCodebooksLogitsProcessor",
+    "AsyncEngine",
     "AsyncTextIteratorStreamer",
     "BaseStreamer",
     "BayesianDetectorConfig",
@@ -187,6 +192,7 @@ __all__ = [
     "ContrastiveDecoding",
     "DExperts",
     "DRYLogitsProcessor",
+    "DeadlineExceeded",
     "DescantError",
     "Detection",
     "Detector",
@@ -196,6 +202,7 @@ __all__ = [
     "EncoderDecoderCache",
     "EncoderNoRepeatNGramLogitsProcessor",
     "EncoderRepetitionPenaltyLogitsProcessor",
+    "EngineClosed",
     "EngineFull",
     "EosTokenCriteria",
     "EpsilonLogitsWarper",
@@ -240,6 +247,7 @@ __all__ = [
     "MirostatLogitsWarper",
     "MissingExtra",
     "MissingRequirements",
+    "NewToken",
     "NoBadWordsLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
     "NotEnoughMemory",
@@ -266,6 +274,7 @@ __all__ = [
     "Report",
     "Request",
     "RowError",
+    "SchedulerConfig",
     "SequenceBiasLogitsProcessor",
     "Session",
     "SessionBusy",

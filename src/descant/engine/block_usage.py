@@ -71,7 +71,7 @@ def _paged_usage(store: PagedStore, stored: _StoredRows) -> TableUsage:
     added = np.maximum(-(-stored.stop // size) - num_held, 0)
     new = np.bincount(stored.owner, added, count).astype(np.int64)
     # A row that writes into a block with other references gets a copy of it; the last of them does not.
-    writing = np.flatnonzero(stored.held % size)
+    writing = np.flatnonzero((stored.held % size > 0) & (num_held > stored.held // size))
     last = table[writing, stored.held[writing] // size]
     blocks_written, num_writing, writers = _count_pairs(stored.owner[writing], last, len(pool.ref_counts))
     copies = num_writing - (num_writing == pool.ref_counts[blocks_written])

@@ -9,10 +9,21 @@ import time
 
 import pytest
 
-from descant import Failed, Finished, GenerationConfig, InputError, Request, Session
-from descant.engine.async_engine import AsyncEngine, NewToken
-from descant.engine.scheduling.config import SchedulerConfig
-from descant.errors import DeadlineExceeded, EngineClosed, EngineFull, RowError
+from descant import (
+    AsyncEngine,
+    DeadlineExceeded,
+    EngineClosed,
+    EngineFull,
+    Failed,
+    Finished,
+    GenerationConfig,
+    InputError,
+    NewToken,
+    Request,
+    RowError,
+    SchedulerConfig,
+    Session,
+)
 from descant.testing import outcomes
 from tests.support.markov_model import Chain
 
