@@ -382,16 +382,26 @@ NEWER: Final = {
     "ContinuousBatchingManager": Row(
         "generation.ContinuousBatchingManager",
         "descant.Session(model)",
-        "the caller runs the steps; there is no thread",
+        "the caller runs the steps; `descant.AsyncEngine(model)` has a thread of its own",
     ),
     "ContinuousBatchingConfig": Row(
         "transformers.ContinuousBatchingConfig()",
         "descant.Session(model, prefix_cache=descant.PrefixCache())",
         "options of the session",
     ),
-    "Scheduler": Row("generation.Scheduler", "", "the caller of `admit` schedules the requests"),
-    "FIFOScheduler": Row("generation.FIFOScheduler", "", "the same"),
-    "PrefillFirstScheduler": Row("generation.PrefillFirstScheduler", "", "the same"),
+    "Scheduler": Row(
+        "generation.Scheduler",
+        "descant.Session(model, scheduler=descant.SchedulerConfig())",
+        "see [Sessions](sessions.md#a-scheduler)",
+    ),
+    "FIFOScheduler": Row(
+        "generation.FIFOScheduler",
+        "descant.Session(model, scheduler=descant.SchedulerConfig())",
+        "requests of equal priority run in the order of their arrival",
+    ),
+    "PrefillFirstScheduler": Row(
+        "generation.PrefillFirstScheduler", "", "prompts are read in chunks beside the rows that decode"
+    ),
     "DFlashTokenCandidateGenerator": Row(
         "generation.DFlashTokenCandidateGenerator",
         "descant.parts.Drafter",

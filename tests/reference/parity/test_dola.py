@@ -88,11 +88,21 @@ OPTIONS = {
 }
 
 
+# DoLa leaves only the end token to some row here, and `min_new_tokens` rules it out. 4.52.4 then takes
+# token 0, the first of scores that are all -inf.
+ONLY_THE_END = {("mistral", "min_new_tokens"), ("qwen2", "min_new_tokens")}
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", SOME)
 def test_option(name, option, deep, reference):
     model = deep(name)
-    compare.by_row(reference, Call(model, case("high", **OPTIONS[option])), prompts(model, name))
+    call = Call(model, case("high", **OPTIONS[option]))
+    if (name, option) in ONLY_THE_END:
+        with pytest.raises(descant.RowError, match="`min_new_tokens` must leave enough to choose from"):
+            compare.by_row(reference, call, prompts(model, name))
+        return
+    compare.by_row(reference, call, prompts(model, name))
 
 
 SAMPLERS = {"defaults": {}, "temperature and top_p": {"temperature": 1.5, "top_p": 0.9}}
