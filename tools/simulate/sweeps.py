@@ -1,0 +1,69 @@
+"""The sweeps of the page "Scheduling": load, chunk size, preemption policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tools.simulate.cost_model import CostModel
+from tools.simulate.lengths import draw
+from tools.simulate.load import LoadResult, Target, simulate
+
+__all__ = ["CHUNKS", "LOADS", "POLICIES", "TARGET", "point", "run_sweeps"]
+
+TARGET = Target(first_token=1.0, between_tokens=0.05)
+REQUESTS = 6000
+ROWS = 512
+LOADS = (10, 20, 30, 35, 40, 45, 50, 60)  # requests a second
+CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of a step
+CHUNK_RATE = 30
+POLICIES = ("never", "growth", "priority")
+POLICY_LOADS = (10, 15, 20, 25, 30, 35, 40)
+SMALL_POOL = 1 / 12  # of the blocks of one H100: memory is short long before compute is
+LEVELS = 3  # priorities
+
+
+def shown(result: LoadResult) -> dict[str, Any]:
+    """The figures of a point."""
+    return {
+        "throughput": round(result.throughput, 1),
+        "goodput": round(result.goodput, 3),
+        "first_token": {name: round(value, 5) for name, value in result.first_token.items()},
+        "between_tokens": {name: round(value, 5) for name, value in result.between_tokens.items()},
+        "preemptions": result.preemptions,
+        "reread_tokens": result.reread_tokens,
+        "steps": result.steps,
+        "first_token_by_level": [round(value, 5) for value in result.first_token_by_level],
+    }
+
+
+def point(
+    cost: CostModel, rate: float, requests: int = REQUESTS, levels: int = 1, **limits: Any
+) -> dict[str, Any]:
+    """One point of a sweep: the same requests for every scheduler."""
+    limits = {"max_running_rows": ROWS, "max_step_tokens": 2048, **limits}
+    service, burstiness = limits.pop("service", "conversation"), limits.pop("burstiness", 1.0)
+    work = draw(requests, rate, service=service, burstiness=burstiness, levels=levels, seed=1)
+    return shown(simulate(cost, work, TARGET, **limits))
+
+
+def run_sweeps(costs: Mapping[str, CostModel]) -> dict[str, Any]:
+    """Every point of every picture."""
+    h100 = costs["h100"]
+    small = int(h100.kv_tokens // 16 * SMALL_POOL)
+    load = {
+        name: [{"rate": rate, **point(h100, rate, burstiness=burstiness)} for rate in LOADS]
+        for name, burstiness in (("Poisson", 1.0), ("bursts", 16.0))
+    }
+    chunk = [
+        {"tokens": tokens, **point(h100, CHUNK_RATE, max_step_tokens=max(tokens, ROWS), chunk_tokens=tokens)}
+        for tokens in CHUNKS
+    ]
+    policy = {
+        name: [
+            {"rate": rate, **point(h100, rate, levels=LEVELS, num_blocks=small, preemption=name)}
+            for rate in POLICY_LOADS
+        ]
+        for name in POLICIES
+    }
+    return {"target": list(TARGET.__dict__.values()), "load": load, "chunk": chunk, "policy": policy}
