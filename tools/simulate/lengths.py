@@ -1,9 +1,10 @@
 """Lengths and arrivals of requests, made from a public trace.
 
-`azure_sample.csv` has rows of the Azure LLM inference trace 2023 (Patel et al., "Splitwise", ISCA 2024; CC-BY;
-https://github.com/Azure/AzurePublicDataset, commit 7909210): 220 of the conversation service, in two runs from
-its beginning and from 18:47, and 120 of the code service from 18:46. Requests are drawn from these rows with
-replacement, prompt and answer together, each length changed by up to a tenth so that no length is special.
+`azure_sample.csv` has rows of the Azure LLM inference trace 2023 (Patel et al., "Splitwise", ISCA 2024;
+CC-BY; https://github.com/Azure/AzurePublicDataset, commit 7909210): 220 of the conversation service, in
+two runs from its beginning and from 18:47, and 120 of the code service from 18:46. Requests are drawn from
+these rows with replacement, prompt and answer together, each length changed by up to a tenth so that none is
+special.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ TARGET = Target(first_token=1.0, between_tokens=0.05)
 REQUESTS = 6000
 ROWS = 512
 LOADS = (10, 20, 30, 35, 40, 45, 50, 60)  # requests a second
-CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of a step
+CHUNKS = (256, 512, 1024, 2048, 4096, 8192, None)  # tokens of a step; None: prompts are read whole
 CHUNK_RATE = 30
 POLICIES = ("never", "growth", "priority")
 POLICY_LOADS = (10, 15, 20, 25, 30, 35, 40)
@@ -55,10 +55,7 @@ def run_sweeps(costs: Mapping[str, CostModel]) -> dict[str, Any]:
         name: [{"rate": rate, **point(h100, rate, burstiness=burstiness)} for rate in LOADS]
         for name, burstiness in (("Poisson", 1.0), ("bursts", 16.0))
     }
-    chunk = [
-        {"tokens": tokens, **point(h100, CHUNK_RATE, max_step_tokens=max(tokens, ROWS), chunk_tokens=tokens)}
-        for tokens in CHUNKS
-    ]
+    chunk = [{"tokens": tokens, **point(h100, CHUNK_RATE, max_step_tokens=tokens)} for tokens in CHUNKS]
     policy = {
         name: [
             {"rate": rate, **point(h100, rate, levels=LEVELS, num_blocks=small, preemption=name)}

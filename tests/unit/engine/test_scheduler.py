@@ -287,6 +287,20 @@ def test_the_first_waits_for_a_later_one_that_cannot_be_preempted():
     assert step(one).decode == (0,)
 
 
+def test_a_first_that_has_reserved_everything_does_not_wait_for_it():
+    """Blocks that count as shared until the next report do not stop it."""
+    one = scheduler(num_blocks=6)
+    one.add(request(0, 3, max_row_tokens=16, preemptible=False), request(1, 3), now=0.0)
+    step(one, usage={0: RequestUsage(1, 0), 1: RequestUsage(1, 0, 1)}, shared_blocks=2)
+    assert one.reserved_blocks == 7
+    assert step(one, parked={1: ParkedRequest(4, 1)}) == StepPlan(preempted=(1,), decode=(0,))
+    two = scheduler(num_blocks=6)
+    two.add(request(0, 3, max_row_tokens=20, preemptible=False), now=0.0)
+    step(two, shared_blocks=2)
+    assert two.reserved_blocks == 7
+    assert step(two).decode == (0,)
+
+
 def test_what_is_read_at_once_is_not_preempted_if_it_could_not_be_read_again():
     one = scheduler(num_blocks=20, max_step_tokens=8)
     one.add(request(0, 3, chunkable=False, max_row_tokens=9), now=0.0)
