@@ -123,7 +123,7 @@ def main() -> int:
     load.add_argument("--rows", type=int, default=512)
     load.add_argument("--step-tokens", type=int, default=2048)
     load.add_argument("--chunk", type=int)
-    load.add_argument("--preemption", default="priority")
+    load.add_argument("--preemption", default="growth")
     load.set_defaults(run=run_load)
     sweeps = commands.add_parser("sweep")
     sweeps.add_argument("--out", type=Path, default=COSTS.with_name("sweeps.json"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from tools.simulate.cost_model import CostModel
 from tools.simulate.lengths import draw
 from tools.simulate.load import LoadResult, Target, simulate
@@ -21,6 +23,8 @@ POLICIES = ("never", "growth", "priority")
 POLICY_LOADS = (10, 15, 20, 25, 30, 35, 40)
 SMALL_POOL = 1 / 12  # of the blocks of one H100: memory is short long before compute is
 LEVELS = 3  # priorities
+# Long answers of a lower priority fill all rows; what comes after them waits, or takes their place.
+LONG_TOKENS, LONG_SHARE, LONG_ROWS, LONG_RATE, LONG_AGEING = 4000, 0.1, 48, 12, 600.0
 
 
 def shown(result: LoadResult) -> dict[str, Any]:
@@ -47,6 +51,15 @@ def point(
     return shown(simulate(cost, work, TARGET, **limits))
 
 
+def background(cost: CostModel, policy: str, requests: int = 3000) -> dict[str, Any]:
+    """Short urgent requests beside long ones that are not urgent."""
+    work = draw(requests, LONG_RATE, seed=2)
+    long = np.random.default_rng(2).random(requests) < LONG_SHARE
+    work = work._replace(outputs=np.where(long, LONG_TOKENS, work.outputs), priorities=long.astype(int))
+    limits = {"max_running_rows": LONG_ROWS, "max_step_tokens": 2048, "ageing": LONG_AGEING}
+    return shown(simulate(cost, work, TARGET, preemption=policy, **limits))
+
+
 def run_sweeps(costs: Mapping[str, CostModel]) -> dict[str, Any]:
     """Every point of every picture."""
     h100 = costs["h100"]
@@ -58,9 +71,16 @@ def run_sweeps(costs: Mapping[str, CostModel]) -> dict[str, Any]:
     chunk = [{"tokens": tokens, **point(h100, CHUNK_RATE, max_step_tokens=tokens)} for tokens in CHUNKS]
     policy = {
         name: [
-            {"rate": rate, **point(h100, rate, levels=LEVELS, num_blocks=small, preemption=name)}
+            {"rate": rate, **point(h100, rate, levels=LEVELS, num_blocks=small, preemption=name, ageing=10.0)}
             for rate in POLICY_LOADS
         ]
         for name in POLICIES
     }
-    return {"target": list(TARGET.__dict__.values()), "load": load, "chunk": chunk, "policy": policy}
+    long = {name: background(h100, name) for name in POLICIES}
+    return {
+        "target": [TARGET.first_token, TARGET.between_tokens],
+        "load": load,
+        "chunk": chunk,
+        "policy": policy,
+        "background": long,
+    }

@@ -22,7 +22,8 @@ def request(number: int, prompt: int = 4, **fields: Any) -> ScheduledRequest:
 
 
 def scheduler(lookup: Any = None, **limits: Any) -> AgeingScheduler:
-    return AgeingScheduler(SchedulerConfig(**{"block_size": 4, "headroom": 0.0, **limits}), lookup)
+    defaults = {"block_size": 4, "headroom": 0.0, "preemption": "priority"}
+    return AgeingScheduler(SchedulerConfig(**{**defaults, **limits}), lookup)
 
 
 def step(one: AgeingScheduler, now: float = 0.0, **report: Any) -> StepPlan:
