@@ -20,6 +20,7 @@ from pathlib import Path
 from tools.simulate.cost_model import COSTS, fit_published, load_costs, save_costs
 from tools.simulate.lengths import SERVICES, draw
 from tools.simulate.load import Target, simulate
+from tools.simulate.overhead import bytes_per_waiting, seconds_per_step
 from tools.simulate.pool_engine import BrokenInvariant
 from tools.simulate.schedules import Outcome, run_schedule
 from tools.simulate.sweeps import run_sweeps
@@ -93,6 +94,16 @@ def run_load(given: argparse.Namespace) -> int:
     return 0
 
 
+def show_overhead(_: argparse.Namespace) -> int:
+    """Print the cost of the scheduler itself."""
+    print(f"{bytes_per_waiting():.0f} bytes a waiting request")
+    for running in (64, 256, 1024, 4096):
+        for waiting in (1000, 1_000_000):
+            seconds = seconds_per_step(running, waiting)
+            print(f"{running} running, {waiting} waiting: {1e6 * seconds:.0f} us a step", flush=True)
+    return 0
+
+
 def sweep(given: argparse.Namespace) -> int:
     """Run all sweeps of the guide and write their figures."""
     given.out.write_text(json.dumps(run_sweeps(load_costs()), indent=1) + "\n", encoding="utf-8")
@@ -125,6 +136,7 @@ def main() -> int:
     load.add_argument("--chunk", type=int)
     load.add_argument("--preemption", default="growth")
     load.set_defaults(run=run_load)
+    commands.add_parser("overhead").set_defaults(run=show_overhead)
     sweeps = commands.add_parser("sweep")
     sweeps.add_argument("--out", type=Path, default=COSTS.with_name("sweeps.json"))
     sweeps.set_defaults(run=sweep)

@@ -50,7 +50,7 @@ def draw(
     levels: int = 1,
     seed: int = 0,
 ) -> Workload:
-    """A workload of `count` requests at `rate` a second on average.
+    """A workload of `count` requests at `rate` a second.
 
     Times between arrivals have a gamma distribution; `burstiness` is the square of its coefficient of
     variation: 1 is a Poisson process, more comes in bursts. `levels` priorities are equally likely.
@@ -59,5 +59,7 @@ def draw(
     rows = sample(service)[chance.integers(len(sample(service)), size=count)]
     jittered = np.rint(rows * chance.uniform(0.9, 1.1, size=rows.shape)).astype(int)
     gaps = chance.gamma(1 / burstiness, burstiness / rate, size=count)
+    arrivals = np.cumsum(gaps)
+    arrivals *= count / rate / arrivals[-1]  # the rate is exact, so that runs compare
     prompts, outputs = np.maximum(jittered, 1).T
-    return Workload(np.cumsum(gaps), prompts, outputs, chance.integers(levels, size=count))
+    return Workload(arrivals, prompts, outputs, chance.integers(levels, size=count))

@@ -17,6 +17,7 @@ TARGET = Target(first_token=1.0, between_tokens=0.05)
 REQUESTS = 6000
 ROWS = 512
 LOADS = (10, 20, 30, 35, 40, 45, 50, 60)  # requests a second
+SHORT_QUEUE = 30  # requests that may wait, where the queue is bounded
 CHUNKS = (256, 512, 1024, 2048, 4096, 8192, None)  # tokens of a step; None: prompts are read whole
 CHUNK_RATE = 30
 POLICIES = ("never", "growth", "priority")
@@ -34,6 +35,7 @@ def shown(result: LoadResult) -> dict[str, Any]:
         "goodput": round(result.goodput, 3),
         "first_token": {name: round(value, 5) for name, value in result.first_token.items()},
         "between_tokens": {name: round(value, 5) for name, value in result.between_tokens.items()},
+        "refused": result.refused,
         "preemptions": result.preemptions,
         "reread_tokens": result.reread_tokens,
         "steps": result.steps,
@@ -64,9 +66,14 @@ def run_sweeps(costs: Mapping[str, CostModel]) -> dict[str, Any]:
     """Every point of every picture."""
     h100 = costs["h100"]
     small = int(h100.kv_tokens // 16 * SMALL_POOL)
+    arrivals: Mapping[str, Mapping[str, Any]] = {
+        "Poisson": {},
+        "bursts": {"burstiness": 16.0},
+        "bounded queue": {"max_waiting": SHORT_QUEUE},
+    }
     load = {
-        name: [{"rate": rate, **point(h100, rate, burstiness=burstiness)} for rate in LOADS]
-        for name, burstiness in (("Poisson", 1.0), ("bursts", 16.0))
+        name: [{"rate": rate, **point(h100, rate, **limits)} for rate in LOADS]
+        for name, limits in arrivals.items()
     }
     chunk = [{"tokens": tokens, **point(h100, CHUNK_RATE, max_step_tokens=tokens)} for tokens in CHUNKS]
     policy = {

@@ -129,6 +129,12 @@ def test_a_prompt_of_several_rows_is_read_in_multiples():
     assert [step(two).read for _ in range(3)] == [{0: 4}, {0: 2}, {}]
 
 
+def test_the_rest_of_a_prompt_need_not_be_a_multiple():
+    one = scheduler(max_step_tokens=5)
+    one.add(request(0, 5, rows=2, prompt_rows=2), now=0.0)
+    assert [step(one).read for _ in range(2)] == [{0: 5}, {}]
+
+
 def test_a_prompt_that_is_read_at_once_pauses_decoding_in_every_second_step():
     one = scheduler(max_step_tokens=8)
     one.add(request(0, 1), now=0.0)
@@ -258,6 +264,23 @@ def test_a_request_that_outgrows_the_whole_pool_ends():
     assert (one.num_running, one.num_waiting, one.reserved_blocks) == (0, 0, 0)
 
 
+def test_shared_blocks_count_for_what_a_request_outgrows():
+    one = scheduler(num_blocks=4)
+    one.add(request(0, 3), now=0.0)
+    step(one, usage={0: RequestUsage(1, 1, 2)}, shared_blocks=2)
+    assert step(one, usage={0: RequestUsage(2, 1, 2)}, shared_blocks=2).exceeded == ()
+    assert step(one).exceeded == (0,)
+
+
+def test_a_parked_request_that_takes_the_whole_pool_is_read_again():
+    one = scheduler(num_blocks=4)
+    one.add(request(0, 3), request(1, 3), now=0.0)
+    step(one, usage=growing(_0=(2, 1), _1=(2, 0)))
+    assert step(one, parked={1: ParkedRequest(16, 4)}).preempted == (1,)
+    assert step(one, ended=[0]).exceeded == ()
+    assert step(one).read == {1: 16}
+
+
 def test_a_parked_request_that_cannot_be_read_again_ends():
     one = scheduler(num_blocks=4)
     one.add(request(0, 3), request(1, 3), now=0.0)
@@ -276,6 +299,17 @@ def test_without_preemption_the_largest_size_is_reserved():
     two.add(request(0, 3, max_row_tokens=20, preemptible=False), now=0.0)
     step(two, usage=growing(_0=(1, 0)))
     assert two.reserved_blocks == 5
+
+
+def test_a_reservation_does_not_count_shared_blocks_twice():
+    one = scheduler(num_blocks=20)
+    one.add(request(0, 3, max_row_tokens=20, preemptible=False), request(1, 17), now=0.0)  # 5 each
+    step(one, usage={0: RequestUsage(0, 1, 2)}, shared_blocks=2)
+    assert one.reserved_blocks == 3 + 2 + 5
+    two = scheduler(num_blocks=20, max_step_tokens=8)
+    two.add(request(0, 17), now=0.0)
+    step(two, usage={0: RequestUsage(0, 0, 2)}, shared_blocks=2)
+    assert two.reserved_blocks == 3 + 2
 
 
 def test_the_first_waits_for_a_later_one_that_cannot_be_preempted():

@@ -42,6 +42,7 @@ def test_the_order_survives_the_removal_of_most():
         queue.add(number, key)
     for number in range(180):
         queue.discard(number)
+        assert len(queue._heap) <= 2 * len(queue)
     left = sorted((key, number) for number, key in keys.items() if number >= 180)
     drained = []
     while (first := queue.first()) is not None:
