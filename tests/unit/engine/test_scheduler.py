@@ -444,6 +444,17 @@ def test_a_victim_may_hold_the_shared_blocks():
     assert one.reserved_blocks == 3
 
 
+def test_the_holder_of_blocks_that_the_same_plan_shares_is_not_preempted():
+    one = scheduler(lambda number: PrefixHit(4, 1) if number == 1 else PrefixHit(), num_blocks=6)
+    one.add(request(0, 13, priority=5), now=0.0)
+    step(one, usage={0: RequestUsage(4, 0)})
+    one.add(request(1, 7, priority=-2), request(2, 9, priority=-1), now=0.0)  # two blocks and three
+    usage = {0: RequestUsage(3, 0, 1), 1: RequestUsage(1, 0, 1)}
+    assert step(one, usage=usage, shared_blocks=1) == StepPlan(admitted=(1,), read={1: 3}, decode=(0,))
+    plan = step(one, parked={0: ParkedRequest(14, 4)})
+    assert (plan.preempted, plan.admitted) == ((0,), (2,))
+
+
 def test_blocks_shared_by_preempted_requests_cost_the_first_one_step():
     """Only the next report says that nobody shares them any more."""
     one = scheduler(lambda number: PrefixHit(8, 2) if number == 2 else PrefixHit(), num_blocks=8)
