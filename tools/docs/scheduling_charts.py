@@ -38,16 +38,22 @@ class Panel:
 
     title: str
     x_label: str
-    ticks: tuple[str, ...]  # of the x axis, equally far from each other
+    ticks: tuple[str, ...]  # of the x axis
     lines: Mapping[str, Sequence[float]]
-    unit: str = ""
     log: bool = False
+    places: tuple[float, ...] = ()  # of the ticks; empty: equally far from each other
+
+    def left_of(self, at: int) -> float:
+        """How far a tick is from the left, as a share of the width."""
+        places = self.places or tuple(range(len(self.ticks)))
+        return (places[at] - places[0]) / ((places[-1] - places[0]) or 1)
 
 
 def load_panels(data: Mapping[str, Any]) -> tuple[Panel, Panel]:
     """Wait for the first token, and good answers, over the load."""
     load = data["load"]
-    ticks = tuple(str(point["rate"]) for point in load["Poisson"])
+    rates = tuple(point["rate"] for point in load["Poisson"])
+    ticks = tuple(map(str, rates))
     waits = {
         "median": [point["first_token"]["p50"] for point in load["Poisson"]],
         "99 %": [point["first_token"]["p99"] for point in load["Poisson"]],
@@ -55,8 +61,8 @@ def load_panels(data: Mapping[str, Any]) -> tuple[Panel, Panel]:
     }
     good = {name: [point["goodput"] for point in points] for name, points in load.items()}
     return (
-        Panel("wait for the first token, s", "requests a second", ticks, waits, "s", log=True),
-        Panel("good answers a second", "requests a second", ticks, good),
+        Panel("wait for the first token, s", "requests a second", ticks, waits, log=True, places=rates),
+        Panel("good answers a second", "requests a second", ticks, good, places=rates),
     )
 
 
@@ -69,12 +75,12 @@ def chunk_panels(data: Mapping[str, Any]) -> tuple[Panel, Panel]:
         "median": [1000 * point["between_tokens"]["p50"] for point in points],
     }
     first = {
-        "99 %": [1000 * point["first_token"]["p99"] for point in points],
-        "median": [1000 * point["first_token"]["p50"] for point in points],
+        "99 %": [point["first_token"]["p99"] for point in points],
+        "median": [point["first_token"]["p50"] for point in points],
     }
     return (
-        Panel("time between tokens, ms", "tokens of a step", ticks, between, "ms", log=True),
-        Panel("wait for the first token, ms", "tokens of a step", ticks, first, "ms", log=True),
+        Panel("time between tokens, ms", "tokens of a step", ticks, between, log=True),
+        Panel("wait for the first token, s", "tokens of a step", ticks, first, log=True),
     )
 
 
@@ -88,7 +94,7 @@ def policy_panels(data: Mapping[str, Any]) -> tuple[Panel, Panel]:
     }
     return (
         Panel("good answers a second", "requests a second", ticks, good),
-        Panel("wait of the most urgent third, 99 %, s", "requests a second", ticks, urgent, "s", log=True),
+        Panel("wait of the most urgent third, 99 %, s", "requests a second", ticks, urgent, log=True),
     )
 
 
@@ -110,7 +116,7 @@ def number(value: float) -> str:
     """A value for a label: two digits that count."""
     if value >= 100:
         return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2g}"
+    return f"{value:.3g}" if value >= 10 else f"{value:.2g}"
 
 
 def axis(panel: Panel) -> list[float]:
@@ -145,10 +151,9 @@ def draw_panel(panel: Panel, left: float) -> list[str]:
             f'opacity="{0.5 if mark == axis(panel)[0] else 0.13}"/>'
             f'<text x="{left - 6}" y="{y + 3.5:.1f}" text-anchor="end">{number(mark)}</text>'
         )
-    pitch = PANEL / max(len(panel.ticks) - 1, 1)
     for at, tick in enumerate(panel.ticks):
         parts.append(
-            f'<text x="{left + pitch * at:.1f}" y="{GROUND + 15}" text-anchor="middle" '
+            f'<text x="{left + PANEL * panel.left_of(at):.1f}" y="{GROUND + 15}" text-anchor="middle" '
             f'opacity="0.75">{html.escape(tick)}</text>'
         )
     parts.append(
@@ -156,7 +161,7 @@ def draw_panel(panel: Panel, left: float) -> list[str]:
         f"{html.escape(panel.x_label)}</text>"
     )
     for place, (name, values) in enumerate(panel.lines.items()):
-        points = [(left + pitch * at, height(panel, value)) for at, value in enumerate(values)]
+        points = [(left + PANEL * panel.left_of(at), height(panel, value)) for at, value in enumerate(values)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         colour = 'style="stroke:var(--md-accent-fg-color, #526cfe)"' if not place else 'stroke="currentColor"'
         dash = f' stroke-dasharray="{DASHES[place]}"' if DASHES[place] else ""

@@ -56,6 +56,14 @@ def test_axes_begin_and_end_at_round_numbers():
     assert height(logarithmic, 1.0) == pytest.approx((scheduling_charts.GROUND + scheduling_charts.TOP) / 2)
 
 
+def test_rates_are_drawn_at_their_distance():
+    for panel in CHARTS["load"][1](load_data()):
+        assert [panel.left_of(at) for at in range(4)] == pytest.approx([0, 0.2, 0.4, 0.5])
+    panel = CHARTS["chunk"][1](load_data())[0]
+    assert panel.left_of(1) == pytest.approx(1 / (len(panel.ticks) - 1))
+    assert Panel("", "", ("a",), {"one": [1.0]}).left_of(0) == 0
+
+
 def test_the_page_has_every_chart_once_and_says_that_they_are_simulated():
     marks = re.findall(r"<!-- scheduling: ([\w-]+) -->", PAGE)
     assert sorted(marks) == sorted(CHARTS)
@@ -75,7 +83,8 @@ def test_the_command_writes_every_chart(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.0123, "0.012"), (1.0, "1"), (2.345, "2.3"), (38.45, "38.5"), (1234.5, "1234")]
+    ("value", "text"),
+    [(0.0123, "0.012"), (1.0, "1"), (2.345, "2.3"), (38.46, "38.5"), (10.0, "10"), (1234.5, "1234")],
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text
