@@ -11,6 +11,7 @@ import pytest
 from tools.docs import scheduling_charts
 from tools.docs.doc_blocks import ROOT
 from tools.docs.scheduling_charts import CHARTS, Panel, axis, fill_page, height, load_data, number, svg
+from tools.simulate.cost_model import load_costs
 
 PAGE = (ROOT / "docs" / "guide" / "scheduling.md").read_text(encoding="utf-8")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -74,6 +75,22 @@ def test_the_page_has_every_chart_once_and_says_that_they_are_simulated():
     with pytest.raises(ValueError, match="a chart must be one of load, chunk, policy, got 'none'"):
         fill_page("<!-- scheduling: none -->")
     assert scheduling_charts.on_page_markdown("no chart") == "no chart"
+
+
+def test_the_page_has_the_figures_of_the_cost_models():
+    costs = load_costs()
+    h100, cpu = costs["h100"], costs["cpu"]
+    assert (
+        f"| {1e3 * h100.step:.1f} ms | {1e6 * h100.prompt_token:.1f} µs | {1e6 * h100.decode_row:.1f} µs "
+        f"| {1e9 * h100.kv_token:.1f} ns |" in PAGE
+    )
+    assert (
+        f"| {1e3 * cpu.step:.0f} ms | {1e3 * cpu.prompt_token:.1f} ms | {1e3 * cpu.decode_row:.1f} ms "
+        f"| {1e6 * cpu.kv_token:.1f} µs |" in PAGE
+    )
+    longer = [cost.seconds(128, 8, 4000) / cost.seconds(0, 8, 4000) for cost in (h100, cpu)]
+    assert f"takes {longer[0]:.1f} times as long" in PAGE
+    assert f"{longer[1]:.1f} times on the CPU" in PAGE
 
 
 def test_the_command_writes_every_chart(tmp_path, monkeypatch):
