@@ -196,6 +196,8 @@ def test_an_admission_leaves_headroom_while_others_run():
     alone = scheduler(num_blocks=10, headroom=0.5)
     alone.add(request(0, 39), now=0.0)
     assert step(alone).admitted == (0,)
+    alone.add(request(1, 39, priority=-1), now=0.0)  # it takes the place of all that run
+    assert step(alone, parked={0: ParkedRequest(40, 10)}).admitted == (1,)
 
 
 def test_growth_preempts_the_last_in_order_and_no_more_than_needed():
