@@ -22,7 +22,8 @@ def request(number: int, prompt: int = 4, **fields: Any) -> ScheduledRequest:
 
 
 def scheduler(lookup: Any = None, **limits: Any) -> AgeingScheduler:
-    return AgeingScheduler(SchedulerConfig(**{"block_size": 4, "headroom": 0.0, **limits}), lookup)
+    defaults = {"block_size": 4, "headroom": 0.0, "preemption": "priority"}
+    return AgeingScheduler(SchedulerConfig(**{**defaults, **limits}), lookup)
 
 
 def step(one: AgeingScheduler, now: float = 0.0, **report: Any) -> StepPlan:
@@ -128,6 +129,12 @@ def test_a_prompt_of_several_rows_is_read_in_multiples():
     assert [step(two).read for _ in range(3)] == [{0: 4}, {0: 2}, {}]
 
 
+def test_the_rest_of_a_prompt_need_not_be_a_multiple():
+    one = scheduler(max_step_tokens=5)
+    one.add(request(0, 5, rows=2, prompt_rows=2), now=0.0)
+    assert [step(one).read for _ in range(2)] == [{0: 5}, {}]
+
+
 def test_a_prompt_that_is_read_at_once_pauses_decoding_in_every_second_step():
     one = scheduler(max_step_tokens=8)
     one.add(request(0, 1), now=0.0)
@@ -189,6 +196,8 @@ def test_an_admission_leaves_headroom_while_others_run():
     alone = scheduler(num_blocks=10, headroom=0.5)
     alone.add(request(0, 39), now=0.0)
     assert step(alone).admitted == (0,)
+    alone.add(request(1, 39, priority=-1), now=0.0)  # it takes the place of all that run
+    assert step(alone, parked={0: ParkedRequest(40, 10)}).admitted == (1,)
 
 
 def test_growth_preempts_the_last_in_order_and_no_more_than_needed():
@@ -257,6 +266,23 @@ def test_a_request_that_outgrows_the_whole_pool_ends():
     assert (one.num_running, one.num_waiting, one.reserved_blocks) == (0, 0, 0)
 
 
+def test_shared_blocks_count_for_what_a_request_outgrows():
+    one = scheduler(num_blocks=4)
+    one.add(request(0, 3), now=0.0)
+    step(one, usage={0: RequestUsage(1, 1, 2)}, shared_blocks=2)
+    assert step(one, usage={0: RequestUsage(2, 1, 2)}, shared_blocks=2).exceeded == ()
+    assert step(one).exceeded == (0,)
+
+
+def test_a_parked_request_that_takes_the_whole_pool_is_read_again():
+    one = scheduler(num_blocks=4)
+    one.add(request(0, 3), request(1, 3), now=0.0)
+    step(one, usage=growing(_0=(2, 1), _1=(2, 0)))
+    assert step(one, parked={1: ParkedRequest(16, 4)}).preempted == (1,)
+    assert step(one, ended=[0]).exceeded == ()
+    assert step(one).read == {1: 16}
+
+
 def test_a_parked_request_that_cannot_be_read_again_ends():
     one = scheduler(num_blocks=4)
     one.add(request(0, 3), request(1, 3), now=0.0)
@@ -277,6 +303,17 @@ def test_without_preemption_the_largest_size_is_reserved():
     assert two.reserved_blocks == 5
 
 
+def test_a_reservation_does_not_count_shared_blocks_twice():
+    one = scheduler(num_blocks=20)
+    one.add(request(0, 3, max_row_tokens=20, preemptible=False), request(1, 17), now=0.0)  # 5 each
+    step(one, usage={0: RequestUsage(0, 1, 2)}, shared_blocks=2)
+    assert one.reserved_blocks == 3 + 2 + 5
+    two = scheduler(num_blocks=20, max_step_tokens=8)
+    two.add(request(0, 17), now=0.0)
+    step(two, usage={0: RequestUsage(0, 0, 2)}, shared_blocks=2)
+    assert two.reserved_blocks == 3 + 2
+
+
 def test_the_first_waits_for_a_later_one_that_cannot_be_preempted():
     one = scheduler(num_blocks=5)
     one.add(request(0, 3), request(1, 3, max_row_tokens=12, preemptible=False), now=0.0)
@@ -285,6 +322,20 @@ def test_the_first_waits_for_a_later_one_that_cannot_be_preempted():
     assert step(one).decode == (1,)
     assert step(one, ended=[1]).decode == (1,)
     assert step(one).decode == (0,)
+
+
+def test_a_first_that_has_reserved_everything_does_not_wait_for_it():
+    """Blocks that count as shared until the next report do not stop it."""
+    one = scheduler(num_blocks=6)
+    one.add(request(0, 3, max_row_tokens=16, preemptible=False), request(1, 3), now=0.0)
+    step(one, usage={0: RequestUsage(1, 0), 1: RequestUsage(1, 0, 1)}, shared_blocks=2)
+    assert one.reserved_blocks == 7
+    assert step(one, parked={1: ParkedRequest(4, 1)}) == StepPlan(preempted=(1,), decode=(0,))
+    two = scheduler(num_blocks=6)
+    two.add(request(0, 3, max_row_tokens=20, preemptible=False), now=0.0)
+    step(two, shared_blocks=2)
+    assert two.reserved_blocks == 7
+    assert step(two).decode == (0,)
 
 
 def test_what_is_read_at_once_is_not_preempted_if_it_could_not_be_read_again():
@@ -393,6 +444,17 @@ def test_a_victim_may_hold_the_shared_blocks():
     plan = step(one, parked={0: ParkedRequest(14, 4)})
     assert (plan.preempted, plan.admitted) == ((0,), (1,))
     assert one.reserved_blocks == 3
+
+
+def test_the_holder_of_blocks_that_the_same_plan_shares_is_not_preempted():
+    one = scheduler(lambda number: PrefixHit(4, 1) if number == 1 else PrefixHit(), num_blocks=6)
+    one.add(request(0, 13, priority=5), now=0.0)
+    step(one, usage={0: RequestUsage(4, 0)})
+    one.add(request(1, 7, priority=-2), request(2, 9, priority=-1), now=0.0)  # two blocks and three
+    usage = {0: RequestUsage(3, 0, 1), 1: RequestUsage(1, 0, 1)}
+    assert step(one, usage=usage, shared_blocks=1) == StepPlan(admitted=(1,), read={1: 3}, decode=(0,))
+    plan = step(one, parked={0: ParkedRequest(14, 4)})
+    assert (plan.preempted, plan.admitted) == ((0,), (2,))
 
 
 def test_blocks_shared_by_preempted_requests_cost_the_first_one_step():

@@ -33,3 +33,19 @@ def test_removed_requests_take_no_memory_for_long():
         assert len(queue._heap) <= 66
     queue.discard(7)
     assert queue.first() == (-1.0, 0)
+
+
+def test_the_order_survives_the_removal_of_most():
+    queue = RequestQueue()
+    keys = {number: float((37 * number) % 251) for number in range(251)}
+    for number, key in keys.items():
+        queue.add(number, key)
+    for number in range(180):
+        queue.discard(number)
+        assert len(queue._heap) <= 2 * len(queue)
+    left = sorted((key, number) for number, key in keys.items() if number >= 180)
+    drained = []
+    while (first := queue.first()) is not None:
+        drained.append(first)
+        queue.discard(first[1])
+    assert drained == left

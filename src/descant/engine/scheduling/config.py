@@ -31,7 +31,7 @@ class SchedulerConfig:
     block_size: int = 16  # tokens of a block
     max_waiting: int | None = None  # waiting requests; None: no limit
     ageing: float = 1.0  # seconds of waiting that are worth one priority level
-    preemption: PreemptionPolicy = "priority"
+    preemption: PreemptionPolicy = "growth"
     headroom: float = 0.01  # share of the blocks that an admission leaves free while others run
 
     def __post_init__(self) -> None:

@@ -61,7 +61,7 @@ class RequestEntry:
         """It is admitted, with so many tokens to read and so many blocks that others are charged for."""
         self.unread = unread
         self.held = shared_blocks
-        self.charge = max(self.sure_blocks - shared_blocks, 0)
+        self.charge = self.sure_blocks - shared_blocks
 
     def note_usage(self, usage: RequestUsage) -> None:
         """It holds something else than before."""

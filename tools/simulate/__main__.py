@@ -1,0 +1,148 @@
+"""The scheduler under a virtual clock.
+
+python -m tools.simulate schedules --count 100000 --jobs 2     check its promises under random schedules
+python -m tools.simulate measure --model models/smollm2        fit the cost model to this machine
+python -m tools.simulate sweep --out tools/simulate/sweeps.json   the figures of the guide
+python -m tools.simulate load --requests 1000000 --rate 60     one workload
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from multiprocessing import Pool
+from pathlib import Path
+
+from tools.simulate.cost_model import COSTS, fit_published, load_costs, save_costs
+from tools.simulate.lengths import SERVICES, draw
+from tools.simulate.load import Target, simulate
+from tools.simulate.overhead import bytes_per_waiting, seconds_per_step
+from tools.simulate.pool_engine import BrokenInvariant
+from tools.simulate.schedules import Outcome, run_schedule
+from tools.simulate.sweeps import run_sweeps
+
+__all__ = ["main"]
+
+CHUNK = 200  # schedules that a process runs at a time
+
+
+def try_schedules(seeds: range) -> tuple[int, Counter[str], list[str]]:
+    """Steps and events of these schedules, and what they broke."""
+    steps, counts, broken = 0, Counter[str](), []
+    for seed in seeds:
+        try:
+            outcome: Outcome = run_schedule(seed)
+        except BrokenInvariant as error:
+            broken.append(str(error))
+            continue
+        steps += outcome.steps
+        counts += outcome.counts
+    return steps, counts, broken
+
+
+def check_schedules(given: argparse.Namespace) -> int:
+    """Run random schedules in several processes; 1: one broke a promise."""
+    began = time.monotonic()
+    last = given.first + given.count
+    chunks = [range(start, min(start + CHUNK, last)) for start in range(given.first, last, CHUNK)]
+    steps, counts, broken = 0, Counter[str](), []
+    with Pool(given.jobs) as pool:
+        for done, (some, events, errors) in enumerate(pool.imap_unordered(try_schedules, chunks), 1):
+            steps += some
+            counts += events
+            broken += errors
+            for error in errors:
+                print(error, flush=True)
+            if done % 50 == 0:
+                print(f"{done * CHUNK} schedules, {len(broken)} broken", flush=True)
+    listed = ", ".join(f"{count} {what}" for what, count in counts.most_common())
+    seconds = time.monotonic() - began
+    print(f"{given.count} schedules, {steps} steps in {seconds:.0f} s: {listed}; {len(broken)} broken")
+    return int(bool(broken))
+
+
+def measure_costs(given: argparse.Namespace) -> int:
+    """Measure a model, and write both cost models."""
+    from tools.simulate.measure import measure  # imports torch, which the other commands do without
+
+    costs = {"cpu": measure(given.model), "h100": fit_published()}
+    save_costs(costs)
+    print(json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=1))
+    return 0
+
+
+def run_load(given: argparse.Namespace) -> int:
+    """Run one workload and print what came of it."""
+    work = draw(
+        given.requests, given.rate, service=given.service, burstiness=given.burstiness, seed=given.seed
+    )
+    limits = {
+        "max_running_rows": given.rows,
+        "max_step_tokens": given.step_tokens,
+        "chunk_tokens": given.chunk,
+        "preemption": given.preemption,
+    }
+    began = time.process_time()
+    result = simulate(load_costs()[given.cost], work, Target(1.0, 0.05), **limits)
+    seconds = time.process_time() - began
+    shown = {**asdict(result), "goodput": result.goodput, "throughput": result.throughput}
+    print(json.dumps({**shown, "cpu_seconds": round(seconds, 1)}, indent=1))
+    return 0
+
+
+def show_overhead(_: argparse.Namespace) -> int:
+    """Print the cost of the scheduler itself."""
+    print(f"{bytes_per_waiting():.0f} bytes a waiting request")
+    for running in (64, 256, 1024, 4096):
+        for waiting in (1000, 1_000_000):
+            seconds = seconds_per_step(running, waiting)
+            print(f"{running} running, {waiting} waiting: {1e6 * seconds:.0f} us a step", flush=True)
+    return 0
+
+
+def sweep(given: argparse.Namespace) -> int:
+    """Run all sweeps of the guide and write their figures."""
+    given.out.write_text(json.dumps(run_sweeps(load_costs()), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    schedules = commands.add_parser("schedules")
+    schedules.add_argument("--count", type=int, default=100_000)
+    schedules.add_argument("--first", type=int, default=0, help="the first seed")
+    schedules.add_argument("--jobs", type=int, default=2)
+    schedules.set_defaults(run=check_schedules)
+    costs = commands.add_parser("measure")
+    costs.add_argument("--model", type=Path, default=COSTS.parents[2] / "models" / "smollm2")
+    costs.set_defaults(run=measure_costs)
+    load = commands.add_parser("load")
+    load.add_argument("--cost", default="h100")
+    load.add_argument("--requests", type=int, default=20_000)
+    load.add_argument("--rate", type=float, default=30.0, help="requests a second")
+    load.add_argument("--service", choices=SERVICES, default="conversation")
+    load.add_argument("--burstiness", type=float, default=1.0)
+    load.add_argument("--seed", type=int, default=0)
+    load.add_argument("--rows", type=int, default=512)
+    load.add_argument("--step-tokens", type=int, default=2048)
+    load.add_argument("--chunk", type=int)
+    load.add_argument("--preemption", default="growth")
+    load.set_defaults(run=run_load)
+    commands.add_parser("overhead").set_defaults(run=show_overhead)
+    sweeps = commands.add_parser("sweep")
+    sweeps.add_argument("--out", type=Path, default=COSTS.with_name("sweeps.json"))
+    sweeps.set_defaults(run=sweep)
+    given = parser.parse_args()
+    return int(given.run(given))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
