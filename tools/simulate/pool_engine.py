@@ -163,7 +163,7 @@ class PoolEngine:
             self.cached[job.family] = job.borrowed = job.family_blocks
 
     def evict(self) -> None:
-        """Drop cached blocks that nobody holds, from the end of a random family."""
+        """Drop cached blocks that no request holds, from the end of a random family."""
         families = [family for family, holders in self.holders.items() if holders and not holders[-1]]
         if families:
             family = self.chance.choice(families)
@@ -337,7 +337,7 @@ class PoolEngine:
             self._check(all(job.key > earlier for job in victims), "preempted for a later one", plan)
 
     def _check_order(self, plan: StepPlan) -> None:
-        """Admission in order: nobody who comes before an admitted request is left waiting."""
+        """Admission in order: no request before an admitted one is left waiting."""
         admitted = [self.jobs[number] for number in plan.admitted]
         self._check(admitted == sorted(admitted, key=lambda job: job.order), "admitted out of order", plan)
         waiting = self._waiting()
@@ -353,14 +353,14 @@ class PoolEngine:
         self._check(rows <= self.config.max_running_rows, f"{rows} rows run", plan)
 
     def _check_progress(self, plan: StepPlan) -> None:
-        """The first in order runs; nothing idles while somebody waits."""
+        """The first in order runs; nothing idles while a request waits."""
         running, waiting = self._running(), self._waiting()
         atomic = any(not self.jobs[number].request.chunkable for number in plan.read)
         pauses = atomic and not plan.decode
         self._check(not (pauses and self.paused and running_decoders(running)), "paused twice", plan)
         self.paused = pauses and bool(running_decoders(running))
         if not running:
-            self._check(not waiting or bool(plan.preempted), "nothing runs while somebody waits", plan)
+            self._check(not waiting or bool(plan.preempted), "nothing runs while a request waits", plan)
             return
         first = min(running, key=lambda job: job.order)
         runs = first.request.number in plan.read or first.request.number in plan.decode

@@ -1,0 +1,230 @@
+"""Sessions with a scheduler: waiting, chunks, order, deadlines, preemption, cancellation in every state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from descant import (
+    DeadlineExceeded,
+    EngineFull,
+    Failed,
+    Finished,
+    GenerationConfig,
+    InputError,
+    PrefixCache,
+    Request,
+    SchedulerConfig,
+    Session,
+    Tokens,
+)
+from descant.testing import outcomes, toy
+from tests.support.markov_model import Chain
+
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy()
+
+
+def request(length, new=NEW, **given):
+    ids = [3 + (7 * length + 5 * at) % 53 for at in range(length)]
+    fields = {name: given.pop(name) for name in ("priority", "deadline", "logits_processor") if name in given}
+    return Request(ids, GenerationConfig(max_new_tokens=new, eos_token_id=None, **given), **fields)
+
+
+def alone(model, one):
+    return outcomes(model, [Request(one.prompt, one.generation_config)])[0].tokens
+
+
+def ended(session):
+    return {event.request: event for event in session.drain() if isinstance(event, Finished | Failed)}
+
+
+def tokens(event):
+    return [one.tokens.tolist() for one in event.hypotheses]
+
+
+def test_requests_wait_for_rows(model):
+    session = Session(model, scheduler=SchedulerConfig(max_running_rows=2))
+    given = [request(length) for length in (3, 5, 2, 4)]
+    numbers = session.admit(*given)
+    assert (len(session), session.rows, session.report().waiting) == (4, 0, 4)
+    session.step()
+    assert (len(session), session.rows, session.report().waiting) == (4, 2, 2)
+    found = ended(session)
+    assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in given]
+
+
+def test_a_long_prompt_is_read_beside_the_steps_of_others(model):
+    session = Session(model, scheduler=SchedulerConfig(chunk_tokens=4))
+    short, long = request(2, new=20), request(30)
+    first = session.admit(short)[0]
+    session.step()
+    second = session.admit(long)[0]
+    steps_with_first = 0
+    while True:
+        emitted = [
+            one for event in session.step() if isinstance(event, Tokens) for one in event.request.tolist()
+        ]
+        if second in emitted:
+            break
+        assert first in emitted  # it never waits for the prompt
+        steps_with_first += 1
+    assert steps_with_first == 7  # 28 of the 30 tokens in chunks of 4, then the rest with the first new token
+    found = ended(session)
+    assert tokens(found[first]) == alone(model, short)
+    assert tokens(found[second]) == alone(model, long)
+
+
+def test_priorities_order_what_waits(model):
+    session = Session(model, scheduler=SchedulerConfig(max_running_rows=1, ageing=1000.0))
+    numbers = session.admit(request(2, priority=1), request(3, priority=0), request(4, priority=-1))
+    order = [event.request for event in session.drain() if isinstance(event, Finished)]
+    assert order == numbers[::-1]
+
+
+def test_a_deadline_ends_a_waiting_and_a_running_request(model):
+    session = Session(model, scheduler=SchedulerConfig(max_running_rows=1))
+    now = [0.0]
+    session._scheduled.clock = lambda: now[0]
+    running, waiting, last = session.admit(
+        request(2, new=50, deadline=10.0), request(3, deadline=5.0), request(4)
+    )
+    session.step()
+    now[0] = 6.0
+    [event] = [one for one in session.step() if isinstance(one, Failed)]
+    assert event.request == waiting
+    assert isinstance(event.error, DeadlineExceeded)
+    now[0] = 11.0
+    found = ended(session)
+    assert isinstance(found[running].error, DeadlineExceeded)
+    assert tokens(found[last]) == alone(model, request(4))
+    assert session.report().blocks == session.rows == 0
+
+
+def test_a_bounded_queue_refuses_all_or_none(model):
+    session = Session(model, scheduler=SchedulerConfig(max_waiting=2))
+    with pytest.raises(EngineFull):
+        session.admit(request(2), request(2), request(2))
+    assert len(session) == 0
+    session.admit(request(2), request(2))
+    assert len(session) == 2
+
+
+def test_what_needs_a_scheduler_is_refused_without_one(model):
+    for field in ({"priority": 1}, {"deadline": 1.0}):
+        with pytest.raises(InputError, match="needs a session with a scheduler"):
+            Session(model).admit(request(2, **field))
+    with pytest.raises(InputError, match="only in a session with a scheduler"):
+        Session(model).demand(request(2))
+
+
+def test_a_request_that_may_outgrow_the_pool_is_refused(model):
+    session = Session(model, scheduler=SchedulerConfig(num_blocks=4, block_size=4))
+    assert session.demand(request(2)).max_blocks(SchedulerConfig(block_size=4)) == 2
+    with pytest.raises(InputError, match="must fit a KV pool of 4 blocks"):
+        session.admit(request(12))
+    assert len(session) == 0
+
+
+def tight(model, **given):
+    """A session in whose pool two of the requests outgrow each other."""
+    return Session(model, scheduler=SchedulerConfig(num_blocks=9, block_size=2, headroom=0.0, **given))
+
+
+def test_a_preempted_request_is_read_again(model):
+    session = tight(model)
+    given = [request(4, new=10), request(4, new=10), request(3, new=8)]
+    numbers = session.admit(*given)
+    found = ended(session)
+    assert session.report().preemptions > 0
+    assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in given]
+
+
+def test_a_request_can_be_cancelled_in_every_state(model):
+    """Waiting, reading in chunks, running and preempted."""
+    config = SchedulerConfig(num_blocks=12, block_size=2, chunk_tokens=2, headroom=0.0)
+    given = [request(4, new=12), request(5, new=10), request(9, new=4), request(3, new=6)]
+    expected = [alone(model, one) for one in given]
+    for steps in range(25):
+        for victim in range(len(given)):
+            session = Session(model, scheduler=config)
+            numbers, found = session.admit(*given), {}
+            for _ in range(steps):
+                found |= {event.request: event for event in session.step() if isinstance(event, Finished)}
+            if numbers[victim] not in found:
+                session.cancel(numbers[victim])
+            found |= ended(session)
+            for at, number in enumerate(numbers):
+                if at != victim:
+                    assert tokens(found[number]) == expected[at], (steps, victim)
+            report = session.report()
+            assert (report.requests, report.rows, report.blocks, report.waiting) == (0, 0, 0, 0)
+
+
+def test_an_interrupted_step_is_planned_again(model):
+    interrupts = [2, 5, 9, 10]
+    calls = [0]
+
+    def interrupting(ids, scores):
+        calls[0] += 1
+        if calls[0] in interrupts:
+            raise KeyboardInterrupt
+        return scores
+
+    config = SchedulerConfig(num_blocks=16, block_size=2, chunk_tokens=3, headroom=0.0)
+    session = Session(model, scheduler=config)
+    given = [request(4, new=8, logits_processor=[interrupting]), request(11), request(5, new=9)]
+    numbers, found = session.admit(*given), {}
+    while len(session):
+        try:
+            events = session.step()
+        except KeyboardInterrupt:
+            continue
+        found |= {event.request: event for event in events if isinstance(event, Finished | Failed)}
+    assert calls[0] > max(interrupts)
+    assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in given]
+    assert session.report().blocks == 0
+
+
+def test_a_prompt_whose_forward_raises_fails_alone():
+    model = Chain.chance(61, 3)
+    session = Session(model, scheduler=SchedulerConfig(chunk_tokens=4))
+    forward, bad = session.model.forward, torch.tensor(request(20).prompt[:8])
+
+    def breaking(rows, proposal, cache):
+        if any(torch.equal(line[:8], bad) for line in rows.tokens if len(line) >= 8):
+            raise RuntimeError("broken")
+        return forward(rows, proposal, cache)
+
+    session.model.forward = breaking
+    good, broken = session.admit(request(3), request(20))
+    found = ended(session)
+    session.model.forward = forward
+    assert "broken" in str(found[broken].error)
+    assert tokens(found[good]) == alone(model, request(3))
+    assert len(session) == session.rows == 0
+
+
+def test_cached_prefixes_are_not_read_again(model):
+    prefixes = PrefixCache(block=4)
+    session = Session(model, prefix_cache=prefixes, scheduler=SchedulerConfig(chunk_tokens=4))
+    for _ in range(2):
+        number = session.admit(request(22))[0]
+        assert tokens(ended(session)[number]) == alone(model, request(22))
+    assert prefixes.report().hits == 1
+    assert prefixes.report().tokens_found == 20
+
+
+def test_a_lossy_cache_is_never_preempted(model):
+    lossy = request(
+        6, new=8, cache_implementation="sink", cache_config={"window_length": 8, "num_sink_tokens": 2}
+    )
+    session = tight(model)
+    numbers = session.admit(request(4, new=8), lossy, request(4, new=8))
+    found = ended(session)
+    assert tokens(found[numbers[1]]) == alone(model, lossy)
+    assert tokens(found[numbers[0]]) == tokens(found[numbers[2]]) == alone(model, request(4, new=8))
