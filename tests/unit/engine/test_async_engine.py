@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import random
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from descant import (
@@ -249,3 +252,26 @@ def test_1000_streams_from_50_threads(model):
     began = time.monotonic()
     check_hammered(hammer(model, 1000, 50), 1000)
     print(f"{time.monotonic() - began:.0f} s")
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_20000_requests(model):
+    """The slope of the resident memory is below 1 MB for 10,000 requests, once the first have ended."""
+    sizes = []
+    scheduler = SchedulerConfig(max_running_rows=32, num_blocks=128, block_size=4)
+    with AsyncEngine(model, scheduler=scheduler) as engine:
+        for batch in range(26):
+            handles = [engine.submit(one) for one in requests(1000, seed=batch)]
+            for handle in handles:
+                handle.result()
+            gc.collect()
+            sizes.append(resident_bytes())
+    counted = np.array(sizes[6:], dtype=float)
+    slope = np.polyfit(np.arange(len(counted)), counted, 1)[0] * 10
+    print(f"{slope / 1e6:.2f} MB for 10,000 requests")
+    assert slope < 1e6
