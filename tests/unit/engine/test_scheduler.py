@@ -390,6 +390,20 @@ def test_equal_keys_do_not_preempt_each_other_nor_does_growth_alone(limits):
     assert (plan.preempted, plan.admitted, plan.read, plan.decode) == ((1,), (0,), {0: 1}, ())
 
 
+def test_later_keys_are_found_among_requests_that_came_after_a_search():
+    one = scheduler(max_running_rows=2, ageing=1.0)
+    one.add(request(0, 1, priority=5), now=0.0)
+    one.add(request(1, 1, priority=9), now=0.0)
+    assert step(one, ended=[0]).admitted == (0, 1)
+    one.add(request(2, 1, rows=2, priority=9), now=1.0)  # no running key is later than its own
+    assert step(one).preempted == ()
+    one.cancel(2)
+    one.add(request(3, 1, priority=20), now=1.0)
+    assert step(one).admitted == (3,)
+    one.add(request(4, 1, priority=12), now=1.0)
+    assert step(one, parked={3: ParkedRequest(2, 1)}).preempted == (3,)
+
+
 def test_nobody_is_preempted_for_a_request_that_would_still_not_fit():
     one = scheduler(max_running_rows=3)
     one.add(request(0, 1, rows=2, preemptible=False), request(1, 1), now=0.0)

@@ -24,6 +24,16 @@ def test_it_equals_a_sorted_list(calls):
         assert all((number in queue) == (number in keys) for number in range(13))
 
 
+def test_a_request_may_come_back_with_another_key():
+    queue = RequestQueue()
+    queue.add(0, 1.0)
+    queue.add(1, 0.0)
+    queue.discard(0)  # behind the first, so its old entry stays for now
+    queue.add(0, 2.0)
+    queue.discard(1)
+    assert queue.first() == (2.0, 0)
+
+
 def test_removed_requests_take_no_memory_for_long():
     queue = RequestQueue()
     queue.add(0, -1.0)

@@ -88,7 +88,6 @@ class RequestEntry:
         elif not self.unread:
             must = f"must say what it takes to read request {self.request.number} again"
             raise InputError("parked", must, None)
-        self.unread = self.held = self.charge = 0
 
 
 class RunningEntries:
