@@ -12,7 +12,7 @@ from torch import Tensor
 from descant.core.interfaces import Array, Model, RowCache
 from descant.core.records import ForwardOutput, Proposal, Selection, Tokens
 from descant.core.rows import Rows, index_rows, take_rows
-from descant.errors import InputError, RowError, format_value, printable
+from descant.errors import DescantError, InputError, RowError, format_value, printable
 from descant.kv_cache.row_subset import row_subset
 
 __all__ = [
@@ -41,7 +41,7 @@ def request_error(request: int, cause: Exception) -> RowError:
     """The error of a request whose own code, or whose forward, has raised `cause`."""
     if isinstance(cause, RowError):
         return cause
-    text = printable(cause)
+    text = str(cause) if isinstance(cause, DescantError) else printable(cause)
     error = RowError(f"{type(cause).__name__}: {text} (request {request})", request)
     error.__cause__ = cause
     return error

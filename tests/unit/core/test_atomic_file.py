@@ -183,7 +183,7 @@ def test_a_new_file_that_another_writer_takes_for_a_leftover(
         os.close(held[0])
     assert Path(pending.path).exists()
     assert len(os.listdir(tmp_path)) == (1 if removed else 2)
-    atomic_file.remove_leftovers(str(tmp_path), "file")
+    atomic_file._remove_leftovers(str(tmp_path), "file")
     assert os.listdir(tmp_path) == [os.path.basename(pending.path)]
     pending.file.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -236,8 +237,9 @@ def test_the_loop_has_its_own(tiny):
     session = Session(small.model)
     given = Unbatched(2.0, small.model)
     session.admit(Request([4, 5], GenerationConfig(max_new_tokens=2), logits_processor=[given]))
-    with pytest.raises(InputError, match=r"for direct calls.*set guidance_scale"):
-        list(session.drain())
+    [event] = session.drain()
+    assert isinstance(event.error.__cause__, InputError)
+    assert re.search(r"for direct calls.*set guidance_scale", str(event.error))
 
 
 IDS, MASK = torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1, 1]])
