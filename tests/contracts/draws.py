@@ -15,7 +15,7 @@ from descant import Session
 from descant.core.context import row_params
 from descant.core.records import Hypothesis, Observation
 from descant.core.rows import Rows
-from descant.engine.step import run_step
+from descant.engine.step import StepHooks, run_step
 from tests.contracts.settings import VOCAB, Setting, scripts
 
 WINDOW = 3
@@ -142,7 +142,9 @@ def exact(setting: Setting) -> Tensor:
 
     for _ in range(WINDOW):
         if len(rows):
-            rows, _ = run_step(table.model, table.cache, rows, table.running.strategy_groups, observe)
+            rows, _ = run_step(
+                table.model, table.cache, rows, table.running.strategy_groups, StepHooks(observe)
+            )
     ends = {setting.fields.get("eos_token_id"), *setting.fields.get("stop_token_ids", ())}
     whole = torch.zeros([VOCAB + 1] * WINDOW, dtype=torch.double)
     _spread(laws, (), 1.0, whole, ends)

@@ -214,6 +214,11 @@ class Stream:
         for request, event in last_events.items():
             prompt_stream = self._prompt_streams.pop(request)
             if isinstance(event, Failed):
+                if event.error.__cause__ is not None:  # a user's own exception, as it was raised
+                    for ended in last_events:
+                        self._prompt_streams.pop(ended, None)
+                    self._cancel_all()
+                    raise event.error.__cause__
                 yield from prompt_stream.failure_events(event.error)
             else:
                 self._results[request] = event
