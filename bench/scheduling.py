@@ -26,6 +26,7 @@ __all__ = ["main", "measure_gap", "measure_ragged"]
 
 _NUM_ROWS = 8
 _STEPS_BEFORE = 12  # decode steps before the long prompt comes
+_NUM_BLOCKS = 1024  # of the KV pool
 _STEPS_AFTER = 24  # tokens of the running rows after it is read, at least
 
 
@@ -43,7 +44,8 @@ def _config(new: int) -> descant.GenerationConfig:
 
 def measure_gap(model: Any, prompt: Sequence[int], chunk: int | None, new: int) -> Gap:
     """Decode rows of `new` tokens each, beside which a prompt is read in chunks; None: at once."""
-    session = descant.Session(model, scheduler=descant.SchedulerConfig(chunk_tokens=chunk))
+    config = descant.SchedulerConfig(chunk_tokens=chunk, num_blocks=_NUM_BLOCKS)  # so on the paged cache
+    session = descant.Session(model, scheduler=config)
     rng = random.Random(0)
     running = session.admit(
         *(

@@ -17,6 +17,8 @@ from descant.kv_cache.paged import PagedStore
 
 __all__ = ["PromptReader", "ReadRows", "common_length"]
 
+_ALL = 2**40  # more tokens than any request has
+
 
 class ReadRows(NamedTuple):
     """Rows, with what is cached of each."""
@@ -103,10 +105,12 @@ class PromptReader:
                 reading.fork()
 
     def take(self, number: int, forward: Forward) -> ReadRows:
-        """Stop reading a request; its rows, with what is cached of each."""
+        """Read the rest of a request but the last token of each row; its rows, with what is cached of each.
+
+        The rest is not left to the table: there it would pad the single tokens of the rows that decode.
+        """
         reading = self._requests[number]
-        if reading.fed is not reading.rows:
-            self._feed(reading, int(reading.fed.pending.sum()), forward)
+        self._feed(reading, _ALL, forward)
         del self._requests[number]
         prefixes = [
             CachedPrefix(CachedRow(reading.cache, row), length) if length else CachedPrefix()
