@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import asdict
-from multiprocessing import Pool
+from itertools import pairwise
 from pathlib import Path
 
 from tools.simulate.cost_model import COSTS, fit_published, load_costs, save_costs
@@ -27,38 +28,49 @@ from tools.simulate.sweeps import run_sweeps
 
 __all__ = ["main"]
 
-CHUNK = 200  # schedules that a process runs at a time
+REPORT_EVERY = 10_000  # schedules between two lines of progress
 
 
 def try_schedules(seeds: range) -> tuple[int, Counter[str], list[str]]:
     """Steps and events of these schedules, and what they broke."""
     steps, counts, broken = 0, Counter[str](), []
-    for seed in seeds:
+    for done, seed in enumerate(seeds, 1):
         try:
             outcome: Outcome = run_schedule(seed)
         except BrokenInvariant as error:
             broken.append(str(error))
-            continue
-        steps += outcome.steps
-        counts += outcome.counts
+        else:
+            steps += outcome.steps
+            counts += outcome.counts
+        if done % REPORT_EVERY == 0:
+            print(f"{seeds.start} on: {done} schedules, {len(broken)} broken", file=sys.stderr, flush=True)
+    return steps, counts, broken
+
+
+def try_in_processes(seeds: range, jobs: int) -> tuple[int, Counter[str], list[str]]:
+    """`try_schedules` in several processes, which answer in JSON: multiprocessing would unpickle."""
+    command = [sys.executable, "-m", "tools.simulate", "schedules", "--jobs", "1", "--json"]
+    bounds = [seeds.start + len(seeds) * job // jobs for job in range(jobs + 1)]
+    parts = [("--first", str(low), "--count", str(high - low)) for low, high in pairwise(bounds)]
+    started = [subprocess.Popen([*command, *part], stdout=subprocess.PIPE, text=True) for part in parts]
+    steps, counts, broken = 0, Counter[str](), []
+    for process in started:
+        answer = json.loads(process.communicate()[0])
+        steps += answer["steps"]
+        counts += Counter(answer["counts"])
+        broken += answer["broken"]
     return steps, counts, broken
 
 
 def check_schedules(given: argparse.Namespace) -> int:
     """Run random schedules in several processes; 1: one broke a promise."""
     began = time.monotonic()
-    last = given.first + given.count
-    chunks = [range(start, min(start + CHUNK, last)) for start in range(given.first, last, CHUNK)]
-    steps, counts, broken = 0, Counter[str](), []
-    with Pool(given.jobs) as pool:
-        for done, (some, events, errors) in enumerate(pool.imap_unordered(try_schedules, chunks), 1):
-            steps += some
-            counts += events
-            broken += errors
-            for error in errors:
-                print(error, flush=True)
-            if done % 50 == 0:
-                print(f"{done * CHUNK} schedules, {len(broken)} broken", flush=True)
+    seeds = range(given.first, given.first + given.count)
+    steps, counts, broken = try_schedules(seeds) if given.jobs == 1 else try_in_processes(seeds, given.jobs)
+    if given.json:
+        print(json.dumps({"steps": steps, "counts": counts, "broken": broken}))
+        return 0
+    print(*broken, sep="\n", end="\n" if broken else "")
     listed = ", ".join(f"{count} {what}" for what, count in counts.most_common())
     seconds = time.monotonic() - began
     print(f"{given.count} schedules, {steps} steps in {seconds:.0f} s: {listed}; {len(broken)} broken")
@@ -120,6 +132,7 @@ def main() -> int:
     schedules.add_argument("--count", type=int, default=100_000)
     schedules.add_argument("--first", type=int, default=0, help="the first seed")
     schedules.add_argument("--jobs", type=int, default=2)
+    schedules.add_argument("--json", action="store_true", help="print the counts as JSON")
     schedules.set_defaults(run=check_schedules)
     costs = commands.add_parser("measure")
     costs.add_argument("--model", type=Path, default=COSTS.parents[2] / "models" / "smollm2")
