@@ -13,7 +13,7 @@ from torch import Tensor
 from descant.core.cache_interfaces import RowCache
 from descant.core.context import Context, RowParams, row_params
 from descant.core.processor_interfaces import Processor
-from descant.core.rows import Column, Rows
+from descant.core.rows import Column, Rows, index_rows
 
 __all__ = [
     "Context",
@@ -49,6 +49,17 @@ class Proposal(NamedTuple):
     def width(self) -> int:
         """The largest number of drafts of a row."""
         return 0 if self.drafts is None else self.drafts.shape[1]
+
+    def take(self, index: Tensor) -> Proposal:
+        """The drafts of the rows `index` [N] (host), in that order; forks are made already."""
+        if self.drafts is None:
+            return Proposal()
+        return Proposal(
+            None,
+            index_rows(self.drafts, index),
+            None if self.num_drafts is None else self.num_drafts[index],
+            None if self.draft_probs is None else index_rows(self.draft_probs, index),
+        )
 
     def draft_counts(self, index: Tensor | None = None) -> Tensor | int:
         """The number of drafts of each row [R] (host), or of the rows `index`; 0 if no row has any."""

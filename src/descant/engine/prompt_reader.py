@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import SelectableCache
+from descant.core.interfaces import KVCache, SelectableCache
 from descant.core.rows import Rows
 from descant.engine.prefix_reuse import CachedPrefix, Forward, prefill_chunk
 from descant.kv_cache.cached_row import CachedRow, append_rows
@@ -30,6 +30,15 @@ class ReadRows(NamedTuple):
     def unread(cls, rows: Rows) -> ReadRows:
         """Rows of which nothing is cached."""
         return cls(rows, [CachedPrefix()] * len(rows))
+
+    @classmethod
+    def cached(cls, rows: Rows, cache: KVCache) -> ReadRows:
+        """Rows of which each is the row of the same index in a cache, as far as it is cached."""
+        prefixes = [
+            CachedPrefix(CachedRow(cache, row), length) if length else CachedPrefix()
+            for row, length in enumerate(rows.cached_length.tolist())
+        ]
+        return cls(rows, prefixes)
 
 
 @dataclass
@@ -112,11 +121,7 @@ class PromptReader:
         reading = self._requests[number]
         self._feed(reading, _ALL, forward)
         del self._requests[number]
-        prefixes = [
-            CachedPrefix(CachedRow(reading.cache, row), length) if length else CachedPrefix()
-            for row, length in enumerate(reading.rows.cached_length.tolist())
-        ]
-        return ReadRows(reading.rows, prefixes)
+        return ReadRows.cached(reading.rows, reading.cache)
 
     def num_cached(self, number: int) -> Tensor:
         """The positions of each row in a request's own cache [R] (host)."""

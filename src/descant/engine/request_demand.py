@@ -10,7 +10,14 @@ from descant.engine.scheduling.scheduled_request import ScheduledRequest
 from descant.kv_cache.cached_row import is_lossless
 from descant.kv_cache.paged import PagedStore
 
-__all__ = ["request_demand"]
+__all__ = ["reads_in_chunks", "request_demand"]
+
+
+def reads_in_chunks(traits: ModelTraits, store: RowCache) -> bool:
+    """Whether a model can read tokens piece by piece into a cache of the type of `store`."""
+    if traits.cache_type != "kv" or traits.is_encoder_decoder:
+        return False
+    return is_lossless(store) and not (traits.has_own_position_ids or traits.needs_own_cache)
 
 
 def request_demand(
@@ -37,9 +44,7 @@ def request_demand(
         fixed_tokens += 0 if encoder_ids is None else len(encoder_ids)
     has_side_inputs = bool(request.inputs.keys() - {NEGATIVE_PROMPT_KEY}) and not traits.is_encoder_decoder
     positions = len(one.prompt) + one.offset
-    max_row_tokens, lossless = max(one.max_slots, positions), is_lossless(store)
-    paged = isinstance(store, PagedStore)
-    is_plain_kv = traits.cache_type == "kv" and not traits.is_encoder_decoder
+    max_row_tokens, paged = max(one.max_slots, positions), isinstance(store, PagedStore)
     rows *= 2 if is_guided else 1
     fixed_blocks = config.blocks_of(fixed_tokens)
     if not paged:  # a recurrent state does not grow
@@ -55,9 +60,6 @@ def request_demand(
         paged=paged,
         priority=request.priority,
         deadline=None if request.deadline is None else now + request.deadline,
-        chunkable=is_plain_kv
-        and lossless
-        and not (has_side_inputs or traits.has_own_position_ids or traits.needs_own_cache)
-        and not plan.needs_full_prefill,
-        preemptible=not has_side_inputs and (lossless or traits.cache_type == "recurrent"),
+        chunkable=reads_in_chunks(traits, store) and not (has_side_inputs or plan.needs_full_prefill),
+        preemptible=not has_side_inputs and (is_lossless(store) or traits.cache_type == "recurrent"),
     )

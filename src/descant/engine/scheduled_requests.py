@@ -17,7 +17,7 @@ from descant.engine.admission import ResolvedRequest
 from descant.engine.block_usage import block_usage
 from descant.engine.prefix_reuse import CachedPrefix, Forward
 from descant.engine.prompt_reader import PromptReader, ReadRows, common_length
-from descant.engine.request_demand import request_demand
+from descant.engine.request_demand import reads_in_chunks, request_demand
 from descant.engine.scheduling.ageing_scheduler import AgeingScheduler
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.scheduling.plan import ParkedRequest, RequestUsage, StepPlan, StepReport
@@ -26,7 +26,7 @@ from descant.engine.step_faults import StepFault, forward_or_fault
 from descant.engine.table import Table
 from descant.engine.table_set import Placement, TableSet
 from descant.errors import DeadlineExceeded, InputError, NotEnoughMemory
-from descant.kv_cache.cached_row import is_lossless, unwrap_cache
+from descant.kv_cache.cached_row import unwrap_cache
 from descant.kv_cache.paged import PagedStore
 
 __all__ = ["ScheduledRequests"]
@@ -53,7 +53,7 @@ class ScheduledRequests:
         self._parked: dict[int, tuple[Table, Rows]] = {}
         self._suspended: list[tuple[Table, ReadRows]] = []  # rows that pause in this step
         self._plan: StepPlan | None = None
-        self._num_read: set[int] = set()  # requests that have read what the plan says
+        self._finished_reads: set[int] = set()  # requests that have read what the plan says
 
     @property
     def num_waiting(self) -> int:
@@ -113,7 +113,7 @@ class ScheduledRequests:
     def start_step(self) -> None:
         """Plan a step and bring the tables into the state it needs."""
         plan = self._plan = self.scheduler.schedule(self.clock())
-        self._num_read.clear()
+        self._finished_reads.clear()
         for number in plan.expired:
             self.failed[number] = DeadlineExceeded(number)
         for number in plan.exceeded:
@@ -127,7 +127,7 @@ class ScheduledRequests:
                 self.failed[number] = fault.errors.get(number, fault)
             except Exception as error:
                 self.failed[number] = error
-            self._num_read.add(number)
+            self._finished_reads.add(number)
         self._suspend(plan)
 
     def _preempt(self, number: int) -> None:
@@ -182,9 +182,8 @@ class ScheduledRequests:
         self._reader.start(number, rows, prefix, unwrap_cache(cache, _NO_ROWS)[0].select(_NO_ROWS))
 
     def _is_chunkable(self, table: Table) -> bool:
-        traits = self._model.traits
-        is_plain = traits.cache_type == "kv" and not traits.is_encoder_decoder
-        return is_plain and is_lossless(unwrap_cache(table.cache, _NO_ROWS)[0])
+        """Whether parked rows of a table can be read again piece by piece."""
+        return reads_in_chunks(self._model.traits, unwrap_cache(table.cache, _NO_ROWS)[0])
 
     @property
     def _forward(self) -> Forward:
@@ -232,7 +231,7 @@ class ScheduledRequests:
         for number in plan.preempted:
             if number not in self and any(number in table.running.requests for table in self._tables):
                 self._preempt(number)
-        skipped = [number for number in (*plan.decode, *plan.read) if number not in self._num_read]
+        skipped = [number for number in (*plan.decode, *plan.read) if number not in self._finished_reads]
         self._report(plan, (), skipped)
 
     def end_step(self, ended: Collection[int]) -> None:

@@ -83,24 +83,11 @@ def _find_culprits(
     for request in requests if len(requests) > 1 else ():
         index = (rows.request == request).nonzero().squeeze(1)
         try:
-            probe(rows.take(index), _take_proposal(proposal, index), row_subset(cache, index))
+            probe(rows.take(index), proposal.take(index), row_subset(cache, index))
         except Exception as own:
             culprits[request] = own
     # If only the whole batch fails, for want of memory for one, it gets smaller until it does not.
     return culprits or {requests[-1]: error}
-
-
-def _take_proposal(proposal: Proposal, index: Tensor) -> Proposal:
-    """The drafts of the rows `index` (host), which are in the cache already."""
-    if proposal.drafts is None:
-        return Proposal()
-    probs = proposal.draft_probs
-    return Proposal(
-        None,
-        index_rows(proposal.drafts, index),
-        None if proposal.num_drafts is None else proposal.num_drafts[index],
-        None if probs is None else index_rows(probs, index),
-    )
 
 
 def check_selection(selection: Selection, num_rows: int) -> None:

@@ -25,7 +25,7 @@ from descant.engine.running_requests import PreparedRequest, RunningRequests
 from descant.engine.step import Observe, StepHooks, run_step
 from descant.engine.step_faults import StepFault, checked_forward, forward_or_fault
 from descant.engine.wrapper_chain import WrapperChain
-from descant.kv_cache.cached_row import CachedRow, append_rows, unwrap_cache
+from descant.kv_cache.cached_row import append_rows, unwrap_cache
 from descant.trace.logit_summary import processor_name
 from descant.trace.tracer import Tracer
 
@@ -149,15 +149,10 @@ class Table:
         """Take the rows of a request out of the table, with their cached positions."""
         assert self.rows is not None
         index = (self.rows.request == number).nonzero().squeeze(1)
-        rows = self.rows.take(index)
         store, inner = unwrap_cache(self.cache, index)
-        cached = store.select(inner)
-        prefixes = [
-            CachedPrefix(CachedRow(cached, row), length) if length else CachedPrefix()
-            for row, length in enumerate(rows.cached_length.tolist())
-        ]
+        suspended = ReadRows.cached(self.rows.take(index), store.select(inner))
         self._remove_rows([number])
-        return ReadRows(rows, prefixes)
+        return suspended
 
     def resume(self, rows: Rows, prefixes: Sequence[CachedPrefix]) -> None:
         """Put rows of a parked request back, with what is cached of each."""

@@ -64,10 +64,10 @@ class ClassifierFreeGuidance(ModelWrapper):
         if len(guided):
             fed_rows = rows.replace(columns={}).cat(self._unconditional_rows(rows, guided, cache))
             fed_rows = fed_rows.replace(columns={"params": _inner_params(params, len(guided))})
-            fed_proposal = _take_proposal(fed_proposal, torch.cat((torch.arange(len(rows)), guided)))
+            fed_proposal = fed_proposal.take(torch.cat((torch.arange(len(rows)), guided)))
         order = cache.inner_order(guided)
         if order is not None:
-            fed_rows, fed_proposal = fed_rows.take(order), _take_proposal(fed_proposal, order)
+            fed_rows, fed_proposal = fed_rows.take(order), fed_proposal.take(order)
         output: ForwardOutput = self.inner.forward(fed_rows, fed_proposal, cache.inner)
         base_logits = output.logits if output.base_logits is None else output.base_logits
         row_logits, row_base_logits = (
@@ -138,15 +138,4 @@ def _inner_params(params: RowParams, num_uncond: int) -> RowParams:
                 (early_layers, early_layers.new_full((num_uncond, early_layers.shape[1]), -1))
             )
         }
-    )
-
-
-def _take_proposal(proposal: Proposal, index: Tensor) -> Proposal:
-    """The drafts of the rows `index`."""
-    if proposal.drafts is None:
-        return proposal
-    return Proposal(
-        None,
-        index_rows(proposal.drafts, index),
-        None if proposal.num_drafts is None else proposal.num_drafts[index],
     )
