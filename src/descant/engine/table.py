@@ -131,11 +131,13 @@ class Table:
         `drop`: its strategy has not finished it. All is done even if a part raises, such as a user's drafter.
         """
         with ExitStack() as parts:
-            parts.callback(self.model.remove_requests, [number])
-            if number in self.running.requests:  # else admission failed before it was registered
+            running = self.running.requests.get(number)  # None: admission failed before it was registered
+            names = () if running is None else running.plan.wrappers
+            parts.callback(self._chain.remove_request, number, names)
+            if running is not None:
                 parts.callback(self.running.remove, number)
                 if drop:
-                    parts.callback(self.running.requests[number].strategy.drop, number)
+                    parts.callback(running.strategy.drop, number)
             parts.callback(self.prefix_reuse.remove, number)
 
     def park(self, number: int) -> Rows:
@@ -215,7 +217,11 @@ class Table:
     def _model_in_use(self, rows: Rows) -> Any:
         """The model with the wrappers that the rows use."""
         if self._model_of_version is None or self._model_of_version[0] != rows.version:
-            names = {name for one in self.running.requests.values() for name in one.plan.wrappers}
+            failed = (
+                self.running.errors or {}
+            )  # their rows are removed, they themselves at the end of the step
+            running = [one for number, one in self.running.requests.items() if number not in failed]
+            names = {name for one in running for name in one.plan.wrappers}
             self._model_of_version = rows.version, self._chain.model_for(names)
         return self._model_of_version[1]
 

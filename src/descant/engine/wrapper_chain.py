@@ -40,6 +40,17 @@ class WrapperChain:
             model = wrapper.inner
         return model
 
+    def remove_request(self, number: int, names: Collection[str]) -> None:
+        """Remove a request from all models; a wrapper that raises fails only requests that use it."""
+        try:
+            self.model.remove_requests([number])
+        except Exception:
+            used = [wrapper for name, wrapper in self.wrappers.items() if name in names]
+            own = used[-1] if used else self.base
+            if own is self.model:
+                raise
+            own.remove_requests([number])
+
     def new_cache(self) -> RowCache:
         """An empty cache as the wrappers need it."""
         cache: RowCache = self.base.new_cache()

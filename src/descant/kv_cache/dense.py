@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import Array, KVSpan
+from descant.kv_cache.packed_span import PackedGroup, PackedSpan
 from descant.kv_cache.prefix_groups import PrefixGroups
 from descant.kv_cache.row_copies import RowCopies, RowCopy
 from descant.kv_cache.written_slots import WrittenSlots
@@ -89,6 +90,32 @@ class DenseStore:
         if span.rows is None:
             return self._first_slots(layer, span.read_length)
         return keys[rows, :, : span.read_length], values[rows, :, : span.read_length]
+
+    def write_packed(self, layer: int, key: Tensor, value: Tensor, span: PackedSpan) -> None:
+        """Write the keys and values [1, H, P, D] of the tokens of several rows."""
+        if "is_marked" not in span.memo:
+            self._written.mark(span.rows, span.starts + span.widths)
+            span.memo["is_marked"] = True
+        keys, values = self._layer_blocks(layer, key, value, span.read_length)
+        index = span.memo.get(key.device)
+        if index is None:
+            host = torch.from_numpy(np.stack((span.rows[span.token_rows], span.positions)))
+            index = span.memo[key.device] = host.to(key.device, non_blocking=True).unbind(0)
+        keys[index[0], :, index[1]] = key[0].transpose(0, 1)
+        values[index[0], :, index[1]] = value[0].transpose(0, 1)
+
+    def read_group(self, layer: int, group: PackedGroup) -> tuple[Tensor, Tensor]:
+        """The keys and values [G, H, S, D] of a group of rows; a view if they are consecutive."""
+        keys, values, stop = self._keys[layer], self._values[layer], group.num_slots
+        first, count = int(group.rows[0]), len(group.rows)
+        if int(group.rows[-1]) - first == count - 1 and "is_scattered" not in group.memo:
+            if count < 3 or bool((np.diff(group.rows) == 1).all()):
+                return keys[first : first + count, :, :stop], values[first : first + count, :, :stop]
+            group.memo["is_scattered"] = True
+        if keys.device not in group.memo:
+            group.memo[keys.device] = torch.from_numpy(group.rows).to(keys.device, non_blocking=True)
+        rows = group.memo[keys.device]
+        return keys[:, :, :stop].index_select(0, rows), values[:, :, :stop].index_select(0, rows)
 
     def _layer_blocks(self, layer: int, key: Tensor, value: Tensor, slots: int) -> tuple[Tensor, Tensor]:
         """The layer's blocks, with capacity for all rows and so many slots."""

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from descant.core.interfaces import Array, KVSpan
 from descant.kv_cache.block_pool import BlockPool
-from descant.kv_cache.shared_prefix_attention import PagedReadPlan, SharedPrefixKV
+from descant.kv_cache.packed_span import PackedGroup, PackedSpan
+from descant.kv_cache.shared_prefix_attention import PagedReadPlan, paged_proxies
 
 __all__ = ["PagedStore"]
 
 # A write of at least this many slots gets a contiguous slab of its own.
-_MIN_SLAB_SLOTS = 64
+_MIN_SLAB_SLOTS = 512
 
 
 class PagedStore:
@@ -95,17 +96,37 @@ class PagedStore:
         plan = self._plan
         if plan is None or plan.span is not span:
             plan = self._plan = self._plan_write(span)
+        self._write(layer, key, value, plan)
+        if span.is_first_write:
+            return key, value
+        return paged_proxies(plan, layer, key, value)
+
+    def write_packed(self, layer: int, key: Tensor, value: Tensor, span: PackedSpan) -> None:
+        """Write the keys and values [1, H, P, D] of the tokens of several rows."""
+        plan = span.memo.get("plan")
+        if plan is None:
+            plan = span.memo["plan"] = self._plan_packed(span)
+        self._write(layer, key, value, plan)
+
+    def read_group(self, layer: int, group: PackedGroup) -> tuple[Any, Any]:
+        """The keys and values [G, H, S, D] of a group of rows; proxies if they share a prefix."""
+        plan = group.memo.get("plan")
+        if plan is None:
+            plan = self._plan_read(group.rows, group.num_slots)
+            plan.starts, plan.stops = group.starts, group.stops
+            group.memo["plan"] = plan
+        if group.width == 1 and plan.shared_segments:
+            return paged_proxies(plan, layer, *plan.example_tensors(layer))
+        return plan.gather("keys", layer), plan.gather("values", layer)
+
+    def _write(self, layer: int, key: Tensor, value: Tensor, plan: PagedReadPlan) -> None:
+        """Write [N, H, T, D] where a plan says."""
         for name, new in (("keys", key), ("values", value)):
             for slab_id, positions, slots in plan.writes_by_slab(key.device):
                 slab = self.pool.slabs[slab_id]
                 tensor = slab.ensure_capacity(getattr(slab, name), layer, new, self.pool.block_size)
                 flat = new.transpose(0, 1).flatten(1, 2)  # [H, N * T, D]
                 tensor[:, slots] = flat if positions is None else flat[:, positions]
-        if span.is_first_write:
-            return key, value
-        shape = (*key.shape[:2], span.read_length, key.shape[3])
-        keys = SharedPrefixKV(shape, key, plan, layer, "keys")
-        return keys, SharedPrefixKV((*shape[:3], value.shape[3]), value, plan, layer, "values")
 
     # -------------------------------------------------------------------- whole rows
     @property
@@ -202,27 +223,46 @@ class PagedStore:
     def _plan_write(self, span: KVSpan) -> PagedReadPlan:
         """Make every block that a forward writes exclusive to its row, and plan how its rows are read."""
         rows, starts = span.on_host(len(self._block_table))
-        size, stops = self.pool.block_size, starts + span.width
+        stops = starts + span.width
+        self._make_exclusive(rows, starts, stops)
+        plan = self._plan_read(rows, span.read_length)
+        plan.span, plan.starts, plan.stops = span, starts, stops
+        positions = starts[:, None] + np.arange(span.width)  # [N, T]
+        blocks = np.take_along_axis(self._block_table[rows], positions // self.pool.block_size, 1)
+        plan.write_slots = self._locate_slots(blocks, positions)
+        return plan
+
+    def _plan_packed(self, span: PackedSpan) -> PagedReadPlan:
+        """The same for the tokens of a packed forward, which are read by group."""
+        self._make_exclusive(span.rows, span.starts, span.starts + span.widths)
+        plan = PagedReadPlan(self.pool, self._block_table[:0], 0)
+        blocks = self._block_table[span.rows[span.token_rows], span.positions // self.pool.block_size]
+        plan.write_slots = self._locate_slots(blocks, span.positions)
+        return plan
+
+    def _plan_read(self, rows: Array, read_length: int) -> PagedReadPlan:
+        """How rows are read up to a slot."""
+        table = self._block_table[rows][:, : -(-read_length // self.pool.block_size)]
+        return PagedReadPlan(self.pool, table, read_length)
+
+    def _locate_slots(self, blocks: Array, positions: Array) -> tuple[Array, Array]:
+        """The slab and the slot in it of positions, which are in these blocks; both flat."""
+        size = self.pool.block_size
+        slots = self.pool.index_in_slab[blocks] * size + positions % size
+        return self.pool.slab_of[blocks].ravel(), slots.ravel()
+
+    def _make_exclusive(self, rows: Array, starts: Array, stops: Array) -> None:
+        """Make the blocks of rows from `starts` to `stops` [N] exclusive to each."""
+        size, width = self.pool.block_size, int((stops - starts).max())
         self._block_table = _grow_table(self._block_table, -(-int(stops.max()) // size))
         # Most rows already have exclusive blocks to write to and are skipped.
-        block_index = starts[:, None] // size + np.arange(-(-span.width // size) + 1)
+        block_index = starts[:, None] // size + np.arange(-(-width // size) + 1)
         block_index = np.minimum(block_index, (stops[:, None] - 1) // size)
         written = np.take_along_axis(self._block_table[rows], block_index, 1)
         lacking = written < 0
         lacking[~lacking] = self.pool.ref_counts[written[~lacking]] > 1
         for index in np.flatnonzero(lacking.any(1)).tolist():
             self._reserve(int(rows[index]), int(starts[index]), int(stops[index]))
-        positions = starts[:, None] + np.arange(span.width)  # [N, T]
-        blocks = np.take_along_axis(self._block_table[rows], positions // size, 1)
-        plan = PagedReadPlan(
-            self.pool, self._block_table[rows][:, : -(-span.read_length // size)], span.read_length
-        )
-        plan.span, plan.starts, plan.stops = span, starts, stops
-        plan.write_slots = (
-            self.pool.slab_of[blocks].ravel(),
-            (self.pool.index_in_slab[blocks] * size + positions % size).ravel(),
-        )
-        return plan
 
     def _reserve(self, row: int, start: int, stop: int) -> None:
         """Make the blocks of a row from position `start` to `stop` exclusive to it."""

@@ -15,7 +15,7 @@ from descant.core.interfaces import Array, KVSpan
 from descant.kv_cache.attention_proxy import AttentionCall, KVProxy
 from descant.kv_cache.block_pool import BlockPool
 
-__all__ = ["PagedReadPlan", "SharedPrefixKV"]
+__all__ = ["PagedReadPlan", "SharedPrefixKV", "paged_proxies"]
 
 # The fewest shared slots that are attended separately; below this, a gather is as cheap.
 _MIN_SHARED_SLOTS = 64
@@ -183,6 +183,10 @@ class PagedReadPlan:
     def _slab_slots(self, slab_id: int) -> int:
         return self.pool.slabs[slab_id].num_blocks * self.pool.block_size
 
+    def example_tensors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Some keys and some values [H, S, D] of a layer, for their shapes."""
+        return self._any_tensor("keys", layer), self._any_tensor("values", layer)
+
     def _any_tensor(self, name: str, layer: int) -> Tensor:
         """Some tensor of a layer, for its shape."""
         by_slab: list[dict[int, Tensor]] = [getattr(slab, name) for slab in self.pool.slabs.values()]
@@ -253,6 +257,17 @@ class SharedPrefixKV(KVProxy):
         index = slots.clamp(max=plan.read_length - 1)[:, None, None].expand(*mask.shape[:3], slots.shape[1])
         tail = mask.gather(3, index)
         return tail & exists if tail.dtype == torch.bool else tail.masked_fill(~exists, _MASKED_SCORE)
+
+
+def paged_proxies(
+    plan: PagedReadPlan, layer: int, key: Tensor, value: Tensor
+) -> tuple[SharedPrefixKV, SharedPrefixKV]:
+    """The keys and values of a plan's rows in a layer; two tensors [..., H, S, D] show their shapes."""
+    shape = (len(plan.table), key.shape[-3], plan.read_length)
+    return (
+        SharedPrefixKV((*shape, key.shape[-1]), key, plan, layer, "keys"),
+        SharedPrefixKV((*shape, value.shape[-1]), value, plan, layer, "values"),
+    )
 
 
 def _shared_attention(

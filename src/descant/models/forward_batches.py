@@ -31,6 +31,7 @@ class ForwardBatch(NamedTuple):
     fed_length: Tensor  # [N] (host) fed positions; unused if `width` is 1
     start: int | None  # first fed position of all rows; None: they differ
     width: int  # fed positions of the longest row
+    is_packed: bool = False  # whether rows are fed one after the other instead of padded
 
     @classmethod
     def from_lengths(cls, cached: Tensor, fed: Tensor, rows: Tensor | None = None) -> ForwardBatch:
@@ -57,8 +58,9 @@ class ForwardBatcher:
         proposal: Proposal,
         request_keys: Mapping[int, object],
         state_batches: list[Tensor] | None = None,
+        can_pack: bool = False,
     ) -> list[ForwardBatch]:
-        """The batches of a step.
+        """The batches of a step; with `can_pack` rows of different length share a packed one.
 
         Requests in `request_keys` share a forward only with requests of the same key. `state_batches` are the
         running rows of a recurrent model, grouped by the state they share.
@@ -75,6 +77,8 @@ class ForwardBatcher:
         if traits.cache_type == "none":  # whole rows are fed in every step
             cached, fed = torch.zeros_like(cached), cached + fed
         all_rows = ForwardBatch.from_lengths(cached, fed)
+        if can_pack and unrestricted and (all_rows.start is None or uniform_value(fed) is None):
+            return [all_rows._replace(is_packed=True)]
         if unrestricted and self._fits_one_forward(all_rows, fed):
             return [all_rows]
         if traits.needs_batch_size_one:

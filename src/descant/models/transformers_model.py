@@ -12,6 +12,7 @@ from descant.core.interfaces import KVCache, KVSpan, ModelTraits, RowCache, Stat
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows, index_rows
 from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.packed_attention import PackingUnsupported
 from descant.kv_cache.recurrent_state import RecurrentStateCache
 from descant.models.compiled_step import CompilableStore, CompiledSteps, compiled_steps_of
 from descant.models.custom_inputs import InputPreparer, RecurrentStateHandler, model_position_ids
@@ -20,6 +21,7 @@ from descant.models.encoder import Encoder
 from descant.models.forward_batches import ForwardBatch, ForwardBatcher
 from descant.models.forward_inputs import attention_mask, fed_tokens, full_tokens, needs_no_mask
 from descant.models.forward_view import SelfAttentionView
+from descant.models.packed_forward import PackedBatch, can_pack_model, can_pack_rows
 from descant.models.rank_group import rank_group_of
 from descant.models.request_inputs import RequestInputsMap
 from descant.models.synced_gpus import current_barrier
@@ -43,10 +45,9 @@ _STATE_NAMES = (
 class TransformersModel:
     """Any generative model of transformers 5.
 
-    Rows are right-padded. A batch of new prompts then needs no mask, since causal attention does not see the
-    padding, and rows of equal length need none either. Rows of different length with a past get a mask and
-    position ids; models that take none run them in groups of equal length. Models that prepare their own
-    inputs, or are recurrent, are always run in such groups.
+    Rows of different length share a packed forward, where model and cache allow it. Else rows are right-padded:
+    new prompts and rows of equal length then need no mask, rows of different length with a past get a mask and
+    position ids. Models that take none, prepare their own inputs or are recurrent run in groups of equal length.
     """
 
     def __init__(self, model: PreTrainedModel, states: Sequence[str] = ()) -> None:
@@ -59,6 +60,8 @@ class TransformersModel:
         self._barrier = current_barrier()
         self._output_states = tuple(states)  # further outputs: "hidden_states", "attentions"
         self._batcher = ForwardBatcher(self.traits)
+        is_spread = self._is_multi_device or self.rank_group is not None or self._barrier is not None
+        self._can_pack = not is_spread and can_pack_model(model, self.traits)
         self._request_inputs = RequestInputsMap()
         self._input_preparer = InputPreparer(model, self.traits, self._request_inputs)
         self._state_handler = (
@@ -141,7 +144,15 @@ class TransformersModel:
         is_recurrent = self.traits.cache_type == "recurrent"
         state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
         request_keys = self._batch_keys(rows) if len(self._request_inputs) else {}
-        batches = self._batcher.split(rows, proposal, request_keys, state_batches)
+        has_more = bool(self._output_states or self._prompt_embeds or len(self._request_inputs))
+        can_pack = self._can_pack and not has_more and can_pack_rows(rows, proposal, cache, self.traits)
+        batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack)
+        if batches[0].is_packed:
+            try:
+                return self._run_packed(rows, proposal, cache, batches[0])
+            except PackingUnsupported:  # raised in its first layer, before anything counts
+                self._can_pack = False
+                batches = self._batcher.split(rows, proposal, request_keys, state_batches)
         run = self._run_custom_inputs if self.traits.prepares_own_inputs else self._run_batch
         if len(batches) == 1:
             logits, states = run(rows, proposal, cache, batches[0])
@@ -202,6 +213,16 @@ class TransformersModel:
         if logit_index is not None:
             logits = _gather_positions(logits, logit_index)
         return self._to_float_logits(logits), self._collect_states(output, rows, proposal, batch)
+
+    def _run_packed(
+        self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
+    ) -> ForwardOutput:
+        """One packed forward of all rows: logits [R, K + 1, V] in float32."""
+        packed, with_logits = PackedBatch(rows, proposal, cache, batch), not self._skip_logits
+        output = self.model(**packed.inputs(self.traits, with_logits), use_cache=True, return_dict=True)
+        self._count_forward(packed.span.num_tokens)
+        logits = packed.logits_by_row(output.logits, self.traits, with_logits)
+        return ForwardOutput(self._to_float_logits(logits))
 
     def _run_custom_inputs(
         self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
@@ -277,7 +298,7 @@ class TransformersModel:
             self.model, inputs["input_ids"], batch.cached_length, cast(CompilableStore, cache)
         )
         if logits is not None:
-            self._count_forward(batch)
+            self._count_forward(batch.width * batch.num_rows)
         return logits
 
     def _call_model(self, inputs: dict[str, Any], batch: ForwardBatch) -> Any:
@@ -285,15 +306,15 @@ class TransformersModel:
         for name in self._output_states:
             inputs[f"output_{name}"] = True
         inputs["return_dict"] = True
-        self._count_forward(batch)
+        self._count_forward(batch.width * batch.num_rows)
         return self.model(**inputs)
 
-    def _count_forward(self, batch: ForwardBatch) -> None:
+    def _count_forward(self, positions: int) -> None:
         """Count a forward, and announce it to the other processes if they are synchronized."""
         if self._barrier is not None:
             self._barrier.announce_forward()
         self.forwards += 1
-        self.positions_fed += batch.width * batch.num_rows
+        self.positions_fed += positions
 
     # -------------------------------------------------------------------- inputs
     def _kv_span(self, proposal: Proposal, batch: ForwardBatch) -> KVSpan:

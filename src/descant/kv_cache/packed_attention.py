@@ -1,0 +1,95 @@
+"""Attention of a packed forward: every row attends to its own slots, in groups of similar length."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from descant.kv_cache.attention_proxy import AttentionCall, KVProxy, sdpa
+from descant.kv_cache.packed_span import PackedGroup, PackedSpan
+
+__all__ = ["PackedCache", "PackedKV", "PackingUnsupported"]
+
+
+class PackingUnsupported(Exception):
+    """A model computes attention in a way that a packed forward cannot follow."""
+
+
+class PackedCache(Protocol):
+    """A cache that can be written by a packed forward."""
+
+    def write_packed(self, layer: int, key: Tensor, value: Tensor, span: PackedSpan) -> None:
+        """Write the keys and values [1, H, P, D] of all rows' tokens."""
+        ...
+
+    def read_group(self, layer: int, group: PackedGroup) -> tuple[Tensor | KVProxy, Tensor | KVProxy]:
+        """The keys and values [G, H, S, D] of a group up to its longest row, just written ones included."""
+        ...
+
+
+class PackedKV(KVProxy):
+    """One layer's keys or values of a packed forward.
+
+    Query heads that share a key head are folded into the positions, so that keys are not repeated for them.
+    """
+
+    def __init__(
+        self, tensor: Tensor, cache: PackedCache, layer: int, span: PackedSpan, mask: Tensor
+    ) -> None:
+        super().__init__(tensor.shape, tensor)
+        self.new, self.cache, self.layer, self.span, self.mask = tensor, cache, layer, span, mask
+
+    def build_tensor(self) -> Tensor:
+        """Not possible: rows have different slots."""
+        raise PackingUnsupported("the model uses keys or values outside of scaled_dot_product_attention")
+
+    def attend(self, values: KVProxy, call: AttentionCall) -> Tensor:
+        """The attention output [1, Hq, P, E]."""
+        mask = call.mask
+        if mask is None or mask.data_ptr() != self.mask.data_ptr() or call.is_causal or call.dropout:
+            raise PackingUnsupported("the model does not attend by the mask that it is given")
+        assert isinstance(values, PackedKV)
+        groups, query = self.span.groups, call.query
+        if len(groups) == 1 and self.span.is_decode:  # tokens are in the order of the rows
+            return self._attend_group(values, groups[0], query.transpose(0, 2), call).transpose(0, 2)
+        out: Tensor | None = None
+        for group in groups:
+            tokens, real = group.token_index(query.device), group.real_index(query.device)
+            result = self._attend_group(values, group, _split_rows(query, group, tokens), call)
+            flat = result.transpose(0, 1).flatten(1, 2)  # [Hq, G * W, E]
+            if out is None:
+                out = flat.new_empty(flat.shape[0], self.span.num_tokens, flat.shape[2])
+            if real is None:
+                out[:, tokens] = flat
+            else:
+                out[:, tokens[real]] = flat[:, real]
+        assert out is not None
+        return out[None]
+
+    def _attend_group(
+        self, values: PackedKV, group: PackedGroup, query: Tensor, call: AttentionCall
+    ) -> Tensor:
+        """The attention output [G, Hq, W, E] of the queries of a group [G, Hq, W, D]."""
+        query_heads, heads = query.shape[1], self.shape[1]
+        if group.is_first_write:
+            tokens = group.token_index(query.device)
+            keys, new_values = _split_rows(self.new, group, tokens), _split_rows(values.new, group, tokens)
+            causal = AttentionCall(query, None, 0.0, group.width > 1, call.scale, query_heads != heads)
+            return sdpa(keys, new_values, causal)
+        cached_keys, cached_values = self.cache.read_group(self.layer, group)
+        if isinstance(cached_keys, KVProxy) and isinstance(cached_values, KVProxy):
+            own = AttentionCall(query, group.mask(query, 1), 0.0, False, call.scale, query_heads != heads)
+            return cached_keys.attend(cached_values, own)
+        assert isinstance(cached_keys, Tensor)
+        assert isinstance(cached_values, Tensor)
+        folded = query.reshape(len(query), heads, -1, query.shape[3])  # [G, H, Hq / H * W, D]
+        mask = group.mask(query, query_heads // heads)
+        out = sdpa(cached_keys, cached_values, AttentionCall(folded, mask, scale=call.scale))
+        return out.reshape(*query.shape[:3], -1)
+
+
+def _split_rows(packed: Tensor, group: PackedGroup, tokens: Tensor) -> Tensor:
+    """The vectors [G, H, W, D] of a group, out of those of all tokens [1, H, P, D]."""
+    own = packed[0].index_select(1, tokens)
+    return own.view(own.shape[0], len(group.rows), group.width, -1).transpose(0, 1)
