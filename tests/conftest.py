@@ -82,6 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if REFERENCE_FIXTURES & fixtures or item.path.is_relative_to(REFERENCE_FOLDER):
             item.add_marker(pytest.mark.reference)
     tests = Path(__file__).parent
+    ci_slices.pick([item for item in items if item.path.is_relative_to(tests)], tests)
     ci_slices.sample(items, [tests / "contracts", tests / "unit" / "decoding" / "guidance"])
 
 

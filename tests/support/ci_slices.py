@@ -13,7 +13,9 @@ from zlib import crc32
 
 import pytest
 
-__all__ = ["cover", "first", "sample"]
+from tests.support.ci_cases import CI_CASES
+
+__all__ = ["cover", "first", "pick", "sample"]
 
 WIDE = 8  # a test with at most so many cases runs whole
 MODEL_FIXTURES = {"deep", "real", "reference", "tiny"}  # a case with one of them takes long
@@ -37,6 +39,15 @@ def cover(cases: Mapping[str, set[tuple[str, str]]]) -> set[str]:
         chosen.add(best)
         missing -= cases[best]
     return chosen
+
+
+def pick(items: Iterable[pytest.Item], tests: Path) -> None:
+    """Mark slow what `CI_CASES` does not name of the tests that it lists; `tests` is their common folder."""
+    for item in items:
+        name, _, case = item.nodeid.partition("[")
+        listed = CI_CASES.get(f"{item.path.relative_to(tests).as_posix()}::{name.rpartition('::')[2]}")
+        if listed is not None and case.removesuffix("]") not in listed:
+            item.add_marker(pytest.mark.slow)
 
 
 def sample(items: Iterable[pytest.Item], folders: Iterable[Path]) -> None:

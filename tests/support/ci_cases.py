@@ -1,0 +1,195 @@
+"""Of tests whose cases are costly and differ in degree, not in kind: the cases that CI runs.
+
+A name is a file and a function below `tests/`, then the ids of the cases that stay. The others are marked
+`slow`. What a case that is slow here is about, another case or another test has in CI: each cache, drafter,
+processor, method and kind of model.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CI_CASES"]
+
+CI_CASES: dict[str, tuple[str, ...]] = {
+    # ---------------------------------------------------------------- contracts
+    "contracts/test_broken.py::test_a_cache_that_violates_the_contract_is_found": (
+        "Shared",
+        "Uncut",
+        "Tired",
+    ),
+    "contracts/test_broken_caches.py::test_a_cache_with_a_fault_is_found": (
+        "dense: A row continues another row",
+        "dense: Diverged rows are treated as sharing what one of them lost",
+        "dense: What is cut stays",
+        "dense: A row that is selected twice is given once",
+        "paged: Rows that join come first",
+        "paged: A row writes into a block that another holds",
+        "paged: Attention weighs what rows share as much as what they do not",
+        "window: One position more is shown than the window has",
+        "sink: The first positions are forgotten like all others",
+        "h2o: The kept slots are in reverse order",
+        "snapkv: It reports that it shows all positions",
+        "quantized: Numbers come back a fifth too large",
+        "static: It reports no memory",
+        "offloaded: What is written is written only where the model is",
+    ),
+    "contracts/test_cache_matrix.py::test_other_rows_have_no_effect": ("h2o", "quantized", "sliding_window"),
+    "contracts/test_caches.py::test_a_cache_carries_whole_generations": ("PagedStore-t5", "DenseStore-llama"),
+    "contracts/test_caches.py::test_a_cache_equals_lists": (
+        "list",
+        "dense",
+        "paged",
+        "window",
+        "sink",
+        "static",
+        "offloaded",
+        "offloaded_static",
+        "quantized",
+        "snapkv",
+        "h2o",
+        "paged, a slot a block",
+        "window of one",
+        "quantized by hqq",
+    ),
+    "contracts/test_drafters.py::test_a_drafter_that_draws_from_its_reported_distribution_passes": (
+        "mistral",
+    ),
+    "contracts/test_drafters.py::test_a_drafter_that_lies_about_its_law_is_caught": ("llama",),
+    "contracts/test_fuzz.py::test_calls_made_by_chance": ("0-249",),
+    "contracts/test_kinds.py::test_laws_hold_on_every_kind": (
+        "rotary positions",
+        "positions counted from a padding line",
+        "sliding and full attention by layer",
+        "latent attention (MLA)",
+        "recurrent",
+        "recurrent and attention by layer",
+        "a cache class of its own",
+        "rows one by one",
+        "no memory at all",
+        "a prefix of its own in the cache",
+        "encoder-decoder, relative positions",
+        "speech, fixed windows",
+        "speech in a prompt",
+        "images in a prompt",
+        "images by cross-attention",
+        "multimodal positions (M-RoPE)",
+    ),
+    "contracts/test_methods.py::test_all_methods_come_and_go": ("t5",),
+    "contracts/test_methods.py::test_all_methods_share_a_session": ("llama",),
+    "contracts/test_requests.py::test_methods_share_a_batch": ("llama", "t5"),
+    "contracts/test_rows.py::test_a_batch_of_different_rows_is_as_many_calls": (
+        "t5-permuted",
+        "llama-as given",
+    ),
+    "contracts/test_rows.py::test_a_row_may_come_at_any_time": ("llama",),
+    "contracts/test_rows.py::test_one_call_of_generate_with_a_list_of_configs": ("llama",),
+    "contracts/test_schedules.py::test_every_request_is_as_if_alone": ("t5-0",),
+    "contracts/test_speculation.py::test_guidance_and_layers": ("draft model", "lookup"),
+    "contracts/test_speculation.py::test_whatever_ends_a_row": ("draft model", "lookup"),
+    "contracts/test_speculation_sessions.py::test_requests_with_and_without_drafts_share_a_session": ("t5",),
+    "contracts/test_speculation_sessions.py::test_the_laws_of_requests": ("draft model", "lookup"),
+    # ---------------------------------------------------------------- end to end
+    "e2e/browser/test_page.py::test_texts_stand_out_from_what_is_behind_them": (
+        "beside-dark",
+        "sampling-light",
+        "speculation-dark",
+    ),
+    "e2e/cli/test_jsonl.py::test_round_trip": ("3",),
+    "e2e/devices/test_spread.py::test_records_of_a_model_over_two_devices": ("t5",),
+    # ---------------------------------------------------------------- the reference
+    "reference/parity/test_speculation.py::test_a_pretrained_draft_model": ("smol-draft", "minimind2-small"),
+    "reference/parity/test_speculation.py::test_pretrained_early_exit": ("stories15m-4",),
+    "reference/parity/test_speculation.py::test_pretrained_prompt_lookup": ("stories15m",),
+    # ---------------------------------------------------------------- units
+    "unit/api/whisper/test_fallback.py::test_seeded_fallback_draws_as_transformers_does": (
+        "limits0",
+        "limits2",
+    ),
+    "unit/api/whisper/test_windows.py::test_ragged_recordings": ("3-False", "1-True"),
+    "unit/decoding/guidance/test_arithmetic.py::test_a_batch_equals_its_rows": (
+        "proxy-mixed-sampling",
+        "contrastive-greedy",
+    ),
+    "unit/decoding/guidance/test_arithmetic.py::test_a_late_comer_equals_an_early_one": (
+        "encoders-mixed-greedy",
+        "contrastive-sampling",
+    ),
+    "unit/decoding/guidance/test_arithmetic.py::test_beams_equal_those_of_transformers": (
+        "dexperts",
+        "contrastive-recurrent",
+    ),
+    "unit/decoding/guidance/test_arithmetic.py::test_greedy_equals_the_reference": (
+        "contrastive",
+        "contrastive-beta",
+        "contrastive-windowed",
+        "contrastive-of-a-recurrent",
+        "proxy-mixed",
+        "dexperts",
+        "encoders-mixed",
+    ),
+    "unit/decoding/processors/test_adaptive_warpers.py::test_mirostat_holds_the_surprise": ("3.5",),
+    "unit/decoding/speculative/test_cross_tokenizer.py::test_drafts_are_those_of_encoding_everything_anew": (
+        "smollm2<-stories15m-fact",
+        "stories15m<-minimind2-small-story",
+    ),
+    "unit/decoding/strategies/test_backtracking.py::test_a_batch_equals_its_rows": ("llama-sampling",),
+    "unit/decoding/strategies/test_backtracking.py::test_it_equals_starting_from_scratch": (
+        "20-given0",
+        "20-given3",
+    ),
+    "unit/decoding/strategies/test_backtracking.py::test_of_a_model_with_an_encoder": ("fanned",),
+    "unit/decoding/strategies/test_constrained.py::test_beams_for_every_sequence_find_the_best": (
+        "1.0-False",
+        "0.0-never",
+    ),
+    "unit/decoding/strategies/test_constrained.py::test_results_meet_their_constraints_or_say_which_not": (
+        "0",
+        "200",
+        "400",
+    ),
+    "unit/decoding/strategies/test_contrastive.py::test_processors": (
+        "fields0-rules0-one by one",
+        "fields1-rules1-side by side",
+        "fields2-rules2-one by one",
+    ),
+    "unit/decoding/strategies/test_scorers.py::test_the_cases_are_varied": ("plain",),
+    "unit/decoding/watermark/test_synthid.py::test_unmarked_text_is_unremarkable_under_random_keys": (
+        "65536-mean",
+        "1000-weighted",
+    ),
+    "unit/kv_cache/test_evicting.py::test_any_history_leaves_what_lists_keep": ("heavy", "snap"),
+    "unit/kv_cache/test_multi_model.py::test_every_part_follows_the_rows": ("0",),
+    "unit/kv_cache/test_offloaded.py::test_a_cache_that_rests_elsewhere_equals_lists": ("static",),
+    "unit/kv_cache/test_offloaded.py::test_a_model_on_a_device_with_its_cache_on_the_host": ("beam-4",),
+    "unit/kv_cache/test_paged.py::test_every_method_says_the_same_as_on_the_dense_cache": (
+        "llama",
+        "mistral",
+    ),
+    "unit/kv_cache/test_quantized.py::test_groups_of_one_number_lose_nothing": ("-1-1", "0-3"),
+    "unit/kv_cache/test_sink.py::test_a_model_answers_as_by_hand": ("llama-sdpa", "gpt-neox-eager"),
+    "unit/kv_cache/test_sink.py::test_sinks_show_what_lists_would": ("3-2-1-1", "4-0-2-3"),
+    "unit/kv_cache/test_window.py::test_generations_are_those_on_a_dense_cache": (
+        "mistral-greedy",
+        "hybrid-sampling",
+        "mistral-beams",
+        "hybrid-sampled beams",
+        "mistral-groups",
+        "hybrid-contrastive",
+        "mistral-lookup",
+        "hybrid-early exit",
+        "mistral-guidance",
+        "mistral-one by one",
+    ),
+    "unit/models/test_compiled_step.py::test_what_is_compiled_too_often_does_not_go_on_uncompiled": ("True",),
+    "unit/regressions_elsewhere/test_generate_issues.py::test_a_processor_remembers_the_last_call": (
+        "dry",
+        "mirostat",
+        "thinking",
+    ),
+    "unit/regressions_elsewhere/test_speculation_issues.py::test_a_roll_back_past_a_windows_edge": (
+        "5-gemma3",
+        "3-mistral",
+        "9-mistral",
+    ),
+    "unit/trace/test_replay.py::test_all_methods_in_one_table_come_late_fail_and_are_cancelled": ("t5",),
+    "unit/trace/test_sizes.py::test_twenty_thousand_nodes": ("taken_back", "long_drafts"),
+}
