@@ -63,8 +63,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 # Files of tests/unit that take more than about 11 CPU seconds: CI runs them, the daily check does not.
 HEAVY_FILES = frozenset({
-    "test_adaptive_warpers", "test_alignment", "test_allowed_sequences", "test_arithmetic", "test_backtracking",
-    "test_bounds", "test_compiled_step", "test_constrained", "test_contrastive", "test_cross_tokenizer",
+    "test_adaptive_warpers", "test_alignment", "test_allowed_sequences", "test_arithmetic",
+    "test_backtracking", "test_bounds", "test_compiled_step", "test_constrained", "test_contrastive",
+    "test_cross_tokenizer",
     "test_detokenizer", "test_draft_model", "test_evicting", "test_fallback", "test_generate_issues",
     "test_kinds", "test_page", "test_prefill", "test_quantized", "test_real", "test_replay", "test_roll_back",
     "test_scaffold", "test_scorers", "test_sink", "test_sizes", "test_speculation", "test_speculation_issues",
@@ -122,7 +123,7 @@ def own_lock(locks: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(params=["short", pytest.param("whole", marks=pytest.mark.slow)])
 def extent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of `check_recipe` on a recipe that passes: half the tokens and one schedule in CI, all in the battery."""
+    """Of `check_recipe`, on a recipe that passes: half the tokens and one schedule in CI, else all."""
     if request.param == "short":
         monkeypatch.setattr("descant.testing.recipe._NUM_NEW_TOKENS", 10)
         monkeypatch.setattr("descant.testing.recipe._NUM_SCHEDULES", 1)
