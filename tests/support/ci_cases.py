@@ -85,6 +85,7 @@ CI_CASES: dict[str, tuple[str, ...]] = {
     "contracts/test_schedules.py::test_every_request_is_as_if_alone": ("t5-0",),
     "contracts/test_speculation.py::test_guidance_and_layers": ("draft model", "lookup"),
     "contracts/test_speculation.py::test_whatever_ends_a_row": ("draft model", "lookup"),
+    "contracts/test_speculation_law.py::test_so_do_those_of_a_call": ("500",),
     "contracts/test_speculation_sessions.py::test_requests_with_and_without_drafts_share_a_session": ("t5",),
     "contracts/test_speculation_sessions.py::test_the_laws_of_requests": ("draft model", "lookup"),
     # ---------------------------------------------------------------- end to end
