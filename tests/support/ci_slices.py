@@ -16,7 +16,7 @@ import pytest
 from tests.support import tiny_models
 from tests.support.ci_cases import CI_CASES
 
-__all__ = ["cover", "first", "pick", "sample"]
+__all__ = ["cover", "fewer_models", "first", "pick", "sample"]
 
 WIDE = 8  # a test with at most so many cases runs whole
 MODELS = 4  # of the models that a test compares with the reference in turn; other tests take others
@@ -52,7 +52,7 @@ def pick(items: Iterable[pytest.Item], tests: Path) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def _fewer_models(family: str, cases: Mapping[str, set[tuple[str, str]]]) -> dict[str, set[tuple[str, str]]]:
+def fewer_models(family: str, cases: Mapping[str, set[tuple[str, str]]]) -> dict[str, set[tuple[str, str]]]:
     """The cases, of whose models only a few must be among those chosen: others for each test, by a hash."""
     models = {
         pair for pairs in cases.values() for pair in pairs if pair[1].strip("'") in tiny_models.ARCHITECTURES
@@ -78,6 +78,6 @@ def sample(items: Iterable[pytest.Item], folders: Iterable[Path]) -> None:
                 for name, item in cases.items()
             }
             if any("reference" in item.fixturenames for item in cases.values()):
-                values = _fewer_models(family, values)
+                values = fewer_models(family, values)
             for name in cases.keys() - cover(values):
                 cases[name].add_marker(pytest.mark.slow)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ci_cases import CI_CASES
-from tests.support.ci_slices import cover, first
+from tests.support.ci_slices import cover, fewer_models, first
 
 
 def test_every_value_is_covered_by_few_cases() -> None:
@@ -41,3 +41,17 @@ def test_the_listed_cases_exist(request: pytest.FixtureRequest) -> None:
     run = {item.nodeid for item in request.session.items}
     listed = {f"tests/{name}[{case}]" for name, cases in CI_CASES.items() for case in cases}
     assert not listed - run
+
+
+def test_a_test_takes_some_of_the_models_and_another_test_others() -> None:
+    models = ("llama", "gpt2", "mistral", "qwen2", "gemma", "opt", "t5", "bart")
+    cases = {f"{a}-{b}": {("name", repr(a)), ("b", str(b))} for a, b in product(models, range(6))}
+    taken = []
+    for family in ("one", "two", "three"):
+        chosen = cover(fewer_models(family, cases))
+        values = set().union(*(cases[name] for name in chosen))
+        assert {("b", str(b)) for b in range(6)} <= values
+        assert len(chosen) == 6
+        taken.append({name.partition("-")[0] for name in chosen})
+        assert len(taken[-1]) >= 4
+    assert len(set().union(*taken)) > 4
