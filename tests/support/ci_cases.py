@@ -73,8 +73,15 @@ CI_CASES: dict[str, tuple[str, ...]] = {
         "images by cross-attention",
         "multimodal positions (M-RoPE)",
     ),
+    "contracts/test_marks.py::test_a_mark_follows_its_beams": ("4-selfhash", "2-synthid", "2-lefthash"),
     "contracts/test_methods.py::test_all_methods_come_and_go": ("t5",),
     "contracts/test_methods.py::test_all_methods_share_a_session": ("llama",),
+    "contracts/test_requests.py::test_a_seed_is_the_requests_own": (
+        "t5-beam-sampling",
+        "llama-sampling-fanned",
+        "mistral-sampling-cut",
+        "opt-sampling",
+    ),
     "contracts/test_requests.py::test_methods_share_a_batch": ("llama", "t5"),
     "contracts/test_rows.py::test_a_batch_of_different_rows_is_as_many_calls": (
         "t5-permuted",
@@ -95,6 +102,12 @@ CI_CASES: dict[str, tuple[str, ...]] = {
         "speculation-dark",
     ),
     "e2e/cli/test_jsonl.py::test_round_trip": ("3",),
+    "e2e/devices/test_spread.py::test_a_model_on_a_device_answers_as_on_the_host": (
+        "rules",
+        "beams by chance",
+        "seeded",
+        "mirostat",
+    ),
     "e2e/devices/test_spread.py::test_records_of_a_model_over_two_devices": ("t5",),
     # ---------------------------------------------------------------- the reference
     "reference/parity/test_criteria.py::test_stop_strings": ("smollm2", "flan-t5-small-titles", "wordpiece"),
@@ -102,6 +115,7 @@ CI_CASES: dict[str, tuple[str, ...]] = {
     "reference/parity/test_speculation.py::test_pretrained_early_exit": ("stories15m-4",),
     "reference/parity/test_speculation.py::test_pretrained_prompt_lookup": ("stories15m",),
     # ---------------------------------------------------------------- units
+    "unit/api/whisper/test_alignment.py::test_token_times_equal_those_of_transformers": ("3-1", "1-0"),
     "unit/api/whisper/test_fallback.py::test_seeded_fallback_draws_as_transformers_does": (
         "limits0",
         "limits2",
@@ -114,6 +128,10 @@ CI_CASES: dict[str, tuple[str, ...]] = {
     "unit/decoding/guidance/test_arithmetic.py::test_a_late_comer_equals_an_early_one": (
         "encoders-mixed-greedy",
         "contrastive-sampling",
+    ),
+    "unit/decoding/guidance/test_arithmetic.py::test_a_seed_is_the_requests_own": (
+        "encoders-mixed",
+        "contrastive",
     ),
     "unit/decoding/guidance/test_arithmetic.py::test_beams_equal_those_of_transformers": (
         "dexperts",
@@ -128,7 +146,14 @@ CI_CASES: dict[str, tuple[str, ...]] = {
         "dexperts",
         "encoders-mixed",
     ),
+    "unit/decoding/guidance/test_cfg.py::test_beams": (
+        "llama-1.5-with a negative prompt",
+        "llama--1.0-without",
+        "gpt2-1.5-without",
+        "gpt2--1.0-with a negative prompt",
+    ),
     "unit/decoding/processors/test_adaptive_warpers.py::test_mirostat_holds_the_surprise": ("3.5",),
+    "unit/decoding/processors/test_token_healing.py::test_a_batch_equals_its_rows": ("beams", "sampling"),
     "unit/decoding/processors/test_token_healing.py::test_where_theirs_is_sensible_ours_is_the_same": (
         'The link is <a href="http:',
         "I read a book about ",
@@ -185,11 +210,21 @@ CI_CASES: dict[str, tuple[str, ...]] = {
         "mistral-guidance",
         "mistral-one by one",
     ),
+    "unit/kv_cache/test_window.py::test_a_window_shows_what_lists_would": (
+        "[6, 6]-8-64",
+        "[5, None]-2-3",
+        "[3]-0-1",
+    ),
     "unit/models/test_compiled_step.py::test_what_is_compiled_too_often_does_not_go_on_uncompiled": ("True",),
     "unit/regressions_elsewhere/test_generate_issues.py::test_a_processor_remembers_the_last_call": (
         "dry",
         "mirostat",
         "thinking",
+    ),
+    "unit/recipes/cookbook/test_roll_back.py::test_it_is_what_a_text_written_anew_would_be": (
+        "6-3",
+        "3-2",
+        "1-2",
     ),
     "unit/regressions_elsewhere/test_speculation_issues.py::test_a_roll_back_past_a_windows_edge": (
         "5-gemma3",
