@@ -22,7 +22,7 @@ from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
 from tests.support import pretrained
 
 MODEL, SMALLEST = "stories15m", "minimind2-small"
-MARKED, UNMARKED, KEYS = 12, 60, 12  # marked texts, unmarked texts, keys per unmarked text
+MARKED, UNMARKED, KEYS = 16, 80, 12  # marked texts, unmarked texts, keys per unmarked text
 LENGTH = 100
 METHODS = [
     ("lefthash", "lookup"),
