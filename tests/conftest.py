@@ -48,20 +48,29 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Iterator[None]:
-    """Nor may what comes after it."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Nor may what comes after it.
+
+    What is alive after the last test of a file lives to the end: modules, models of the session. It is exempt
+    from the garbage collector as well. Otherwise each full collection late in a run takes a second.
+    """
     yield
     watch.settle()
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
-# Files of tests/unit that take more than about 15 CPU seconds: CI runs them, the daily check does not.
+# Files of tests/unit that take more than about 11 CPU seconds: CI runs them, the daily check does not.
 HEAVY_FILES = frozenset({
-    "test_adaptive_warpers", "test_arithmetic", "test_backtracking", "test_bounds", "test_compiled_step",
-    "test_constrained", "test_contrastive", "test_cross_tokenizer", "test_detokenizer", "test_evicting",
-    "test_fallback", "test_generate_issues", "test_kinds", "test_prefill", "test_quantized", "test_real",
-    "test_replay", "test_roll_back", "test_scaffold", "test_scorers", "test_sink", "test_sizes",
-    "test_speculation", "test_speculation_issues", "test_support", "test_svg", "test_token_healing",
-    "test_transformers4", "test_window", "test_windows",
+    "test_adaptive_warpers", "test_alignment", "test_allowed_sequences", "test_arithmetic",
+    "test_backtracking", "test_bounds", "test_compiled_step", "test_constrained", "test_contrastive",
+    "test_cross_tokenizer",
+    "test_detokenizer", "test_draft_model", "test_evicting", "test_fallback", "test_generate_issues",
+    "test_kinds", "test_page", "test_prefill", "test_quantized", "test_real", "test_replay", "test_roll_back",
+    "test_scaffold", "test_scorers", "test_sink", "test_sizes", "test_speculation", "test_speculation_issues",
+    "test_support", "test_svg", "test_token_healing", "test_transformers4", "test_trust", "test_window",
+    "test_windows",
 })  # fmt: skip
 
 
@@ -75,6 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if REFERENCE_FIXTURES & fixtures or item.path.is_relative_to(REFERENCE_FOLDER):
             item.add_marker(pytest.mark.reference)
     tests = Path(__file__).parent
+    ci_slices.pick([item for item in items if item.path.is_relative_to(tests)], tests)
     ci_slices.sample(items, [tests / "contracts", tests / "unit" / "decoding" / "guidance"])
 
 
@@ -109,6 +119,15 @@ def own_lock(locks: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     path = next(locks)
     monkeypatch.setenv("DESCANT_RECIPES_LOCK", str(path))
     return path
+
+
+@pytest.fixture(params=["short", pytest.param("whole", marks=pytest.mark.slow)])
+def extent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of `check_recipe`, on a recipe that passes: half the tokens and one schedule in CI, else all."""
+    if request.param == "short":
+        monkeypatch.setattr("descant.testing.recipe._NUM_NEW_TOKENS", 10)
+        monkeypatch.setattr("descant.testing.recipe._NUM_SCHEDULES", 1)
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Every cache equals a list of lists, under any sequence of operations and in whole generations.
 
-`pytest tests/contracts/test_caches.py -m ""` goes through fifty times as many.
+`pytest tests/contracts/test_caches.py -m ""` goes through more than a hundred times as many.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDE = [
     if name != ROUNDED_BY_HQQ
 ]
 EXAMPLES = [
-    *(pytest.param(name, 100, id=name) for name in STORES),
+    *(pytest.param(name, 40, id=name) for name in STORES),
     *(
         pytest.param(name, 30, id=name, marks=pytest.mark.hqq if name == ROUNDED_BY_HQQ else ())
         for name in VARIANTS

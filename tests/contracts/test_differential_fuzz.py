@@ -10,7 +10,7 @@ import pytest
 from tools.fuzz.cases import case_of
 from tools.fuzz.oracles import judge
 
-SLICE, WHOLE, PART = 24, 1024, 50
+SLICE, WHOLE, PART = 12, 1012, 50
 # Cases that have found a defect, by the defect.
 FOUND = {"drafts on the quantized cache": 389, "guided drafts on the quantized cache": 1957}
 

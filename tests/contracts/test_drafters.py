@@ -57,7 +57,7 @@ def requests_of(subject):
         {"do_sample": True, "seed": 5, "temperature": 1.3, "top_p": 0.9},
         {"do_sample": True, "seed": 6, "mirostat_tau": 2.0},
     ]
-    made = [GenerationConfig(**one, max_new_tokens=9 + 2 * at) for at, one in enumerate(configs)]
+    made = [GenerationConfig(**one, max_new_tokens=6 + at) for at, one in enumerate(configs)]
     return [Request(text * 2, config) for text, config in zip(texts, made, strict=True)]
 
 

@@ -216,14 +216,19 @@ def test_every_processor_is_tried():
     assert {type(stage.processor).__name__ for stage in PROCESSOR_SPECS} <= public | INSIDE
 
 
+EXAMPLES = [8, pytest.param(40, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("name", PARAMS)
-def test_a_processor_with_a_column_of_parameters(name):
-    check_processor(getattr(descant, name).make_unbound(), PARAMS[name])
+def test_a_processor_with_a_column_of_parameters(name, examples):
+    check_processor(getattr(descant, name).make_unbound(), PARAMS[name], examples=examples)
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("processor", BY_HAND, ids=lambda one: type(one).__name__)
-def test_a_processor_made_by_hand(processor):
-    check_processor(processor)
+def test_a_processor_made_by_hand(processor, examples):
+    check_processor(processor, examples=examples)
 
 
 def test_a_users_own_function():

@@ -28,6 +28,7 @@ from tests.support.markov_model import Chain
 
 
 # ------------------------------------------------------------------------ the cookbook
+@pytest.mark.usefixtures("extent")
 @pytest.mark.parametrize(
     ("recipe", "arguments"),
     [
@@ -114,6 +115,7 @@ def lucky(model, input_ids, **kwargs):
     return torch.cat((input_ids, torch.randint(9, (len(input_ids), 3))), 1)
 
 
+@pytest.mark.usefixtures("extent")
 @pytest.mark.parametrize("recipe", [Second, Colder, Again, greedy, lucky], ids=lambda one: one.__name__)
 def test_a_right_one_passes(recipe):
     check_recipe(recipe)
@@ -125,6 +127,7 @@ def test_arguments_are_its_own():
         check_recipe(Second, arguments={"tweak": 1})
 
 
+@pytest.mark.usefixtures("extent")
 def test_a_model_of_ones_own():
     check_recipe(Second, model=Chain.chance(17, seed=3))
     with pytest.raises(AssertionError):

@@ -53,6 +53,14 @@ def folder(name: str) -> Path:
     return where
 
 
+@functools.cache
+def tokenizer(name: str) -> Any:
+    """The tokenizer of the model `name`, for tests that do not change it; a large one loads in seconds."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder(name))
+
+
 # A handful at most, so that a test process does not hold every model at once.
 @functools.lru_cache(maxsize=4)
 def load(name: str) -> Pretrained:

@@ -96,6 +96,7 @@ def entry(text, name):
 # ------------------------------------------------------------------------ new and check
 # Two processes that load everything and run the laws: CI checks one kind like this, and the others' laws and
 # tests in tests/unit/recipes/test_scaffold.py.
+@pytest.mark.usefixtures("extent")
 @pytest.mark.parametrize(
     "kind",
     [kind if kind == "strategy" else pytest.param(kind, marks=pytest.mark.slow) for kind in RECIPE_KINDS],

@@ -37,7 +37,7 @@ EVERY = [
 ]
 # Prompt seeds with which the reference chooses by 4e-5 or more under what CI runs.
 SEEDS = {
-    "llama": (502, 503),
+    "llama": (505, 503),
     "gpt2": (501, 502),
     "gpt-neox": (500, 502),
     "mistral": (502, 503),

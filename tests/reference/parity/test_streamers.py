@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from descant.api.streamers import TextStreamer
 from tests.support import pretrained
@@ -38,9 +36,7 @@ MARKS = (
 )
 
 
-@functools.cache
-def tokenizer(name: str) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(pretrained.folder(name))
+tokenizer = pretrained.tokenizer
 
 
 class Collected(TextStreamer):

@@ -118,6 +118,7 @@ def test_it_calls_things_on_their_own(reference):
     assert said[0].tolist()[0] == pytest.approx([-inf, 0.5, -inf, 0.9])
 
 
+@pytest.mark.slow
 def test_it_stays_small(tiny):
     fresh = ReferenceClient()  # the shared one keeps the largest model of any test
     try:

@@ -26,9 +26,9 @@ MARKED, UNMARKED, KEYS = 16, 80, 12  # marked texts, unmarked texts, keys per un
 LENGTH = 100
 METHODS = [
     ("lefthash", "lookup"),
-    ("selfhash", "sampled beams"),
+    pytest.param("selfhash", "sampled beams", marks=pytest.mark.slow),
     ("lefthash", "beams"),
-    ("synthid", "lookup"),
+    pytest.param("synthid", "lookup", marks=pytest.mark.slow),
     ("gumbel", "lookup"),
 ]
 

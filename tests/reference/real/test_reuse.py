@@ -26,14 +26,22 @@ def talk(real):
 
 
 METHODS = {
-    "greedy": {"max_new_tokens": 8},
-    "beams": {"num_beams": 3, "max_new_tokens": 6},
-    "sampling": {"do_sample": True, "seed": 1, "top_p": 0.9, "max_new_tokens": 8},
+    "greedy": {"max_new_tokens": 5},
+    "beams": {"num_beams": 3, "max_new_tokens": 4},
+    "sampling": {"do_sample": True, "seed": 1, "top_p": 0.9, "max_new_tokens": 5},
     "lookup": {"prompt_lookup_num_tokens": 5, "max_new_tokens": 8},
 }
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param("paged", "greedy", marks=SLOW),
+    ("paged", "beams"),
+    pytest.param("paged", "sampling", marks=SLOW),
+    ("paged", "lookup"),
+    ("dynamic", "greedy"),
+]
 
 
-@pytest.mark.parametrize(("kind", "method"), [*(("paged", name) for name in METHODS), ("dynamic", "greedy")])
+@pytest.mark.parametrize(("kind", "method"), CASES)
 def test_continuations_of_one_prefix_equal_cold_calls(kind, method, talk):
     model, tokens, shared = talk
     method = METHODS[method]
@@ -52,7 +60,7 @@ def test_text_is_read_and_saved(talk, tmp_path):
     back = descant.load_cache(tmp_path / "rules.safetensors", model.model)
     held = back.tokens[0]
     text = next(some for some in tokens if some[: len(held)] == held.tolist())
-    call = {"max_new_tokens": 12}
+    call = {"max_new_tokens": 6}
     cold = descant.generate(model.model, torch.tensor([text]), **call)
     assert torch.equal(
         descant.generate(model.model, torch.tensor([text]), past_key_values=back, **call), cold
@@ -78,12 +86,12 @@ def test_a_conversation_on_one_cache(real):
 
 def test_a_session_shares_the_rules(talk):
     model, tokens, shared = talk
-    config = GenerationConfig(max_new_tokens=8)
+    config = GenerationConfig(max_new_tokens=4)
     session = Session(model.model, prefix_cache=PrefixCache(block=16))
     for text in tokens:
         number = session.admit(Request(text, config))[0]
         (end,) = (one for one in session.drain() if isinstance(one, Finished))
-        cold = descant.generate(model.model, torch.tensor([text]), max_new_tokens=8)[0, len(text) :]
+        cold = descant.generate(model.model, torch.tensor([text]), max_new_tokens=4)[0, len(text) :]
         assert end.request == number
         assert end.hypotheses[0].tokens.tolist() == cold.tolist()
     report = session.report().prefixes

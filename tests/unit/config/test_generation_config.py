@@ -481,7 +481,7 @@ def attempt(make):
         return None, error
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(kwargs)
 def test_any_arguments_give_a_config_or_an_error_that_names_the_field(arguments):
     config, error = attempt(lambda: GenerationConfig(**arguments))
@@ -495,7 +495,7 @@ def test_any_arguments_give_a_config_or_an_error_that_names_the_field(arguments)
         assert len(str(error)) < 400
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(sound, sound, contents)
 def test_any_merge_gives_the_nearest_value_or_an_error_that_names_a_given_field(call, argument, model):
     first, refused = attempt(lambda: [GenerationConfig(**call), GenerationConfig(**argument)])

@@ -192,7 +192,7 @@ class Drill:
         self.store.to("cpu")
 
 
-def drilled(make, layers, rule, moved=None, examples=100):
+def drilled(make, layers, rule, moved=None, examples=60):
     """Run the drill on many drawn sequences of operations."""
 
     @settings(

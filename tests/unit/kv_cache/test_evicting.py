@@ -327,7 +327,7 @@ class Trial:
                         assert votes == pytest.approx([one.score for one in entries], abs=1e-5)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 @pytest.mark.parametrize(
     ("store", "lists"),

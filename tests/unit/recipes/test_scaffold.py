@@ -39,6 +39,7 @@ def test_its_code_is_tidy(tmp_path, kind):
         assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.usefixtures("extent")
 @pytest.mark.parametrize(
     "kind", [kind for kind in RECIPE_KINDS if kind != "strategy"]
 )  # see tests/e2e/cli/test_recipe.py

@@ -43,7 +43,7 @@ def tokenizer(name: str) -> Any:
     if name == "byt5":
         return transformers.ByT5Tokenizer()
     if name not in WORDPIECE:
-        return transformers.AutoTokenizer.from_pretrained(pretrained.folder(name))
+        return pretrained.tokenizer(name)
     cleans = name == "wordpiece-cleaned"
     model = Tokenizer(models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
     model.decoder = decoders.WordPiece(prefix="##", cleanup=False)

@@ -29,14 +29,7 @@ BYTEWISE = ["smollm2", "minimind2-small", "whisper-tiny.en"]
 
 @pytest.fixture(scope="module")
 def loaded():
-    kept = {}
-
-    def get(name):
-        if name not in kept:
-            kept[name] = transformers.AutoTokenizer.from_pretrained(pretrained.folder(name))
-        return kept[name]
-
-    return get
+    return pretrained.tokenizer
 
 
 def encoded(tokenizer, text):

@@ -57,7 +57,7 @@ def test_first_details_go_then_steps_and_what_was_returned_stays(tiny, fields, t
     assert list(trace.replay())[-1].returned_sequences.keys() == {0, 1}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     limit=st.integers(4096, 20_000),
     top=st.integers(1, 12),

@@ -77,7 +77,7 @@ OTHER = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(HEADER, st.lists(OTHER, max_size=4))
 def test_what_is_written_is_read_again(header, others):
     records = [header, *others]

@@ -272,7 +272,7 @@ def test_a_pretrained_pair(real):
     tokens = [expert.tokens(text) for text in texts]
     ids, mask = pad(tokens, expert.pad, "left")
     models = [expert.model, amateur.model]
-    count = 8
+    count = 4
     for whole, formula in (
         (ContrastiveDecoding(*models), contrasted()),
         (ContrastiveDecoding(*models, beta=0.5), contrasted(beta=0.5)),

@@ -42,14 +42,7 @@ PAIRS = [("smollm2", "stories15m"), ("stories15m", "minimind2-small"), ("smollm2
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    kept = {}
-
-    def get(name):
-        if name not in kept:
-            kept[name] = transformers.AutoTokenizer.from_pretrained(pretrained.folder(name))
-        return kept[name]
-
-    return get
+    return pretrained.tokenizer
 
 
 def rows_of(sequences, **params):

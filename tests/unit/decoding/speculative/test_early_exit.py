@@ -22,6 +22,7 @@ from descant.kv_cache.cfg_rows import PairedRowCache
 from descant.kv_cache.dense import DenseStore
 from descant.models.traits import traits_of
 from descant.models.truncated_model import truncate_model
+from tests.support.ci_slices import first
 from tests.unit.decoding.speculative.rig import (
     VOCAB,
     Course,
@@ -81,7 +82,7 @@ class Table:
 
 
 # ------------------------------------------------------------------------ the drafts and the cache
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", first(1, 2))
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_drafts_equal_the_truncated_network_and_the_cache_stays_usable(name: str, layers: int, seed: int):

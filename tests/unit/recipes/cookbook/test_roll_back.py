@@ -189,6 +189,7 @@ def looping(tokens: list[int], period: int = 32, repeats: int = 3) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_real_loop_ends(real):
     """SmolLM2 repeats "she was the cat" by itself."""
     one = real("smollm2")
