@@ -45,9 +45,10 @@ _STATE_NAMES = (
 class TransformersModel:
     """Any generative model of transformers 5.
 
-    Rows of different length share a packed forward, where model and cache allow it. Else rows are right-padded:
-    new prompts and rows of equal length then need no mask, rows of different length with a past get a mask and
-    position ids. Models that take none, prepare their own inputs or are recurrent run in groups of equal length.
+    Rows of different length share a packed forward, where model and cache allow it. Else rows are
+    right-padded: new prompts and rows of equal length need no mask, rows of different length with a past get
+    a mask and position ids. Models that take none, prepare their own inputs or are recurrent run in groups
+    of equal length.
     """
 
     def __init__(self, model: PreTrainedModel, states: Sequence[str] = ()) -> None:
