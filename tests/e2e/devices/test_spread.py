@@ -185,8 +185,9 @@ def test_rows_of_different_age_share_a_forward_over_two_devices(tiny: Models) ->
 
 
 def test_every_layer_keeps_its_keys_on_its_own_device(tiny: Models) -> None:
+    one = tiny("llama")
     with pretended():
-        model = dealt_out(tiny("llama"))
+        model = dealt_out(one)
         session = descant.Session(model)
         session.admit(descant.Request([5, 6, 7], descant.GenerationConfig(max_new_tokens=3)))
         session.step()

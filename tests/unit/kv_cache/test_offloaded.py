@@ -57,7 +57,8 @@ def prepared_cache(cache, rows=2):
 
 
 @pytest.fixture(autouse=True)
-def devices():
+def devices(tiny):
+    tiny("llama")
     with pretended():
         yield
 
