@@ -28,6 +28,7 @@ from descant.engine.table_set import Placement, TableSet
 from descant.errors import DeadlineExceeded, InputError, NotEnoughMemory
 from descant.kv_cache.cached_row import unwrap_cache
 from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.prefix_cache import PrefixCache
 
 __all__ = ["ScheduledRequests"]
 
@@ -41,8 +42,16 @@ class ScheduledRequests:
     `join` admits a request to its table, with what is cached of its prompt.
     """
 
-    def __init__(self, config: SchedulerConfig, model: Any, tables: TableSet, join: Join) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        model: Any,
+        tables: TableSet,
+        join: Join,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
         self.config, self._model, self._tables, self._join = config, model, tables, join
+        self._prefix_cache = prefix_cache
         self.scheduler = AgeingScheduler(config, self._find_prefix)
         self.clock: Callable[[], float] = time.monotonic
         self.num_preemptions = 0
@@ -114,6 +123,9 @@ class ScheduledRequests:
         """Plan a step and bring the tables into the state it needs."""
         plan = self._plan = self.scheduler.schedule(self.clock())
         self._finished_reads.clear()
+        if self._prefix_cache is not None and self.config.num_blocks is not None:
+            # Prefixes that no request uses have what the requests of this step leave of the pool.
+            self._prefix_cache.limit_unused(self.config.num_blocks - self.scheduler.reserved_blocks)
         for number in plan.expired:
             self.failed[number] = DeadlineExceeded(number)
         for number in plan.exceeded:

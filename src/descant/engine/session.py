@@ -85,7 +85,7 @@ class Session:
         self._scheduled = (
             None
             if scheduler is None
-            else ScheduledRequests(scheduler, self.model, self._tables, self._join_scheduled)
+            else ScheduledRequests(scheduler, self.model, self._tables, self._join_scheduled, prefix_cache)
         )
         self._table_of: dict[int, Table] = {}  # by running request
         self._endings = RequestEndings(self._tables, self._tracer)

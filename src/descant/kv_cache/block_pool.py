@@ -72,6 +72,18 @@ class BlockPool:
         """The memory of all slabs in bytes."""
         return sum(slab.nbytes for slab in self.slabs.values())
 
+    @property
+    def block_nbytes(self) -> int:
+        """The memory of one block in all layers, in bytes; 0 before the first write."""
+        slots = {
+            (name, layer): tensor.nbytes // tensor.shape[1]
+            for slab in self.slabs.values()
+            for name, tensors in enumerate(slab.kv_tensors())
+            for layer, tensor in tensors.items()
+            if tensor.shape[1]
+        }
+        return self.block_size * sum(slots.values())
+
     def allocate(self, count: int, contiguous: bool = False) -> list[int]:
         """Free blocks, with a reference count of 1; `contiguous`: in a new slab of their own."""
         if contiguous:

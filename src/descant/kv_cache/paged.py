@@ -11,6 +11,7 @@ from torch import Tensor
 
 from descant.core.interfaces import Array, KVSpan
 from descant.kv_cache.block_pool import BlockPool
+from descant.kv_cache.cached_row import copy_rows
 from descant.kv_cache.packed_span import PackedGroup, PackedSpan
 from descant.kv_cache.shared_prefix_attention import PagedReadPlan, paged_proxies
 
@@ -36,6 +37,15 @@ class PagedStore:
         self._block_table: Array = np.full((0, 8), -1, dtype=np.int64)  # [R, M] block ids, -1: none
         self._lengths = torch.zeros(0, dtype=torch.long)
         self._plan: PagedReadPlan | None = None
+
+    @classmethod
+    def of_blocks(cls, pool: BlockPool, blocks: Array) -> Self:
+        """A store with one row of these full blocks [M], which it shares."""
+        store = cls(pool=pool)
+        store._block_table = _grow_table(blocks[None], 8)
+        store._lengths = torch.tensor([len(blocks) * pool.block_size])
+        pool.incref(blocks)
+        return store
 
     def __len__(self) -> int:
         return len(self._block_table)
@@ -169,9 +179,15 @@ class PagedStore:
         self._plan = None
 
     def _copy_to_pool(self, other: Self) -> Self:
-        """A copy of a store in this store's pool; rows share blocks as before."""
+        """A copy of a store in this store's pool; rows share blocks as before, if they have the same size."""
         copied = type(self)(pool=self.pool)
-        copied.load(other.state())
+        if other.pool.block_size == self.pool.block_size:
+            copied.load(other.state())
+        elif len(other):
+            rows = torch.arange(len(other))
+            copied.extend(len(other))
+            copy_rows(copied, rows, other, rows)
+            copied.commit(None, other.lengths)
         return copied
 
     def to(self, device: torch.device | str) -> None:

@@ -9,12 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KVCache
+from descant.core.interfaces import Array, KVCache
 from descant.errors import InputError
+from descant.kv_cache.block_pool import BlockPool
 from descant.kv_cache.cached_row import CachedRow, read_layers
+from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.weight_versions import weight_versions
 
 __all__ = ["PrefixCache", "PrefixReport"]
@@ -37,10 +40,35 @@ class _PrefixBlock(NamedTuple):
     """The keys and values [H, block, D] of one block of tokens, by layer."""
 
     layers: Mapping[int, tuple[Tensor, Tensor]]
+    num_pooled: int = 0  # its tensors are its own
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
+
+
+class _PooledPrefixBlock:
+    """Blocks of a paged cache's pool that hold one block of tokens: a reference to them, no copy."""
+
+    def __init__(self, pool: BlockPool, ids: Array) -> None:
+        self.pool, self.ids = pool, ids
+        self.num_pooled, self.nbytes = len(ids), len(ids) * pool.block_nbytes
+        pool.incref(ids)
+
+    def __del__(self) -> None:
+        if hasattr(self, "nbytes"):
+            self.pool.decref(self.ids)
+
+    @property
+    def layers(self) -> Mapping[int, tuple[Tensor, Tensor]]:
+        """By layer the keys and values [H, block, D]."""
+        pairs = read_layers(PagedStore.of_blocks(self.pool, self.ids), torch.zeros(1, dtype=torch.long))
+        return {layer: (key[0], value[0]) for layer, (key, value) in pairs.items()}
+
+    @property
+    def num_unused(self) -> int:
+        """The number of blocks that nothing else refers to."""
+        return int((self.pool.ref_counts[self.ids] == 1).sum())
 
 
 class _BlockChain:
@@ -49,18 +77,18 @@ class _BlockChain:
     max_rewind: int | None = None
     lossless = True
 
-    def __init__(self, blocks: Sequence[_PrefixBlock], block: int) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Sequence[_PrefixBlock | _PooledPrefixBlock], block: int) -> None:
+        self._blocks = [block.layers for block in blocks]
         self.lengths = torch.tensor([len(blocks) * block])
 
     @property
     def layers(self) -> Sequence[int]:
         """The layers of the blocks."""
-        return list(self._blocks[0].layers)
+        return list(self._blocks[0])
 
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of its only row, expanded to [N, H, S, D]."""
-        pairs = [block.layers[layer] for block in self._blocks]
+        pairs = [layers[layer] for layers in self._blocks]
         key, value = (torch.cat([pair[side] for pair in pairs], 1)[None] for side in (0, 1))
         return key.expand(len(rows), -1, -1, -1), value.expand(len(rows), -1, -1, -1)
 
@@ -72,6 +100,7 @@ class PrefixCache:
     tokens, the key of the block before it, and two salts: the cache's and the request's
     (`Request.cache_salt`). Requests with different salts share nothing, so timing reveals nothing between
     them. Above `max_bytes` the least recently used blocks are evicted, the end of a text before its start.
+    Of a paged cache whose block size divides `block` it refers to the pool's own blocks; others are copied.
 
     A cache serves one model, the first it is used with. When its weights change, all blocks are dropped;
     torch does not count changes through `.data`, so call `clear` after those.
@@ -84,13 +113,15 @@ class PrefixCache:
                 raise InputError(name, "must be an integer >= 1", number)
         self.max_bytes, self.block = max_bytes, block
         self._salt = _check_bytes("salt", salt)
-        self._blocks: OrderedDict[bytes, _PrefixBlock] = OrderedDict()  # the least recently used first
-        self._chains: weakref.WeakValueDictionary[bytes, _BlockChain] = weakref.WeakValueDictionary()
+        # The least recently used block comes first.
+        self._blocks: OrderedDict[bytes, _PrefixBlock | _PooledPrefixBlock] = OrderedDict()
+        self._chains: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
         self._model: weakref.ref[Any] | None = None
         self._weight_versions: tuple[object, ...] = ()
         self.generation = 0  # counts the changes of the model's weights
         self._hits = self._misses = self._tokens_read = self._tokens_found = 0
         self._total_bytes = self._num_evicted = 0
+        self._num_pooled = 0  # pool blocks that it refers to
 
     def __len__(self) -> int:
         """The number of blocks."""
@@ -117,7 +148,7 @@ class PrefixCache:
         """Remove all blocks and the bound model."""
         self._blocks.clear()
         self._chains.clear()
-        self._total_bytes, self._model, self._weight_versions = 0, None, ()
+        self._total_bytes, self._num_pooled, self._model, self._weight_versions = 0, 0, None, ()
 
     def bind_model(self, model: object) -> None:
         """Bind the cache to a model; raise if it is bound to another one."""
@@ -157,31 +188,70 @@ class PrefixCache:
         self._touch(matched)
         chain = self._chains.get(matched[-1])
         if chain is None:
-            chain = _BlockChain([self._blocks[digest] for digest in matched], self.block)
+            chain = _join_blocks([self._blocks[digest] for digest in matched], self.block)
             self._chains[matched[-1]] = chain
         return CachedRow(cast(KVCache, chain))
 
     def insert(self, tokens: Tensor, cached: CachedRow, salt: bytes = b"") -> None:
-        """Copy the full blocks of tokens [L] (host) from their cached row."""
+        """Keep the full blocks of tokens [L] (host) of their cached row: by reference, or as copies."""
         digests = list(self._digests(tokens[: cached.length], salt))
         if not digests:
             return
         new = [index for index, digest in enumerate(digests) if digest not in self._blocks]
-        if new:
-            layers = read_layers(cached.store, torch.tensor([cached.row]))
-            for index in new:
-                slots = slice(index * self.block, (index + 1) * self.block)
-                pairs = {
-                    layer: (key[0, :, slots].clone(), value[0, :, slots].clone())
-                    for layer, (key, value) in layers.items()
-                }
-                self._blocks[digests[index]] = _PrefixBlock(pairs)
-                self._total_bytes += self._blocks[digests[index]].nbytes
+        for index, block in zip(new, self._read_blocks(cached, new), strict=True):
+            self._blocks[digests[index]] = block
+            self._total_bytes += block.nbytes
+            self._num_pooled += block.num_pooled
         self._touch(digests)
         while self._total_bytes > self.max_bytes:
-            _, evicted = self._blocks.popitem(last=False)
-            self._total_bytes -= evicted.nbytes
-            self._num_evicted += 1
+            self._evict(next(iter(self._blocks)))
+
+    def _read_blocks(
+        self, cached: CachedRow, indices: Sequence[int]
+    ) -> Iterator[_PrefixBlock | _PooledPrefixBlock]:
+        """Some blocks of a cached row."""
+        if not indices:
+            return
+        store = cached.store
+        if isinstance(store, PagedStore) and self.block % store.pool.block_size == 0:
+            ids = store.block_ids(np.array([cached.row]))[0]
+            count = self.block // store.pool.block_size
+            for index in indices:
+                yield _PooledPrefixBlock(store.pool, ids[index * count : (index + 1) * count])
+            return
+        layers = read_layers(store, torch.tensor([cached.row]))
+        for index in indices:
+            slots = slice(index * self.block, (index + 1) * self.block)
+            pairs = {
+                layer: (key[0, :, slots].clone(), value[0, :, slots].clone())
+                for layer, (key, value) in layers.items()
+            }
+            yield _PrefixBlock(pairs)
+
+    def _evict(self, digest: bytes) -> None:
+        """Drop a block."""
+        block = self._blocks.pop(digest)
+        self._total_bytes -= block.nbytes
+        self._num_pooled -= block.num_pooled
+        self._num_evicted += 1
+
+    def num_unused(self) -> int:
+        """The number of pool blocks that only this cache refers to, and that eviction frees."""
+        return sum(
+            block.num_unused for block in self._blocks.values() if isinstance(block, _PooledPrefixBlock)
+        )
+
+    def limit_unused(self, limit: int) -> None:
+        """Evict the least recently used blocks until it alone refers to at most `limit` pool blocks."""
+        if self._num_pooled <= limit:
+            return
+        unused = self.num_unused()
+        for digest, block in list(self._blocks.items()):
+            if unused <= limit:
+                return
+            if isinstance(block, _PooledPrefixBlock) and block.num_unused:
+                unused -= block.num_unused
+                self._evict(digest)
 
     def _touch(self, digests: Sequence[bytes]) -> None:
         """Mark blocks as used, the first block last: it must not be evicted before its successors."""
@@ -197,6 +267,14 @@ class PrefixCache:
         for start in range(0, len(ids) - self.block + 1, self.block):
             digest = hashlib.sha256(digest + ids[start : start + self.block].tobytes()).digest()
             yield digest
+
+
+def _join_blocks(blocks: Sequence[_PrefixBlock | _PooledPrefixBlock], size: int) -> Any:
+    """Consecutive blocks as a cache with one row, which shares the memory of a pool."""
+    pooled = [block for block in blocks if isinstance(block, _PooledPrefixBlock)]
+    if len(pooled) == len(blocks) and all(block.pool is pooled[0].pool for block in pooled):
+        return PagedStore.of_blocks(pooled[0].pool, np.concatenate([block.ids for block in pooled]))
+    return _BlockChain(blocks, size)
 
 
 def _check_bytes(name: str, value: object) -> bytes:
