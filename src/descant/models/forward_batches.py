@@ -18,6 +18,9 @@ __all__ = ["ForwardBatch", "ForwardBatcher"]
 # Maximum number of logits of one forward of ragged prompts: 128 MiB in float32.
 _MAX_LOGITS = 2**25
 
+# A decode step of ragged rows is packed from this many numbers on: rows x slots x width of the embeddings.
+_MIN_PACKED_READ = 2**18
+
 # Padding up to this many positions is cheaper than a second forward.
 _PADDING_TOLERANCE = 64
 
@@ -77,7 +80,7 @@ class ForwardBatcher:
         if traits.cache_type == "none":  # whole rows are fed in every step
             cached, fed = torch.zeros_like(cached), cached + fed
         all_rows = ForwardBatch.from_lengths(cached, fed)
-        if can_pack and unrestricted and (all_rows.start is None or uniform_value(fed) is None):
+        if can_pack and unrestricted and self._is_worth_packing(all_rows, fed):
             return [all_rows._replace(is_packed=True)]
         if unrestricted and self._fits_one_forward(all_rows, fed):
             return [all_rows]
@@ -97,6 +100,14 @@ class ForwardBatcher:
         if len(parts) == 1:
             return [all_rows]
         return [ForwardBatch.from_lengths(cached, fed, part) for part in parts]
+
+    def _is_worth_packing(self, batch: ForwardBatch, fed: Tensor) -> bool:
+        """Whether a packed forward of all rows costs less than a padded one."""
+        if batch.width == 1 and batch.cached_length.numpy().all():
+            # No token is padded. To read few keys under a mask is cheaper than to attend by group.
+            size = batch.num_rows * batch.read_length * (self.traits.embedding_size or 0)
+            return batch.start is None and size >= _MIN_PACKED_READ
+        return batch.start is None or uniform_value(fed) is None
 
     def _fits_one_forward(self, batch: ForwardBatch, fed: Tensor) -> bool:
         """Whether all rows fit one forward."""
