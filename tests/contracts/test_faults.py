@@ -162,6 +162,13 @@ def test_a_fault_ends_only_its_own_requests(tiny, kind, method):
     assert inject(tiny, kind, method, every[start % 41 :: 41]) > 1
 
 
+@pytest.mark.parametrize(
+    ("method", "seam"), [("dola", "wrapper dola.forward"), ("guided", "wrapper guidance.remove_requests")]
+)
+def test_a_wrapper_that_stays_broken_fails_only_requests_that_use_it(tiny, method, seam):
+    assert inject(tiny, "guided", method, [(seam, 1, "raises from then on")]) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_every_fault_ends_only_its_own_requests(tiny, kind, method):

@@ -217,9 +217,8 @@ class Table:
     def _model_in_use(self, rows: Rows) -> Any:
         """The model with the wrappers that the rows use."""
         if self._model_of_version is None or self._model_of_version[0] != rows.version:
-            failed = (
-                self.running.errors or {}
-            )  # their rows are removed, they themselves at the end of the step
+            # Failed requests have no rows any more; they themselves are removed at the end of the step.
+            failed = self.running.errors or {}
             running = [one for number, one in self.running.requests.items() if number not in failed]
             names = {name for one in running for name in one.plan.wrappers}
             self._model_of_version = rows.version, self._chain.model_for(names)

@@ -56,11 +56,15 @@ class PackedGroup:
         """The number of slots of the longest row."""
         return int(self.stops.max())
 
+    @cached_property
+    def columns(self) -> Array:
+        """Which of its row's fed tokens each padded token stands for [G, W]; the last for padding."""
+        return np.asarray(np.minimum(np.arange(self.width), self.widths[:, None] - 1))
+
     def token_index(self, device: torch.device) -> Tensor:
-        """Where the tokens of each row are in the packed sequence [G * W]; the last stands for padding."""
+        """Where the padded tokens of each row are in the packed sequence [G * W]."""
         if ("tokens", device) not in self.memo:
-            columns = np.minimum(np.arange(self.width), self.widths[:, None] - 1)
-            index = torch.from_numpy((self.offsets[:, None] + columns).ravel())
+            index = torch.from_numpy((self.offsets[:, None] + self.columns).ravel())
             self.memo["tokens", device] = index.to(device, non_blocking=True)
         index = self.memo["tokens", device]
         assert isinstance(index, Tensor)
@@ -86,8 +90,7 @@ class PackedGroup:
             return None
         key = ("mask", query.device, query.dtype, repeats)
         if key not in self.memo:
-            columns = np.minimum(np.arange(self.width), self.widths[:, None] - 1)
-            last = torch.from_numpy(self.starts[:, None] + columns).to(query.device, non_blocking=True)
+            last = torch.from_numpy(self.starts[:, None] + self.columns).to(query.device, non_blocking=True)
             hidden = torch.arange(self.num_slots, device=query.device) > last[..., None]  # [G, W, S]
             mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
             mask = mask.masked_fill_(hidden, -torch.inf)[:, None]

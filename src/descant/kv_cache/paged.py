@@ -42,7 +42,7 @@ class PagedStore:
     def of_blocks(cls, pool: BlockPool, blocks: Array) -> Self:
         """A store with one row of these full blocks [M], which it shares."""
         store = cls(pool=pool)
-        store._block_table = _grow_table(blocks[None], 8)
+        store._block_table = _grow_table(blocks[None].copy(), 8)  # writes change it
         store._lengths = torch.tensor([len(blocks) * pool.block_size])
         pool.incref(blocks)
         return store

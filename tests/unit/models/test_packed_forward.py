@@ -48,6 +48,16 @@ def run(model: Any, cache: Any, rows: Rows, steps: int) -> list[Tensor]:
     return seen
 
 
+def counted(function: Any, calls: list[int]) -> Any:
+    """A function that appends to `calls` each time."""
+
+    def call(*given: Any) -> Any:
+        calls.append(1)
+        return function(*given)
+
+    return call
+
+
 def padded(model: Any) -> TransformersModel:
     """A model that never packs."""
     plain = TransformersModel(model)
@@ -66,6 +76,25 @@ def test_logits_are_those_of_padded_rows(tiny, name, make_cache):
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert packed.positions_fed < plain.positions_fed
+
+
+@pytest.mark.parametrize("make_cache", CACHES)
+@pytest.mark.parametrize("lengths", [[9, 9, 7, 30], [3, 200, 9, 190]], ids=["one group", "two groups"])
+def test_decode_steps_are_packed_where_they_read_much(tiny, monkeypatch, lengths, make_cache):
+    """A step of a tiny model reads little, so that the limit is lowered for it."""
+    model = tiny("llama").model
+    logits, num_packed = [], []
+    for limit in (0, 2**60):
+        monkeypatch.setattr("descant.models.forward_batches._MIN_PACKED_READ", limit)
+        one, cache, rows = TransformersModel(model), make_cache(), new_rows(lengths)
+        spans: list[int] = []
+        monkeypatch.setattr(one, "_run_packed", counted(one._run_packed, spans))
+        run(one, cache, rows, 1)
+        rows = rows.replace(cached_length=rows.position).append(torch.full((4, 1), 7), rows.length + 1)
+        logits += run(one, cache, rows, 1)
+        num_packed.append(len(spans))
+    assert num_packed == [2, 1]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("make_cache", CACHES)
