@@ -89,7 +89,7 @@ def test_one_forward_a_step_for_all_rows(mix):
         levels = len({int(one) for one in session._tables.default.rows.cached_length})
         session.step()
         used = session.model.forwards - before
-        packed = session.model._can_pack and not session.model._output_states
+        packed = session.model._packed.is_supported and not session.model._output_states
         assert used == (1 + (joined and lanes > 1 and not packed) if shared else levels)
         met = max(met, lanes)
     assert met >= 3

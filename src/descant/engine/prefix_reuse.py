@@ -17,6 +17,7 @@ from descant.core.interfaces import (
     SelectableCache,
     StateCache,
 )
+from descant.core.prompt_chunk import PromptChunk
 from descant.core.records import Hypothesis, Proposal
 from descant.core.rows import Rows
 from descant.decoding.guidance.cfg import NEGATIVE_PROMPT_KEY
@@ -29,7 +30,15 @@ from descant.kv_cache.prefix_cache import PrefixCache
 from descant.kv_cache.row_subset import row_subset
 from descant.models.no_cache import NoCache
 
-__all__ = ["CachedPrefix", "PrefixReuse", "as_cached_row", "empty_cache_like", "prefill_chunk"]
+__all__ = [
+    "CachedPrefix",
+    "PrefixReuse",
+    "as_cached_row",
+    "commit_chunk",
+    "empty_cache_like",
+    "prefill_chunk",
+    "prompt_chunk",
+]
 
 _PAST_ARGUMENT = "past_key_values"
 _NO_ROWS = torch.zeros(0, dtype=torch.long)
@@ -284,11 +293,21 @@ def as_cached_row(past: Any) -> CachedRow | None:
 
 def prefill_chunk(forward: Forward, cache: RowCache, rows: Rows, index: Tensor, size: Tensor) -> Rows:
     """Feed the next `size` [N] positions of the rows `index` (host), without choosing a token."""
+    chunk = prompt_chunk(cache, rows, index, size)
+    forward(chunk.rows, Proposal(), chunk.cache)
+    return commit_chunk(cache, rows, index, size)
+
+
+def prompt_chunk(cache: RowCache, rows: Rows, index: Tensor, size: Tensor) -> PromptChunk:
+    """The next `size` [N] positions of the rows `index` (host)."""
     part = rows.replace(columns={}).take(index)
     stop = part.cached_length + size
-    part = part.replace(length=stop - part.offset)
-    forward(part, Proposal(), row_subset(cache, index))
+    return PromptChunk(part.replace(length=stop - part.offset), row_subset(cache, index))
+
+
+def commit_chunk(cache: RowCache, rows: Rows, index: Tensor, size: Tensor) -> Rows:
+    """Commit `size` [N] positions of the rows `index` (host), which have been fed; the rows after it."""
     cached = rows.cached_length.clone()
-    cached[index] = stop
+    cached[index] += size
     cache.commit(None, cached)
     return rows.replace(cached_length=cached)

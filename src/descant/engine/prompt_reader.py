@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KVCache, SelectableCache
+from descant.core.interfaces import KVCache
+from descant.core.prompt_chunk import PromptChunk
+from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.engine.prefix_reuse import CachedPrefix, Forward, prefill_chunk
+from descant.engine.prefix_reuse import CachedPrefix, Forward, commit_chunk, prompt_chunk
 from descant.kv_cache.cached_row import CachedRow, append_rows
 from descant.kv_cache.paged import PagedStore
 
@@ -47,9 +49,31 @@ class _ReadingRequest:
 
     fed: Rows  # the tokens that all rows have in common as one row, then the rows
     rows: Rows
-    cache: Any
+    cache: KVCache
     common: int
     unread: int = 0  # tokens that it has still to feed, its last tokens included
+
+    @property
+    def is_common(self) -> bool:
+        """Whether the tokens are fed that all rows have in common."""
+        return self.fed is not self.rows
+
+    def next_sizes(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Which of the fed rows feed the next tokens, and how many each [N] (host); the first come first."""
+        pending = self.fed.pending if self.is_common else (self.fed.pending - 1).clamp(min=0)
+        before = torch.cumsum(pending, 0) - pending
+        sizes = (tokens - before).clamp(min=0).minimum(pending)
+        index = sizes.nonzero().squeeze(1)
+        return index, sizes[index]
+
+    def commit(self, index: Tensor, sizes: Tensor) -> None:
+        """Commit tokens that have been fed."""
+        is_common = self.is_common
+        self.fed = commit_chunk(self.cache, self.fed, index, sizes)
+        if not is_common:
+            self.rows = self.fed
+        elif not int(self.fed.pending.sum()):
+            self.fork()
 
     def fork(self) -> None:
         """Go on with all rows, which share what is read by now."""
@@ -71,7 +95,7 @@ class PromptReader:
     def __contains__(self, number: int) -> bool:
         return number in self._requests
 
-    def start(self, number: int, rows: Rows, prefix: CachedPrefix, cache: SelectableCache) -> None:
+    def start(self, number: int, rows: Rows, prefix: CachedPrefix, cache: KVCache) -> None:
         """Begin to read a request into an empty cache; `prefix` is what is cached of its first row."""
         common = max(common_length(rows), prefix.length)
         first = rows.replace(columns={}).take(torch.zeros(1, dtype=torch.long))
@@ -84,49 +108,64 @@ class PromptReader:
         if common == prefix.length:
             reading.fork()
 
-    def read(self, number: int, tokens: int, forward: Forward) -> bool:
-        """Feed the next tokens of a request, one row after the other; False: no more are to be fed here.
+    def next_chunk(self, number: int, tokens: int) -> PromptChunk | None:
+        """The next tokens of a request in one forward; None: no more are to be fed here, or not in one.
 
         The last token of each row is fed in the table, with the rest of the last tokens.
         """
         reading = self._requests[number]
+        if reading.unread <= tokens:
+            return None
+        index, sizes = reading.next_sizes(tokens)
+        return prompt_chunk(reading.cache, reading.fed, index, sizes) if int(sizes.sum()) == tokens else None
+
+    def commit_chunk(self, number: int, tokens: int) -> None:
+        """Commit the chunk that `next_chunk` has returned, once it is fed."""
+        reading = self._requests[number]
+        reading.commit(*reading.next_sizes(tokens))
         reading.unread -= tokens
-        if reading.unread <= 0:
+
+    def read(self, number: int, tokens: int, forward: Forward) -> bool:
+        """Feed the next tokens of a request; False: what is left of them is to be fed in the table."""
+        reading = self._requests[number]
+        if reading.unread <= tokens:
             return False
         self._feed(reading, tokens, forward)
+        reading.unread -= tokens
         return True
 
     def _feed(self, reading: _ReadingRequest, tokens: int, forward: Forward) -> None:
         """Feed so many tokens, without the last of each row."""
         while tokens > 0:
-            is_common = reading.fed is not reading.rows
-            free = reading.fed.pending if is_common else (reading.fed.pending - 1).clamp(min=0)
-            sizes = _split_tokens(free, tokens)
-            index = sizes.nonzero().squeeze(1)
+            index, sizes = reading.next_sizes(tokens)
             if not len(index):
                 return
-            fed = prefill_chunk(forward, reading.cache, reading.fed, index, sizes[index])
+            chunk = prompt_chunk(reading.cache, reading.fed, index, sizes)
+            forward(chunk.rows, Proposal(), chunk.cache)
+            reading.commit(index, sizes)
             tokens -= int(sizes.sum())
-            reading.fed = fed
-            if not is_common:
-                reading.rows = fed
-            elif not int(fed.pending.sum()):
-                reading.fork()
 
-    def take(self, number: int, forward: Forward) -> ReadRows:
-        """Read the rest of a request but the last token of each row; its rows, with what is cached of each.
+    def take(self, number: int, forward: Forward, can_pack: bool) -> ReadRows:
+        """End the reading of a request; its rows, with what is cached of each.
 
-        The rest is not left to the table: there it would pad the single tokens of the rows that decode, where
-        these are not packed.
+        With `can_pack` the rest of the tokens is left to the table. Else it would pad the single tokens of
+        the rows that decode there. What all rows have in common is read here in any case.
         """
         reading = self._requests[number]
-        self._feed(reading, _ALL, forward)
+        if not can_pack or (reading.is_common and len(reading.rows) > 1):
+            self._feed(reading, _ALL, forward)
+        elif reading.is_common:
+            reading.rows = reading.rows.replace(cached_length=reading.fed.cached_length)
         del self._requests[number]
         return ReadRows.cached(reading.rows, reading.cache)
 
     def num_cached(self, number: int) -> Tensor:
         """The positions of each row in a request's own cache [R] (host)."""
         return self._requests[number].fed.cached_length
+
+    def cache_of(self, number: int) -> KVCache:
+        """The cache into which a request is read."""
+        return self._requests[number].cache
 
     def is_paged(self, number: int) -> bool:
         """Whether a request is read into blocks."""
@@ -144,9 +183,3 @@ def common_length(rows: Rows) -> int:
         return max(size, 0)
     equal = (rows.tokens[:, :size] == rows.tokens[:1, :size]).all(0)
     return int(equal.long().cumprod(0).sum())
-
-
-def _split_tokens(free: Tensor, tokens: int) -> Tensor:
-    """How many of the next tokens each row [R] feeds, of those that it may; the first rows come first."""
-    before = torch.cumsum(free, 0) - free
-    return (tokens - before).clamp(min=0).minimum(free)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 
 from descant.core.context import row_params
-from descant.core.interfaces import Array
+from descant.core.interfaces import Array, RowCache
+from descant.core.prompt_chunk import PackingModel, PromptChunk
+from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.engine.admission import ResolvedRequest
 from descant.engine.block_usage import block_usage
@@ -51,6 +54,7 @@ class ScheduledRequests:
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.config, self._model, self._tables, self._join = config, model, tables, join
+        self._packing_model = model if isinstance(model, PackingModel) else None
         self._prefix_cache = prefix_cache
         self.scheduler = AgeingScheduler(config, self._find_prefix)
         self.clock: Callable[[], float] = time.monotonic
@@ -61,6 +65,7 @@ class ScheduledRequests:
         self._reader = PromptReader()
         self._parked: dict[int, tuple[Table, Rows]] = {}
         self._suspended: list[tuple[Table, ReadRows]] = []  # rows that pause in this step
+        self._chunks: dict[int, PromptChunk] = {}  # that are fed beside the rows of the tables in this step
         self._plan: StepPlan | None = None
         self._finished_reads: set[int] = set()  # requests that have read what the plan says
 
@@ -133,14 +138,22 @@ class ScheduledRequests:
         for number in plan.preempted:
             self._preempt(number)
         for number, tokens in plan.read.items():
-            try:
+            with self._failing(number):
                 self._read(number, tokens)
-            except StepFault as fault:
-                self.failed[number] = fault.errors.get(number, fault)
-            except Exception as error:
-                self.failed[number] = error
-            self._finished_reads.add(number)
+            if number not in self._chunks:
+                self._finished_reads.add(number)
         self._suspend(plan)
+        self._piggyback(list(self._chunks.values()))
+
+    @contextmanager
+    def _failing(self, number: int) -> Iterator[None]:
+        """Let a request fail if what is done for it raises."""
+        try:
+            yield
+        except StepFault as fault:
+            self.failed[number] = fault.errors.get(number, fault)
+        except Exception as error:
+            self.failed[number] = error
 
     def _preempt(self, number: int) -> None:
         """Free what a request holds; its tokens are read again later."""
@@ -157,14 +170,40 @@ class ScheduledRequests:
             if self._joins_at_once(number, tokens):
                 return
             self._start_reading(number)
+        chunk = self._reader.next_chunk(number, tokens)
+        if chunk is not None and self._can_pack(chunk.cache):
+            self._chunks[number] = chunk
+            return
         if self._reader.read(number, tokens, self._forward):
             return
-        rows, prefixes = self._reader.take(number, self._forward)
+        cache = self._reader.cache_of(number)
+        rows, prefixes = self._reader.take(number, self._forward, self._can_pack(cache))
         if number in self._parked:
             self._parked.pop(number)[0].resume(rows, prefixes)
         else:
             self._join(number, self._waiting[number], prefixes[0])
             del self._waiting[number]
+
+    def _can_pack(self, cache: RowCache) -> bool:
+        """Whether tokens of prompts share the forward of the rows that decode."""
+        return self._packing_model is not None and self._packing_model.can_pack(cache)
+
+    def _piggyback(self, chunks: Sequence[PromptChunk]) -> None:
+        """Let the next packed forward feed these chunks of prompts."""
+        if self._packing_model is not None:
+            self._packing_model.piggyback(chunks)
+
+    def finish_reads(self) -> None:
+        """Commit the chunks that the tables' forwards have fed, and feed the others by themselves."""
+        assert self._plan is not None
+        self._piggyback(())
+        while self._chunks:
+            number, chunk = self._chunks.popitem()
+            with self._failing(number):
+                if not chunk.is_fed:
+                    self._forward(chunk.rows, Proposal(), chunk.cache)
+                self._reader.commit_chunk(number, self._plan.read[number])
+            self._finished_reads.add(number)
 
     def _joins_at_once(self, number: int, tokens: int) -> bool:
         """Let a request join its table if it is read in one step; False: it is not."""
@@ -238,6 +277,8 @@ class ScheduledRequests:
     def abort_step(self) -> None:
         """Report that a planned step has not been made; it can be planned again."""
         plan = self._plan
+        self._chunks.clear()
+        self._piggyback(())
         if plan is None:
             return
         for number in plan.preempted:

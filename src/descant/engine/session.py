@@ -231,6 +231,7 @@ class Session:
                 self._step_tables()
             finally:
                 scheduled.resume_suspended()
+            scheduled.finish_reads()
             self._fail_scheduled(scheduled)
         except BaseException:
             scheduled.abort_step()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from descant.kv_cache.attention_proxy import AttentionCall, KVProxy, sdpa
 from descant.kv_cache.packed_span import PackedGroup, PackedSpan
 
-__all__ = ["PackedCache", "PackedKV", "PackingUnsupported"]
+__all__ = ["JoinedKV", "PackedCache", "PackedKV", "PackingUnsupported"]
 
 
 class PackingUnsupported(Exception):
@@ -87,6 +89,26 @@ class PackedKV(KVProxy):
         mask = group.mask(query, query_heads // heads)
         out = sdpa(cached_keys, cached_values, AttentionCall(folded, mask, scale=call.scale))
         return out.reshape(*query.shape[:3], -1)
+
+
+class JoinedKV(KVProxy):
+    """One layer's keys or values of a packed forward on several caches, whose tokens follow each other."""
+
+    def __init__(self, tensor: Tensor, parts: Sequence[PackedKV]) -> None:
+        super().__init__(tensor.shape, tensor)
+        self.parts = parts
+
+    def build_tensor(self) -> Tensor:
+        """Not possible: rows have different slots."""
+        return self.parts[0].build_tensor()
+
+    def attend(self, values: KVProxy, call: AttentionCall) -> Tensor:
+        """The attention output [1, Hq, P, E]."""
+        assert isinstance(values, JoinedKV)
+        sizes = [part.span.num_tokens for part in self.parts]
+        queries = call.query.split(sizes, 2)
+        parts = zip(self.parts, values.parts, queries, strict=True)
+        return torch.cat([keys.attend(own, call._replace(query=query)) for keys, own, query in parts], 2)
 
 
 def _split_rows(packed: Tensor, group: PackedGroup, tokens: Tensor) -> Tensor:

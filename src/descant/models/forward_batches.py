@@ -62,8 +62,11 @@ class ForwardBatcher:
         request_keys: Mapping[int, object],
         state_batches: list[Tensor] | None = None,
         can_pack: bool = False,
+        has_chunks: bool = False,
     ) -> list[ForwardBatch]:
         """The batches of a step; with `can_pack` rows of different length share a packed one.
+
+        With `has_chunks` all rows do, since chunks of prompts are fed beside them.
 
         Requests in `request_keys` share a forward only with requests of the same key. `state_batches` are the
         running rows of a recurrent model, grouped by the state they share.
@@ -73,14 +76,15 @@ class ForwardBatcher:
         unrestricted = (
             not request_keys and turns is None and state_batches is None and not traits.needs_batch_size_one
         )
-        is_decode = unrestricted and traits.cache_type == "kv" and proposal.drafts is None
+        has_chunks = has_chunks and can_pack and unrestricted
+        is_decode = unrestricted and traits.cache_type == "kv" and proposal.drafts is None and not has_chunks
         if is_decode and uniform is not None and uniform.length == uniform.cached_length + 1:
             return [ForwardBatch(None, len(rows), cached, cached, uniform.cached_length, 1)]
         fed = rows.pending + proposal.draft_counts()
         if traits.cache_type == "none":  # whole rows are fed in every step
             cached, fed = torch.zeros_like(cached), cached + fed
         all_rows = ForwardBatch.from_lengths(cached, fed)
-        if can_pack and unrestricted and self._is_worth_packing(all_rows, fed):
+        if has_chunks or (can_pack and unrestricted and self._is_worth_packing(all_rows, fed)):
             return [all_rows._replace(is_packed=True)]
         if unrestricted and self._fits_one_forward(all_rows, fed):
             return [all_rows]

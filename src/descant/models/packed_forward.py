@@ -2,32 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from descant.core.interfaces import KVCache, KVSpan, ModelTraits, RowCache
+from descant.core.prompt_chunk import PromptChunk
 from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.packed_attention import PackedCache, PackedKV
+from descant.kv_cache.packed_attention import JoinedKV, PackedCache, PackedKV
 from descant.kv_cache.packed_span import PackedSpan
 from descant.kv_cache.paged import PagedStore
 from descant.models.forward_batches import ForwardBatch
 from descant.models.forward_inputs import fed_tokens
 from descant.models.forward_view import SelfAttentionView
 
-__all__ = ["PackedBatch", "can_pack_model", "can_pack_rows"]
+__all__ = ["PackedForwards"]
+
+# A subclass may change how slots are written.
+_PACKABLE_CACHES = (DenseStore, PagedStore)
 
 
-def can_pack_model(model: Any, traits: ModelTraits) -> bool:
-    """Whether rows of a model can be packed: positions are given, and rows meet in attention only.
+class PackedForwards:
+    """The packed forwards of a model, and the chunks of prompts that the next one feeds too.
 
-    transformers declares so for its own packed forwards (`_supports_attention_backend`). A model that does
-    not call scaled_dot_product_attention with the mask it gets shows that in its first packed forward.
+    transformers declares which models it can pack for its own packed forwards
+    (`_supports_attention_backend`). A model that does not call scaled_dot_product_attention with the mask it
+    gets shows that in its first packed forward.
     """
+
+    def __init__(self, model: Any, traits: ModelTraits) -> None:
+        self._model, self._traits = model, traits
+        self.is_supported = _can_pack_model(model, traits)
+        self.chunks: Sequence[PromptChunk] = ()
+        self._windows = [window for window in traits.sliding_windows.values() if window is not None]
+
+    def can_pack_cache(self, cache: RowCache) -> bool:
+        """Whether a cache takes packed writes."""
+        return self.is_supported and type(cache) in _PACKABLE_CACHES
+
+    def can_pack(self, rows: Rows, proposal: Proposal, cache: RowCache) -> bool:
+        """Whether rows can be packed: the cache takes packed writes, and no row is longer than a window."""
+        if not self.can_pack_cache(cache):
+            return False
+        return not self._windows or int(rows.position.max()) + proposal.width < min(self._windows)
+
+    def run(self, batch: PackedBatch, with_logits: bool) -> tuple[Tensor, int]:
+        """Feed a batch and the waiting chunks: the logits [N, K + 1, V], and the number of fed tokens."""
+        chunks = [chunk for chunk in self.chunks if self.can_pack(chunk.rows, Proposal(), chunk.cache)]
+        self.chunks = ()  # a forward that raises is tried again without them
+        batches = [batch, *(PackedBatch.of_chunk(chunk) for chunk in chunks)]
+        inputs = _joined_inputs(batches, self._traits, with_logits)
+        output = self._model(**inputs, use_cache=True, return_dict=True)
+        for chunk in chunks:
+            chunk.is_fed = True
+        logits = batch.logits_by_row(output.logits, self._traits, with_logits, is_whole=not chunks)
+        return logits, sum(one.span.num_tokens for one in batches)
+
+
+def _can_pack_model(model: Any, traits: ModelTraits) -> bool:
+    """Whether rows of a model can be packed: positions are given, and rows meet in attention only."""
     return (
         traits.cache_type == "kv"
         and traits.attn_implementation == "sdpa"
@@ -38,54 +76,46 @@ def can_pack_model(model: Any, traits: ModelTraits) -> bool:
     )
 
 
-def can_pack_rows(rows: Rows, proposal: Proposal, cache: RowCache, traits: ModelTraits) -> bool:
-    """Whether a cache takes packed writes, and no row is longer than a window."""
-    # A subclass may change how slots are written.
-    if type(cache) not in (DenseStore, PagedStore):
-        return False
-    windows = [window for window in traits.sliding_windows.values() if window is not None]
-    return not windows or int(rows.position.max()) + proposal.width < min(windows)
-
-
 class PackedBatch:
-    """The inputs of one packed forward, and its logits by row."""
+    """Rows of one cache in a packed forward."""
 
     def __init__(self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch) -> None:
         widths = np.ones(batch.num_rows, dtype=np.int64) if batch.width == 1 else batch.fed_length.numpy()
         self.span = PackedSpan(np.arange(batch.num_rows), batch.cached_length.numpy(), widths)
-        self._rows, self._proposal, self._cache, self._batch = rows, proposal, cache, batch
-        device = rows.tokens.device
+        self.cache = cast(PackedCache, cache)
+        self._rows, self._proposal, self._batch = rows, proposal, batch
         host = np.stack((self.span.positions, self.span.token_rows * batch.width + self.span.columns))
-        self._index = torch.from_numpy(host).to(device, non_blocking=True)  # [2, P]
-        # Its content is never read: attention compares its address.
-        self._mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+        self._index = torch.from_numpy(host).to(rows.tokens.device, non_blocking=True)  # [2, P]
 
-    def inputs(self, traits: ModelTraits, with_logits: bool) -> dict[str, Any]:
-        """The arguments of the model's forward."""
-        size = self.span.num_tokens
+    @classmethod
+    def of_chunk(cls, chunk: PromptChunk) -> PackedBatch:
+        """The batch of a chunk of a prompt."""
+        rows = chunk.rows
+        return cls(rows, Proposal(), chunk.cache, ForwardBatch.from_lengths(rows.cached_length, rows.pending))
+
+    @property
+    def positions(self) -> Tensor:
+        """The position of each token [1, P]."""
+        return self._index[:1]
+
+    def tokens(self) -> Tensor:
+        """The fed tokens [1, P]."""
         tokens = fed_tokens(self._rows, self._proposal, self._batch)  # [N, T]
-        tokens = tokens.view(1, -1) if self.span.is_decode else tokens.flatten()[self._index[1]][None]
-        mask: Any = self._mask.expand(1, 1, size, size)
-        if len(traits.sliding_windows) > 1:
-            mask = dict.fromkeys(traits.sliding_windows, mask)
-        inputs = {"input_ids": tokens, "position_ids": self._index[:1], "attention_mask": mask}
-        inputs["past_key_values"] = _PackedView(cast(PackedCache, self._cache), self.span, self._mask)
-        if not with_logits:
-            inputs["logits_to_keep"] = torch.zeros(0, dtype=torch.long, device=tokens.device)
-        elif traits.supports_logits_to_keep and not self.span.is_decode:
-            inputs["logits_to_keep"] = self._logit_index().to(tokens.device, non_blocking=True)
-        return inputs
+        return tokens.view(1, -1) if self.span.is_decode else tokens.flatten()[self._index[1]][None]
 
-    def logits_by_row(self, logits: Tensor, traits: ModelTraits, with_logits: bool) -> Tensor:
-        """The logits [N, K + 1, V] of each row's last pending token and drafts, out of [1, P, V]."""
+    def logits_by_row(self, logits: Tensor, traits: ModelTraits, with_logits: bool, is_whole: bool) -> Tensor:
+        """The logits [N, K + 1, V] of each row's last pending token and drafts, out of [1, P, V].
+
+        `is_whole` says that the forward has fed nothing else.
+        """
         num_logits = self._proposal.width + 1
         if not with_logits:
             return logits.new_zeros(self._batch.num_rows, num_logits, 0)
-        if not (traits.supports_logits_to_keep or self.span.is_decode):
-            logits = logits[:, self._logit_index().to(logits.device, non_blocking=True)]
+        if not (traits.supports_logits_to_keep or (self.span.is_decode and is_whole)):
+            logits = logits[:, self.logit_index().to(logits.device, non_blocking=True)]
         return logits.view(self._batch.num_rows, num_logits, -1)
 
-    def _logit_index(self) -> Tensor:
+    def logit_index(self) -> Tensor:
         """Where the logits of each row are in the packed sequence [N * (K + 1)] (host)."""
         span, num_drafts = self.span, np.asarray(self._proposal.draft_counts())
         first = span.widths - num_drafts - 1
@@ -93,21 +123,59 @@ class PackedBatch:
         return torch.from_numpy((span.offsets[:, None] + columns).ravel())
 
 
-class _PackedView(SelfAttentionView):
-    """A cache as a model takes it in a packed forward."""
+def _joined_inputs(batches: Sequence[PackedBatch], traits: ModelTraits, with_logits: bool) -> dict[str, Any]:
+    """The arguments of a forward that feeds these batches one after the other; logits are of the first."""
+    first = batches[0]
+    tokens, positions = first.tokens(), first.positions
+    if len(batches) > 1:
+        tokens = torch.cat([tokens, *(one.tokens() for one in batches[1:])], 1)
+        positions = torch.cat([one.positions for one in batches], 1)
+    size, device = tokens.shape[1], tokens.device
+    # Its content is never read: attention compares its address.
+    own_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+    mask: Any = own_mask.expand(1, 1, size, size)
+    if len(traits.sliding_windows) > 1:
+        mask = dict.fromkeys(traits.sliding_windows, mask)
+    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+    inputs["past_key_values"] = _PackedView(batches, own_mask)
+    if not with_logits:
+        inputs["logits_to_keep"] = torch.zeros(0, dtype=torch.long, device=device)
+    elif traits.supports_logits_to_keep and not (first.span.is_decode and len(batches) == 1):
+        inputs["logits_to_keep"] = first.logit_index().to(device, non_blocking=True)
+    return inputs
 
-    def __init__(self, store: PackedCache, span: PackedSpan, mask: Tensor) -> None:
-        whole = KVSpan(None, span.read_length - 1, 1, span.read_length)
-        super().__init__(cast(KVCache, store), whole)
-        self._packed_store, self._packed_span, self._mask = store, span, mask
+
+class _Part(NamedTuple):
+    """A batch of a packed forward, and where its tokens are in the sequence."""
+
+    cache: PackedCache
+    span: PackedSpan
+    start: int
+
+
+class _PackedView(SelfAttentionView):
+    """The caches of all batches, as a model takes its cache in a packed forward."""
+
+    def __init__(self, batches: Sequence[PackedBatch], mask: Tensor) -> None:
+        length = max(one.span.read_length for one in batches)
+        super().__init__(cast(KVCache, batches[0].cache), KVSpan(None, length - 1, 1, length))
+        starts = np.cumsum([0, *(one.span.num_tokens for one in batches[:-1])]).tolist()
+        self._mask = mask
+        self._parts = [_Part(one.cache, one.span, at) for one, at in zip(batches, starts, strict=True)]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Any, Any]:
         """Write one layer's new keys and values [1, H, P, D]; returns proxies that attend by row."""
-        store, span = self._packed_store, self._packed_span
-        store.write_packed(layer_idx, key_states, value_states, span)
-        return (
-            PackedKV(key_states, store, layer_idx, span, self._mask),
-            PackedKV(value_states, store, layer_idx, span, self._mask),
-        )
+        keys, values = [], []
+        for cache, span, start in self._parts:
+            key, value = key_states, value_states
+            if len(self._parts) > 1:
+                key = key_states.narrow(2, start, span.num_tokens)
+                value = value_states.narrow(2, start, span.num_tokens)
+            cache.write_packed(layer_idx, key, value, span)
+            keys.append(PackedKV(key, cache, layer_idx, span, self._mask))
+            values.append(PackedKV(value, cache, layer_idx, span, self._mask))
+        if len(keys) == 1:
+            return keys[0], values[0]
+        return JoinedKV(key_states, keys), JoinedKV(value_states, values)

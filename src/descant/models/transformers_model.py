@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import KVCache, KVSpan, ModelTraits, RowCache, StateCache
+from descant.core.prompt_chunk import PromptChunk
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows, index_rows
 from descant.kv_cache.dense import DenseStore
@@ -20,8 +21,9 @@ from descant.models.devices import input_device, is_multi_device
 from descant.models.encoder import Encoder
 from descant.models.forward_batches import ForwardBatch, ForwardBatcher
 from descant.models.forward_inputs import attention_mask, fed_tokens, full_tokens, needs_no_mask
+from descant.models.forward_states import collect_states
 from descant.models.forward_view import SelfAttentionView
-from descant.models.packed_forward import PackedBatch, can_pack_model, can_pack_rows
+from descant.models.packed_forward import PackedBatch, PackedForwards
 from descant.models.rank_group import rank_group_of
 from descant.models.request_inputs import RequestInputsMap
 from descant.models.synced_gpus import current_barrier
@@ -31,15 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["TransformersModel"]
-
-
-_STATE_NAMES = (
-    "hidden_states",
-    "attentions",
-    "decoder_hidden_states",
-    "decoder_attentions",
-    "cross_attentions",
-)
 
 
 class TransformersModel:
@@ -62,7 +55,8 @@ class TransformersModel:
         self._output_states = tuple(states)  # further outputs: "hidden_states", "attentions"
         self._batcher = ForwardBatcher(self.traits)
         is_spread = self._is_multi_device or self.rank_group is not None or self._barrier is not None
-        self._can_pack = not is_spread and can_pack_model(model, self.traits)
+        self._packed = PackedForwards(model, self.traits)
+        self._packed.is_supported &= not is_spread
         self._request_inputs = RequestInputsMap()
         self._input_preparer = InputPreparer(model, self.traits, self._request_inputs)
         self._state_handler = (
@@ -129,6 +123,14 @@ class TransformersModel:
         for request in requests:
             self._prompt_embeds.pop(request, None)
 
+    def can_pack(self, cache: RowCache) -> bool:
+        """Whether rows of different length in this cache share a forward without padding."""
+        return self._packed.can_pack_cache(cache)
+
+    def piggyback(self, chunks: Sequence[PromptChunk]) -> None:
+        """Feed these chunks of prompts in the next packed forward."""
+        self._packed.chunks = chunks
+
     def forward(
         self, rows: Rows, proposal: Proposal, cache: RowCache, with_logits: bool = True
     ) -> ForwardOutput:
@@ -146,13 +148,14 @@ class TransformersModel:
         state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
         request_keys = self._batch_keys(rows) if len(self._request_inputs) else {}
         has_more = bool(self._output_states or self._prompt_embeds or len(self._request_inputs))
-        can_pack = self._can_pack and not has_more and can_pack_rows(rows, proposal, cache, self.traits)
-        batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack)
+        can_pack = not has_more and self._packed.can_pack(rows, proposal, cache)
+        has_chunks = bool(self._packed.chunks)
+        batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, has_chunks)
         if batches[0].is_packed:
             try:
                 return self._run_packed(rows, proposal, cache, batches[0])
             except PackingUnsupported:  # raised in its first layer, before anything counts
-                self._can_pack = False
+                self._packed.is_supported = False
                 batches = self._batcher.split(rows, proposal, request_keys, state_batches)
         run = self._run_custom_inputs if self.traits.prepares_own_inputs else self._run_batch
         if len(batches) == 1:
@@ -213,16 +216,15 @@ class TransformersModel:
             logits = logits.new_zeros(len(logits), proposal.width + 1, 0)
         if logit_index is not None:
             logits = _gather_positions(logits, logit_index)
-        return self._to_float_logits(logits), self._collect_states(output, rows, proposal, batch)
+        return self._to_float_logits(logits), self._states_of(output, proposal, batch)
 
     def _run_packed(
         self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
     ) -> ForwardOutput:
         """One packed forward of all rows: logits [R, K + 1, V] in float32."""
-        packed, with_logits = PackedBatch(rows, proposal, cache, batch), not self._skip_logits
-        output = self.model(**packed.inputs(self.traits, with_logits), use_cache=True, return_dict=True)
-        self._count_forward(packed.span.num_tokens)
-        logits = packed.logits_by_row(output.logits, self.traits, with_logits)
+        packed = PackedBatch(rows, proposal, cache, batch)
+        logits, num_tokens = self._packed.run(packed, with_logits=not self._skip_logits)
+        self._count_forward(num_tokens)
         return ForwardOutput(self._to_float_logits(logits))
 
     def _run_custom_inputs(
@@ -274,7 +276,7 @@ class TransformersModel:
             num_drafts = torch.as_tensor(proposal.draft_counts(batch.rows))
             first = size - 1 - num_drafts[:, None]
             logits = _gather_positions(logits, (first + torch.arange(proposal.width + 1)).clamp(0, size - 1))
-        return self._to_float_logits(logits), self._collect_states(output, rows, proposal, batch)
+        return self._to_float_logits(logits), self._states_of(output, proposal, batch)
 
     def _to_float_logits(self, logits: Tensor) -> Tensor:
         """Logits in float32 on the input device; a multi-device model may return them on another."""
@@ -301,6 +303,10 @@ class TransformersModel:
         if logits is not None:
             self._count_forward(batch.width * batch.num_rows)
         return logits
+
+    def _states_of(self, output: Any, proposal: Proposal, batch: ForwardBatch) -> Mapping[str, Any]:
+        """The requested states of an output; empty if none are requested."""
+        return collect_states(output, proposal, batch) if self._output_states else {}
 
     def _call_model(self, inputs: dict[str, Any], batch: ForwardBatch) -> Any:
         """Call the model, with the requested states."""
@@ -425,23 +431,6 @@ class TransformersModel:
         distinct, index = torch.unique(positions, return_inverse=True)
         # The index must be on the device of the last layer or on the host; accelerate moves tensor arguments.
         return distinct.tolist() if self._is_multi_device else distinct.to(self.device), index
-
-    def _collect_states(
-        self, output: Any, rows: Rows, proposal: Proposal, batch: ForwardBatch
-    ) -> Mapping[str, Any]:
-        """The requested states, with the rows and lengths they belong to; empty if none are requested."""
-        if not self._output_states:
-            return {}
-        states: dict[str, Any] = {name: output[name] for name in _STATE_NAMES if output.get(name) is not None}
-        index = torch.arange(len(rows)) if batch.rows is None else batch.rows
-        fed = batch.fed_length if batch.width > 1 else torch.ones_like(batch.cached_length)
-        num_drafts = torch.as_tensor(proposal.draft_counts(batch.rows)).expand(len(index))
-        return states | {
-            "rows": index,
-            "fed_length": fed,
-            "num_drafts": num_drafts,
-            "cached_length": batch.cached_length,
-        }
 
 
 def _gather_positions(logits: Tensor, index: Tensor) -> Tensor:

@@ -79,6 +79,43 @@ def test_a_long_prompt_is_read_beside_the_steps_of_others(model):
     assert tokens(found[second]) == alone(model, long)
 
 
+def test_a_chunk_shares_the_forward_of_the_rows_that_decode(model):
+    session = Session(model, scheduler=SchedulerConfig(chunk_tokens=4))
+    short, long = request(2, new=12), request(30, do_sample=True, seed=4)
+    numbers = session.admit(short)
+    session.step()
+    numbers += session.admit(long)
+    for _ in range(8):  # the last of them ends the prompt
+        before = session.model.forwards
+        session.step()
+        assert session.model.forwards == before + 1
+    found = ended(session)
+    assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in (short, long)]
+
+
+def test_a_chunk_that_breaks_a_shared_forward_fails_alone(model, monkeypatch):
+    session = Session(model, scheduler=SchedulerConfig(chunk_tokens=4))
+    network, bad = session.model.network, request(30).prompt[9]
+    good, other = request(2, new=12), request(5, new=8, num_beams=2)
+    forward = network.forward
+
+    def breaking(*args, input_ids, **given):
+        if bool((input_ids == bad).any()):
+            raise RuntimeError("broken")
+        return forward(*args, input_ids=input_ids, **given)
+
+    for one in (good, other):
+        assert bad not in one.prompt
+        assert all(bad not in line for line in alone(model, one))
+    monkeypatch.setattr(network, "forward", breaking)
+    first, second, broken = session.admit(good, other, request(30))
+    found = ended(session)
+    monkeypatch.undo()
+    assert "broken" in str(found[broken].error)
+    assert [tokens(found[first]), tokens(found[second])] == [alone(model, one) for one in (good, other)]
+    assert len(session) == session.rows == 0
+
+
 def test_priorities_order_what_waits(model):
     session = Session(model, scheduler=SchedulerConfig(max_running_rows=1, ageing=1000.0))
     numbers = session.admit(request(2, priority=1), request(3, priority=0), request(4, priority=-1))

@@ -102,6 +102,16 @@ def test_a_prompt_is_read_in_chunks_beside_decoding():
     assert not plans[3].is_idle
 
 
+def test_chunks_get_shorter_as_their_context_grows():
+    one = scheduler(chunk_tokens=12, chunk_half_context=24)
+    one.add(request(0, 60), now=0.0)
+    sizes = [step(one).read[0] for _ in range(7)]
+    assert sizes == [12, 8, 6, 5, 5, 4, 4]  # 12 * 24 // (24 + context)
+    one = scheduler(chunk_tokens=2, chunk_half_context=1)
+    one.add(request(0, 9), now=0.0)
+    assert [step(one).read[0] for _ in range(8)] == [2, 1, 1, 1, 1, 1, 1, 1]
+
+
 def test_decoding_counts_first_and_prompts_share_the_rest_in_order():
     one = scheduler(max_step_tokens=10)
     one.add(request(0, 1, rows=4), now=0.0)
@@ -597,6 +607,7 @@ def test_a_report_names_what_it_may(report, match):
     ("field", "value"),
     [
         ("max_running_rows", 0), ("max_step_tokens", 0), ("chunk_tokens", True), ("num_blocks", -1),
+        ("chunk_half_context", 0), ("chunk_half_context", 64),
         ("block_size", 1.5), ("max_waiting", 0), ("ageing", -1.0), ("ageing", float("inf")),
         ("ageing", "1"), ("preemption", "always"), ("headroom", 1.0), ("headroom", -0.1), ("headroom", True),
     ],

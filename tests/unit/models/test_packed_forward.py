@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 import descant
+from descant.core.prompt_chunk import PromptChunk
 from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.packed_span import PackedSpan
 from descant.kv_cache.paged import PagedStore
+from descant.models.packed_forward import PackedForwards
 from descant.models.transformers_model import TransformersModel
 from descant.testing import check_drafts
 
@@ -61,7 +63,7 @@ def counted(function: Any, calls: list[int]) -> Any:
 def padded(model: Any) -> TransformersModel:
     """A model that never packs."""
     plain = TransformersModel(model)
-    plain._can_pack = False
+    plain._packed.is_supported = False
     return plain
 
 
@@ -76,6 +78,51 @@ def test_logits_are_those_of_padded_rows(tiny, name, make_cache):
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert packed.positions_fed < plain.positions_fed
+
+
+@pytest.mark.parametrize("make_cache", CACHES)
+@pytest.mark.parametrize("start", [0, 13], ids=["first chunk", "later chunk"])
+def test_chunks_of_prompts_share_the_forward_of_other_rows(tiny, make_cache, start):
+    """The rows have equal length, so that without a chunk they would not be packed."""
+    model = tiny("llama").model
+    logits, prompt = [], new_rows([60], seed=3)
+    for piggybacked in (True, False):
+        one, cache, own, rows = TransformersModel(model), make_cache(), make_cache(), new_rows([8, 8])
+        run(one, cache, rows, 1)
+        rows = rows.replace(cached_length=rows.position).append(torch.full((2, 1), 7), rows.length + 1)
+        own.extend(1)
+        read = prompt
+        for stop in (start, 40) if start else (40,):
+            chunk = PromptChunk(read.replace(length=torch.tensor([stop])), own)
+            before = one.forwards
+            if piggybacked and stop == 40:
+                one.piggyback([chunk])
+            else:
+                one.forward(chunk.rows, Proposal(), own)
+            if stop == 40:
+                logits.append(one.forward(rows, Proposal(), cache).logits)
+                assert one.forwards - before == (1 if piggybacked else 2)
+                assert chunk.is_fed == piggybacked
+            own.commit(None, torch.tensor([stop]))
+            read = read.replace(cached_length=torch.tensor([stop]))
+        logits.append(one.forward(read, Proposal(), own).logits)
+    for ours, theirs in zip(logits[:2], logits[2:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_forward_that_raises_drops_its_chunks(tiny, monkeypatch):
+    """It is tried again without them."""
+    model = TransformersModel(tiny("llama").model)
+    cache, own, rows = DenseStore(), DenseStore(), new_rows([8, 8])
+    cache.extend(2), own.extend(1)
+    chunk = PromptChunk(new_rows([60], seed=3), own)
+    model.piggyback([chunk])
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "write_packed", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.forward(rows, Proposal(), cache)
+        model.forward(rows, Proposal(), cache)
+    assert not chunk.is_fed
 
 
 @pytest.mark.parametrize("make_cache", CACHES)
@@ -146,9 +193,9 @@ def test_a_model_with_a_mask_of_its_own_is_fed_padded_rows(tiny):
     original, layer.self_attn = layer.self_attn, ChangedMask(layer.self_attn)
     try:
         changed = TransformersModel(model)
-        assert changed._can_pack
+        assert changed._packed.is_supported
         seen = run(changed, DenseStore(), new_rows(LENGTHS), 3)
-        assert not changed._can_pack
+        assert not changed._packed.is_supported
     finally:
         layer.self_attn = original
     for ours, theirs in zip(seen, run(padded(model), DenseStore(), new_rows(LENGTHS), 3), strict=True):
@@ -158,6 +205,7 @@ def test_a_model_with_a_mask_of_its_own_is_fed_padded_rows(tiny):
 def test_rows_longer_than_a_window_are_not_packed(tiny):
     model = TransformersModel(tiny("llama").model)
     model.traits = dataclasses.replace(model.traits, sliding_windows={"sliding_attention": 16})
+    model._packed = PackedForwards(model.model, model.traits)
     rows, cache = new_rows([3, 9]), DenseStore()
     cache.extend(2)
     model.forward(rows, Proposal(), cache)

@@ -77,7 +77,6 @@ class AgeingScheduler:
         self._plan: StepPlan | None = None  # that is being carried out
         self._paused = False  # whether the last step paused the rows that decode
         self._max_step_tokens = _limit(config.max_step_tokens)
-        self._chunk_tokens = _limit(config.chunk_tokens)
         self._num_blocks = _limit(config.num_blocks)
 
     @property
@@ -251,7 +250,8 @@ class AgeingScheduler:
         if not entry.request.chunkable:
             return unread if unread <= room else 0
         rows = entry.request.prompt_rows
-        most = min(room, max(self._chunk_tokens, rows))
+        size = _limit(self._config.chunk_after(entry.read_tokens - unread))
+        most = min(room, max(size, rows))
         return unread if unread <= most else most - most % rows
 
     def _can_pause(self, entry: RequestEntry, unread: int, state: _StepState) -> bool:

@@ -22,11 +22,15 @@ class SchedulerConfig:
     be stopped and read again later: with "never" each request reserves its largest size when it is admitted;
     with "growth" the last in order gives way when the running requests outgrow the pool; with "priority" also
     when a waiting request comes before it.
+
+    A token costs more the more tokens are before it, by attention. After `chunk_half_context` tokens of its
+    prompt a chunk has half of `chunk_tokens`, so that all chunks take about the same time.
     """
 
     max_running_rows: int = 256
     max_step_tokens: int | None = None  # fed in one step, over all rows, chunks of prompts included
     chunk_tokens: int | None = None  # of a prompt read in one step; None: as many as the step has room for
+    chunk_half_context: int | None = None  # tokens before a chunk that halve it; None: all chunks are equal
     num_blocks: int | None = None  # of the KV pool; None: no limit
     block_size: int = 16  # tokens of a block
     max_waiting: int | None = None  # waiting requests; None: no limit
@@ -37,10 +41,13 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         check_count("max_running_rows", self.max_running_rows)
         check_count("block_size", self.block_size)
-        for name in ("max_step_tokens", "chunk_tokens", "num_blocks", "max_waiting"):
+        for name in ("max_step_tokens", "chunk_tokens", "chunk_half_context", "num_blocks", "max_waiting"):
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value, do="pass None for no limit")
+        if self.chunk_half_context is not None and self.chunk_tokens is None:
+            must = "must be None without `chunk_tokens`"
+            raise ConfigError("chunk_half_context", must, self.chunk_half_context, "set `chunk_tokens`")
         if not _is_number(self.ageing) or not math.isfinite(self.ageing) or self.ageing < 0:
             raise ConfigError("ageing", "must be a finite number of seconds >= 0", self.ageing)
         if self.preemption not in get_args(PreemptionPolicy):
@@ -48,6 +55,11 @@ class SchedulerConfig:
             raise ConfigError("preemption", f"must be one of {choices}", self.preemption)
         if not _is_number(self.headroom) or not 0 <= self.headroom < 1:
             raise ConfigError("headroom", "must be a share of the blocks, 0 <= headroom < 1", self.headroom)
+
+    def chunk_after(self, context: int) -> int | None:
+        """The most tokens of a chunk after that many tokens of its prompt; None: no limit."""
+        size, half = self.chunk_tokens, self.chunk_half_context
+        return size if size is None or half is None else max(1, size * half // (half + context))
 
     @property
     def headroom_blocks(self) -> int:
