@@ -6,12 +6,14 @@ of the whole by that without. `--half-context` is where attention costs as much 
 after 3,072 tokens for SmolLM2 (106 million weights x 2 by 30 layers x 576 x 4), by time on a CPU earlier.
 
 `ragged`: requests with prompts of 8 to 128 tokens and 4 to 64 new tokens. The figures are the times of
-transformers' padded `generate` and of its continuous batching by that of one session. The sides take turns.
+transformers' padded `generate` and of its continuous batching by that of one session, with plain and with
+prepacked weights. The sides take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import statistics
 import time
@@ -153,22 +155,27 @@ def _run_continuous(model: Any, requests: Sequence[tuple[list[int], int]]) -> fl
         manager.stop(block=True)
 
 
-def measure_ragged(model: Any, count: int, repeats: int) -> dict[str, float]:
-    """The median time of each side by that of one session."""
-    requests = _requests(count)
-    sides: dict[str, Callable[[Any, Sequence[tuple[list[int], int]]], float]] = {
-        "session": _run_session,
-        "padded generate": _run_padded,
-        "continuous batching": _run_continuous,
+def measure_ragged(model: Any, count: int, repeats: int) -> dict[str, dict[str, float]]:
+    """For a session and one with prepacked weights: the median time of each other side by its own."""
+    requests, prepacked = _requests(count), copy.deepcopy(model)
+    descant.prepack_weights(prepacked)
+    sides: dict[str, Callable[[], float]] = {
+        "session": lambda: _run_session(model, requests),
+        "prepacked session": lambda: _run_session(prepacked, requests),
+        "padded generate": lambda: _run_padded(model, requests),
+        "continuous batching": lambda: _run_continuous(model, requests),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats):
         for name in list(sides)[:: -1 if repeat % 2 else 1]:
-            seconds[name].append(sides[name](model, requests))
+            seconds[name].append(sides[name]())
     return {
-        name: statistics.median(one / two for one, two in zip(values, seconds["session"], strict=True))
-        for name, values in seconds.items()
-        if name != "session"
+        own: {
+            name: statistics.median(one / two for one, two in zip(values, seconds[own], strict=True))
+            for name, values in seconds.items()
+            if name != own
+        }
+        for own in ("session", "prepacked session")
     }
 
 
@@ -193,8 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _report_gap(model, given)
         return
     with torch.no_grad():
-        for name, ratio in measure_ragged(model, given.count, given.repeats).items():
-            print(f"ragged, {name} by one session: {ratio:.2f}")
+        for own, ratios in measure_ragged(model, given.count, given.repeats).items():
+            for name, ratio in ratios.items():
+                print(f"ragged, {name} by {own}: {ratio:.2f}")
 
 
 if __name__ == "__main__":

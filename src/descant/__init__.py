@@ -152,6 +152,7 @@ from descant.models.hf_caches.exports import (
     StaticCache,
     StaticCacheConfig,
 )
+from descant.models.prepacked_weights import PrepackedWeights, prepack_weights
 from descant.recipes.loading import load_recipe, trust_recipe
 from descant.recipes.recipe import Recipe
 from descant.recipes.share import push_recipe
@@ -260,6 +261,7 @@ __all__ = [
     "PrefixCache",
     "PrefixConstrainedLogitsProcessor",
     "PrefixReport",
+    "PrepackedWeights",
     "PresencePenaltyLogitsProcessor",
     "PromptCache",
     "ProxyTuning",
@@ -325,6 +327,7 @@ __all__ = [
     "load_cache",
     "load_recipe",
     "prefill",
+    "prepack_weights",
     "push_recipe",
     "stream",
     "trust_recipe",

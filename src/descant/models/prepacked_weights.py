@@ -1,0 +1,154 @@
+"""Weights of linear layers in the layout that matrix products on a CPU read fastest."""
+
+from __future__ import annotations
+
+from types import MethodType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from descant.errors import DescantError, InputError
+
+__all__ = ["PrepackedWeights", "prepack_weights"]
+
+# Products of more lines read plain weights as fast, those of fewer are bound by memory.
+_MIN_LINES, _MAX_LINES = 4, 40
+_PACKED_FOR = 16  # lines; MKL's layout serves other numbers too, which is checked for each of them
+_MIN_NUMEL = 2**16  # of a weight: below it the product costs less than the call
+_TOLERANCE = 1e-4  # of the largest output
+
+
+class _Version(NamedTuple):
+    """What changes when a weight is written or replaced."""
+
+    address: int
+    writes: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Version:
+        return cls(weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+
+
+class PrepackedWeights:
+    """The prepacked linear layers of a model, until `restore` or the end of its `with` block."""
+
+    def __init__(self) -> None:
+        self._layers: list[nn.Linear] = []
+
+    @property
+    def num_layers(self) -> int:
+        """The number of prepacked layers."""
+        return len(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the prepacked weights take beside the model's own."""
+        return sum(layer.weight.nbytes for layer in self._layers)
+
+    def add(self, layer: nn.Linear, product: PrepackedProduct) -> None:
+        """Let a layer compute its product from prepacked weights."""
+        layer.__dict__["forward"] = product
+        self._layers.append(layer)
+
+    def restore(self) -> None:
+        """Let the layers use their own weights alone again."""
+        while self._layers:
+            del self._layers.pop().__dict__["forward"]
+
+    def __enter__(self) -> PrepackedWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def prepack_weights(model: nn.Module) -> PrepackedWeights:
+    """Prepack the weights of a model's linear layers, so that steps of 4 to 40 rows on a CPU take less time.
+
+    It replaces the `forward` of the layers, which `restore()` of the result undoes, and needs as much memory
+    again as their weights. Outputs differ by rounding alone. A layer whose weight is changed in place or
+    replaced uses its plain weight from then on; a change through `.data` is not noticed, so restore before.
+    """
+    if not torch.backends.mkl.is_available():
+        raise DescantError("`prepack_weights` needs a torch build with MKL: use the plain weights")
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if any(isinstance(layer.__dict__.get("forward"), PrepackedProduct) for layer in layers):
+        raise InputError("model", "must not be prepacked already", type(model).__name__, "restore it first")
+    layers = [layer for layer in layers if _can_prepack(layer)]
+    if not layers:
+        must = "must have linear layers of float32 weights on the CPU"
+        raise InputError("model", must, type(model).__name__)
+    prepacked, is_exact = PrepackedWeights(), dict[tuple[int, int, int], bool]()
+    try:
+        for layer in layers:
+            prepacked.add(layer, PrepackedProduct(layer, is_exact))
+    except BaseException:
+        prepacked.restore()
+        raise
+    return prepacked
+
+
+def _can_prepack(layer: nn.Linear) -> bool:
+    """Whether a layer is a plain product; a subclass or another library may have replaced it."""
+    weight = layer.weight
+    return (
+        type(layer).forward is nn.Linear.forward
+        and "forward" not in layer.__dict__
+        and type(weight) in (Tensor, nn.Parameter)
+        and weight.device.type == "cpu"
+        and weight.dtype is torch.float32
+        and weight.is_contiguous()
+        and weight.numel() >= _MIN_NUMEL
+    )
+
+
+class PrepackedProduct:
+    """The forward of a linear layer with prepacked weights.
+
+    `is_exact` says for which (lines, outputs, inputs) the packed product equals the plain one up to rounding.
+    """
+
+    def __init__(self, layer: nn.Linear, is_exact: dict[tuple[int, int, int], bool]) -> None:
+        self._layer, self._is_exact = layer, is_exact
+        weight = layer.weight.detach()
+        self._version = _Version.of(layer.weight)
+        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _PACKED_FOR)
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name of torch
+        """The product of vectors [..., I] with the weight [O, I]: [..., O]."""
+        layer = self._layer
+        weight, bias = layer.weight, layer.bias
+        if not self._applies(input, weight):
+            return nn.functional.linear(input, weight, bias)
+        lines = input.numel() // weight.shape[1]
+        key = lines, *weight.shape
+        if self._is_exact.get(key, False):
+            return self._product(input, weight, bias, lines)
+        plain = nn.functional.linear(input, weight, bias)
+        if key not in self._is_exact and bool(plain.isfinite().all()):
+            error = (self._product(input, weight, bias, lines) - plain).abs().max()
+            self._is_exact[key] = bool(error <= _TOLERANCE * plain.abs().max())
+        return plain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The plain forward of the copied layer: packed weights have no storage that could be copied."""
+        return MethodType(nn.Linear.forward, memo[id(self._layer)])
+
+    def _applies(self, vectors: Tensor, weight: Tensor) -> bool:
+        """Whether the packed weights are valid and made for such vectors."""
+        return (
+            _MIN_LINES * weight.shape[1] <= vectors.numel() <= _MAX_LINES * weight.shape[1]
+            and vectors.dtype is torch.float32
+            and type(vectors) is Tensor
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and _Version.of(weight) == self._version
+        )
+
+    def _product(self, vectors: Tensor, weight: Tensor, bias: Tensor | None, lines: int) -> Tensor:
+        result: Any = torch.ops.mkl._mkl_linear(vectors, self._packed, weight, bias, lines)
+        assert isinstance(result, Tensor)
+        return result
