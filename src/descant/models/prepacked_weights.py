@@ -13,7 +13,7 @@ from descant.errors import DescantError, InputError
 __all__ = ["PrepackedWeights", "prepack_weights"]
 
 # Products of more lines read plain weights as fast, those of fewer are bound by memory.
-_MIN_LINES, _MAX_LINES = 4, 40
+_MIN_LINES, _MAX_LINES = 4, 24
 _PACKED_FOR = 16  # lines; MKL's layout serves other numbers too, which is checked for each of them
 _MIN_NUMEL = 2**16  # of a weight: below it the product costs less than the call
 _TOLERANCE = 1e-4  # of the largest output
@@ -66,7 +66,7 @@ class PrepackedWeights:
 
 
 def prepack_weights(model: nn.Module) -> PrepackedWeights:
-    """Prepack the weights of a model's linear layers, so that steps of 4 to 40 rows on a CPU take less time.
+    """Prepack the weights of a model's linear layers, so that steps of 4 to 24 rows on a CPU take less time.
 
     It replaces the `forward` of the layers, which `restore()` of the result undoes, and needs as much memory
     again as their weights. Outputs differ by rounding alone. A layer whose weight is changed in place or
