@@ -13,7 +13,7 @@ import torch
 from descant.core.context import row_params
 from descant.core.interfaces import Array
 from descant.core.rows import Rows
-from descant.engine.admission import ResolvedRequest
+from descant.engine.admission import ResolvedRequest, with_drawn_seed
 from descant.engine.block_usage import block_usage
 from descant.engine.prefix_reuse import CachedPrefix, Forward
 from descant.engine.prompt_reader import PromptReader, ReadRows, common_length
@@ -85,7 +85,8 @@ class ScheduledRequests:
         for demand in demands.values():
             self._check_size(demand)
         self.scheduler.add(*(demands[number] for number in numbers), now=now)
-        self._waiting |= entries
+        # Seeds are drawn after all checks, in the order of arrival.
+        self._waiting |= {number: with_drawn_seed(entries[number]) for number in numbers}
 
     def demands(
         self, numbers: Sequence[int], placements: Sequence[Placement], now: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -76,9 +76,7 @@ class Session:
         self._rank_group: RankGroup | None = self.model.rank_group
         self._admission = Admission(model, self.model)
         self._noise = SamplingNoise()
-        if scheduler is not None and self._rank_group is not None:
-            must = "must be None for a model on several processes, which must all make the same steps"
-            raise InputError("scheduler", must, scheduler)
+        _check_scheduler(scheduler, self._rank_group)
         if cache is None and scheduler is not None and scheduler.num_blocks is not None:
             cache = _pooled_cache(self.model.traits, scheduler)
         self._tables = TableSet(self.model, cache, self._make_table)
@@ -129,6 +127,11 @@ class Session:
         """The number of requests that have not ended, waiting ones included."""
         waiting = 0 if self._scheduled is None else self._scheduled.num_waiting
         return len(self._table_of) + waiting
+
+    @property
+    def running(self) -> Iterable[int]:
+        """The requests that have joined a table and not ended."""
+        return self._table_of.keys()
 
     @property
     def rows(self) -> int:
@@ -356,6 +359,15 @@ class Session:
         """Drop the tables of requests that are not running any more."""
         for request in requests:
             self._table_of.pop(request, None)
+
+
+def _check_scheduler(scheduler: SchedulerConfig | None, rank_group: RankGroup | None) -> None:
+    """Raise for a scheduler that a session cannot have."""
+    if scheduler is not None and not isinstance(scheduler, SchedulerConfig):
+        raise InputError("scheduler", "must be a descant.SchedulerConfig", scheduler)
+    if scheduler is not None and rank_group is not None:
+        must = "must be None for a model on several processes, which must all make the same steps"
+        raise InputError("scheduler", must, scheduler)
 
 
 def _check_unscheduled(request: Request) -> None:
