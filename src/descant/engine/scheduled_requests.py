@@ -58,6 +58,7 @@ class ScheduledRequests:
         self.failed: dict[int, Exception] = {}  # requests that end without a step, each with its error
         self._waiting: dict[int, ResolvedRequest] = {}  # in no table yet
         self._found: dict[int, CachedPrefix] = {}  # what is cached of those that are about to be
+        self._looked_up: list[int] = []  # requests whose prefixes this plan has asked for
         self._reader = PromptReader()
         self._parked: dict[int, tuple[Table, Rows]] = {}
         self._suspended: list[tuple[Table, ReadRows]] = []  # rows that pause in this step
@@ -124,9 +125,7 @@ class ScheduledRequests:
         """Plan a step and bring the tables into the state it needs."""
         plan = self._plan = self.scheduler.schedule(self.clock())
         self._finished_reads.clear()
-        if self._prefix_cache is not None and self.config.num_blocks is not None:
-            # Prefixes that no request uses have what the requests of this step leave of the pool.
-            self._prefix_cache.limit_unused(self.config.num_blocks - self.scheduler.reserved_blocks)
+        self._settle_prefixes(plan)
         for number in plan.expired:
             self.failed[number] = DeadlineExceeded(number)
         for number in plan.exceeded:
@@ -147,6 +146,7 @@ class ScheduledRequests:
         """Free what a request holds; its tokens are read again later."""
         self.num_preemptions += 1
         self._reader.drop(number)
+        self._found.pop(number, None)
         if number in self:
             return  # it was being read
         table = self._table_of(number)
@@ -208,9 +208,27 @@ class ScheduledRequests:
         if number not in self._waiting:
             return PrefixHit()
         [placement] = self._tables.place([self._waiting[number]])
-        [prefix] = placement.cached_prefixes()
+        self._looked_up.append(number)
+        [prefix] = placement.cached_prefixes(is_counted=False)
         self._found[number] = prefix
         return PrefixHit(prefix.length)
+
+    def _settle_prefixes(self, plan: StepPlan) -> None:
+        """Count the prefixes of admitted requests, and free the blocks that no request uses."""
+        looked_up, self._looked_up = self._looked_up, []  # an admitted request must not be met again
+        for number in looked_up:
+            if number not in plan.admitted:
+                self._found.pop(number, None)  # it waits, and must not hold blocks
+            elif self._prefix_cache is not None:
+                self._tables.place([self._waiting[number]])[0].cached_prefixes()
+        if self.config.num_blocks is None:
+            return
+        # What no request uses has what the requests of this step leave of the pool.
+        room = self.config.num_blocks - self.scheduler.reserved_blocks
+        for table in self._tables:
+            table.prefix_reuse.limit_idle(room)
+        if self._prefix_cache is not None:
+            self._prefix_cache.limit_unused(room)
 
     def _suspend(self, plan: StepPlan) -> None:
         """Take rows out of the tables that do not run in this step."""

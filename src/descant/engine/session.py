@@ -77,7 +77,8 @@ class Session:
         self._admission = Admission(model, self.model)
         self._noise = SamplingNoise()
         _check_scheduler(scheduler, self._rank_group)
-        if cache is None and scheduler is not None and scheduler.num_blocks is not None:
+        self._is_pool_limited = scheduler is not None and scheduler.num_blocks is not None
+        if cache is None and scheduler is not None and self._is_pool_limited:
             cache = _pooled_cache(self.model.traits, scheduler)
         self._tables = TableSet(self.model, cache, self._make_table)
         self._scheduled = (
@@ -99,7 +100,7 @@ class Session:
     def _make_table(self, cache: RowCache, key: CacheKey | None) -> Table:
         """An empty table with that cache."""
         running = RunningRequests(self.model.device, self._rank_group, self._tracer, self._noise)
-        prefix_reuse = PrefixReuse(self.model, self._prefix_cache)
+        prefix_reuse = PrefixReuse(self.model, self._prefix_cache, is_pool_limited=self._is_pool_limited)
         return Table(self.model, cache, running, prefix_reuse, key=key, tracer=self._tracer)
 
     @property
