@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from descant import GenerationConfig, LogitsProcessor, Request
+from descant.decoding.constraints import Constraint, PhrasalConstraint
 from descant.testing import FaultInjector, Outcome, check_isolation, outcomes
 from tests.contracts.methods import of_method
 from tests.contracts.subjects import requests
@@ -79,6 +80,34 @@ class Counting(LogitsProcessor):
 
     def advance(self, context, before, after, tokens):
         return {"number_of_tokens": context.state("number_of_tokens")[:, 0] + 1}
+
+
+class UserConstraint(Constraint):
+    """A constraint from outside, whose methods are seams."""
+
+    def __init__(self, inner: Constraint, injector: FaultInjector) -> None:
+        self.inner, self.injector = inner, injector
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return self.injector.wrap(f"constraint.{name}", getattr(self.inner, name))(*args)
+
+    def advance(self):
+        return self._call("advance")
+
+    def does_advance(self, token_id):
+        return self._call("does_advance", token_id)
+
+    def update(self, token_id):
+        return self._call("update", token_id)
+
+    def reset(self):
+        self._call("reset")
+
+    def remaining(self):
+        return self._call("remaining")
+
+    def copy(self, stateful=False):
+        return UserConstraint(self.inner.copy(stateful), self.injector)
 
 
 def with_functions(request: Request, injector: FaultInjector) -> Request:
@@ -167,6 +196,33 @@ def test_a_fault_ends_only_its_own_requests(tiny, kind, method):
 )
 def test_a_wrapper_that_stays_broken_fails_only_requests_that_use_it(tiny, method, seam):
     assert inject(tiny, "guided", method, [(seam, 1, "raises from then on")]) == 1
+
+
+CONSTRAINT_FAULTS = [
+    (seam, call, fault)
+    for seam in ("advance", "does_advance", "update", "remaining")
+    for call in (2, 3, 9)  # `remaining` is called when a request is admitted
+    for fault in ("raises", "raises from then on")
+]
+
+
+@pytest.mark.parametrize(("seam", "call", "fault"), CONSTRAINT_FAULTS)
+def test_a_constraint_that_raises_fails_only_its_own_request(tiny, seam, call, fault):
+    """Constrained requests share a strategy; one of them has a constraint from outside."""
+    one = tiny("llama")
+
+    def given(injector: FaultInjector) -> list[Request]:
+        config = GenerationConfig(max_new_tokens=NEW, num_beams=3)
+        phrases = [PhrasalConstraint([5, 9, 11]), PhrasalConstraint([7]), PhrasalConstraint([8, 6])]
+        constraints = [UserConstraint(phrases[0], injector), *phrases[1:]]
+        configs = [config.replace(constraints=[each]) for each in constraints]
+        return requests(one, [*configs, GenerationConfig(max_new_tokens=NEW)], (5, 4, 7, 3))
+
+    unused = FaultInjector("", 0, lambda: None)
+    expected = [outcomes(one.model, [each])[0] for each in given(unused)]
+    injector = FaultInjector(f"constraint.{seam}", call, *FAULTS[fault])
+    check_isolation(one.model, given, injector, expected, owners={0})
+    assert injector.num_faults
 
 
 @pytest.mark.slow
