@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from descant import GenerationConfig, LogitsProcessor, Request
+from descant import Failed, GenerationConfig, LogitsProcessor, Request, SchedulerConfig, Session
 from descant.decoding.constraints import Constraint, PhrasalConstraint
 from descant.testing import FaultInjector, Outcome, check_isolation, outcomes
 from tests.contracts.methods import of_method
@@ -143,15 +143,29 @@ def subject(tiny: Any, kind: str, method: str) -> tuple[Any, list[Request]]:
 
 
 @functools.cache
-def expectation(tiny: Any, kind: str, method: str) -> tuple[list[Outcome], dict[str, int]]:
+def small_pool(tiny: Any, kind: str, method: str) -> SchedulerConfig:
+    """A scheduler whose pool holds little more than the largest request, with prompts in chunks."""
+    model, given = subject(tiny, kind, method)
+    sized = SchedulerConfig(block_size=2)
+    largest = max(Session(model, scheduler=sized).demand(one).max_blocks(sized) for one in given)
+    return SchedulerConfig(block_size=2, num_blocks=largest + 4, chunk_tokens=3, headroom=0.0)
+
+
+@functools.cache
+def expectation(
+    tiny: Any, kind: str, method: str, scheduled: bool = False
+) -> tuple[list[Outcome], dict[str, int]]:
     """What each request gives alone, and how often each seam is called."""
     model, given = subject(tiny, kind, method)
+    scheduler = small_pool(tiny, kind, method) if scheduled else None
     unused = FaultInjector("", 0, lambda: None)
     first = with_functions(given[0], unused)
     expected = [outcomes(model, [one])[0] for one in (first, *given[1:])]
     assert [one.error for one in expected] == [None] * len(expected)
     dry = FaultInjector("", 0, lambda: None)
-    check_isolation(model, lambda it: [with_functions(given[0], it), *given[1:]], dry, expected)
+    check_isolation(
+        model, lambda it: [with_functions(given[0], it), *given[1:]], dry, expected, scheduler=scheduler
+    )
     return expected, dict(dry.calls)
 
 
@@ -166,16 +180,24 @@ def faults_of(calls: dict[str, int]) -> list[tuple[str, int, str]]:
     ]
 
 
-def inject(tiny: Any, kind: str, method: str, chosen: Sequence[tuple[str, int, str]]) -> int:
+def inject(
+    tiny: Any, kind: str, method: str, chosen: Sequence[tuple[str, int, str]], scheduled: bool = False
+) -> int:
     """Inject these faults one by one; their number."""
     model, given = subject(tiny, kind, method)
-    expected, _ = expectation(tiny, kind, method)
+    expected, _ = expectation(tiny, kind, method, scheduled)
+    scheduler = small_pool(tiny, kind, method) if scheduled else None
     for seam, call, name in chosen:
         fault, repeats = FAULTS[name]
         injector = FaultInjector(seam, call, fault, repeats)
         try:
             check_isolation(
-                model, lambda it: [with_functions(given[0], it), *given[1:]], injector, expected, owners={0}
+                model,
+                lambda it: [with_functions(given[0], it), *given[1:]],
+                injector,
+                expected,
+                owners={0},
+                scheduler=scheduler,
             )
         except Exception as error:
             raise AssertionError(f"{kind}, {method}, {seam}, call {call}, {name}") from error
@@ -196,6 +218,23 @@ def test_a_fault_ends_only_its_own_requests(tiny, kind, method):
 )
 def test_a_wrapper_that_stays_broken_fails_only_requests_that_use_it(tiny, method, seam):
     assert inject(tiny, "guided", method, [(seam, 1, "raises from then on")]) == 1
+
+
+@pytest.mark.parametrize(("kind", "method"), CASES)
+def test_a_fault_in_a_small_pool_ends_only_its_own_requests(tiny, kind, method):
+    """The same with a scheduler: requests wait, are read in chunks and preempted."""
+    every = faults_of(expectation(tiny, kind, method, True)[1])
+    start = CASES.index((kind, method))
+    assert inject(tiny, kind, method, every[start % 61 :: 61], True) > 0
+
+
+@pytest.mark.parametrize("method", ["greedy", "fanned", "beams"])
+def test_requests_in_the_small_pool_are_preempted(tiny, method):
+    model, given = subject(tiny, "decoder", method)
+    session = Session(model, scheduler=small_pool(tiny, "decoder", method))
+    session.admit(*given)
+    assert all(not isinstance(event, Failed) for event in session.drain())
+    assert session.report().preemptions
 
 
 CONSTRAINT_FAULTS = [
@@ -229,6 +268,13 @@ def test_a_constraint_that_raises_fails_only_its_own_request(tiny, seam, call, f
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_every_fault_ends_only_its_own_requests(tiny, kind, method):
     count = inject(tiny, kind, method, faults_of(expectation(tiny, kind, method)[1]))
+    print(f"{count} faults")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "method"), CASES)
+def test_every_fault_in_a_small_pool_ends_only_its_own_requests(tiny, kind, method):
+    count = inject(tiny, kind, method, faults_of(expectation(tiny, kind, method, True)[1]), True)
     print(f"{count} faults")
 
 

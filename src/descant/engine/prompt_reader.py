@@ -79,10 +79,11 @@ class PromptReader:
         append_rows(cache, [prefix.cached_row])
         cache.commit(None, length)
         fed = first.replace(length=torch.tensor([common]), cached_length=length)
-        reading = self._requests[number] = _ReadingRequest(fed, rows, cache, common)
-        reading.unread = common - prefix.length + int((rows.position - common).sum())
+        unread = common - prefix.length + int((rows.position - common).sum())
+        reading = _ReadingRequest(fed, rows, cache, common, unread)
         if common == prefix.length:
             reading.fork()
+        self._requests[number] = reading  # last: an interrupted step starts again
 
     def read(self, number: int, tokens: int, forward: Forward) -> bool:
         """Feed the next tokens of a request, one row after the other; False: no more are to be fed here.
@@ -90,10 +91,10 @@ class PromptReader:
         The last token of each row is fed in the table, with the rest of the last tokens.
         """
         reading = self._requests[number]
-        reading.unread -= tokens
-        if reading.unread <= 0:
+        if reading.unread <= tokens:
             return False
         self._feed(reading, tokens, forward)
+        reading.unread -= tokens  # after the forward: an interrupted one is planned again
         return True
 
     def _feed(self, reading: _ReadingRequest, tokens: int, forward: Forward) -> None:
@@ -116,12 +117,11 @@ class PromptReader:
     def take(self, number: int, forward: Forward) -> ReadRows:
         """Read the rest of a request but the last token of each row; its rows, with what is cached of each.
 
-        The rest is not left to the table: there it would pad the single tokens of the rows that decode, where
-        these are not packed.
+        Drop the request when it has joined its table. The rest is not left to the table: there it would pad the
+        single tokens of the rows that decode, where these are not packed.
         """
         reading = self._requests[number]
         self._feed(reading, _ALL, forward)
-        del self._requests[number]
         return ReadRows.cached(reading.rows, reading.cache)
 
     def num_cached(self, number: int) -> Tensor:

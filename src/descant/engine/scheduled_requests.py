@@ -114,6 +114,12 @@ class ScheduledRequests:
         self.scheduler.cancel(number)
         self.forget(number)
 
+    def remove_ended(self, numbers: Collection[int]) -> None:
+        """Remove requests that have ended between two steps."""
+        for number in numbers:
+            if number in self.scheduler:
+                self.cancel(number)
+
     def forget(self, number: int) -> None:
         """Drop what is kept of a request outside the tables."""
         self._reader.drop(number)
@@ -161,26 +167,32 @@ class ScheduledRequests:
         if self._reader.read(number, tokens, self._forward):
             return
         rows, prefixes = self._reader.take(number, self._forward)
-        if number in self._parked:
-            self._parked.pop(number)[0].resume(rows, prefixes)
-        else:
-            self._join(number, self._waiting[number], prefixes[0])
-            del self._waiting[number]
+        try:
+            if number in self._parked:
+                self._parked[number][0].resume(rows, prefixes)
+                del self._parked[number]
+            else:
+                self._join(number, self._waiting[number], prefixes[0])
+                del self._waiting[number]
+        except Exception:
+            _free(prefixes)  # the traceback refers to them
+            raise
+        self._reader.drop(number)
 
     def _joins_at_once(self, number: int, tokens: int) -> bool:
         """Let a request join its table if it is read in one step; False: it is not."""
         if number in self._waiting:
-            one, prefix = self._waiting[number], self._found.pop(number, CachedPrefix())
-            if len(one.prompt) + one.offset - prefix.length <= tokens:
-                self._join(number, one, prefix)
-                del self._waiting[number]
-                return True
-            self._found[number] = prefix
-            return False
+            one, prefix = self._waiting[number], self._found.get(number, CachedPrefix())
+            if len(one.prompt) + one.offset - prefix.length > tokens:
+                return False
+            self._join(number, one, prefix)
+            del self._waiting[number]
+            self._found.pop(number, None)
+            return True
         table, rows = self._parked[number]
         if (len(rows) == 1 and tokens >= int(rows.pending.sum())) or not self._is_chunkable(table):
-            del self._parked[number]
             table.resume(*ReadRows.unread(rows))
+            del self._parked[number]
             return True
         return False
 
@@ -189,10 +201,11 @@ class ScheduledRequests:
             table, rows = self._parked[number]
             prefix, cache = CachedPrefix(), table.cache
         else:
-            prefix = self._found.pop(number, CachedPrefix())
+            prefix = self._found.get(number, CachedPrefix())
             rows = _prompt_rows(number, self._waiting[number], self._model.device)
             cache = self._tables.place([self._waiting[number]])[0].cache
         self._reader.start(number, rows, prefix, unwrap_cache(cache, _NO_ROWS)[0].select(_NO_ROWS))
+        self._found.pop(number, None)
 
     def _is_chunkable(self, table: Table) -> bool:
         """Whether parked rows of a table can be read again piece by piece."""
@@ -254,16 +267,21 @@ class ScheduledRequests:
             table.resume(rows, prefixes)
             self._suspended.pop()
 
-    def abort_step(self) -> None:
-        """Report that a planned step has not been made; it can be planned again."""
+    def abort_step(self, ended: Collection[int]) -> None:
+        """Report that a planned step has not been made; it can be planned again.
+
+        `ended` are the requests that finished or failed in it nevertheless.
+        """
         plan = self._plan
         if plan is None:
             return
         for number in plan.preempted:
             if number not in self and any(number in table.running.requests for table in self._tables):
                 self._preempt(number)
-        skipped = [number for number in (*plan.decode, *plan.read) if number not in self._finished_reads]
-        self._report(plan, (), skipped)
+        ended = [number for number in ended if number in self.scheduler]
+        done = {*self._finished_reads, *ended}
+        skipped = [number for number in (*plan.decode, *plan.read) if number not in done]
+        self._report(plan, ended, skipped)
 
     def end_step(self, ended: Collection[int]) -> None:
         """Report a step to the scheduler; `ended` are the requests that finished or failed in it."""
@@ -304,6 +322,13 @@ class ScheduledRequests:
                 blocks = int((-(-self._reader.num_cached(number) // size)).sum())
                 usage[number] = RequestUsage(blocks, 0)
         return usage, shared
+
+
+def _free(prefixes: Sequence[CachedPrefix]) -> None:
+    """Free the blocks of rows that have not joined a table."""
+    for prefix in prefixes:
+        if prefix.cached_row is not None:
+            prefix.cached_row.store.commit(_NO_ROWS, _NO_ROWS)
 
 
 def _is_paged(table: Table) -> bool:

@@ -228,6 +228,7 @@ class Session:
 
     def _scheduled_step(self, scheduled: ScheduledRequests) -> None:
         """One step as the scheduler plans it."""
+        scheduled.remove_ended(self._ended_now)  # after an interrupt, before this step
         self._ended_now.clear()
         try:
             scheduled.start_step()
@@ -237,9 +238,11 @@ class Session:
                 scheduled.resume_suspended()
             self._fail_scheduled(scheduled)
         except BaseException:
-            scheduled.abort_step()
+            scheduled.abort_step(self._ended_now)
+            self._ended_now.clear()
             raise
         scheduled.end_step(self._ended_now)
+        self._ended_now.clear()
 
     def _fail_scheduled(self, scheduled: ScheduledRequests) -> None:
         """End the requests that cannot run: their deadline has passed, or their table refused them."""
