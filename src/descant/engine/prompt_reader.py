@@ -117,8 +117,8 @@ class PromptReader:
     def take(self, number: int, forward: Forward) -> ReadRows:
         """Read the rest of a request but the last token of each row; its rows, with what is cached of each.
 
-        Drop the request when it has joined its table. The rest is not left to the table: there it would pad the
-        single tokens of the rows that decode, where these are not packed.
+        Drop the request when it has joined its table. The rest is not left to the table: there it would pad
+        the single tokens of the rows that decode, where these are not packed.
         """
         reading = self._requests[number]
         self._feed(reading, _ALL, forward)
