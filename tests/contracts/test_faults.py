@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from descant import GenerationConfig, LogitsProcessor, Request
+from descant import Failed, GenerationConfig, LogitsProcessor, Request, SchedulerConfig, Session
+from descant.decoding.constraints import Constraint, PhrasalConstraint
 from descant.testing import FaultInjector, Outcome, check_isolation, outcomes
 from tests.contracts.methods import of_method
 from tests.contracts.subjects import requests
@@ -81,6 +82,34 @@ class Counting(LogitsProcessor):
         return {"number_of_tokens": context.state("number_of_tokens")[:, 0] + 1}
 
 
+class UserConstraint(Constraint):
+    """A constraint from outside, whose methods are seams."""
+
+    def __init__(self, inner: Constraint, injector: FaultInjector) -> None:
+        self.inner, self.injector = inner, injector
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return self.injector.wrap(f"constraint.{name}", getattr(self.inner, name))(*args)
+
+    def advance(self):
+        return self._call("advance")
+
+    def does_advance(self, token_id):
+        return self._call("does_advance", token_id)
+
+    def update(self, token_id):
+        return self._call("update", token_id)
+
+    def reset(self):
+        self._call("reset")
+
+    def remaining(self):
+        return self._call("remaining")
+
+    def copy(self, stateful=False):
+        return UserConstraint(self.inner.copy(stateful), self.injector)
+
+
 def with_functions(request: Request, injector: FaultInjector) -> Request:
     """The request with functions of every kind, each a seam."""
     processors: list[Any] = [injector.wrap("processor", lambda ids, scores: scores * 1.5)]
@@ -114,15 +143,29 @@ def subject(tiny: Any, kind: str, method: str) -> tuple[Any, list[Request]]:
 
 
 @functools.cache
-def expectation(tiny: Any, kind: str, method: str) -> tuple[list[Outcome], dict[str, int]]:
+def small_pool(tiny: Any, kind: str, method: str) -> SchedulerConfig:
+    """A scheduler whose pool holds little more than the largest request, with prompts in chunks."""
+    model, given = subject(tiny, kind, method)
+    sized = SchedulerConfig(block_size=2)
+    largest = max(Session(model, scheduler=sized).demand(one).max_blocks(sized) for one in given)
+    return SchedulerConfig(block_size=2, num_blocks=largest + 4, chunk_tokens=3, headroom=0.0)
+
+
+@functools.cache
+def expectation(
+    tiny: Any, kind: str, method: str, scheduled: bool = False
+) -> tuple[list[Outcome], dict[str, int]]:
     """What each request gives alone, and how often each seam is called."""
     model, given = subject(tiny, kind, method)
+    scheduler = small_pool(tiny, kind, method) if scheduled else None
     unused = FaultInjector("", 0, lambda: None)
     first = with_functions(given[0], unused)
     expected = [outcomes(model, [one])[0] for one in (first, *given[1:])]
     assert [one.error for one in expected] == [None] * len(expected)
     dry = FaultInjector("", 0, lambda: None)
-    check_isolation(model, lambda it: [with_functions(given[0], it), *given[1:]], dry, expected)
+    check_isolation(
+        model, lambda it: [with_functions(given[0], it), *given[1:]], dry, expected, scheduler=scheduler
+    )
     return expected, dict(dry.calls)
 
 
@@ -137,16 +180,24 @@ def faults_of(calls: dict[str, int]) -> list[tuple[str, int, str]]:
     ]
 
 
-def inject(tiny: Any, kind: str, method: str, chosen: Sequence[tuple[str, int, str]]) -> int:
+def inject(
+    tiny: Any, kind: str, method: str, chosen: Sequence[tuple[str, int, str]], scheduled: bool = False
+) -> int:
     """Inject these faults one by one; their number."""
     model, given = subject(tiny, kind, method)
-    expected, _ = expectation(tiny, kind, method)
+    expected, _ = expectation(tiny, kind, method, scheduled)
+    scheduler = small_pool(tiny, kind, method) if scheduled else None
     for seam, call, name in chosen:
         fault, repeats = FAULTS[name]
         injector = FaultInjector(seam, call, fault, repeats)
         try:
             check_isolation(
-                model, lambda it: [with_functions(given[0], it), *given[1:]], injector, expected, owners={0}
+                model,
+                lambda it: [with_functions(given[0], it), *given[1:]],
+                injector,
+                expected,
+                owners={0},
+                scheduler=scheduler,
             )
         except Exception as error:
             raise AssertionError(f"{kind}, {method}, {seam}, call {call}, {name}") from error
@@ -169,10 +220,71 @@ def test_a_wrapper_that_stays_broken_fails_only_requests_that_use_it(tiny, metho
     assert inject(tiny, "guided", method, [(seam, 1, "raises from then on")]) == 1
 
 
+# One for each kind of model; the first four have found defects.
+SMALL_POOL_FAULTS = [
+    ("guided", "guided", "wrapper guidance.add_requests", 2, "interrupted"),
+    ("guided", "guided-beams", "strategy ContrastiveSearch.finish", 1, "interrupted"),
+    ("guided", "dola", "model.add_requests", 1, "raises from then on"),
+    ("encoder-decoder", "constrained", "strategy BeamSearch.drop", 1, "interrupted"),
+    ("decoder", "beams", "stateful processor.advance", 2, "raises"),
+    ("recurrent", "fanned", "model.forward", 2, "raises from then on"),
+    ("speculative", "prompt lookup", "criterion", 2, "returns None"),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "seam", "call", "fault"), SMALL_POOL_FAULTS)
+def test_a_fault_in_a_small_pool_ends_only_its_own_requests(tiny, kind, method, seam, call, fault):
+    """The same with a scheduler: requests wait, are read in chunks and preempted."""
+    assert inject(tiny, kind, method, [(seam, call, fault)], True) == 1
+
+
+@pytest.mark.parametrize("method", ["greedy", "fanned", "beams"])
+def test_requests_in_the_small_pool_are_preempted(tiny, method):
+    model, given = subject(tiny, "decoder", method)
+    session = Session(model, scheduler=small_pool(tiny, "decoder", method))
+    session.admit(*given)
+    assert all(not isinstance(event, Failed) for event in session.drain())
+    assert session.report().preemptions
+
+
+CONSTRAINT_FAULTS = [
+    (seam, call, fault)
+    for seam in ("advance", "does_advance", "update", "remaining")
+    for call in (2, 3, 9)  # `remaining` is called when a request is admitted
+    for fault in ("raises", "raises from then on")
+]
+
+
+@pytest.mark.parametrize(("seam", "call", "fault"), CONSTRAINT_FAULTS)
+def test_a_constraint_that_raises_fails_only_its_own_request(tiny, seam, call, fault):
+    """Constrained requests share a strategy; one of them has a constraint from outside."""
+    one = tiny("llama")
+
+    def given(injector: FaultInjector) -> list[Request]:
+        config = GenerationConfig(max_new_tokens=NEW, num_beams=3)
+        phrases = [PhrasalConstraint([5, 9, 11]), PhrasalConstraint([7]), PhrasalConstraint([8, 6])]
+        constraints = [UserConstraint(phrases[0], injector), *phrases[1:]]
+        configs = [config.replace(constraints=[each]) for each in constraints]
+        return requests(one, [*configs, GenerationConfig(max_new_tokens=NEW)], (5, 4, 7, 3))
+
+    unused = FaultInjector("", 0, lambda: None)
+    expected = [outcomes(one.model, [each])[0] for each in given(unused)]
+    injector = FaultInjector(f"constraint.{seam}", call, *FAULTS[fault])
+    check_isolation(one.model, given, injector, expected, owners={0})
+    assert injector.num_faults
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_every_fault_ends_only_its_own_requests(tiny, kind, method):
     count = inject(tiny, kind, method, faults_of(expectation(tiny, kind, method)[1]))
+    print(f"{count} faults")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "method"), CASES)
+def test_every_fault_in_a_small_pool_ends_only_its_own_requests(tiny, kind, method):
+    count = inject(tiny, kind, method, faults_of(expectation(tiny, kind, method, True)[1]), True)
     print(f"{count} faults")
 
 

@@ -18,6 +18,7 @@ from descant.core.interfaces import RowCache
 from descant.core.records import Hypothesis, Observation
 from descant.decoding.guidance.cfg import NEGATIVE_PROMPT_KEY
 from descant.engine.planner import pad_token_id
+from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Request, Session
 from descant.errors import ConfigError, InputError
 from descant.kv_cache.cached_row import CachedRow
@@ -55,6 +56,7 @@ class CallOptions:
     recipe: Recipe | None = None  # a third-party strategy, drafter, wrapper or processor
     tracer: Tracer | None = None  # records the run
     counts_padding: bool = False  # whether `max_length` and `min_length` include the padding of the batch
+    scheduler: SchedulerConfig | None = None  # the budgets of the call; None: all prompts run at once
 
     @classmethod
     def from_call(
@@ -137,7 +139,14 @@ class Call:
         self.options = options
         self.user_cache = None if options.past is None else UserCache(options.past)
         cache = _requested_cache(options.config, self.user_cache)
-        self.session = Session(model, states=states, observe=observe, cache=cache, trace=options.tracer)
+        self.session = Session(
+            model,
+            states=states,
+            observe=observe,
+            cache=cache,
+            trace=options.tracer,
+            scheduler=options.scheduler,
+        )
         self.criteria = tuple(options.criteria)  # as they are called
         traits = self.session.traits
         if self.user_cache is not None and traits.cache_type == "kv" and not traits.is_encoder_decoder:
@@ -190,8 +199,14 @@ class Call:
         """One request for each prompt."""
         options = self.options
         keep_cache = self._returns_cache(sum(config.num_return_sequences for config in self.configs))
-        # The number of rows of a strategy recipe is unknown here, so it has no noise rows of the call.
+        scheduler = options.scheduler
+        if keep_cache and scheduler is not None and scheduler.num_blocks is not None:
+            must = "must have no `num_blocks` in a call that returns its cache, which holds all sequences"
+            raise InputError("scheduler", must, scheduler, "leave one of them out")
+        # The number of rows of a strategy recipe is unknown here, and with a scheduler the rows of a call are
+        # not all at the same step, so they have no noise rows of the call.
         is_strategy_recipe = options.recipe is not None and options.recipe.kind == "strategy"
+        draws_alone = is_strategy_recipe or scheduler is not None
         first_row, requests = 0, []
         batch_size = self._num_fixed_rows()
         for index, config in enumerate(self.configs):
@@ -213,7 +228,7 @@ class Call:
                     counted_width=prompts.width if options.counts_padding else 0,
                     batch_row=first_row,
                     batch_size=batch_size,
-                    noise_row=-1 if is_strategy_recipe else first_row,
+                    noise_row=-1 if draws_alone else first_row,
                     config_merged=True,
                     healed_suffix=self.healed_suffixes[index] if options.tokenizer is not None else None,
                 )
@@ -224,8 +239,10 @@ class Call:
     def _num_fixed_rows(self) -> int:
         """How many rows user processors and criteria are shown in every step; 0: those that are running.
 
-        Beams, candidates and drafts have no fixed rows.
+        Beams, candidates and drafts have no fixed rows, nor have prompts that wait for each other.
         """
+        if self.options.scheduler is not None:
+            return 0
         modes = {config.get_generation_mode(self.options.assistant_model) for config in self.configs}
         is_plain = modes <= _FIXED_ROW_MODES and not any(config.banned_phrases for config in self.configs)
         return sum(map(num_rows, self.configs)) if is_plain else 0

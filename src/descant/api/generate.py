@@ -15,6 +15,7 @@ from descant.api.generate_call import GenerateCall
 from descant.api.outputs import GenerateOutput
 from descant.api.whisper.call import TranscribeCall, transcribe
 from descant.config.generation_config import FIELDS
+from descant.engine.scheduling.config import SchedulerConfig
 from descant.errors import ConfigError, InputError, NotInThisVersion
 from descant.models.hf_callback import config_from_hf, inputs_from_hf, is_hf_prepared, user_criteria
 from descant.models.hf_generation_config import fill_defaults
@@ -54,7 +55,10 @@ def generate(  # noqa: PLR0913 - the documented order of arguments
     - `recipe`, or `custom_generate`: a third-party decoding method, given as a folder or
       `owner/name[@revision]` on the Hub, both only with `trust_remote_code=True`, as the name of an installed
       recipe, as a function, or as a class that implements an interface;
-    - `trace=True` or a `descant.Tracer`: record every step in the `trace` of an output object.
+    - `trace=True` or a `descant.Tracer`: record every step in the `trace` of an output object;
+    - `scheduler`: a `descant.SchedulerConfig` with limits on rows, tokens a step and KV blocks. Prompts wait
+      until there is room; tokens and the order of results stay the same. A prompt that can never fit raises
+      `InputError`, more prompts than `max_waiting` raise `EngineFull`.
 
     `negative_prompt_ids` [B, L] are for guidance. With `use_model_defaults=False` a `generation_config` takes
     only special tokens from the model's own. It and `seed` may be lists with one entry per prompt. Returns
@@ -101,6 +105,7 @@ def _generate(
     given = {name: named[name] for name in _KEYWORD_LIKE if named[name] is not None}
     with synchronized_processes(model, named["synced_gpus"]):
         recipe, others = pop_recipe({**kwargs, **given})
+        scheduler = others.pop("scheduler", None)
         tracer = Tracer.from_argument(others.pop("trace", None), others.get("tokenizer"))
         args = _GenerateArgs(
             model,
@@ -111,6 +116,7 @@ def _generate(
             named["streamer"],
             recipe,
             tracer,
+            scheduler,
             others,
             named["use_model_defaults"],
             counts_padding,
@@ -141,6 +147,7 @@ class _GenerateArgs:
     streamer: Any
     recipe: Recipe | None
     tracer: Tracer | None
+    scheduler: SchedulerConfig | None
     others: dict[str, Any]  # config fields, model inputs, `tokenizer`, the assistant and the cache
     use_model_defaults: bool | None  # whether the model's config completes a given one; None: it does
     counts_padding: bool  # whether `max_length` and `min_length` include the padding of the batch
@@ -170,7 +177,7 @@ class _GenerateArgs:
         options: dict[str, Any] = {name: self.others.get(name) for name in names}
         options |= {"processors": self.processors, "criteria": self.criteria}
         options |= {"past": self.past, "recipe": self.recipe, "tracer": self.tracer}
-        return options | {"counts_padding": self.counts_padding}
+        return options | {"counts_padding": self.counts_padding, "scheduler": self.scheduler}
 
     @property
     def past(self) -> Any:
@@ -199,7 +206,7 @@ class _FrontEnd(NamedTuple):
 
 def _validate_arguments(front_end: _FrontEnd, args: _GenerateArgs) -> None:
     """Raise for an argument that the front end does not support."""
-    given = {"trace": args.tracer, "recipe": args.recipe, **args.others}
+    given = {"trace": args.tracer, "recipe": args.recipe, "scheduler": args.scheduler, **args.others}
     if args.use_model_defaults is False:  # True is what every front end does
         given["use_model_defaults"] = False
     for name, must, error in front_end.unsupported:
@@ -305,6 +312,7 @@ _FRONT_ENDS: Final = (
         (
             _Unsupported("trace", "must be None with a recipe that is a function", InputError),
             _Unsupported("use_model_defaults", "must be None with a recipe that is a function", InputError),
+            _Unsupported("scheduler", "must be None with a recipe that is a function", InputError),
         ),
     ),
     _FrontEnd(
@@ -312,6 +320,7 @@ _FRONT_ENDS: Final = (
         _run_whisper,
         (
             _Unsupported("trace"),
+            _Unsupported("scheduler"),
             _Unsupported("past_key_values"),
             _Unsupported("assistant_model"),
             _Unsupported("use_model_defaults"),
@@ -321,7 +330,7 @@ _FRONT_ENDS: Final = (
     _FrontEnd(
         _match_custom_generate,
         _run_custom_generate,
-        (_Unsupported("trace"), _Unsupported("use_model_defaults")),
+        (_Unsupported("trace"), _Unsupported("scheduler"), _Unsupported("use_model_defaults")),
     ),
     _FrontEnd(lambda args: args.is_hf_prepared or None, _run_hf_prepared),
 )

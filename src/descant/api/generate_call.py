@@ -58,6 +58,9 @@ class GenerateCall:
         names = {name.removeprefix("output_") for name in fields if getattr(self.config, name)}
         self.states = tuple(sorted(names & {"attentions", "hidden_states"}))
         self.recorder = StepRecorder(frozenset(names)) if names else None
+        if options.scheduler is not None and self.states:
+            must = f"must be None with `output_{self.states[0]}`, since prompts are read in pieces"
+            raise InputError("scheduler", must, options.scheduler, "leave one of them out")
         if "attentions" in self.states:
             model = with_eager_attention(model)
         self.call = Call(model, options, states=self.states, observe=self.recorder)

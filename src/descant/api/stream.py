@@ -68,7 +68,8 @@ def stream(
     Takes the arguments of `generate`, except a function as `recipe`. With a `tokenizer`, `inputs` may also be
     a text or a list of texts. Events of all prompts and sequences are interleaved. With beam search, tokens
     are emitted once all beams share them. Iterate with `for` or `async for`; `close`, or leaving `with`,
-    cancels the running requests. With `trace=True` or a `descant.Tracer`, `Stream.trace` is the trace so far.
+    cancels the running and waiting requests. With a `scheduler`, prompts wait until its limits have room for
+    them. With `trace=True` or a `descant.Tracer`, `Stream.trace` is the trace so far.
     """
     if is_whisper(model):
         name = type(model).__name__
@@ -79,6 +80,7 @@ def stream(
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     past = kwargs.pop("past_key_values", None)
     use_model_defaults = kwargs.pop("use_model_defaults", None) is not False
+    scheduler = kwargs.pop("scheduler", None)
     tracer = Tracer.from_argument(kwargs.pop("trace", None), tokenizer)
     with all_ranks_or_none(model):
         fields = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
@@ -96,6 +98,7 @@ def stream(
             past=past,
             recipe=recipe,
             tracer=tracer,
+            scheduler=scheduler,
             use_model_defaults=use_model_defaults,
             **assistant,
         )
@@ -223,7 +226,8 @@ class Stream:
             else:
                 self._results[request] = event
                 yield from prompt_stream.finish_events(event)
-        for request, prompt_stream in self._prompt_streams.items():
+        for request in self.session.running:
+            prompt_stream = self._prompt_streams[request]
             if prompt_stream.config.num_beams > 1:
                 yield from prompt_stream.common_prefix_events(self.session.common_prefix(request))
 

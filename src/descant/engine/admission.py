@@ -25,7 +25,9 @@ from descant.engine.row_params import PromptParams
 from descant.errors import ConfigError, InputError
 from descant.recipes.recipe import Recipe
 
-__all__ = ["Admission", "ResolvedRequest"]
+__all__ = ["Admission", "ResolvedRequest", "draw_seed", "with_drawn_seed"]
+
+_MAX_SEED = 2**62
 
 
 class ResolvedRequest(NamedTuple):
@@ -38,6 +40,7 @@ class ResolvedRequest(NamedTuple):
     prompt: Tensor  # [L] the tokens to feed, without a healed suffix
     offset: int  # positions before these that have no token
     inputs: Mapping[str, Any]
+    drawn_seed: int = -1  # that it was given because it has none; -1: it was not
 
     @property
     def max_slots(self) -> int:
@@ -106,6 +109,23 @@ def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> R
     validate_negative_prompt(request, plan.wrappers, traits, prompt_params.max_length - len(ids))
     prompt = ids[: len(ids) - num_healed]
     return ResolvedRequest(request, plan, prompt_params, method_params, prompt, offset, inputs)
+
+
+def with_drawn_seed(one: ResolvedRequest) -> ResolvedRequest:
+    """A request that waits, with a seed of its own if it is random and has none.
+
+    It is drawn when the request arrives: what it draws must not depend on when it is its turn.
+    """
+    if one.plan.params.seed >= 0:
+        return one
+    processors = [*(spec.processor for _, spec in one.plan.processors), *one.request.logits_processor]
+    is_random = one.plan.config.do_sample or any(getattr(part, "is_random", False) for part in processors)
+    return one._replace(drawn_seed=draw_seed()) if is_random else one
+
+
+def draw_seed() -> int:
+    """A seed by torch's generator."""
+    return int(torch.randint(_MAX_SEED, ()))
 
 
 def _checked_ids(request: Request, vocab_size: int) -> Tensor:

@@ -12,6 +12,7 @@ from descant.core.interfaces import RowCache
 from descant.core.records import Hypothesis
 from descant.core.rows import Rows
 from descant.kv_cache.cached_row import CachedRow, unwrap_cache
+from descant.kv_cache.paged import PagedStore
 
 __all__ = ["FinishedKV"]
 
@@ -19,27 +20,36 @@ __all__ = ["FinishedKV"]
 class FinishedKV:
     """Copies of the cached rows on which sequences ended: all tokens but the last, which is never fed.
 
-    An entry is freed with its sequence, so that sequences that beam search discards cost no memory.
+    An entry is freed with its sequence, so that sequences that beam search discards cost no memory. With a
+    limited block pool, rows that are returned are copied out of it, and the others give way to requests.
     """
 
-    def __init__(self) -> None:
-        self._requests: set[int] = set()
+    def __init__(self, *, is_pool_limited: bool = False) -> None:
+        self._is_pool_limited = is_pool_limited
+        self._requests: dict[int, bool] = {}  # whether their rows are returned
         self._entries: dict[int, tuple[weakref.ref[Hypothesis], CachedRow]] = {}  # by the sequence's id()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, request: int) -> None:
-        """Capture the sequences of this request."""
-        self._requests.add(request)
+    def add(self, request: int, *, returned: bool) -> None:
+        """Capture the sequences of this request, whose rows may be returned to the caller."""
+        self._requests[request] = returned
 
     def remove(self, request: int) -> None:
         """Stop capturing the sequences of this request."""
-        self._requests.discard(request)
+        self._requests.pop(request, None)
 
-    def get(self, sequences: Sequence[Hypothesis]) -> list[CachedRow]:
-        """The rows of those sequences that were captured."""
-        return [self._entries[id(one)][1] for one in sequences if id(one) in self._entries]
+    def get(self, sequences: Sequence[Hypothesis]) -> list[CachedRow | None]:
+        """The row of each sequence; None: it was not captured, or has given way to requests."""
+        return [self._entries[id(one)][1] if id(one) in self._entries else None for one in sequences]
+
+    def limit_idle(self, limit: int) -> None:
+        """Drop the oldest rows that are not returned until at most `limit` blocks of their pool are idle."""
+        for key in list(self._entries) if self._is_pool_limited else ():
+            store = self._entries[key][1].store
+            if isinstance(store, PagedStore) and store.is_reclaimable and store.pool.num_idle > limit:
+                del self._entries[key]
 
     def capture(
         self, cache: RowCache, rows: Rows, ended: Sequence[tuple[int, Hypothesis]], kept_lengths: Tensor
@@ -57,8 +67,24 @@ class FinishedKV:
         lengths = (rows.offset + rows.prompt_length)[index] + num_new - 1
         cache.commit(None, kept_lengths.scatter(0, index, lengths))
         store, store_rows = unwrap_cache(cache, index)
-        copied = store.select(store_rows)
-        for row, (_, sequence) in enumerate(selected):
+        if self._is_pool_limited and isinstance(store, PagedStore):
+            owners = rows.request[index].tolist()
+            pairs = zip(owners, store_rows.tolist(), strict=True)
+            copies = [CachedRow(self._copy_from_pool(store, owner, row)) for owner, row in pairs]
+        else:
+            selection = store.select(store_rows)
+            copies = [CachedRow(selection, row) for row in range(len(selected))]
+        for copied, (_, sequence) in zip(copies, selected, strict=True):
             key = id(sequence)
             ref = weakref.ref(sequence, lambda _, key=key: self._entries.pop(key, None))  # type: ignore[misc]
-            self._entries[key] = (ref, CachedRow(copied, row))
+            self._entries[key] = (ref, copied)
+
+    def _copy_from_pool(self, store: PagedStore, request: int, row: int) -> PagedStore:
+        """A row of a request as a store: in a pool of its own, or with blocks that it gives up again."""
+        selected = store.select(torch.tensor([row]))
+        if self._requests[request]:
+            copied = PagedStore(store.pool.block_size)
+            copied.join(selected)
+            return copied
+        selected.mark_reclaimable()
+        return selected

@@ -64,10 +64,12 @@ class _PrefixKey(NamedTuple):
 class PrefixReuse:
     """Cached prefixes at admission, chunked prefill, and the keys and values of finished requests."""
 
-    def __init__(self, model: Model, prefix_cache: PrefixCache | None = None) -> None:
+    def __init__(
+        self, model: Model, prefix_cache: PrefixCache | None = None, *, is_pool_limited: bool = False
+    ) -> None:
         self._traits = model.traits
         self._prefix_cache = prefix_cache
-        self._finished_kv = FinishedKV()
+        self._finished_kv = FinishedKV(is_pool_limited=is_pool_limited)
         self._returning: set[int] = set()  # requests that return their keys and values
         self._prefix_keys: dict[int, _PrefixKey] = {}  # requests that use the prefix cache
         self._unpublished: set[int] = set()  # those of them that are not prefilled yet
@@ -92,13 +94,15 @@ class PrefixReuse:
         if past is not None and past.length:
             _check_past_fits(self._traits, request, past, len(ids))
 
-    def lookup(self, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache) -> CachedPrefix:
+    def lookup(
+        self, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache, *, is_counted: bool = True
+    ) -> CachedPrefix:
         """The cached prefix of a request with the prompt `ids` [L], which has passed `check`."""
         past = as_cached_row(request.past_key_values)
         if past is None and self._is_prefix_cacheable(request, cache) and not plan.needs_full_prefill:
             assert self._prefix_cache is not None
             self._prefix_cache.drop_stale()
-            past = self._prefix_cache.lookup(ids, request.cache_salt)
+            past = self._prefix_cache.lookup(ids, request.cache_salt, is_counted=is_counted)
         size = 0 if past is None else min(past.length, len(ids) - 1)
         return CachedPrefix() if size <= 0 or plan.needs_full_prefill else CachedPrefix(past, size)
 
@@ -118,7 +122,7 @@ class PrefixReuse:
         if size is not None and not request.inputs and not _is_no_cache(cache):
             self._chunk_sizes[number] = size
         if request.return_past_key_values or number in self._prefix_keys:
-            self._finished_kv.add(number)
+            self._finished_kv.add(number, returned=request.return_past_key_values)
 
     def remove(self, number: int) -> None:
         """Drop a request."""
@@ -164,8 +168,13 @@ class PrefixReuse:
         key = self._prefix_keys.get(number)
         if key is not None and self._prefix_cache is not None:
             for sequence, row in zip(sequences, cached_rows, strict=True):
-                self._insert(key, sequence.tokens, row)
-        return tuple(cached_rows) if number in self._returning else ()
+                if row is not None:
+                    self._insert(key, sequence.tokens, row)
+        return tuple(row for row in cached_rows if row is not None) if number in self._returning else ()
+
+    def limit_idle(self, limit: int) -> None:
+        """Drop captured sequences until at most `limit` blocks of their pool are idle."""
+        self._finished_kv.limit_idle(limit)
 
     # -------------------------------------------------------------------- checks
     def _is_prefix_cacheable(self, request: Request, cache: RowCache) -> bool:

@@ -103,10 +103,11 @@ class PromptReader:
         append_rows(cache, [prefix.cached_row])
         cache.commit(None, length)
         fed = first.replace(length=torch.tensor([common]), cached_length=length)
-        reading = self._requests[number] = _ReadingRequest(fed, rows, cache, common)
-        reading.unread = common - prefix.length + int((rows.position - common).sum())
+        unread = common - prefix.length + int((rows.position - common).sum())
+        reading = _ReadingRequest(fed, rows, cache, common, unread)
         if common == prefix.length:
             reading.fork()
+        self._requests[number] = reading  # last: an interrupted step starts again
 
     def next_chunk(self, number: int, tokens: int) -> PromptChunk | None:
         """The next tokens of a request in one forward; None: no more are to be fed here, or not in one.
@@ -131,7 +132,7 @@ class PromptReader:
         if reading.unread <= tokens:
             return False
         self._feed(reading, tokens, forward)
-        reading.unread -= tokens
+        reading.unread -= tokens  # after the forward: an interrupted one is planned again
         return True
 
     def _feed(self, reading: _ReadingRequest, tokens: int, forward: Forward) -> None:
@@ -148,16 +149,17 @@ class PromptReader:
     def take(self, number: int, forward: Forward, can_pack: bool) -> ReadRows:
         """End the reading of a request; its rows, with what is cached of each.
 
-        With `can_pack` the rest of the tokens is left to the table. Else it would pad the single tokens of
-        the rows that decode there. What all rows have in common is read here in any case.
+        Drop the request when it has joined its table. With `can_pack` the rest of the tokens is left to the
+        table. Else it would pad the single tokens of the rows that decode there. What all rows have in common
+        is read here in any case.
         """
         reading = self._requests[number]
         if not can_pack or (reading.is_common and len(reading.rows) > 1):
             self._feed(reading, _ALL, forward)
-        elif reading.is_common:
-            reading.rows = reading.rows.replace(cached_length=reading.fed.cached_length)
-        del self._requests[number]
-        return ReadRows.cached(reading.rows, reading.cache)
+        rows = reading.rows
+        if reading.is_common:
+            rows = rows.replace(cached_length=reading.fed.cached_length)
+        return ReadRows.cached(rows, reading.cache)
 
     def num_cached(self, number: int) -> Tensor:
         """The positions of each row in a request's own cache [R] (host)."""

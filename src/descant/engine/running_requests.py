@@ -19,7 +19,7 @@ from descant.core.sampling_noise import SamplingNoise
 from descant.decoding.processors import as_processor
 from descant.decoding.processors.pipeline import LOGITS_WARPERS
 from descant.decoding.stopping.checker import StopChecker
-from descant.engine.admission import ResolvedRequest
+from descant.engine.admission import ResolvedRequest, draw_seed
 from descant.engine.logprobs import LogprobsColumn, LogprobsRecorder
 from descant.engine.planner import DecodingPlan
 from descant.engine.registry import RefCountedRegistry
@@ -33,8 +33,6 @@ __all__ = ["PreparedRequest", "RunningRequest", "RunningRequests"]
 
 # Processors, each with its position: (position in the order, position among the user's own).
 ProcessorChain = tuple[tuple[tuple[int, int], Processor], ...]
-
-_MAX_SEED = 2**62
 
 
 @dataclass
@@ -129,7 +127,7 @@ class RunningRequests:
         resolved, strategy, chain, texts = prepared
         request = resolved.request
         # Seeds are drawn after all checks: a refused request must not advance torch's generator.
-        seed, processor_seed = _draw_seeds(request, resolved.plan, chain)
+        seed, processor_seed = _draw_seeds(resolved, chain)
         criteria = tuple(request.stopping_criteria) or None
         ids = RowIds(
             strategy_id=self.strategy_order.index(strategy),
@@ -299,15 +297,16 @@ class RunningRequests:
         return observers
 
 
-def _draw_seeds(request: Request, plan: DecodingPlan, chain: ProcessorChain) -> tuple[int, int | None]:
+def _draw_seeds(resolved: ResolvedRequest, chain: ProcessorChain) -> tuple[int, int | None]:
     """The seed of a request's sampling (-1: none) and of its random processors (None: it has none)."""
-    seed = plan.params.seed
-    if seed < 0 and request.noise_row < 0 and plan.config.do_sample:
+    plan = resolved.plan
+    seed = plan.params.seed if plan.params.seed >= 0 else resolved.drawn_seed
+    if seed < 0 and resolved.request.noise_row < 0 and plan.config.do_sample:
         # An unseeded request outside a batch gets a random seed, so that it does not depend on the others.
-        seed = int(torch.randint(_MAX_SEED, ()))
+        seed = draw_seed()
     if not any(getattr(processor, "is_random", False) for _, processor in chain):
         return seed, None
-    return seed, seed if seed >= 0 else int(torch.randint(_MAX_SEED, ()))
+    return seed, seed if seed >= 0 else draw_seed()
 
 
 def _batch_place(number: int, request: Request, plan: DecodingPlan) -> dict[str, int]:

@@ -16,7 +16,7 @@ from descant.core.interfaces import Array, RowCache
 from descant.core.prompt_chunk import PackingModel, PromptChunk
 from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.engine.admission import ResolvedRequest
+from descant.engine.admission import ResolvedRequest, with_drawn_seed
 from descant.engine.block_usage import block_usage
 from descant.engine.prefix_reuse import CachedPrefix, Forward
 from descant.engine.prompt_reader import PromptReader, ReadRows, common_length
@@ -62,6 +62,7 @@ class ScheduledRequests:
         self.failed: dict[int, Exception] = {}  # requests that end without a step, each with its error
         self._waiting: dict[int, ResolvedRequest] = {}  # in no table yet
         self._found: dict[int, CachedPrefix] = {}  # what is cached of those that are about to be
+        self._looked_up: list[int] = []  # requests whose prefixes this plan has asked for
         self._reader = PromptReader()
         self._parked: dict[int, tuple[Table, Rows]] = {}
         self._suspended: list[tuple[Table, ReadRows]] = []  # rows that pause in this step
@@ -90,7 +91,8 @@ class ScheduledRequests:
         for demand in demands.values():
             self._check_size(demand)
         self.scheduler.add(*(demands[number] for number in numbers), now=now)
-        self._waiting |= entries
+        # Seeds are drawn after all checks, in the order of arrival.
+        self._waiting |= {number: with_drawn_seed(entries[number]) for number in numbers}
 
     def demands(
         self, numbers: Sequence[int], placements: Sequence[Placement], now: float
@@ -117,6 +119,12 @@ class ScheduledRequests:
         self.scheduler.cancel(number)
         self.forget(number)
 
+    def remove_ended(self, numbers: Collection[int]) -> None:
+        """Remove requests that have ended between two steps."""
+        for number in numbers:
+            if number in self.scheduler:
+                self.cancel(number)
+
     def forget(self, number: int) -> None:
         """Drop what is kept of a request outside the tables."""
         self._reader.drop(number)
@@ -128,9 +136,7 @@ class ScheduledRequests:
         """Plan a step and bring the tables into the state it needs."""
         plan = self._plan = self.scheduler.schedule(self.clock())
         self._finished_reads.clear()
-        if self._prefix_cache is not None and self.config.num_blocks is not None:
-            # Prefixes that no request uses have what the requests of this step leave of the pool.
-            self._prefix_cache.limit_unused(self.config.num_blocks - self.scheduler.reserved_blocks)
+        self._settle_prefixes(plan)
         for number in plan.expired:
             self.failed[number] = DeadlineExceeded(number)
         for number in plan.exceeded:
@@ -159,6 +165,7 @@ class ScheduledRequests:
         """Free what a request holds; its tokens are read again later."""
         self.num_preemptions += 1
         self._reader.drop(number)
+        self._found.pop(number, None)
         if number in self:
             return  # it was being read
         table = self._table_of(number)
@@ -176,13 +183,19 @@ class ScheduledRequests:
             return
         if self._reader.read(number, tokens, self._forward):
             return
-        cache = self._reader.cache_of(number)
-        rows, prefixes = self._reader.take(number, self._forward, self._can_pack(cache))
-        if number in self._parked:
-            self._parked.pop(number)[0].resume(rows, prefixes)
-        else:
-            self._join(number, self._waiting[number], prefixes[0])
-            del self._waiting[number]
+        can_pack = self._can_pack(self._reader.cache_of(number))
+        rows, prefixes = self._reader.take(number, self._forward, can_pack)
+        try:
+            if number in self._parked:
+                self._parked[number][0].resume(rows, prefixes)
+                del self._parked[number]
+            else:
+                self._join(number, self._waiting[number], prefixes[0])
+                del self._waiting[number]
+        except Exception:
+            _free(prefixes)  # the traceback refers to them
+            raise
+        self._reader.drop(number)
 
     def _can_pack(self, cache: RowCache) -> bool:
         """Whether tokens of prompts share the forward of the rows that decode."""
@@ -208,17 +221,17 @@ class ScheduledRequests:
     def _joins_at_once(self, number: int, tokens: int) -> bool:
         """Let a request join its table if it is read in one step; False: it is not."""
         if number in self._waiting:
-            one, prefix = self._waiting[number], self._found.pop(number, CachedPrefix())
-            if len(one.prompt) + one.offset - prefix.length <= tokens:
-                self._join(number, one, prefix)
-                del self._waiting[number]
-                return True
-            self._found[number] = prefix
-            return False
+            one, prefix = self._waiting[number], self._found.get(number, CachedPrefix())
+            if len(one.prompt) + one.offset - prefix.length > tokens:
+                return False
+            self._join(number, one, prefix)
+            del self._waiting[number]
+            self._found.pop(number, None)
+            return True
         table, rows = self._parked[number]
         if (len(rows) == 1 and tokens >= int(rows.pending.sum())) or not self._is_chunkable(table):
-            del self._parked[number]
             table.resume(*ReadRows.unread(rows))
+            del self._parked[number]
             return True
         return False
 
@@ -227,10 +240,11 @@ class ScheduledRequests:
             table, rows = self._parked[number]
             prefix, cache = CachedPrefix(), table.cache
         else:
-            prefix = self._found.pop(number, CachedPrefix())
+            prefix = self._found.get(number, CachedPrefix())
             rows = _prompt_rows(number, self._waiting[number], self._model.device)
             cache = self._tables.place([self._waiting[number]])[0].cache
         self._reader.start(number, rows, prefix, unwrap_cache(cache, _NO_ROWS)[0].select(_NO_ROWS))
+        self._found.pop(number, None)
 
     def _is_chunkable(self, table: Table) -> bool:
         """Whether parked rows of a table can be read again piece by piece."""
@@ -246,9 +260,27 @@ class ScheduledRequests:
         if number not in self._waiting:
             return PrefixHit()
         [placement] = self._tables.place([self._waiting[number]])
-        [prefix] = placement.cached_prefixes()
+        self._looked_up.append(number)
+        [prefix] = placement.cached_prefixes(is_counted=False)
         self._found[number] = prefix
         return PrefixHit(prefix.length)
+
+    def _settle_prefixes(self, plan: StepPlan) -> None:
+        """Count the prefixes of admitted requests, and free the blocks that no request uses."""
+        looked_up, self._looked_up = self._looked_up, []  # an admitted request must not be met again
+        for number in looked_up:
+            if number not in plan.admitted:
+                self._found.pop(number, None)  # it waits, and must not hold blocks
+            elif self._prefix_cache is not None:
+                self._tables.place([self._waiting[number]])[0].cached_prefixes()
+        if self.config.num_blocks is None:
+            return
+        # What no request uses has what the requests of this step leave of the pool.
+        room = self.config.num_blocks - self.scheduler.reserved_blocks
+        for table in self._tables:
+            table.prefix_reuse.limit_idle(room)
+        if self._prefix_cache is not None:
+            self._prefix_cache.limit_unused(room)
 
     def _suspend(self, plan: StepPlan) -> None:
         """Take rows out of the tables that do not run in this step."""
@@ -274,8 +306,11 @@ class ScheduledRequests:
             table.resume(rows, prefixes)
             self._suspended.pop()
 
-    def abort_step(self) -> None:
-        """Report that a planned step has not been made; it can be planned again."""
+    def abort_step(self, ended: Collection[int]) -> None:
+        """Report that a planned step has not been made; it can be planned again.
+
+        `ended` are the requests that finished or failed in it nevertheless.
+        """
         plan = self._plan
         self._chunks.clear()
         self._piggyback(())
@@ -284,8 +319,10 @@ class ScheduledRequests:
         for number in plan.preempted:
             if number not in self and any(number in table.running.requests for table in self._tables):
                 self._preempt(number)
-        skipped = [number for number in (*plan.decode, *plan.read) if number not in self._finished_reads]
-        self._report(plan, (), skipped)
+        ended = [number for number in ended if number in self.scheduler]
+        done = {*self._finished_reads, *ended}
+        skipped = [number for number in (*plan.decode, *plan.read) if number not in done]
+        self._report(plan, ended, skipped)
 
     def end_step(self, ended: Collection[int]) -> None:
         """Report a step to the scheduler; `ended` are the requests that finished or failed in it."""
@@ -326,6 +363,13 @@ class ScheduledRequests:
                 blocks = int((-(-self._reader.num_cached(number) // size)).sum())
                 usage[number] = RequestUsage(blocks, 0)
         return usage, shared
+
+
+def _free(prefixes: Sequence[CachedPrefix]) -> None:
+    """Free the blocks of rows that have not joined a table."""
+    for prefix in prefixes:
+        if prefix.cached_row is not None:
+            prefix.cached_row.store.commit(_NO_ROWS, _NO_ROWS)
 
 
 def _is_paged(table: Table) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -76,10 +76,9 @@ class Session:
         self._rank_group: RankGroup | None = self.model.rank_group
         self._admission = Admission(model, self.model)
         self._noise = SamplingNoise()
-        if scheduler is not None and self._rank_group is not None:
-            must = "must be None for a model on several processes, which must all make the same steps"
-            raise InputError("scheduler", must, scheduler)
-        if cache is None and scheduler is not None and scheduler.num_blocks is not None:
+        _check_scheduler(scheduler, self._rank_group)
+        self._is_pool_limited = scheduler is not None and scheduler.num_blocks is not None
+        if cache is None and scheduler is not None and self._is_pool_limited:
             cache = _pooled_cache(self.model.traits, scheduler)
         self._tables = TableSet(self.model, cache, self._make_table)
         self._scheduled = (
@@ -101,7 +100,7 @@ class Session:
     def _make_table(self, cache: RowCache, key: CacheKey | None) -> Table:
         """An empty table with that cache."""
         running = RunningRequests(self.model.device, self._rank_group, self._tracer, self._noise)
-        prefix_reuse = PrefixReuse(self.model, self._prefix_cache)
+        prefix_reuse = PrefixReuse(self.model, self._prefix_cache, is_pool_limited=self._is_pool_limited)
         return Table(self.model, cache, running, prefix_reuse, key=key, tracer=self._tracer)
 
     @property
@@ -129,6 +128,11 @@ class Session:
         """The number of requests that have not ended, waiting ones included."""
         waiting = 0 if self._scheduled is None else self._scheduled.num_waiting
         return len(self._table_of) + waiting
+
+    @property
+    def running(self) -> Iterable[int]:
+        """The requests that have joined a table and not ended."""
+        return self._table_of.keys()
 
     @property
     def rows(self) -> int:
@@ -224,6 +228,7 @@ class Session:
 
     def _scheduled_step(self, scheduled: ScheduledRequests) -> None:
         """One step as the scheduler plans it."""
+        scheduled.remove_ended(self._ended_now)  # after an interrupt, before this step
         self._ended_now.clear()
         try:
             scheduled.start_step()
@@ -234,9 +239,11 @@ class Session:
             scheduled.finish_reads()
             self._fail_scheduled(scheduled)
         except BaseException:
-            scheduled.abort_step()
+            scheduled.abort_step(self._ended_now)
+            self._ended_now.clear()
             raise
         scheduled.end_step(self._ended_now)
+        self._ended_now.clear()
 
     def _fail_scheduled(self, scheduled: ScheduledRequests) -> None:
         """End the requests that cannot run: their deadline has passed, or their table refused them."""
@@ -357,6 +364,15 @@ class Session:
         """Drop the tables of requests that are not running any more."""
         for request in requests:
             self._table_of.pop(request, None)
+
+
+def _check_scheduler(scheduler: SchedulerConfig | None, rank_group: RankGroup | None) -> None:
+    """Raise for a scheduler that a session cannot have."""
+    if scheduler is not None and not isinstance(scheduler, SchedulerConfig):
+        raise InputError("scheduler", "must be a descant.SchedulerConfig", scheduler)
+    if scheduler is not None and rank_group is not None:
+        must = "must be None for a model on several processes, which must all make the same steps"
+        raise InputError("scheduler", must, scheduler)
 
 
 def _check_unscheduled(request: Request) -> None:

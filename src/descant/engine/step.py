@@ -11,9 +11,10 @@ from torch import Tensor
 
 from descant.core.interfaces import Model, RowCache
 from descant.core.records import ForwardOutput, Hypothesis, Observation, Proposal, Selection
+from descant.core.request_fault import RequestFault
 from descant.core.rows import Rows, index_rows, stable_row_order, take_rows
 from descant.engine.group_merge import merge_proposals, merge_selections, slice_group
-from descant.engine.step_faults import Probe, check_selection, drop_requests, forward_or_fault
+from descant.engine.step_faults import Probe, StepFault, check_selection, drop_requests, forward_or_fault
 from descant.engine.strategy_group import StrategyGroup
 
 __all__ = ["Observe", "StepHooks", "run_step"]
@@ -114,6 +115,10 @@ def _select(
             rows, proposal, output._replace(logits=scores, process_rows=process_rows)
         )
         check_selection(selection, len(rows))
+    except RequestFault as fault:
+        if hooks.errors is None:
+            raise fault.cause from None
+        raise StepFault({fault.request: fault.cause}) from fault
     except Exception as error:
         selection = None
         group.record_error(rows.request, error)

@@ -188,6 +188,7 @@ class Table:
         A request whose own code raises leaves the table; its error is in `running.errors`.
         """
         selections: list[Selection] = []
+        discard = None if self._tracer is None else self._tracer.checkpoint()
         while len(self):
             try:
                 selections = self._run_step(observe)
@@ -195,7 +196,9 @@ class Table:
             except StepFault as fault:
                 assert self.running.errors is not None
                 self.running.errors |= fault.errors
-                self._remove_rows(fault.errors)
+                self._remove_rows(self.running.errors)
+                if discard is not None:
+                    discard()
         return selections
 
     def _run_step(self, observe: Observe | None) -> list[Selection]:

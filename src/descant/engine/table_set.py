@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from descant.core.interfaces import RowCache
@@ -51,9 +52,9 @@ class Placement:
             self.table.prefix_reuse.check(one.request, one.plan, one.prompt, self.cache)
             validate_cache(one.plan, self.cache, self.cache_name, max_slots)
 
-    def cached_prefixes(self) -> list[CachedPrefix]:
-        """What the new rows start with; call `check` first."""
-        lookup = self.table.prefix_reuse.lookup
+    def cached_prefixes(self, *, is_counted: bool = True) -> list[CachedPrefix]:
+        """What the new rows start with; call `check` first. Statistics count it if `is_counted`."""
+        lookup = partial(self.table.prefix_reuse.lookup, is_counted=is_counted)
         return [lookup(one.request, one.plan, one.prompt, self.cache) for one in self.resolved]
 
 

@@ -15,6 +15,12 @@ __all__ = ["BlockPool", "BlockSlab"]
 # The growing slab starts with this many blocks and grows by a quarter, so little memory stays unused.
 _MIN_GROWTH_BLOCKS = 16
 
+# By name the columns with an entry for each block id, and the value of an id that is new.
+_COLUMNS = {
+    "ref_counts": 0, "slab_of": -1, "index_in_slab": 0, "reclaimable": 0, "is_idle": False,
+    "_is_newly_idle": False,
+}  # fmt: skip
+
 
 class BlockSlab:
     """Memory for a number of blocks: by layer keys and values [H, slots, D], allocated at the first write."""
@@ -53,6 +59,9 @@ class BlockPool:
 
     A prompt gets a slab of its own, freed with its last block. Tokens written one by one go to slab 0,
     which grows. Block `b` is block `index_in_slab[b]` of slab `slab_of[b]`.
+
+    References may be marked as reclaimable: their owner gives them up when requests need blocks. A block
+    that only such references hold is idle.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -61,6 +70,10 @@ class BlockPool:
         self.ref_counts: Array = np.zeros(0, dtype=np.int64)
         self.slab_of: Array = np.zeros(0, dtype=np.int64)
         self.index_in_slab: Array = np.zeros(0, dtype=np.int64)
+        self.reclaimable: Array = np.zeros(0, dtype=np.int64)  # references of each block that are
+        self.is_idle: Array = np.zeros(0, dtype=bool)
+        self._is_newly_idle: Array = np.zeros(0, dtype=bool)  # since `take_newly_idle`
+        self._num_reclaimable = 0
         self.copied_slots = 0  # slots copied on write; part of what bench/beams.py measures
         self._unused_ids: list[int] = []  # ids without memory
         self._free_blocks: list[int] = []  # unreferenced blocks of slab 0
@@ -101,6 +114,7 @@ class BlockPool:
     def incref(self, blocks: Array) -> None:
         """Add one reference per entry; a block may occur several times."""
         self.ref_counts += np.bincount(blocks, minlength=len(self.ref_counts))
+        self.is_idle[blocks] = False
 
     def decref(self, blocks: Array) -> None:
         """Remove one reference per entry, and free the blocks without references."""
@@ -110,6 +124,7 @@ class BlockPool:
         if (counts > self.ref_counts).any():
             raise RuntimeError("a block was freed twice")
         self.ref_counts -= counts
+        self._note_idle(counts)
         for block in np.flatnonzero((counts > 0) & (self.ref_counts == 0)).tolist():
             slab_id = int(self.slab_of[block])
             if slab_id == 0:
@@ -122,6 +137,37 @@ class BlockPool:
                 del self._live_blocks[slab_id], self.slabs[slab_id]
         if len(self._free_blocks) > 3 * self.slabs[0].num_blocks // 4:
             self._shrink()
+
+    @property
+    def num_idle(self) -> int:
+        """The number of blocks that only reclaimable references hold."""
+        return int(np.count_nonzero(self.is_idle)) if self._num_reclaimable else 0
+
+    def mark_reclaimable(self, blocks: Array) -> None:
+        """Mark one reference per entry as reclaimable; unmark it before it is removed."""
+        counts = np.bincount(blocks, minlength=len(self.ref_counts))
+        self.reclaimable += counts
+        self._num_reclaimable += len(blocks)
+        self._note_idle(counts)
+
+    def unmark_reclaimable(self, blocks: Array) -> None:
+        """Mark one reference per entry as any other."""
+        self.reclaimable -= np.bincount(blocks, minlength=len(self.ref_counts))
+        self._num_reclaimable -= len(blocks)
+        self.is_idle[blocks] = False
+
+    def take_newly_idle(self) -> list[int]:
+        """The idle blocks that have become so since the last call."""
+        found = np.flatnonzero(self._is_newly_idle & self.is_idle).tolist()
+        self._is_newly_idle[:] = False
+        return found
+
+    def _note_idle(self, changed: Array) -> None:
+        """Find the idle blocks among those whose number of references has changed by `changed` [B]."""
+        if self._num_reclaimable:
+            idle = (changed > 0) & (self.reclaimable > 0) & (self.ref_counts == self.reclaimable)
+            self.is_idle |= idle
+            self._is_newly_idle |= idle
 
     def copy_slots(self, old: int, new: int, slots: int) -> None:
         """Copy the first slots of a block to another block, in every layer."""
@@ -170,10 +216,10 @@ class BlockPool:
         lacking = len(indices) - len(self._unused_ids)
         if lacking > 0:
             first, added = len(self.ref_counts), max(lacking, len(self.ref_counts) // 2)
-            self.ref_counts, self.slab_of, self.index_in_slab = (
-                np.concatenate((column, np.full(added, empty, dtype=np.int64)))
-                for column, empty in ((self.ref_counts, 0), (self.slab_of, -1), (self.index_in_slab, 0))
-            )
+            for name, empty in _COLUMNS.items():
+                column = getattr(self, name)
+                grown = np.concatenate((column, np.full(added, empty, dtype=column.dtype)))
+                setattr(self, name, grown)
             self._unused_ids += range(first, first + added)
         ids = [self._unused_ids.pop() for _ in indices]
         self.slab_of[ids], self.index_in_slab[ids] = slab_id, list(indices)

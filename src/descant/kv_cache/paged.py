@@ -37,6 +37,7 @@ class PagedStore:
         self._block_table: Array = np.full((0, 8), -1, dtype=np.int64)  # [R, M] block ids, -1: none
         self._lengths = torch.zeros(0, dtype=torch.long)
         self._plan: PagedReadPlan | None = None
+        self.is_reclaimable = False  # whether its references are marked so
 
     @classmethod
     def of_blocks(cls, pool: BlockPool, blocks: Array) -> Self:
@@ -51,8 +52,16 @@ class PagedStore:
         return len(self._block_table)
 
     def __del__(self) -> None:
-        if hasattr(self, "_block_table"):
-            self.pool.decref(self.referenced_blocks())
+        if hasattr(self, "is_reclaimable"):
+            blocks = self.referenced_blocks()
+            if self.is_reclaimable:
+                self.pool.unmark_reclaimable(blocks)
+            self.pool.decref(blocks)
+
+    def mark_reclaimable(self) -> None:
+        """Mark its references as reclaimable; its rows must not change after that."""
+        self.pool.mark_reclaimable(self.referenced_blocks())
+        self.is_reclaimable = True
 
     @property
     def lengths(self) -> Tensor:

@@ -7,7 +7,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from itertools import count
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,10 +37,12 @@ class PrefixReport:
     evicted: int  # evicted blocks
 
 
-class _PrefixBlock(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _PrefixBlock:
     """The keys and values [H, block, D] of one block of tokens, by layer."""
 
     layers: Mapping[int, tuple[Tensor, Tensor]]
+    last_used: int = 0  # a larger number is later
     num_pooled: int = 0  # its tensors are its own
 
     @property
@@ -51,12 +54,14 @@ class _PooledPrefixBlock:
     """Blocks of a paged cache's pool that hold one block of tokens: a reference to them, no copy."""
 
     def __init__(self, pool: BlockPool, ids: Array) -> None:
-        self.pool, self.ids = pool, ids
+        self.pool, self.ids, self.last_used = pool, ids, 0
         self.num_pooled, self.nbytes = len(ids), len(ids) * pool.block_nbytes
         pool.incref(ids)
+        pool.mark_reclaimable(ids)
 
     def __del__(self) -> None:
         if hasattr(self, "nbytes"):
+            self.pool.unmark_reclaimable(self.ids)
             self.pool.decref(self.ids)
 
     @property
@@ -67,8 +72,8 @@ class _PooledPrefixBlock:
 
     @property
     def num_unused(self) -> int:
-        """The number of blocks that nothing else refers to."""
-        return int((self.pool.ref_counts[self.ids] == 1).sum())
+        """The number of blocks that no request refers to."""
+        return int(self.pool.is_idle[self.ids].sum())
 
 
 class _BlockChain:
@@ -122,6 +127,11 @@ class PrefixCache:
         self._hits = self._misses = self._tokens_read = self._tokens_found = 0
         self._total_bytes = self._num_evicted = 0
         self._num_pooled = 0  # pool blocks that it refers to
+        self._uses = count()
+        # By pool the block of this cache that a pool block is part of.
+        self._digest_of: weakref.WeakKeyDictionary[BlockPool, dict[int, bytes]] = weakref.WeakKeyDictionary()
+        # Blocks that no request refers to, the least recently used first; some may be in use again.
+        self._unused: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         """The number of blocks."""
@@ -148,6 +158,8 @@ class PrefixCache:
         """Remove all blocks and the bound model."""
         self._blocks.clear()
         self._chains.clear()
+        self._unused.clear()
+        self._digest_of.clear()
         self._total_bytes, self._num_pooled, self._model, self._weight_versions = 0, 0, None, ()
 
     def bind_model(self, model: object) -> None:
@@ -173,16 +185,20 @@ class PrefixCache:
             self.generation += 1
         return self.generation
 
-    def lookup(self, tokens: Tensor, salt: bytes = b"") -> CachedRow | None:
-        """The longest cached prefix of a prompt [L] (host); the last token is always left to feed."""
+    def lookup(self, tokens: Tensor, salt: bytes = b"", *, is_counted: bool = True) -> CachedRow | None:
+        """The longest cached prefix of a prompt [L] (host); the last token is always left to feed.
+
+        `is_counted` says whether it is a hit or a miss of the statistics.
+        """
         matched: list[bytes] = []
         for digest in self._digests(tokens[: len(tokens) - 1], salt):
             if digest not in self._blocks:
                 break
             matched.append(digest)
-        self._tokens_read += len(tokens)
-        self._tokens_found += len(matched) * self.block
-        self._hits, self._misses = self._hits + bool(matched), self._misses + (not matched)
+        if is_counted:
+            self._tokens_read += len(tokens)
+            self._tokens_found += len(matched) * self.block
+            self._hits, self._misses = self._hits + bool(matched), self._misses + (not matched)
         if not matched:
             return None
         self._touch(matched)
@@ -202,6 +218,9 @@ class PrefixCache:
             self._blocks[digests[index]] = block
             self._total_bytes += block.nbytes
             self._num_pooled += block.num_pooled
+            if isinstance(block, _PooledPrefixBlock):
+                owned = self._digest_of.setdefault(block.pool, {})
+                owned.update(dict.fromkeys(block.ids.tolist(), digests[index]))
         self._touch(digests)
         while self._total_bytes > self.max_bytes:
             self._evict(next(iter(self._blocks)))
@@ -215,9 +234,9 @@ class PrefixCache:
         store = cached.store
         if isinstance(store, PagedStore) and self.block % store.pool.block_size == 0:
             ids = store.block_ids(np.array([cached.row]))[0]
-            count = self.block // store.pool.block_size
+            size = self.block // store.pool.block_size
             for index in indices:
-                yield _PooledPrefixBlock(store.pool, ids[index * count : (index + 1) * count])
+                yield _PooledPrefixBlock(store.pool, ids[index * size : (index + 1) * size])
             return
         layers = read_layers(store, torch.tensor([cached.row]))
         for index in indices:
@@ -234,29 +253,45 @@ class PrefixCache:
         self._total_bytes -= block.nbytes
         self._num_pooled -= block.num_pooled
         self._num_evicted += 1
+        self._unused.pop(digest, None)
+        if isinstance(block, _PooledPrefixBlock):
+            owned = self._digest_of[block.pool]
+            for pooled in block.ids.tolist():
+                owned.pop(pooled, None)
 
     def num_unused(self) -> int:
-        """The number of pool blocks that only this cache refers to, and that eviction frees."""
-        return sum(
-            block.num_unused for block in self._blocks.values() if isinstance(block, _PooledPrefixBlock)
-        )
+        """The number of blocks of its pools that no request refers to."""
+        return sum(pool.num_idle for pool in self._digest_of)
 
     def limit_unused(self, limit: int) -> None:
-        """Evict the least recently used blocks until it alone refers to at most `limit` pool blocks."""
-        if self._num_pooled <= limit:
+        """Evict the least recently used blocks until at most `limit` pool blocks are unused."""
+        excess = self.num_unused() - limit
+        if excess <= 0:
             return
-        unused = self.num_unused()
-        for digest, block in list(self._blocks.items()):
-            if unused <= limit:
-                return
-            if isinstance(block, _PooledPrefixBlock) and block.num_unused:
-                unused -= block.num_unused
+        self._note_unused()
+        while excess > 0 and self._unused:
+            digest = self._unused.popitem(last=False)[0]
+            block = self._blocks[digest]
+            unused = block.num_unused if isinstance(block, _PooledPrefixBlock) else 0
+            if unused:  # not in use again
+                excess -= unused
                 self._evict(digest)
+
+    def _note_unused(self) -> None:
+        """Put the blocks that requests have let go of at the end of the unused ones."""
+        for pool, owned in self._digest_of.items():
+            found = {owned[block] for block in pool.take_newly_idle() if block in owned}
+            for digest in sorted(found, key=lambda one: self._blocks[one].last_used):
+                self._unused[digest] = None
+                self._unused.move_to_end(digest)
 
     def _touch(self, digests: Sequence[bytes]) -> None:
         """Mark blocks as used, the first block last: it must not be evicted before its successors."""
         for digest in reversed(digests):
             self._blocks.move_to_end(digest)
+            self._blocks[digest].last_used = next(self._uses)
+            if digest in self._unused:
+                self._unused.move_to_end(digest)
 
     def _digests(self, tokens: Tensor, salt: bytes) -> Iterator[bytes]:
         """The key of each full block: a hash of its tokens, all blocks before it, and the salts."""

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Final
 
+import torch
+
 from descant.engine.planner import as_model
+from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Failed, Finished, Request, Session
 from descant.engine.table import Table
+from descant.kv_cache.cached_row import unwrap_cache
+from descant.kv_cache.paged import PagedStore
 from descant.testing.outcome import Outcome
 
 __all__ = ["MODEL_SEAMS", "FaultInjector", "check_isolation"]
@@ -80,25 +85,40 @@ def check_isolation(
     injector: FaultInjector,
     expected: Sequence[Outcome],
     owners: Collection[int] = (),
+    *,
+    scheduler: SchedulerConfig | None = None,
 ) -> None:
     """A fault ends at most the requests it belongs to; all others have the same result as alone.
 
     `make_requests` gives the requests, whose own functions may be seams of the injector it is passed;
     `owners` are the indices of those with such functions, `expected` what each request gives alone. A part
     of the engine belongs to the requests that use it, a forward to none unless it fails again and again. An
-    interrupted step is made again. Afterwards the session is empty, and runs the requests once more.
+    interrupted step is made again. Afterwards the session is empty, and runs the requests once more. With a
+    `scheduler` the requests wait, are read in chunks and preempted as it plans.
     """
     target = as_model(model)
     injector.patch(target, "model", MODEL_SEAMS[:2])
     try:
-        session = Session(target)
+        session = Session(target, scheduler=scheduler)
         for _ in range(2):  # the second round shows that nothing of the first is left
             run = _FaultyRun(session, injector, set(owners))
             run.run(make_requests(injector))
             run.compare(expected)
+        _check_no_blocks(session)
     finally:
         for name in MODEL_SEAMS[:2]:
             delattr(target, name)
+
+
+def _check_no_blocks(session: Session) -> None:
+    """Raise for blocks that are still held, or counted, though no request is left."""
+    blocks, waiting = session.report().blocks, session.report().waiting
+    for table in session.tables:
+        store = unwrap_cache(table.cache, torch.zeros(0, dtype=torch.long))[0]
+        if isinstance(store, PagedStore):
+            blocks += int((store.pool.ref_counts > 0).sum())
+    if blocks or waiting:
+        raise AssertionError(f"(blocks, waiting requests) left: {(blocks, waiting)}")
 
 
 class _FaultyRun:
@@ -106,8 +126,29 @@ class _FaultyRun:
 
     def __init__(self, session: Session, injector: FaultInjector, owners: set[int]) -> None:
         self._session, self._injector, self._owners = session, injector, owners
+        self._owner_numbers: set[int] = set()
         self._ended: dict[int, Any] = {}  # by index: the last event, or the error of a refused request
         self._index_of: dict[int, int] = {}
+        for table in session.tables:
+            self._watch(table)
+
+    def _watch(self, table: Table) -> None:
+        """Make seams of the parts of a table as soon as a request that uses them joins it."""
+        admit = type(table).admit
+
+        def admit_and_patch(numbers: Sequence[int], *args: Any) -> None:
+            try:
+                admit(table, numbers, *args)
+            except Exception:
+                if self._injector.seam.endswith("add_requests"):
+                    self._owners.update(self._index_of[one] for one in numbers if one in self._index_of)
+                raise
+            self._injector.patch_table(table)
+            for number in numbers:
+                if _uses(table, number, self._injector.seam):
+                    self._owner_numbers.add(number)
+
+        vars(table)["admit"] = admit_and_patch
 
     def run(self, requests: Sequence[Request]) -> None:
         """Admit the requests one by one, and step until all have ended."""
@@ -142,15 +183,12 @@ class _FaultyRun:
                     self._owners.add(index)
                 return
         self._index_of[number] = index
-        for table in self._session.tables:
-            self._injector.patch_table(table)
-            if number in table.running.requests and _uses(table, number, seam):
-                self._owners.add(index)
 
     def compare(self, expected: Sequence[Outcome]) -> None:
         """Raise unless each request has ended as alone, or may fail."""
         injector = self._injector
         where = f"{injector.seam} call {injector.call}"
+        self._owners.update(self._index_of[number] for number in self._owner_numbers & self._index_of.keys())
         for index, alone in enumerate(expected):
             event = self._ended[index]
             if isinstance(event, Finished):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -185,6 +185,11 @@ class Tracer:
     def start_step(self) -> None:
         """Start a step; an unfinished one, which raised an error, is discarded."""
         self._group_steps, self._overhead_seconds, self._step_start = [], 0.0, time.perf_counter()
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that discards what is recorded of this step from now on."""
+        count = len(self._group_steps)
+        return lambda: self._group_steps.__delitem__(slice(count, None))
 
     def end_step(self, cache: int | None, requests: Collection[int] | None = None) -> None:
         """Write the record of the step; `cache` is the size of the KV cache in bytes.

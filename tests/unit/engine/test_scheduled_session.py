@@ -256,6 +256,31 @@ def test_cached_prefixes_are_not_read_again(model):
     assert prefixes.report().tokens_found == 20
 
 
+def test_a_request_that_waits_is_looked_up_once_in_the_statistics(model):
+    prefixes = PrefixCache(block=4)
+    session = Session(model, prefix_cache=prefixes, scheduler=SchedulerConfig(max_running_rows=1))
+    session.admit(request(22), request(22), request(9))
+    ended(session)
+    report = prefixes.report()
+    assert (report.hits, report.misses, report.tokens_read, report.tokens_found) == (1, 2, 53, 20)
+
+
+def test_a_request_that_waits_holds_no_blocks(model):
+    """The prefix of the first that waits may be evicted."""
+    config = SchedulerConfig(num_blocks=12, block_size=2, headroom=0.0)
+    prefixes = PrefixCache(block=2)
+    session = Session(model, prefix_cache=prefixes, scheduler=config)
+    first = session.admit(request(12, new=2))[0]
+    assert tokens(ended(session)[first]) == alone(model, request(12, new=2))
+    given = [request(5, new=14), request(12, new=3)]
+    numbers = session.admit(*given)
+    pool, found = next(session.tables).cache.pool, {}
+    while len(session):
+        found |= {event.request: event for event in session.step() if isinstance(event, Finished)}
+        assert int((pool.ref_counts > 0).sum()) <= 12
+    assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in given]
+
+
 def test_a_lossy_cache_is_never_preempted(model):
     lossy = request(
         6, new=8, cache_implementation="sink", cache_config={"window_length": 8, "num_sink_tokens": 2}

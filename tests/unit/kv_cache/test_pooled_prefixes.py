@@ -13,6 +13,7 @@ from descant.core.interfaces import KVSpan
 from descant.kv_cache.cached_row import CachedRow, append_rows
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.prefix_cache import _PooledPrefixBlock
 from tests.support import tiny_models as tinies
 
 TOKENS = torch.arange(40)
@@ -97,6 +98,38 @@ def test_the_oldest_unused_blocks_are_evicted_first():
     assert len(prefixes) == 2, "blocks in use stay"
 
 
+def test_eviction_looks_at_unused_blocks_only(monkeypatch):
+    prefixes, pool = PrefixCache(block=8), PagedStore(4).pool
+    stores = [filled(PagedStore(pool=pool), 16) for _ in range(6)]
+    for number, store in enumerate(stores):
+        prefixes.insert(TOKENS[:16] + 100 * number, CachedRow(store))
+    del stores[4:], store
+    gc.collect()
+    seen = []
+    counted = _PooledPrefixBlock.num_unused.fget
+    monkeypatch.setattr(
+        _PooledPrefixBlock, "num_unused", property(lambda one: seen.append(id(one)) or counted(one))
+    )
+    assert prefixes.num_unused() == 8
+    prefixes.limit_unused(5)
+    assert (len(seen), len(prefixes), prefixes.num_unused()) == (2, 10, 4)
+    assert prefixes.lookup(follow(TOKENS[:16] + 400)) is None, "the end of a text goes before its start"
+    assert prefixes.lookup(follow(TOKENS[:16] + 500)).length == 16
+
+
+def test_a_block_that_is_found_again_is_used_last():
+    prefixes, pool = PrefixCache(block=8), PagedStore(4).pool
+    for number in range(3):
+        prefixes.insert(TOKENS[:8] + 100 * number, CachedRow(filled(PagedStore(pool=pool), 8)))
+    gc.collect()
+    prefixes.limit_unused(5)  # the first goes
+    assert prefixes.lookup(follow(TOKENS[:8] + 100)) is not None
+    gc.collect()
+    prefixes.limit_unused(2)
+    found = [prefixes.lookup(follow(TOKENS[:8] + 100 * number)) is not None for number in range(3)]
+    assert found == [False, True, False]
+
+
 @pytest.mark.parametrize("make_cache", [DenseStore, PagedStore])
 def test_other_caches_get_a_copy(make_cache):
     store, prefixes = filled(PagedStore(4)), PrefixCache(block=8)
@@ -119,9 +152,18 @@ def test_blocks_of_two_pools_are_read_as_one_row():
     assert torch.equal(keys[:, :, 16:], second.read(0, FIRST)[0][:, :, 16:])
 
 
-@pytest.mark.parametrize("method", [{}, {"prompt_lookup_num_tokens": 3}], ids=str)
-def test_prefixes_and_requests_share_a_small_pool(tiny, method):
-    llama, config = tiny("llama"), GenerationConfig(max_new_tokens=6, **method)
+METHODS = {
+    "greedy": {},
+    "drafts": {"prompt_lookup_num_tokens": 3},
+    "beams": {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": list(range(40, 90))},
+}
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_prefixes_and_requests_share_a_small_pool(tiny, method, returns):
+    """Sequences that have ended while their request runs count too, and those that are returned."""
+    llama, config = tiny("llama"), GenerationConfig(max_new_tokens=6, **METHODS[method])
     beginnings = tinies.prompts(llama.arch, [32, 32, 32, 32], 0)
     ends = tinies.prompts(llama.arch, [5] * 12, 1)
     prompts = [beginnings[number % 4] + end for number, end in enumerate(ends)]
@@ -129,13 +171,15 @@ def test_prefixes_and_requests_share_a_small_pool(tiny, method):
     prefixes = PrefixCache(block=16)
     scheduler = SchedulerConfig(num_blocks=limit, block_size=16)
     session = Session(llama.model, scheduler=scheduler, prefix_cache=prefixes)
-    numbers = session.admit(*(Request(prompt, config) for prompt in prompts))
+    numbers = session.admit(*(Request(prompt, config, return_past_key_values=returns) for prompt in prompts))
     pool = next(session.tables).cache.pool
-    results, most = {}, 0
+    results, cached, most = {}, [], 0
     while len(session):
         for event in session.step():
             if isinstance(event, Finished):
                 results[event.request] = [one.tokens.tolist() for one in event.hypotheses]
+                cached += event.past_key_values
+                assert len(event.past_key_values) == len(event.hypotheses) * returns
         most = max(most, num_blocks(pool))
     assert most <= limit
     assert prefixes.report().hits > 0
@@ -144,7 +188,7 @@ def test_prefixes_and_requests_share_a_small_pool(tiny, method):
         alone.admit(Request(prompt, config))
         (end,) = [event for event in alone.drain() if isinstance(event, Finished)]
         assert results[number] == [one.tokens.tolist() for one in end.hypotheses]
-    del session
+    del session, event, cached, end, alone
     prefixes.clear()
     gc.collect()
     assert not np.any(pool.ref_counts), "no block is left"

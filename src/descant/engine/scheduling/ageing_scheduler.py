@@ -104,6 +104,9 @@ class AgeingScheduler:
         """The blocks that the admitted requests hold or may come to hold in the next step."""
         return self._running.charged + self._shared_blocks
 
+    def __contains__(self, number: object) -> bool:
+        return number in self._entries
+
     # -------------------------------------------------------------------- requests come and go
     def add(self, *requests: ScheduledRequest, now: float) -> None:
         """Queue requests that arrive now, all or none; raise `EngineFull` or for one that can never run."""

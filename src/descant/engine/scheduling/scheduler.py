@@ -47,6 +47,10 @@ class Scheduler(Protocol):
         """The blocks that the admitted requests hold or may come to hold in the next step."""
         ...
 
+    def __contains__(self, number: object) -> bool:
+        """Whether a request waits or runs."""
+        ...
+
     def add(self, *requests: ScheduledRequest, now: float) -> None:
         """Queue requests that arrive now, all or none; raise `EngineFull` or for one that can never run."""
         ...

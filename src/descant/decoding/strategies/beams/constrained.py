@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from descant.core.context import row_params
 from descant.core.interfaces import Array, NoiseSource, RankGroup, StopCondition
 from descant.core.records import ForwardOutput, Hypothesis, Proposal, Selection
+from descant.core.request_fault import RequestFault
 from descant.core.rows import Rows, index_rows
 from descant.decoding.constraints import ConstraintListState
 from descant.decoding.strategies.beams.beam import BeamSearch
@@ -171,8 +173,10 @@ class ConstrainedBeamSearch(BeamSearch):
         """The constraint state of a row after one more token."""
         state = self._token_states.get((row, token))
         if state is None:
-            state = self._token_states[row, token] = self._row_state(rows, row).copy()
-            state.add(token)
+            state = self._row_state(rows, row).copy()
+            with _user_code(int(rows.request[row])):
+                state.add(token)
+            self._token_states[row, token] = state
         return state
 
     def _unconstrained_candidates(
@@ -206,13 +210,14 @@ class ConstrainedBeamSearch(BeamSearch):
         for index, candidates in enumerate(entries):
             known = {(entry.row, entry.token) for entry in candidates}
             states = {row: self._row_state(rows, row) for row in group.rows[index].tolist()}
-            pairs += [(index, *pair) for pair in advancing_tokens(states, known, scores.shape[1])]
             rows_with_candidates = {entry.row for entry in candidates}
-            waiting += [
-                (index, row)
-                for row, state in states.items()
-                if row not in rows_with_candidates and not state.completed and state.advance() is None
-            ]
+            with _user_code(int(group.requests[index])):
+                pairs += [(index, *pair) for pair in advancing_tokens(states, known, scores.shape[1])]
+                waiting += [
+                    (index, row)
+                    for row, state in states.items()
+                    if row not in rows_with_candidates and not state.completed and state.advance() is None
+                ]
         for index, entry in zip(
             (index for index, *_ in pairs), self._make_candidates(rows, scores, pairs), strict=True
         ):
@@ -278,7 +283,9 @@ class ConstrainedBeamSearch(BeamSearch):
         completed_rows = []
         for index in np.flatnonzero(self._finished_pools.is_empty(group.pool_indices)).tolist():
             states = {row: self._row_state(rows, row) for row in group.rows[index].tolist()}
-            is_late = tokens_left[index] < next(iter(states.values())).copy(stateful=False).min_tokens_left
+            initial = next(iter(states.values())).copy(stateful=False)
+            with _user_code(int(group.requests[index])):
+                is_late = tokens_left[index] < initial.min_tokens_left
             if (
                 is_late
                 and chosen[index]
@@ -362,6 +369,15 @@ class ConstrainedBeamSearch(BeamSearch):
         state = self._state_after(rows, row, int(candidates.tokens[index, rank]))
         hypothesis.unmet_constraints, hypothesis.constraint_steps = state.unmet_indices, state.steps_met
         return row, hypothesis
+
+
+@contextmanager
+def _user_code(request: int) -> Iterator[None]:
+    """Attribute what constraints raise to the request that they belong to."""
+    try:
+        yield
+    except Exception as error:
+        raise RequestFault(request, error) from error
 
 
 def advancing_tokens(
