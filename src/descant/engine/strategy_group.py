@@ -63,7 +63,8 @@ class StrategyGroup:
     def process(self, rows: Rows, proposal: Proposal, logits: Tensor) -> Tensor:
         """The scores that the strategy reads [R, K + 1, V]."""
         scores = logits.log_softmax(-1) if self.strategy.needs_log_probs else logits
-        self._pending_states.clear()
+        if self._pending_states:
+            self._pending_states.clear()
         if self.traces is not None:
             self.traces.clear()
         if not self.processors or self.strategy.has_groups:

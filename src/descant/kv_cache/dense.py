@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -172,17 +173,23 @@ class DenseStore:
 
     def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
         """A commit for which all memory is allocated; nothing changes until it is called."""
-        move = None if parents is None else self._prepare_moves(parents, lengths)
+        if parents is None:
+            return partial(self._cut_rows, lengths)
+        move = self._prepare_moves(parents, lengths)
 
         def commit() -> None:
             if move is not None:
                 move()
-            if parents is not None:
-                self._num_rows = len(parents)
-            self._prefix_groups.commit(None if parents is None else parents.numpy(), lengths.numpy())
+            self._num_rows = len(parents)
+            self._prefix_groups.commit(parents.numpy(), lengths.numpy())
             self._lengths = lengths
 
         return commit
+
+    def _cut_rows(self, lengths: Tensor) -> None:
+        """Cut every row to its length."""
+        self._prefix_groups.commit(None, lengths.numpy())
+        self._lengths = lengths
 
     # -------------------------------------------------------------------- whole rows
     @property
