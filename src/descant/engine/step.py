@@ -157,11 +157,11 @@ def _minimise_moves(selection: Selection, parents: Tensor, rows: int) -> Selecti
 def _append_tokens(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
     """The kept rows with their accepted drafts and next token; all but that token is cached."""
     parents = selection.parents
-    next_rows = rows if parents is None else rows.take(parents)
+    next_rows = rows if parents is None else rows.take(parents, selection.columns)
     fields: dict[str, Any] = {}
     if selection.slot is not None:
         fields["slot"] = selection.slot
-    if selection.columns:
+    if selection.columns:  # some may be new
         fields["columns"] = {**next_rows.columns, **selection.columns}
     if selection.accepted is not None:
         length = next_rows.length + selection.accepted
