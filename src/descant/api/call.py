@@ -177,10 +177,11 @@ class Call:
             must = f"must be one for each of the {len(prompts)} prompts, or one for all"
             raise InputError(options.list_argument, must, f"{len(self.configs)} of them")
         full_prompts = [prompts.prompt(index) for index in range(len(prompts))]
+        no_suffix = HealedSuffix()
         self.healed_suffixes = [
             HealedSuffix.from_prompt(options.tokenizer, ids.tolist())
             if config.token_healing and options.tokenizer is not None
-            else HealedSuffix()
+            else no_suffix
             for config, ids in zip(self.configs, full_prompts, strict=True)
         ]
         no_rows: list[CachedRow | None] = [None] * len(prompts)
@@ -243,8 +244,9 @@ class Call:
         """
         if self.options.scheduler is not None:
             return 0
-        modes = {config.get_generation_mode(self.options.assistant_model) for config in self.configs}
-        is_plain = modes <= _FIXED_ROW_MODES and not any(config.banned_phrases for config in self.configs)
+        configs = {id(config): config for config in self.configs}.values()  # most often one for all
+        modes = {config.get_generation_mode(self.options.assistant_model) for config in configs}
+        is_plain = modes <= _FIXED_ROW_MODES and not any(config.banned_phrases for config in configs)
         return sum(map(num_rows, self.configs)) if is_plain else 0
 
     def _returns_cache(self, num_sequences: int) -> bool:

@@ -54,7 +54,14 @@ class RowParams:
 
     def take(self, parents: Tensor) -> Self:
         """The parameters of the new rows."""
-        return type(self)({name: _index_values(value, parents) for name, value in self.values.items()})
+        index = parents.numpy()
+        # Numpy: torch takes twice as long to index a short column.
+        return type(self)(
+            {
+                name: torch.from_numpy(value.numpy()[index]) if isinstance(value, Tensor) else value[index]
+                for name, value in self.values.items()
+            }
+        )
 
     def cat(self, other: Self) -> Self:
         """These rows' parameters, followed by another table's."""

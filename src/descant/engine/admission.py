@@ -89,12 +89,13 @@ def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> R
     if not isinstance(request.cache_salt, bytes):
         raise InputError("cache_salt", "must be bytes", request.cache_salt)
     ids = _checked_ids(request, traits.vocab_size)
+    length = ids.shape[0]
     suffix = healed_suffix(request, plan.config, ids)
     embeds = request.inputs.get("inputs_embeds") if not traits.is_encoder_decoder else None
-    offset = 0 if embeds is None else len(embeds) - len(ids)
-    if not len(ids) + offset:
+    offset = 0 if embeds is None else len(embeds) - length
+    if not length + offset:
         raise InputError("prompt", "must have at least one token", request.prompt)
-    if plan.refeeds_last and not len(ids):
+    if plan.refeeds_last and not length:
         must = "must come with `input_ids` of at least the last token, which is fed again"
         raise InputError("inputs_embeds", must, embeds)
     info = prompt_info(request, ids, offset, suffix)
@@ -106,8 +107,8 @@ def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> R
     if num_healed and not traits.is_encoder_decoder:
         inputs = drop_last_tokens(inputs, num_healed)
     validate_callables(request)
-    validate_negative_prompt(request, plan.wrappers, traits, prompt_params.max_length - len(ids))
-    prompt = ids[: len(ids) - num_healed]
+    validate_negative_prompt(request, plan.wrappers, traits, prompt_params.max_length - length)
+    prompt = ids[: length - num_healed] if num_healed else ids
     return ResolvedRequest(request, plan, prompt_params, method_params, prompt, offset, inputs)
 
 

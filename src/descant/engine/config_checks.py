@@ -61,8 +61,8 @@ def resolve_max_length(config: GenerationConfig, prompt: PromptInfo, traits: Mod
         if traits.context_length is not None:
             limit = min(limit, max(traits.context_length - offset, length + 1))
     # The last token is never fed, except by contrastive search, which ranks it.
-    num_fed = offset + limit - (not is_contrastive(config))
-    if traits.max_positions is not None and num_fed > traits.max_positions:
+    excess = 0 if traits.max_positions is None else offset + limit - traits.max_positions
+    if excess > 1 or (excess == 1 and is_contrastive(config)):
         reason = f"the model has {traits.max_positions} positions and the prompt takes {length + offset}"
         do = "lower it or shorten the prompt"
         raise ConfigError(name, f"must leave room: {reason}", getattr(config, name), do)

@@ -155,14 +155,15 @@ def prompt_info(request: Request, ids: Tensor, offset: int, suffix: HealedSuffix
         valid = source if mask is None else source[mask.bool()]
         return [int(token) for token in valid.tolist()]
 
+    length = ids.shape[0]
     return PromptInfo(
-        len(ids),
+        length,
         offset,
         request.padded_width,
         request.prompt_index,
         source_ids,
         suffix,
-        padding=max(0, request.counted_width - len(ids) - offset),
+        padding=max(0, request.counted_width - length - offset),
     )
 
 

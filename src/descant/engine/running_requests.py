@@ -129,6 +129,7 @@ class RunningRequests:
         # Seeds are drawn after all checks: a refused request must not advance torch's generator.
         seed, processor_seed = _draw_seeds(resolved, chain)
         criteria = tuple(request.stopping_criteria) or None
+        method_params = {**resolved.method_params, **texts.row_params()}
         ids = RowIds(
             strategy_id=self.strategy_order.index(strategy),
             seed=seed,
@@ -145,7 +146,7 @@ class RunningRequests:
                 }
             ),
         )
-        method_params = {**resolved.method_params, **texts.row_params()}
+        # Nothing that can fail follows the references: it would leave them behind.
         self.requests[number] = RunningRequest(resolved, strategy, ids, method_params)
         return self.requests[number]
 

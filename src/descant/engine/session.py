@@ -345,12 +345,12 @@ class Session:
         if self._tracer is not None:
             own = {number for table, _ in stepped for number in table.running.requests}
             self._tracer.end_step(self._tables.cache_bytes, own if failed else None)
-        self._undelivered += [
-            one.emitted for _, selections in stepped for one in selections if one.emitted is not None
-        ]
         for table, selections in stepped:
             for one in selections:
-                self._endings.add(table, one)
+                if one.emitted is not None:
+                    self._undelivered.append(one.emitted)
+                if one.failed or one.finished:
+                    self._endings.add(table, one)
         self._end_requests()
 
     def _end_requests(self) -> None:

@@ -80,7 +80,9 @@ def _run_groups(
             (group.index, _select(group, *slice_group(rows, proposal, output, group.index), hooks))
             for group in groups
         ]
-        selection = _minimise_moves(merge_selections(rows, chosen), len(rows))
+        selection = merge_selections(rows, chosen)
+        if selection.parents is not None:
+            selection = _minimise_moves(selection, selection.parents, len(rows))
         next_rows = _append_tokens(rows, proposal, selection)
         if hooks.capture is not None:
             ended = [
@@ -109,11 +111,10 @@ def _select(
     if preview is not None and proposal.parents is None and proposal.drafts is None:
         preview(Observation(rows, raw, scores, output))
     process_rows = partial(group.process_subset, rows, scores)
+    processed = ForwardOutput(scores, output.states, output.base_logits, output.row_index, process_rows)
     selection = None
     try:
-        selection = group.strategy.select(
-            rows, proposal, output._replace(logits=scores, process_rows=process_rows)
-        )
+        selection = group.strategy.select(rows, proposal, processed)
         check_selection(selection, len(rows))
     except RequestFault as fault:
         if hooks.errors is None:
@@ -143,16 +144,14 @@ def _kept_lengths(rows: Rows, parents: Tensor | None, next_rows: Rows) -> Tensor
     return rows.cached_length.scatter(0, parents, next_rows.cached_length)
 
 
-def _minimise_moves(selection: Selection, rows: int) -> Selection:
-    """The same selection, ordered so that as few rows as possible move."""
-    if selection.parents is None:
-        return selection
-    order = stable_row_order(selection.parents, rows)
+def _minimise_moves(selection: Selection, parents: Tensor, rows: int) -> Selection:
+    """The same selection of the rows `parents`, ordered so that as few rows as possible move."""
+    order = stable_row_order(parents, rows)
     if order is None:
         return selection
     return Selection(
         index_rows(selection.tokens, order),
-        selection.parents[order],
+        parents[order],
         None if selection.accepted is None else selection.accepted[order],
         None if selection.slot is None else selection.slot[order],
         {name: take_rows(value, order) for name, value in selection.columns.items()},
@@ -163,11 +162,11 @@ def _minimise_moves(selection: Selection, rows: int) -> Selection:
 def _append_tokens(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
     """The kept rows with their accepted drafts and next token; all but that token is cached."""
     parents = selection.parents
-    next_rows = rows if parents is None else rows.take(parents)
+    next_rows = rows if parents is None else rows.take(parents, selection.columns)
     fields: dict[str, Any] = {}
     if selection.slot is not None:
         fields["slot"] = selection.slot
-    if selection.columns:
+    if selection.columns:  # some may be new
         fields["columns"] = {**next_rows.columns, **selection.columns}
     if selection.accepted is not None:
         length = next_rows.length + selection.accepted

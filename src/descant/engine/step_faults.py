@@ -67,8 +67,7 @@ def forward_or_fault(
 def checked_forward(model: Model, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:
     """The output of a forward, whose logits have the shape that the proposal asks for."""
     output = model.forward(rows, proposal, cache)
-    shape = output.logits.shape
-    if len(shape) != 3 or shape[:2] != (len(rows), proposal.width + 1):
+    if output.logits.shape[:-1] != (len(rows), proposal.width + 1):
         must = f"of a forward must have the shape [{len(rows)}, {proposal.width + 1}, V]"
         raise InputError("logits", must, output.logits)
     return output
@@ -93,12 +92,12 @@ def _find_culprits(
 def check_selection(selection: Selection, num_rows: int) -> None:
     """Raise for a selection that does not fit the fed rows."""
     tokens, parents = selection.tokens, selection.parents
+    if parents is None and tokens.shape == (num_rows,):
+        return
     if tokens.ndim != 1:
         raise InputError("tokens", "of a selection must be a tensor [R']", tokens)
     if parents is None:
-        if len(tokens) != num_rows:
-            raise InputError("tokens", f"of a selection must have one entry per row ({num_rows})", tokens)
-        return
+        raise InputError("tokens", f"of a selection must have one entry per row ({num_rows})", tokens)
     values = parents.numpy()
     if len(values) != len(tokens) or (len(values) and not 0 <= values.min() <= values.max() < num_rows):
         must = f"of a selection must hold a fed row (0 to {num_rows - 1}) for each of {len(tokens)} tokens"

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from descant.core.context import Context
-from descant.core.interfaces import (
-    CheckpointedStrategy,
-    Processor,
-    StatefulProcessor,
-    StepObserver,
-    Strategy,
-)
+from descant.core.interfaces import Processor, StatefulProcessor, StepObserver, Strategy
 from descant.core.records import Observation, ProcessorTrace, Proposal, Selection
 from descant.core.rows import Column, Rows, concat_columns, index_rows, take_rows
 from descant.decoding.processors import CallableProcessor
@@ -57,13 +51,14 @@ class StrategyGroup:
     _pending_states: list[_PendingState] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        strategy = self.strategy
-        self.checkpoint = strategy.checkpoint if isinstance(strategy, CheckpointedStrategy) else None
+        # A group is made whenever the table changes, and `isinstance` of a protocol is slow.
+        self.checkpoint = getattr(self.strategy, "checkpoint", None)
 
     def process(self, rows: Rows, proposal: Proposal, logits: Tensor) -> Tensor:
         """The scores that the strategy reads [R, K + 1, V]."""
         scores = logits.log_softmax(-1) if self.strategy.needs_log_probs else logits
-        self._pending_states.clear()
+        if self._pending_states:
+            self._pending_states.clear()
         if self.traces is not None:
             self.traces.clear()
         if not self.processors or self.strategy.has_groups:

@@ -263,17 +263,19 @@ class Table:
     def _new_rows(self, numbers: Sequence[int], resolved: Sequence[ResolvedRequest]) -> Rows:
         """One row per request, nothing of it cached."""
         prompts = [one.prompt for one in resolved]
-        length = torch.tensor([len(prompt) for prompt in prompts])
+        length = torch.tensor([prompt.shape[0] for prompt in prompts])
         values = [self.running.requests[number].row_values() for number in numbers]
         params = RowParams(columns_from_rows(values))
         max_new = int((params["max_length"] - length).max())
         width = int(length.max()) + min(max_new, _MAX_NEW_TOKENS_ALLOCATED)
-        tokens = torch.zeros(len(prompts), width, dtype=torch.long)
-        for line, prompt in enumerate(prompts):
-            tokens[line, : len(prompt)] = prompt
+        device = self.model.device
+        on_device = [prompt.to(device, non_blocking=True) for prompt in prompts]
+        padded = torch.nn.utils.rnn.pad_sequence(on_device, batch_first=True)
+        tokens = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
+        tokens[:, : padded.shape[1]] = padded
         zeros = torch.zeros_like(length)
         return Rows(
-            tokens.to(self.model.device),
+            tokens,
             length=length,
             cached_length=zeros,
             offset=torch.tensor([one.offset for one in resolved]),

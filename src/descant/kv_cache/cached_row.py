@@ -69,7 +69,8 @@ def copy_rows(cache: KVCache, target_rows: Tensor, store: ReadableCache, rows: T
 
 def unwrap_cache(cache: RowCache, rows: Tensor) -> tuple[KVCache, Tensor]:
     """The innermost cache and the index of those rows in it; `PairedRowCache` stores rows elsewhere."""
-    while isinstance(cache, CacheWrapper):
+    # Few caches have a `row_index`, and `isinstance` of a protocol is slow.
+    while hasattr(cache, "row_index") and isinstance(cache, CacheWrapper):
         rows, cache = cache.row_index[rows], cache.inner
     return cast(KVCache, cache), rows
 

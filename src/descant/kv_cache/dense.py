@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -172,17 +173,23 @@ class DenseStore:
 
     def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
         """A commit for which all memory is allocated; nothing changes until it is called."""
-        move = None if parents is None else self._prepare_moves(parents, lengths)
+        if parents is None:
+            return partial(self._cut_rows, lengths)
+        move = self._prepare_moves(parents, lengths)
 
         def commit() -> None:
             if move is not None:
                 move()
-            if parents is not None:
-                self._num_rows = len(parents)
-            self._prefix_groups.commit(None if parents is None else parents.numpy(), lengths.numpy())
+            self._num_rows = len(parents)
+            self._prefix_groups.commit(parents.numpy(), lengths.numpy())
             self._lengths = lengths
 
         return commit
+
+    def _cut_rows(self, lengths: Tensor) -> None:
+        """Cut every row to its length."""
+        self._prefix_groups.commit(None, lengths.numpy())
+        self._lengths = lengths
 
     # -------------------------------------------------------------------- whole rows
     @property
@@ -268,28 +275,29 @@ class DenseStore:
 
     def _prepare_moves(self, parents: Tensor, lengths: Tensor) -> Callable[[], None] | None:
         """The copies of the rows whose index changes; None: there are none."""
-        moves = (parents != torch.arange(len(parents))).nonzero().squeeze(1)
+        moves = np.flatnonzero(parents.numpy() != np.arange(len(parents)))
         if not len(moves):
             return None
-        source = parents[moves]
-        stop = int(lengths[moves].max())
-        starts = torch.from_numpy(self._prefix_groups.shared_length(moves.numpy(), source.numpy()))
+        source = parents.numpy()[moves]
+        stop = int(lengths.numpy()[moves].max())
+        starts = self._prefix_groups.shared_length(moves, source)
         related = starts > 0
         copies = []
         for group in (related, ~related):  # at most two copies, each of one slice of slots
-            start = int(starts[group].min()) if bool(group.any()) else stop
+            start = int(starts[group].min(initial=stop))
             if start < stop:
-                copies.append(RowCopy(moves[group], source[group], slice(start, stop)))
+                targets, sources = torch.from_numpy(moves[group]), torch.from_numpy(source[group])
+                copies.append(RowCopy(targets, sources, slice(start, stop)))
         rows = max(len(parents), self._num_rows)
         for layer, keys in list(self._keys.items()):
             if min(keys.shape[0], self._values[layer].shape[0]) < rows:
                 self._ensure_capacity(layer, (keys, self._values[layer]), 0, rows)
-        blocks, targets = self._all_blocks(), moves.numpy()
+        blocks = self._all_blocks()
         row_copies = RowCopies(blocks, copies)
 
         def move() -> None:
             row_copies.run()
-            self._written.clear(blocks, targets, np.full_like(targets, stop))
+            self._written.clear(blocks, moves, np.full_like(moves, stop))
             self.copied_slots += row_copies.num_slots
 
         return move

@@ -39,15 +39,13 @@ class PrefixGroups:
     def commit(self, parents: Array | None, lengths: Array) -> None:
         """New row `i` is old row `parents[i]` (None: `i`) cut to `lengths[i]`."""
         if parents is not None:
-            num_old = len(self._group_ids)
             group_ids, shared = self._group_ids[parents], self._shared_lengths[parents]
-            _, group = np.unique(group_ids, return_inverse=True)
-            first, last = np.full(len(group_ids), num_old), np.full(len(group_ids), -1)
-            np.minimum.at(first, group, parents)
-            np.maximum.at(last, group, parents)
+            _, first, group = np.unique(group_ids, return_index=True, return_inverse=True)
+            is_split = np.zeros(len(first), dtype=bool)
+            is_split[group[parents != parents[first][group]]] = True
             # Where all rows of a group continue one row, they share everything that row had.
             self._group_ids = group_ids
-            self._shared_lengths = np.where((first == last)[group], lengths, shared)
+            self._shared_lengths = np.where(is_split[group], shared, lengths)
         self._shared_lengths = np.minimum(self._shared_lengths, lengths)
 
     def select(self, rows: Array, lengths: Array) -> PrefixGroups:

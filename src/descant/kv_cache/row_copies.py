@@ -59,7 +59,7 @@ class RowCopies:
             block_copies = []
             for number, (copy, (targets, sources)) in enumerate(zip(copies, indices[device], strict=True)):
                 slots = block[:, :, copy.slots]
-                shape = (len(targets), *slots.shape[1:])
+                shape = (targets.shape[0], *slots.shape[1:])
                 block_copies.append((slots, targets, sources, buffers.reserve(number, shape, block)))
             self._blocks.append(block_copies)
 

@@ -60,7 +60,7 @@ class WrittenSlots:
         """Bring `_stops` up to date, for at least `count` rows."""
         missing = max(count, self._num_first) - len(self._stops)
         if missing > 0:
-            self._stops = np.pad(self._stops, (0, missing))
+            self._stops = np.concatenate((self._stops, np.zeros(missing, dtype=np.int64)))
         if self._num_first:
             first = self._stops[: self._num_first]
             np.maximum(first, self._first_stop, out=first)

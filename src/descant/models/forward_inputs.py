@@ -12,7 +12,7 @@ from descant.core.records import Proposal
 from descant.core.rows import Rows, index_rows
 from descant.models.forward_batches import ForwardBatch
 
-__all__ = ["attention_mask", "fed_tokens", "full_tokens", "needs_no_mask"]
+__all__ = ["attention_mask", "fed_tokens", "full_tokens", "needs_no_mask", "row_logits"]
 
 
 def fed_tokens(rows: Rows, proposal: Proposal, batch: ForwardBatch) -> Tensor:
@@ -87,3 +87,9 @@ def needs_no_mask(visible: Mapping[str, VisibleSlots], width: int) -> bool:
         and bool((slots.past_lengths == slots.past_lengths[0]).all())
         for slots in visible.values()
     )
+
+
+def row_logits(logits: Tensor, index: Tensor) -> Tensor:
+    """The logits of each row at the positions `index` [N, K + 1] (host)."""
+    rows = torch.arange(len(logits), device=logits.device)[:, None]
+    return logits[rows, index.to(logits.device)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KVCache, KVSpan, ModelTraits, RowCache, StateCache
+from descant.core.interfaces import KVCache, KVSpan, ModelTraits, RowCache, StateCache, VisibleSlots
 from descant.core.prompt_chunk import PromptChunk
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows, index_rows
@@ -20,7 +20,7 @@ from descant.models.custom_inputs import InputPreparer, RecurrentStateHandler, m
 from descant.models.devices import input_device, is_multi_device
 from descant.models.encoder import Encoder
 from descant.models.forward_batches import ForwardBatch, ForwardBatcher
-from descant.models.forward_inputs import attention_mask, fed_tokens, full_tokens, needs_no_mask
+from descant.models.forward_inputs import attention_mask, fed_tokens, full_tokens, needs_no_mask, row_logits
 from descant.models.forward_states import collect_states
 from descant.models.forward_view import SelfAttentionView
 from descant.models.packed_forward import PackedBatch, PackedForwards
@@ -146,8 +146,9 @@ class TransformersModel:
         )
         is_recurrent = self.traits.cache_type == "recurrent"
         state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
-        request_keys = self._batch_keys(rows) if len(self._request_inputs) else {}
-        has_more = bool(self._output_states or self._prompt_embeds or len(self._request_inputs))
+        has_request_inputs = len(self._request_inputs) > 0
+        request_keys = self._batch_keys(rows) if has_request_inputs else {}
+        has_more = bool(self._output_states or self._prompt_embeds or has_request_inputs)
         can_pack = not has_more and self._packed.can_pack(rows, proposal, cache)
         has_chunks = bool(self._packed.chunks)
         batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, has_chunks)
@@ -185,18 +186,19 @@ class TransformersModel:
     ) -> tuple[Tensor, Mapping[str, Any]]:
         """One forward: logits [N, K + 1, V] in float32, and the requested states."""
         request = rows.request if batch.rows is None else rows.request[batch.rows]
+        store, has_request_inputs = cast(KVCache, cache), len(self._request_inputs) > 0
         inputs = self._token_inputs(rows, proposal, batch)
         if batch.width == 1 and proposal.drafts is None:
             compiled_logits = self._run_compiled(inputs, cache, batch)
             if compiled_logits is not None:
                 return self._to_float_logits(compiled_logits), {}
         span = self._kv_span(proposal, batch)
-        inputs |= self._position_inputs(cast(KVCache, cache), span, batch)
-        if batch.start != 0 and len(self._request_inputs):  # not earlier: a first forward may be repeated
+        inputs |= self._position_inputs(store, span, batch)
+        if batch.start != 0 and has_request_inputs:  # not earlier: a first forward may be repeated
             self._request_inputs.drop_media(request.tolist())
-        if len(self._request_inputs) or self.traits.has_own_position_ids:
+        if has_request_inputs or self.traits.has_own_position_ids:
             inputs |= self._side_inputs(inputs, batch, request.tolist())
-        view = SelfAttentionView(cast(KVCache, cache), span, self._is_sliding)
+        view = SelfAttentionView(store, span, self._is_sliding)
         if self._encoder is not None:
             entries = self._encoder.entry_index(request)
             inputs |= self._encoder.decoder_inputs(entries)
@@ -215,7 +217,7 @@ class TransformersModel:
         if self._skip_logits:
             logits = logits.new_zeros(len(logits), proposal.width + 1, 0)
         if logit_index is not None:
-            logits = _gather_positions(logits, logit_index)
+            logits = row_logits(logits, logit_index)
         return self._to_float_logits(logits), self._states_of(output, proposal, batch)
 
     def _run_packed(
@@ -275,7 +277,7 @@ class TransformersModel:
             size = logits.shape[1]
             num_drafts = torch.as_tensor(proposal.draft_counts(batch.rows))
             first = size - 1 - num_drafts[:, None]
-            logits = _gather_positions(logits, (first + torch.arange(proposal.width + 1)).clamp(0, size - 1))
+            logits = row_logits(logits, (first + torch.arange(proposal.width + 1)).clamp(0, size - 1))
         return self._to_float_logits(logits), self._states_of(output, proposal, batch)
 
     def _to_float_logits(self, logits: Tensor) -> Tensor:
@@ -367,10 +369,12 @@ class TransformersModel:
     def _position_inputs(self, cache: KVCache, span: KVSpan, batch: ForwardBatch) -> dict[str, Any]:
         """Position ids and attention mask, as far as the forward needs them."""
         device, width = self.device, batch.width
-        visible = {name: cache.visible_slots(layer, span) for name, layer in self._layer_of_type.items()}
-        # None means that slot `p` holds position `p`.
-        shown = {name: slots for name, slots in visible.items() if slots is not None}
-        if batch.start is not None and needs_no_mask(shown, width):
+        shown: dict[str, VisibleSlots] = {}
+        for name, layer in self._layer_of_type.items():
+            slots = cache.visible_slots(layer, span)
+            if slots is not None:  # None means that slot `p` holds position `p`
+                shown[name] = slots
+        if batch.start is not None and (not shown or needs_no_mask(shown, width)):
             if self.traits.needs_position_ids and self.traits.supports_position_ids:
                 return {"position_ids": torch.arange(batch.start, batch.read_length, device=device)[None]}
             return {}
@@ -431,9 +435,3 @@ class TransformersModel:
         distinct, index = torch.unique(positions, return_inverse=True)
         # The index must be on the device of the last layer or on the host; accelerate moves tensor arguments.
         return distinct.tolist() if self._is_multi_device else distinct.to(self.device), index
-
-
-def _gather_positions(logits: Tensor, index: Tensor) -> Tensor:
-    """The logits of each row at the positions `index` [N, K + 1] (host)."""
-    rows = torch.arange(len(logits), device=logits.device)[:, None]
-    return logits[rows, index.to(logits.device)]

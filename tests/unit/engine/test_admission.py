@@ -13,6 +13,7 @@ import torch
 
 from descant import Finished, GenerationConfig, InputError, PrefixCache, Session
 from descant.decoding.guidance.model_wrapper import ModelWrapper
+from descant.engine.request import TextMatchers
 from descant.kv_cache.dense import DenseStore
 from descant.testing import outcomes
 from descant.trace.tracer import Tracer
@@ -105,6 +106,20 @@ def mixed(tiny):
 
 def _never(ids, scores):
     return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def test_an_interrupt_while_a_request_is_registered_leaves_no_references(tiny, monkeypatch):
+    one = tiny("llama")
+    session = Session(one.model)
+    (given,) = requests(one, [GenerationConfig(repetition_penalty=1.3, max_new_tokens=2)], (4,))
+
+    def interrupt(texts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TextMatchers, "row_params", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        session.admit(given)
+    assert not next(session.tables).running.processor_chains.items
 
 
 @pytest.mark.parametrize("name", ["llama", "bart"])

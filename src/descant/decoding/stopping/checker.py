@@ -82,9 +82,9 @@ class StopChecker:
         reasons: list[tuple[str, Array]] = []
         for name, ids in (("eos", terms.eos_token_ids), ("stop", terms.stop_token_ids)):
             if ids is not None:
-                is_end = (tokens.numpy()[:, None] == (ids if index is None else ids[index])).any(1)
+                is_end = tokens.numpy()[:, None] == (ids if index is None else ids[index])
                 if is_end.any():
-                    reasons.append((name, is_end))
+                    reasons.append((name, is_end.any(1)))
         if uniform is None or uniform.length >= terms.min_last_length:
             is_full = rows.length.numpy() >= terms.last_length
             if is_full.any():

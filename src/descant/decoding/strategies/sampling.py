@@ -37,8 +37,8 @@ class Sampling:
         self._stop = stop
         self._rank_group = rank_group
         self._done: dict[int, dict[int, Hypothesis]] = {}
-        # (table version, greedy rows, sampling rows)
-        self._greedy_and_sampled: tuple[object, Tensor, Tensor] | None = None
+        # (table version, number of greedy rows, sampling rows)
+        self._greedy_and_sampled: tuple[object, int, Tensor | None] | None = None
         self._expanded_version: object = None  # version of a table whose rows are all expanded
 
     def propose(self, rows: Rows, context: DraftContext) -> Proposal:  # noqa: ARG002
@@ -125,16 +125,13 @@ class Sampling:
     def _choose_tokens(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Array, Tensor]:
         """The token of each row [R], its score (-inf: no token possible), and the tokens on the host."""
         if self._greedy_and_sampled is None or self._greedy_and_sampled[0] != rows.version:
-            sampled = row_params(rows)["do_sample"].bool()
-            self._greedy_and_sampled = (
-                rows.version,
-                (~sampled).nonzero().squeeze(1),
-                sampled.nonzero().squeeze(1),
-            )
-        _, greedy, sampled_rows = self._greedy_and_sampled
-        if not len(sampled_rows):
+            sampled = row_params(rows)["do_sample"].bool().nonzero().squeeze(1)
+            num_greedy = len(rows) - len(sampled)
+            self._greedy_and_sampled = rows.version, num_greedy, sampled if len(sampled) else None
+        _, num_greedy, sampled_rows = self._greedy_and_sampled
+        if sampled_rows is None:
             best, tokens = scores.max(-1)
-        elif not len(greedy):
+        elif not num_greedy:
             best, tokens = self._sample(rows, scores)
         else:
             best, tokens = scores.max(-1)

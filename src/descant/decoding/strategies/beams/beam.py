@@ -168,7 +168,7 @@ class BeamSearch:
         requests, counts = np.unique(request, return_counts=True)
         groups = []
         # Requests at their first token have one row, all others `group_size`.
-        for count in np.unique(counts):
+        for count in sorted(set(counts.tolist())):
             index = torch.from_numpy(order[np.repeat(counts == count, counts)].reshape(-1, count))
             batch = requests[counts == count]
             pool_indices = self._finished_pools.indices_of(batch * self._settings.num_groups + group_index)
@@ -181,9 +181,8 @@ class BeamSearch:
         """One step of a group, from scores [R, V]."""
         candidates = self._top_candidates(rows, scores, group)
         best = top_unfinished(candidates.sum_logprobs, candidates.finished_mask, self._settings.num_beams)
-        best_sums = np.take_along_axis(
-            np.where(candidates.finished_mask, -np.inf, candidates.sum_logprobs), best, 1
-        )
+        unfinished_sums = np.where(candidates.finished_mask, -np.inf, candidates.sum_logprobs)
+        best_sums = unfinished_sums[np.arange(len(best))[:, None], best]
         finished = self._add_finished(rows, group, candidates, candidates.finished_mask)
         continues = self._finished_pools.can_improve(
             group.pool_indices, group.scoring, best_sums[:, 0]
@@ -261,7 +260,8 @@ class BeamSearch:
         vocab_size = scores.shape[1]
         flat = index.flatten()
         row_sums = rows.column("score")[flat].to(scores.device, non_blocking=True)
-        row_scores = scores if torch.equal(flat, torch.arange(len(scores))) else index_rows(scores, flat)
+        is_in_order = np.array_equal(flat.numpy(), np.arange(scores.shape[0]))
+        row_scores = scores if is_in_order else index_rows(scores, flat)
         total = (row_scores + row_sums[:, None]).view(batch, beams * vocab_size)
         count = min(settings.candidates_per_beam * settings.group_size, total.shape[1])
         if settings.do_sample:
@@ -275,19 +275,18 @@ class BeamSearch:
         # One device-to-host copy per step: scores are bit-cast, as floats cannot hold large indices.
         packed = torch.stack((best.contiguous().view(torch.int32).long(), flat_index))
         bits, host_index = (packed if self._rank_group is None else self._rank_group.broadcast(packed)).cpu()
-        beam, tokens = host_index // vocab_size, host_index % vocab_size
-        parents = index.gather(1, beam)
+        beam, token = np.divmod(host_index.numpy(), vocab_size)
+        tokens = torch.from_numpy(token)
+        parents = torch.from_numpy(index.numpy()[np.arange(batch)[:, None], beam])
         reasons = self._stop.finish_reasons(rows, parents.flatten(), tokens.flatten())
         finished = np.zeros((batch, count), dtype=bool)
         for _, mask in reasons:
             finished |= mask.reshape(batch, count)
         sums = bits.to(torch.int32).view(torch.float32).numpy()
         # All groups start from the prompt's row, each at its own first slot.
-        slots = (
-            rows.slot[parents]
-            if beams > 1
-            else rows.slot[parents].clamp(min=group.group_index * settings.group_size)
-        )
+        slots = torch.from_numpy(rows.slot.numpy()[parents.numpy()])
+        if beams == 1:
+            slots = slots.clamp(min=group.group_index * settings.group_size)
         return BeamCandidates(sums, parents, slots, tokens, finished, reasons)
 
     def _add_finished(
@@ -415,11 +414,12 @@ def _concat_recorded_lines(parts: Sequence[RecordedLines]) -> RecordedLines:
 def _append_beam_indices(rows: Rows, parents: Tensor, slots: Tensor) -> Tensor:
     """The parents' beam indices with the chosen slots appended [R', C]."""
     beam_indices = rows.column("beam_indices")[parents]
-    position = (rows.length - rows.prompt_length)[parents]
-    width = int(position.max()) + 1 if len(position) else 0
+    position = (rows.length.numpy() - rows.prompt_length.numpy())[parents.numpy()]
+    width = int(position.max(initial=-1)) + 1
     if width > beam_indices.shape[1]:
         beam_indices = torch.nn.functional.pad(beam_indices, (0, width), value=-1)
-    return beam_indices.scatter_(1, position[:, None], slots[:, None].to(beam_indices.dtype))
+    beam_indices.numpy()[np.arange(len(position)), position] = slots.numpy()
+    return beam_indices
 
 
 def _pad_to_widest(column: object, name: str, parts: Sequence[Selection]) -> Tensor:

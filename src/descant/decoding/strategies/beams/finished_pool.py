@@ -62,7 +62,7 @@ class FinishedHypotheses:
 
     def checkpoint(self) -> Callable[[], None]:
         """A function that restores the pools of now."""
-        return partial(self._restore, self._keys, self.scores.copy(), self._entries.copy())
+        return partial(self._restore, self._keys, self.scores, self._entries)  # never written in place
 
     def _restore(self, keys: Array, scores: Array, entries: Array) -> None:
         self._keys, self.scores, self._entries = keys, scores, entries
@@ -85,11 +85,11 @@ class FinishedHypotheses:
 
     def is_full(self, indices: Array) -> Array:
         """Which pools are full [B]."""
-        return np.asarray((self.scores[indices] > -np.inf).all(1))
+        return np.asarray(self.scores[indices, -1] > -np.inf)
 
     def is_empty(self, indices: Array) -> Array:
         """Which pools are empty [B]."""
-        return ~np.asarray((self._entries[indices] != np.array(None)).any(1))
+        return np.asarray(self.scores[indices, 0] == -np.inf)
 
     def insert_best(self, indices: Array, scores: Array, make: HypothesisFactory) -> list[Any]:
         """Insert the hypotheses that are good enough, from scores [B, n] (-inf: none).
@@ -110,15 +110,16 @@ class FinishedHypotheses:
         pools = np.take_along_axis(previous, order, 1)
         for (index, rank), entry in zip(accepted.tolist(), entries, strict=True):
             pools[index, rank] = entry
+        self.scores, self._entries = self.scores.copy(), self._entries.copy()
         self.scores[indices], self._entries[indices] = best, pools
         return list(entries)
 
     def can_improve(self, indices: Array, scoring: BeamScoring, best: Array) -> Array:
         """Which pools a running hypothesis with the sum `best` [B] can still improve."""
-        scores = self.scores[indices]
-        full = self.is_full(indices)
+        worst = self.scores[indices, -1]
+        full = worst > -np.inf
         can_enter = (best > -np.inf) & ~(full & (scoring.early_stopping == 1))
-        return np.asarray(can_enter & (~full | (scoring.best_attainable(best) > scores.min(1))))
+        return np.asarray(can_enter & (~full | (scoring.best_attainable(best) > worst)))
 
 
 def top_unfinished(sums: Array, finished: Array, width: int) -> Array:
