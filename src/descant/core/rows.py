@@ -165,10 +165,10 @@ class Rows:
     def uniform_length(self) -> UniformLength | None:
         """The lengths, if equal in all rows; computed once, since most steps move all rows by one."""
         if self._uniform_length is Rows._UNKNOWN:
-            length, cached = uniform_value(self.length), uniform_value(self.cached_length)
-            result = None
-            if length is not None and cached is not None and not self.offset.numpy().any():
-                result = UniformLength(length, cached)
+            result, length = None, uniform_value(self.length)
+            if length is not None and not self.offset.numpy().any():
+                cached = uniform_value(self.cached_length)
+                result = None if cached is None else UniformLength(length, cached)
             vars(self)["_uniform_length"] = result
         return self._uniform_length
 
@@ -224,8 +224,10 @@ class Rows:
         if not len(self):
             return self.replace(**fields)
         width = tokens.shape[1]
-        store = self._with_capacity(int(self.length.max()) + width)
-        index = self.length.to(store.device)[:, None] + torch.arange(width, device=store.device)
+        store = self._with_capacity(int(self.length.numpy().max()) + width)
+        index = self.length.to(store.device)[:, None]
+        if width != 1:
+            index = index + torch.arange(width, device=store.device)
         return self.replace(tokens=store.scatter_(1, index, tokens), length=length, **fields)
 
     def advance(self, tokens: Tensor, **fields: Any) -> Rows:

@@ -21,7 +21,9 @@ def fed_tokens(rows: Rows, proposal: Proposal, batch: ForwardBatch) -> Tensor:
     tokens = rows.tokens if index is None else index_rows(rows.tokens, index)
     device = tokens.device
     start = batch.cached_length - (rows.offset if index is None else rows.offset[index])
-    columns = start.to(device)[:, None] + torch.arange(width, device=device)
+    columns = start.to(device)[:, None]
+    if width != 1:
+        columns = columns + torch.arange(width, device=device)
     fed = tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1))
     if proposal.drafts is None:
         return fed

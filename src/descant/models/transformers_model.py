@@ -385,7 +385,7 @@ class TransformersModel:
             positions = positions.clamp(max=last.to(device)[:, None])
         # transformers searches the parameters for the dtype in every call.
         dtype = self.model.dtype if self.traits.attn_implementation == "eager" else None
-        mask = attention_mask(positions, batch.read_length, shown, self.traits, dtype)
+        mask = attention_mask(positions, span.read_length, shown, self.traits, dtype)
         return {"position_ids": positions, "attention_mask": mask}
 
     def _side_inputs(
