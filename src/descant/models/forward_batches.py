@@ -41,12 +41,12 @@ class ForwardBatch(NamedTuple):
         """The batch of these rows; None: of all rows."""
         if rows is not None:
             cached, fed = cached[rows], fed[rows]
-        return cls(rows, len(fed), cached, fed, uniform_value(cached), int(fed.max()))
+        return cls(rows, fed.shape[0], cached, fed, uniform_value(cached), int(fed.numpy().max()))
 
     @property
     def read_length(self) -> int:
         """The number of slots read: the longest past and the fed positions."""
-        return (int(self.cached_length.max()) if self.start is None else self.start) + self.width
+        return (int(self.cached_length.numpy().max()) if self.start is None else self.start) + self.width
 
 
 class ForwardBatcher:
