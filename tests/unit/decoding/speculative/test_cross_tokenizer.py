@@ -276,6 +276,16 @@ def test_any_window_reads_the_same(window, tokenizers):
                 assert reading.assistant_ids == begun + tokenizers(assistant)(said)["input_ids"], said[-20:]
 
 
+def test_the_end_token_is_that_of_the_assistant(tokenizers):
+    """Their end tokens have different names."""
+    target, assistant = ByteTokenizer(tokenizers("smollm2")), ByteTokenizer(tokenizers("stories15m"))
+    between = TokenTranslator(target, assistant)
+    reading = between.new_row()
+    tokens = [*tokenizers("smollm2")("One.")["input_ids"], target.eos_token_id]
+    between.append_tokens(reading, tokens, LookbehindWindows())
+    assert reading.assistant_ids == [*tokenizers("stories15m")("One.")["input_ids"], assistant.eos_token_id]
+
+
 def test_a_window_that_begins_inside_a_character_is_no_wider(tokenizers, monkeypatch):
     between = TokenTranslator(ByteTokenizer(tokenizers("smollm2")), ByteTokenizer(tokenizers("stories15m")))
     whole = tokenizers("smollm2")(FOREIGN * 3)["input_ids"]

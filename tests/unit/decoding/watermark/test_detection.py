@@ -368,3 +368,14 @@ def test_each_scheme_answers(settings: BaseWatermarkingConfig) -> None:
     assert scheme.min_marked_mean > scheme.null_mean
     assert scheme.p_value(0, 0.0) == 1.0
     assert scheme.p_value(40, 40 * scheme.null_mean) == pytest.approx(0.5, abs=0.12)
+
+
+def test_keys_whose_p_values_are_all_one_are_ordered_by_what_they_were_before_the_limit():
+    def result(p_value, tests):
+        window = SimpleNamespace(corrected_p_value=p_value)
+        test = SimpleNamespace(best_window=window)
+        return SimpleNamespace(p_value=1.0, best_test=test, correction_factor=tests)
+
+    better, worse = result(0.3, 4), result(0.9, 2)  # 1.2 and 1.8
+    detector = SimpleNamespace(_make_detection=lambda one: one)
+    assert Detector._best_detection(detector, [worse, better]) is better
