@@ -207,16 +207,17 @@ class ScheduledRequests:
             self._packing_model.piggyback(chunks)
 
     def finish_reads(self) -> None:
-        """Commit the chunks that the tables' forwards have fed, and feed the others by themselves."""
+        """Commit the chunks that the tables have fed, and feed the others in a forward of their own."""
         assert self._plan is not None
-        self._piggyback(())
         while self._chunks:
             number, chunk = self._chunks.popitem()
             with self._failing(number):
                 if not chunk.is_fed:
+                    self._piggyback([other for other in self._chunks.values() if not other.is_fed])
                     self._forward(chunk.rows, Proposal(), chunk.cache)
                 self._reader.commit_chunk(number, self._plan.read[number])
             self._finished_reads.add(number)
+        self._piggyback(())
 
     def _joins_at_once(self, number: int, tokens: int) -> bool:
         """Let a request join its table if it is read in one step; False: it is not."""

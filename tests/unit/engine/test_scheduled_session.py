@@ -93,6 +93,18 @@ def test_a_chunk_shares_the_forward_of_the_rows_that_decode(model):
     assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in (short, long)]
 
 
+def test_chunks_share_a_forward_where_no_row_decodes(model):
+    session = Session(model, scheduler=SchedulerConfig(chunk_tokens=4))
+    given = [request(30), request(26), request(21)]
+    numbers = session.admit(*given)
+    for _ in range(5):
+        before = session.model.forwards
+        session.step()
+        assert session.model.forwards == before + 1
+    found = ended(session)
+    assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in given]
+
+
 def test_a_chunk_that_breaks_a_shared_forward_fails_alone(model, monkeypatch):
     session = Session(model, scheduler=SchedulerConfig(chunk_tokens=4))
     network, bad = session.model.network, request(30).prompt[9]
