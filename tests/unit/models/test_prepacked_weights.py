@@ -29,6 +29,7 @@ def test_products_are_the_same(layer):
     inputs = [torch.randn(lines, 256) for lines in (1, 3, 4, 5, 16, 17, 24, 25)] + [torch.randn(2, 3, 256)]
     plain = [layer[0](one) for one in inputs]
     with descant.prepack_weights(layer) as packed:
+        assert isinstance(packed, descant.PrepackedWeights)
         assert packed.num_layers == 1  # the other is too small
         assert packed.nbytes == 256 * 320 * 4
         for _ in range(2):  # the first product of each size is compared with the plain one
