@@ -21,6 +21,9 @@ _MAX_LOGITS = 2**25
 # A decode step of ragged rows is packed from this many numbers on: rows x slots x width of the embeddings.
 _MIN_PACKED_READ = 2**18
 
+# The most tokens that a row feeds in a decode step: its last token and drafts.
+_MAX_DECODE_WIDTH = 16
+
 # Padding up to this many positions is cheaper than a second forward.
 _PADDING_TOLERANCE = 64
 
@@ -107,11 +110,12 @@ class ForwardBatcher:
 
     def _is_worth_packing(self, batch: ForwardBatch, fed: Tensor) -> bool:
         """Whether a packed forward of all rows costs less than a padded one."""
-        if batch.width == 1 and batch.cached_length.numpy().all():
-            # No token is padded. To read few keys under a mask is cheaper than to attend by group.
+        is_ragged = batch.start is None or (batch.width > 1 and uniform_value(fed) is None)
+        if is_ragged and batch.width <= _MAX_DECODE_WIDTH and batch.cached_length.numpy().all():
+            # Little is padded. To read few keys under a mask is cheaper than to attend by group.
             size = batch.num_rows * batch.read_length * (self.traits.embedding_size or 0)
-            return batch.start is None and size >= _MIN_PACKED_READ
-        return batch.start is None or uniform_value(fed) is None
+            return size >= _MIN_PACKED_READ
+        return is_ragged
 
     def _fits_one_forward(self, batch: ForwardBatch, fed: Tensor) -> bool:
         """Whether all rows fit one forward."""
