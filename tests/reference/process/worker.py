@@ -8,6 +8,7 @@ arguments are the request's other fields.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import gc
@@ -377,7 +378,8 @@ def generate_own(
     """
     given = dict(arguments)
     if assistant is not None:
-        helper = _models.get(assistant["model"], {})
+        helper = copy.copy(_models.get(assistant["model"], {}))  # other calls have the same model
+        helper.generation_config = copy.deepcopy(helper.generation_config)
         helper.generation_config.update(**assistant.get("settings", {}))
         given["assistant_model"] = helper
         if assistant.get("tokenizer") is not None:
