@@ -125,4 +125,9 @@ OPTIONS = {
 def test_option(name, option, tiny, reference):
     model = tiny(name)
     arguments = case(model, 2, 1.0, num_return_sequences=2, **OPTIONS[option])
-    compare.by_row(reference, Call(model, arguments), five(model, SEEDS[name][1]))
+
+    def has_first_end(theirs):
+        """The reference writes the first end token at the end of a sequence, whichever has ended it."""
+        return option == "several end tokens" and any(tokens[-1] == 2 for tokens in theirs.tokens)
+
+    compare.by_row(reference, Call(model, arguments), five(model, SEEDS[name][1]), has_first_end)
