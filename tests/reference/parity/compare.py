@@ -235,9 +235,12 @@ def by_row(
     reference: ReferenceClient,
     call: Call,
     prompts: Batch,
-    has_known_bug: Callable[[Answer], bool] = lambda _: False,
+    has_known_bug: Callable[[Answer, Answer], bool] = lambda *_: False,
 ) -> list[Answer]:
-    """One padded batch here, each row alone there; answers of theirs with a known bug are not compared."""
+    """One padded batch here, each row alone there.
+
+    `has_known_bug` says of our and their answer whether they differ by a known bug of the reference.
+    """
     ours = call.ours(prompts)
     _check_prompts(call, ours, prompts)
     answers, steps = [], 0
@@ -246,7 +249,7 @@ def by_row(
         theirs = read(call, call.theirs(reference, single), single, 0)
         steps = max(steps, len(theirs.scores))
         answers.append(read(call, ours, prompts, i))
-        if not has_known_bug(theirs):
+        if not has_known_bug(answers[-1], theirs):
             check(call, answers[-1], theirs, f"request {i}")
     if call.full:
         assert len(ours["scores"]) == len(ours["logits"]) == steps, "a batch takes its longest row's steps"
