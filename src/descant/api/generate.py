@@ -57,8 +57,9 @@ def generate(  # noqa: PLR0913 - the documented order of arguments
       recipe, as a function, or as a class that implements an interface;
     - `trace=True` or a `descant.Tracer`: record every step in the `trace` of an output object;
     - `scheduler`: a `descant.SchedulerConfig` with limits on rows, tokens a step and KV blocks. Prompts wait
-      until there is room; tokens and the order of results stay the same. A prompt that can never fit raises
-      `InputError`, more prompts than `max_waiting` raise `EngineFull`.
+      until there is room; the order of results stays the same, and so do tokens, but for sampling without a
+      `seed`. A prompt that can never fit raises `InputError`, more prompts than `max_waiting` raise
+      `EngineFull`.
 
     `negative_prompt_ids` [B, L] are for guidance. With `use_model_defaults=False` a `generation_config` takes
     only special tokens from the model's own. It and `seed` may be lists with one entry per prompt. Returns

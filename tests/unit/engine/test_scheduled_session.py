@@ -98,9 +98,9 @@ def test_chunks_share_a_forward_where_no_row_decodes(model):
     given = [request(30), request(26), request(21)]
     numbers = session.admit(*given)
     for _ in range(5):
-        before = session.model.forwards
+        before = session.model.forwards, session.model.positions_fed
         session.step()
-        assert session.model.forwards == before + 1
+        assert (session.model.forwards, session.model.positions_fed) == (before[0] + 1, before[1] + 3 * 4)
     found = ended(session)
     assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in given]
 
