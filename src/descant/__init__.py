@@ -131,6 +131,7 @@ from descant.errors import (
 )
 from descant.kv_cache.cached_row import CachedRow
 from descant.kv_cache.prefix_cache import PrefixCache, PrefixReport
+from descant.models.compiled_layers import CompiledLayers
 from descant.models.hf_caches.exports import (
     Cache,
     CacheConfig,
@@ -152,6 +153,7 @@ from descant.models.hf_caches.exports import (
     StaticCache,
     StaticCacheConfig,
 )
+from descant.models.layer_compilation import compile_layers
 from descant.models.prepacked_weights import PrepackedWeights, prepack_weights
 from descant.recipes.loading import load_recipe, trust_recipe
 from descant.recipes.recipe import Recipe
@@ -185,6 +187,7 @@ __all__ = [
     "ChangedRecipe",
     "ClassifierFreeGuidanceLogitsProcessor",
     "CompileConfig",
+    "CompiledLayers",
     "ConfigError",
     "ConstrainedBeamSearchScorer",
     "Constraint",
@@ -320,6 +323,7 @@ __all__ = [
     "WhisperTimeStampLogitsProcessor",
     "XTCLogitsWarper",
     "attach",
+    "compile_layers",
     "compute_transition_scores",
     "detach",
     "estimate",

@@ -94,16 +94,22 @@ class DenseStore:
 
     def write_packed(self, layer: int, key: Tensor, value: Tensor, span: PackedSpan) -> None:
         """Write the keys and values [1, H, P, D] of the tokens of several rows."""
-        if "is_marked" not in span.memo:
-            self._written.mark(span.rows, span.starts + span.widths)
-            span.memo["is_marked"] = True
-        keys, values = self._layer_blocks(layer, key, value, span.read_length)
+        keys, values = self.blocks_for_write(layer, key, value, span)
         index = span.memo.get(key.device)
         if index is None:
             host = torch.from_numpy(np.stack((span.rows[span.token_rows], span.positions)))
             index = span.memo[key.device] = host.to(key.device, non_blocking=True).unbind(0)
         keys[index[0], :, index[1]] = key[0].transpose(0, 1)
         values[index[0], :, index[1]] = value[0].transpose(0, 1)
+
+    def blocks_for_write(
+        self, layer: int, key: Tensor, value: Tensor, span: PackedSpan
+    ) -> tuple[Tensor, Tensor]:
+        """The blocks [R, H, S, D] of a layer, with room for keys and values that are written to them next."""
+        if "is_marked" not in span.memo:
+            self._written.mark(span.rows, span.starts + span.widths)
+            span.memo["is_marked"] = True
+        return self._layer_blocks(layer, key, value, span.read_length)
 
     def read_group(self, layer: int, group: PackedGroup) -> tuple[Tensor, Tensor]:
         """The keys and values [G, H, S, D] of a group of rows; a view if they are consecutive."""

@@ -65,11 +65,11 @@ class ForwardBatcher:
         request_keys: Mapping[int, object],
         state_batches: list[Tensor] | None = None,
         can_pack: bool = False,
-        has_chunks: bool = False,
+        must_pack: bool = False,
     ) -> list[ForwardBatch]:
         """The batches of a step; with `can_pack` rows of different length share a packed one.
 
-        With `has_chunks` all rows do, since chunks of prompts are fed beside them.
+        With `must_pack` all rows do: chunks of prompts are fed beside them, or layers are compiled.
 
         Requests in `request_keys` share a forward only with requests of the same key. `state_batches` are the
         running rows of a recurrent model, grouped by the state they share.
@@ -79,15 +79,15 @@ class ForwardBatcher:
         unrestricted = (
             not request_keys and turns is None and state_batches is None and not traits.needs_batch_size_one
         )
-        has_chunks = has_chunks and can_pack and unrestricted
-        is_decode = unrestricted and traits.cache_type == "kv" and proposal.drafts is None and not has_chunks
+        must_pack = must_pack and can_pack and unrestricted
+        is_decode = unrestricted and traits.cache_type == "kv" and proposal.drafts is None and not must_pack
         if is_decode and uniform is not None and uniform.length == uniform.cached_length + 1:
             return [ForwardBatch(None, len(rows), cached, cached, uniform.cached_length, 1)]
         fed = rows.pending + proposal.draft_counts()
         if traits.cache_type == "none":  # whole rows are fed in every step
             cached, fed = torch.zeros_like(cached), cached + fed
         all_rows = ForwardBatch.from_lengths(cached, fed)
-        if has_chunks or (can_pack and unrestricted and self._is_worth_packing(all_rows, fed)):
+        if must_pack or (can_pack and unrestricted and self._is_worth_packing(all_rows, fed)):
             return [all_rows._replace(is_packed=True)]
         if unrestricted and self._fits_one_forward(all_rows, fed):
             return [all_rows]

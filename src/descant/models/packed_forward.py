@@ -8,15 +8,19 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from descant.core.interfaces import KVCache, KVSpan, ModelTraits, RowCache
 from descant.core.prompt_chunk import PromptChunk
 from descant.core.records import Proposal
 from descant.core.rows import Rows
+from descant.kv_cache.attention_proxy import AttentionCall
+from descant.kv_cache.decode_attention import DecodeAttention
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.packed_attention import JoinedKV, PackedCache, PackedKV
 from descant.kv_cache.packed_span import PackedSpan
 from descant.kv_cache.paged import PagedStore
+from descant.models.compiled_layers import MIN_TOKENS, compiled_layers_of
 from descant.models.forward_batches import ForwardBatch
 from descant.models.forward_inputs import fed_tokens
 from descant.models.forward_view import SelfAttentionView
@@ -38,6 +42,7 @@ class PackedForwards:
     def __init__(self, model: Any, traits: ModelTraits) -> None:
         self._model, self._traits = model, traits
         self.is_supported = _can_pack_model(model, traits)
+        self.compiled_layers = compiled_layers_of(model) if self.is_supported else None
         self.chunks: Sequence[PromptChunk] = ()
         self._windows = [window for window in traits.sliding_windows.values() if window is not None]
 
@@ -57,11 +62,30 @@ class PackedForwards:
         self.chunks = ()  # a forward that raises is tried again without them
         batches = [batch, *(PackedBatch.of_chunk(chunk) for chunk in chunks)]
         inputs = _joined_inputs(batches, self._traits, with_logits)
-        output = self._model(**inputs, use_cache=True, return_dict=True)
+        output = self._call_model(inputs, sum(one.span.num_tokens for one in batches))
         for chunk in chunks:
             chunk.is_fed = True
         logits = batch.logits_by_row(output.logits, self._traits, with_logits, is_whole=not chunks)
         return logits, sum(one.span.num_tokens for one in batches)
+
+    def _call_model(self, inputs: dict[str, Any], num_tokens: int) -> Any:
+        """The output of the model, whose layers run compiled if they are."""
+        compiled = self.compiled_layers
+        if compiled is None:
+            return self._model(**inputs, use_cache=True, return_dict=True)
+        if num_tokens < MIN_TOKENS:
+            # One graph serves all sizes from two on. A product of two lines costs what one of one line does.
+            for name in ("input_ids", "position_ids"):
+                inputs[name] = inputs[name].expand(1, MIN_TOKENS).contiguous()
+            inputs["attention_mask"] = tree_map(_pad_mask, inputs["attention_mask"])
+            if self._traits.supports_logits_to_keep and "logits_to_keep" not in inputs:
+                inputs["logits_to_keep"] = torch.zeros(1, dtype=torch.long, device=inputs["input_ids"].device)
+        inputs["past_key_values"].use_decode_kernel()
+        with compiled.running(inputs["past_key_values"]):
+            output = self._model(**inputs, use_cache=True, return_dict=True)
+        if num_tokens < MIN_TOKENS and not self._traits.supports_logits_to_keep:
+            output.logits = output.logits[:, :num_tokens]
+        return output
 
 
 def _can_pack_model(model: Any, traits: ModelTraits) -> bool:
@@ -74,6 +98,10 @@ def _can_pack_model(model: Any, traits: ModelTraits) -> bool:
         and not (traits.is_encoder_decoder or traits.needs_batch_size_one)
         and bool(getattr(model, "_supports_attention_backend", False))
     )
+
+
+def _pad_mask(mask: Tensor) -> Tensor:
+    return mask.expand(1, 1, MIN_TOKENS, MIN_TOKENS)
 
 
 class PackedBatch:
@@ -162,6 +190,31 @@ class _PackedView(SelfAttentionView):
         starts = np.cumsum([0, *(one.span.num_tokens for one in batches[:-1])]).tolist()
         self._mask = mask
         self._parts = [_Part(one.cache, one.span, at) for one, at in zip(batches, starts, strict=True)]
+        self.num_tokens = sum(one.span.num_tokens for one in batches)
+        self._decode: DecodeAttention | None = None
+
+    def use_decode_kernel(self) -> None:
+        """Attend with the kernel for one token per row, where it serves this forward."""
+        if len(self._parts) == 1:
+            self._decode = DecodeAttention.create(self._parts[0].cache, self._parts[0].span)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float | None) -> Tensor:
+        """Write one layer's keys and values [1, H, P, D]; the attention output [1, P, Hq, E].
+
+        Tokens may be padded at the end.
+        """
+        if self._decode is not None:
+            decoded = self._decode.attend(query, key, value, layer, scale)
+            if decoded is not None:
+                return decoded
+        num_padding = query.shape[2] - self.num_tokens
+        if num_padding:
+            query, key, value = (one[:, :, : self.num_tokens] for one in (query, key, value))
+        keys, values = self.update(key, value, layer)
+        out: Tensor = keys.attend(values, AttentionCall(query, self._mask, scale=scale)).transpose(1, 2)
+        if num_padding:
+            out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, num_padding))
+        return out.contiguous()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

@@ -150,8 +150,8 @@ class TransformersModel:
         request_keys = self._batch_keys(rows) if has_request_inputs else {}
         has_more = bool(self._output_states or self._prompt_embeds or has_request_inputs)
         can_pack = not has_more and self._packed.can_pack(rows, proposal, cache)
-        has_chunks = bool(self._packed.chunks)
-        batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, has_chunks)
+        must_pack = bool(self._packed.chunks) or self._packed.compiled_layers is not None
+        batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, must_pack)
         if batches[0].is_packed:
             try:
                 return self._run_packed(rows, proposal, cache, batches[0])

@@ -1,0 +1,354 @@
+"""Decoder layers compiled once for all layers of a kind and for forwards of any number of tokens."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType, TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from descant.errors import InputError, UnsupportedModel
+from descant.kv_cache.attention_proxy import AttentionCall, KVProxy
+from descant.models.error_text import first_line
+from descant.models.forward_view import SelfAttentionView
+from descant.models.prepacked_weights import (
+    MIN_PREPACKED_LINES,
+    has_prepacked_weights,
+    traceable_products,
+    use_prepacked_weights,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["CompiledLayers", "PackedLayerCache", "compiled_layers_of"]
+
+# torch takes sizes of 0 and 1 as constants, so that a forward of one token would need a graph of its own.
+MIN_TOKENS = 2
+
+
+class PackedLayerCache(Protocol):
+    """The caches of a packed forward."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float | None) -> Tensor:
+        """Write one layer's keys and values [1, H, P, D]; the attention output [1, P, Hq, E].
+
+        Tokens may be padded at the end.
+        """
+        ...
+
+
+class _ActiveForward(threading.local):
+    """The packed forward that this thread runs on compiled layers; `cache` is None outside of one."""
+
+    cache: PackedLayerCache | None = None
+    owner: CompiledLayers | None = None
+    layer = 0
+
+
+_ACTIVE = _ActiveForward()
+# The sizes of all inputs are known to be right. Checking them takes longer than the smallest kernels.
+_INDUCTOR_CONFIG = {"size_asserts": False, "alignment_asserts": False}
+# Hooks that transformers leaves in a model once states were requested; forwards that return states are plain.
+_OUTPUT_HOOKS = "transformers.utils.output_capturing"
+_OPS = torch.library.Library("descant", "FRAGMENT")
+_OPS.define("packed_attention(Tensor query, Tensor key, Tensor value, float? scale) -> Tensor")
+
+
+def _packed_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """The attention output [1, Hq, P, E] of the active forward's current layer, heads innermost."""
+    cache = _ACTIVE.cache
+    assert cache is not None
+    return cache.attend(query, key, value, _ACTIVE.layer, scale).transpose(1, 2)
+
+
+def _packed_attention_shape(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:  # noqa: ARG001
+    rows, heads, width, _ = query.shape
+    return query.new_empty(rows, width, heads, value.shape[3]).transpose(1, 2)
+
+
+_OPS.impl("packed_attention", _packed_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("descant::packed_attention", _packed_attention_shape, lib=_OPS)
+
+
+class _TracedKV(KVProxy):
+    """One layer's new keys or values while its graph is traced; attention becomes one operator."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.shape, tensor)
+        self.new = tensor
+
+    def build_tensor(self) -> Tensor:
+        """Not possible: the cached keys are not part of the graph."""
+        raise UnsupportedModel("the model uses keys or values outside of scaled_dot_product_attention")
+
+    def attend(self, values: KVProxy, call: AttentionCall) -> Tensor:
+        """The attention output [1, Hq, P, E]."""
+        if call.is_causal or call.dropout:
+            raise UnsupportedModel("the model does not attend by the mask that it is given")
+        assert isinstance(values, _TracedKV)
+        out: Tensor = torch.ops.descant.packed_attention(call.query, self.new, values.new, call.scale)
+        return out
+
+
+class _TracedView(SelfAttentionView):
+    """The cache argument of a layer while its graph is traced.
+
+    It never reads the number of a layer: torch would compile another graph for each.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        self.offloading = False
+        self.layer_class_to_replicate = None
+        self._is_sliding = (False,)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Proxies of one layer's new keys and values [1, H, P, D]."""
+        return _TracedKV(key_states), _TracedKV(value_states)
+
+    def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:  # noqa: ARG002
+        """1: zero would mean an empty cache; positions and mask are given."""
+        return 1
+
+
+_Run = Callable[..., Sequence[Tensor]]
+
+
+class _Graph:
+    """A compiled graph of a layer, as torch's compiler calls it while it is traced."""
+
+    def __init__(self, run: _Run, run_few: _Run, owner: CompiledLayers) -> None:
+        self.run = run
+        self.run_few = run_few  # for so few tokens that prepacked weights gain nothing
+        self._owner = owner
+
+    def __call__(self, *args: Any) -> Sequence[Tensor]:
+        self._owner.last_call = self, args
+        return self.run(*args)
+
+
+class _LayerForward:
+    """The forward of one layer: its compiled graph in a packed forward, else its own code.
+
+    After it is traced no guard of torch is evaluated any more, which would take longer than the operators of
+    the layer. What the guards protect is compared once per call by `CompiledLayers.is_current`.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, owner: CompiledLayers) -> None:
+        self.layer, self._index, self._owner = layer, index, owner
+        self._plain = MethodType(type(layer).forward, layer)
+        self._graph: _Graph | None = None
+        self._args: list[Any] = []
+        self._places: list[tuple[int, str, int | None]] = []  # argument, name of the input, index in it
+        self._sizes: list[int] = []  # arguments that are the number of tokens
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The plain forward of the copied layer, which is not compiled."""
+        copied = memo[id(self.layer)]
+        return MethodType(type(copied).forward, copied)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        active = _ACTIVE
+        if active.owner is not self._owner or args:
+            return self._plain(hidden_states, *args, **kwargs)
+        active.layer = self._index
+        if self._graph is None:
+            return self._trace(hidden_states, kwargs)
+        kwargs[""] = hidden_states
+        inputs = self._args.copy()
+        for place, name, index in self._places:
+            inputs[place] = kwargs[name] if index is None else kwargs[name][index]
+        size = hidden_states.shape[1]
+        for place in self._sizes:
+            inputs[place] = size
+        run = self._graph.run_few if size < MIN_PREPACKED_LINES else self._graph.run
+        return run(*inputs)[0]
+
+    def _trace(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """The first compiled call: find out which input is which argument of the graph."""
+        named = {"": hidden_states, **kwargs}
+        places: dict[int, tuple[str, int | None]] = {}
+        for name, value in named.items():
+            for index, tensor in enumerate(value if isinstance(value, tuple) else (value,)):
+                if isinstance(tensor, Tensor):
+                    places[id(tensor)] = name, (index if isinstance(value, tuple) else None)
+        size = hidden_states.shape[1]
+        for tensor in (one for value in named.values() for one in _tensors(value)):
+            for dim in (dim for dim, length in enumerate(tensor.shape) if length == size):
+                torch._dynamo.mark_dynamic(tensor, dim)
+        own = {id(one) for one in (*self.layer.parameters(), *self.layer.buffers())}
+        with traceable_products(self.layer), _without_output_hooks(self.layer):
+            out = self._owner.traced(self._plain, hidden_states, {**kwargs, "past_key_values": _TracedView()})
+        graph, args = self._owner.last_call
+        for place, value in enumerate(args):
+            if isinstance(value, int) and value == size:
+                self._sizes.append(place)
+            elif id(value) in places:
+                self._places.append((place, *places[id(value)]))
+            elif id(value) not in own:
+                raise UnsupportedModel(
+                    f"a graph of {type(self.layer).__name__} has an input that is not its own"
+                )
+        self._args = [value if id(value) in own else None for value in args]
+        self._graph = graph
+        return out
+
+
+@contextmanager
+def _without_output_hooks(layer: nn.Module) -> Iterator[None]:
+    """Within it the modules of a layer have no hooks that collect states, which torch cannot trace."""
+    removed = [
+        (module._forward_hooks, key, hook)
+        for module in layer.modules()
+        for key, hook in module._forward_hooks.items()
+        if _collects_states(hook)
+    ]
+    for hooks, key, _ in removed:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, key, hook in removed:
+            hooks[key] = hook
+
+
+def _collects_states(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == _OUTPUT_HOOKS
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, Tensor):
+            yield one
+
+
+def _layer_output(forward: Callable[..., Any], hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """What is compiled: the output of one layer."""
+    out: Tensor = forward(hidden_states, **kwargs)
+    return out
+
+
+class CompiledLayers:
+    """The compiled decoder layers of a model, until `restore` or the end of its `with` block."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+        self.compile_seconds = 0.0
+        self.graphs: list[_Graph] = []
+        self.last_call: Any = None
+        # torch limits recompilations per code object, so each model gets its own.
+        function = FunctionType(_layer_output.__code__.replace(), _layer_output.__globals__, "_layer")
+        self.traced: Callable[..., Tensor] = torch.compile(function, backend=self._compile, fullgraph=True)
+        self._is_prepacked = any(has_prepacked_weights(layer) for layer in layers)
+        self._layers = [_LayerForward(layer, index, self) for index, layer in enumerate(layers)]
+        for one in self._layers:
+            one.layer.__dict__["forward"] = one
+        self._state = _model_state(model, self._layers)
+        _COMPILED[model] = self
+
+    @property
+    def num_layers(self) -> int:
+        """The number of compiled layers."""
+        return len(self._layers)
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of graphs; layers of one kind share one."""
+        return len(self.graphs)
+
+    def is_current(self, model: PreTrainedModel) -> bool:
+        """Whether nothing has changed in the model that the graphs depend on."""
+        return bool(self._layers) and _model_state(model, self._layers) == self._state
+
+    @contextmanager
+    def running(self, cache: PackedLayerCache) -> Iterator[None]:
+        """Run the layers compiled in this thread, with attention on this cache."""
+        _ACTIVE.owner, _ACTIVE.cache = self, cache
+        try:
+            yield
+        finally:
+            _ACTIVE.owner = _ACTIVE.cache = None
+
+    def restore(self) -> None:
+        """Let the layers run their own code again."""
+        while self._layers:
+            forward = self._layers.pop()
+            if forward.layer.__dict__.get("forward") is forward:
+                del forward.layer.__dict__["forward"]
+
+    def __enter__(self) -> CompiledLayers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> _Graph:
+        """The backend of torch.compile: inductor, whose result is called without guards later."""
+        from torch._inductor.compile_fx import compile_fx
+
+        start = time.perf_counter()
+        outputs = next(iter(graph.graph.find_nodes(op="output"))).args[0]
+        if not isinstance(outputs, tuple | list) or len(outputs) != 1:
+            raise UnsupportedModel("a layer must return one tensor and change nothing else")
+        # compile_fx changes its graph.
+        few: Any = compile_fx(copy.deepcopy(graph), list(inputs), config_patches=_INDUCTOR_CONFIG)
+        run: Any = few
+        if self._is_prepacked:
+            use_prepacked_weights(graph.graph)
+            graph.recompile()
+            run = compile_fx(graph, list(inputs), config_patches=_INDUCTOR_CONFIG)
+        compiled = _Graph(run, few, self)
+        self.compile_seconds += time.perf_counter() - start
+        self.graphs.append(compiled)
+        return compiled
+
+
+_COMPILED: WeakKeyDictionary[Any, CompiledLayers] = WeakKeyDictionary()
+
+
+def compiled_layers_of(model: Any) -> CompiledLayers | None:
+    """The compiled layers of a model; None if it has none, or was changed since."""
+    try:
+        compiled = _COMPILED.get(model)
+    except TypeError:  # not every model can be weakly referenced
+        return None
+    return compiled if compiled is not None and compiled.is_current(model) else None
+
+
+def _model_state(model: Any, layers: Sequence[_LayerForward]) -> list[Any]:
+    """What a graph depends on besides its inputs."""
+    state: list[Any] = [model.config._attn_implementation, model.training]
+    for layer in layers:
+        for module in layer.layer.modules():
+            own = module.__dict__
+            state += [id(module), *map(id, own["_parameters"].values()), *map(id, own["_buffers"].values())]
+            state.append(own["training"])
+            hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+            state += [id(hook) for hook in hooks if not _collects_states(hook)]
+    return state
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that a model calls one after the other: its longest list of modules."""
+    lists = [list(one) for one in model.modules() if isinstance(one, nn.ModuleList)]
+    layers = max(lists, key=len, default=[])
+    if not layers:
+        raise InputError("model", "must have a list of layers", type(model).__name__)
+    return layers
+
+
+def trace_error(model: Any, error: BaseException) -> UnsupportedModel:
+    """The error of a model whose layers cannot be compiled."""
+    name = type(model).__name__
+    return UnsupportedModel(
+        f"the layers of {name} cannot be compiled ({first_line(error)}): use them as they are"
+    )

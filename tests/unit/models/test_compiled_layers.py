@@ -1,0 +1,240 @@
+"""Compiled layers: the same tokens from fewer operators, until the model changes or they are undone."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import descant
+from descant import GenerationConfig, InputError, Request, SchedulerConfig, UnsupportedModel
+from descant.core.interfaces import KVSpan
+from descant.kv_cache import decode_attention
+from descant.kv_cache.decode_attention import DecodeAttention
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.packed_span import PackedSpan
+from descant.kv_cache.paged import PagedStore
+from descant.models.compiled_layers import compiled_layers_of
+from descant.testing import check_batch, check_drafts, check_schedule, outcomes
+
+CONFIGS = [
+    {},
+    {"do_sample": True, "seed": 3, "top_k": 20},
+    {"num_beams": 3},
+    {"prompt_lookup_num_tokens": 3},
+    {"repetition_penalty": 1.3, "max_new_tokens": 9},
+]
+
+
+def requests() -> list[Request]:
+    """Requests of several lengths and methods."""
+    return [
+        Request(list(range(5, 8 + 4 * at)), GenerationConfig(**{"max_new_tokens": 6, **config}))
+        for at, config in enumerate(CONFIGS)
+    ]
+
+
+def tokens(model) -> list:
+    return [one.tokens for one in outcomes(model, requests())]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return tiny("llama").model
+
+
+@pytest.fixture(scope="module")
+def compiled(plain):
+    """A compiled copy of the model."""
+    model = copy.deepcopy(plain)
+    with descant.compile_layers(model) as layers:
+        assert isinstance(layers, descant.CompiledLayers)
+        assert layers.num_layers == model.config.num_hidden_layers
+        assert layers.num_graphs == 1
+        assert layers.compile_seconds > 0
+        yield model
+
+
+def test_tokens_are_the_same(plain, compiled):
+    assert tokens(compiled) == tokens(plain)
+    assert [one.tokens for request in requests() for one in outcomes(compiled, [request])] == tokens(plain)
+
+
+def test_layers_run_compiled(compiled, monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise AssertionError("the code of a layer was run")
+
+    for layer in compiled.model.layers:
+        monkeypatch.setattr(layer.forward, "_plain", fail)
+    descant.generate(compiled, torch.arange(12).view(2, 6), max_new_tokens=4)
+    descant.generate(compiled, torch.arange(6).view(1, 6), max_new_tokens=4)
+
+
+def test_laws_hold(compiled):
+    check_batch(compiled, requests())
+    check_schedule(compiled, requests(), schedules=3)
+    check_drafts(compiled, requests()[:2], rounds=2)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_other_caches_and_chunks(plain, compiled, has_kernel, monkeypatch):
+    if not has_kernel:
+        monkeypatch.setattr(decode_attention, "_decode_kernel", lambda: None)
+    prompts = [Request(list(range(4, 40)), GenerationConfig(max_new_tokens=8)), *requests()]
+    for scheduler in (None, SchedulerConfig(num_blocks=64, chunk_tokens=7), SchedulerConfig(chunk_tokens=5)):
+        found = outcomes(compiled, prompts, scheduler=scheduler)
+        assert [one.tokens for one in found] == [one.tokens for one in outcomes(plain, prompts)]
+    static = [Request([5, 6], GenerationConfig(max_new_tokens=5, cache_implementation="static"))]
+    assert outcomes(compiled, static)[0].tokens == outcomes(plain, static)[0].tokens
+
+
+def test_states_come_from_the_plain_layers(plain, compiled):
+    settings = {"max_new_tokens": 3, "output_hidden_states": True, "return_dict_in_generate": True}
+    prompt = torch.arange(6).view(1, 6)
+    found, expected = (descant.generate(one, prompt, **settings) for one in (compiled, plain))
+    torch.testing.assert_close(found.hidden_states[1][-1], expected.hidden_states[1][-1])
+
+
+def test_inference_mode_and_threads(plain, compiled):
+    prompt = torch.arange(12).view(2, 6)
+    expected = descant.generate(plain, prompt, max_new_tokens=6)
+    with torch.inference_mode():
+        assert torch.equal(descant.generate(compiled, prompt, max_new_tokens=6), expected)
+    results = []
+
+    def run():
+        results.append(descant.generate(compiled, prompt, max_new_tokens=6))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    assert all(torch.equal(one, expected) for one in results)
+
+
+def test_a_changed_model_runs_its_own_code(compiled):
+    assert compiled_layers_of(compiled) is not None
+    layer = compiled.model.layers[0].mlp
+    hook = layer.register_forward_hook(lambda *_: None)
+    assert compiled_layers_of(compiled) is None
+    hook.remove()
+    weight = layer.up_proj.weight
+    layer.up_proj.weight = torch.nn.Parameter(torch.zeros_like(weight))
+    try:
+        assert compiled_layers_of(compiled) is None
+        changed = descant.generate(compiled, torch.arange(6).view(1, 6), max_new_tokens=4)
+        other = copy.deepcopy(compiled)
+        assert torch.equal(descant.generate(other, torch.arange(6).view(1, 6), max_new_tokens=4), changed)
+    finally:
+        layer.up_proj.weight = weight
+    assert compiled_layers_of(compiled) is not None
+    compiled.train()
+    assert compiled_layers_of(compiled) is None
+    compiled.eval()
+
+
+def test_weights_may_change_in_place(plain, compiled):
+    weight = compiled.model.layers[1].mlp.up_proj.weight
+    prompt = torch.arange(12).view(2, 6)
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(-3.0)
+    try:
+        found = descant.generate(compiled, prompt, max_new_tokens=6)
+        expected = descant.generate(copy.deepcopy(compiled), prompt, max_new_tokens=6)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, descant.generate(plain, prompt, max_new_tokens=6))
+
+
+def test_prepacked_weights_are_used(plain, monkeypatch):
+    monkeypatch.setattr("descant.models.prepacked_weights._MIN_NUMEL", 1)
+    model = copy.deepcopy(plain)
+    with descant.prepack_weights(model) as packed, descant.compile_layers(model) as layers:
+        assert tokens(model) == tokens(plain)
+        product = model.model.layers[0].mlp.up_proj.forward
+        assert any(key[0] > 5 for key in product._is_exact)
+        assert layers.num_graphs == 1
+        packed.restore()  # the graph finds no packed weights and uses the plain ones
+        assert tokens(model) == tokens(plain)
+    assert "forward" not in model.model.layers[0].__dict__
+
+
+def test_layers_of_two_kinds():
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    expected = tokens(model)
+    with descant.compile_layers(model) as layers:
+        assert layers.num_graphs <= 2
+        assert tokens(model) == expected
+
+
+def test_what_cannot_be_compiled_is_refused(tiny, compiled):
+    with pytest.raises(InputError, match="`model` must not be compiled already"):
+        descant.compile_layers(compiled)
+    model = tiny("bart").model
+    with pytest.raises(UnsupportedModel, match="has no packed forwards, which compiled layers need"):
+        descant.compile_layers(model)
+    assert all("forward" not in one.__dict__ for one in model.modules())
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (20, 36), (16, 8)])
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_the_kernel_agrees_with_torch(key_dim, value_dim, repeats):
+    torch.manual_seed(0)
+    heads, starts = 2, np.array([0, 5, 70, 15, 16])
+    rows = np.array([3, 0, 4, 1, 2])
+    keys, values = torch.randn(5, heads, 80, key_dim), torch.randn(5, heads, 80, value_dim)
+    store, count = DenseStore(), len(rows)
+    store.extend(count)
+    store.update(0, keys, values, KVSpan(None, 0, 80, 80))
+    query = torch.randn(1, heads * repeats, count + 1, key_dim)
+    key, value = torch.randn(1, heads, count + 1, key_dim), torch.randn(1, heads, count + 1, value_dim)
+    attention = DecodeAttention.create(store, PackedSpan(rows, starts, np.ones(count, dtype=np.int64)))
+    assert attention is not None
+    out = attention.attend(query, key, value, 0, None)
+    assert out is not None
+    assert not out[0, count:].any()
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        own_keys = torch.cat((keys[row, :, :start], key[0, :, index : index + 1]), 1)
+        own_values = torch.cat((values[row, :, :start], value[0, :, index : index + 1]), 1)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, index : index + 1], own_keys[None], own_values[None], enable_gqa=True
+        )
+        torch.testing.assert_close(out[0, index], expected[0, :, 0])
+        written = store.read(0, torch.tensor([row]))
+        assert written is not None
+
+
+def test_the_kernel_declines_what_it_does_not_serve():
+    span = PackedSpan(np.array([0]), np.array([0]), np.array([1]))
+    assert DecodeAttention.create(PagedStore(), span) is None
+    assert (
+        DecodeAttention.create(DenseStore(), PackedSpan(np.array([0]), np.array([0]), np.array([2]))) is None
+    )
+    store = DenseStore()
+    store.extend(1)
+    attention = DecodeAttention.create(store, span)
+    assert attention is not None
+    half = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16)
+    assert attention.attend(half, half, half, 0, None) is None
+    assert attention.attend(half.float(), half.float(), half.float(), 0, -1.0) is None
