@@ -17,6 +17,7 @@ _MIN_LINES, _MAX_LINES = 4, 24
 _PACKED_FOR = 16  # lines; MKL's layout serves other numbers too, which is checked for each of them
 _MIN_NUMEL = 2**16  # of a weight: below it the product costs less than the call
 _TOLERANCE = 1e-4  # of the largest output
+_NEEDED_LAYERS = "linear layers of float32 weights on the CPU"
 
 
 class _Version(NamedTuple):
@@ -74,12 +75,11 @@ def prepack_weights(model: nn.Module) -> PrepackedWeights:
     """
     if not torch.backends.mkl.is_available():
         raise DescantError("`prepack_weights` needs a torch build with MKL: use the plain weights")
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if any(isinstance(layer.__dict__.get("forward"), PrepackedProduct) for layer in layers):
+    if num_prepacked_layers(model):
         raise InputError("model", "must not be prepacked already", type(model).__name__, "restore it first")
-    layers = [layer for layer in layers if _can_prepack(layer)]
+    layers = [layer for layer in _linear_layers(model) if _can_prepack(layer)]
     if not layers:
-        must = "must have linear layers of float32 weights on the CPU"
+        must = f"must have {_NEEDED_LAYERS}"
         raise InputError("model", must, type(model).__name__)
     prepacked, is_exact = PrepackedWeights(), dict[tuple[int, int, int], bool]()
     try:
@@ -89,6 +89,30 @@ def prepack_weights(model: nn.Module) -> PrepackedWeights:
         prepacked.restore()
         raise
     return prepacked
+
+
+def num_prepacked_layers(model: nn.Module) -> int:
+    """The number of a model's linear layers whose weights are prepacked."""
+    forwards = [layer.__dict__.get("forward") for layer in _linear_layers(model)]
+    return sum(isinstance(forward, PrepackedProduct) for forward in forwards)
+
+
+def unprepackable_reason(model: nn.Module) -> str | None:
+    """Why the weights of a model cannot be prepacked; None: they can, or are."""
+    if not torch.backends.mkl.is_available():
+        return "torch has no MKL"
+    layers = _linear_layers(model)
+    if num_prepacked_layers(model) or any(_can_prepack(layer) for layer in layers):
+        return None
+    if any(layer.weight.is_meta for layer in layers):
+        return "the weights are not loaded"
+    if all(layer.weight.numel() < _MIN_NUMEL for layer in layers):
+        return "the weights are too small to gain from it"
+    return f"the model has no {_NEEDED_LAYERS}"
+
+
+def _linear_layers(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
 def _can_prepack(layer: nn.Linear) -> bool:
