@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import getpass
 import json
@@ -271,7 +272,7 @@ def test_an_accelerator_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
     assert speed._seconds(lambda: calls.append("run"), torch.device("cuda")) >= 0
     assert calls == ["wait", "run", "wait"]
-    assert speed.clock_name(torch.device("cuda")) == "wall time, synchronized with cuda"
+    assert machine.clock_name(torch.device("cuda")) == "wall time, synchronized with cuda"
 
 
 FAKE_VLLM = """
@@ -306,6 +307,24 @@ def test_vllm_runs_in_a_process_of_its_own(monkeypatch, subject, tmp_path, missi
         assert row.ms_per_token is not None
     [row] = speed._vllm_rows(subject, speed.SpeedSize(3, 2), {})
     assert row.detail.startswith("the tiny model has heads that are too small")
+
+
+def test_other_commands_do_not_pay_for_its_imports():
+    """The laws load transformers' models, which takes longer than most commands."""
+    seen, waiting = set(), ["descant.cli.application"]
+    while waiting:
+        name = waiting.pop()
+        file = Path(sys.modules[name].__file__ or "") if name in sys.modules else Path()
+        if name in seen or not name.startswith("descant.cli") or file.suffix != ".py":
+            continue
+        seen.add(name)
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                waiting += [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+                assert node.module.split(".")[:2] != ["descant", "testing"], name
+                assert node.module != "descant.models.tiny_llama", name
+    assert {"descant.cli.doctor.command", "descant.cli.doctor.machine"} <= seen
+    assert "descant.cli.doctor.laws" not in seen
 
 
 # ------------------------------------------------------------------------ prompts and rounding

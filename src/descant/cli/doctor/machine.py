@@ -16,7 +16,7 @@ import torch
 import descant
 from descant.cli.doctor.report import Fact
 
-__all__ = ["default_device", "machine_facts", "model_facts"]
+__all__ = ["clock_name", "default_device", "machine_facts", "model_facts"]
 
 _PACKAGES: Final = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "accelerate",
@@ -37,6 +37,12 @@ def default_device() -> str:
         "mps": torch.backends.mps.is_available(),
     }
     return next((name for name, is_available in available.items() if is_available), "cpu")
+
+
+def clock_name(device: torch.device) -> str:
+    """What the times on a device are."""
+    is_cpu = device.type == "cpu"
+    return "CPU time of all threads" if is_cpu else f"wall time, synchronized with {device.type}"
 
 
 def machine_facts() -> list[Fact]:

@@ -19,7 +19,7 @@ from descant.cli.doctor.report import SpeedRow, one_line
 from descant.cli.doctor.subject import PaddedPrompts, Subject, token_prompts
 from descant.cli.doctor.vllm_process import VllmCase, run_vllm
 
-__all__ = ["SPEED_CASES", "SpeedSize", "clock_name", "run_speed"]
+__all__ = ["SPEED_CASES", "SpeedSize", "run_speed"]
 
 SPEED_CASES: Final = (
     ParityCase("greedy 1", (32,)),
@@ -50,12 +50,6 @@ class _Timed:
 
     seconds: list[float]
     tokens: Tensor
-
-
-def clock_name(device: torch.device) -> str:
-    """What the times are."""
-    is_cpu = device.type == "cpu"
-    return "CPU time of all threads" if is_cpu else f"wall time, synchronized with {device.type}"
 
 
 def run_speed(
