@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
 
+import torch
+
 from descant.cli.doctor.report import one_line
 from descant.cli.doctor.subject import Subject
 
@@ -60,6 +62,13 @@ for case in given["cases"]:
 print(given["mark"] + json.dumps(times), flush=True)
 """
 
+# The backend for CPUs would take most of the memory, and pin threads to cores that others may use.
+_ENVIRONMENT: Final = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
 
 @dataclass(frozen=True)
 class VllmCase:
@@ -86,7 +95,9 @@ def run_vllm(subject: Subject, cases: Sequence[VllmCase]) -> dict[str, list[floa
         "mark": _RESULT,
         "cases": [dataclasses.asdict(case) for case in cases],
     }
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    # The user's own settings come first, except where the engine runs.
+    environment = {**_ENVIRONMENT, "OMP_NUM_THREADS": str(torch.get_num_threads()), **os.environ}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         done = subprocess.run(
             [sys.executable, "-c", _SCRIPT],
