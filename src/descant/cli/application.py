@@ -12,6 +12,7 @@ import descant
 from descant.cli import terminal
 from descant.cli.chat import ChatCommand
 from descant.cli.command import USAGE, typer_callback
+from descant.cli.doctor.command import DoctorCommand
 from descant.cli.explain import ExplainCommand
 from descant.cli.generate import GenerateCommand
 from descant.cli.recipe import (
@@ -36,6 +37,7 @@ GENERATION_COMMANDS = {
     "explain": ExplainCommand,
 }  # with every generation parameter as an option
 TRACE_COMMANDS = {"tree": TreeCommand, "show": ShowTraceCommand}
+MACHINE_COMMANDS = {"doctor": DoctorCommand}
 COMMAND_GROUPS = {
     "recipe": (
         "Inspect and trust third-party decoding methods, and create and share your own.",
@@ -86,7 +88,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(help=descant.__doc__)(_root)
-    for name, command in (GENERATION_COMMANDS | TRACE_COMMANDS).items():
+    for name, command in (GENERATION_COMMANDS | TRACE_COMMANDS | MACHINE_COMMANDS).items():
         app.command(name, no_args_is_help=False)(typer_callback(command))
     for group, (description, commands) in COMMAND_GROUPS.items():
         group_app = typer.Typer(

@@ -23,6 +23,7 @@ from descant.kv_cache.sink import SinkStore
 from descant.kv_cache.static import StaticStore
 from descant.kv_cache.window import WindowStore
 from descant.models.compiled_step import uncompilable_reason
+from descant.models.fast_paths import unshareable_reason
 from descant.models.hf_caches.configs import QuantizedCacheConfig
 from descant.models.rope import rope_of_model
 
@@ -317,9 +318,7 @@ def default_cache(request: CacheRequest, shared: int) -> RowCache:
     traits = request.traits
     if traits.cache_type == "recurrent":
         return RecurrentStateCache(traits.cache_argument)
-    can_share = (
-        traits.cache_type == "kv" and not traits.is_encoder_decoder and traits.attn_implementation == "sdpa"
-    )
+    can_share = unshareable_reason(traits) is None
     return PagedStore() if can_share and shared >= _MIN_SHARED_PROMPT else DenseStore()
 
 

@@ -7,23 +7,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from descant.config.generation_config import DEFAULT_NEW_TOKENS, FIELDS, GenerationConfig
-from descant.core.interfaces import Drafter
+from descant.core.interfaces import Drafter, Model
 from descant.decoding.processors.pipeline import (
     LOGITS_WARPERS,
     PROCESSOR_SPECS,
     end_token_ids,
     processor_order,
 )
+from descant.engine.cache_factory import cache_name
 from descant.engine.drafter_factory import DraftInputs, describe_drafter
 from descant.engine.planner import (
     WRAPPERS,
     DecodingPlan,
     as_model,
+    choose_cache,
     drafter_spec,
     make_plan,
 )
 from descant.engine.strategy_choice import strategy_name
 from descant.errors import RowError
+from descant.models.fast_paths import fast_paths
 from descant.trace.records import RequestRecord
 
 __all__ = ["explain_config", "no_candidates_error", "request_record"]
@@ -38,9 +41,10 @@ def explain_config(config: GenerationConfig, model: object = None) -> str:
         merged = GenerationConfig.merge({}, config, model_config)
         target = as_model(model)
         plan = make_plan(merged, target.traits, drafter_spec(merged, target, DraftInputs()))
+        paths = _describe_fast_paths(target, merged)
     else:
         merged = GenerationConfig.merge({}, config)
-        plan = None
+        plan, paths = None, []
     order = processor_order(merged)
     processors = sorted(
         (spec for spec in PROCESSOR_SPECS if spec.is_enabled(merged)),
@@ -56,6 +60,7 @@ def explain_config(config: GenerationConfig, model: object = None) -> str:
     lines.append("stops       " + ", ".join(_describe_stops(merged)))
     if plan is not None:
         lines.append(f"padding     token {plan.params.pad_token_id}")
+    lines += paths
     lines.append("values")
     shown = [name for name in FIELDS if name in merged.given]
     width = max((len(name) for name in shown), default=0)
@@ -117,6 +122,20 @@ def no_candidates_error(
     do = "check its logits" if nonfinite or not names else "loosen it"
     must = f"{source} must leave enough to choose from"
     return RowError(f"{must}, got {got}: {do} (request {number})", number)
+
+
+def _describe_fast_paths(model: Model, config: GenerationConfig) -> list[str]:
+    """A line for each fast path on the cache that a config selects."""
+    named = cache_name(config) is not None and model.traits.cache_type == "kv"
+    # The number of positions has no effect here: a cache takes memory with its first write.
+    cache = choose_cache(model, [config], num_slots=1, shared=0) if named else None
+    paths = fast_paths(model, cache)
+    width = max((len(path.name) for path in paths), default=0)
+    lines = ["fast paths"] if paths else []
+    for path in paths:
+        state, detail = ("on ", path.detail) if path.is_on else ("off", f"{path.detail} ({path.switch})")
+        lines.append(f"  {path.name:<{width}}  {state}  {detail}")
+    return lines
 
 
 def _jsonable(value: Any) -> Any:

@@ -20,7 +20,7 @@ from descant.models.error_text import first_line
 from descant.models.forward_view import SelfAttentionView
 from descant.models.prepacked_weights import (
     MIN_PREPACKED_LINES,
-    has_prepacked_weights,
+    num_prepacked_layers,
     traceable_products,
     use_prepacked_weights,
 )
@@ -246,7 +246,7 @@ class CompiledLayers:
         # torch limits recompilations per code object, so each model gets its own.
         function = FunctionType(_layer_output.__code__.replace(), _layer_output.__globals__, "_layer")
         self.traced: Callable[..., Tensor] = torch.compile(function, backend=self._compile, fullgraph=True)
-        self._is_prepacked = any(has_prepacked_weights(layer) for layer in layers)
+        self._is_prepacked = any(num_prepacked_layers(layer) for layer in layers)
         self._layers = [_LayerForward(layer, index, self) for index, layer in enumerate(layers)]
         for one in self._layers:
             one.layer.__dict__["forward"] = one

@@ -20,7 +20,7 @@ from descant.errors import DescantError, InputError, UnsupportedModel, format_va
 from descant.models.error_text import first_line
 from descant.models.weight_files import WeightFiles
 
-__all__ = ["DTYPES", "load", "load_meta_model", "load_tokenizer", "silence_transformers"]
+__all__ = ["DTYPES", "check_device", "load", "load_meta_model", "load_tokenizer", "silence_transformers"]
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _MAX_CONFIG_BYTES: Final = 4 * 2**20
@@ -32,7 +32,7 @@ def load(name: str, dtype: str | None = None, device: str | None = None) -> tupl
 
     `dtype` is one of `DTYPES`; None is "auto", the dtype of the stored weights.
     """
-    torch_dtype, torch_device = _parse_dtype(dtype), _parse_device(device)
+    torch_dtype, torch_device = _parse_dtype(dtype), check_device(device)
     with silence_transformers():
         config = _load_config(name)
         with _translate_errors(name):
@@ -128,7 +128,8 @@ def _parse_dtype(name: str | None) -> Any:
     return "auto" if name in (None, "auto") else getattr(torch, str(name))
 
 
-def _parse_device(name: str | None) -> torch.device:
+def check_device(name: str | None) -> torch.device:
+    """The device of that name, or an InputError if this machine does not have it; None is the CPU."""
     try:
         device = torch.device(name or "cpu")
         torch.empty(0, device=device)

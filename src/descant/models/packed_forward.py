@@ -14,6 +14,7 @@ from descant.core.interfaces import KVCache, KVSpan, ModelTraits, RowCache
 from descant.core.prompt_chunk import PromptChunk
 from descant.core.records import Proposal
 from descant.core.rows import Rows
+from descant.errors import InputError
 from descant.kv_cache.attention_proxy import AttentionCall
 from descant.kv_cache.decode_attention import DecodeAttention
 from descant.kv_cache.dense import DenseStore
@@ -36,15 +37,20 @@ class PackedForwards:
 
     transformers declares which models it can pack for its own packed forwards
     (`_supports_attention_backend`). A model that does not call scaled_dot_product_attention with the mask it
-    gets shows that in its first packed forward.
+    gets shows that in its first packed forward. `model.packed_forwards = False` turns them off.
     """
 
-    def __init__(self, model: Any, traits: ModelTraits) -> None:
+    def __init__(self, model: Any, traits: ModelTraits, is_spread: bool = False) -> None:
         self._model, self._traits = model, traits
-        self.is_supported = _can_pack_model(model, traits)
-        self.compiled_layers = compiled_layers_of(model) if self.is_supported else None
+        self.off_reason = _unpackable_reason(model, traits, is_spread)  # None: they are on
+        self.compiled_layers = compiled_layers_of(model) if self.off_reason is None else None
         self.chunks: Sequence[PromptChunk] = ()
         self._windows = [window for window in traits.sliding_windows.values() if window is not None]
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether rows of the model are packed, where their cache takes packed writes."""
+        return self.off_reason is None
 
     def can_pack_cache(self, cache: RowCache) -> bool:
         """Whether a cache takes packed writes."""
@@ -88,16 +94,30 @@ class PackedForwards:
         return output
 
 
-def _can_pack_model(model: Any, traits: ModelTraits) -> bool:
-    """Whether rows of a model can be packed: positions are given, and rows meet in attention only."""
-    return (
-        traits.cache_type == "kv"
-        and traits.attn_implementation == "sdpa"
-        and traits.supports_custom_mask
-        and not (traits.prepares_own_inputs or traits.has_own_position_ids or traits.needs_own_cache)
-        and not (traits.is_encoder_decoder or traits.needs_batch_size_one)
-        and bool(getattr(model, "_supports_attention_backend", False))
-    )
+def _unpackable_reason(model: Any, traits: ModelTraits, is_spread: bool) -> str | None:
+    """Why rows of a model are not packed; None: positions are given, and rows meet in attention only."""
+    own = traits.prepares_own_inputs or traits.has_own_position_ids or traits.needs_own_cache
+    reasons = {
+        "`model.packed_forwards` is False": not _is_switched_on(model),
+        "the model does not use a KV cache": traits.cache_type != "kv",
+        f"its attention is {traits.attn_implementation}, not sdpa": traits.attn_implementation != "sdpa",
+        "the model does not take position ids and a 4D mask": own or not traits.supports_custom_mask,
+        "the model has an encoder": traits.is_encoder_decoder,
+        "the model takes one row at a time": traits.needs_batch_size_one,
+        "the model does not declare transformers' attention interface": not getattr(
+            model, "_supports_attention_backend", False
+        ),
+        "the model is spread over devices or processes": is_spread,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _is_switched_on(model: Any) -> bool:
+    """The switch of packed forwards, an attribute of the model."""
+    value = getattr(model, "packed_forwards", True)
+    if not isinstance(value, bool):
+        raise InputError("model.packed_forwards", "must be True or False", value)
+    return value
 
 
 def _pad_mask(mask: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from descant.errors import DescantError, InputError
 __all__ = [
     "MIN_PREPACKED_LINES",
     "PrepackedWeights",
-    "has_prepacked_weights",
+    "num_prepacked_layers",
     "prepack_weights",
     "traceable_products",
+    "unprepackable_reason",
     "use_prepacked_weights",
 ]
 
@@ -29,6 +30,7 @@ _MAX_LINES = 96
 _PACKED_FOR = 16  # lines; MKL's layout serves other numbers too, which is checked for each of them
 _MIN_NUMEL = 2**16  # of a weight: below it the product costs less than the call
 _TOLERANCE = 1e-4  # of the largest output
+_NEEDED_LAYERS = "linear layers of float32 weights on the CPU"
 
 
 # Products by the address of their weight, for the operator that stands for them in compiled graphs.
@@ -49,11 +51,6 @@ def _prepacked_linear_shape(vectors: Tensor, weight: Tensor, bias: Tensor | None
 
 _OPS.impl("prepacked_linear", _prepacked_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("descant::prepacked_linear", _prepacked_linear_shape, lib=_OPS)
-
-
-def has_prepacked_weights(module: nn.Module) -> bool:
-    """Whether a linear layer of a module has prepacked weights."""
-    return any(isinstance(layer.__dict__.get("forward"), PrepackedProduct) for layer in module.modules())
 
 
 @contextmanager
@@ -137,14 +134,13 @@ def prepack_weights(model: nn.Module) -> PrepackedWeights:
     place or replaced uses its plain weight from then on; a change through `.data` is not noticed, so restore
     before.
     """
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+    if not _has_packed_products():
         raise DescantError("`prepack_weights` needs a torch build with MKL and oneDNN: use the plain weights")
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if has_prepacked_weights(model):
+    if num_prepacked_layers(model):
         raise InputError("model", "must not be prepacked already", type(model).__name__, "restore it first")
-    layers = [layer for layer in layers if _can_prepack(layer)]
+    layers = [layer for layer in _linear_layers(model) if _can_prepack(layer)]
     if not layers:
-        must = "must have linear layers of float32 weights on the CPU"
+        must = f"must have {_NEEDED_LAYERS}"
         raise InputError("model", must, type(model).__name__)
     prepacked, is_exact = PrepackedWeights(), dict[tuple[int, int, int], bool]()
     try:
@@ -154,6 +150,34 @@ def prepack_weights(model: nn.Module) -> PrepackedWeights:
         prepacked.restore()
         raise
     return prepacked
+
+
+def num_prepacked_layers(model: nn.Module) -> int:
+    """The number of a model's linear layers whose weights are prepacked."""
+    forwards = [layer.__dict__.get("forward") for layer in _linear_layers(model)]
+    return sum(isinstance(forward, PrepackedProduct) for forward in forwards)
+
+
+def _has_packed_products() -> bool:
+    return bool(torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available())
+
+
+def unprepackable_reason(model: nn.Module) -> str | None:
+    """Why the weights of a model cannot be prepacked; None: they can, or are."""
+    if not _has_packed_products():
+        return "torch has no MKL or no oneDNN"
+    layers = _linear_layers(model)
+    if num_prepacked_layers(model) or any(_can_prepack(layer) for layer in layers):
+        return None
+    if any(layer.weight.is_meta for layer in layers):
+        return "the weights are not loaded"
+    if all(layer.weight.numel() < _MIN_NUMEL for layer in layers):
+        return "the weights are too small to gain from it"
+    return f"the model has no {_NEEDED_LAYERS}"
+
+
+def _linear_layers(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
 def _can_prepack(layer: nn.Linear) -> bool:

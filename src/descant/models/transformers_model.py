@@ -55,8 +55,7 @@ class TransformersModel:
         self._output_states = tuple(states)  # further outputs: "hidden_states", "attentions"
         self._batcher = ForwardBatcher(self.traits)
         is_spread = self._is_multi_device or self.rank_group is not None or self._barrier is not None
-        self._packed = PackedForwards(model, self.traits)
-        self._packed.is_supported &= not is_spread
+        self._packed = PackedForwards(model, self.traits, is_spread)
         self._request_inputs = RequestInputsMap()
         self._input_preparer = InputPreparer(model, self.traits, self._request_inputs)
         self._state_handler = (
@@ -123,6 +122,11 @@ class TransformersModel:
         for request in requests:
             self._prompt_embeds.pop(request, None)
 
+    @property
+    def unpacked_reason(self) -> str | None:
+        """Why its rows are not packed; None: they are, where their cache takes packed writes."""
+        return self._packed.off_reason
+
     def can_pack(self, cache: RowCache) -> bool:
         """Whether rows of different length in this cache share a forward without padding."""
         return self._packed.can_pack_cache(cache)
@@ -155,8 +159,8 @@ class TransformersModel:
         if batches[0].is_packed:
             try:
                 return self._run_packed(rows, proposal, cache, batches[0])
-            except PackingUnsupported:  # raised in its first layer, before anything counts
-                self._packed.is_supported = False
+            except PackingUnsupported as error:  # raised in its first layer, before anything counts
+                self._packed.off_reason = str(error)
                 batches = self._batcher.split(rows, proposal, request_keys, state_batches)
         run = self._run_custom_inputs if self.traits.prepares_own_inputs else self._run_batch
         if len(batches) == 1:

@@ -21,7 +21,7 @@ def test_version(descant):
 def test_help_and_no_arguments(descant):
     shown = descant("--help")
     assert shown.exit_code == 0
-    assert all(name in shown.stdout for name in ("generate", "chat", "explain", "tree", "show"))
+    assert all(name in shown.stdout for name in ("generate", "chat", "explain", "tree", "show", "doctor"))
     nothing = descant()
     assert (nothing.exit_code, nothing.stderr) == (2, "")
     assert nothing.stdout.split() == shown.stdout.split()

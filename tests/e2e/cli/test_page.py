@@ -16,7 +16,7 @@ BASH = [at for at, block in enumerate(BLOCKS) if block.language == "bash"]
 
 def test_every_command_is_on_the_page():
     commands = {line.split("descant ")[1].split()[0] for at in BASH for line in BLOCKS[at].text.splitlines()}
-    assert commands == {"generate", "chat", "explain", "tree", "show", "recipe", "watermark"}
+    assert commands == {"generate", "chat", "explain", "tree", "show", "recipe", "watermark", "doctor"}
 
 
 @pytest.mark.parametrize("at", BASH, ids=[f"line-{BLOCKS[at].line}" for at in BASH])

@@ -66,7 +66,7 @@ def test_commands_are_all_there_with_their_options() -> None:
     page = api_pages.commands()
     heads = re.findall(r"^## descant (.+)$", page, re.MULTILINE)
     grouped = {f"{group} {name}" for group, (_, some) in COMMAND_GROUPS.items() for name in some}
-    assert {*GENERATION_COMMANDS, *grouped, "tree", "show"} == set(heads)
+    assert {*GENERATION_COMMANDS, *grouped, "tree", "show", "doctor"} == set(heads)
     assert len(heads) == len(set(heads))
     assert page.count("every field of [GenerationConfig]") >= 1
 

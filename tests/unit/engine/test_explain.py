@@ -8,6 +8,7 @@ import pytest
 
 from descant import GenerationConfig
 from descant.engine.explain import explain_config, no_candidates_error
+from descant.testing import toy
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,31 @@ def test_wrappers_of_the_model_are_named():
     (line,) = (line for line in lines if line.startswith("model "))
     assert line.startswith("model       with ")
     assert not any(line.startswith("model ") for line in explain_config(GenerationConfig()).splitlines())
+
+
+def fast_path_lines(config: GenerationConfig, model: object) -> list[str]:
+    """The lines of the block `fast paths`."""
+    lines = explain_config(config, model).splitlines()
+    return lines[lines.index("fast paths") + 1 : lines.index("values")]
+
+
+def test_fast_paths_of_a_model_are_named_with_the_switch_of_those_that_are_off():
+    model = toy()
+    lines = fast_path_lines(GenerationConfig(), model)
+    assert lines[0].split()[:3] == ["packed", "forwards", "on"]
+    compiled = [line.split()[:3] for line in lines if "compiled" in line]
+    assert compiled == [["compiled", "layers", "off"], ["compiled", "step", "off"]]
+    assert all("(" in line for line in lines if " off " in line)
+    model.packed_forwards = False
+    first, *_ = fast_path_lines(GenerationConfig(), model)
+    assert first.endswith("off  `model.packed_forwards` is False (model.packed_forwards)")
+    assert "fast paths" not in explain_config(GenerationConfig())
+
+
+def test_fast_paths_are_those_of_the_cache_that_a_config_selects():
+    config = GenerationConfig(cache_implementation="static", compile_config={})
+    on = [line.split()[0] for line in fast_path_lines(config, toy()) if " on " in line]
+    assert on == ["compiled"]
 
 
 @pytest.mark.parametrize(

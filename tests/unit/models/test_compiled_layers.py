@@ -19,6 +19,7 @@ from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.packed_span import PackedSpan
 from descant.kv_cache.paged import PagedStore
 from descant.models.compiled_layers import compiled_layers_of
+from descant.models.fast_paths import fast_paths
 from descant.testing import check_batch, check_drafts, check_schedule, outcomes
 
 CONFIGS = [
@@ -56,6 +57,9 @@ def compiled(plain):
         assert layers.num_layers == model.config.num_hidden_layers
         assert layers.num_graphs == 1
         assert layers.compile_seconds > 0
+        path = next(one for one in fast_paths(model) if one.name == "compiled layers")
+        assert path.is_on
+        assert path.detail == f"{layers.num_layers} layers, graphs: 1"
         yield model
 
 

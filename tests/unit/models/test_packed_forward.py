@@ -69,7 +69,7 @@ def counted(function: Any, calls: list[int]) -> Any:
 def padded(model: Any) -> TransformersModel:
     """A model that never packs."""
     plain = TransformersModel(model)
-    plain._packed.is_supported = False
+    plain._packed.off_reason = "turned off"
     return plain
 
 

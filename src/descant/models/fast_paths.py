@@ -1,0 +1,130 @@
+"""The fast paths of a model: which are on, why the others are off, and what turns each on or off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from descant.core.interfaces import ModelTraits, RowCache
+from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.static import StaticStore
+from descant.models.compiled_layers import compiled_layers_of
+from descant.models.compiled_step import uncompilable_reason
+from descant.models.prepacked_weights import num_prepacked_layers, unprepackable_reason
+from descant.models.transformers_model import TransformersModel
+
+__all__ = ["FastPath", "fast_paths", "unshareable_reason"]
+
+_COMPILED: Final = 'cache_implementation="static" and compile_config'
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """A way to compute the same tokens in less time."""
+
+    name: str
+    is_on: bool
+    detail: str  # what it does for the model, or why it is off
+    switch: str  # what turns it on or off
+
+
+def fast_paths(model: Any, cache: RowCache | None = None) -> list[FastPath]:
+    """The fast paths of a model on a cache; None is the cache that a call takes by default.
+
+    A model without a network of its own has none.
+    """
+    adapter = _adapter(model)
+    return [] if adapter is None else [describe(adapter, cache) for describe in _FAST_PATHS]
+
+
+def unshareable_reason(traits: ModelTraits) -> str | None:
+    """Why rows of a model cannot share the blocks of a prefix; None: they can."""
+    if traits.cache_type != "kv":
+        return "the model does not use a KV cache"
+    if traits.is_encoder_decoder:
+        return "the model has an encoder"
+    if traits.attn_implementation != "sdpa":
+        return f"its attention is {traits.attn_implementation}, not sdpa"
+    return None
+
+
+def _adapter(model: Any) -> TransformersModel | None:
+    """The adapter of a transformers model, also of one behind wrappers."""
+    if isinstance(model, TransformersModel):
+        return model
+    network = model.network if hasattr(model, "traits") else model
+    return None if network is None else TransformersModel(network)
+
+
+def _packed_forwards(model: TransformersModel, cache: RowCache | None) -> FastPath:
+    reason = model.unpacked_reason
+    if reason is None and cache is not None and not model.can_pack(cache):
+        reason = f"{type(cache).__name__} takes no packed writes"
+    detail = reason or "rows of any lengths share a forward without padding"
+    return FastPath("packed forwards", reason is None, detail, "model.packed_forwards")
+
+
+def _grouped_heads(model: TransformersModel, cache: RowCache | None) -> FastPath:
+    config = model.model.config.get_text_config(decoder=True)
+    heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    packed = _packed_forwards(model, cache)
+    if not packed.is_on:
+        is_on, detail = False, "rows are not packed"
+    elif not isinstance(heads, int) or not isinstance(kv_heads, int) or kv_heads >= heads:
+        is_on, detail = False, "every query head has a key head of its own"
+    else:
+        is_on, detail = True, f"{heads} query heads read {kv_heads} key heads without copies"
+    return FastPath("grouped query heads", is_on, detail, packed.switch)
+
+
+def _prepacked_weights(model: TransformersModel, cache: RowCache | None) -> FastPath:
+    del cache
+    num_layers = num_prepacked_layers(model.model)
+    detail = f"{num_layers} linear layers, for steps of 4 to 96 rows"
+    if not num_layers:
+        detail = unprepackable_reason(model.model) or "packed copies take twice the memory of the weights"
+    return FastPath("prepacked weights", num_layers > 0, detail, "descant.prepack_weights(model)")
+
+
+def _compiled_layers(model: TransformersModel, cache: RowCache | None) -> FastPath:
+    packed = _packed_forwards(model, cache)
+    compiled = compiled_layers_of(model.model)
+    detail = "it is not asked for"
+    if not packed.is_on:
+        detail = "rows are not packed"
+    elif compiled is not None:
+        detail = f"{compiled.num_layers} layers, graphs: {compiled.num_graphs}"
+    is_on = packed.is_on and compiled is not None
+    return FastPath("compiled layers", is_on, detail, "descant.compile_layers(model)")
+
+
+def _compiled_step(model: TransformersModel, cache: RowCache | None) -> FastPath:
+    is_on = getattr(cache, "compile_config", None) is not None
+    detail = "one token per row on blocks of fixed size"
+    if not is_on:
+        default = (
+            "it is not asked for" if isinstance(cache, StaticStore) else "the cache is not of fixed size"
+        )
+        detail = uncompilable_reason(model.model, model.traits) or default
+    return FastPath("compiled step", is_on, detail, "disable_compile" if is_on else _COMPILED)
+
+
+def _shared_prefixes(model: TransformersModel, cache: RowCache | None) -> FastPath:
+    reason = unshareable_reason(model.traits)
+    if reason is None and cache is not None and not isinstance(cache, PagedStore):
+        reason = f"{type(cache).__name__} has no blocks"
+    detail = reason or "rows attend once to the long prefix that they share, in paged blocks"
+    other = "dynamic" if reason is None else "paged"
+    return FastPath("shared prefixes", reason is None, detail, f'cache_implementation="{other}"')
+
+
+# In the order of the report; one function per path.
+_FAST_PATHS: Final[tuple[Callable[[TransformersModel, RowCache | None], FastPath], ...]] = (
+    _packed_forwards,
+    _grouped_heads,
+    _prepacked_weights,
+    _compiled_layers,
+    _compiled_step,
+    _shared_prefixes,
+)
