@@ -318,7 +318,8 @@ class DenseStore:
     def _grow_block(self, block: Tensor | None, like: Tensor, slots: int, rows: int) -> Tensor:
         """A block of at least so many rows and slots, with the content of the old one."""
         if block is None:
-            return like.new_zeros(rows, like.shape[1], self._grown_length(slots), like.shape[3])
+            # Without spare slots: the activations of a prefill need memory that a decode step does not.
+            return like.new_zeros(rows, like.shape[1], slots, like.shape[3])
         if block.shape[2] < slots:
             wider, rows = self._grown_length(slots), max(rows, block.shape[0])
             grown = block.new_zeros(rows, block.shape[1], wider, block.shape[3])

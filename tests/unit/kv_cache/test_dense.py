@@ -83,6 +83,15 @@ def test_copies_of_a_cache_expect_the_same_length():
     assert num_slots(copy) == 40
 
 
+def test_a_prompt_has_no_spare_slots_until_a_token_follows():
+    cache = DenseStore(60)
+    cache.extend(1)
+    feed(cache, 30)
+    assert num_slots(cache) == 30
+    feed(cache, 1, start=30)
+    assert num_slots(cache) == 60
+
+
 class LiveBlocks(TorchDispatchMode):
     """The most bytes of blocks that were alive at once."""
 
