@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GROUNDED", "PROMPTS", "Prompt", "high_entropy_prompts"]
+__all__ = ["GROUNDED", "PROMPTS", "Prompt", "high_entropy_prompts", "repetitive_prompts"]
 
 
 @dataclass(frozen=True)
@@ -175,3 +175,15 @@ def high_entropy_prompts(kind: str, count: int) -> Iterator[Prompt]:
         digits = "".join(random.Random(at).choices("0123456789", k=250))
         text = digits if kind == "digits" else _OPENINGS[at % len(_OPENINGS)]
         yield Prompt(kind, text, chat=False)
+
+
+_NAMES = ("Anna", "Boris", "Carla", "David", "Emma", "Felix", "Greta", "Hugo")
+_PLACES = ("Paris", "Rome", "Berlin", "Madrid", "Vienna", "Oslo", "Athens", "Dublin")
+
+
+def repetitive_prompts(count: int) -> Iterator[Prompt]:
+    """Prompts of three equal lines and the beginning of a fourth, all of them different."""
+    for at in range(count):
+        name, place = _NAMES[at % 8], _PLACES[(at + at // 8) % 8]
+        line = f"{name} took the early train from {place} to the coast and came back after dark.\n"
+        yield Prompt("repetitive", line * 3 + name, chat=False)

@@ -13,11 +13,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.prompts import GROUNDED, PROMPTS, Prompt, high_entropy_prompts
+from bench.prompts import GROUNDED, PROMPTS, Prompt, high_entropy_prompts, repetitive_prompts
 
 __all__ = ["CASES", "Method", "Scenario", "batches", "build_scenarios", "load_model"]
 
-CASES = ("grounded", "unguessable", "pair", "exit", "foreign")
+CASES = ("grounded", "unguessable", "short", "pair", "exit", "foreign")
 _LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
 _SUFFIX = {"suffix_lookup_num_tokens": 10}
 
@@ -51,6 +51,7 @@ def build_scenarios(case: str, tokenizer: Any, options: argparse.Namespace) -> I
     methods: Callable[[], list[Method]] = {
         "grounded": _lookup_methods,
         "unguessable": lambda: [*_lookup_methods(), *_assistant_methods(options, plain=False)],
+        "short": lambda: [*_lookup_methods(), *_assistant_methods(options, plain=False)],
         "pair": lambda: _assistant_methods(options),
         "exit": lambda: _early_exit_methods(options),
         "foreign": lambda: _cross_tokenizer_methods(tokenizer, options),
@@ -68,6 +69,9 @@ def build_scenarios(case: str, tokenizer: Any, options: argparse.Namespace) -> I
                 yield Scenario(kind, size, prompts, supported, common, seed=11)
             continue
         common = {"max_new_tokens": options.new, "do_sample": False}
+        if case == "short":
+            yield from _short_scenarios(tokenizer, size, supported, (common, {**common, **sampling}))
+            continue
         mixed = [one for one in PROMPTS if one.kind in kinds]
         # As many different prompts as the batch has rows.
         groups = {"mixed": list(islice(cycle(mixed), size))}
@@ -76,6 +80,18 @@ def build_scenarios(case: str, tokenizer: Any, options: argparse.Namespace) -> I
         for kind, prompts_of_kind in groups.items():
             label = kind if case == "grounded" else f"{case} {kind}"
             yield Scenario(label, size, batches(tokenizer, prompts_of_kind, size), supported, common)
+
+
+def _short_scenarios(
+    tokenizer: Any, size: int, methods: Sequence[Method], fields: tuple[Mapping[str, Any], Mapping[str, Any]]
+) -> Iterator[Scenario]:
+    """One batch of short prompts each, so that decoding is the cost; fields: greedy, sampled."""
+    greedy, sampled = fields
+    repeated = batches(tokenizer, repetitive_prompts(size), size)
+    free = batches(tokenizer, high_entropy_prompts("free", size), size)
+    yield Scenario("repetitive", size, repeated, methods, greedy)
+    yield Scenario("free, greedy", size, free, methods, greedy)
+    yield Scenario("free, sampled", size, free, methods, sampled, seed=11)
 
 
 def batches(tokenizer: Any, source: Iterable[Prompt], size: int) -> list[Mapping[str, Tensor]]:

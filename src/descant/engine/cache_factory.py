@@ -210,7 +210,18 @@ def _make_state(request: CacheRequest) -> RowCache:
 
 
 def _make_offloaded(request: CacheRequest) -> RowCache:
-    return OffloadedStore(request.settings(offload_device="cpu")["offload_device"])
+    device = request.settings(offload_device="cpu")["offload_device"]
+    return OffloadedStore(device, _num_fed(request))
+
+
+def _make_dense(request: CacheRequest) -> RowCache:
+    request.settings()
+    return DenseStore(_num_fed(request))
+
+
+def _num_fed(request: CacheRequest) -> int:
+    """The most positions of a row that need a slot: its last token is never fed."""
+    return max(request.max_slots - 1, 1)
 
 
 def _make_snapkv(request: CacheRequest) -> RowCache:
@@ -232,7 +243,7 @@ def _maker_of(kind: type[RowCache]) -> Callable[[CacheRequest], RowCache]:
 # One line per cache: how it is built, what it is for, whether it evicts, what it needs of a model.
 # fmt: off
 CACHES: Final[Mapping[str, CacheSpec]] = {
-    "dynamic": CacheSpec(_maker_of(DenseStore), "the default, exact"),
+    "dynamic": CacheSpec(_make_dense, "the default, exact"),
     "paged": CacheSpec(_maker_of(PagedStore), "beams, many sequences, shared prompts"),
     "static": CacheSpec(_make_static, "compiled decoding"),
     "offloaded": CacheSpec(_make_offloaded, "long sequences on a small accelerator"),
@@ -319,7 +330,7 @@ def default_cache(request: CacheRequest, shared: int) -> RowCache:
     if traits.cache_type == "recurrent":
         return RecurrentStateCache(traits.cache_argument)
     can_share = unshareable_reason(traits) is None
-    return PagedStore() if can_share and shared >= _MIN_SHARED_PROMPT else DenseStore()
+    return PagedStore() if can_share and shared >= _MIN_SHARED_PROMPT else DenseStore(_num_fed(request))
 
 
 def choose_cache(model: Model, configs: Sequence[GenerationConfig], num_slots: int, shared: int) -> RowCache:

@@ -268,7 +268,7 @@ def _simulate_quantized(
     chunks = prompts * _chunk_bytes(quantizer, layer.shape, workload.prompt_length)
     if full:
         chunks += workload.num_rows * full * _chunk_bytes(quantizer, layer.shape, every)
-    residual = DenseStore()
+    residual = DenseStore(config.residual_length)
     residual.extend(workload.num_rows * workload.num_candidates)
     for stop in range(1, (every if full else rest) + 1):
         part = torch.zeros(len(residual), 1, 1, 1, dtype=torch.uint8)

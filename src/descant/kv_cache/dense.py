@@ -18,8 +18,11 @@ from descant.kv_cache.written_slots import WrittenSlots
 
 __all__ = ["DenseStore"]
 
-# Blocks grow by at least this many slots, so that long texts rarely reallocate.
-_GROWTH_STEP = 64
+# Blocks grow by an eighth, and at least by so many slots: attention reads the whole block in every step, so
+# an occasional copy is cheap.
+_MIN_GROWTH = 16
+# Where so few slots are missing to the expected length, blocks grow to it at once.
+_LAST_GROWTH = 64
 
 
 class DenseStore:
@@ -28,7 +31,7 @@ class DenseStore:
     Cutting a row only changes its length: stale slots are masked until they are written again. Moving a
     row copies it. Rows with a common ancestor already hold the same prefix, so only the slots after it are
     copied: beam search never copies the prompt. Every operation allocates before it writes, so that one that
-    runs out of memory changes nothing.
+    runs out of memory changes nothing. Blocks do not grow beyond `expected_length` slots unless a row does.
     """
 
     max_rewind: int | None = None
@@ -39,7 +42,8 @@ class DenseStore:
         """No limit."""
         return None
 
-    def __init__(self) -> None:
+    def __init__(self, expected_length: int | None = None) -> None:
+        self._expected_length = expected_length
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._num_rows = 0
@@ -273,7 +277,7 @@ class DenseStore:
 
     def _make_empty(self) -> Self:
         """An empty store with the same settings."""
-        return type(self)()
+        return type(self)(self._expected_length)
 
     def _prepare_block(self, block: Tensor) -> Tensor:
         """A block in the layout and on the device of this store."""
@@ -320,14 +324,21 @@ class DenseStore:
     def _grow_block(self, block: Tensor | None, like: Tensor, slots: int, rows: int) -> Tensor:
         """A block of at least so many rows and slots, with the content of the old one."""
         if block is None:
-            return like.new_zeros(rows, like.shape[1], slots + _GROWTH_STEP, like.shape[3])
+            # Without spare slots: the activations of a prefill need memory that a decode step does not.
+            return like.new_zeros(rows, like.shape[1], slots, like.shape[3])
         if block.shape[2] < slots:
-            # By an eighth: attention reads the whole block every step, so an occasional copy is cheap.
-            wider = max(slots + _GROWTH_STEP, block.shape[2] + block.shape[2] // 8)
-            grown = block.new_zeros(max(rows, block.shape[0]), block.shape[1], wider, block.shape[3])
+            wider, rows = self._grown_length(slots), max(rows, block.shape[0])
+            grown = block.new_zeros(rows, block.shape[1], wider, block.shape[3])
             grown[: block.shape[0], :, : block.shape[2]] = block
             block = grown
         return _grow_rows(block, rows)
+
+    def _grown_length(self, slots: int) -> int:
+        """How many slots a block gets that must have at least `slots`."""
+        grown, expected = slots + max(slots // 8, _MIN_GROWTH), self._expected_length
+        if expected is None or slots > expected:
+            return grown
+        return expected if expected <= slots + _LAST_GROWTH else min(grown, expected)
 
 
 def _grow_rows(block: Tensor, rows: int) -> Tensor:

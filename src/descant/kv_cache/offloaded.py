@@ -35,8 +35,8 @@ class OffloadedStore(DenseStore):
     rows on the offload device.
     """
 
-    def __init__(self, device: Device = "cpu") -> None:
-        super().__init__()
+    def __init__(self, device: Device = "cpu", expected_length: int | None = None) -> None:
+        super().__init__(expected_length)
         self._init_offload(device)
 
     def _init_offload(self, device: Device) -> None:
@@ -174,7 +174,7 @@ class OffloadedStore(DenseStore):
 
     # -------------------------------------------------------------------- blocks
     def _make_empty(self) -> Self:
-        return type(self)(self._offload_device)
+        return type(self)(self._offload_device, self._expected_length)
 
     def _prepare_block(self, block: Tensor) -> Tensor:
         return super()._prepare_block(block.to(self._offload_device))

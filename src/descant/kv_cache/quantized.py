@@ -72,7 +72,7 @@ class QuantizedStore:
         self._codecs: tuple[GroupCodec, GroupCodec] = (quantizer.key_codec, quantizer.value_codec)
         self._lengths = torch.zeros(0, dtype=torch.long)
         self._chunk_refs: list[tuple[ChunkRef, ...]] = []
-        self._residual = ResidualStore()
+        self._residual = ResidualStore(residual_length)
         self._layer_templates: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # by layer [H, 0, D], for shape and dtype

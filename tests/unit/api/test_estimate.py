@@ -237,7 +237,7 @@ def test_what_is_proposed_runs(llama: Any, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("tight")
 def test_rows_that_run_count_with_what_they_will_write(llama: Any) -> None:
     session = descant.Session(llama)
-    config = descant.GenerationConfig(max_new_tokens=100, eos_token_id=None)
+    config = descant.GenerationConfig(max_new_tokens=140, eos_token_id=None)
     session.admit(descant.Request(list(range(3, 33)), config))
     session.step()
     more = descant.Request(list(range(3, 33)), config)

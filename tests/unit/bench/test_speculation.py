@@ -12,7 +12,7 @@ import transformers
 from bench import scenarios, speculation
 from bench.forward import Forwards
 from bench.models import SUBJECTS
-from bench.prompts import GROUNDED, PROMPTS, Prompt, high_entropy_prompts
+from bench.prompts import GROUNDED, PROMPTS, Prompt, high_entropy_prompts, repetitive_prompts
 from bench.scenarios import Method, Scenario, batches
 from bench.speculation import Bench, DecodeStats, Result
 
@@ -62,6 +62,24 @@ def printed_rows(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict
     names = [head[a:b].strip() for a, b in ends]
     assert names == [name for name, _ in speculation._COLUMNS]
     return [dict(zip(names, (line[a:b].strip() for a, b in ends), strict=True)) for line in body]
+
+
+def test_short_prompts_are_decoded_in_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = printed_rows(capsys, "--only", "short", "--batch", "3", "--way", "lookup, adaptive")
+    cases = ("repetitive", "free, greedy", "free, sampled")
+    assert [row["case"] for row in rows] == [case for case in cases for _ in range(2)]
+    assert [row["method"] for row in rows] == ["none", "lookup, adaptive"] * 3
+    assert {(row["batch"], row["tokens"]) for row in rows} == {("3", "same")}
+
+
+def test_repetitive_prompts_differ_and_repeat_their_line() -> None:
+    texts = [one.text for one in repetitive_prompts(16)]
+    assert len(set(texts)) == 16
+    for text in texts:
+        *lines, last = text.split("\n")
+        assert len(lines) == 3
+        assert len(set(lines)) == 1
+        assert lines[0].startswith(last + " ")
 
 
 def test_grounded_text_alone_and_in_batches(capsys: pytest.CaptureFixture[str]) -> None:

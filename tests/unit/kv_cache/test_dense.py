@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from descant import GenerationConfig, Request, Session
 from descant.core.interfaces import KVSpan
@@ -43,6 +46,92 @@ def test_a_long_text_outgrows_the_first_block():
         parts.append(block)
         cache.commit(None, torch.tensor([start + 10]))
         assert torch.equal(keys, torch.cat(parts, 2))
+
+
+def num_slots(cache):
+    """The slots of a cache with one row and one layer."""
+    return cache.nbytes // (2 * HEADS * SIZE * torch.float32.itemsize)
+
+
+def test_a_block_is_at_most_an_eighth_or_sixteen_slots_too_long():
+    cache = DenseStore()
+    cache.extend(1)
+    for start in range(0, 1500, 5):
+        feed(cache, 5, start=start)
+        assert start + 5 <= num_slots(cache) <= start + 5 + max((start + 5) // 8, 16)
+
+
+@pytest.mark.parametrize("expected", [40, 64, 95, 300, 1000])
+def test_a_block_ends_at_the_expected_length_unless_a_row_does_not(expected):
+    cache = DenseStore(expected)
+    cache.extend(1)
+    for start in range(expected):
+        feed(cache, 1, start=start)
+        assert start < num_slots(cache) <= min(expected, max(start + 65, (start + 1) * 9 // 8))
+    assert num_slots(cache) == expected
+    feed(cache, 1, start=expected)
+    assert expected < num_slots(cache) <= expected + 1 + max(expected // 8, 16)
+
+
+def test_copies_of_a_cache_expect_the_same_length():
+    cache = DenseStore(40)
+    cache.extend(1)
+    feed(cache, 30)
+    cache.commit(None, torch.tensor([30]))
+    copy = cache.select(torch.tensor([0]))
+    feed(copy, 1, start=30)
+    assert num_slots(copy) == 40
+
+
+def test_a_prompt_has_no_spare_slots_until_a_token_follows():
+    cache = DenseStore(60)
+    cache.extend(1)
+    feed(cache, 30)
+    assert num_slots(cache) == 30
+    feed(cache, 1, start=30)
+    assert num_slots(cache) == 60
+
+
+class LiveBlocks(TorchDispatchMode):
+    """The most bytes of blocks that were alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.peak = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.new_zeros.default:
+            self.blocks.append(weakref.ref(made))
+            self.peak = max(self.peak, sum(block().nbytes for block in self.blocks if block() is not None))
+        return made
+
+
+def test_a_cache_grows_layer_by_layer():
+    layers, cache = 8, DenseStore(128)
+    cache.extend(4)
+    with LiveBlocks() as live:
+        for start in range(0, 128, 16):
+            part = torch.zeros(4, HEADS, 16, SIZE)
+            span = KVSpan(None, start, 16, start + 16)
+            for layer in range(layers):
+                cache.update(layer, part, part, span)
+    whole = layers * 2 * 4 * HEADS * 128 * SIZE * 4
+    assert cache.nbytes == whole
+    assert whole < live.peak <= whole + whole // layers
+
+
+@pytest.mark.parametrize(("length", "new"), [(32, 32), (20, 300)])
+def test_requests_take_no_more_than_their_rows_can_need(tiny, length, new):
+    one, largest = tiny("llama"), 0
+    session, config = Session(one.model), GenerationConfig(max_new_tokens=new, min_new_tokens=new)
+    session.admit(*(Request(prompt, config) for prompt in prompts(one.arch, [length] * 3, 5)))
+    while len(session):
+        session.step()
+        largest = max(largest, session.report().cache_bytes)
+    shape = one.model.config
+    slot = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4
+    assert largest == 3 * (length + new - 1) * slot
 
 
 def test_a_fork_copies_the_new_row_and_not_the_old_one():

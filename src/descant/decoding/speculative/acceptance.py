@@ -63,18 +63,19 @@ class AcceptanceStats:
         width = int(num_drafted.max(initial=0))
         padded = self._pad_to(width)
         position = np.arange(padded.num_drafted.shape[1])
-        accept_weight, reject_weight = padded.accept_weight, padded.reject_weight
-        has_drafts = num_drafted > 0
-        # Rows without drafts keep their weights.
-        decay = np.where(has_drafts, _DECAY, 1.0)
+        # Drafts after a rejected one were not tried. Each trial decays those before it: if a step did that, a
+        # long accepted draft would outweigh many rejected ones, and rows would draft long after it paid.
+        rejected = (num_accepted < num_drafted).astype(np.int64)
+        decay = _DECAY ** (num_accepted + rejected)
+        accept_gain = _DECAY**rejected * (1 - _DECAY**num_accepted) / (1 - _DECAY)
         return replace(
             padded,
             draft_row=draft_row,
             forwards=padded.forwards + 1,
             num_drafted=padded.num_drafted + (position < num_drafted[:, None]),
             num_accepted=padded.num_accepted + (position < num_accepted[:, None]),
-            accept_weight=accept_weight * decay + num_accepted,
-            reject_weight=reject_weight * decay + (has_drafts & (num_accepted < num_drafted)),
+            accept_weight=padded.accept_weight * decay + accept_gain,
+            reject_weight=padded.reject_weight * decay + rejected,
         )
 
     def after_untried(self, matches: Array, untried: Array) -> AcceptanceStats:
@@ -138,6 +139,7 @@ class DraftLengthController:
     DRAFT_MODEL_COST: Final = 0.15  # cost of one draft-model step in target forwards
     MIN_SPEEDUP: Final = 1.1  # required advantage over no drafts, as the estimate is noisy
     MAX_PROBE_INTERVAL: Final = 64  # maximum steps without drafts before the draft model is probed
+    MANY_ROWS: Final = 8  # from so many rows on, probes become rare sooner
     REMEASURE_INTERVAL: Final = 48  # steps after which a step without drafts is timed again
 
     def __init__(self) -> None:
@@ -181,9 +183,9 @@ class DraftLengthController:
         throughput = expected_tokens / cost
         best = int(throughput.argmax())
         best = best if throughput[best] > self.MIN_SPEEDUP * throughput[0] else 0
-        return best if is_model_free else self._probe_if_idle(best)
+        return best if is_model_free else self._probe_if_idle(best, rows)
 
-    def _probe_if_idle(self, best: int) -> int:
+    def _probe_if_idle(self, best: int, rows: int) -> int:
         """The same length, or occasionally 1 in place of 0, to notice when the acceptance rate rises."""
         if best:
             self._steps_since_draft, self._probe_interval = 0, 1
@@ -191,10 +193,10 @@ class DraftLengthController:
         self._steps_since_draft += 1
         if self._steps_since_draft < self._probe_interval:
             return 0
-        self._steps_since_draft, self._probe_interval = (
-            0,
-            min(2 * self._probe_interval, self.MAX_PROBE_INTERVAL),
-        )
+        # A probe of many rows costs more and tells more, so it is repeated less often.
+        growth = 4 if rows >= self.MANY_ROWS else 2
+        self._steps_since_draft = 0
+        self._probe_interval = min(growth * self._probe_interval, self.MAX_PROBE_INTERVAL)
         return 1
 
     def _baseline_seconds(self, rows: int) -> float | None:

@@ -105,6 +105,44 @@ def test_as_many_are_tried_as_pay(rate, expected):
     )
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(1, [0, 2, 6, 14, 30, 62]), (16, [0, 4, 20])])
+def test_many_rows_probe_a_draft_model_less_often(rows, expected):
+    pace = timed(DraftLengthController(), {rows: 1.0, 2 * rows: 1.5})
+    pace.record_draft(1, 0.5)
+    rates, most = np.full(rows, 0.01), np.full(rows, 4)
+    lengths = [pace.choose_length(rates, most, is_model_free=False, use_timings=True) for _ in range(64)]
+    assert np.flatnonzero(lengths).tolist() == expected
+
+
+# The times of SmolLM2-135M on one core, relative to a step of sixteen rows.
+SIXTEEN_ROWS = {16: 1.0, 32: 1.27, 48: 1.5, 64: 1.8, 80: 2.09, 176: 3.75}
+
+
+@pytest.mark.parametrize(("rate", "pays"), [(0.96, True), (0.6, True), (0.3, False), (0.05, False)])
+def test_sixteen_rows_draft_only_where_more_than_a_third_is_accepted(rate, pays):
+    pace, most = timed(DraftLengthController(), SIXTEEN_ROWS), np.full(16, 10)
+    length = pace.choose_length(np.full(16, rate), most, is_model_free=True, use_timings=True)
+    assert (length > 0) == pays
+
+
+def test_sixteen_rows_stop_drafting_and_begin_again():
+    pace, tally, most = timed(DraftLengthController(), SIXTEEN_ROWS), many(16), np.full(16, 10)
+
+    def step(is_right):
+        nonlocal tally
+        length = pace.choose_length(tally.acceptance_rate, most, is_model_free=True, use_timings=True)
+        pace.record_forward(16 * (length + 1), 1 + 0.0172 * 16 * length, length)
+        tally = tally.after_step(np.arange(16), np.full(16, length), np.full(16, length * is_right))
+        tally = tally.after_untried(np.full(16, is_right), np.full(16, length == 0))
+        return length
+
+    assert sum(step(False) > 0 for _ in range(40)) <= 4
+    lengths = [step(True) for _ in range(20)]
+    assert max(lengths[:12]) > 0
+    assert lengths[-1] > 2
+    assert [step(False) for _ in range(20)][-5:] == [0] * 5
+
+
 def test_a_wider_step_that_takes_less_is_preferred():
     times = {4: 1.0, 8: 1.6, 12: 1.9, 16: 1.3}
     pace = timed(DraftLengthController(), times)

@@ -1,0 +1,61 @@
+"""`python -m bench.memory`: the peak of each side, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from bench import memory
+from bench.implementations import OURS, THEIRS
+from bench.models import SUBJECTS
+
+
+def test_a_line_has_both_peaks_and_their_ratio(monkeypatch, capsys):
+    peaks = {OURS: iter((90e6, 110e6, 100e6)), THEIRS: iter((80e6, 85e6, 75e6))}
+    monkeypatch.setattr(memory, "_run_process", lambda model, case, side: next(peaks[side]))
+    assert memory.main(["--case", "equal-16-64", "--repeats", "3"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.split() == ["thin", "equal-16-64", "100.0", "80.0", "1.25"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are counted by Linux")
+@pytest.mark.parametrize("side", [OURS, THEIRS])
+def test_a_peak_is_that_of_the_whole_run(side):
+    case = memory.MemoryCase("grown", (8,) * 64, 264, {})
+    model = SUBJECTS["tiny"].model()
+    held = 64 * 263 * 2 * 2 * 2 * 16 * 4  # rows, slots, keys and values, layers, heads, size, bytes
+    peak = memory.measure(model, case, side)
+    assert 0.5 * held < peak < 4 * held
+
+
+def test_each_side_is_a_new_process(monkeypatch):
+    commands = []
+
+    class Done:
+        stdout = "a warning\n" + json.dumps(5) + "\n"
+
+    def run(command, **options):
+        commands.append(command)
+        return Done
+
+    monkeypatch.setattr(memory.subprocess, "run", run)
+    assert memory._run_process("thin", "equal-16-64", OURS) == 5
+    assert commands == [
+        [sys.executable, "-m", "bench.memory", "--model", "thin", "--case", "equal-16-64", "--worker", OURS]
+    ]
+    Done.stdout = "null\n"
+    with pytest.raises(RuntimeError, match="peaks need Linux"):
+        memory._run_process("thin", "equal-16-64", THEIRS)
+
+
+def test_the_thin_model_has_the_keys_and_values_of_smollm2_in_fewer_layers():
+    config = memory.thin_model().config
+    assert (config.num_key_value_heads, config.num_attention_heads, config.head_dim) == (3, 9, 64)
+
+
+def test_cases_end_at_the_length_in_their_name():
+    for name, case in memory.MEMORY_CASES.items():
+        assert name.endswith(f"-{len(case.lengths)}-{case.total}")
+        assert max(case.lengths) + case.new == case.total
