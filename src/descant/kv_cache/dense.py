@@ -275,15 +275,18 @@ class DenseStore:
 
     def _prepare_moves(self, parents: Tensor, lengths: Tensor) -> Callable[[], None] | None:
         """The copies of the rows whose index changes; None: there are none."""
-        moves = np.flatnonzero(parents.numpy() != np.arange(len(parents)))
+        given = parents.numpy()
+        moves = (given != np.arange(len(given))).nonzero()[0]
         if not len(moves):
             return None
-        source = parents.numpy()[moves]
+        source = given[moves]
         stop = int(lengths.numpy()[moves].max())
         starts = self._prefix_groups.shared_length(moves, source)
         related = starts > 0
+        # At most two copies, each of one slice of slots.
+        groups = (slice(None),) if related.all() else (related, ~related)
         copies = []
-        for group in (related, ~related):  # at most two copies, each of one slice of slots
+        for group in groups:
             start = int(starts[group].min(initial=stop))
             if start < stop:
                 targets, sources = torch.from_numpy(moves[group]), torch.from_numpy(source[group])
