@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ __all__ = ["Context", "ParamValues", "PromptInfo", "RowParams", "columns_from_ro
 
 ObjectArray = np.ndarray[Any, np.dtype[Any]]  # [R] of Python objects, None where a row has none
 ParamValues = Mapping[str, "Tensor | ObjectArray"]
+_KNOWN_TYPES = {int: int, bool: int, float: float, list: list}
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,45 @@ class RowParams:
 
     def take(self, parents: Tensor) -> Self:
         """The parameters of the new rows."""
-        index = parents.numpy()
-        # Numpy: torch takes twice as long to index a short column.
-        return type(self)(
-            {
-                name: torch.from_numpy(value.numpy()[index]) if isinstance(value, Tensor) else value[index]
-                for name, value in self.values.items()
-            }
-        )
+        index, values = parents.numpy(), self.values
+        if isinstance(values, _TakenValues):
+            values, index = values.source, values.index[index]
+        return type(self)(_TakenValues(values, index))
 
     def cat(self, other: Self) -> Self:
         """These rows' parameters, followed by another table's."""
-        first, second = self.values, other.values
+        first, second = dict(self.values), dict(other.values)
         if first.keys() != second.keys():
             first = {**first, **_missing_values(second, first, len(self))}
             second = {**second, **_missing_values(first, second, len(other))}
         return type(self)({name: _concat_values(value, second[name]) for name, value in first.items()})
+
+
+class _TakenValues(Mapping[str, "Tensor | ObjectArray"]):
+    """Parameters of some rows of a table, each column taken on first use: a step reads few of them."""
+
+    def __init__(self, source: ParamValues, index: ObjectArray) -> None:
+        self.source, self.index = source, index
+        self._taken: dict[str, Tensor | ObjectArray] = {}
+
+    def __getitem__(self, name: str) -> Tensor | ObjectArray:
+        taken = self._taken.get(name)
+        if taken is None:
+            value = self.source[name]
+            # Numpy: torch takes twice as long to index a short column.
+            is_tensor = isinstance(value, Tensor)
+            taken = torch.from_numpy(value.numpy()[self.index]) if is_tensor else value[self.index]
+            self._taken[name] = taken
+        return taken
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
 
 
 def row_params(rows: Rows) -> RowParams:
@@ -81,16 +105,21 @@ def row_params(rows: Rows) -> RowParams:
 
 def columns_from_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | ObjectArray]:
     """The parameters of rows as columns: numbers [R], lists [R, W] or [R, K, W] padded with -1."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    given = {name: [row.get(name) for row in rows] for name in names}
-    kinds = {name: _value_type(values) for name, values in given.items()}
-    columns: dict[str, Tensor | ObjectArray] = {}
+    names = rows[0] if len(rows) == 1 else dict.fromkeys(name for row in rows for name in row)
+    columns: dict[str, Tensor | ObjectArray | None] = dict.fromkeys(names)  # in the order of the names
+    numbers: dict[type, dict[str, list[Any]]] = {int: {}, float: {}}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        of_kind = numbers.get(_value_type(values))
+        if of_kind is None:
+            columns[name] = _make_column(values)
+        else:
+            of_kind[name] = [-1 if value is None else value for value in values] if None in values else values
     # One tensor for all numbers of a type, of which each column is a line: calls into torch dominate here.
     for kind, dtype in ((int, torch.long), (float, torch.float64)):
-        of_kind = [name for name in names if kinds[name] is kind]
-        lines = [[-1 if value is None else value for value in given[name]] for name in of_kind]
-        columns |= dict(zip(of_kind, torch.tensor(lines, dtype=dtype), strict=True))
-    return {name: columns[name] if name in columns else _make_column(given[name]) for name in names}
+        lines = torch.tensor(list(numbers[kind].values()), dtype=dtype)
+        columns.update(zip(numbers[kind], lines.unbind(0), strict=True))
+    return cast("dict[str, Tensor | ObjectArray]", columns)
 
 
 class _LazySelect(Mapping[str, Any]):
@@ -379,6 +408,9 @@ def _missing_values(source: ParamValues, target: ParamValues, count: int) -> dic
 
 def _value_type(values: Sequence[Any]) -> type:
     """The type of a parameter: int (also for bools), float, list or object."""
+    first = values[0]
+    if type(first) in _KNOWN_TYPES:  # nearly always
+        return _KNOWN_TYPES[type(first)]
     first = next(value for value in values if value is not None)
     return next((kind for kind in (float, int, list) if isinstance(first, kind)), object)
 
@@ -387,6 +419,8 @@ def _make_column(values: Sequence[Any]) -> Tensor | ObjectArray:
     """The column of a parameter that is no number; None where a row does not use it."""
     first = next(value for value in values if value is not None)
     if isinstance(first, list):
+        if len(values) == 1 and all(type(part) is int for part in first):
+            return torch.tensor([first or [-1]], dtype=torch.long)
         if all(value is first or value == first for value in values):  # most often one config for all
             block = _stack_blocks([_to_block(first)])
             return block.repeat(len(values), *[1] * (block.ndim - 1))
