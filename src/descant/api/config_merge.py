@@ -47,7 +47,7 @@ def _merge_plain(call: _Entries, model: _Entries, has_model: bool) -> Generation
 
 def _plain_entries(values: Mapping[str, Any]) -> _Entries | None:
     """The values as plain data; None: they hold something else, which may change."""
-    entries = []
+    entries: list[tuple[str, Any, Any]] = []
     for name, value in values.items():
         kind = type(value)
         if value is None or kind in _PLAIN_TYPES:

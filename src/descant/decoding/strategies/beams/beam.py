@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import Array, Drafter, NoiseSource, RankGroup, StopCondition, StrategyTraits
-from descant.core.records import DraftContext, ForwardOutput, Hypothesis, Proposal, RecordedLines, Selection
+from descant.core.records import DraftContext, ForwardOutput, Hypothesis, Proposal, Selection
 from descant.core.rows import Rows, index_rows
 from descant.decoding.strategies.beams.candidates import (
     LIMIT_REASONS,
@@ -19,6 +19,9 @@ from descant.decoding.strategies.beams.candidates import (
     BeamGroup,
     BeamSettings,
     TableLayout,
+    append_beam_indices,
+    concat_recorded_lines,
+    recorded_lines,
 )
 from descant.decoding.strategies.beams.finished_pool import FinishedHypotheses, top_unfinished
 
@@ -135,7 +138,7 @@ class BeamSearch:
                 torch.from_numpy(group_rows), {"earlier_group_tokens": row_earlier_tokens}
             )
             recorded.append(
-                _recorded_lines(
+                recorded_lines(
                     rows, group_rows, fresh, group_index * settings.group_size, settings.group_size, scores
                 )
             )
@@ -148,7 +151,7 @@ class BeamSearch:
                 earlier_tokens[np.searchsorted(requests, group.requests), first : first + tokens.shape[1]] = (
                     tokens
                 )
-        return self._merge_groups(rows, parts)._replace(recorded_lines=_concat_recorded_lines(recorded))
+        return self._merge_groups(rows, parts)._replace(recorded_lines=concat_recorded_lines(recorded))
 
     def _merge_groups(self, rows: Rows, parts: Sequence[Selection]) -> Selection:
         """The groups' selections as one: a request finishes with its last group."""
@@ -184,7 +187,9 @@ class BeamSearch:
         return [
             BeamGroup(
                 0,
-                torch.from_numpy((order if one.place is None else order[one.place]).reshape(-1, one.count)),
+                torch.from_numpy(
+                    (order if one.place is None else order[one.place]).reshape(-1, one.num_rows)
+                ),
                 one.requests,
                 rows,
                 self._finished_pools,
@@ -227,7 +232,7 @@ class BeamSearch:
             slot=torch.from_numpy(slot),
             columns={
                 "score": torch.from_numpy(best_sums.ravel()),
-                "beam_indices": _append_beam_indices(rows, parents, parent_slots),
+                "beam_indices": append_beam_indices(rows, parents, parent_slots),
             },
             host_tokens=tokens,
         )
@@ -286,7 +291,7 @@ class BeamSearch:
             slot=torch.from_numpy(slot + group.group_index * self._settings.group_size),
             columns={
                 "score": torch.from_numpy(best_sums[is_kept].astype(np.float32)),
-                "beam_indices": _append_beam_indices(rows, parents, parent_slots),
+                "beam_indices": append_beam_indices(rows, parents, parent_slots),
             },
             finished=group.requests[possible & ~continues].tolist(),
             failed=group.requests[~possible].tolist(),
@@ -421,43 +426,6 @@ def _parent_tokens(
     """The tokens of the candidates' parent rows [N, C] (host)."""
     parents = torch.tensor([int(candidates.parent_rows[index, rank]) for index, rank, _ in accepted])
     return index_rows(rows.tokens, parents).cpu()
-
-
-def _recorded_lines(
-    rows: Rows, group_rows: Array, is_unexpanded: Array, first_slot: int, group_size: int, scores: Tensor
-) -> RecordedLines:
-    """A group's recorded lines: at the first token one row counts for all of the group's slots."""
-    copies = np.where(is_unexpanded[group_rows], group_size, 1)
-    row_position = np.arange(len(group_rows)).repeat(copies)
-    offset = np.arange(len(row_position)) - (np.cumsum(copies) - copies)[row_position]
-    slot = np.where(
-        is_unexpanded[group_rows][row_position],
-        first_slot + offset,
-        rows.slot.numpy()[group_rows][row_position],
-    )
-    index = torch.from_numpy(row_position)
-    return RecordedLines(
-        torch.from_numpy(group_rows)[index], torch.from_numpy(slot), index_rows(scores, index)
-    )
-
-
-def _concat_recorded_lines(parts: Sequence[RecordedLines]) -> RecordedLines:
-    """The recorded lines of several groups as one."""
-    scores = [part.scores for part in parts if part.scores is not None]
-    return RecordedLines(
-        torch.cat([part.rows for part in parts]), torch.cat([part.slot for part in parts]), torch.cat(scores)
-    )
-
-
-def _append_beam_indices(rows: Rows, parents: Tensor, slots: Tensor) -> Tensor:
-    """The parents' beam indices with the chosen slots appended [R', C]."""
-    beam_indices = torch.from_numpy(rows.column("beam_indices").numpy()[parents.numpy()])
-    position = (rows.length.numpy() - rows.prompt_length.numpy())[parents.numpy()]
-    width = int(position.max(initial=-1)) + 1
-    if width > beam_indices.shape[1]:
-        beam_indices = torch.nn.functional.pad(beam_indices, (0, width), value=-1)
-    beam_indices.numpy()[np.arange(len(position)), position] = slots.numpy()
-    return beam_indices
 
 
 def _pad_to_widest(column: object, name: str, parts: Sequence[Selection]) -> Tensor:

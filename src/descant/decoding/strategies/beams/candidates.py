@@ -1,4 +1,4 @@
-"""The settings, candidates and request groups of one beam search step."""
+"""The settings, candidates, request groups and recorded lines of one beam search step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from descant.core.context import row_params
 from descant.core.interfaces import Array
-from descant.core.rows import Rows
+from descant.core.records import RecordedLines
+from descant.core.rows import Rows, index_rows
 from descant.decoding.strategies.beams.finished_pool import BeamScoring, FinishedHypotheses
 
-__all__ = ["LIMIT_REASONS", "BeamCandidates", "BeamGroup", "BeamSettings", "TableLayout"]
+__all__ = [
+    "LIMIT_REASONS",
+    "BeamCandidates",
+    "BeamGroup",
+    "BeamSettings",
+    "TableLayout",
+    "append_beam_indices",
+    "concat_recorded_lines",
+    "recorded_lines",
+]
 
 LIMIT_REASONS = ("length", "time")  # these finish a row whatever its token
 
@@ -84,7 +95,7 @@ class BeamGroup:
 class RequestBatch(NamedTuple):
     """Requests of a table with equally many rows."""
 
-    count: int  # rows of each
+    num_rows: int  # of each
     place: Array | None  # [B * N] places in the order of the rows; None: all
     requests: Array  # [B] ascending
 
@@ -122,3 +133,40 @@ def _beam_scoring(rows: Rows, first_rows: Array) -> BeamScoring:
         params["early_stopping"].numpy()[first_rows],
         params["length_penalty"].numpy()[first_rows],
     )
+
+
+def recorded_lines(
+    rows: Rows, group_rows: Array, is_unexpanded: Array, first_slot: int, group_size: int, scores: Tensor
+) -> RecordedLines:
+    """A group's recorded lines: at the first token one row counts for all of the group's slots."""
+    copies = np.where(is_unexpanded[group_rows], group_size, 1)
+    row_position = np.arange(len(group_rows)).repeat(copies)
+    offset = np.arange(len(row_position)) - (np.cumsum(copies) - copies)[row_position]
+    slot = np.where(
+        is_unexpanded[group_rows][row_position],
+        first_slot + offset,
+        rows.slot.numpy()[group_rows][row_position],
+    )
+    index = torch.from_numpy(row_position)
+    return RecordedLines(
+        torch.from_numpy(group_rows)[index], torch.from_numpy(slot), index_rows(scores, index)
+    )
+
+
+def concat_recorded_lines(parts: Sequence[RecordedLines]) -> RecordedLines:
+    """The recorded lines of several groups as one."""
+    scores = [part.scores for part in parts if part.scores is not None]
+    return RecordedLines(
+        torch.cat([part.rows for part in parts]), torch.cat([part.slot for part in parts]), torch.cat(scores)
+    )
+
+
+def append_beam_indices(rows: Rows, parents: Tensor, slots: Tensor) -> Tensor:
+    """The parents' beam indices with the chosen slots appended [R', C]."""
+    beam_indices = torch.from_numpy(rows.column("beam_indices").numpy()[parents.numpy()])
+    position = (rows.length.numpy() - rows.prompt_length.numpy())[parents.numpy()]
+    width = int(position.max(initial=-1)) + 1
+    if width > beam_indices.shape[1]:
+        beam_indices = torch.nn.functional.pad(beam_indices, (0, width), value=-1)
+    beam_indices.numpy()[np.arange(len(position)), position] = slots.numpy()
+    return beam_indices
