@@ -256,7 +256,10 @@ class Rows:
         if uniform is None:
             return self.append(tokens[:, None], self.length + 1, cached_length=self.position, **fields)
         store = self._with_capacity(uniform.length + 1)
-        store.select(1, uniform.length).copy_(tokens)
+        if store.is_cpu and tokens.is_cpu:
+            store.numpy()[:, uniform.length] = tokens.numpy()
+        else:
+            store.select(1, uniform.length).copy_(tokens)
         now = UniformLength(uniform.length + 1, uniform.length)
         return self.replace(
             tokens=store, length=self.length + 1, cached_length=self.length, _uniform_length=now, **fields

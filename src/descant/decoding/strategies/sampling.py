@@ -17,6 +17,7 @@ from descant.core.rows import Column, Rows, index_rows
 __all__ = ["Sampling", "finished_requests"]
 
 NO_DRAFTS = Proposal()
+_FEW_ROWS = 16  # so many scores are compared in less time by Python than by numpy
 
 
 class Sampling:
@@ -47,7 +48,7 @@ class Sampling:
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:  # noqa: ARG002
         """Choose one token per row; finished rows are removed."""
-        scores = output.logits[:, 0]  # [R, V]
+        scores = output.logits.select(1, 0)  # [R, V]
         rows, parents = self._expand_sequences(rows)
         if parents is not None:
             scores = index_rows(scores, parents)
@@ -55,7 +56,7 @@ class Sampling:
         emitted = Tokens(rows.request, rows.slot, host, parents)
 
         reasons = self._stop.finish_reasons(rows, None, host)
-        if not reasons and best_scores.min() > -np.inf:
+        if not reasons and _are_possible(best_scores):
             slot = None if parents is None else rows.slot
             return Selection(tokens, parents, slot=slot, emitted=emitted, host_tokens=host)
         failed = sorted(set(rows.request.numpy()[~(best_scores > -np.inf)].tolist()))
@@ -195,6 +196,13 @@ class Sampling:
             self._done.setdefault(request, {})[slot] = hypothesis
             finished.append((row, hypothesis))
         return finished
+
+
+def _are_possible(scores: Array) -> bool:
+    """Whether every row has a possible token: no score [R] is -inf or NaN."""
+    if len(scores) > _FEW_ROWS:
+        return bool(scores.min() > -np.inf)
+    return all(score > -np.inf for score in scores.tolist())
 
 
 def finished_requests(rows: Rows, removed: Array, failed: Sequence[int]) -> list[int]:
