@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from descant.api.config_merge import merge_config
 from descant.api.inputs import RaggedPrompts, prepare_prompts
 from descant.api.user_cache import UserCache, return_cache
 from descant.config.fields import thaw
@@ -22,7 +23,6 @@ from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Request, Session
 from descant.errors import ConfigError, InputError
 from descant.kv_cache.cached_row import CachedRow
-from descant.models.hf_generation_config import explicit_values
 from descant.models.no_cache import NoCache
 from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
@@ -99,11 +99,8 @@ def merge_configs(
         key = (id(config), id(call))
         if key not in merged:
             # The model's own config passed as the argument counts as the model's: unused values are allowed.
-            explicit = None if config is model_config else _as_generation_config(config)
-            defaults = _as_generation_config(model_config)
-            if defaults is not None and explicit is not None and not use_model_defaults:
-                defaults = defaults.only_special_tokens()
-            merged[key] = GenerationConfig.merge(call, explicit, defaults)
+            explicit = None if config is model_config else config
+            merged[key] = merge_config(call, explicit, model_config, use_model_defaults)
         configs.append(merged[key])
     _validate_shared_fields(configs)
     return configs
@@ -394,18 +391,10 @@ def num_rows(config: GenerationConfig) -> int:
     return config.num_return_sequences if config.num_beams == 1 else 1
 
 
-def _as_generation_config(given: Any) -> GenerationConfig | None:
-    """Our generation config, from ours or from transformers'."""
-    if given is None or isinstance(given, GenerationConfig):
-        return given
-    if not hasattr(given, "to_dict"):
-        raise InputError("generation_config", "must be a GenerationConfig, or a list of them", given)
-    # Not `to_dict`, which makes a deep copy at every call.
-    return GenerationConfig.from_transformers(explicit_values(given))
-
-
 def _validate_shared_fields(configs: Sequence[GenerationConfig]) -> None:
     """Raise for configs of one call that differ in a shared field."""
+    if all(config is configs[0] for config in configs):
+        return
     for name in _SHARED_FIELDS:
         values = [getattr(config, name) for config in configs]
         different = next((value for value in values if value != values[0]), values[0])

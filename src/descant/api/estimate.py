@@ -92,7 +92,7 @@ def estimate(
     num_positions = workload.num_rows * workload.final_length
     offloaded = {name: cost.offloaded_bytes for name, cost in costs.items() if cost is not None}
     return Estimate(
-        _selected_cache_name(target, plan, limit, length),
+        _selected_cache_name(target, plan, limit, batch * plan.shared_positions(length)),
         workload.num_rows * workload.num_candidates,
         workload.final_length,
         _map_costs(costs, lambda cost: cost.final_bytes),
@@ -108,11 +108,11 @@ def _map_costs(
     return MappingProxyType({name: None if cost is None else value_of(cost) for name, cost in costs.items()})
 
 
-def _selected_cache_name(target: Any, plan: DecodingPlan, limit: int, length: int) -> str:
+def _selected_cache_name(target: Any, plan: DecodingPlan, limit: int, shared: int) -> str:
     """The name of the cache type that the call would use; raises if there is none."""
     name = cache_name(plan.config)
     try:
-        cache = choose_cache(target, [plan.config], limit, length if plan.forks else 0)
+        cache = choose_cache(target, [plan.config], limit, shared)
     except MissingExtra:
         assert name is not None
         return name

@@ -345,11 +345,11 @@ def _infer_mask(mask: Tensor | None, ids: Tensor, config: GenerationConfig, lead
     pad = config.pad_token_id
     if pad is None:
         return torch.ones_like(ids, dtype=torch.bool)
+    if not bool((ids[:, 0 if leading else -1] == pad).any()):
+        return torch.ones_like(ids, dtype=torch.bool)
     not_pad = (ids != pad).long() if leading else (ids != pad).flip(1).long()
     inferred = not_pad.cumsum(1) > 0
     inferred = inferred if leading else inferred.flip(1)
-    if bool(inferred.all()):
-        return inferred
     eos = config.eos_token_id
     bos_and_eos = {config.bos_token_id, *(eos if isinstance(eos, tuple | list) else (eos,))}
     if pad in bos_and_eos:

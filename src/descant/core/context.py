@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from descant.core.counter_rng import uniform
-from descant.core.rows import Column, Rows, concat_padded, index_rows, new_rows_column, pad_right
+from descant.core.row_params import ObjectArray, ParamValues, RowParams, columns_from_rows, row_params
+from descant.core.rows import Column, Rows, index_rows, new_rows_column
 from descant.tokenization.token_healing import HealedSuffix
 
 __all__ = ["Context", "ParamValues", "PromptInfo", "RowParams", "columns_from_rows", "row_params"]
-
-ObjectArray = np.ndarray[Any, np.dtype[Any]]  # [R] of Python objects, None where a row has none
-ParamValues = Mapping[str, "Tensor | ObjectArray"]
 
 
 @dataclass(frozen=True)
@@ -32,65 +30,6 @@ class PromptInfo:
     source_ids: Callable[[], list[int]] = list  # ids of the encoder's input; without an encoder, the prompt's
     healed_suffix: HealedSuffix | None = None  # the tokens that token healing has removed
     padding: int = 0  # positions of padding that count as prompt in `max_length` and `min_length`
-
-
-@dataclass(frozen=True)
-class RowParams:
-    """The column of parameters: `values[name]` is [R], [R, W] or [R, K, W] (host), equal within a request.
-
-    It holds the parameters that any row uses; a row that does not use one has -1, or None for an object.
-    """
-
-    values: ParamValues
-    is_per_request: bool = True
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = self.values[name]
-        assert isinstance(value, Tensor)
-        return value
-
-    def __len__(self) -> int:
-        return len(next(iter(self.values.values())))
-
-    def take(self, parents: Tensor) -> Self:
-        """The parameters of the new rows."""
-        index = parents.numpy()
-        # Numpy: torch takes twice as long to index a short column.
-        return type(self)(
-            {
-                name: torch.from_numpy(value.numpy()[index]) if isinstance(value, Tensor) else value[index]
-                for name, value in self.values.items()
-            }
-        )
-
-    def cat(self, other: Self) -> Self:
-        """These rows' parameters, followed by another table's."""
-        first, second = self.values, other.values
-        if first.keys() != second.keys():
-            first = {**first, **_missing_values(second, first, len(self))}
-            second = {**second, **_missing_values(first, second, len(other))}
-        return type(self)({name: _concat_values(value, second[name]) for name, value in first.items()})
-
-
-def row_params(rows: Rows) -> RowParams:
-    """The parameters of a table."""
-    params = rows.columns["params"]
-    assert isinstance(params, RowParams)
-    return params
-
-
-def columns_from_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | ObjectArray]:
-    """The parameters of rows as columns: numbers [R], lists [R, W] or [R, K, W] padded with -1."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    given = {name: [row.get(name) for row in rows] for name in names}
-    kinds = {name: _value_type(values) for name, values in given.items()}
-    columns: dict[str, Tensor | ObjectArray] = {}
-    # One tensor for all numbers of a type, of which each column is a line: calls into torch dominate here.
-    for kind, dtype in ((int, torch.long), (float, torch.float64)):
-        of_kind = [name for name in names if kinds[name] is kind]
-        lines = [[-1 if value is None else value for value in given[name]] for name in of_kind]
-        columns |= dict(zip(of_kind, torch.tensor(lines, dtype=dtype), strict=True))
-    return {name: columns[name] if name in columns else _make_column(given[name]) for name in names}
 
 
 class _LazySelect(Mapping[str, Any]):
@@ -358,64 +297,6 @@ def _index_values(value: Any, index: Tensor) -> Any:
     if isinstance(value, Tensor):
         return index_rows(value, index)
     return value[index.numpy()] if isinstance(value, np.ndarray) else value.take(index)
-
-
-def _concat_values(first: Tensor | ObjectArray, second: Tensor | ObjectArray) -> Tensor | ObjectArray:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return concat_padded(first, second)
-    return np.concatenate((first, second))
-
-
-def _missing_values(source: ParamValues, target: ParamValues, count: int) -> dict[str, Tensor | ObjectArray]:
-    """The values of `count` rows for the parameters of `source` that `target` does not have."""
-    return {
-        name: value.new_full((count, *value.shape[1:]), -1)
-        if isinstance(value, Tensor)
-        else np.full(count, None)
-        for name, value in source.items()
-        if name not in target
-    }
-
-
-def _value_type(values: Sequence[Any]) -> type:
-    """The type of a parameter: int (also for bools), float, list or object."""
-    first = next(value for value in values if value is not None)
-    return next((kind for kind in (float, int, list) if isinstance(first, kind)), object)
-
-
-def _make_column(values: Sequence[Any]) -> Tensor | ObjectArray:
-    """The column of a parameter that is no number; None where a row does not use it."""
-    first = next(value for value in values if value is not None)
-    if isinstance(first, list):
-        if all(value is first or value == first for value in values):  # most often one config for all
-            block = _stack_blocks([_to_block(first)])
-            return block.repeat(len(values), *[1] * (block.ndim - 1))
-        return _stack_blocks([_to_block(value or []) for value in values])
-    objects = np.full(len(values), None)
-    for index, value in enumerate(values):  # one by one, since numpy would convert sequences
-        objects[index] = value
-    return objects
-
-
-def _to_block(value: list[Any]) -> Tensor:
-    """A list of numbers [1, W], or of lists of numbers [1, K, W] padded with -1."""
-    if value and isinstance(value[0], list):
-        width = max(1, *(len(part) for part in value))
-        return torch.tensor([[*part, *[-1] * (width - len(part))] for part in value])[None]
-    if any(isinstance(part, float) for part in value):
-        return torch.tensor(value, dtype=torch.float64)[None]
-    return torch.tensor(value, dtype=torch.long)[None]
-
-
-def _stack_blocks(blocks: list[Tensor]) -> Tensor:
-    """Blocks of different sizes as one column, padded to at least one entry."""
-    deepest = max(blocks, key=lambda block: block.ndim)
-    blocks = [block if block.ndim == deepest.ndim else deepest.new_full((1, 1, 1), -1) for block in blocks]
-    if all(block.shape == deepest.shape for block in blocks) and deepest.numel():
-        return torch.cat(blocks)
-    sizes = [max(1, *(block.shape[axis] for block in blocks)) for axis in range(1, deepest.ndim)]
-    dtype = next((block.dtype for block in blocks if block.is_floating_point()), torch.long)
-    return torch.cat([pad_right(block.to(dtype), sizes) for block in blocks])
 
 
 def _repeat_params(params: Mapping[str, Any], count: int) -> dict[str, Tensor | ObjectArray]:

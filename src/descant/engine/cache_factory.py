@@ -42,8 +42,10 @@ __all__ = [
     "quantized_cache_config",
 ]
 
-# A shorter prompt is as cheap to copy as to share.
-_MIN_SHARED_PROMPT: Final = 64
+# The paged cache is the default from this many numbers on: positions that rows share x width of embeddings.
+# Below, each row reads a copy in less time than the cache takes to plan how a shared one is read.
+_MIN_SHARED_READ: Final = 2**20
+_MIN_SHARED_POSITIONS: Final = 128  # the same for a model of unknown width
 
 CACHE_FIELD: Final = "cache_implementation"
 
@@ -325,18 +327,21 @@ def missing_requirement(name: str, request: CacheRequest) -> str | None:
 
 
 def default_cache(request: CacheRequest, shared: int) -> RowCache:
-    """The default cache of a model whose rows will share `shared` positions."""
+    """The default cache of a model; `shared` counts the positions that rows will share, once for each row."""
     traits = request.traits
     if traits.cache_type == "recurrent":
         return RecurrentStateCache(traits.cache_argument)
+    width = traits.embedding_size
+    is_large = shared >= _MIN_SHARED_POSITIONS if width is None else shared * width >= _MIN_SHARED_READ
     can_share = unshareable_reason(traits) is None
-    return PagedStore() if can_share and shared >= _MIN_SHARED_PROMPT else DenseStore(_num_fed(request))
+    return PagedStore() if can_share and is_large else DenseStore(_num_fed(request))
 
 
 def choose_cache(model: Model, configs: Sequence[GenerationConfig], num_slots: int, shared: int) -> RowCache:
     """The cache of a table: the one that the first config names, or the default for the model.
 
-    `num_slots` is the most positions of a row, `shared` how many positions rows will share.
+    `num_slots` is the most positions of a row; `shared` counts the positions that rows will share, once for
+    each row.
     """
     name = cache_name(configs[0])
     if model.traits.needs_own_cache:

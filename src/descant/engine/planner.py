@@ -81,6 +81,11 @@ class DecodingPlan:
         """Whether one prompt becomes several rows."""
         return self.params.num_sequences > 1 or self.strategy.traits.forks
 
+    def shared_positions(self, length: int) -> int:
+        """The positions of a prompt of that length that its rows share, once for each row."""
+        rows = max(self.config.num_beams, self.params.num_sequences) * self.strategy.num_candidates
+        return max(rows, 2) * length if self.forks else 0
+
     @cached_property
     def prefill_chunk_size(self) -> int | None:
         """Positions per prefill forward; None: the whole prompt. A model's own default is ignored."""

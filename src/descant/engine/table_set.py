@@ -215,7 +215,7 @@ class TableSet:
         """The placement of requests on the default cache, which the first of them determine."""
         table, configs = self.default, [one.plan.config for one in resolved]
         if not self._is_chosen:
-            shared = max((len(one.prompt) for one in resolved if one.plan.forks), default=0)
+            shared = sum(one.plan.shared_positions(len(one.prompt)) for one in resolved)
             config = next((one for one in configs if cache_name(one) is not None), configs[0])
             cache = choose_cache(self._model, [config], num_slots, shared)
             name = cache_name(config)

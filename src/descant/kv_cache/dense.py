@@ -83,9 +83,9 @@ class DenseStore:
             self._mark_written(span)
         keys, values = self._layer_blocks(layer, key, value, span.read_length)
         if span.rows is None and isinstance(span.start, int):
-            stop = span.start + span.width
-            keys[: self._num_rows, :, span.start : stop] = key
-            values[: self._num_rows, :, span.start : stop] = value
+            # `narrow` takes half the time of a subscript.
+            self._used_rows(keys).narrow(2, span.start, span.width).copy_(key)
+            self._used_rows(values).narrow(2, span.start, span.width).copy_(value)
             return self._first_slots(layer, span.read_length)
         rows, at = self._write_index(span, key.device)
         keys[rows[:, None], :, at] = key.transpose(1, 2)
@@ -158,8 +158,12 @@ class DenseStore:
 
     def _first_slots(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of the first slots of all rows [R, H, S, D]."""
-        keys, values = self._keys[layer], self._values[layer]
-        return keys[: self._num_rows, :, :stop], values[: self._num_rows, :, :stop]
+        keys, values = self._used_rows(self._keys[layer]), self._used_rows(self._values[layer])
+        return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+
+    def _used_rows(self, block: Tensor) -> Tensor:
+        """The rows of a block that are in use; it may have grown to more."""
+        return block if block.shape[0] == self._num_rows else block.narrow(0, 0, self._num_rows)
 
     def _write_index(self, span: KVSpan, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows [N] and slots [N, T] of a span on a device, computed once per forward and device."""
@@ -285,15 +289,18 @@ class DenseStore:
 
     def _prepare_moves(self, parents: Tensor, lengths: Tensor) -> Callable[[], None] | None:
         """The copies of the rows whose index changes; None: there are none."""
-        moves = np.flatnonzero(parents.numpy() != np.arange(len(parents)))
+        given = parents.numpy()
+        moves = (given != np.arange(len(given))).nonzero()[0]
         if not len(moves):
             return None
-        source = parents.numpy()[moves]
+        source = given[moves]
         stop = int(lengths.numpy()[moves].max())
         starts = self._prefix_groups.shared_length(moves, source)
         related = starts > 0
+        # At most two copies, each of one slice of slots.
+        groups = (slice(None),) if related.all() else (related, ~related)
         copies = []
-        for group in (related, ~related):  # at most two copies, each of one slice of slots
+        for group in groups:
             start = int(starts[group].min(initial=stop))
             if start < stop:
                 targets, sources = torch.from_numpy(moves[group]), torch.from_numpy(source[group])

@@ -32,6 +32,8 @@ class PrefixGroups:
     def shared_length(self, rows: Array, others: Array) -> Array:
         """The length of the prefix that `rows[i]` shares with `others[i]` [N]; 0 if `rows[i]` is new."""
         exists = rows < len(self._group_ids)
+        if exists.all() and (self._group_ids == self._group_ids[0]).all():  # beams of one request
+            return np.minimum(self._shared_lengths[rows], self._shared_lengths[others])
         rows = np.where(exists, rows, 0)
         related = exists & (self._group_ids[rows] == self._group_ids[others])
         return np.where(related, np.minimum(self._shared_lengths[rows], self._shared_lengths[others]), 0)
@@ -40,11 +42,15 @@ class PrefixGroups:
         """New row `i` is old row `parents[i]` (None: `i`) cut to `lengths[i]`."""
         if parents is not None:
             group_ids, shared = self._group_ids[parents], self._shared_lengths[parents]
+            self._group_ids = group_ids
+            if len(parents) and (group_ids == group_ids[0]).all():  # beams of one request
+                is_one = bool((parents == parents[0]).all())
+                self._shared_lengths = lengths.copy() if is_one else np.minimum(shared, lengths)
+                return
             _, first, group = np.unique(group_ids, return_index=True, return_inverse=True)
             is_split = np.zeros(len(first), dtype=bool)
             is_split[group[parents != parents[first][group]]] = True
             # Where all rows of a group continue one row, they share everything that row had.
-            self._group_ids = group_ids
             self._shared_lengths = np.where(is_split[group], shared, lengths)
         self._shared_lengths = np.minimum(self._shared_lengths, lengths)
 

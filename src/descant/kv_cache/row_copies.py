@@ -58,14 +58,17 @@ class RowCopies:
                 indices[device] = [(copy.targets.to(device), copy.sources.to(device)) for copy in copies]
             block_copies = []
             for number, (copy, (targets, sources)) in enumerate(zip(copies, indices[device], strict=True)):
-                slots = block[:, :, copy.slots]
+                slots = block.narrow(2, copy.slots.start, copy.slots.stop - copy.slots.start)
                 shape = (targets.shape[0], *slots.shape[1:])
                 block_copies.append((slots, targets, sources, buffers.reserve(number, shape, block)))
             self._blocks.append(block_copies)
 
-    @torch.no_grad()
     def run(self) -> None:
         """Make the copies."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.run()
+            return
         for block_copies in self._blocks:
             # Read everything before writing: the source of one copy may be the target of another.
             for slots, _, sources, content in block_copies:

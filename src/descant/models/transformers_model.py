@@ -286,6 +286,8 @@ class TransformersModel:
 
     def _to_float_logits(self, logits: Tensor) -> Tensor:
         """Logits in float32 on the input device; a multi-device model may return them on another."""
+        if logits.dtype is torch.float32 and logits.device == self.device:
+            return logits
         return logits.to(self.device, torch.float32)
 
     def _forward_view(self, cache: RowCache, span: KVSpan, request: Tensor) -> Any:

@@ -105,10 +105,13 @@ def test_windows_are_counted(name: str, kind: str) -> None:
 
 
 def test_beams_share_a_prompt_only_where_they_do(llama: Any) -> None:
-    estimate = descant.estimate(llama, prompt_length=256, max_new_tokens=32, num_beams=4)
+    beams = {"prompt_length": 256, "max_new_tokens": 32, "num_beams": 4}
+    assert descant.estimate(llama, **beams).cache_name == "dynamic"  # little is shared
+    assert descant.estimate(llama, **beams, batch=64).cache_name == "paged"
+    estimate = descant.estimate(llama, **beams, cache_implementation="paged")
     assert (estimate.cache_name, estimate.rows, estimate.positions) == ("paged", 4, 256 + 31)
     # How much beams share after the prompt is not known before; the bound assumes nothing.
-    real = measured(llama, 256, 1, max_new_tokens=32, num_beams=4)
+    real = measured(llama, 256, 1, max_new_tokens=32, num_beams=4, cache_implementation="paged")
     assert 0.5 * estimate.bytes <= real <= estimate.bytes
     assert estimate.total_bytes["dynamic"] > 2 * estimate.total_bytes["paged"]
     assert measured(

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from descant.core.rows import Column, Rows, concat_padded, index_rows
+from descant.core import rows as rows_module
+from descant.core.row_params import RowParams, columns_from_rows
+from descant.core.rows import Column, Rows, concat_padded, index_rows, stable_row_order
 
 
 @dataclass(frozen=True)
@@ -140,3 +144,29 @@ def test_join_and_pick():
 def test_a_column_of_python_state_is_no_tensor():
     with pytest.raises(TypeError, match="`names` must be a tensor, got Names"):
         make_rows([1], {"names": Names(("a",))}).column("names")
+
+
+@given(st.integers(1, 8), st.lists(st.integers(0, 7), max_size=8))
+def test_a_few_rows_are_ordered_as_many_are(count, parents):
+    parents = torch.tensor([parent % count for parent in parents], dtype=torch.long)
+    few = stable_row_order(parents, count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "_FEW_ROWS", 0)
+        many = stable_row_order(parents, count)
+    assert (few is None) == (many is None)
+    if few is not None:
+        assert few.tolist() == many.tolist()
+
+
+def test_parameters_taken_again_and_again_are_those_of_the_first_table():
+    params = RowParams(
+        columns_from_rows([{"a": row, "b": [row], "c": str(row), "d": 0.5} for row in range(5)])
+    )
+    taken = params.take(torch.tensor([4, 2, 2, 0])).take(torch.tensor([3, 1, 0]))
+    assert len(taken) == 3
+    assert taken["a"].tolist() == [0, 2, 4]
+    assert taken["b"].tolist() == [[0], [2], [4]]
+    assert list(taken.values["c"]) == ["0", "2", "4"]
+    joined = taken.cat(params.take(torch.tensor([1])))
+    assert joined["a"].tolist() == [0, 2, 4, 1]
+    assert list(joined.values) == ["a", "b", "c", "d"]

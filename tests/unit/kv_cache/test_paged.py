@@ -9,6 +9,7 @@ import torch
 
 from descant import GenerationConfig, Request, Session
 from descant.core.interfaces import KVSpan
+from descant.engine import cache_factory
 from descant.kv_cache import shared_prefix_attention
 from descant.kv_cache.attention_proxy import KVProxy
 from descant.kv_cache.dense import DenseStore
@@ -199,17 +200,21 @@ def test_every_method_says_the_same_as_on_the_dense_cache(tiny, monkeypatch, nam
     assert num_used_blocks(store.pool) == 0
 
 
-def test_long_prompts_of_many_rows_are_paged_and_short_ones_are_not(tiny):
+def test_long_prompts_of_many_rows_are_paged_and_short_ones_are_not(tiny, monkeypatch):
     model = tiny("llama")
 
-    def cache(length, **fields):
+    def cache(*lengths, **fields):
         session = Session(model.model)
-        session.admit(Request(prompts(model.arch, [length], seed=1)[0], GenerationConfig(**fields)))
+        ids = prompts(model.arch, list(lengths), seed=1)
+        session.admit(*(Request(one, GenerationConfig(**fields)) for one in ids))
         return type(session._tables.default.cache)
 
+    assert cache(80, num_beams=3) is DenseStore  # a model of this size reads a copy faster than shared blocks
+    monkeypatch.setattr(cache_factory, "_MIN_SHARED_READ", 120 * model.model.config.hidden_size)
     assert cache(80, num_beams=3) is PagedStore
     assert cache(80, num_return_sequences=2, do_sample=True) is PagedStore
     assert cache(80, penalty_alpha=0.6, top_k=3) is PagedStore
     assert cache(80) is DenseStore
     assert cache(20, num_beams=3) is DenseStore
+    assert cache(20, 20, num_beams=3) is PagedStore  # what all prompts share counts
     assert cache(20, cache_implementation="paged") is PagedStore

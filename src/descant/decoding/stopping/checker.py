@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Criterion", "RegexStop", "StopChecker"]
 
+# So many tokens are looked up in a set in less time than numpy compares them.
+_FEW_TOKENS = 32
+
 Criterion = Callable[..., Any]  # (input_ids [N, L], scores) -> bool, or bool [N]
 
 
@@ -45,6 +48,7 @@ class _StopTerms(NamedTuple):
     version: object
     last_length: Array  # [R] row length before the last possible token
     min_last_length: int  # minimum of `last_length`
+    end_token_ids: frozenset[int]  # of any row; a step without one of them compares nothing row by row
     eos_token_ids: Array | None  # [R, E], None if no row has any
     stop_token_ids: Array | None  # [R, E], further stop tokens
     deadlines: Array | None  # [R], None if no row has one
@@ -80,7 +84,10 @@ class StopChecker:
         terms, uniform = self._get_terms(rows), rows.uniform_length
         index = None if parents is None else parents.numpy()
         reasons: list[tuple[str, Array]] = []
-        for name, ids in (("eos", terms.eos_token_ids), ("stop", terms.stop_token_ids)):
+        may_end = len(terms.end_token_ids) > 0
+        if may_end and tokens.shape[0] <= _FEW_TOKENS:
+            may_end = not terms.end_token_ids.isdisjoint(tokens.tolist())
+        for name, ids in (("eos", terms.eos_token_ids), ("stop", terms.stop_token_ids)) if may_end else ():
             if ids is not None:
                 is_end = tokens.numpy()[:, None] == (ids if index is None else ids[index])
                 if is_end.any():
@@ -235,6 +242,7 @@ class StopChecker:
             rows.version,
             last_length,
             int(last_length.min()),
+            frozenset(eos[eos >= 0].tolist()) | frozenset(stops[stops >= 0].tolist()),
             eos if bool((eos >= 0).any()) else None,
             stops if bool((stops >= 0).any()) else None,
             deadline if bool(np.isfinite(deadline).any()) else None,

@@ -169,7 +169,11 @@ class Backtracking(Sampling):
             reasons = self._finish_reasons(rows, host, appended & ~removed)
         for _, mask in reasons:
             removed = removed | mask
-        finished = self._collect_finished(rows, host, removed, reasons, failed) if removed.any() else []
+        finished = (
+            self._collect_finished(rows, host, removed & ~np.isin(rows.request.numpy(), failed), reasons)
+            if removed.any()
+            else []
+        )
         kept_rows = torch.from_numpy(np.flatnonzero(~removed))
         parent_rows = torch.arange(len(rows)) if parents is None else parents
         accepted = torch.from_numpy(np.where(appended, 0, -result.num_backtracked))[kept_rows]

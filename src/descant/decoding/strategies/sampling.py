@@ -17,6 +17,7 @@ from descant.core.rows import Column, Rows, index_rows
 __all__ = ["Sampling", "finished_requests"]
 
 NO_DRAFTS = Proposal()
+_FEW_ROWS = 16  # so many scores are compared in less time by Python than by numpy
 
 
 class Sampling:
@@ -47,7 +48,7 @@ class Sampling:
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:  # noqa: ARG002
         """Choose one token per row; finished rows are removed."""
-        scores = output.logits[:, 0]  # [R, V]
+        scores = output.logits.select(1, 0)  # [R, V]
         rows, parents = self._expand_sequences(rows)
         if parents is not None:
             scores = index_rows(scores, parents)
@@ -55,18 +56,20 @@ class Sampling:
         emitted = Tokens(rows.request, rows.slot, host, parents)
 
         reasons = self._stop.finish_reasons(rows, None, host)
-        if not reasons and best_scores.min() > -np.inf:
+        if not reasons and _are_possible(best_scores):
             slot = None if parents is None else rows.slot
             return Selection(tokens, parents, slot=slot, emitted=emitted, host_tokens=host)
         failed = sorted(set(rows.request.numpy()[~(best_scores > -np.inf)].tolist()))
-        removed = np.isin(rows.request.numpy(), failed)
+        has_failed = np.isin(rows.request.numpy(), failed) if failed else np.zeros(len(rows), dtype=bool)
+        removed = has_failed.copy()
         for _, mask in reasons:
             removed |= mask
-        finished = self._collect_finished(rows, host, removed, reasons, failed)
-        emitting = torch.from_numpy(np.flatnonzero(~np.isin(rows.request.numpy(), failed)))
-        if len(emitting) < len(rows):  # failed requests emit nothing
-            parent_rows = emitting if parents is None else parents[emitting]
-            emitted = Tokens(rows.request[emitting], rows.slot[emitting], host[emitting], parent_rows)
+        finished = self._collect_finished(rows, host, removed & ~has_failed, reasons)
+        emitting = np.flatnonzero(~has_failed)
+        if failed:  # failed requests emit nothing
+            index = torch.from_numpy(emitting)
+            parent_rows = index if parents is None else parents[index]
+            emitted = Tokens(rows.request[index], rows.slot[index], host[index], parent_rows)
         index_of = {row: index for index, row in enumerate(emitting.tolist())}
         kept_rows = torch.from_numpy(np.flatnonzero(~removed))
         return Selection(
@@ -163,12 +166,11 @@ class Sampling:
         self,
         rows: Rows,
         tokens: Tensor,
-        removed: Array,
+        ended: Array,
         reasons: Sequence[tuple[str, Array]],
-        failed: Sequence[int],
     ) -> list[tuple[int, Hypothesis]]:
-        """Record the removed rows that did not fail: (row, hypothesis) pairs."""
-        index = np.flatnonzero(removed & ~np.isin(rows.request.numpy(), failed))
+        """Record the rows that ended [R]: (row, hypothesis) pairs."""
+        index = np.flatnonzero(ended)
         row_reasons = [next(name for name, mask in reasons if mask[row]) for row in index.tolist()]
         return self._record_finished(
             rows, index, [tokens[row : row + 1] for row in index.tolist()], row_reasons
@@ -180,16 +182,27 @@ class Sampling:
         """Record the rows `index` as finished, with their last tokens: (row, hypothesis) pairs."""
         host_tokens = index_rows(rows.tokens, torch.from_numpy(index)).cpu()
         finished = []
-        for position, row in enumerate(index.tolist()):
-            start, stop = int(rows.prompt_length[row]), int(rows.length[row])
+        bounds = zip(
+            rows.prompt_length.numpy()[index].tolist(), rows.length.numpy()[index].tolist(), strict=True
+        )
+        owners = zip(rows.request.numpy()[index].tolist(), rows.slot.numpy()[index].tolist(), strict=True)
+        places = zip(index.tolist(), bounds, owners, strict=True)
+        for position, (row, (start, stop), (request, slot)) in enumerate(places):
             reason = reasons[position]
             assert reason is not None
             hypothesis = Hypothesis(
                 torch.cat((host_tokens[position, start:stop], last_tokens[position])), reason
             )
-            self._done.setdefault(int(rows.request[row]), {})[int(rows.slot[row])] = hypothesis
+            self._done.setdefault(request, {})[slot] = hypothesis
             finished.append((row, hypothesis))
         return finished
+
+
+def _are_possible(scores: Array) -> bool:
+    """Whether every row has a possible token: no score [R] is -inf or NaN."""
+    if len(scores) > _FEW_ROWS:
+        return bool(scores.min() > -np.inf)
+    return all(score > -np.inf for score in scores.tolist())
 
 
 def finished_requests(rows: Rows, removed: Array, failed: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant import GenerationConfig, Request, RowError
+from descant.decoding.strategies.beams.finished_pool import FinishedHypotheses
 from descant.testing import outcomes
 from tests.support.markov_model import Chain
 
@@ -191,3 +192,20 @@ def test_beam_sampling_without_heat_is_beam_search():
     cold = Request([0], config(num_beams=3, do_sample=True, seed=1, temperature=1e-4, num_return_sequences=1))
     plain = Request([0], config(num_beams=3))
     assert outcomes(model, [cold])[0].tokens[0][:1] == outcomes(model, [plain])[0].tokens[0][:1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_before_the_first_end_are_those_of_the_general_way(seed, monkeypatch):
+    model = Chain.chance(6, seed)
+    asked = [
+        Request([start], config(num_beams=3, num_return_sequences=3, max_new_tokens=5)) for start in (0, 1)
+    ]
+    direct = outcomes(model, asked)
+    monkeypatch.setattr(FinishedHypotheses, "has_entries", True)  # so that every step takes the general way
+    general = outcomes(model, asked)
+    for one, other in zip(direct, general, strict=True):
+        assert one.tokens == other.tokens
+        assert [found.score for found in one.hypotheses] == [found.score for found in other.hypotheses]
+        assert [found.beam_indices for found in one.hypotheses] == [
+            found.beam_indices for found in other.hypotheses
+        ]

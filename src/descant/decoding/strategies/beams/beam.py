@@ -10,17 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from descant.core.context import row_params
 from descant.core.interfaces import Array, Drafter, NoiseSource, RankGroup, StopCondition, StrategyTraits
-from descant.core.records import DraftContext, ForwardOutput, Hypothesis, Proposal, RecordedLines, Selection
+from descant.core.records import DraftContext, ForwardOutput, Hypothesis, Proposal, Selection
 from descant.core.rows import Rows, index_rows
 from descant.decoding.strategies.beams.candidates import (
     LIMIT_REASONS,
     BeamCandidates,
     BeamGroup,
     BeamSettings,
+    TableLayout,
+    append_beam_indices,
+    concat_recorded_lines,
+    recorded_lines,
 )
-from descant.decoding.strategies.beams.finished_pool import BeamScoring, FinishedHypotheses, top_unfinished
+from descant.decoding.strategies.beams.finished_pool import FinishedHypotheses, top_unfinished
 
 __all__ = ["BeamSearch", "BeamSettings"]
 
@@ -62,6 +65,7 @@ class BeamSearch:
         self._rank_group = rank_group
         self._pooled_version: object = None  # version of a table whose requests all have pools
         self._finished_pools = FinishedHypotheses(settings.group_size)
+        self._layout: TableLayout | None = None  # of the table with the last version
 
     @property
     def has_groups(self) -> bool:
@@ -82,7 +86,7 @@ class BeamSearch:
             )
             self._finished_pools.add_keys(pool_keys.flatten())
         if not self.has_groups:
-            groups = self._beam_groups(rows, 0, np.arange(len(rows)))
+            groups = self._table_groups(rows)
             parts = [self._select_group(rows, output.logits[:, 0], group) for group in groups]
             return parts[0] if len(parts) == 1 else self._merge_selections(parts)
         return self._select_by_group(rows, output)
@@ -134,7 +138,7 @@ class BeamSearch:
                 torch.from_numpy(group_rows), {"earlier_group_tokens": row_earlier_tokens}
             )
             recorded.append(
-                _recorded_lines(
+                recorded_lines(
                     rows, group_rows, fresh, group_index * settings.group_size, settings.group_size, scores
                 )
             )
@@ -147,7 +151,7 @@ class BeamSearch:
                 earlier_tokens[np.searchsorted(requests, group.requests), first : first + tokens.shape[1]] = (
                     tokens
                 )
-        return self._merge_groups(rows, parts)._replace(recorded_lines=_concat_recorded_lines(recorded))
+        return self._merge_groups(rows, parts)._replace(recorded_lines=concat_recorded_lines(recorded))
 
     def _merge_groups(self, rows: Rows, parts: Sequence[Selection]) -> Selection:
         """The groups' selections as one: a request finishes with its last group."""
@@ -171,16 +175,37 @@ class BeamSearch:
         for count in sorted(set(counts.tolist())):
             index = torch.from_numpy(order[np.repeat(counts == count, counts)].reshape(-1, count))
             batch = requests[counts == count]
-            pool_indices = self._finished_pools.indices_of(batch * self._settings.num_groups + group_index)
-            groups.append(
-                BeamGroup(group_index, index, batch, pool_indices, _beam_scoring(rows, index[:, 0].numpy()))
-            )
+            num_groups = self._settings.num_groups
+            groups.append(BeamGroup(group_index, index, batch, rows, self._finished_pools, num_groups))
         return groups
+
+    def _table_groups(self, rows: Rows) -> list[BeamGroup]:
+        """The same for all rows of a table without groups; only the order of a request's rows changes."""
+        if self._layout is None or self._layout.version != rows.version:
+            self._layout = TableLayout.from_rows(rows, self._settings.num_beams)
+        order = self._layout.row_order(rows)
+        return [
+            BeamGroup(
+                0,
+                torch.from_numpy(
+                    (order if one.place is None else order[one.place]).reshape(-1, one.num_rows)
+                ),
+                one.requests,
+                rows,
+                self._finished_pools,
+            )
+            for one in self._layout.batches
+        ]
 
     def _select_group(self, rows: Rows, scores: Tensor, group: BeamGroup) -> Selection:
         """One step of a group, from scores [R, V]."""
         candidates = self._top_candidates(rows, scores, group)
-        best = top_unfinished(candidates.sum_logprobs, candidates.finished_mask, self._settings.num_beams)
+        width = self._settings.num_beams
+        if not (candidates.finish_reasons or self._settings.do_sample or self._finished_pools.has_entries):
+            best_sums = candidates.sum_logprobs[:, :width]
+            if best_sums.shape[1] == width and best_sums.min() > -np.inf:  # false for NaN
+                return self._continue_all(rows, candidates, best_sums)
+        best = top_unfinished(candidates.sum_logprobs, candidates.finished_mask, width)
         unfinished_sums = np.where(candidates.finished_mask, -np.inf, candidates.sum_logprobs)
         best_sums = unfinished_sums[np.arange(len(best))[:, None], best]
         finished = self._add_finished(rows, group, candidates, candidates.finished_mask)
@@ -189,6 +214,28 @@ class BeamSearch:
         ) & ~candidates.finished_mask.all(1)
         selection = self._build_selection(rows, group, candidates, best, best_sums, continues)
         return selection._replace(finished_sequences=finished)
+
+    def _continue_all(self, rows: Rows, candidates: BeamCandidates, best_sums: Array) -> Selection:
+        """Continue every request with its first candidates, with sums [B, W]: nothing has finished yet.
+
+        The general way gives the same; most steps of most searches need no more than this.
+        """
+        batch, width = best_sums.shape
+        parents, parent_slots, tokens = (
+            torch.from_numpy(part.numpy()[:, :width].ravel())
+            for part in (candidates.parent_rows, candidates.parent_slots, candidates.tokens)
+        )
+        slot = np.arange(width) if batch == 1 else np.tile(np.arange(width), batch)
+        return Selection(
+            tokens.to(rows.tokens.device, non_blocking=True),
+            parents,
+            slot=torch.from_numpy(slot),
+            columns={
+                "score": torch.from_numpy(best_sums.ravel()),
+                "beam_indices": append_beam_indices(rows, parents, parent_slots),
+            },
+            host_tokens=tokens,
+        )
 
     def _select_group_tokens(self, rows: Rows, scores: Tensor, group: BeamGroup) -> tuple[Selection, Array]:
         """One step of one of several groups, and the chosen tokens [B, W], padded with -1.
@@ -227,7 +274,9 @@ class BeamSearch:
         """The candidates `best` [B, W] with sums `best_sums` as rows, for the requests that continue."""
         continues = continues & (best_sums[:, 0] > -np.inf)
         # A request without possible candidates finishes with its results, or fails if it has none.
-        possible = (candidates.sum_logprobs.max(1) > -np.inf) | self._has_results(group)
+        possible = candidates.sum_logprobs.max(1) > -np.inf
+        if not possible.all():
+            possible |= self._has_results(group)
         is_kept = (best_sums > -np.inf) & continues[:, None]
         index, slot = np.nonzero(is_kept)
         rank = best[index, slot]
@@ -242,7 +291,7 @@ class BeamSearch:
             slot=torch.from_numpy(slot + group.group_index * self._settings.group_size),
             columns={
                 "score": torch.from_numpy(best_sums[is_kept].astype(np.float32)),
-                "beam_indices": _append_beam_indices(rows, parents, parent_slots),
+                "beam_indices": append_beam_indices(rows, parents, parent_slots),
             },
             finished=group.requests[possible & ~continues].tolist(),
             failed=group.requests[~possible].tolist(),
@@ -258,10 +307,10 @@ class BeamSearch:
         index, settings = group.rows, self._settings
         batch, beams = index.shape
         vocab_size = scores.shape[1]
-        flat = index.flatten()
-        row_sums = rows.column("score")[flat].to(scores.device, non_blocking=True)
-        is_in_order = np.array_equal(flat.numpy(), np.arange(scores.shape[0]))
-        row_scores = scores if is_in_order else index_rows(scores, flat)
+        flat = index.numpy().ravel()
+        row_sums = torch.from_numpy(rows.column("score").numpy()[flat]).to(scores.device, non_blocking=True)
+        is_in_order = len(flat) == scores.shape[0] and bool((flat[1:] > flat[:-1]).all())
+        row_scores = scores if is_in_order else index_rows(scores, torch.from_numpy(flat))
         total = (row_scores + row_sums[:, None]).view(batch, beams * vocab_size)
         count = min(settings.candidates_per_beam * settings.group_size, total.shape[1])
         if settings.do_sample:
@@ -272,22 +321,28 @@ class BeamSearch:
             best = total.gather(1, flat_index)
         else:
             best, flat_index = total.topk(count)
-        # One device-to-host copy per step: scores are bit-cast, as floats cannot hold large indices.
-        packed = torch.stack((best.contiguous().view(torch.int32).long(), flat_index))
-        bits, host_index = (packed if self._rank_group is None else self._rank_group.broadcast(packed)).cpu()
-        beam, token = np.divmod(host_index.numpy(), vocab_size)
+        sums, host_index = self._to_host(best, flat_index)
+        beam, token = np.divmod(host_index, vocab_size)
         tokens = torch.from_numpy(token)
-        parents = torch.from_numpy(index.numpy()[np.arange(batch)[:, None], beam])
+        parents = torch.from_numpy(flat[beam + np.arange(0, batch * beams, beams)[:, None]])
         reasons = self._stop.finish_reasons(rows, parents.flatten(), tokens.flatten())
         finished = np.zeros((batch, count), dtype=bool)
         for _, mask in reasons:
             finished |= mask.reshape(batch, count)
-        sums = bits.to(torch.int32).view(torch.float32).numpy()
         # All groups start from the prompt's row, each at its own first slot.
         slots = torch.from_numpy(rows.slot.numpy()[parents.numpy()])
         if beams == 1:
             slots = slots.clamp(min=group.group_index * settings.group_size)
         return BeamCandidates(sums, parents, slots, tokens, finished, reasons)
+
+    def _to_host(self, best: Tensor, flat_index: Tensor) -> tuple[Array, Array]:
+        """The scores and the indices of the candidates [B, K] on the host, the same on all ranks."""
+        if best.device.type == "cpu" and self._rank_group is None:
+            return best.numpy(), flat_index.numpy()
+        # One device-to-host copy per step: scores are bit-cast, as floats cannot hold large indices.
+        packed = torch.stack((best.contiguous().view(torch.int32).long(), flat_index))
+        bits, index = (packed if self._rank_group is None else self._rank_group.broadcast(packed)).cpu()
+        return bits.to(torch.int32).view(torch.float32).numpy(), index.numpy()
 
     def _add_finished(
         self,
@@ -365,61 +420,12 @@ class BeamSearch:
         )
 
 
-def _beam_scoring(rows: Rows, first_rows: Array) -> BeamScoring:
-    """The scoring of the requests whose first rows are `first_rows` [B]."""
-    params = row_params(rows)
-    prompt_length = rows.prompt_length.numpy()[first_rows]
-    return BeamScoring(
-        rows.length.numpy()[first_rows] + 1 - prompt_length,
-        params["max_length"].numpy()[first_rows] - prompt_length,
-        params["early_stopping"].numpy()[first_rows],
-        params["length_penalty"].numpy()[first_rows],
-    )
-
-
 def _parent_tokens(
     rows: Rows, candidates: BeamCandidates, accepted: Sequence[tuple[int, int, float]]
 ) -> Tensor:
     """The tokens of the candidates' parent rows [N, C] (host)."""
     parents = torch.tensor([int(candidates.parent_rows[index, rank]) for index, rank, _ in accepted])
     return index_rows(rows.tokens, parents).cpu()
-
-
-def _recorded_lines(
-    rows: Rows, group_rows: Array, is_unexpanded: Array, first_slot: int, group_size: int, scores: Tensor
-) -> RecordedLines:
-    """A group's recorded lines: at the first token one row counts for all of the group's slots."""
-    copies = np.where(is_unexpanded[group_rows], group_size, 1)
-    row_position = np.arange(len(group_rows)).repeat(copies)
-    offset = np.arange(len(row_position)) - (np.cumsum(copies) - copies)[row_position]
-    slot = np.where(
-        is_unexpanded[group_rows][row_position],
-        first_slot + offset,
-        rows.slot.numpy()[group_rows][row_position],
-    )
-    index = torch.from_numpy(row_position)
-    return RecordedLines(
-        torch.from_numpy(group_rows)[index], torch.from_numpy(slot), index_rows(scores, index)
-    )
-
-
-def _concat_recorded_lines(parts: Sequence[RecordedLines]) -> RecordedLines:
-    """The recorded lines of several groups as one."""
-    scores = [part.scores for part in parts if part.scores is not None]
-    return RecordedLines(
-        torch.cat([part.rows for part in parts]), torch.cat([part.slot for part in parts]), torch.cat(scores)
-    )
-
-
-def _append_beam_indices(rows: Rows, parents: Tensor, slots: Tensor) -> Tensor:
-    """The parents' beam indices with the chosen slots appended [R', C]."""
-    beam_indices = rows.column("beam_indices")[parents]
-    position = (rows.length.numpy() - rows.prompt_length.numpy())[parents.numpy()]
-    width = int(position.max(initial=-1)) + 1
-    if width > beam_indices.shape[1]:
-        beam_indices = torch.nn.functional.pad(beam_indices, (0, width), value=-1)
-    beam_indices.numpy()[np.arange(len(position)), position] = slots.numpy()
-    return beam_indices
 
 
 def _pad_to_widest(column: object, name: str, parts: Sequence[Selection]) -> Tensor:

@@ -45,6 +45,7 @@ class FinishedHypotheses:
         self._keys: Array = np.zeros(0, dtype=np.int64)  # [M] ascending
         self.scores: Array = np.zeros((0, size))  # [M, S] best first, -inf where empty
         self._entries: Array = np.zeros((0, size), dtype=object)  # [M, S] None where empty
+        self._has_entries: tuple[Array, bool] = (self.scores, False)  # whether these scores have any
 
     def add_keys(self, keys: Array) -> None:
         """Add an empty pool for every new key."""
@@ -91,6 +92,13 @@ class FinishedHypotheses:
         """Which pools are empty [B]."""
         return np.asarray(self.scores[indices, 0] == -np.inf)
 
+    @property
+    def has_entries(self) -> bool:
+        """Whether any pool has an entry; computed once for a state, as scores are never written in place."""
+        if self._has_entries[0] is not self.scores:
+            self._has_entries = self.scores, bool((self.scores[:, :1] > -np.inf).any())
+        return self._has_entries[1]
+
     def insert_best(self, indices: Array, scores: Array, make: HypothesisFactory) -> list[Any]:
         """Insert the hypotheses that are good enough, from scores [B, n] (-inf: none).
 
@@ -118,6 +126,8 @@ class FinishedHypotheses:
         """Which pools a running hypothesis with the sum `best` [B] can still improve."""
         worst = self.scores[indices, -1]
         full = worst > -np.inf
+        if not full.any():
+            return np.asarray(best > -np.inf)
         can_enter = (best > -np.inf) & ~(full & (scoring.early_stopping == 1))
         return np.asarray(can_enter & (~full | (scoring.best_attainable(best) > worst)))
 
