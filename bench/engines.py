@@ -60,7 +60,7 @@ CASES: dict[str, Requests] = {
 
 
 def _config(new: int) -> descant.GenerationConfig:
-    return descant.GenerationConfig(max_new_tokens=new, min_new_tokens=new, eos_token_id=None)
+    return descant.GenerationConfig(max_new_tokens=new, eos_token_id=-1)
 
 
 def session_side(model: Any) -> Side:
@@ -88,7 +88,7 @@ def transformers_side(model: Any) -> Side:
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in requests])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
         new = max(new for _, new in requests)
-        settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
         began = time.process_time()
         out = model.generate(input_ids=ids, attention_mask=mask, **settings)
         seconds = time.process_time() - began
@@ -178,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype = getattr(torch, given.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).eval()
     fast = copy.deepcopy(model)
-    descant.prepack_weights(fast)
+    if dtype is torch.float32:
+        descant.prepack_weights(fast)
     compiled = descant.compile_layers(fast)
     sides: dict[str, Side] = {"fast": session_side(fast), "session": session_side(model)}
     vllm = None if given.vllm is None else VLLMProcess(given.vllm, given.model, given.dtype)

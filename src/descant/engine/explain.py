@@ -25,7 +25,7 @@ from descant.engine.planner import (
     make_plan,
 )
 from descant.engine.strategy_choice import strategy_name
-from descant.errors import RowError
+from descant.errors import MissingExtra, RowError
 from descant.models.fast_paths import fast_paths
 from descant.trace.records import RequestRecord
 
@@ -128,7 +128,10 @@ def _describe_fast_paths(model: Model, config: GenerationConfig) -> list[str]:
     """A line for each fast path on the cache that a config selects."""
     named = cache_name(config) is not None and model.traits.cache_type == "kv"
     # The number of positions has no effect here: a cache takes memory with its first write.
-    cache = choose_cache(model, [config], num_slots=1, shared=0) if named else None
+    try:
+        cache = choose_cache(model, [config], num_slots=1, shared=0) if named else None
+    except MissingExtra as error:
+        return ["fast paths", f"  unknown: {error}"]
     paths = fast_paths(model, cache)
     width = max((len(path.name) for path in paths), default=0)
     lines = ["fast paths"] if paths else []

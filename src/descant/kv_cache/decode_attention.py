@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,8 +161,15 @@ class DecodeAttention:
 
     def __init__(self, store: DenseStore, span: PackedSpan) -> None:
         self._store, self._span = store, span
-        self._rows, self._starts = torch.from_numpy(span.rows), torch.from_numpy(span.starts)
+        self._rows, self._starts = (
+            torch.from_numpy(np.ascontiguousarray(one, dtype=np.int64)) for one in (span.rows, span.starts)
+        )
         self._sizes: dict[Any, Tensor] = {}
+
+    @staticmethod
+    def serves(dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether there is a kernel for such keys and values; it is compiled the first time."""
+        return dtype is torch.float32 and device.type == "cpu" and _decode_kernel() is not None
 
     @classmethod
     def create(cls, store: object, span: PackedSpan) -> DecodeAttention | None:
@@ -177,16 +185,20 @@ class DecodeAttention:
 
         There may be more tokens than rows; their output is 0. None: the kernel does not serve such tensors.
         """
-        if query.dtype is not torch.float32 or query.device.type != "cpu" or value.dtype is not query.dtype:
+        if query.device.type != "cpu":
             return None
         scale = query.shape[3] ** -0.5 if scale is None else scale
         if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or scale <= 0:
             return None
         keys, values = self._store.blocks_for_write(layer, key, value, self._span)
+        # The blocks may come from a cache that a user gave.
+        if any(one.dtype is not torch.float32 for one in (query, key, value, keys, values)):
+            return None
+        if any(one.stride(3) != 1 or one.stride(2) != one.shape[3] for one in (keys, values)):
+            return None
         num_rows, (_, num_heads, num_tokens, _) = len(self._rows), query.shape
-        out = query.new_empty(1, num_tokens, num_heads, value.shape[3])
-        if num_rows < num_tokens:
-            out[:, num_rows:] = 0
+        new = query.new_empty if num_rows == num_tokens else query.new_zeros
+        out = new((1, num_tokens, num_heads, value.shape[3]))
         kernel = _decode_kernel()
         assert kernel is not None
         sizes = self._layout(query, key, value, keys, values)

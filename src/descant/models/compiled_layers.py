@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import operator
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType, TracebackType
@@ -19,7 +18,6 @@ from descant.kv_cache.attention_proxy import AttentionCall, KVProxy
 from descant.models.error_text import first_line
 from descant.models.forward_view import SelfAttentionView
 from descant.models.prepacked_weights import (
-    MIN_PREPACKED_LINES,
     num_prepacked_layers,
     traceable_products,
     use_prepacked_weights,
@@ -28,7 +26,15 @@ from descant.models.prepacked_weights import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CompiledLayers", "PackedLayerCache", "compiled_layers_of"]
+__all__ = [
+    "MIN_TOKENS",
+    "CompiledLayers",
+    "PackedLayerCache",
+    "compiled_layers_of",
+    "decoder_layers",
+    "previous_layers",
+    "trace_error",
+]
 
 # torch takes sizes of 0 and 1 as constants, so that a forward of one token would need a graph of its own.
 MIN_TOKENS = 2
@@ -119,16 +125,11 @@ class _TracedView(SelfAttentionView):
         return 1
 
 
-_Run = Callable[..., Sequence[Tensor]]
-
-
 class _Graph:
     """A compiled graph of a layer, as torch's compiler calls it while it is traced."""
 
-    def __init__(self, run: _Run, run_few: _Run, owner: CompiledLayers) -> None:
-        self.run = run
-        self.run_few = run_few  # for so few tokens that prepacked weights gain nothing
-        self._owner = owner
+    def __init__(self, run: Callable[..., Sequence[Tensor]], owner: CompiledLayers) -> None:
+        self.run, self._owner = run, owner
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
         self._owner.last_call = self, args
@@ -169,8 +170,7 @@ class _LayerForward:
         size = hidden_states.shape[1]
         for place in self._sizes:
             inputs[place] = size
-        run = self._graph.run_few if size < MIN_PREPACKED_LINES else self._graph.run
-        return run(*inputs)[0]
+        return self._graph.run(*inputs)[0]
 
     def _trace(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The first compiled call: find out which input is which argument of the graph."""
@@ -185,9 +185,14 @@ class _LayerForward:
             for dim in (dim for dim, length in enumerate(tensor.shape) if length == size):
                 torch._dynamo.mark_dynamic(tensor, dim)
         own = {id(one) for one in (*self.layer.parameters(), *self.layer.buffers())}
-        with traceable_products(self.layer), _without_output_hooks(self.layer):
+        # Another model may have had other sizes; only those of this one count.
+        static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+        with static, traceable_products(self.layer), _without_output_hooks(self.layer):
             out = self._owner.traced(self._plain, hidden_states, {**kwargs, "past_key_values": _TracedView()})
+        if not isinstance(out, Tensor):
+            raise UnsupportedModel(f"{type(self.layer).__name__} must return one tensor")
         graph, args = self._owner.last_call
+        self._owner.last_call = None
         for place, value in enumerate(args):
             if isinstance(value, int) and value == size:
                 self._sizes.append(place)
@@ -205,19 +210,17 @@ class _LayerForward:
 @contextmanager
 def _without_output_hooks(layer: nn.Module) -> Iterator[None]:
     """Within it the modules of a layer have no hooks that collect states, which torch cannot trace."""
-    removed = [
-        (module._forward_hooks, key, hook)
-        for module in layer.modules()
-        for key, hook in module._forward_hooks.items()
-        if _collects_states(hook)
-    ]
-    for hooks, key, _ in removed:
-        del hooks[key]
+    saved = [(module._forward_hooks, list(module._forward_hooks.items())) for module in layer.modules()]
+    for hooks, items in saved:
+        for key, hook in items:
+            if _collects_states(hook):
+                del hooks[key]
     try:
         yield
     finally:
-        for hooks, key, hook in removed:
-            hooks[key] = hook
+        for hooks, items in saved:
+            hooks.clear()
+            hooks.update(items)
 
 
 def _collects_states(hook: Any) -> bool:
@@ -240,7 +243,7 @@ class CompiledLayers:
     """The compiled decoder layers of a model, until `restore` or the end of its `with` block."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-        self.compile_seconds = 0.0
+        self.compile_seconds = 0.0  # the time that it took to compile and compare them
         self.graphs: list[_Graph] = []
         self.last_call: Any = None
         # torch limits recompilations per code object, so each model gets its own.
@@ -250,8 +253,7 @@ class CompiledLayers:
         self._layers = [_LayerForward(layer, index, self) for index, layer in enumerate(layers)]
         for one in self._layers:
             one.layer.__dict__["forward"] = one
-        self._state = _model_state(model, self._layers)
-        _COMPILED[model] = self
+        self._state = _ModelState(model, layers)
 
     @property
     def num_layers(self) -> int:
@@ -265,7 +267,11 @@ class CompiledLayers:
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether nothing has changed in the model that the graphs depend on."""
-        return bool(self._layers) and _model_state(model, self._layers) == self._state
+        return bool(self._layers) and _ModelState(model, [one.layer for one in self._layers]) == self._state
+
+    def register(self, model: PreTrainedModel) -> None:
+        """Let all later calls and sessions of a model use the graphs."""
+        _COMPILED[model] = self
 
     @contextmanager
     def running(self, cache: PackedLayerCache) -> Iterator[None]:
@@ -278,6 +284,7 @@ class CompiledLayers:
 
     def restore(self) -> None:
         """Let the layers run their own code again."""
+        self.last_call = None
         while self._layers:
             forward = self._layers.pop()
             if forward.layer.__dict__.get("forward") is forward:
@@ -295,19 +302,15 @@ class CompiledLayers:
         """The backend of torch.compile: inductor, whose result is called without guards later."""
         from torch._inductor.compile_fx import compile_fx
 
-        start = time.perf_counter()
         outputs = next(iter(graph.graph.find_nodes(op="output"))).args[0]
         if not isinstance(outputs, tuple | list) or len(outputs) != 1:
             raise UnsupportedModel("a layer must return one tensor and change nothing else")
-        # compile_fx changes its graph.
-        few: Any = compile_fx(copy.deepcopy(graph), list(inputs), config_patches=_INDUCTOR_CONFIG)
-        run: Any = few
         if self._is_prepacked:
             use_prepacked_weights(graph.graph)
             graph.recompile()
-            run = compile_fx(graph, list(inputs), config_patches=_INDUCTOR_CONFIG)
-        compiled = _Graph(run, few, self)
-        self.compile_seconds += time.perf_counter() - start
+        run: Any = compile_fx(graph, list(inputs), config_patches=_INDUCTOR_CONFIG)
+        _check_sizes()
+        compiled = _Graph(run, self)
         self.graphs.append(compiled)
         return compiled
 
@@ -324,31 +327,79 @@ def compiled_layers_of(model: Any) -> CompiledLayers | None:
     return compiled if compiled is not None and compiled.is_current(model) else None
 
 
-def _model_state(model: Any, layers: Sequence[_LayerForward]) -> list[Any]:
-    """What a graph depends on besides its inputs."""
-    state: list[Any] = [model.config._attn_implementation, model.training]
-    for layer in layers:
-        for module in layer.layer.modules():
-            own = module.__dict__
-            state += [id(module), *map(id, own["_parameters"].values()), *map(id, own["_buffers"].values())]
-            state.append(own["training"])
-            hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-            state += [id(hook) for hook in hooks if not _collects_states(hook)]
-    return state
+class _ModelState:
+    """What a graph depends on besides its inputs; objects are held, so that no other takes their address."""
+
+    def __init__(self, model: Any, layers: Sequence[nn.Module]) -> None:
+        self._objects: list[Any] = []
+        self._values: list[Any] = [
+            model.config._attn_implementation,
+            model.training,
+            torch.get_num_threads(),  # inductor's kernels are made for so many
+            torch.is_autocast_enabled("cpu"),
+        ]
+        for layer in layers:
+            for module in layer.modules():
+                self._add_module(module.__dict__, module)
+
+    def _add_module(self, own: dict[str, Any], module: nn.Module) -> None:
+        self._objects += (module, own.get("forward"))
+        for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
+            self._objects.append(tensor)
+            if tensor is not None:  # `model.to(dtype)` changes a parameter in place
+                self._values += (tensor.dtype, tensor.device, tensor.shape)
+        for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+            self._objects += [hook for hook in hooks.values() if not _collects_states(hook)]
+        # Adapters and switches of a module are plain attributes.
+        self._values += [item for item in own.items() if _is_plain(item[1])]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _ModelState) or len(self._objects) != len(other._objects):
+            return False
+        return all(map(operator.is_, self._objects, other._objects)) and self._values == other._values
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(one, bool | int | float | str) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+# Numbers of tokens that a forward may have; a condition on the number must hold for all of them.
+_SIZES = (2, 3, 7, 8, 15, 16, 17, 64, 100, 1024, 4097, 2**16)
+
+
+def _check_sizes() -> None:
+    """Raise UnsupportedModel if the graph being compiled holds for some numbers of tokens only."""
+    context = torch._guards.TracingContext.try_get()
+    environment = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    for guard in () if environment is None else environment.guards:
+        symbols = guard.expr.free_symbols
+        if any(guard.expr.subs(dict.fromkeys(symbols, size)) == False for size in _SIZES):  # noqa: E712 - of sympy
+            raise UnsupportedModel(f"a layer depends on the number of tokens ({guard.expr})")
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that a model calls one after the other: its longest list of modules."""
-    lists = [list(one) for one in model.modules() if isinstance(one, nn.ModuleList)]
-    layers = max(lists, key=len, default=[])
+    """The layers that a model calls one after the other: those of its decoder, or its longest list."""
+    find: Any = getattr(model, "get_decoder", None)
+    own = getattr(find() if callable(find) else None, "layers", None)
+    lists = [own] if isinstance(own, nn.ModuleList) else model.modules()
+    layers = max((list(one) for one in lists if isinstance(one, nn.ModuleList)), key=len, default=[])
     if not layers:
         raise InputError("model", "must have a list of layers", type(model).__name__)
     return layers
 
 
+def previous_layers(model: Any) -> CompiledLayers | None:
+    """The compiled layers of a model, also if it was changed since and runs its own code."""
+    return _COMPILED.get(model)
+
+
 def trace_error(model: Any, error: BaseException) -> UnsupportedModel:
     """The error of a model whose layers cannot be compiled."""
-    name = type(model).__name__
+    name, error = type(model).__name__, getattr(error, "inner_exception", error)
     return UnsupportedModel(
         f"the layers of {name} cannot be compiled ({first_line(error)}): use them as they are"
     )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from descant.core.interfaces import ModelTraits, RowCache
+from descant.kv_cache.decode_attention import DecodeAttention
 from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.static import StaticStore
-from descant.models.compiled_layers import compiled_layers_of
+from descant.models.compiled_layers import compiled_layers_of, previous_layers
 from descant.models.compiled_step import uncompilable_reason
 from descant.models.prepacked_weights import num_prepacked_layers, unprepackable_reason
 from descant.models.transformers_model import TransformersModel
@@ -81,7 +82,7 @@ def _grouped_heads(model: TransformersModel, cache: RowCache | None) -> FastPath
 def _prepacked_weights(model: TransformersModel, cache: RowCache | None) -> FastPath:
     del cache
     num_layers = num_prepacked_layers(model.model)
-    detail = f"{num_layers} linear layers, for steps of 4 to 96 rows"
+    detail = f"{num_layers} linear layers, for steps of 4 to 128 rows"
     if not num_layers:
         detail = unprepackable_reason(model.model) or "packed copies take twice the memory of the weights"
     return FastPath("prepacked weights", num_layers > 0, detail, "descant.prepack_weights(model)")
@@ -90,11 +91,15 @@ def _prepacked_weights(model: TransformersModel, cache: RowCache | None) -> Fast
 def _compiled_layers(model: TransformersModel, cache: RowCache | None) -> FastPath:
     packed = _packed_forwards(model, cache)
     compiled = compiled_layers_of(model.model)
-    detail = "it is not asked for"
     if not packed.is_on:
         detail = "rows are not packed"
     elif compiled is not None:
-        detail = f"{compiled.num_layers} layers, graphs: {compiled.num_graphs}"
+        kernel = "a kernel" if DecodeAttention.serves(model.model.dtype, model.device) else "no kernel"
+        detail = f"{compiled.num_layers} layers, graphs: {compiled.num_graphs}, {kernel} for decode attention"
+    elif previous_layers(model.model) is not None:
+        detail = "they were restored, or the model was changed since it was compiled"
+    else:
+        detail = "it is not asked for"
     is_on = packed.is_on and compiled is not None
     return FastPath("compiled layers", is_on, detail, "descant.compile_layers(model)")
 
@@ -114,7 +119,7 @@ def _shared_prefixes(model: TransformersModel, cache: RowCache | None) -> FastPa
     reason = unshareable_reason(model.traits)
     if reason is None and cache is not None and not isinstance(cache, PagedStore):
         reason = f"{type(cache).__name__} has no blocks"
-    detail = reason or "rows attend once to the long prefix that they share, in paged blocks"
+    detail = reason or "rows attend once to a prefix that they share, where it is long, in paged blocks"
     other = "dynamic" if reason is None else "paged"
     return FastPath("shared prefixes", reason is None, detail, f'cache_implementation="{other}"')
 

@@ -77,7 +77,7 @@ class PackedForwards:
     def _call_model(self, inputs: dict[str, Any], num_tokens: int) -> Any:
         """The output of the model, whose layers run compiled if they are."""
         compiled = self.compiled_layers
-        if compiled is None:
+        if compiled is None or not compiled.num_layers:  # they may have been restored
             return self._model(**inputs, use_cache=True, return_dict=True)
         if num_tokens < MIN_TOKENS:
             # One graph serves all sizes from two on. A product of two lines costs what one of one line does.

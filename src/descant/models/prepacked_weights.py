@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from descant.errors import DescantError, InputError
+from descant.models.packed_product import PackedProduct, has_packed_products, plain_product
 
 __all__ = [
-    "MIN_PREPACKED_LINES",
     "PrepackedWeights",
     "num_prepacked_layers",
     "prepack_weights",
@@ -23,30 +24,27 @@ __all__ = [
     "use_prepacked_weights",
 ]
 
-# Products of fewer lines are bound by memory, those of more than the last bound read plain weights as fast.
-MIN_PREPACKED_LINES = 4
-_MAX_MKL_LINES = 20  # MKL's layout is the fastest up to here, oneDNN's from here on
-_MAX_LINES = 96
-_PACKED_FOR = 16  # lines; MKL's layout serves other numbers too, which is checked for each of them
+# A layer by itself reads plain weights as fast with fewer lines.
+_MIN_LINES = 4
 _MIN_NUMEL = 2**16  # of a weight: below it the product costs less than the call
-_TOLERANCE = 1e-4  # of the largest output
 _NEEDED_LAYERS = "linear layers of float32 weights on the CPU"
-
 
 # Products by the address of their weight, for the operator that stands for them in compiled graphs.
 _PRODUCTS: WeakValueDictionary[int, PrepackedProduct] = WeakValueDictionary()
 _OPS = torch.library.Library("descant", "FRAGMENT")
-_OPS.define("prepacked_linear(Tensor vectors, Tensor weight, Tensor? bias) -> Tensor")
+_OPS.define("prepacked_linear(Tensor vectors, Tensor[] weights, Tensor? bias) -> Tensor")
 
 
-def _prepacked_linear(vectors: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of a layer in a compiled graph, with prepacked weights as long as it has them."""
-    product = _PRODUCTS.get(weight.data_ptr())
-    return nn.functional.linear(vectors, weight, bias) if product is None else product(vectors)
+def _prepacked_linear(vectors: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """The products of layers with the same input in a compiled graph, prepacked as long as they are."""
+    product = _PRODUCTS.get(weights[0].data_ptr())
+    if product is None:
+        return plain_product(vectors, weights, bias)
+    return product.multiply(vectors, weights, bias)
 
 
-def _prepacked_linear_shape(vectors: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001
-    return vectors.new_empty(*vectors.shape[:-1], weight.shape[0])
+def _prepacked_linear_shape(vectors: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:  # noqa: ARG001
+    return vectors.new_empty(*vectors.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
 _OPS.impl("prepacked_linear", _prepacked_linear, "CompositeExplicitAutograd")
@@ -69,22 +67,32 @@ def traceable_products(module: nn.Module) -> Iterator[None]:
 
 
 def use_prepacked_weights(graph: torch.fx.Graph) -> None:
-    """Replace the plain products of a traced graph by products that use prepacked weights."""
+    """Replace the plain products of a traced graph by products that use prepacked weights.
+
+    Products of the same vectors (queries, keys and values, or both inputs of a gate) become one.
+    """
+    groups: dict[Any, list[torch.fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=torch._C._nn.linear):
-        node.args = (*node.args, None)[:3] if not node.kwargs else node.args
-        if not node.kwargs:
-            node.target = torch.ops.descant.prepacked_linear.default
-
-
-class _Version(NamedTuple):
-    """What changes when a weight is written or replaced."""
-
-    address: int
-    writes: int
-
-    @classmethod
-    def of(cls, weight: Tensor) -> _Version:
-        return cls(weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        if node.kwargs:
+            continue
+        bias = node.args[2] if len(node.args) > 2 else None
+        groups.setdefault(node.args[0] if bias is None else node, []).append(node)
+    for nodes in groups.values():
+        first, weights = nodes[0], [node.args[1] for node in nodes]
+        bias = first.args[2] if len(first.args) > 2 else None
+        with graph.inserting_before(first):
+            joined: Any = graph.call_function(
+                torch.ops.descant.prepacked_linear.default, (first.args[0], weights, bias)
+            )
+            start = 0
+            for node in nodes:
+                stop = start + node.meta["example_value"].shape[-1]
+                index: Any = (..., slice(start, stop))
+                part = graph.call_function(operator.getitem, (joined, index))
+                node.replace_all_uses_with(joined if len(nodes) == 1 else part)
+                start = stop
+        for node in nodes:
+            graph.erase_node(node)
 
 
 class PrepackedWeights:
@@ -100,8 +108,8 @@ class PrepackedWeights:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the prepacked weights take beside the model's own: two layouts of each."""
-        return sum(2 * layer.weight.nbytes for layer in self._layers)
+        """The bytes that the prepacked weights take beside the model's own, in two layouts."""
+        return sum(layer.__dict__["forward"].nbytes for layer in self._layers)
 
     def add(self, layer: nn.Linear, product: PrepackedProduct) -> None:
         """Let a layer compute its product from prepacked weights."""
@@ -127,14 +135,14 @@ class PrepackedWeights:
 
 
 def prepack_weights(model: nn.Module) -> PrepackedWeights:
-    """Prepack the weights of a model's linear layers, so that steps of 4 to 96 rows on a CPU take less time.
+    """Prepack the weights of a model's linear layers, so that steps of 4 to 128 rows on a CPU take less time.
 
     It replaces the `forward` of the layers, which `restore()` of the result undoes, and needs twice the
     memory of their weights beside them. Outputs differ by rounding alone. A layer whose weight is changed in
     place or replaced uses its plain weight from then on; a change through `.data` is not noticed, so restore
     before.
     """
-    if not _has_packed_products():
+    if not has_packed_products():
         raise DescantError("`prepack_weights` needs a torch build with MKL and oneDNN: use the plain weights")
     if num_prepacked_layers(model):
         raise InputError("model", "must not be prepacked already", type(model).__name__, "restore it first")
@@ -158,13 +166,9 @@ def num_prepacked_layers(model: nn.Module) -> int:
     return sum(isinstance(forward, PrepackedProduct) for forward in forwards)
 
 
-def _has_packed_products() -> bool:
-    return bool(torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available())
-
-
 def unprepackable_reason(model: nn.Module) -> str | None:
     """Why the weights of a model cannot be prepacked; None: they can, or are."""
-    if not _has_packed_products():
+    if not has_packed_products():
         return "torch has no MKL or no oneDNN"
     layers = _linear_layers(model)
     if num_prepacked_layers(model) or any(_can_prepack(layer) for layer in layers):
@@ -195,58 +199,43 @@ def _can_prepack(layer: nn.Linear) -> bool:
 
 
 class PrepackedProduct:
-    """The forward of a linear layer with prepacked weights.
-
-    `is_exact` says for which (lines, outputs, inputs) MKL's product equals the plain one up to rounding.
-    oneDNN's layout is made for any number of lines.
-    """
+    """The forward of a linear layer with prepacked weights."""
 
     def __init__(self, layer: nn.Linear, is_exact: dict[tuple[int, int, int], bool]) -> None:
         self._layer, self._is_exact = layer, is_exact
-        weight = layer.weight.detach()
-        self.version = _Version.of(layer.weight)
-        self._mkl_weight = torch.ops.mkl._mkl_reorder_linear_weight(weight, _PACKED_FOR)
-        self._onednn_weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._packed: PackedProduct | None = PackedProduct([layer.weight], is_exact)
+        self._group: PackedProduct | None = None  # of this layer and others with the same input
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name of torch
         """The product of vectors [..., I] with the weight [O, I]: [..., O]."""
         layer = self._layer
-        weight, bias = layer.weight, layer.bias
-        if not self._applies(input, weight):
-            return nn.functional.linear(input, weight, bias)
-        lines = input.numel() // weight.shape[1]
-        if lines > _MAX_MKL_LINES:
-            return self._onednn_product(input, bias)
-        key = lines, *weight.shape
-        if self._is_exact.get(key, False):
-            return self._mkl_product(input, weight, bias, lines)
-        plain = nn.functional.linear(input, weight, bias)
-        if key not in self._is_exact and bool(plain.isfinite().all()):
-            error = (self._mkl_product(input, weight, bias, lines) - plain).abs().max()
-            self._is_exact[key] = bool(error <= _TOLERANCE * plain.abs().max())
-        return plain
+        if self._packed is None or input.numel() < _MIN_LINES * layer.in_features:
+            return nn.functional.linear(input, layer.weight, layer.bias)
+        return self._packed(input, [layer.weight], layer.bias)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the packed weights."""
+        return sum(product.nbytes for product in (self._packed, self._group) if product is not None)
+
+    def multiply(self, vectors: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """The products of this layer and others with the same input, in a compiled graph.
+
+        The weights are packed anew where they are joined first. By themselves they are read plain from then
+        on, so that the memory stays the same.
+        """
+        if len(weights) == 1 and self._packed is not None:
+            return self._packed(vectors, weights, bias)
+        if self._group is None:
+            others = [_PRODUCTS.get(weight.data_ptr()) for weight in weights]
+            if any(other is None or other._packed is None for other in others):
+                return plain_product(vectors, weights, bias)
+            self._group = PackedProduct(weights, self._is_exact)
+            for other in others:
+                assert other is not None
+                other._packed = None
+        return self._group(vectors, weights, bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The plain forward of the copied layer: packed weights have no storage that could be copied."""
         return MethodType(nn.Linear.forward, memo[id(self._layer)])
-
-    def _applies(self, vectors: Tensor, weight: Tensor) -> bool:
-        """Whether the packed weights are valid and made for such vectors."""
-        return (
-            MIN_PREPACKED_LINES * weight.shape[1] <= vectors.numel() <= _MAX_LINES * weight.shape[1]
-            and vectors.dtype is torch.float32
-            and type(vectors) is Tensor
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and _Version.of(weight) == self.version
-        )
-
-    def _mkl_product(self, vectors: Tensor, weight: Tensor, bias: Tensor | None, lines: int) -> Tensor:
-        result: Any = torch.ops.mkl._mkl_linear(vectors, self._mkl_weight, weight, bias, lines)
-        assert isinstance(result, Tensor)
-        return result
-
-    def _onednn_product(self, vectors: Tensor, bias: Tensor | None) -> Tensor:
-        result: Any = torch.ops.mkldnn._linear_pointwise(vectors, self._onednn_weight, bias, "none", [], "")
-        assert isinstance(result, Tensor)
-        return result

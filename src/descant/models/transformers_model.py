@@ -15,6 +15,7 @@ from descant.core.rows import Rows, index_rows
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.packed_attention import PackingUnsupported
 from descant.kv_cache.recurrent_state import RecurrentStateCache
+from descant.models.compiled_layers import CompiledLayers
 from descant.models.compiled_step import CompilableStore, CompiledSteps, compiled_steps_of
 from descant.models.custom_inputs import InputPreparer, RecurrentStateHandler, model_position_ids
 from descant.models.devices import input_device, is_multi_device
@@ -126,6 +127,10 @@ class TransformersModel:
     def unpacked_reason(self) -> str | None:
         """Why its rows are not packed; None: they are, where their cache takes packed writes."""
         return self._packed.off_reason
+
+    def use_compiled_layers(self, compiled: CompiledLayers | None) -> None:
+        """Run packed forwards on these layers, in place of those that the model is known to have."""
+        self._packed.compiled_layers = compiled
 
     def can_pack(self, cache: RowCache) -> bool:
         """Whether rows of different length in this cache share a forward without padding."""

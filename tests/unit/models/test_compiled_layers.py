@@ -18,7 +18,7 @@ from descant.kv_cache.decode_attention import DecodeAttention
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.packed_span import PackedSpan
 from descant.kv_cache.paged import PagedStore
-from descant.models.compiled_layers import compiled_layers_of
+from descant.models.compiled_layers import CompiledLayers, compiled_layers_of
 from descant.models.fast_paths import fast_paths
 from descant.testing import check_batch, check_drafts, check_schedule, outcomes
 
@@ -59,7 +59,7 @@ def compiled(plain):
         assert layers.compile_seconds > 0
         path = next(one for one in fast_paths(model) if one.name == "compiled layers")
         assert path.is_on
-        assert path.detail == f"{layers.num_layers} layers, graphs: 1"
+        assert path.detail == f"{layers.num_layers} layers, graphs: 1, a kernel for decode attention"
         yield model
 
 
@@ -141,6 +141,82 @@ def test_a_changed_model_runs_its_own_code(compiled):
     compiled.train()
     assert compiled_layers_of(compiled) is None
     compiled.eval()
+    path = layer.act_fn
+    layer.adapter = "other"
+    assert compiled_layers_of(compiled) is None
+    del layer.adapter
+    layer.forward = layer.forward
+    assert compiled_layers_of(compiled) is None
+    del layer.__dict__["forward"]
+    assert layer.act_fn is path
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert compiled_layers_of(compiled) is None
+    torch.set_num_threads(threads)
+    assert compiled_layers_of(compiled) is not None
+
+
+def test_another_type_runs_its_own_code(plain):
+    model = copy.deepcopy(plain)
+    layers = descant.compile_layers(model)
+    model.bfloat16()  # changes the parameters in place
+    assert compiled_layers_of(model) is None
+    assert "changed since" in {one.name: one for one in fast_paths(model)}["compiled layers"].detail
+    half = copy.deepcopy(plain).bfloat16()
+    prompt = torch.arange(12).view(2, 6)
+    found, expected = (descant.generate(one, prompt, max_new_tokens=6) for one in (model, half))
+    assert torch.equal(found, expected)
+    layers.restore()
+
+
+def test_restored_in_a_session(plain):
+    model = copy.deepcopy(plain)
+    layers = descant.compile_layers(model)
+    session = descant.Session(model)
+    (number,) = session.admit(Request([5, 6, 7], GenerationConfig(max_new_tokens=6)))
+    events = list(session.step())
+    layers.restore()
+    events += session.drain()
+    found = [token for event in events if isinstance(event, descant.Tokens) for token in event.token.tolist()]
+    assert number == 0
+    expected = descant.generate(plain, torch.tensor([[5, 6, 7]]), max_new_tokens=6)
+    assert found == expected[0, 3:].tolist()
+    descant.compile_layers(model).restore()
+
+
+class _TupleLayer(torch.nn.Module):
+    """A layer that returns a tuple, as some models have."""
+
+    def forward(self, hidden_states, **_kwargs):
+        return (hidden_states,)
+
+
+def test_layers_that_cannot_be_replaced_are_refused(plain):
+    model = copy.deepcopy(plain)
+    layer = model.model.layers[1]
+    layer.forward = own = layer.forward
+    with pytest.raises(InputError, match="`model` must have layers without a `forward` of their own"):
+        descant.compile_layers(model)
+    assert layer.forward is own
+    del layer.__dict__["forward"]
+    layers = CompiledLayers(model, [_TupleLayer()])
+    with layers, layers.running(None), pytest.raises(UnsupportedModel, match="must return one tensor"):
+        layers._layers[0](torch.randn(1, 5, 8))
+
+
+def test_a_layer_that_depends_on_the_number_of_tokens_is_refused(plain):
+    class Short(torch.nn.Module):
+        def forward(self, hidden_states, **_kwargs):
+            return hidden_states * 2 if hidden_states.shape[1] < 100 else hidden_states
+
+    layers = CompiledLayers(plain, [Short()])
+    with (
+        layers,
+        layers.running(None),
+        torch.no_grad(),
+        pytest.raises(Exception, match="depends on the number of tokens"),
+    ):
+        layers._layers[0](torch.randn(1, 5, 8))
 
 
 def test_weights_may_change_in_place(plain, compiled):
@@ -164,9 +240,17 @@ def test_prepacked_weights_are_used(plain, monkeypatch):
     model = copy.deepcopy(plain)
     with descant.prepack_weights(model) as packed, descant.compile_layers(model) as layers:
         assert tokens(model) == tokens(plain)
-        product = model.model.layers[0].mlp.up_proj.forward
-        assert any(key[0] > 5 for key in product._is_exact)
         assert layers.num_graphs == 1
+        one = model.model.layers[0]
+        size = one.mlp.gate_proj.weight.numel() + one.mlp.up_proj.weight.numel()
+        assert one.mlp.gate_proj.forward.nbytes == 2 * 4 * size  # both are packed as one
+        assert one.mlp.up_proj.forward.nbytes == 0
+        prompt = torch.arange(12).view(2, 6)
+        descant.generate(model, prompt, max_new_tokens=4)  # the first product of each size is compared
+        with monkeypatch.context() as patch:
+            for module in ("packed_product", "prepacked_weights"):
+                patch.setattr(f"descant.models.{module}.plain_product", lambda *_: pytest.fail("plain"))
+            descant.generate(model, prompt, max_new_tokens=4)
         packed.restore()  # the graph finds no packed weights and uses the plain ones
         assert tokens(model) == tokens(plain)
     assert "forward" not in model.model.layers[0].__dict__
@@ -211,8 +295,9 @@ def test_the_kernel_agrees_with_torch(key_dim, value_dim, repeats):
     store, count = DenseStore(), len(rows)
     store.extend(count)
     store.update(0, keys, values, KVSpan(None, 0, 80, 80))
-    query = torch.randn(1, heads * repeats, count + 1, key_dim)
-    key, value = torch.randn(1, heads, count + 1, key_dim), torch.randn(1, heads, count + 1, value_dim)
+    query = torch.randn(1, count + 1, heads * repeats, key_dim).transpose(1, 2)  # as models have them
+    key = torch.randn(1, count + 1, heads, key_dim).transpose(1, 2)
+    value = torch.randn(1, heads, count + 1, value_dim)
     attention = DecodeAttention.create(store, PackedSpan(rows, starts, np.ones(count, dtype=np.int64)))
     assert attention is not None
     out = attention.attend(query, key, value, 0, None)
@@ -225,8 +310,8 @@ def test_the_kernel_agrees_with_torch(key_dim, value_dim, repeats):
             query[:, :, index : index + 1], own_keys[None], own_values[None], enable_gqa=True
         )
         torch.testing.assert_close(out[0, index], expected[0, :, 0])
-        written = store.read(0, torch.tensor([row]))
-        assert written is not None
+        assert torch.equal(store._keys[0][row, :, start], key[0, :, index])
+        assert torch.equal(store._values[0][row, :, start], value[0, :, index])
 
 
 def test_the_kernel_declines_what_it_does_not_serve():
@@ -242,3 +327,5 @@ def test_the_kernel_declines_what_it_does_not_serve():
     half = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16)
     assert attention.attend(half, half, half, 0, None) is None
     assert attention.attend(half.float(), half.float(), half.float(), 0, -1.0) is None
+    # The blocks are of the type that was written first.
+    assert attention.attend(half.float(), half.float(), half.float(), 0, None) is None

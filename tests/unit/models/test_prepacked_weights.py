@@ -9,7 +9,7 @@ import torch
 
 import descant
 from descant import DescantError, InputError
-from descant.models.prepacked_weights import PrepackedProduct
+from descant.models.packed_product import PackedProduct
 from descant.testing import outcomes
 
 
@@ -26,7 +26,7 @@ def packed_counts(layer):
 
 @torch.no_grad()
 def test_products_are_the_same(layer):
-    inputs = [torch.randn(lines, 256) for lines in (1, 3, 4, 5, 16, 17, 24, 96, 97)] + [
+    inputs = [torch.randn(lines, 256) for lines in (1, 3, 4, 5, 16, 17, 24, 128, 129)] + [
         torch.randn(2, 3, 256)
     ]
     plain = [layer[0](one) for one in inputs]
@@ -60,7 +60,7 @@ def test_a_product_that_differs_is_never_used(layer, monkeypatch):
     one = torch.randn(8, 256)
     plain = layer[0](one)
     descant.prepack_weights(layer)
-    monkeypatch.setattr(PrepackedProduct, "_mkl_product", lambda *_: torch.zeros(8, 320))
+    monkeypatch.setattr(PackedProduct, "_mkl_product", lambda *_: torch.zeros(8, 320))
     for _ in range(2):
         assert torch.equal(layer[0](one), plain)
     assert packed_counts(layer) == []
