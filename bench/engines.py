@@ -60,7 +60,7 @@ CASES: dict[str, Requests] = {
 
 
 def _config(new: int) -> descant.GenerationConfig:
-    return descant.GenerationConfig(max_new_tokens=new, eos_token_id=-1)
+    return descant.GenerationConfig(max_new_tokens=new, eos_token_id=None)
 
 
 def session_side(model: Any) -> Side:
@@ -122,11 +122,13 @@ class VLLMProcess:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
+        self._process.communicate()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
+            self.close()
             raise RuntimeError("the vLLM process ended: run bench/vllm_worker.py by hand to see why")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -45,7 +45,9 @@ class Examination:
         progress = terminal.print_info
         if "machine" in self.sections:
             report.models.append(model_facts(subject.name, subject.model))
-            report.models.append(Fact(f"{subject.name}, rounding", f"{subject.rounding:.1e} of its logits"))
+            rounding = subject.rounding
+            text = "unknown" if rounding is None else f"{rounding:.1e} of its logits"
+            report.models.append(Fact(f"{subject.name}, rounding", text))
         if "fast-paths" in self.sections:
             report.fast_paths += _fast_path_rows(subject)
         if "laws" in self.sections:
@@ -82,9 +84,9 @@ def own_subject(folder: str, dtype: str, device: torch.device) -> Subject:
 def _subject(name: str, model: Any, make: Callable[[str], Any], folder: str | None = None) -> Subject:
     """A subject with its rounding, which is not known where a plain forward fails: the laws then say why."""
     try:
-        rounding = logit_rounding(model)
+        rounding: float | None = logit_rounding(model)
     except Exception:  # a model that needs more inputs, a device without a kernel
-        rounding = 0.0
+        rounding = None
     return Subject(name, model, make, rounding, folder)
 
 

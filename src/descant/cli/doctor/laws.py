@@ -19,6 +19,7 @@ from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.static import StaticStore
 from descant.models.fast_paths import fast_paths
+from descant.models.layer_compilation import compile_layers
 from descant.models.prepacked_weights import prepack_weights, unprepackable_reason
 from descant.testing import (
     check_admission,
@@ -191,6 +192,20 @@ def _compiled(subject: Subject, size: LawSize) -> None:
     _compare_all(plain, outcomes(subject.model, requests), "with a compiled step", subject.tolerance)
 
 
+def _compiled_layers(subject: Subject, size: LawSize) -> None:
+    if size == LawSize.quick():
+        raise SkippedCheck("left out by --quick: layers take seconds to compile")
+    requests = _greedy(subject, size)
+    plain = outcomes(subject.model, requests)
+    try:
+        layers = compile_layers(subject.model)
+    except UnsupportedModel as error:
+        raise SkippedCheck(str(error)) from error
+    with layers:
+        compiled = outcomes(subject.model, requests)
+    _compare_all(plain, compiled, "with compiled layers", subject.tolerance)
+
+
 def _compare_all(plain: Sequence[Any], other: Sequence[Any], label: str, tolerance: float) -> None:
     for index, (one, two) in enumerate(zip(plain, other, strict=True)):
         compare(one, two, f"request {index} {label}", tolerance)
@@ -223,6 +238,7 @@ LAWS: Final[Mapping[str, Law]] = {
     "static cache": _cache_law(lambda: StaticStore(_STATIC_CAPACITY)),
     "packed forwards": _packed,
     "prepacked weights": _prepacked,
+    "compiled layers": _compiled_layers,
     "compiled step": _compiled,
 }
 # Of a model of the user, the laws that cover most in least time.

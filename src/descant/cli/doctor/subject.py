@@ -26,13 +26,13 @@ class Subject:
     name: str
     model: Any
     load: Callable[[str], Any]  # by the name of a dtype
-    rounding: float = 0.0
+    rounding: float | None = None  # None: unknown
     folder: str | None = None  # or a name on the Hub; None: the tiny model, which has none
 
     @property
     def tolerance(self) -> float:
         """How far logits may differ in a law."""
-        return max(_MIN_TOLERANCE, _NUM_ROUNDINGS * self.rounding)
+        return max(_MIN_TOLERANCE, _NUM_ROUNDINGS * (self.rounding or 0.0))
 
     @property
     def is_half(self) -> bool:

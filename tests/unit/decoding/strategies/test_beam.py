@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant import GenerationConfig, Request, RowError
+from descant.decoding.strategies.beams.beam import BeamSearch
 from descant.decoding.strategies.beams.finished_pool import FinishedHypotheses
 from descant.testing import outcomes
 from tests.support.markov_model import Chain
@@ -200,9 +201,15 @@ def test_steps_before_the_first_end_are_those_of_the_general_way(seed, monkeypat
     asked = [
         Request([start], config(num_beams=3, num_return_sequences=3, max_new_tokens=5)) for start in (0, 1)
     ]
+    steps = []
+    continue_all = BeamSearch._continue_all
+    monkeypatch.setattr(BeamSearch, "_continue_all", lambda *args: steps.append(1) or continue_all(*args))
     direct = outcomes(model, asked)
+    num_direct = len(steps)
+    assert num_direct > 0
     monkeypatch.setattr(FinishedHypotheses, "has_entries", True)  # so that every step takes the general way
     general = outcomes(model, asked)
+    assert len(steps) == num_direct
     for one, other in zip(direct, general, strict=True):
         assert one.tokens == other.tokens
         assert [found.score for found in one.hypotheses] == [found.score for found in other.hypotheses]
