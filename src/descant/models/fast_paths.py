@@ -94,7 +94,8 @@ def _compiled_layers(model: TransformersModel, cache: RowCache | None) -> FastPa
     if not packed.is_on:
         detail = "rows are not packed"
     elif compiled is not None:
-        kernel = "a kernel" if DecodeAttention.serves(model.model.dtype, model.device) else "no kernel"
+        has_kernel = DecodeAttention.serves(model.model.dtype, model.device)
+        kernel = "a kernel" if has_kernel else "FlexAttention" if model.device.type == "cuda" else "no kernel"
         detail = f"{compiled.num_layers} layers, graphs: {compiled.num_graphs}, {kernel} for decode attention"
     elif previous_layers(model.model) is not None:
         detail = "they were restored, or the model was changed since it was compiled"

@@ -18,6 +18,7 @@ from descant.errors import InputError
 from descant.kv_cache.attention_proxy import AttentionCall
 from descant.kv_cache.decode_attention import DecodeAttention
 from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.flex_attention import FlexDecodeAttention
 from descant.kv_cache.packed_attention import JoinedKV, PackedCache, PackedKV
 from descant.kv_cache.packed_span import PackedSpan
 from descant.kv_cache.paged import PagedStore
@@ -211,12 +212,14 @@ class _PackedView(SelfAttentionView):
         self._mask = mask
         self._parts = [_Part(one.cache, one.span, at) for one, at in zip(batches, starts, strict=True)]
         self.num_tokens = sum(one.span.num_tokens for one in batches)
-        self._decode: DecodeAttention | None = None
+        self._decode: DecodeAttention | FlexDecodeAttention | None = None
 
     def use_decode_kernel(self) -> None:
-        """Attend with the kernel for one token per row, where it serves this forward."""
+        """Attend with the kernel for one token per row, where there is one for this forward."""
         if len(self._parts) == 1:
-            self._decode = DecodeAttention.create(self._parts[0].cache, self._parts[0].span)
+            cache, span, device = self._parts[0].cache, self._parts[0].span, self._mask.device
+            flex = FlexDecodeAttention.create(cache, span, device)
+            self._decode = flex or DecodeAttention.create(cache, span)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float | None) -> Tensor:
         """Write one layer's keys and values [1, H, P, D]; the attention output [1, P, Hq, E].
