@@ -9,7 +9,6 @@ repeat. vLLM runs in a process of its own, in the interpreter that `tools/vllm_e
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import random
@@ -24,6 +23,7 @@ import torch
 import transformers
 
 import descant
+from bench.models import fast_copy
 
 __all__ = ["CASES", "main"]
 
@@ -179,17 +179,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, given.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).eval()
-    fast = copy.deepcopy(model)
-    if dtype is torch.float32:
-        descant.prepack_weights(fast)
-    compiled = descant.compile_layers(fast)
-    sides: dict[str, Side] = {"fast": session_side(fast), "session": session_side(model)}
+    sides: dict[str, Side] = {"fast": session_side(fast_copy(model)), "session": session_side(model)}
     vllm = None if given.vllm is None else VLLMProcess(given.vllm, given.model, given.dtype)
     if vllm is not None:
         sides[f"vLLM {vllm.version}"] = vllm
     if not given.no_transformers:
         sides[f"transformers {transformers.__version__}"] = transformers_side(model)
-    print(f"{given.model}, {given.dtype}; layers compiled in {compiled.compile_seconds:.0f} s")
+    print(f"{given.model}, {given.dtype}")
     print("| case | side | time by `fast` | CPU s | requests with the same tokens |\n|---|---|---|---|---|")
     try:
         for case in given.case or CASES:

@@ -21,6 +21,7 @@ import torch
 import transformers
 
 import descant
+from bench.models import fast_copy
 
 __all__ = ["main"]
 
@@ -86,12 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=256, help="new tokens of contrastive search")
     parser.add_argument("--few", type=int, default=64, help="new tokens of the others")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--fast", action="store_true", help="prepacked weights and compiled layers for ours")
     parser.add_argument("--only", choices=("contrastive", "dola", "guidance"), action="append")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(options.model).eval()
+    if options.fast:
+        model = fast_copy(model)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(options.model)
     ids = torch.tensor([tokenizer.encode(PROMPT)])
     selected = options.only or ("contrastive", "dola", "guidance")

@@ -6,14 +6,13 @@ of the whole by that without. `--half-context` is where attention costs as much 
 after 3,072 tokens for SmolLM2 (106 million weights x 2 by 30 layers x 576 x 4), by time on a CPU earlier.
 
 `ragged`: requests with prompts of 8 to 128 tokens and 4 to 64 new tokens. The figures are the times of
-transformers' padded `generate` and of its continuous batching by that of one session, with plain and with
-prepacked weights. The sides take turns.
+transformers' padded `generate` and of its continuous batching by that of one session, plain, and with prepacked
+weights and compiled layers. The sides take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import random
 import statistics
 import time
@@ -24,6 +23,7 @@ import torch
 import transformers
 
 import descant
+from bench.models import fast_copy
 
 __all__ = ["main", "measure_gap", "measure_ragged"]
 
@@ -156,12 +156,11 @@ def _run_continuous(model: Any, requests: Sequence[tuple[list[int], int]]) -> fl
 
 
 def measure_ragged(model: Any, count: int, repeats: int) -> dict[str, dict[str, float]]:
-    """For a session and one with prepacked weights: the median time of each other side by its own."""
-    requests, prepacked = _requests(count), copy.deepcopy(model)
-    descant.prepack_weights(prepacked)
+    """For a session and one with prepacked weights and compiled layers: the median time of each other side by its own."""
+    requests, fast = _requests(count), fast_copy(model)
     sides: dict[str, Callable[[], float]] = {
         "session": lambda: _run_session(model, requests),
-        "prepacked session": lambda: _run_session(prepacked, requests),
+        "fast session": lambda: _run_session(fast, requests),
         "padded generate": lambda: _run_padded(model, requests),
         "continuous batching": lambda: _run_continuous(model, requests),
     }
@@ -175,7 +174,7 @@ def measure_ragged(model: Any, count: int, repeats: int) -> dict[str, dict[str, 
             for name, values in seconds.items()
             if name != own
         }
-        for own in ("session", "prepacked session")
+        for own in ("session", "fast session")
     }
 
 
