@@ -6,8 +6,8 @@ of the whole by that without. `--half-context` is where attention costs as much 
 after 3,072 tokens for SmolLM2 (106 million weights x 2 by 30 layers x 576 x 4), by time on a CPU earlier.
 
 `ragged`: requests with prompts of 8 to 128 tokens and 4 to 64 new tokens. The figures are the times of
-transformers' padded `generate` and of its continuous batching by that of one session, plain, and with prepacked
-weights and compiled layers. The sides take turns.
+transformers' padded `generate` and of its continuous batching by that of one session, plain, and with
+prepacked weights and compiled layers. The sides take turns.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _run_continuous(model: Any, requests: Sequence[tuple[list[int], int]]) -> fl
 
 
 def measure_ragged(model: Any, count: int, repeats: int) -> dict[str, dict[str, float]]:
-    """For a session and one with prepacked weights and compiled layers: the median time of each other side by its own."""
+    """For a session, plain and fast: the median time of each other side by its own."""
     requests, fast = _requests(count), fast_copy(model)
     sides: dict[str, Callable[[], float]] = {
         "session": lambda: _run_session(model, requests),

@@ -78,10 +78,14 @@ class PackedForwards:
     def _call_model(self, inputs: dict[str, Any], num_tokens: int) -> Any:
         """The output of the model, whose layers run compiled if they are."""
         compiled = self.compiled_layers
-        if compiled is None or not compiled.num_layers:  # they may have been restored
+        is_padded = num_tokens < MIN_TOKENS
+        if (
+            compiled is None
+            or not compiled.num_layers  # they may have been restored
+            or (is_padded and not _can_pad(self._model))
+        ):
             return self._model(**inputs, use_cache=True, return_dict=True)
-        if num_tokens < MIN_TOKENS:
-            # One graph serves all sizes from two on. A product of two lines costs what one of one line does.
+        if is_padded:  # one graph serves all sizes from two on
             for name in ("input_ids", "position_ids"):
                 inputs[name] = inputs[name].expand(1, MIN_TOKENS).contiguous()
             inputs["attention_mask"] = tree_map(_pad_mask, inputs["attention_mask"])
@@ -90,7 +94,7 @@ class PackedForwards:
         inputs["past_key_values"].use_decode_kernel()
         with compiled.running(inputs["past_key_values"]):
             output = self._model(**inputs, use_cache=True, return_dict=True)
-        if num_tokens < MIN_TOKENS and not self._traits.supports_logits_to_keep:
+        if is_padded and not self._traits.supports_logits_to_keep:
             output.logits = output.logits[:, :num_tokens]
         return output
 
@@ -119,6 +123,12 @@ def _is_switched_on(model: Any) -> bool:
     if not isinstance(value, bool):
         raise InputError("model.packed_forwards", "must be True or False", value)
     return value
+
+
+def _can_pad(model: Any) -> bool:
+    """Whether two lines cost what one does: not in half precision on a CPU, where one line is faster."""
+    weight = next(model.parameters())
+    return weight.dtype is torch.float32 or weight.device.type != "cpu"
 
 
 def _pad_mask(mask: Tensor) -> Tensor:

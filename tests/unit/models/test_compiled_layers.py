@@ -169,6 +169,17 @@ def test_another_type_runs_its_own_code(plain):
     layers.restore()
 
 
+def test_half_precision(plain):
+    model = copy.deepcopy(plain).bfloat16()
+    settings = {"max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
+    prompts = (torch.arange(12).view(2, 6), torch.arange(6).view(1, 6))
+    expected = [descant.generate(model, one, **settings).logits for one in prompts]
+    with descant.compile_layers(model):
+        found = [descant.generate(model, one, **settings).logits for one in prompts]
+    for one, two in zip(found, expected, strict=True):
+        assert float((one[0] - two[0]).abs().max()) < 0.05 * float(two[0].abs().max())
+
+
 def test_restored_in_a_session(plain):
     model = copy.deepcopy(plain)
     layers = descant.compile_layers(model)
