@@ -99,6 +99,12 @@ class DenseStore:
     def write_packed(self, layer: int, key: Tensor, value: Tensor, span: PackedSpan) -> None:
         """Write the keys and values [1, H, P, D] of the tokens of several rows."""
         keys, values = self.blocks_for_write(layer, key, value, span)
+        if span.rectangle is not None:
+            rows, slots = span.rectangle
+            shape = rows.stop - rows.start, slots.stop - slots.start
+            keys[rows, :, slots] = key[0].unflatten(1, shape).transpose(0, 1)
+            values[rows, :, slots] = value[0].unflatten(1, shape).transpose(0, 1)
+            return
         index = span.memo.get(key.device)
         if index is None:
             host = torch.from_numpy(np.stack((span.rows[span.token_rows], span.positions)))

@@ -55,6 +55,9 @@ class PackedKV(KVProxy):
         groups, query = self.span.groups, call.query
         if len(groups) == 1 and self.span.is_decode:  # tokens are in the order of the rows
             return self._attend_group(values, groups[0], query.transpose(0, 2), call).transpose(0, 2)
+        if len(groups) == 1 and groups[0].is_dense:
+            result = self._attend_group(values, groups[0], _split_rows(query, groups[0], None), call)
+            return result.transpose(0, 1).flatten(1, 2)[None]
         out: Tensor | None = None
         for group in groups:
             tokens, real = group.token_index(query.device), group.real_index(query.device)
@@ -75,7 +78,7 @@ class PackedKV(KVProxy):
         """The attention output [G, Hq, W, E] of the queries of a group [G, Hq, W, D]."""
         query_heads, heads = query.shape[1], self.shape[1]
         if group.is_first_write:
-            tokens = group.token_index(query.device)
+            tokens = None if group.is_dense else group.token_index(query.device)
             keys, new_values = _split_rows(self.new, group, tokens), _split_rows(values.new, group, tokens)
             causal = AttentionCall(query, None, 0.0, group.width > 1, call.scale, query_heads != heads)
             return sdpa(keys, new_values, causal)
@@ -111,7 +114,10 @@ class JoinedKV(KVProxy):
         return torch.cat([keys.attend(own, call._replace(query=query)) for keys, own, query in parts], 2)
 
 
-def _split_rows(packed: Tensor, group: PackedGroup, tokens: Tensor) -> Tensor:
-    """The vectors [G, H, W, D] of a group, out of those of all tokens [1, H, P, D]."""
-    own = packed[0].index_select(1, tokens)
+def _split_rows(packed: Tensor, group: PackedGroup, tokens: Tensor | None) -> Tensor:
+    """The vectors [G, H, W, D] of a group, out of those of all tokens [1, H, P, D].
+
+    None for `tokens` says that the group has all of them.
+    """
+    own = packed[0] if tokens is None else packed[0].index_select(1, tokens)
     return own.view(own.shape[0], len(group.rows), group.width, -1).transpose(0, 1)

@@ -34,6 +34,7 @@ class PackedGroup:
     starts: Array  # [G] the first position that each feeds
     widths: Array  # [G] how many it feeds
     offsets: Array  # [G] where its tokens begin in the packed sequence
+    has_all_rows: bool = False  # whether it has all rows of the forward, in their order
     memo: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
@@ -45,6 +46,11 @@ class PackedGroup:
     def width(self) -> int:
         """The most tokens that a row feeds."""
         return int(self.widths.max())
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether all tokens of the forward are its own, in order, and as many of each row."""
+        return self.has_all_rows and int(self.widths.min()) == self.width
 
     @cached_property
     def stops(self) -> Array:
@@ -116,6 +122,19 @@ class PackedSpan:
         return self.num_tokens == len(self.rows)
 
     @cached_property
+    def rectangle(self) -> tuple[slice, slice] | None:
+        """The rows and slots of a write that is a rectangle of adjacent rows; None: it is not."""
+        rows, starts, widths = self.rows, self.starts, self.widths
+        first, count, start, width = int(rows[0]), len(rows), int(starts[0]), int(widths[0])
+        if count > 1 and not (
+            (rows == np.arange(first, first + count)).all()
+            and (starts == start).all()
+            and (widths == width).all()
+        ):
+            return None
+        return slice(first, first + count), slice(start, start + width)
+
+    @cached_property
     def token_rows(self) -> Array:
         """The row of each token [P], as an index into `rows`."""
         return np.repeat(np.arange(len(self.rows)), self.widths)
@@ -137,8 +156,11 @@ class PackedSpan:
         parts = _split_similar(np.flatnonzero(is_first), self.widths, _TOLERATED_WIDTH)
         for part in _split_similar(np.flatnonzero(~is_first), self.widths, _TOLERATED_WIDTH):
             parts += _split_similar(part, self.starts, _TOLERATED_SLOTS)
+        has_all_rows = len(parts) == 1  # each part is in order
         return [
-            PackedGroup(part, self.rows[part], self.starts[part], self.widths[part], self.offsets[part])
+            PackedGroup(
+                part, self.rows[part], self.starts[part], self.widths[part], self.offsets[part], has_all_rows
+            )
             for part in parts
         ]
 
