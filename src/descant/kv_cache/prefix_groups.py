@@ -32,7 +32,8 @@ class PrefixGroups:
     def shared_length(self, rows: Array, others: Array) -> Array:
         """The length of the prefix that `rows[i]` shares with `others[i]` [N]; 0 if `rows[i]` is new."""
         exists = rows < len(self._group_ids)
-        if exists.all() and (self._group_ids == self._group_ids[0]).all():  # beams of one request
+        ids = self._group_ids
+        if len(rows) and exists.all() and (ids == ids[0]).all():  # beams of one request
             return np.minimum(self._shared_lengths[rows], self._shared_lengths[others])
         rows = np.where(exists, rows, 0)
         related = exists & (self._group_ids[rows] == self._group_ids[others])

@@ -110,13 +110,15 @@ def test_the_model_has_two_layers_at_the_most():
     cache = prepared_cache(OffloadedStore())
     feed(cache, 100)
     cache.commit(None, torch.tensor([100, 100]))
-    span = KVSpan(None, 100, 1, 101)
     block = torch.ones(2, HEADS, 1, SIZE).to(FIRST)
+    for layer in range(LAYERS):  # the first token after a prompt makes room for more
+        cache.update(layer, block, block, KVSpan(None, 100, 1, 101))
+    cache.commit(None, torch.tensor([101, 101]))
     whole = cache.nbytes
-    cache.update(0, block, block, span)
+    cache.update(0, block, block, KVSpan(None, 101, 1, 102))
     assert cache.prefetched_bytes == whole // LAYERS  # besides the one that was returned
     assert cache.nbytes == whole + cache.prefetched_bytes
-    cache.commit(None, torch.tensor([100, 100]))  # the forward went no further
+    cache.commit(None, torch.tensor([101, 101]))  # the forward went no further
     assert cache.nbytes == whole
 
 
