@@ -176,14 +176,13 @@ class _LayerForward:
         """The first compiled call: find out which input is which argument of the graph."""
         named = {"": hidden_states, **kwargs}
         places: dict[int, tuple[str, int | None]] = {}
+        size = hidden_states.shape[1]
         for name, value in named.items():
             for index, tensor in enumerate(value if isinstance(value, tuple) else (value,)):
                 if isinstance(tensor, Tensor):
                     places[id(tensor)] = name, (index if isinstance(value, tuple) else None)
-        size = hidden_states.shape[1]
-        for tensor in (one for value in named.values() for one in _tensors(value)):
-            for dim in (dim for dim, length in enumerate(tensor.shape) if length == size):
-                torch._dynamo.mark_dynamic(tensor, dim)
+                    for dim in (dim for dim, length in enumerate(tensor.shape) if length == size):
+                        torch._dynamo.mark_dynamic(tensor, dim)
         own = {id(one) for one in (*self.layer.parameters(), *self.layer.buffers())}
         # Another model may have had other sizes; only those of this one count.
         static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
@@ -225,12 +224,6 @@ def _without_output_hooks(layer: nn.Module) -> Iterator[None]:
 
 def _collects_states(hook: Any) -> bool:
     return getattr(hook, "__module__", "") == _OUTPUT_HOOKS
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    for one in value if isinstance(value, tuple) else (value,):
-        if isinstance(one, Tensor):
-            yield one
 
 
 def _layer_output(forward: Callable[..., Any], hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:

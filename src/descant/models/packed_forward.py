@@ -69,11 +69,12 @@ class PackedForwards:
         self.chunks = ()  # a forward that raises is tried again without them
         batches = [batch, *(PackedBatch.of_chunk(chunk) for chunk in chunks)]
         inputs = _joined_inputs(batches, self._traits, with_logits)
-        output = self._call_model(inputs, sum(one.span.num_tokens for one in batches))
+        num_tokens = sum(one.span.num_tokens for one in batches)
+        output = self._call_model(inputs, num_tokens)
         for chunk in chunks:
             chunk.is_fed = True
         logits = batch.logits_by_row(output.logits, self._traits, with_logits, is_whole=not chunks)
-        return logits, sum(one.span.num_tokens for one in batches)
+        return logits, num_tokens
 
     def _call_model(self, inputs: dict[str, Any], num_tokens: int) -> Any:
         """The output of the model, whose layers run compiled if they are."""
