@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from descant.config import field_types as types
 from descant.config.fields import FrozenMap, NoOffValue, RedactedMap, field
+from descant.config.grammar_spec import grammar_spec
 from descant.config.limits import MAX_PHRASE_BYTES, MAX_PHRASES, MAX_STOP_TOKENS
 from descant.config.storage import FrozenParameters
 
@@ -91,6 +92,10 @@ class Parameters(FrozenParameters):
     prefix_allowed_tokens_fn: Callable[[int, Any], Sequence[int]] | None = field(
         default=None, kind=types.function(), group="strategy",
         doc="Function of a prompt's index and a row's ids that returns the allowed next tokens.")
+    grammar: Mapping[str, Any] | None = field(
+        default=None, kind=grammar_spec(), group="strategy",
+        doc='What the new text must match: `{"json_schema": ...}`, `{"json": True}`, `{"regex": ...}`, '
+        '`{"choice": [...]}`, `{"grammar": ...}` or `{"tools": [...]}`; needs `tokenizer`.')
     processor_order: Sequence[str] | None = field(
         default=None, kind=types.names(), group="strategy",
         doc='Fields whose processors run in this order, at the positions of these fields in the whole order; '

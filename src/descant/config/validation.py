@@ -110,6 +110,12 @@ INCOMPATIBLE: Final = (
         "assistant_early_exit", "guidance_scale",
         "guidance caches two sequences per row, of which the truncated model reads one",
     ),
+    *(
+        ("grammar", name, "a forced token may not match the grammar")
+        for name in ("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids")
+    ),
+    ("grammar", "return_timestamps", "timestamps are not part of the text"),
+    ("grammar", "thinking_budget", "a grammar starts with the first new token"),
     ("dola_layers", "guidance_scale", "DoLa masks tokens, whose guided logits would be undefined"),
 )  # fmt: skip
 

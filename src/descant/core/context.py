@@ -151,6 +151,13 @@ class Context:
         start, stop = int(self._prompt[line]), int(self._length[line])
         return [int(token) for token in self._tokens[line, start:stop].tolist()]
 
+    def new_token_arrays(self) -> list[ObjectArray]:
+        """The new tokens of each line, on the host, with one copy from the device."""
+        first = int(self._prompt.min()) if len(self._prompt) else 0
+        tokens = self._tokens[:, first : int(self._length.max())].cpu().numpy()
+        bounds = zip((self._prompt - first).tolist(), (self._length - first).tolist(), strict=True)
+        return [tokens[line, start:stop] for line, (start, stop) in enumerate(bounds)]
+
     @cached_property
     def valid(self) -> Tensor:
         """Which of `tokens` are no padding [N, L]."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
+from descant.config.grammar_spec import GrammarSpec
 from descant.core.interfaces import Model, ModelTraits
+from descant.decoding.processors.grammar import GRAMMAR_PARAM
 from descant.engine.drafter_factory import DraftInputs
 from descant.engine.planner import DecodingPlan, drafter_spec, make_plan
 from descant.engine.request import (
     Request,
+    compile_request_grammar,
     drop_last_tokens,
     healed_suffix,
+    matcher_pool,
     negative_prompt_excess,
     prompt_info,
     validate_callables,
@@ -54,21 +59,44 @@ class Admission:
     def __init__(self, user_model: Any, model: Model) -> None:
         self._user_model, self._model = user_model, model
 
+    def _merged_config(self, request: Request) -> GenerationConfig:
+        """The config of a request, with the model's defaults."""
+        config = request.generation_config
+        if request.config_merged:
+            return config
+        return GenerationConfig.merge({}, config, _model_generation_config(self._user_model))
+
+    def grammar(self, request: Request) -> GrammarSpec | None:
+        """The grammar of a request."""
+        given = request.generation_config.grammar
+        if given is None and not request.config_merged:
+            given = getattr(_model_generation_config(self._user_model), "grammar", None)
+        assert given is None or isinstance(given, GrammarSpec)
+        return given
+
+    def compile_grammar(self, request: Request) -> Request:
+        """The request with its grammar compiled; nothing of the session is read but the model's config."""
+        spec = self.grammar(request)
+        if spec is None or request.compiled_grammar is not None:
+            return request
+        config = self._merged_config(request)
+        suffix = healed_suffix(request, config, torch.as_tensor(request.prompt))
+        return replace(request, compiled_grammar=compile_request_grammar(request, spec, suffix))
+
     def make_plan(self, request: Request, traits: ModelTraits) -> DecodingPlan:
         """The plan of one request."""
-        config = request.generation_config
-        if not request.config_merged:
-            config = GenerationConfig.merge({}, config, _model_generation_config(self._user_model))
-            if config.generation_kwargs:  # generate() passes these on itself
-                must = "must hold only generation parameters in a Request"
-                do = "pass the model's inputs as `inputs`"
-                raise ConfigError("generation_kwargs", must, dict(config.generation_kwargs), do)
+        config = self._merged_config(request)
+        if config.generation_kwargs and not request.config_merged:  # generate() passes these on itself
+            must = "must hold only generation parameters in a Request"
+            do = "pass the model's inputs as `inputs`"
+            raise ConfigError("generation_kwargs", must, dict(config.generation_kwargs), do)
         recipe = _engine_recipe(request)
         inputs = DraftInputs(
             request.assistant_model,
             request.tokenizer,
             request.assistant_tokenizer,
             recipe if recipe is not None and recipe.kind == "drafter" else None,
+            has_strategy=recipe is not None and recipe.kind == "strategy",
         )
         return make_plan(config, traits, drafter_spec(config, self._model, inputs), recipe)
 
@@ -102,6 +130,8 @@ def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> R
     prompt_params, method_params = plan.prompt_params(info, traits), plan.row_method_params(info)
     if plan.config.suffix_lookup_shared:
         method_params["suffix_lookup_salt"] = request.cache_salt
+    if plan.config.grammar is not None:
+        method_params[GRAMMAR_PARAM] = matcher_pool(request, plan.config, suffix)
     num_healed = 0 if suffix is None else len(suffix)
     inputs = request.inputs
     if num_healed and not traits.is_encoder_decoder:

@@ -107,6 +107,7 @@ class AsyncEngine:
     def submit(self, request: Request) -> RequestHandle:
         """Add a request and return at once after it is accepted; for threads without an event loop."""
         handle = RequestHandle(-1, self)
+        request = self._session.compile_grammar(request)
         handle.number = self._admit(request, handle._events.put).result()
         return handle
 
@@ -123,6 +124,8 @@ class AsyncEngine:
         """The events of a request, the last of which is `Finished` or `Failed`."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        if self._session.has_grammar(request):  # a compilation must delay neither this loop nor a step
+            request = await asyncio.to_thread(self._session.compile_grammar, request)
         admission = self._admit(request, lambda event: _put_threadsafe(loop, events, event))
         ended, number = False, None
         try:

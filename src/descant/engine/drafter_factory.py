@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from descant.config.generation_config import GenerationConfig
+from descant.config.grammar_spec import GrammarSpec
 from descant.core.interfaces import Drafter, Model, ModelTraits, NoiseSource
 from descant.decoding.speculative.acceptance import DRAFT_SCHEDULES
 from descant.decoding.speculative.cross_tokenizer import RetokenizingDrafter, SharedVocabDrafter
 from descant.decoding.speculative.draft_model import AssistantDrafter
 from descant.decoding.speculative.early_exit import EarlyExit, check_early_exit
+from descant.decoding.speculative.forced_tokens import GrammarDrafter
 from descant.decoding.speculative.prompt_lookup import PromptLookup
 from descant.decoding.speculative.suffix_lookup import SuffixLookup
 from descant.errors import ConfigError, InputError, UnsupportedModel
@@ -24,6 +26,7 @@ __all__ = ["USER_DRAFTER", "DraftInputs", "DrafterSpec", "describe_drafter", "ma
 # Fields that only a draft model or early exit uses.
 _DRAFT_MODEL_FIELDS: Final = ("num_assistant_tokens", "assistant_confidence_threshold")
 USER_DRAFTER: Final = ("own",)  # how the key of a drafter begins that is the user's object
+_MAX_FORCED_TOKENS: Final = 32  # that a grammar drafts at once
 _CROSS_TOKENIZER_FIELDS: Final = ("assistant_lookbehind", "target_lookbehind")
 
 
@@ -35,6 +38,7 @@ class DraftInputs:
     tokenizer: Any = None  # the target's
     assistant_tokenizer: Any = None
     recipe: Recipe | None = None  # of kind "drafter"
+    has_strategy: bool = False  # whether a recipe selects the strategy
 
     @property
     def requested_by(self) -> str | None:
@@ -55,6 +59,38 @@ def make_drafter_spec(
 ) -> DrafterSpec | None:
     """The drafter that a config or a request's inputs select; None: no drafting."""
     _check_unused_options(config, given)
+    other = _make_other_spec(config, target, given, as_model)
+    if not _drafts_forced_tokens(config, target.traits, given):
+        return other
+    if other is None:
+        values = _schedule_params(config, None, _MAX_FORCED_TOKENS)
+        return DrafterSpec(("grammar",), lambda _: GrammarDrafter(), values)
+    make_other = other.make_drafter
+    key = (
+        (*USER_DRAFTER, "grammar", *other.key[1:])
+        if other.key[:1] == USER_DRAFTER
+        else ("grammar", *other.key)
+    )
+    return DrafterSpec(key, lambda noise: GrammarDrafter(make_other(noise)), other.row_params)
+
+
+def _drafts_forced_tokens(config: GenerationConfig, traits: ModelTraits, given: DraftInputs) -> bool:
+    """Whether a grammar drafts the tokens that it forces: its method and model must support drafts."""
+    return (
+        isinstance(config.grammar, GrammarSpec)
+        and config.grammar.drafts
+        and config.num_beams == 1
+        and not config.penalty_alpha
+        and not config.banned_phrases
+        and traits.cache_type != "recurrent"
+        and not given.has_strategy
+    )
+
+
+def _make_other_spec(
+    config: GenerationConfig, target: Model, given: DraftInputs, as_model: Callable[[Any], Model]
+) -> DrafterSpec | None:
+    """The drafter beside that of a grammar."""
     factory = _DrafterFactory(config, target, given, as_model)
     # As in transformers, a lookup takes precedence over a draft model.
     choices: tuple[tuple[Any, str, Callable[[], DrafterSpec]], ...] = (
@@ -74,6 +110,14 @@ def make_drafter_spec(
 def describe_drafter(config: GenerationConfig) -> str | None:
     """The drafter that a config itself selects, in words."""
     schedule = config.num_assistant_tokens_schedule
+    drafter = _describe_other(config, schedule)
+    has_forced = isinstance(config.grammar, GrammarSpec) and config.grammar.drafts
+    if not has_forced or config.num_beams > 1 or config.penalty_alpha or config.banned_phrases:
+        return drafter
+    return "tokens that the grammar forces" + ("" if drafter is None else f", else {drafter}")
+
+
+def _describe_other(config: GenerationConfig, schedule: str) -> str | None:
     if config.assistant_early_exit is not None:
         count = config.num_assistant_tokens
         return f"the first {config.assistant_early_exit} layers, up to {count} tokens ({schedule})"

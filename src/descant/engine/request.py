@@ -10,10 +10,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
+from descant.config.grammar_spec import GrammarSpec
 from descant.core.context import PromptInfo
 from descant.core.interfaces import ModelTraits
+from descant.decoding.grammars.backend import CompiledGrammar
+from descant.decoding.grammars.compiler import compile_grammar
+from descant.decoding.grammars.matcher_pool import MatcherPool
+from descant.decoding.processors.base import as_id_list
 from descant.decoding.stopping.checker import Criterion, RegexStop
-from descant.errors import InputError
+from descant.errors import ConfigError, InputError
 from descant.models.multimodal import is_per_token
 from descant.tokenization.banned_phrases import PhraseMatcher
 from descant.tokenization.stop_strings import StopStringMatcher
@@ -24,8 +29,10 @@ __all__ = [
     "Request",
     "TextMatchers",
     "build_text_matchers",
+    "compile_request_grammar",
     "drop_last_tokens",
     "healed_suffix",
+    "matcher_pool",
     "negative_prompt_excess",
     "prompt_info",
     "validate_callables",
@@ -50,7 +57,7 @@ class Request:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     logits_processor: Sequence[Any] = ()
     stopping_criteria: Sequence[Criterion] = ()
-    tokenizer: Any = None  # for `stop_strings`, `stop_regex`, `dry_sequence_breakers` and token healing
+    tokenizer: Any = None  # for texts of the config: `stop_strings`, `grammar`, token healing and the like
     assistant_model: Any = None  # a draft model
     assistant_tokenizer: Any = None  # the draft model's tokenizer, if it is not `tokenizer`
     past_key_values: Any = None  # a `CachedRow`, or a cache of one row
@@ -67,6 +74,7 @@ class Request:
     noise_row: int = -1  # its row of torch's noise; -1: it draws from its own stream
     config_merged: bool = False  # whether the config is merged with the model's own already
     healed_suffix: HealedSuffix | None = None  # what token healing removes, if the caller knows it already
+    compiled_grammar: CompiledGrammar | None = None  # of its `grammar`, if the caller has compiled it already
 
 
 class TextMatchers(NamedTuple):
@@ -132,6 +140,31 @@ def healed_suffix(request: Request, config: GenerationConfig, ids: Tensor) -> He
         do = "pass the model's tokenizer"
         raise InputError("tokenizer", "must be given with `token_healing`", None, do)
     return HealedSuffix.from_prompt(request.tokenizer, ids.tolist())
+
+
+def matcher_pool(request: Request, config: GenerationConfig, suffix: HealedSuffix | None) -> MatcherPool:
+    """The matchers of a request's grammar, which its text follows from the end of its prompt on."""
+    assert isinstance(config.grammar, GrammarSpec)
+    grammar = request.compiled_grammar
+    if grammar is None:
+        grammar = compile_request_grammar(request, config.grammar, suffix)
+    ends = as_id_list(config.eos_token_id)
+    if not ends:
+        do = "set it, a grammar ends a row with it"
+        raise ConfigError(("eos_token_id", "grammar"), "must be given with `grammar`", None, do)
+    special = TokenBytes.from_tokenizer(request.tokenizer).special_ids
+    return MatcherPool(
+        grammar, ends + [token for token in as_id_list(config.stop_token_ids) if token in special]
+    )
+
+
+def compile_request_grammar(
+    request: Request, spec: GrammarSpec, suffix: HealedSuffix | None = None
+) -> CompiledGrammar:
+    """The compiled grammar of a request, behind what token healing generates again."""
+    if request.tokenizer is None:
+        raise InputError("tokenizer", "must be given with `grammar`", None, "pass the model's tokenizer")
+    return compile_grammar(spec, request.tokenizer, b"" if suffix is None else suffix.text)
 
 
 def drop_last_tokens(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:

@@ -148,6 +148,14 @@ class Session:
             return error
         return None
 
+    def has_grammar(self, request: Request) -> bool:
+        """Whether a request has a grammar that is not compiled yet."""
+        return request.compiled_grammar is None and self._admission.grammar(request) is not None
+
+    def compile_grammar(self, request: Request) -> Request:
+        """The request with its grammar compiled; any thread may call it beside a step."""
+        return self._admission.compile_grammar(request)
+
     def demand(self, request: Request) -> ScheduledRequest:
         """What the scheduler counts for a request: tokens, rows and blocks."""
         if self._scheduled is None:

@@ -14,12 +14,14 @@ from descant.core.interfaces import ModelTraits, RowCache
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows, index_rows
 from descant.decoding.guidance.model_wrapper import ModelWrapper
+from descant.decoding.processors.grammar import GRAMMAR_PARAM
 from descant.errors import ConfigError, UnsupportedModel
 
 __all__ = ["DoLa", "early_layers"]
 
 # Tokens below this share of the maximum probability are masked.
 RELATIVE_TOP: Final = 0.1
+_IMPLAUSIBLE: Final = 1e4  # subtracted instead of masking, where a grammar may leave nothing else
 _MIN_LOGPROB: Final = -80.0  # smaller log-probabilities are treated as equal
 
 
@@ -58,11 +60,24 @@ class DoLa(ModelWrapper):
         final, early = last_logits.log_softmax(-1), layer_logits[:, :, :-1].log_softmax(-1)
         early_logprobs = _most_divergent(final, early, wanted) if len(layers) > 1 else early[:, :, 0]
         threshold = final.amax(-1, keepdim=True) + log(RELATIVE_TOP)
-        contrast = (final - early_logprobs).masked_fill(final < threshold, -torch.inf)
+        contrast = torch.where(final < threshold, self._excluded(rows, active, final), final - early_logprobs)
         if skip_logits:
             return output._replace(logits=contrast, base_logits=last_logits)
         logits = output.logits.index_copy(0, active.to(final.device), contrast)
         return output._replace(logits=logits, base_logits=output.logits)
+
+    def _excluded(self, rows: Rows, active: Tensor, final: Tensor) -> Tensor:
+        """The logits of tokens that the last layer finds implausible: -inf, or far below all others.
+
+        A grammar may permit none but these. Then the last layer decides among them.
+        """
+        excluded = final.new_full((), -torch.inf)
+        pools = row_params(rows).values.get(GRAMMAR_PARAM)
+        if pools is None:
+            return excluded
+        assert not isinstance(pools, Tensor)
+        has_grammar = torch.tensor([pools[row] is not None for row in active.tolist()], device=final.device)
+        return torch.where(has_grammar[:, None, None], final - _IMPLAUSIBLE, excluded)
 
     def _row_layout(self, rows: Rows) -> tuple[Tensor, Tensor, list[int], Tensor]:
         """The active rows, each row's index among them, all their layers, and which row uses which [N, L]."""

@@ -32,6 +32,7 @@ from descant.decoding.processors.filters import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from descant.decoding.processors.grammar import GrammarLogitsProcessor
 from descant.decoding.processors.green_list import WatermarkLogitsProcessor
 from descant.decoding.processors.guidance import (
     ClassifierFreeGuidanceLogitsProcessor,
@@ -94,6 +95,7 @@ __all__ = [
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
     "FrequencyPenaltyLogitsProcessor",
+    "GrammarLogitsProcessor",
     "GumbelWatermarkLogitsProcessor",
     "HammingDiversityLogitsProcessor",
     "HealingLogitsProcessor",

@@ -24,6 +24,7 @@ from descant.decoding.processors import (
     ForcedEOSTokenLogitsProcessor,
     ForceTokensLogitsProcessor,
     FrequencyPenaltyLogitsProcessor,
+    GrammarLogitsProcessor,
     GumbelWatermarkLogitsProcessor,
     HammingDiversityLogitsProcessor,
     HealingLogitsProcessor,
@@ -190,6 +191,8 @@ LOGITS_PROCESSORS: Final[tuple[ProcessorSpec, ...]] = (
     _make_spec(WhisperTimeStampLogitsProcessor, "return_timestamps", is_set("return_timestamps", False)),
     _make_spec(ThinkingBudgetLogitsProcessor, "thinking_budget", is_set("thinking_budget"), "thinking_end"),
 )
+# Behind all that bans tokens and before all that keeps the most likely: a warper then keeps permitted ones.
+_GRAMMAR: Final = _make_spec(GrammarLogitsProcessor, "grammar", is_set("grammar"))
 LOGITS_WARPERS: Final[tuple[ProcessorSpec, ...]] = (
     _make_spec(TemperatureLogitsWarper, "temperature", _has_fixed_temperature),
     _make_spec(
@@ -214,12 +217,17 @@ LOGITS_WARPERS: Final[tuple[ProcessorSpec, ...]] = (
     _make_spec(GumbelWatermarkLogitsProcessor, "watermarking_config", _uses_watermark("gumbel")),
     _make_spec(LogitNormalization, "renormalize_logits", is_set("renormalize_logits", False)),
 )
-PROCESSOR_SPECS: Final = (*LOGITS_PROCESSORS, *LOGITS_WARPERS)
+PROCESSOR_SPECS: Final = (*LOGITS_PROCESSORS, _GRAMMAR, *LOGITS_WARPERS)
 BACKTRACK_MASK: Final = "banned_phrases"  # processor of strategies that backtrack, also those of recipes
 CUSTOM: Final = "custom"  # name of the user's own processors in `processor_order`
 DEFAULT_ORDER: Final = tuple(
     dict.fromkeys(
-        (*(spec.name for spec in LOGITS_PROCESSORS), CUSTOM, *(spec.name for spec in LOGITS_WARPERS))
+        (
+            *(spec.name for spec in LOGITS_PROCESSORS),
+            CUSTOM,
+            _GRAMMAR.name,
+            *(spec.name for spec in LOGITS_WARPERS),
+        )
     )
 )
 

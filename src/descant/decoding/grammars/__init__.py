@@ -1,0 +1,1 @@
+"""Grammars: which texts a request may generate, on xgrammar or llguidance."""

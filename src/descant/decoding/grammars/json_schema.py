@@ -1,0 +1,133 @@
+"""JSON schemas for grammar libraries: walks over their parts, and `oneOf` with disjoint options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from descant.decoding.grammars.backend import UnsupportedGrammar
+
+__all__ = ["map_subschemas", "prepare_schema", "subschemas"]
+
+# Keywords whose value is a schema, a list of schemas, or a mapping to schemas.
+_SCHEMA_KEYS: Final = (
+    "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames",
+    "then", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+_LIST_KEYS: Final = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_MAP_KEYS: Final = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+
+
+def prepare_schema(schema: Any) -> Any:
+    """The same schema with `anyOf` for each `oneOf` whose options exclude each other.
+
+    Libraries cannot count how many options match, and need not where no text matches two.
+    """
+
+    def change(part: dict[str, Any]) -> dict[str, Any]:
+        options = part.get("oneOf")
+        if not isinstance(options, list) or "anyOf" in part:
+            return part
+        if not _exclude_each_other(options, schema):
+            raise UnsupportedGrammar(
+                "`oneOf` needs options that exclude each other by type, constant or a required property, "
+                "use `anyOf`"
+            )
+        return {("anyOf" if key == "oneOf" else key): value for key, value in part.items()}
+
+    return map_subschemas(schema, change)
+
+
+def _exclude_each_other(options: Sequence[Any], root: Mapping[str, Any]) -> bool:
+    """Whether no value matches two of the options, as far as it can be seen."""
+    resolved = [_resolve(one, root) for one in options]
+    return all(
+        _are_disjoint(first, second)
+        for index, first in enumerate(resolved)
+        for second in resolved[index + 1 :]
+    )
+
+
+def _resolve(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema that a local reference names."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    found: Any = root
+    for part in reference[2:].split("/"):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _are_disjoint(first: Any, second: Any) -> bool:
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        return False
+    values = _constants(first), _constants(second)
+    if values[0] is not None and values[1] is not None:
+        return not any(_equal(one, two) for one in values[0] for two in values[1])
+    types = _types(first), _types(second)
+    if types[0] and types[1] and not types[0] & types[1]:
+        return True
+    shared = set(first.get("required", ())) & set(second.get("required", ()))
+    return any(
+        _are_disjoint(first.get("properties", {}).get(name), second.get("properties", {}).get(name))
+        for name in shared
+    )
+
+
+def _constants(schema: Mapping[str, Any]) -> Sequence[Any] | None:
+    """The values that a schema names; None: it names none."""
+    if "const" in schema:
+        return (schema["const"],)
+    values = schema.get("enum")
+    return values if isinstance(values, list | tuple) else None
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Whether two JSON values are equal, where true is not 1."""
+    return first == second and isinstance(first, bool) == isinstance(second, bool)
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    given = schema.get("type")
+    types = {given} if isinstance(given, str) else set(given or ())
+    for value in _constants(schema) or ():
+        types.add(_type_of(value))
+    return types | ({"integer"} if "number" in types else set())
+
+
+def _type_of(value: Any) -> str:
+    names = {bool: "boolean", str: "string", int: "integer", float: "number", type(None): "null"}
+    return names.get(type(value), "object" if isinstance(value, Mapping) else "array")
+
+
+def map_subschemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A copy of a schema in which all schemas are changed, the inner ones first."""
+    if not isinstance(schema, Mapping):
+        return schema
+    result = dict(schema)
+    for key in _SCHEMA_KEYS:
+        if isinstance(result.get(key), Mapping):
+            result[key] = map_subschemas(result[key], change)
+    for key in _LIST_KEYS:
+        if isinstance(result.get(key), list | tuple):
+            result[key] = [map_subschemas(one, change) for one in result[key]]
+    for key in _MAP_KEYS:
+        if isinstance(result.get(key), Mapping):
+            result[key] = {name: map_subschemas(one, change) for name, one in result[key].items()}
+    return change(result)
+
+
+def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """A schema and all schemas in it."""
+    if not isinstance(schema, Mapping):
+        return
+    yield schema
+    for key in _SCHEMA_KEYS:
+        yield from subschemas(schema.get(key))
+    for key in _LIST_KEYS:
+        for one in schema[key] if isinstance(schema.get(key), list | tuple) else ():
+            yield from subschemas(one)
+    for key in _MAP_KEYS:
+        for one in schema[key].values() if isinstance(schema.get(key), Mapping) else ():
+            yield from subschemas(one)

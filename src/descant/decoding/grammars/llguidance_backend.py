@@ -1,0 +1,220 @@
+"""llguidance: lazily compiled grammars with bounded work in every step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from numpy.typing import NDArray
+
+from descant.config.fields import thaw
+from descant.config.grammar_spec import GrammarSpec
+from descant.decoding.grammars.backend import UnsupportedGrammar
+from descant.decoding.grammars.json_schema import prepare_schema
+from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolGrammar
+from descant.decoding.grammars.vocabulary import GrammarVocabulary
+from descant.errors import MissingExtra
+
+__all__ = ["LLGuidanceBackend"]
+
+# Python's separators. Free white space invites a model to generate it without end.
+_JSON_OPTIONS: Final = {
+    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False,
+    "lenient": False,
+}  # fmt: skip
+_EMPTY_BYTES: Final = 1 << 16  # measured: memory of a small grammar, and of each byte of a large one
+_BYTES_PER_CHARACTER: Final = 300
+_EBNF_ARROW: Final = "::="
+
+
+class LLGuidanceBackend:
+    """Grammars run by llguidance."""
+
+    name = "llguidance"
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        try:
+            import llguidance
+        except ImportError:
+            raise MissingExtra("llguidance", "`grammar` with llguidance") from None
+        self._library = llguidance
+        self.mask_width = (vocabulary.size + 31) // 32
+        self.vocabulary = vocabulary
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_TokenizerView(vocabulary)), eos_token=vocabulary.end_token
+        )
+        self._executor: Any = None
+
+    def compile(self, spec: GrammarSpec, prefix: bytes = b"") -> _LLGuidanceGrammar:
+        """Compile a grammar; its states are made as they are reached."""
+        parts = self._grammar_parts(spec)
+        if prefix:
+            parts = _with_prefix(parts, prefix)
+        text = json.dumps({"grammars": parts})
+        matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0)
+        if matcher.is_error():
+            raise UnsupportedGrammar(_first_line(matcher.get_error()))
+        if matcher.is_stopped() and not matcher.is_accepting():
+            raise UnsupportedGrammar("no text matches it")
+        return _LLGuidanceGrammar(self, matcher, _EMPTY_BYTES + _BYTES_PER_CHARACTER * len(text))
+
+    def _grammar_parts(self, spec: GrammarSpec) -> list[dict[str, Any]]:
+        """The grammar in llguidance's JSON form, the start first."""
+        kind, value = spec.kind, spec[spec.kind]
+        if kind == "json_schema":
+            return [_json_part(thaw(value))]
+        if kind == "json":
+            return [_json_part({"type": "object"})]
+        if kind == "regex":
+            text = self._library.LLMatcher.grammar_from_regex(value)
+            return list(json.loads(text)["grammars"])
+        if kind == "choice":
+            return [_lark_part("start: " + " | ".join(map(_literal, value)))]
+        if kind == "tools":
+            return self._tool_parts(ToolGrammar.from_spec(spec))
+        if _EBNF_ARROW in value:
+            try:
+                value = self._library.gbnf_to_lark.any_to_lark(value)
+            except Exception as error:  # its parser is Python code of its own
+                raise UnsupportedGrammar(_first_line(str(error))) from None
+        return [_lark_part(value)]
+
+    def _tool_parts(self, tools: ToolGrammar) -> list[dict[str, Any]]:
+        """Calls between tags, each by its tool's schema."""
+        bodies = [
+            {**_json_part(schema), "name": f"call{index}"} for index, schema in enumerate(tools.schemas)
+        ]
+        begin, end = _literal(CALL_BEGIN), _literal(CALL_END)
+        options = " | ".join(f"@call{index}" for index in range(len(bodies)))
+        call = f"body: {options}\n"
+        if tools.is_required:
+            return [_lark_part(f"start: {begin} body {end}\n{call}"), *bodies]
+        text = f"start: call* TEXT\ncall: head body {end}\nhead[lazy]: TEXT {begin}\n{call}TEXT: /(.|\\n)*/\n"
+        return [_lark_part(text), *bodies]
+
+    def fill_masks(self, matchers: Sequence[Any], masks: NDArray[Any], lines: Sequence[int]) -> None:
+        """Fill the masks of all matchers in llguidance's threads."""
+        running = []
+        for one, line in zip(matchers, lines, strict=True):
+            if one.matcher.is_stopped():
+                masks[line] = 0  # the end alone may follow
+            else:
+                running.append((one.matcher, line))
+        if len(running) == 1:
+            matcher, line = running[0]
+            matcher.unsafe_compute_mask_ptr(masks[line].ctypes.data, masks.shape[1] * 4)
+        elif running:
+            if self._executor is None:
+                self._executor = self._library.LLExecutor(num_threads=torch.get_num_threads())
+            self._executor.unsafe_compute_mask_ptr(
+                running, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0]
+            )
+        for one in matchers:
+            one.check()
+        self.vocabulary.clear_end_token(masks, lines)
+
+
+@dataclass(frozen=True, eq=False)
+class _LLGuidanceGrammar:
+    """A grammar with a matcher at its beginning, which is copied."""
+
+    backend: LLGuidanceBackend
+    start: Any
+    nbytes: int
+
+    def new_matcher(self) -> _LLGuidanceMatcher:
+        """A copy of the matcher at the beginning."""
+        return _LLGuidanceMatcher(self.start.deep_copy())
+
+
+class _LLGuidanceMatcher:
+    """An `LLMatcher`, which stops by itself where nothing can follow."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+
+    def accept(self, tokens: Sequence[int]) -> int:
+        """Advance over the tokens that the grammar permits."""
+        if self.matcher.is_stopped():
+            return 0
+        return int(self.matcher.try_consume_tokens(list(tokens)))
+
+    def rollback(self, count: int) -> None:
+        """Take tokens back."""
+        if count and not self.matcher.rollback(count):
+            self.check()
+
+    def copy(self) -> _LLGuidanceMatcher:
+        """A deep copy."""
+        return _LLGuidanceMatcher(self.matcher.deep_copy())
+
+    def is_complete(self) -> bool:
+        """Whether the grammar is satisfied."""
+        return bool(self.matcher.is_accepting())
+
+    def is_final(self) -> bool:
+        """Whether nothing may follow."""
+        return bool(self.matcher.is_stopped()) and self.is_complete()
+
+    def forced_tokens(self) -> list[int]:
+        """The tokens that llguidance derives from the forced bytes."""
+        return [] if self.matcher.is_stopped() else [int(token) for token in self.matcher.compute_ff_tokens()]
+
+    def check(self) -> None:
+        """Raise if a bound of llguidance is exceeded."""
+        if self.matcher.is_error():
+            raise UnsupportedGrammar(_first_line(self.matcher.get_error()))
+
+
+class _TokenizerView:
+    """A vocabulary with the names that llguidance reads."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self.eos_token_id = vocabulary.end_token
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """The tokens of a text."""
+        return self._vocabulary.encode(text.encode() if isinstance(text, str) else text)
+
+
+def _json_part(schema: Any) -> dict[str, Any]:
+    schema = prepare_schema(schema)
+    if isinstance(schema, Mapping):
+        return {"json_schema": {**schema, "x-guidance": _JSON_OPTIONS}}
+    if schema is False:
+        raise UnsupportedGrammar("no text matches the schema false")
+    return {"json_schema": {"x-guidance": _JSON_OPTIONS}}
+
+
+def _lark_part(text: str) -> dict[str, Any]:
+    return {"lark_grammar": text}
+
+
+def _literal(text: str) -> str:
+    """A text as a literal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _with_prefix(parts: list[dict[str, Any]], prefix: bytes) -> list[dict[str, Any]]:
+    """The grammar after a fixed beginning."""
+    try:
+        text = prefix.decode()
+    except UnicodeDecodeError:
+        raise UnsupportedGrammar(
+            "the prompt ends within a character, which token healing cannot keep"
+        ) from None
+    start = {**parts[0], "name": "rest"}
+    return [_lark_part(f"start: {_literal(text)} @rest"), start, *parts[1:]]
+
+
+def _first_line(text: str) -> str:
+    """The message of llguidance without its dump of the parser's state."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "it is invalid")

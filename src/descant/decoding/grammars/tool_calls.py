@@ -1,0 +1,81 @@
+"""Tool calls as a grammar: free text, and calls between two tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from descant.config.fields import thaw
+from descant.config.grammar_spec import GrammarSpec
+
+__all__ = ["CALL_BEGIN", "CALL_END", "ToolCall", "ToolGrammar", "parse_tool_calls"]
+
+# The tags of Hermes' format, which the chat templates of SmolLM2, Qwen and others use.
+CALL_BEGIN: Final = "<tool_call>\n"
+CALL_END: Final = "\n</tool_call>"
+
+
+class ToolGrammar(NamedTuple):
+    """What the calls of a request may be."""
+
+    schemas: tuple[Mapping[str, Any], ...]  # of the JSON between the tags, one for each tool
+    is_required: bool  # exactly one call and no text, else any number of calls in free text
+
+    @classmethod
+    def from_spec(cls, spec: GrammarSpec) -> ToolGrammar:
+        """The grammar of a spec with `tools`."""
+        choice, functions = spec["tool_choice"], [thaw(tool["function"]) for tool in spec["tools"]]
+        if isinstance(choice, Mapping):
+            name = choice["function"]["name"]
+            functions = [one for one in functions if one["name"] == name]
+        return cls(tuple(_call_schema(one) for one in functions), choice != "auto")
+
+
+class ToolCall(NamedTuple):
+    """A call in generated text."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a call of one function."""
+    parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+    for name in ("$defs", "definitions"):  # references count from the root
+        if name in parameters:
+            schema[name] = parameters.pop(name)
+    return schema
+
+
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """The text without its calls, and the calls; a call that is cut off stays in the text."""
+    calls: list[ToolCall] = []
+    kept: list[str] = []
+    while CALL_BEGIN in text:
+        before, _, rest = text.partition(CALL_BEGIN)
+        body, end, after = rest.partition(CALL_END)
+        call = _parse_call(body) if end else None
+        if call is None:
+            break
+        kept.append(before)
+        calls.append(call)
+        text = after
+    return "".join((*kept, text)).strip(), calls
+
+
+def _parse_call(body: str) -> ToolCall | None:
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return ToolCall(call["name"], arguments) if isinstance(arguments, dict) else None

@@ -1,0 +1,256 @@
+"""xgrammar: grammars compiled ahead into masks over the vocabulary."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from descant.config.fields import thaw
+from descant.config.grammar_spec import GrammarSpec
+from descant.decoding.grammars.backend import UnsupportedGrammar
+from descant.decoding.grammars.json_schema import prepare_schema, subschemas
+from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolGrammar
+from descant.decoding.grammars.vocabulary import GrammarVocabulary
+from descant.decoding.grammars.xgrammar_schema import check_xgrammar_schema, rewrite_lengths
+from descant.errors import MissingExtra
+
+__all__ = ["XGrammarBackend"]
+
+_MAX_SECONDS: Final = 5.0  # of a compilation
+# Its work grows with the states of a grammar times the vocabulary, and it has no bound of its own.
+_MAX_REPEATS: Final = 10_000
+_MAX_OPTIONS: Final = 2_000
+_MAX_PROPERTIES: Final = 200
+_MAX_PATTERN: Final = 10_000
+
+_REPEAT_KEYS: Final = ("minItems", "maxItems", "minLength", "maxLength")
+_REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+
+
+class XGrammarBackend:
+    """Grammars run by xgrammar."""
+
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        try:
+            import xgrammar
+        except ImportError:
+            raise MissingExtra("xgrammar", "`grammar` with xgrammar") from None
+        self._library = xgrammar
+        self.vocabulary = vocabulary
+        self.mask_width = (vocabulary.size + 31) // 32
+        info = xgrammar.TokenizerInfo(vocabulary.tokens, stop_token_ids=[vocabulary.end_token])
+        # It keeps nothing itself: the cache of compiled grammars is that of all backends.
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._executor: Any = None
+        self._running: Thread | None = None  # a compilation, perhaps one that has taken too long
+
+    def compile(self, spec: GrammarSpec, prefix: bytes = b"") -> _XGrammarGrammar:
+        """Compile a grammar within a bounded time."""
+        _check_size(spec)
+        try:
+            grammar = self._convert(spec)
+            if prefix:
+                start = self._library.Grammar.from_ebnf("root ::= " + _literal(_decode(prefix)))
+                grammar = self._library.Grammar.concat(start, grammar)
+        except UnsupportedGrammar:
+            raise
+        except Exception as error:  # its own kinds, and RuntimeError
+            raise UnsupportedGrammar(_message(error)) from None
+        compiled = self._in_time(lambda: self._compiler.compile_grammar(grammar))
+        return _XGrammarGrammar(self, compiled, int(compiled.memory_size_bytes))
+
+    def _in_time(self, compile_grammar: Callable[[], Any]) -> Any:
+        """The result of a compilation, which runs in a thread of its own and cannot be interrupted."""
+        if self._running is not None and self._running.is_alive():
+            self._running.join(_MAX_SECONDS)
+            if self._running.is_alive():
+                raise UnsupportedGrammar("xgrammar still compiles another grammar, try again later")
+        results: list[Any] = []
+
+        def run() -> None:
+            try:
+                results.append(compile_grammar())
+            except Exception as error:
+                results.append(error)
+
+        self._running = Thread(target=run, name="descant-grammar", daemon=True)
+        self._running.start()
+        self._running.join(_MAX_SECONDS)
+        if not results:
+            raise UnsupportedGrammar(f"xgrammar takes more than {_MAX_SECONDS:.0f} s to compile it")
+        if isinstance(results[0], Exception):
+            raise UnsupportedGrammar(_message(results[0]))
+        return results[0]
+
+    def _convert(self, spec: GrammarSpec) -> Any:
+        """The spec as xgrammar's grammar."""
+        kind, value, make = spec.kind, spec[spec.kind], self._library.Grammar
+        if kind == "json_schema":
+            return make.from_json_schema(_schema_text(thaw(value)), any_whitespace=False, strict_mode=False)
+        if kind == "json":
+            return make.from_json_schema('{"type": "object"}', any_whitespace=False, strict_mode=False)
+        if kind == "regex":
+            return make.from_regex(value)
+        if kind == "choice":
+            return make.from_ebnf("root ::= " + " | ".join(map(_literal, value)))
+        if kind == "tools":
+            return self._tool_grammar(ToolGrammar.from_spec(spec))
+        return make.from_ebnf(value) if "::=" in value else make.from_lark(value)
+
+    def _tool_grammar(self, tools: ToolGrammar) -> Any:
+        """Calls between tags, each by its tool's schema."""
+        make = self._library.Grammar
+        schemas = [_schema_text(schema) for schema in tools.schemas]
+        if tools.is_required:
+            bodies = [make.from_json_schema(one, any_whitespace=False, strict_mode=False) for one in schemas]
+            body = bodies[0] if len(bodies) == 1 else make.union(*bodies)
+            begin, end = (make.from_ebnf("root ::= " + _literal(tag)) for tag in (CALL_BEGIN, CALL_END))
+            return make.concat(begin, body, end)
+        tags = [
+            {
+                "type": "tag",
+                "begin": CALL_BEGIN,
+                "content": {"type": "json_schema", "json_schema": json.loads(one)},
+                "end": CALL_END,
+            }
+            for one in schemas
+        ]
+        text = {"type": "triggered_tags", "triggers": [CALL_BEGIN.strip()], "tags": tags}
+        return make.from_structural_tag({"type": "structural_tag", "format": text})
+
+    def fill_masks(self, matchers: Sequence[Any], masks: NDArray[Any], lines: Sequence[int]) -> None:
+        """Fill the masks of all matchers in xgrammar's threads."""
+        filled = torch.empty((len(matchers), self.mask_width), dtype=torch.int32)
+        if len(matchers) == 1:
+            matchers[0].matcher.fill_next_token_bitmask(filled, 0)
+        else:
+            if self._executor is None:
+                self._executor = self._library.BatchGrammarMatcher(max_threads=torch.get_num_threads())
+            self._executor.batch_fill_next_token_bitmask([one.matcher for one in matchers], filled)
+        masks[list(lines)] = filled.numpy().view(masks.dtype)
+        self.vocabulary.clear_end_token(masks, lines)
+
+
+@dataclass(frozen=True, eq=False)
+class _XGrammarGrammar:
+    """A compiled grammar, which matchers share."""
+
+    backend: XGrammarBackend
+    compiled: Any
+    nbytes: int
+
+    def new_matcher(self) -> _XGrammarMatcher:
+        """A matcher at the beginning."""
+        return _XGrammarMatcher(self.backend._library.GrammarMatcher(self.compiled), self.backend)
+
+
+class _XGrammarMatcher:
+    """A `GrammarMatcher` of xgrammar, which never gets the end token."""
+
+    def __init__(self, matcher: Any, backend: XGrammarBackend) -> None:
+        self.matcher, self._backend = matcher, backend
+
+    def accept(self, tokens: Sequence[int]) -> int:
+        """Advance over the tokens that the grammar permits."""
+        for index, token in enumerate(tokens):
+            if token >= self._backend.vocabulary.size or not self.matcher.accept_token(token):
+                return index
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        """Take tokens back."""
+        if count:
+            self.matcher.rollback(count)
+
+    def copy(self) -> _XGrammarMatcher:
+        """A fork."""
+        return _XGrammarMatcher(self.matcher.fork(), self._backend)
+
+    def is_complete(self) -> bool:
+        """Whether the grammar is satisfied."""
+        return bool(self.matcher.is_completed())
+
+    def is_final(self) -> bool:
+        """Whether nothing may follow."""
+        if not self.is_complete():
+            return False
+        masks = np.zeros((1, self._backend.mask_width), np.uint32)
+        self._backend.fill_masks([self], masks, [0])
+        return not masks.any()
+
+    def forced_tokens(self) -> list[int]:
+        """The tokens of the forced text without the last, which may join with what follows."""
+        text = self.matcher.find_jump_forward_string()
+        return self._backend.vocabulary.encode(text.encode())[:-1] if text else []
+
+
+def _schema_text(schema: Any) -> str:
+    """A schema that xgrammar enforces as a whole, as text."""
+    schema = {} if schema is True else prepare_schema(schema)
+    check_xgrammar_schema(schema)
+    return json.dumps(rewrite_lengths(schema))
+
+
+def _check_size(spec: GrammarSpec) -> None:
+    """Raise for a grammar that would take xgrammar long."""
+    value = spec[spec.kind]
+    if spec.kind == "choice" and len(value) > _MAX_OPTIONS:
+        raise UnsupportedGrammar(f"xgrammar takes at most {_MAX_OPTIONS} options, and it has {len(value)}")
+    if spec.kind in ("regex", "grammar"):
+        _check_pattern(value)
+        return
+    schemas = [value] if spec.kind == "json_schema" else []
+    if spec.kind == "tools":
+        schemas = [tool["function"].get("parameters") for tool in value]
+    for part in (part for schema in schemas for part in subschemas(schema)):
+        for name, limit, count in (
+            ("enum", _MAX_OPTIONS, len(part.get("enum") or ())),
+            ("anyOf", _MAX_OPTIONS, len(part.get("anyOf") or ())),
+            ("properties", _MAX_PROPERTIES, len(part.get("properties") or ())),
+            *((key, _MAX_REPEATS, part.get(key) or 0) for key in _REPEAT_KEYS),
+        ):
+            if count > limit:
+                raise UnsupportedGrammar(f"xgrammar takes at most {limit} in `{name}`, and it has {count}")
+        if isinstance(part.get("pattern"), str):
+            _check_pattern(part["pattern"])
+
+
+def _check_pattern(text: str) -> None:
+    """Raise for a pattern that is long, or whose repeats multiply to many."""
+    if len(text) > _MAX_PATTERN:
+        raise UnsupportedGrammar(f"xgrammar takes at most {_MAX_PATTERN} characters, and it has {len(text)}")
+    product = 1
+    for low, high in _REPEAT.findall(text):
+        product *= max(1, *(int(bound) for bound in (low, high) if bound)) if low or high else 1
+        if product > _MAX_REPEATS:
+            raise UnsupportedGrammar(f"xgrammar takes at most {_MAX_REPEATS} repeats in all")
+
+
+def _literal(text: str) -> str:
+    """A text as a literal of an EBNF grammar."""
+    return json.dumps(text)
+
+
+def _decode(prefix: bytes) -> str:
+    try:
+        return prefix.decode()
+    except UnicodeDecodeError:
+        raise UnsupportedGrammar(
+            "the prompt ends within a character, which token healing cannot keep"
+        ) from None
+
+
+def _message(error: Exception) -> str:
+    """xgrammar's message without its place in the source."""
+    text = str(error).strip().splitlines()
+    return re.sub(r"^\[[\d:]+\] \S+: ", "", text[0]) if text else type(error).__name__
