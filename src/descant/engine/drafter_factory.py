@@ -258,7 +258,11 @@ def _check_unused_options(config: GenerationConfig, given: DraftInputs) -> None:
         do = "pass `assistant_model` or leave it out"
         raise InputError("assistant_tokenizer", "has no use without a draft model", "a tokenizer", do)
     has_network = given.requested_by is not None or config.assistant_early_exit is not None
-    has_lookup = config.prompt_lookup_num_tokens is not None or config.suffix_lookup_num_tokens is not None
+    has_lookup = (
+        config.prompt_lookup_num_tokens is not None
+        or config.suffix_lookup_num_tokens is not None
+        or (isinstance(config.grammar, GrammarSpec) and config.grammar.drafts)
+    )
     unused = [
         *(() if has_network else _DRAFT_MODEL_FIELDS),
         *(() if given.model is not None else _CROSS_TOKENIZER_FIELDS),

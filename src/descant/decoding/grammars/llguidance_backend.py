@@ -127,20 +127,20 @@ class _LLGuidanceGrammar:
 
     def new_matcher(self) -> _LLGuidanceMatcher:
         """A copy of the matcher at the beginning."""
-        return _LLGuidanceMatcher(self.start.deep_copy())
+        return _LLGuidanceMatcher(self.start.deep_copy(), self.backend.vocabulary)
 
 
 class _LLGuidanceMatcher:
     """An `LLMatcher`, which stops by itself where nothing can follow."""
 
-    def __init__(self, matcher: Any) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: Any, vocabulary: GrammarVocabulary) -> None:
+        self.matcher, self._vocabulary = matcher, vocabulary
 
     def accept(self, tokens: Sequence[int]) -> int:
         """Advance over the tokens that the grammar permits."""
         if self.matcher.is_stopped():
             return 0
-        return int(self.matcher.try_consume_tokens(list(tokens)))
+        return int(self.matcher.try_consume_tokens(self._vocabulary.leading_text(tokens)))
 
     def rollback(self, count: int) -> None:
         """Take tokens back."""
@@ -149,7 +149,7 @@ class _LLGuidanceMatcher:
 
     def copy(self) -> _LLGuidanceMatcher:
         """A deep copy."""
-        return _LLGuidanceMatcher(self.matcher.deep_copy())
+        return _LLGuidanceMatcher(self.matcher.deep_copy(), self._vocabulary)
 
     def is_complete(self) -> bool:
         """Whether the grammar is satisfied."""

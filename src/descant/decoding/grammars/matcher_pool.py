@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +18,7 @@ _MIN_MATCHERS: Final = 4  # that stay at any time
 _ALL_BITS: Final = np.uint32(0xFFFFFFFF)
 
 
-@dataclass(eq=False)
-class _Position:
+class _Position(NamedTuple):
     """A matcher, and the tokens it has accepted."""
 
     matcher: GrammarMatcher
@@ -38,42 +36,49 @@ class MatcherPool:
     def __init__(self, grammar: CompiledGrammar, end_token_ids: Sequence[int]) -> None:
         self.grammar = grammar
         self.end_token_ids = np.array(sorted(set(end_token_ids)), dtype=np.int64)
-        self._positions: list[_Position] = []  # the least recently used first
+        self._positions: dict[bytes, _Position] = {}  # by their tokens, the least recently used first
 
-    def move(self, text: Array, busy: Sequence[GrammarMatcher] = ()) -> tuple[GrammarMatcher | None, bool]:
+    def move(self, text: Array, busy: Collection[GrammarMatcher] = ()) -> tuple[GrammarMatcher | None, bool]:
         """A matcher after a text, and whether the text is in the language so far.
 
         A `busy` matcher stays where it is. None: the text continues that of a busy one, which then serves
         both in turn, as for a draft and the next.
         """
-        position, common = self._nearest(text)
-        if position is None:
-            position = _Position(self.grammar.new_matcher(), text[:0])
-        elif position.matcher not in busy:
-            self._positions.remove(position)
-        elif common == len(position.tokens):
-            return None, True
+        key, common = self._nearest(text)
+        if key is None:
+            matcher, tokens = self.grammar.new_matcher(), text[:0]
         else:
-            position = _Position(position.matcher.copy(), position.tokens)
-        self._positions.append(position)
-        matcher = position.matcher
-        matcher.rollback(len(position.tokens) - common)
+            matcher, tokens = self._positions[key]
+            if matcher not in busy:
+                del self._positions[key]
+            elif common == len(tokens):
+                return None, True
+            else:
+                matcher = matcher.copy()
+        matcher.rollback(len(tokens) - common)
         rest = text[common:].tolist()
         accepted = matcher.accept(rest) if rest else 0
-        position.tokens = text[: common + accepted].copy()
+        tokens = text[: common + accepted].copy()
+        self._positions[tokens.tobytes()] = _Position(matcher, tokens)
         return matcher, accepted == len(rest)
 
     def trim(self, num_lines: int) -> None:
         """Drop matchers that the last step of this many lines has not used."""
-        del self._positions[: -max(_MIN_MATCHERS, 2 * num_lines)]
+        excess = len(self._positions) - max(_MIN_MATCHERS, 2 * num_lines)
+        for key in list(self._positions)[: max(excess, 0)]:
+            del self._positions[key]
 
-    def _nearest(self, text: Array) -> tuple[_Position | None, int]:
-        """The matcher that has most in common with a text, and how many tokens that is."""
+    def _nearest(self, text: Array) -> tuple[bytes | None, int]:
+        """The key of the matcher that has most in common with a text, and how many tokens that is."""
+        for length in (len(text), len(text) - 1):  # nearly always
+            key = text[: max(length, 0)].tobytes()
+            if key in self._positions:
+                return key, max(length, 0)
         best, most = None, 0
-        for one in self._positions:
-            common = _common_length(one.tokens, text)
-            if best is None or common > most or (common == most and len(one.tokens) < len(best.tokens)):
-                best, most = one, common
+        for key, (_, tokens) in self._positions.items():
+            common = _common_length(tokens, text)
+            if best is None or common > most or (common == most and len(key) < len(best)):
+                best, most = key, common
         return best, most
 
 
@@ -84,34 +89,43 @@ def fill_masks(pools: Sequence[MatcherPool], texts: Sequence[Array], masks: Arra
     draft that is rejected, or is padding.
     """
     waiting: dict[MatcherPool, list[int]] = {}
-    for line, pool in enumerate(pools):
-        waiting.setdefault(pool, []).append(line)
+    first: dict[tuple[MatcherPool, bytes], int] = {}  # the first line with a text: others have its mask
+    same: list[tuple[int, int]] = []
+    for line, (pool, text) in enumerate(zip(pools, texts, strict=True)):
+        source = first.setdefault((pool, text.tobytes()), line)
+        if source == line:
+            waiting.setdefault(pool, []).append(line)
+        else:
+            same.append((line, source))
     counts = {pool: len(lines) for pool, lines in waiting.items()}
     while waiting:
-        matchers: list[GrammarMatcher] = []
-        lines: list[int] = []
-        for pool, pool_lines in list(waiting.items()):
-            busy: list[GrammarMatcher] = []
-            later: list[int] = []
-            for line in pool_lines:
-                matcher, is_valid = pool.move(texts[line], busy)
-                if matcher is None:
-                    later.append(line)
-                elif is_valid:
-                    busy.append(matcher)
-                    lines.append(line)
-                else:
-                    masks[line] = _ALL_BITS
-            matchers += busy
+        busy: dict[GrammarMatcher, int] = {}  # the line of each matcher that is filled in this round
+        for pool, lines in list(waiting.items()):
+            later = [line for line in lines if not _place(pool, texts[line], line, busy, masks)]
             if later:
                 waiting[pool] = later
             else:
                 del waiting[pool]
-                pool.trim(counts[pool])
-        if matchers:
-            pools[lines[0]].grammar.backend.fill_masks(matchers, masks, lines)
-            for matcher, line in zip(matchers, lines, strict=True):
+        if busy:
+            pools[0].grammar.backend.fill_masks(list(busy), masks, list(busy.values()))
+            for matcher, line in busy.items():
                 _set_end_tokens(masks[line], pools[line].end_token_ids, matcher.is_complete())
+    for pool, count in counts.items():
+        pool.trim(count)
+    for line, source in same:
+        masks[line] = masks[source]
+
+
+def _place(pool: MatcherPool, text: Array, line: int, busy: dict[GrammarMatcher, int], masks: Array) -> bool:
+    """Move a matcher to the text of a line, to be filled in this round; False: it waits for the next one."""
+    matcher, is_valid = pool.move(text, busy)
+    if matcher is None:
+        return False
+    if is_valid:
+        busy[matcher] = line
+    else:
+        masks[line] = _ALL_BITS
+    return True
 
 
 def _set_end_tokens(mask: Array, end_token_ids: Array, is_complete: bool) -> None:

@@ -55,19 +55,19 @@ def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The text without its calls, and the calls; a call that is cut off stays in the text."""
+    """The text without its calls, and the calls; a call that is cut off or no JSON stays in the text."""
     calls: list[ToolCall] = []
     kept: list[str] = []
-    while CALL_BEGIN in text:
-        before, _, rest = text.partition(CALL_BEGIN)
-        body, end, after = rest.partition(CALL_END)
-        call = _parse_call(body) if end else None
-        if call is None:
-            break
-        kept.append(before)
-        calls.append(call)
-        text = after
-    return "".join((*kept, text)).strip(), calls
+    start = 0  # of what is not read yet
+    while (end := text.find(CALL_END, start)) >= 0:
+        # The last tag before it: JSON has no line break in a string, so that no call contains another.
+        begin = text.rfind(CALL_BEGIN, start, end)
+        call = None if begin < 0 else _parse_call(text[begin + len(CALL_BEGIN) : end])
+        after = end + len(CALL_END)
+        kept.append(text[start : after if call is None else begin])
+        calls += [] if call is None else [call]
+        start = after
+    return "".join((*kept, text[start:])).strip(), calls
 
 
 def _parse_call(body: str) -> ToolCall | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,13 @@ class GrammarVocabulary:
     def size(self) -> int:
         """The number of tokens, the end token included."""
         return len(self.tokens)
+
+    def leading_text(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens before the first that is no text.
+
+        Padding of drafts may be the end token of a library, and a model may have more tokens than these.
+        """
+        return list(takewhile(lambda token: token < self.size and bool(self.tokens[token]), tokens))
 
     def clear_end_token(self, masks: NDArray[Any], lines: Sequence[int]) -> None:
         """Clear the bit of `end_token` in some lines of masks [N, W]."""

@@ -162,10 +162,12 @@ class _XGrammarMatcher:
 
     def accept(self, tokens: Sequence[int]) -> int:
         """Advance over the tokens that the grammar permits."""
-        for index, token in enumerate(tokens):
-            if token >= self._backend.vocabulary.size or not self.matcher.accept_token(token):
-                return index
-        return len(tokens)
+        accepted = 0
+        for token in self._backend.vocabulary.leading_text(tokens):
+            if not self.matcher.accept_token(token):
+                break
+            accepted += 1
+        return accepted
 
     def rollback(self, count: int) -> None:
         """Take tokens back."""
@@ -190,7 +192,10 @@ class _XGrammarMatcher:
 
     def forced_tokens(self) -> list[int]:
         """The tokens of the forced text without the last, which may join with what follows."""
-        text = self.matcher.find_jump_forward_string()
+        try:
+            text = self.matcher.find_jump_forward_string()
+        except UnicodeDecodeError:  # the text so far ends within a character
+            return []
         return self._backend.vocabulary.encode(text.encode())[:-1] if text else []
 
 

@@ -28,6 +28,7 @@ _ANNOTATIONS: Final = frozenset(
         "writeOnly", "discriminator", "$defs", "definitions",
     }
 )  # fmt: skip
+_CHARACTERS: Final = r"[ !#-\[\]-~\u0080-\ud7ff\ue000-\U0010ffff]"  # without quote, backslash and control
 _COUNTS: Final = ("minItems", "maxItems", "minLength", "maxLength")
 
 
@@ -74,13 +75,13 @@ def rewrite_lengths(schema: Any) -> Any:
     """The same schema with patterns for `minLength` and `maxLength`.
 
     With these, xgrammar permits control characters, which are not JSON. The pattern permits no escapes, so
-    that every character counts as one.
+    that every character counts as one, and names ranges: their complement would permit invalid UTF-8.
     """
 
     def change(part: dict[str, Any]) -> dict[str, Any]:
         if "minLength" not in part and "maxLength" not in part:
             return part
         low, high = part.pop("minLength", 0), part.pop("maxLength", "")
-        return {**part, "pattern": f'^[^"\\\\\\x00-\\x1f\\x7f]{{{low},{high}}}$'}
+        return {**part, "pattern": f"^{_CHARACTERS}{{{low},{high}}}$"}
 
     return map_subschemas(schema, change)
