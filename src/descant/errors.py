@@ -66,10 +66,32 @@ def format_value(value: object, limit: int = 80) -> str:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is not None and dtype is not None and len(shape) > 0:
             return f"{kind} {list(shape)} {dtype}"
-        text = _SECRET.sub(r"\1(hidden)", " ".join(repr(value).split()))
+        text = _SECRET.sub(r"\1(hidden)", " ".join(_short_repr(value, limit).split()))
     except Exception:  # a failing repr must not hide the error itself
         return f"<{kind}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _short_repr(value: object, limit: int) -> str:
+    """The beginning of a repr, of about `limit` characters: the whole of nested data may be very long."""
+    if type(value) is str or type(value) is bytes:
+        return repr(value[: limit + 1])
+    if type(value) not in (dict, list, tuple) or not value:
+        return repr(value)
+    parts: list[str] = []
+    length = 0
+    for item in value:  # type: ignore[attr-defined]
+        part = _short_repr(item, limit - length)
+        if type(value) is dict:
+            part += ": " + _short_repr(value[item], limit - length - len(part))
+        parts.append(part)
+        length += len(part) + 2
+        if length > limit:
+            break
+    text = ", ".join(parts)
+    if type(value) is tuple:
+        return f"({text},)" if len(value) == 1 else f"({text})"
+    return f"[{text}]" if type(value) is list else f"{{{text}}}"
 
 
 class DescantError(Exception):

@@ -18,6 +18,7 @@ TOOL_CHOICES: Final = ("auto", "required")
 
 MAX_GRAMMAR_BYTES: Final = 1 << 20  # of the whole value as JSON
 MAX_NESTING: Final = 100  # of lists and objects in a schema
+MAX_PARTS: Final = 100_000
 MAX_CHOICES: Final = 10_000
 
 _OPTIONS: Final = ("backend", "drafts")
@@ -195,12 +196,20 @@ _PARSERS: Final = {
 
 
 def _check_nesting(value: Any) -> None:
-    """Raise for data nested so deeply that recursion over it may fail."""
-    level: list[Any] = [value]
+    """Raise for data nested so deeply that recursion over it may fail, or with too many parts.
+
+    Parts may share parts, so that a small object is large as text.
+    """
+    level, count = [value], 0
     for _ in range(MAX_NESTING):
-        level = [child for parent in level for child in _children(parent)]
-        if not level:
+        below: list[Any] = []
+        for parent in level:
+            below += _children(parent)
+            if count + len(below) > MAX_PARTS:
+                raise FieldValueError(f"made of at most {MAX_PARTS} values")
+        if not below:
             return
+        level, count = below, count + len(below)
     raise FieldValueError(f"nested at most {MAX_NESTING} levels deep")
 
 

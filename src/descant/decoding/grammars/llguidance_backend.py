@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from descant.config.fields import thaw
 from descant.config.grammar_spec import GrammarSpec
 from descant.decoding.grammars.backend import UnsupportedGrammar
-from descant.decoding.grammars.json_schema import prepare_schema
+from descant.decoding.grammars.json_schema import prepare_schema, subschemas
 from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolGrammar
 from descant.decoding.grammars.vocabulary import GrammarVocabulary
 from descant.errors import MissingExtra
@@ -27,6 +27,7 @@ _JSON_OPTIONS: Final = {
 }  # fmt: skip
 _EMPTY_BYTES: Final = 1 << 16  # measured: memory of a small grammar, and of each byte of a large one
 _BYTES_PER_CHARACTER: Final = 300
+_MAX_PROPERTIES: Final = 2_000  # its work grows with their square, about a second here
 _EBNF_ARROW: Final = "::="
 
 
@@ -186,6 +187,10 @@ class _TokenizerView:
 
 
 def _json_part(schema: Any) -> dict[str, Any]:
+    for part in subschemas(schema):
+        count = len(part["properties"]) if isinstance(part.get("properties"), Mapping) else 0
+        if count > _MAX_PROPERTIES:
+            raise UnsupportedGrammar(f"`properties` may have at most {_MAX_PROPERTIES} names, not {count}")
     schema = prepare_schema(schema)
     if isinstance(schema, Mapping):
         return {"json_schema": {**schema, "x-guidance": _JSON_OPTIONS}}

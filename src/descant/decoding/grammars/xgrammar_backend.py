@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Final
@@ -24,14 +24,17 @@ from descant.errors import MissingExtra
 
 __all__ = ["XGrammarBackend"]
 
-_MAX_SECONDS: Final = 5.0  # of a compilation
+_MAX_SECONDS: Final = 3.0  # of a compilation
 # Its work grows with the states of a grammar times the vocabulary, and it has no bound of its own.
 _MAX_REPEATS: Final = 10_000
 _MAX_OPTIONS: Final = 2_000
 _MAX_PROPERTIES: Final = 200
 _MAX_PATTERN: Final = 10_000
 
-_REPEAT_KEYS: Final = ("minItems", "maxItems", "minLength", "maxLength")
+_LIMITS: Final[Mapping[str, int]] = {
+    "enum": _MAX_OPTIONS, "anyOf": _MAX_OPTIONS, "oneOf": _MAX_OPTIONS, "properties": _MAX_PROPERTIES,
+    "minItems": _MAX_REPEATS, "maxItems": _MAX_REPEATS, "minLength": _MAX_REPEATS, "maxLength": _MAX_REPEATS,
+}  # fmt: skip
 _REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
@@ -218,12 +221,9 @@ def _check_size(spec: GrammarSpec) -> None:
     if spec.kind == "tools":
         schemas = [tool["function"].get("parameters") for tool in value]
     for part in (part for schema in schemas for part in subschemas(schema)):
-        for name, limit, count in (
-            ("enum", _MAX_OPTIONS, len(part.get("enum") or ())),
-            ("anyOf", _MAX_OPTIONS, len(part.get("anyOf") or ())),
-            ("properties", _MAX_PROPERTIES, len(part.get("properties") or ())),
-            *((key, _MAX_REPEATS, part.get(key) or 0) for key in _REPEAT_KEYS),
-        ):
+        for name, limit in _LIMITS.items():
+            value = part.get(name)
+            count = value if isinstance(value, int) else len(value) if isinstance(value, Collection) else 0
             if count > limit:
                 raise UnsupportedGrammar(f"xgrammar takes at most {limit} in `{name}`, and it has {count}")
         if isinstance(part.get("pattern"), str):
