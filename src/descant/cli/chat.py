@@ -21,6 +21,7 @@ from descant.cli.grammar_command import GrammarCommand, read_json
 from descant.cli.prompt import Message, require_chat_template, user_messages
 from descant.cli.stream_printer import StreamPrinter
 from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.config.grammar_spec import TOOL_CHOICES
 from descant.config.registry import unknown_field_error
 from descant.decoding.grammars.tool_calls import ToolCall, parse_tool_calls
 from descant.engine.planner import as_model
@@ -54,6 +55,15 @@ class ChatCommand(GrammarCommand):
         typer.Option("--tools", metavar="FILE", help="Functions to call: a JSON list in OpenAI's form."),
     ] = None
 
+    tool_choice: Annotated[
+        str | None,
+        typer.Option(
+            "--tool-choice",
+            metavar="TEXT",
+            help="auto, required (answers to you are calls), or a name.",
+        ),
+    ] = None
+
     @cached_property
     def tool_list(self) -> Any:
         """The functions of `--tools`, as given."""
@@ -61,8 +71,14 @@ class ChatCommand(GrammarCommand):
 
     def _grammars(self) -> dict[str, Mapping[str, Any]]:
         """The grammar of each option that is given, `--tools` included."""
-        tools = {} if self.tools is None else {"--tools": {"tools": self.tool_list}}
-        return {**super()._grammars(), **tools}
+        grammars, choice = super()._grammars(), self.tool_choice
+        if self.tools is None:
+            if choice is not None:
+                raise InputError("tool_choice", "has no use without `tools`", choice, "add --tools")
+            return grammars
+        named = {"type": "function", "function": {"name": choice}}
+        chosen = {} if choice is None else {"tool_choice": choice if choice in TOOL_CHOICES else named}
+        return {**grammars, "--tools": {"tools": self.tool_list, **chosen}}
 
     def run(self) -> int:
         """Answer until the input ends."""
@@ -168,13 +184,14 @@ class Conversation:
         """Generate a reply to new messages; on an error the messages are unchanged."""
         turns = [*self.messages, *new]
         tokenizer = self.prompt.tokenizer
+        values = self.values if new[0]["role"] == "user" else _with_free_tool_choice(self.values)
         request_args = self.prompt.encode(turns) | self.request_extras
         printer, parts = StreamPrinter(), []
         function = FunctionRecipe.from_request(request_args, self.model, tokenizer)
         with contextlib.closing(
-            stream(self.model, None, tokenizer, self.file_config, **request_args, **self.values)
+            stream(self.model, None, tokenizer, self.file_config, **request_args, **values)
             if function is None
-            else function.stream_events(request_args, self.file_config, self.values)
+            else function.stream_events(request_args, self.file_config, values)
         ) as events:
             try:
                 for event in events:
@@ -190,6 +207,14 @@ class Conversation:
         text = "".join(parts)
         self.messages = [*turns, {"role": "assistant", "content": text}]
         self.calls = parse_tool_calls(text)[1] if self.prompt.tools else []
+
+
+def _with_free_tool_choice(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Parameters of a reply to results, which may be text even where calls are required."""
+    grammar = values.get("grammar")
+    if not isinstance(grammar, Mapping) or "tools" not in grammar:
+        return values
+    return {**values, "grammar": {**grammar, "tool_choice": "auto"}}
 
 
 def _is_interactive() -> bool:

@@ -174,7 +174,7 @@ def test_the_results_of_calls_are_turns(descant, talker, tools_file, monkeypatch
     monkeypatch.setattr(chat, "stream", scripted)
     result = descant("chat", talker, "--tools", tools_file, input="Well?\nsunny\n\nnoon\nThanks.\n")
     assert result.exit_code == 0
-    assert grammars == [{"tools": TOOLS}] * 3
+    assert [grammar["tools"] for grammar in grammars] == [TOOLS] * 3
     asked = [line for line in result.stderr.splitlines() if "result" in line]
     assert asked[0] == 'weather({"city": "Rome"}): the next line is its result'
     assert asked[-1] == 'time({"city": "Oslo"}): the next line is its result'
@@ -206,12 +206,21 @@ def test_a_failed_reply_asks_for_the_results_again(descant, talker, tools_file, 
     assert "tool:" not in prompts[4]
 
 
-def test_a_chat_model_can_only_call_the_tools(descant, talker, tools_file):
-    """Without a stub: the text is free, or has calls that fit the tools."""
-    result = descant("chat", talker, "--tools", tools_file, "--max-new-tokens", 30, input="Well?\n")
+@pytest.mark.parametrize(("choice", "names"), [("required", {"weather", "time"}), ("time", {"time"})])
+def test_a_required_call_is_the_answer_to_a_user_and_not_to_a_result(
+    descant, talker, tools_file, choice, names
+):
+    options = ("--tools", tools_file, "--tool-choice", choice, "--max-new-tokens", 50)
+    result = descant("chat", talker, *options, input="Well?\n")
     assert result.exit_code == 0
-    _, calls = package.parse_tool_calls(result.stdout)
-    assert all(call.name in ("weather", "time") for call in calls)
+    text, [call] = package.parse_tool_calls(result.stdout)
+    assert text == ""
+    assert call.name in names
+    assert call.arguments["city"] in ("Rome", "Oslo")
+    both = descant("chat", talker, *options, input="Well?\nsunny\n")
+    assert both.stdout.startswith(result.stdout)
+    assert both.stdout.removeprefix(result.stdout).strip()
+    assert package.parse_tool_calls(both.stdout)[1] == [call]
 
 
 @pytest.mark.parametrize(
@@ -221,6 +230,7 @@ def test_a_chat_model_can_only_call_the_tools(descant, talker, tools_file):
         ("5", (), "`grammar` must be"),
         ("[{}]", (), "`tools` are functions, each with a name"),
         ("[", (), "`tools` must be a file of JSON"),
+        (json.dumps(TOOLS), ("--tool-choice", "clock"), "or names one of weather, time"),
         (json.dumps(TOOLS), ("--regex", "a"), "`grammar` must be given once, got '--regex and --tools'"),
     ],
 )
@@ -230,6 +240,12 @@ def test_tools_that_are_refused(descant, talker, tmp_path, content, options, mes
     result = descant("chat", talker, "--tools", file, *options, input="Well?\n")
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+
+
+def test_a_tool_choice_needs_tools(descant, talker):
+    result = descant("chat", talker, "--tool-choice", "required", input="Well?\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: `tool_choice` has no use without `tools`, got 'required': add --tools" in result.stderr
 
 
 def test_a_template_with_tools_shows_them_itself(loaded, talker):
