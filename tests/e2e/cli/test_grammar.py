@@ -156,6 +156,29 @@ def test_each_json_line_may_have_its_own_grammar(descant, loaded, stories, tmp_p
     assert "a row of another run" in other.stderr
 
 
+def test_the_order_of_properties_makes_another_run(descant, stories, tmp_path):
+    source, target, schema = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "schema.json"))
+    turned = {**SCHEMA, "properties": dict(reversed(SCHEMA["properties"].items()))}
+    command = ("generate", stories, "--input", source, "--output", target, "--max-new-tokens", 30,
+               "--json-schema", schema)  # fmt: skip
+    rows = [{"prompt": PROMPT}, {"prompt": PROMPT, "grammar": {"json_schema": SCHEMA}}]
+
+    def write(schema_data, line_schema):
+        schema.write_text(json.dumps(schema_data), encoding="utf-8")
+        rows[1]["grammar"] = {"json_schema": line_schema}
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    write(SCHEMA, SCHEMA)
+    assert descant(*command).exit_code == 0
+    for schemas in ((turned, SCHEMA), (SCHEMA, turned)):
+        write(*schemas)
+        result = descant(*command)
+        assert result.exit_code == 2
+        assert "a row of another run" in result.stderr
+    write(SCHEMA, SCHEMA)
+    assert "2 lines are there already" in descant(*command).stderr
+
+
 # ------------------------------------------------------------------------ tools
 def call_text(name, city):
     call = json.dumps({"name": name, "arguments": {"city": city}})
