@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
-from descant import ToolCall, parse_tool_calls
+from descant import GrammarLogitsProcessor, ToolCall, parse_tool_calls
+from tests.support import pretrained
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 ADD = ToolCall("add", {"a": 1, "b": [2]})
@@ -40,3 +43,15 @@ def test_what_is_no_call_stays_in_the_text(text):
     assert parse_tool_calls(text) == (text.strip(), [])
     kept, calls = parse_tool_calls(f"{CALL}{text}")
     assert (kept, calls) == (text.strip(), [ADD])
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_a_function_without_parameters_has_no_arguments(backend):
+    tokenizer = AutoTokenizer.from_pretrained(pretrained.folder("smollm2"))
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    grammar = {"tools": tools, "tool_choice": "required", "backend": backend}
+    begun = tokenizer.encode('<tool_call>\n{"name": "now", "arguments": {')
+    scores = GrammarLogitsProcessor(grammar, tokenizer)(torch.tensor([begun]), torch.zeros(1, len(tokenizer)))
+    permitted = tokenizer.batch_decode(scores[0].isfinite().nonzero())
+    assert permitted
+    assert all(text.startswith("}") for text in permitted)
