@@ -24,6 +24,7 @@ from descant.decoding.constraints import (
     DisjunctiveConstraint,
     PhrasalConstraint,
 )
+from descant.decoding.grammars.tool_calls import ToolCall, parse_tool_calls
 from descant.decoding.guidance.arithmetic import ContrastiveDecoding, DExperts, ProxyTuning
 from descant.decoding.processors import (
     AdaptivePLogitsWarper,
@@ -41,6 +42,7 @@ from descant.decoding.processors import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     FrequencyPenaltyLogitsProcessor,
+    GrammarLogitsProcessor,
     GumbelWatermarkLogitsProcessor,
     HammingDiversityLogitsProcessor,
     HealingLogitsProcessor,
@@ -226,6 +228,7 @@ __all__ = [
     "GenerationConfig",
     "GenerationMixin",
     "GenerationMode",
+    "GrammarLogitsProcessor",
     "GumbelWatermarkLogitsProcessor",
     "GumbelWatermarkingConfig",
     "H2OCache",
@@ -305,6 +308,7 @@ __all__ = [
     "TextStreamer",
     "ThinkingBudgetLogitsProcessor",
     "Tokens",
+    "ToolCall",
     "TopHLogitsWarper",
     "TopKLogitsWarper",
     "TopNSigmaLogitsWarper",
@@ -330,6 +334,7 @@ __all__ = [
     "generate",
     "load_cache",
     "load_recipe",
+    "parse_tool_calls",
     "prefill",
     "prepack_weights",
     "push_recipe",

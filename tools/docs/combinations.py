@@ -66,7 +66,7 @@ METHODS: Final = (
     Method(
         "diverse beams", "diverse-beams.md", {**BEAMS, "num_beam_groups": 2, "diversity_penalty": 1.0}, True
     ),
-    Method("constrained beams", "constrained-beams.md", {**BEAMS, "force_words_ids": [[5, 6]]}, True),
+    Method("constrained beams", "constrained-beams.md", {**BEAMS, "force_words_ids": [[33, 34]]}, True),
     Method("contrastive search", "contrastive.md", {"penalty_alpha": 0.6, "top_k": 4}, True),
     Method("DoLa", "dola.md", {"dola_layers": "high"}),
     Method("guidance", "guidance.md", {"guidance_scale": 1.5}),
@@ -74,8 +74,9 @@ METHODS: Final = (
     Method(
         "allowed sequences",
         "constrained-beams.md#one-of-a-list",
-        {"prefix_allowed_tokens_fn": descant.AllowedSequences([[5, 6], [7]], 2)},
+        {"prefix_allowed_tokens_fn": descant.AllowedSequences([[33, 34], [35]], 2)},
     ),
+    Method("grammar", "structured-output.md", {"grammar": {"regex": "[!-~]+"}}),
     Method("token healing", "healing-and-bans.md#token-healing", {"token_healing": True}),
     Method("banned phrases", "healing-and-bans.md#banned-phrases", {"banned_phrases": ["no"]}),
     Method("prompt lookup", "speculation.md#prompt-lookup", {"prompt_lookup_num_tokens": 3}),

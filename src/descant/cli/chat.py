@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Final
 
 import typer
 
 from descant.api.stream import stream
 from descant.cli import options, terminal
-from descant.cli.command import FAILURE, DecodingCommand
+from descant.cli.chat_prompt import ChatPrompt
+from descant.cli.command import FAILURE
 from descant.cli.function_recipe import FunctionRecipe
-from descant.cli.prompt import Message, encode_prompt, require_chat_template, user_messages
+from descant.cli.grammar_command import GrammarCommand, read_json
+from descant.cli.prompt import Message, require_chat_template, user_messages
 from descant.cli.stream_printer import StreamPrinter
 from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.config.grammar_spec import TOOL_CHOICES
 from descant.config.registry import unknown_field_error
+from descant.decoding.grammars.tool_calls import ToolCall, parse_tool_calls
 from descant.engine.planner import as_model
 from descant.errors import ConfigError, DescantError, InputError
 
@@ -36,22 +42,51 @@ HELP: Final = """\
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatCommand(DecodingCommand):
+class ChatCommand(GrammarCommand):
     """Talk to a model: each line is a turn, and /help lists commands.
 
-    Answers end after 512 tokens unless a length is given.
+    Answers end after 512 tokens unless a length is given. With --tools the model may call functions; the
+    lines after a call are their results, one for each.
     """
 
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system prompt.")] = None
+    tools: Annotated[
+        str | None,
+        typer.Option("--tools", metavar="FILE", help="Functions to call: a JSON list in OpenAI's form."),
+    ] = None
+
+    tool_choice: Annotated[
+        str | None,
+        typer.Option(
+            "--tool-choice",
+            metavar="TEXT",
+            help="auto, required (answers to you are calls), or a name.",
+        ),
+    ] = None
+
+    @cached_property
+    def tool_list(self) -> Any:
+        """The functions of `--tools`, as given."""
+        return () if self.tools is None else read_json("tools", self.tools)
+
+    def _grammars(self) -> dict[str, Mapping[str, Any]]:
+        """The grammar of each option that is given, `--tools` included."""
+        grammars, choice = super()._grammars(), self.tool_choice
+        if self.tools is None:
+            if choice is not None:
+                raise InputError("tool_choice", "has no use without `tools`", choice, "add --tools")
+            return grammars
+        named = {"type": "function", "function": {"name": choice}}
+        chosen = {} if choice is None else {"tool_choice": choice if choice in TOOL_CHOICES else named}
+        return {**grammars, "--tools": {"tools": self.tool_list, **chosen}}
 
     def run(self) -> int:
         """Answer until the input ends."""
         _check_values(self.values)
         model, tokenizer = self.load()
         require_chat_template(tokenizer, self.model)
-        conversation = Conversation(
-            model, tokenizer, self.file_config(), self.parameters, self.system, self.request_extras()
-        )
+        prompt = ChatPrompt(tokenizer, self.system, self.tool_list)
+        conversation = Conversation(model, prompt, self.file_config(), self.parameters, self.request_extras())
         terminal.print_info("/help lists commands, /exit leaves")
         for line in _input_lines():
             if not conversation.handle_line(line):
@@ -66,17 +101,17 @@ class Conversation:
     def __init__(
         self,
         model: Any,
-        tokenizer: Any,
+        prompt: ChatPrompt,
         file_config: GenerationConfig | None,
         values: Mapping[str, Any],
-        system: str | None,
         request_extras: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.prompt, self.file_config = model, prompt, file_config
         self.request_extras = dict(request_extras or {})
-        self.file_config, self.system = file_config, system
         self.model_config = GenerationConfig.from_transformers(model.generation_config)
         self.messages: list[Message] = []
+        self.calls: list[ToolCall] = []  # of the last reply, whose results come next
+        self.results: list[Message] = []  # of the first of these calls
         self.has_failed = False
         given_fields = {
             *values,
@@ -96,11 +131,17 @@ class Conversation:
         try:
             if line.startswith("/"):
                 self._run_command(line)
+            elif line and self.calls:
+                self._add_result(line)
             elif line:
-                self._generate_reply(line)
+                self._generate_reply(user_messages(line))
         except DescantError as error:
             self.has_failed = True
             terminal.print_error(error)
+        if self.calls:
+            call = self.calls[len(self.results)]
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            terminal.print_info(f"{call.name}({arguments}): the next line is its result")
         return True
 
     def _run_command(self, line: str) -> None:
@@ -111,7 +152,7 @@ class Conversation:
             merged = GenerationConfig.merge(self.values, self.file_config, self.model_config)
             terminal.print_info(merged.explain(as_model(self.model)))
         elif command == "/reset":
-            self.messages = []
+            self.messages, self.calls, self.results = [], [], []
         elif command == "/help":
             terminal.print_info(HELP.rstrip())
         else:
@@ -130,16 +171,27 @@ class Conversation:
         GenerationConfig.merge(values, self.file_config, self.model_config)
         self.values = values
 
-    def _generate_reply(self, line: str) -> None:
-        """Generate a reply; on an error the messages are unchanged."""
-        turns = [*self.messages, *user_messages(line, None if self.messages else self.system)]
-        request_args = encode_prompt(self.tokenizer, turns) | self.request_extras
+    def _add_result(self, text: str) -> None:
+        """Take the result of the next call, and reply to the results of all; on an error none are kept."""
+        call = self.calls[len(self.results)]
+        self.results.append({"role": "tool", "name": call.name, "content": text})
+        if len(self.results) < len(self.calls):
+            return
+        results, self.results = self.results, []
+        self._generate_reply(results)
+
+    def _generate_reply(self, new: Sequence[Message]) -> None:
+        """Generate a reply to new messages; on an error the messages are unchanged."""
+        turns = [*self.messages, *new]
+        tokenizer = self.prompt.tokenizer
+        values = self.values if new[0]["role"] == "user" else _with_free_tool_choice(self.values)
+        request_args = self.prompt.encode(turns) | self.request_extras
         printer, parts = StreamPrinter(), []
-        function = FunctionRecipe.from_request(request_args, self.model, self.tokenizer)
+        function = FunctionRecipe.from_request(request_args, self.model, tokenizer)
         with contextlib.closing(
-            stream(self.model, None, self.tokenizer, self.file_config, **request_args, **self.values)
+            stream(self.model, None, tokenizer, self.file_config, **request_args, **values)
             if function is None
-            else function.stream_events(request_args, self.file_config, self.values)
+            else function.stream_events(request_args, self.file_config, values)
         ) as events:
             try:
                 for event in events:
@@ -151,7 +203,18 @@ class Conversation:
                 # The reply ends here and is kept.
             finally:
                 printer.end_line()
-        self.messages = [*turns, {"role": "assistant", "content": "".join(parts)}]
+        # A call stays in the text as it was generated: templates differ in how they write calls.
+        text = "".join(parts)
+        self.messages = [*turns, {"role": "assistant", "content": text}]
+        self.calls = parse_tool_calls(text)[1] if self.prompt.tools else []
+
+
+def _with_free_tool_choice(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Parameters of a reply to results, which may be text even where calls are required."""
+    grammar = values.get("grammar")
+    if not isinstance(grammar, Mapping) or "tools" not in grammar:
+        return values
+    return {**values, "grammar": {**grammar, "tool_choice": "auto"}}
 
 
 def _is_interactive() -> bool:

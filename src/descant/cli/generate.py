@@ -12,8 +12,8 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from descant.api.stream import stream
-from descant.cli.command import DecodingCommand
 from descant.cli.function_recipe import FunctionRecipe
+from descant.cli.grammar_command import GrammarCommand
 from descant.cli.jsonl import JsonlJob
 from descant.cli.jsonl_lines import InputLines
 from descant.cli.jsonl_output import JsonlFile, JsonlStream, open_jsonl_file
@@ -29,7 +29,7 @@ STDIO = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateCommand(DecodingCommand):
+class GenerateCommand(GrammarCommand):
     """Continue a prompt and stream the text; or, with --input and --output, many prompts.
 
     Lines of --input are objects with "prompt" or "messages" and any generation parameter for that line; they

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Final, TextIO
 from descant.cli import terminal
 from descant.cli.jsonl_lines import RUN_KEY, InputLine, echo_line, parse_line
 from descant.config.generation_config import GenerationConfig
+from descant.config.grammar_spec import GrammarSpec
 from descant.core.atomic_file import lock_file
 from descant.decoding.watermark.schemes import as_watermarking_config
 from descant.decoding.watermark.schemes.keys import fingerprint as key_fingerprint
@@ -25,6 +26,7 @@ __all__ = ["JsonlFile", "JsonlStream", "RunDigest", "open_jsonl_file", "other_ru
 
 _DIGEST_BYTES: Final = 8
 _WATERMARK: Final = "watermarking_config"
+_GRAMMAR: Final = "grammar"
 
 
 class RunDigest:
@@ -50,6 +52,8 @@ class RunDigest:
             content = line.data
         else:
             public = {**echo_line(data), _WATERMARK: _plain_watermark(data.get(_WATERMARK))}
+            if _GRAMMAR in public:
+                public[_GRAMMAR] = _plain_grammar(public[_GRAMMAR])
             content = json.dumps(public, sort_keys=True).encode()
         digest = hashlib.blake2b(self._prefix, digest_size=_DIGEST_BYTES, person=b"descant run")
         digest.update(content)
@@ -178,11 +182,14 @@ def _plain_value(value: Any) -> Any:
     if hasattr(value, "named_parameters"):
         return model_fingerprint(value)
     if isinstance(value, Mapping):
-        return {
-            str(name): _plain_watermark(one) if name == _WATERMARK else _plain_value(one)
-            for name, one in value.items()
-        }
+        plain = {_WATERMARK: _plain_watermark, _GRAMMAR: _plain_grammar}
+        return {str(name): plain.get(name, _plain_value)(one) for name, one in value.items()}
     return value if isinstance(value, str | int | float | None) else repr(value)
+
+
+def _plain_grammar(grammar: Any) -> str:
+    """A grammar as text: the order of a schema's properties decides the results."""
+    return grammar.text if isinstance(grammar, GrammarSpec) else json.dumps(grammar, default=repr)
 
 
 def _plain_watermark(settings: Any) -> Any:

@@ -20,12 +20,16 @@ def user_messages(text: str, system: str | None = None) -> list[Message]:
     return [*first, {"role": "user", "content": text}]
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Sequence[Message]) -> dict[str, Any]:
-    """The model inputs [1, L] of a text or of a conversation."""
+def encode_prompt(
+    tokenizer: Any, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """The model inputs [1, L] of a text, or of a conversation with tools."""
     if isinstance(prompt, str) and not _is_encodable(prompt):
         raise InputError("prompt", "must hold whole characters", prompt, "leave lone surrogates out")
     ids = (
-        tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else _apply_chat_template(tokenizer, prompt)
+        tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, str)
+        else _apply_chat_template(tokenizer, prompt, tools)
     )
     if not ids:
         raise InputError("prompt", "must have at least one token", prompt)
@@ -48,7 +52,9 @@ def _is_encodable(text: str) -> bool:
     return True
 
 
-def _apply_chat_template(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
+def _apply_chat_template(
+    tokenizer: Any, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]]
+) -> list[int]:
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise InputError(
@@ -56,7 +62,10 @@ def _apply_chat_template(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
             )
     try:
         encoded = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=True,
+            return_dict=True,
         )
     except Exception as error:  # a template is a program that may raise anything
         raise InputError(

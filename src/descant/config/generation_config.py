@@ -299,14 +299,17 @@ class GenerationConfig(Parameters):
     def to_json_string(self) -> str:
         """The content of a file: `extra` and all given values, sorted by name."""
         data = {**thaw(self._extra), **self._given_as_json()}
-        for name, value in data.items():
-            try:
-                json.dumps(value, sort_keys=True)
+        written: dict[str, Any] = {}
+        for name, value in sorted(data.items()):
+            try:  # the order of a schema's properties decides the text
+                text = json.dumps(value, sort_keys=name != "grammar")
             except (TypeError, ValueError):
                 raise ConfigError(
                     name, "must be representable as JSON", value, "leave it out of a saved config"
                 ) from None
-        return json.dumps({n: v for n, v in data.items() if v is not None}, indent=2, sort_keys=True) + "\n"
+            if value is not None:
+                written[name] = json.loads(text)
+        return json.dumps(written, indent=2) + "\n"
 
     def to_json_file(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json_string` to a file, atomically; one with a watermark key is only its owner's."""

@@ -32,7 +32,9 @@ def test_it_prints_the_output_of_the_page(descant, monkeypatch, tmp_path, at):
     if "--input" in words:  # the block above shows the file
         assert BLOCKS[at - 1].language == "json"
         (tmp_path / words[words.index("--input") + 1]).write_text(BLOCKS[at - 1].text, encoding="utf-8")
-    for option in {"--key", "--watermark"} & set(words):  # a block above shows that one
+    for option in {"--key", "--watermark", "--json-schema", "--tools"} & set(
+        words
+    ):  # a block above shows that one
         above = [block for block in BLOCKS[:at] if block.language == "json"]
         (tmp_path / words[words.index(option) + 1]).write_text(above[-1].text, encoding="utf-8")
     for folder in (word for word in words if word.startswith("./")):  # a block above shows its code

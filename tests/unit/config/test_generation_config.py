@@ -62,7 +62,7 @@ OURS = {
     "processor_order": None, "prefix_allowed_tokens_fn": None, "stop_token_ids": None, "stop_regex": None,
     "logprobs": None, "return_timestamps": False, "no_timestamps_token_id": None,
     "max_initial_timestamp_index": None, "ordered_constraints": False, "constraint_gap": 0,
-    "banned_phrases": None, "suffix_lookup_num_tokens": None, "suffix_lookup_shared": False,
+    "banned_phrases": None, "suffix_lookup_num_tokens": None, "suffix_lookup_shared": False, "grammar": None,
 }  # fmt: skip
 
 # -- the table
@@ -518,3 +518,12 @@ def test_any_merge_gives_the_nearest_value_or_an_error_that_names_a_given_field(
         assert (merged.source(name), getattr(merged, name)) == (source, wanted)
         assert name not in UNSUPPORTED or wanted in UNSUPPORTED[name].no_op_values
     assert GenerationConfig.merge({}, merged) == merged
+
+
+def test_the_order_of_a_schema_is_written_and_shown():
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    config = GenerationConfig(grammar={"json_schema": schema}, max_new_tokens=3, logit_bias={7: 1.0, 5: 2.0})
+    for text in (config.to_json_string(), repr(config)):
+        assert text.index('"b": {}') < text.index('"a": {}')
+        assert text.index('"5"') < text.index('"7"')
+        assert text.index('"grammar"') < text.index('"max_new_tokens"')

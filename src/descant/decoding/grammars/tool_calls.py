@@ -14,6 +14,7 @@ __all__ = ["CALL_BEGIN", "CALL_END", "ToolCall", "ToolGrammar", "parse_tool_call
 # The tags of Hermes' format, which the chat templates of SmolLM2, Qwen and others use.
 CALL_BEGIN: Final = "<tool_call>\n"
 CALL_END: Final = "\n</tool_call>"
+_NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class ToolGrammar(NamedTuple):
@@ -41,7 +42,7 @@ class ToolCall(NamedTuple):
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a call of one function."""
-    parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
+    parameters = dict(function.get("parameters") or _NO_PARAMETERS)
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": parameters},
