@@ -9,6 +9,7 @@ from typing import Any, Final
 from descant.core.interfaces import ModelTraits, RowCache
 from descant.kv_cache.decode_attention import DecodeAttention
 from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.paged_decode_attention import PagedDecodeAttention
 from descant.kv_cache.static import StaticStore
 from descant.models.compiled_layers import compiled_layers_of, previous_layers
 from descant.models.compiled_step import uncompilable_reason
@@ -94,7 +95,8 @@ def _compiled_layers(model: TransformersModel, cache: RowCache | None) -> FastPa
     if not packed.is_on:
         detail = "rows are not packed"
     elif compiled is not None:
-        has_kernel = DecodeAttention.serves(model.model.dtype, model.device)
+        attention = PagedDecodeAttention if isinstance(cache, PagedStore) else DecodeAttention
+        has_kernel = attention.serves(model.model.dtype, model.device)
         kernel = "a kernel" if has_kernel else "FlexAttention" if model.device.type == "cuda" else "no kernel"
         detail = f"{compiled.num_layers} layers, graphs: {compiled.num_graphs}, {kernel} for decode attention"
     elif previous_layers(model.model) is not None:

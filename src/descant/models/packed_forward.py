@@ -22,6 +22,7 @@ from descant.kv_cache.flex_attention import FlexDecodeAttention
 from descant.kv_cache.packed_attention import JoinedKV, PackedCache, PackedKV
 from descant.kv_cache.packed_span import PackedSpan
 from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.paged_decode_attention import PagedDecodeAttention
 from descant.models.compiled_layers import MIN_TOKENS, compiled_layers_of
 from descant.models.forward_batches import ForwardBatch
 from descant.models.forward_inputs import fed_tokens
@@ -223,14 +224,16 @@ class _PackedView(SelfAttentionView):
         self._mask = mask
         self._parts = [_Part(one.cache, one.span, at) for one, at in zip(batches, starts, strict=True)]
         self.num_tokens = sum(one.span.num_tokens for one in batches)
-        self._decode: DecodeAttention | FlexDecodeAttention | None = None
+        self._decode: DecodeAttention | FlexDecodeAttention | PagedDecodeAttention | None = None
 
     def use_decode_kernel(self) -> None:
         """Attend with the kernel for one token per row, where there is one for this forward."""
         if len(self._parts) == 1:
             cache, span, device = self._parts[0].cache, self._parts[0].span, self._mask.device
             flex = FlexDecodeAttention.create(cache, span, device)
-            self._decode = flex or DecodeAttention.create(cache, span)
+            self._decode = (
+                flex or DecodeAttention.create(cache, span) or PagedDecodeAttention.create(cache, span)
+            )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float | None) -> Tensor:
         """Write one layer's keys and values [1, H, P, D]; the attention output [1, P, Hq, E].

@@ -13,7 +13,7 @@ import transformers
 import descant
 from descant import GenerationConfig, InputError, Request, SchedulerConfig, UnsupportedModel
 from descant.core.interfaces import KVSpan
-from descant.kv_cache import decode_attention
+from descant.kv_cache import decode_attention, paged_decode_attention
 from descant.kv_cache.decode_attention import DecodeAttention
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.packed_span import PackedSpan
@@ -87,7 +87,8 @@ def test_laws_hold(compiled):
 @pytest.mark.parametrize("has_kernel", [True, False])
 def test_other_caches_and_chunks(plain, compiled, has_kernel, monkeypatch):
     if not has_kernel:
-        monkeypatch.setattr(decode_attention, "_decode_kernel", lambda: None)
+        for module in (decode_attention, paged_decode_attention):
+            monkeypatch.setattr(module, "_decode_kernel", lambda: None)
     prompts = [Request(list(range(4, 40)), GenerationConfig(max_new_tokens=8)), *requests()]
     for scheduler in (None, SchedulerConfig(num_blocks=64, chunk_tokens=7), SchedulerConfig(chunk_tokens=5)):
         found = outcomes(compiled, prompts, scheduler=scheduler)
