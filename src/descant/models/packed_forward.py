@@ -34,6 +34,14 @@ __all__ = ["PackedForwards"]
 _PACKABLE_CACHES = (DenseStore, PagedStore)
 
 
+class PackedOutput(NamedTuple):
+    """What a packed forward returns."""
+
+    logits: Tensor  # [N, K + 1, V]
+    num_tokens: int  # the number of fed tokens
+    hidden_states: tuple[Tensor, ...] | None = None  # [N, T, D] by layer, if they are requested
+
+
 class PackedForwards:
     """The packed forwards of a model, and the chunks of prompts that the next one feeds too.
 
@@ -58,24 +66,35 @@ class PackedForwards:
         """Whether a cache takes packed writes."""
         return self.is_supported and type(cache) in _PACKABLE_CACHES
 
-    def can_pack(self, rows: Rows, proposal: Proposal, cache: RowCache) -> bool:
-        """Whether rows can be packed: the cache takes packed writes, and no row is longer than a window."""
-        if not self.can_pack_cache(cache):
+    def can_pack(self, rows: Rows, proposal: Proposal, cache: RowCache, states: Sequence[str] = ()) -> bool:
+        """Whether rows can be packed: the cache takes packed writes, and no row is longer than a window.
+
+        The forward must be able to return the states too.
+        """
+        if not self.can_pack_cache(cache) or not self.can_return(states):
             return False
         return not self._windows or int(rows.position.max()) + proposal.width < min(self._windows)
 
-    def run(self, batch: PackedBatch, with_logits: bool) -> tuple[Tensor, int]:
-        """Feed a batch and the waiting chunks: the logits [N, K + 1, V], and the number of fed tokens."""
+    def can_return(self, states: Sequence[str]) -> bool:
+        """Whether packed forwards return these states; without compiled layers they have less to gain."""
+        return not states or (tuple(states) == ("hidden_states",) and self.compiled_layers is not None)
+
+    def run(self, batch: PackedBatch, with_logits: bool, with_states: bool = False) -> PackedOutput:
+        """Feed a batch and the waiting chunks; beside a batch whose states are returned chunks wait."""
         chunks = [chunk for chunk in self.chunks if self.can_pack(chunk.rows, Proposal(), chunk.cache)]
+        chunks = [] if with_states else chunks
         self.chunks = ()  # a forward that raises is tried again without them
         batches = [batch, *(PackedBatch.of_chunk(chunk) for chunk in chunks)]
         inputs = _joined_inputs(batches, self._traits, with_logits)
         num_tokens = sum(one.span.num_tokens for one in batches)
+        if with_states:
+            inputs["output_hidden_states"] = True
         output = self._call_model(inputs, num_tokens)
         for chunk in chunks:
             chunk.is_fed = True
         logits = batch.logits_by_row(output.logits, self._traits, with_logits, is_whole=not chunks)
-        return logits, num_tokens
+        hidden = output.get("hidden_states") if with_states else None
+        return PackedOutput(logits, num_tokens, hidden and tuple(batch.states_by_row(one) for one in hidden))
 
     def _call_model(self, inputs: dict[str, Any], num_tokens: int) -> Any:
         """The output of the model, whose layers run compiled if they are."""
@@ -175,6 +194,14 @@ class PackedBatch:
         if not (traits.supports_logits_to_keep or (self.span.is_decode and is_whole)):
             logits = logits[:, self.logit_index().to(logits.device, non_blocking=True)]
         return logits.view(self._batch.num_rows, num_logits, -1)
+
+    def states_by_row(self, states: Tensor) -> Tensor:
+        """The states [N, T, D] of the fed tokens of each row, out of [1, P, D]; the last again as padding."""
+        span, width = self.span, self._batch.width
+        if span.num_tokens == len(span.rows) * width:
+            return states[0, : span.num_tokens].view(len(span.rows), width, -1)
+        columns = np.minimum(np.arange(width), span.widths[:, None] - 1)
+        return states[0, torch.from_numpy(span.offsets[:, None] + columns).to(states.device)]
 
     def logit_index(self) -> Tensor:
         """Where the logits of each row are in the packed sequence [N * (K + 1)] (host)."""

@@ -157,8 +157,8 @@ class TransformersModel:
         state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
         has_request_inputs = len(self._request_inputs) > 0
         request_keys = self._batch_keys(rows) if has_request_inputs else {}
-        has_more = bool(self._output_states or self._prompt_embeds or has_request_inputs)
-        can_pack = not has_more and self._packed.can_pack(rows, proposal, cache)
+        has_more = bool(self._prompt_embeds or has_request_inputs)
+        can_pack = not has_more and self._packed.can_pack(rows, proposal, cache, self._output_states)
         must_pack = bool(self._packed.chunks) or self._packed.compiled_layers is not None
         batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, must_pack)
         if batches[0].is_packed:
@@ -232,11 +232,12 @@ class TransformersModel:
     def _run_packed(
         self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
     ) -> ForwardOutput:
-        """One packed forward of all rows: logits [R, K + 1, V] in float32."""
+        """One packed forward of all rows: logits [R, K + 1, V] in float32, and the requested states."""
         packed = PackedBatch(rows, proposal, cache, batch)
-        logits, num_tokens = self._packed.run(packed, with_logits=not self._skip_logits)
-        self._count_forward(num_tokens)
-        return ForwardOutput(self._to_float_logits(logits))
+        output = self._packed.run(packed, not self._skip_logits, bool(self._output_states))
+        self._count_forward(output.num_tokens)
+        states = self._states_of(output._asdict(), proposal, batch)
+        return ForwardOutput(self._to_float_logits(output.logits), [states] if states else ())
 
     def _run_custom_inputs(
         self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
