@@ -152,6 +152,13 @@ def test_attentions_and_plain_models_are_not_packed_for_states(plain, compiled):
     assert PackedForwards(plain, traits).can_return([])
 
 
+def test_the_report_names_the_kernel_of_the_cache(compiled, monkeypatch):
+    monkeypatch.setattr(paged_decode_attention, "_decode_kernel", lambda: None)
+    for cache, kernel in ((DenseStore(), " a kernel"), (PagedStore(), " no kernel")):
+        path = next(one for one in fast_paths(compiled, cache) if one.name == "compiled layers")
+        assert path.detail.endswith(f"{kernel} for decode attention")
+
+
 def test_inference_mode_and_threads(plain, compiled):
     prompt = torch.arange(12).view(2, 6)
     expected = descant.generate(plain, prompt, max_new_tokens=6)
