@@ -63,7 +63,20 @@ class PackedForwards:
             return False
         return not self._windows or int(rows.position.max()) + proposal.width < min(self._windows)
 
-    def run(self, batch: PackedBatch, with_logits: bool) -> tuple[Tensor, int]:
+    def run(self, batches: Sequence[PackedBatch], with_logits: bool) -> tuple[Tensor, list[int]]:
+        """Feed batches that have all rows, one after the other, the first with the waiting chunks.
+
+        The logits [R, K + 1, V] of the rows in their order, and the number of fed tokens of each forward.
+        """
+        outputs = [self._run_batch(batch, with_logits) for batch in batches]
+        num_tokens = [number for _, number in outputs]
+        if len(outputs) == 1:
+            return outputs[0][0], num_tokens
+        logits = torch.cat([part for part, _ in outputs])
+        order = torch.from_numpy(np.argsort(np.concatenate([batch.span.rows for batch in batches])))
+        return logits[order.to(logits.device)], num_tokens
+
+    def _run_batch(self, batch: PackedBatch, with_logits: bool) -> tuple[Tensor, int]:
         """Feed a batch and the waiting chunks: the logits [N, K + 1, V], and the number of fed tokens."""
         chunks = [chunk for chunk in self.chunks if self.can_pack(chunk.rows, Proposal(), chunk.cache)]
         self.chunks = ()  # a forward that raises is tried again without them
@@ -141,7 +154,8 @@ class PackedBatch:
 
     def __init__(self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch) -> None:
         widths = np.ones(batch.num_rows, dtype=np.int64) if batch.width == 1 else batch.fed_length.numpy()
-        self.span = PackedSpan(np.arange(batch.num_rows), batch.cached_length.numpy(), widths)
+        index = np.arange(batch.num_rows) if batch.rows is None else batch.rows.numpy()
+        self.span = PackedSpan(index, batch.cached_length.numpy(), widths)
         self.cache = cast(PackedCache, cache)
         self._rows, self._proposal, self._batch = rows, proposal, batch
         host = np.stack((self.span.positions, self.span.token_rows * batch.width + self.span.columns))
@@ -177,7 +191,7 @@ class PackedBatch:
 
     def logit_index(self) -> Tensor:
         """Where the logits of each row are in the packed sequence [N * (K + 1)] (host)."""
-        span, num_drafts = self.span, np.asarray(self._proposal.draft_counts())
+        span, num_drafts = self.span, np.asarray(self._proposal.draft_counts(self._batch.rows))
         first = span.widths - num_drafts - 1
         columns = np.minimum(first[:, None] + np.arange(self._proposal.width + 1), span.widths[:, None] - 1)
         return torch.from_numpy((span.offsets[:, None] + columns).ravel())

@@ -163,7 +163,7 @@ class TransformersModel:
         batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, must_pack)
         if batches[0].is_packed:
             try:
-                return self._run_packed(rows, proposal, cache, batches[0])
+                return self._run_packed(rows, proposal, cache, batches)
             except PackingUnsupported as error:  # raised in its first layer, before anything counts
                 self._packed.off_reason = str(error)
                 batches = self._batcher.split(rows, proposal, request_keys, state_batches)
@@ -230,12 +230,13 @@ class TransformersModel:
         return self._to_float_logits(logits), self._states_of(output, proposal, batch)
 
     def _run_packed(
-        self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
+        self, rows: Rows, proposal: Proposal, cache: RowCache, batches: Sequence[ForwardBatch]
     ) -> ForwardOutput:
-        """One packed forward of all rows: logits [R, K + 1, V] in float32."""
-        packed = PackedBatch(rows, proposal, cache, batch)
+        """Packed forwards of all rows: logits [R, K + 1, V] in float32."""
+        packed = [PackedBatch(rows, proposal, cache, batch) for batch in batches]
         logits, num_tokens = self._packed.run(packed, with_logits=not self._skip_logits)
-        self._count_forward(num_tokens)
+        for number in num_tokens:
+            self._count_forward(number)
         return ForwardOutput(self._to_float_logits(logits))
 
     def _run_custom_inputs(
