@@ -202,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--vllm", metavar="PYTHON", help="an interpreter with vLLM; without it vLLM is left out"
     )
     parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--no-session", action="store_true", help="leave the plain session out")
     parser.add_argument("--profile", action="store_true", help="print seconds by groups of operators instead")
     parser.add_argument("--operators", type=int, default=0, help="with --profile: the largest operators too")
     given = parser.parse_args(arguments)
@@ -212,7 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, given.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).eval()
-    sides: dict[str, Side] = {"fast": session_side(fast_copy(model)), "session": session_side(model)}
+    sides: dict[str, Side] = {"fast": session_side(fast_copy(model))}
+    if not given.no_session:
+        sides["session"] = session_side(model)
     vllm = None if given.vllm is None else VLLMProcess(given.vllm, given.model, given.dtype)
     if vllm is not None:
         sides[f"vLLM {vllm.version}"] = vllm
