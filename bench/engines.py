@@ -180,7 +180,7 @@ def profile(sides: dict[str, Side], case: str, num_operators: int) -> list[str]:
                 with torch.profiler.profile() as own:
                     run = side(CASES[case])
                 own.export_chrome_trace(str(trace))
-            seconds = operators.operator_seconds(trace)
+            seconds = operators.operator_seconds(trace, run.seconds)
             groups[name] = operators.group_seconds(seconds, run.seconds)
             largest = sorted(seconds, key=lambda one: seconds[one], reverse=True)[:num_operators]
             lines += [f"{name}: {seconds[one]:7.3f} s  {one}" for one in largest]

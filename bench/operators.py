@@ -25,13 +25,17 @@ _WHOLE = re.compile(r"^(?!.*cpp_fused).*(attention|attn|kv_cache)")
 _PATTERNS = {group: re.compile(pattern) for group, pattern in GROUPS.items()}
 
 
-def operator_seconds(trace: Path) -> dict[str, float]:
-    """The seconds of each operator in a trace without those within it; attention has all within it."""
+def operator_seconds(trace: Path, cpu_seconds: float) -> dict[str, float]:
+    """The CPU seconds of each operator in a trace without those within it; attention has all within it.
+
+    A trace has wall time, of which other processes take a part: all is scaled to the CPU time of the run.
+    """
     events = [one for one in json.loads(trace.read_text())["traceEvents"] if one.get("cat") == "cpu_op"]
     seconds: Counter[str] = Counter()
     for thread in {one["tid"] for one in events}:
         seconds.update(_own_seconds(one for one in events if one["tid"] == thread))
-    return dict(seconds)
+    whole = max(one["ts"] + one["dur"] for one in events) - min(one["ts"] for one in events)
+    return {name: own * cpu_seconds * 1e6 / whole for name, own in seconds.items()}
 
 
 def _own_seconds(events: Iterable[dict[str, Any]]) -> Counter[str]:

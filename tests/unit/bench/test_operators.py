@@ -25,7 +25,8 @@ def test_operators_have_their_own_time_and_attention_all_within(tmp_path):
         _event("aten::mul", 9e6, 2e6, category="python_function"),
     ]
     trace.write_text(json.dumps({"traceEvents": events}))
-    seconds = operators.operator_seconds(trace)
+    assert operators.operator_seconds(trace, 5.5)["aten::mm"] == pytest.approx(1.5)  # of 11 s wall time
+    seconds = operators.operator_seconds(trace, 11.0)
     assert seconds == pytest.approx(
         {"aten::linear": 2, "aten::mm": 3, "descant::packed_attention": 4, "aten::mul": 3}
     )
