@@ -83,7 +83,7 @@ def _grouped_heads(model: TransformersModel, cache: RowCache | None) -> FastPath
 def _prepacked_weights(model: TransformersModel, cache: RowCache | None) -> FastPath:
     del cache
     num_layers = num_prepacked_layers(model.model)
-    detail = f"{num_layers} linear layers, for steps of 4 to 128 rows"
+    detail = f"{num_layers} linear layers, for steps of 4 rows or more"
     if not num_layers:
         detail = unprepackable_reason(model.model) or "packed copies take twice the memory of the weights"
     return FastPath("prepacked weights", num_layers > 0, detail, "descant.prepack_weights(model)")

@@ -79,7 +79,21 @@ class PackedForwards:
         """Whether packed forwards return these states; without compiled layers they have less to gain."""
         return not states or (tuple(states) == ("hidden_states",) and self.compiled_layers is not None)
 
-    def run(self, batch: PackedBatch, with_logits: bool, with_states: bool = False) -> PackedOutput:
+    def run(
+        self, batches: Sequence[PackedBatch], with_logits: bool, with_states: bool = False
+    ) -> tuple[Tensor, list[PackedOutput]]:
+        """Feed batches that have all rows, one after the other, the first with the waiting chunks.
+
+        The logits [R, K + 1, V] of the rows in their order, and the output of each forward.
+        """
+        outputs = [self._run_batch(batch, with_logits, with_states) for batch in batches]
+        if len(outputs) == 1:
+            return outputs[0].logits, outputs
+        logits = torch.cat([output.logits for output in outputs])
+        order = torch.from_numpy(np.argsort(np.concatenate([batch.span.rows for batch in batches])))
+        return logits[order.to(logits.device)], outputs
+
+    def _run_batch(self, batch: PackedBatch, with_logits: bool, with_states: bool) -> PackedOutput:
         """Feed a batch and the waiting chunks; beside a batch whose states are returned chunks wait."""
         chunks = [chunk for chunk in self.chunks if self.can_pack(chunk.rows, Proposal(), chunk.cache)]
         chunks = [] if with_states else chunks
@@ -161,7 +175,8 @@ class PackedBatch:
 
     def __init__(self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch) -> None:
         widths = np.ones(batch.num_rows, dtype=np.int64) if batch.width == 1 else batch.fed_length.numpy()
-        self.span = PackedSpan(np.arange(batch.num_rows), batch.cached_length.numpy(), widths)
+        index = np.arange(batch.num_rows) if batch.rows is None else batch.rows.numpy()
+        self.span = PackedSpan(index, batch.cached_length.numpy(), widths)
         self.cache = cast(PackedCache, cache)
         self._rows, self._proposal, self._batch = rows, proposal, batch
         host = np.stack((self.span.positions, self.span.token_rows * batch.width + self.span.columns))
@@ -205,7 +220,7 @@ class PackedBatch:
 
     def logit_index(self) -> Tensor:
         """Where the logits of each row are in the packed sequence [N * (K + 1)] (host)."""
-        span, num_drafts = self.span, np.asarray(self._proposal.draft_counts())
+        span, num_drafts = self.span, np.asarray(self._proposal.draft_counts(self._batch.rows))
         first = span.widths - num_drafts - 1
         columns = np.minimum(first[:, None] + np.arange(self._proposal.width + 1), span.widths[:, None] - 1)
         return torch.from_numpy((span.offsets[:, None] + columns).ravel())

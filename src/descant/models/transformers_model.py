@@ -163,7 +163,7 @@ class TransformersModel:
         batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, must_pack)
         if batches[0].is_packed:
             try:
-                return self._run_packed(rows, proposal, cache, batches[0])
+                return self._run_packed(rows, proposal, cache, batches)
             except PackingUnsupported as error:  # raised in its first layer, before anything counts
                 self._packed.off_reason = str(error)
                 batches = self._batcher.split(rows, proposal, request_keys, state_batches)
@@ -230,14 +230,16 @@ class TransformersModel:
         return self._to_float_logits(logits), self._states_of(output, proposal, batch)
 
     def _run_packed(
-        self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
+        self, rows: Rows, proposal: Proposal, cache: RowCache, batches: Sequence[ForwardBatch]
     ) -> ForwardOutput:
-        """One packed forward of all rows: logits [R, K + 1, V] in float32, and the requested states."""
-        packed = PackedBatch(rows, proposal, cache, batch)
-        output = self._packed.run(packed, not self._skip_logits, bool(self._output_states))
-        self._count_forward(output.num_tokens)
-        states = self._states_of(output._asdict(), proposal, batch)
-        return ForwardOutput(self._to_float_logits(output.logits), [states] if states else ())
+        """Packed forwards of all rows: logits [R, K + 1, V] in float32, and the requested states."""
+        packed = [PackedBatch(rows, proposal, cache, batch) for batch in batches]
+        logits, outputs = self._packed.run(packed, not self._skip_logits, bool(self._output_states))
+        for output in outputs:
+            self._count_forward(output.num_tokens)
+        pairs = zip(outputs, batches, strict=True) if self._output_states else ()
+        states = [self._states_of(output._asdict(), proposal, batch) for output, batch in pairs]
+        return ForwardOutput(self._to_float_logits(logits), states)
 
     def _run_custom_inputs(
         self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
