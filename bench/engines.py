@@ -14,15 +14,18 @@ import os
 import random
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config
 import transformers
 
 import descant
+from bench import operators
 from bench.models import fast_copy
 
 __all__ = ["CASES", "main"]
@@ -114,15 +117,23 @@ class VLLMProcess:
         self.version: str = self._answer()["version"]
 
     def __call__(self, requests: Requests) -> Run:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"requests": requests}) + "\n")
-        self._process.stdin.flush()
-        return Run(**self._answer())
+        """Run requests."""
+        return self._run({"requests": requests})
+
+    def traced(self, requests: Requests, trace: Path) -> Run:
+        """Run requests under torch's profiler, which writes a trace."""
+        return self._run({"requests": requests, "trace": str(trace)})
 
     def close(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.communicate()
+
+    def _run(self, given: dict[str, Any]) -> Run:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(given) + "\n")
+        self._process.stdin.flush()
+        return Run(**self._answer())
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -157,6 +168,25 @@ def report(case: str, runs: dict[str, list[Run]]) -> list[str]:
     return lines
 
 
+def profile(sides: dict[str, Side], case: str, num_operators: int) -> list[str]:
+    """The lines of a case under torch's profiler: seconds by groups of operators, and the largest of them."""
+    groups, lines = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, side in sides.items():
+            trace = Path(folder) / "trace.json"
+            if isinstance(side, VLLMProcess):
+                run = side.traced(CASES[case], trace)
+            else:
+                with torch.profiler.profile() as own:
+                    run = side(CASES[case])
+                own.export_chrome_trace(str(trace))
+            seconds = operators.operator_seconds(trace, run.seconds)
+            groups[name] = operators.group_seconds(seconds, run.seconds)
+            largest = sorted(seconds, key=lambda one: seconds[one], reverse=True)[:num_operators]
+            lines += [f"{name}: {seconds[one]:7.3f} s  {one}" for one in largest]
+    return [*operators.table(case, groups), *lines]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table of the selected cases."""
     parser = argparse.ArgumentParser(
@@ -172,23 +202,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--vllm", metavar="PYTHON", help="an interpreter with vLLM; without it vLLM is left out"
     )
     parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--no-session", action="store_true", help="leave the plain session out")
+    parser.add_argument("--profile", action="store_true", help="print seconds by groups of operators instead")
+    parser.add_argument("--operators", type=int, default=0, help="with --profile: the largest operators too")
     given = parser.parse_args(arguments)
+    if given.profile:
+        os.environ |= operators.KERNEL_PROFILE
+        torch._inductor.config.cpp.enable_kernel_profile = True
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, given.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).eval()
-    sides: dict[str, Side] = {"fast": session_side(fast_copy(model)), "session": session_side(model)}
+    sides: dict[str, Side] = {"fast": session_side(fast_copy(model))}
+    if not given.no_session:
+        sides["session"] = session_side(model)
     vllm = None if given.vllm is None else VLLMProcess(given.vllm, given.model, given.dtype)
     if vllm is not None:
         sides[f"vLLM {vllm.version}"] = vllm
     if not given.no_transformers:
         sides[f"transformers {transformers.__version__}"] = transformers_side(model)
     print(f"{given.model}, {given.dtype}")
-    print("| case | side | time by `fast` | CPU s | requests with the same tokens |\n|---|---|---|---|---|")
+    if not given.profile:
+        print(
+            "| case | side | time by `fast` | CPU s | requests with the same tokens |\n|---|---|---|---|---|"
+        )
     try:
         measure(sides, CASES["batch 1"], 1)  # what is compiled or compared once is not counted
         for case in given.case or CASES:
-            print(*report(case, measure(sides, CASES[case], given.repeats)), sep="\n", flush=True)
+            lines = (
+                profile(sides, case, given.operators)
+                if given.profile
+                else report(case, measure(sides, CASES[case], given.repeats))
+            )
+            print(*lines, sep="\n", flush=True)
     finally:
         if vllm is not None:
             vllm.close()

@@ -1,11 +1,13 @@
 """The vLLM side of `bench.engines`, in the interpreter that has vLLM: one JSON request and answer a line.
 
 It imports nothing of this project. A request is `{"requests": [[prompt, new tokens], ...]}`, an answer
-`{"seconds": CPU seconds, "tokens": [[...], ...]}`.
+`{"seconds": CPU seconds, "tokens": [[...], ...]}`. With `"trace": path` in a request
+torch's profiler writes a trace of the run to that file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -27,6 +29,7 @@ def main(model: str, dtype: str) -> None:
     os.environ.update(_SETTINGS)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM prints to the standard output
+    import torch
     import vllm
 
     engine: Any = vllm.LLM(
@@ -39,15 +42,19 @@ def main(model: str, dtype: str) -> None:
     )
     print(json.dumps({"version": vllm.__version__}), file=answers)
     for line in sys.stdin:
-        requests = json.loads(line)["requests"]
+        given = json.loads(line)
+        requests, trace = given["requests"], given.get("trace")
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
         params = [
             vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
             for _, new in requests
         ]
-        began = time.process_time()
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        seconds = time.process_time() - began
+        with torch.profiler.profile() if trace else contextlib.nullcontext() as profile:
+            began = time.process_time()
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            seconds = time.process_time() - began
+        if profile is not None:
+            profile.export_chrome_trace(trace)
         tokens = [list(one.outputs[0].token_ids) for one in outputs]
         print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers)
 

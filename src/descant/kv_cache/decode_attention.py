@@ -7,13 +7,13 @@ time outside of its products, and rows of different length need a mask.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from descant.kv_cache.decode_kernel import load_decode_kernel
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.packed_span import PackedSpan
 
@@ -22,77 +22,6 @@ __all__ = ["DecodeAttention"]
 # For each row and key head: write the new key and value, then for all query heads of the group the scores,
 # their softmax, and the weighted sum of the values. The slots of a row are adjacent.
 _SOURCE = """
-#include <torch/csrc/inductor/cpp_prefix.h>
-#include <algorithm>
-#include <cstring>
-#include <limits>
-#include <vector>
-using Vec = at::vec::Vectorized<float>;
-constexpr int64_t W = Vec::size();
-
-static inline float dot(const float* a, const float* b, int64_t size) {
-    Vec sum(0.0f), more(0.0f);
-    int64_t d = 0;
-    for (; d + 2 * W <= size; d += 2 * W) {
-        sum = at::vec::fmadd(Vec::loadu(a + d), Vec::loadu(b + d), sum);
-        more = at::vec::fmadd(Vec::loadu(a + d + W), Vec::loadu(b + d + W), more);
-    }
-    for (; d + W <= size; d += W) sum = at::vec::fmadd(Vec::loadu(a + d), Vec::loadu(b + d), sum);
-    float rest = 0;
-    for (; d < size; d++) rest += a[d] * b[d];
-    return rest + at::vec::vec_reduce_all<float>([](Vec x, Vec y) { return x + y; }, sum + more);
-}
-
-// The scores of W slots for R queries. A tile of keys is transposed once for all queries.
-static inline void score_slots(
-    float* scores, int64_t stride, const float* q, int64_t query_head, const float* k, int64_t R, int64_t D)
-{
-    alignas(64) float tile[W * W];
-    for (int64_t d = 0; d < D; d += W) {
-        at::vec::transpose_mxn<float, W, W>(k + d, D, tile, W);
-        for (int64_t r = 0; r < R; r++) {
-            const float* one = q + r * query_head + d;
-            Vec sum = d ? Vec::loadu(scores + r * stride) : Vec(0.0f), more(0.0f);
-            for (int64_t i = 0; i < W; i += 2) {
-                sum = at::vec::fmadd(Vec(one[i]), Vec::loadu(tile + i * W), sum);
-                more = at::vec::fmadd(Vec(one[i + 1]), Vec::loadu(tile + (i + 1) * W), more);
-            }
-            (sum + more).store(scores + r * stride);
-        }
-    }
-}
-
-static inline float softmax(float* scores, float largest, int64_t size, float scale) {
-    Vec total(0.0f), top(largest), factor(scale);
-    int64_t s = 0;
-    for (; s + W <= size; s += W) {
-        Vec one = ((Vec::loadu(scores + s) - top) * factor).exp_u20();
-        one.store(scores + s);
-        total = total + one;
-    }
-    float rest = 0;
-    for (; s < size; s++) {
-        scores[s] = std::exp((scores[s] - largest) * scale);
-        rest += scores[s];
-    }
-    return rest + at::vec::vec_reduce_all<float>([](Vec x, Vec y) { return x + y; }, total);
-}
-
-// The weighted sum of the values, a few vectors of the output at a time, which stay in registers.
-template <int C>
-static inline void weighted_sum(
-    float* out, const float* p, const float* v, int64_t size, int64_t dim, float factor)
-{
-    Vec sums[C];
-    for (int c = 0; c < C; c++) sums[c] = Vec(0.0f);
-    for (int64_t s = 0; s < size; s++) {
-        const Vec weight(p[s]);
-        const float* one = v + s * dim;
-        for (int c = 0; c < C; c++) sums[c] = at::vec::fmadd(weight, Vec::loadu(one + c * W), sums[c]);
-    }
-    for (int c = 0; c < C; c++) (sums[c] * Vec(factor)).store(out + c * W);
-}
-
 extern "C" void kernel(
     float* out, const float* query, const float* key, const float* value, float* keys, float* values,
     const int64_t* rows, const int64_t* starts, const int64_t* sizes, float scale)
@@ -144,16 +73,8 @@ extern "C" void kernel(
 _ARGUMENTS = ("float*", *("const float*",) * 3, *("float*",) * 2, *("const int64_t*",) * 3, "float")
 
 
-@cache
 def _decode_kernel() -> Callable[..., None] | None:
-    """The compiled kernel; None where torch cannot compile for the CPU."""
-    try:
-        from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-        kernel: Any = CppPythonBindingsCodeCache.load_pybinding(_ARGUMENTS, _SOURCE)
-    except Exception:  # no compiler, or another interface of torch
-        return None
-    return kernel if callable(kernel) else None
+    return load_decode_kernel(_SOURCE, _ARGUMENTS)
 
 
 class DecodeAttention:

@@ -122,10 +122,13 @@ class PagedStore:
 
     def write_packed(self, layer: int, key: Tensor, value: Tensor, span: PackedSpan) -> None:
         """Write the keys and values [1, H, P, D] of the tokens of several rows."""
-        plan = span.memo.get("plan")
-        if plan is None:
-            plan = span.memo["plan"] = self._plan_packed(span)
-        self._write(layer, key, value, plan)
+        self._write(layer, key, value, self._packed_plan(span))
+
+    def reserve_slots(self, span: PackedSpan) -> tuple[Array, Array]:
+        """The slab and the slot in it of each token of a forward [P], in blocks that only its row has."""
+        slots = self._packed_plan(span).write_slots
+        assert slots is not None
+        return slots
 
     def read_group(self, layer: int, group: PackedGroup) -> tuple[Any, Any]:
         """The keys and values [G, H, S, D] of a group of rows; proxies if they share a prefix."""
@@ -257,8 +260,14 @@ class PagedStore:
         plan.write_slots = self._locate_slots(blocks, positions)
         return plan
 
+    def _packed_plan(self, span: PackedSpan) -> PagedReadPlan:
+        """The same for the tokens of a packed forward, which are read by group; one for all layers."""
+        if "plan" not in span.memo:
+            span.memo["plan"] = self._plan_packed(span)
+        plan: PagedReadPlan = span.memo["plan"]
+        return plan
+
     def _plan_packed(self, span: PackedSpan) -> PagedReadPlan:
-        """The same for the tokens of a packed forward, which are read by group."""
         self._make_exclusive(span.rows, span.starts, span.starts + span.widths)
         plan = PagedReadPlan(self.pool, self._block_table[:0], 0)
         blocks = self._block_table[span.rows[span.token_rows], span.positions // self.pool.block_size]

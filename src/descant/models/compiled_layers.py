@@ -62,7 +62,8 @@ class _ActiveForward(threading.local):
 _ACTIVE = _ActiveForward()
 # The sizes of all inputs are known to be right. Checking them takes longer than the smallest kernels.
 _INDUCTOR_CONFIG = {"size_asserts": False, "alignment_asserts": False}
-# Hooks that transformers leaves in a model once states were requested; forwards that return states are plain.
+# Hooks that transformers leaves in a model once states were requested. Those of a layer run outside of its
+# graph. Those of its modules collect attentions; forwards that return attentions are plain.
 _OUTPUT_HOOKS = "transformers.utils.output_capturing"
 _OPS = torch.library.Library("descant", "FRAGMENT")
 _OPS.define("packed_attention(Tensor query, Tensor key, Tensor value, float? scale) -> Tensor")

@@ -9,6 +9,7 @@ from typing import Any, Final
 from descant.core.interfaces import ModelTraits, RowCache
 from descant.kv_cache.decode_attention import DecodeAttention
 from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.paged_decode_attention import PagedDecodeAttention
 from descant.kv_cache.static import StaticStore
 from descant.models.compiled_layers import compiled_layers_of, previous_layers
 from descant.models.compiled_step import uncompilable_reason
@@ -82,7 +83,7 @@ def _grouped_heads(model: TransformersModel, cache: RowCache | None) -> FastPath
 def _prepacked_weights(model: TransformersModel, cache: RowCache | None) -> FastPath:
     del cache
     num_layers = num_prepacked_layers(model.model)
-    detail = f"{num_layers} linear layers, for steps of 4 to 128 rows"
+    detail = f"{num_layers} linear layers, for steps of 4 rows or more"
     if not num_layers:
         detail = unprepackable_reason(model.model) or "packed copies take twice the memory of the weights"
     return FastPath("prepacked weights", num_layers > 0, detail, "descant.prepack_weights(model)")
@@ -94,7 +95,8 @@ def _compiled_layers(model: TransformersModel, cache: RowCache | None) -> FastPa
     if not packed.is_on:
         detail = "rows are not packed"
     elif compiled is not None:
-        has_kernel = DecodeAttention.serves(model.model.dtype, model.device)
+        attention = PagedDecodeAttention if isinstance(cache, PagedStore) else DecodeAttention
+        has_kernel = attention.serves(model.model.dtype, model.device)
         kernel = "a kernel" if has_kernel else "FlexAttention" if model.device.type == "cuda" else "no kernel"
         detail = f"{compiled.num_layers} layers, graphs: {compiled.num_graphs}, {kernel} for decode attention"
     elif previous_layers(model.model) is not None:

@@ -24,6 +24,10 @@ _MIN_PACKED_READ = 2**18
 # The most tokens that a row feeds in a decode step: its last token and drafts.
 _MAX_DECODE_WIDTH = 16
 
+# The most tokens of a packed forward of several rows on a CPU. Activations of more do not stay in its caches,
+# and rows of similar length attend with less padding.
+_MAX_PACKED_TOKENS = 1024
+
 # Padding up to this many positions is cheaper than a second forward.
 _PADDING_TOLERANCE = 64
 
@@ -88,7 +92,10 @@ class ForwardBatcher:
             cached, fed = torch.zeros_like(cached), cached + fed
         all_rows = ForwardBatch.from_lengths(cached, fed)
         if must_pack or (can_pack and unrestricted and self._is_worth_packing(all_rows, fed)):
-            return [all_rows._replace(is_packed=True)]
+            parts = _split_packed(fed) if rows.tokens.device.type == "cpu" else []
+            if len(parts) < 2:
+                return [all_rows._replace(is_packed=True)]
+            return [ForwardBatch.from_lengths(cached, fed, part)._replace(is_packed=True) for part in parts]
         if unrestricted and self._fits_one_forward(all_rows, fed):
             return [all_rows]
         if traits.needs_batch_size_one:
@@ -153,6 +160,22 @@ class ForwardBatcher:
     def _logits_fit(self, fed: Tensor) -> bool:
         """Whether the logits fit: each distinct last position is computed for every row."""
         return len(set(fed.tolist())) * len(fed) * self.traits.vocab_size <= _MAX_LOGITS
+
+
+def _split_packed(fed: Tensor) -> list[Tensor]:
+    """The rows of packed forwards of at most `_MAX_PACKED_TOKENS` where rows are not longer, by length."""
+    if int(fed.sum()) <= _MAX_PACKED_TOKENS:
+        return []
+    parts: list[list[int]] = []
+    room = 0
+    for row in fed.argsort(stable=True).tolist():
+        size = int(fed[row])
+        if size > room:
+            parts.append([])
+            room = _MAX_PACKED_TOKENS
+        parts[-1].append(row)
+        room -= size
+    return [torch.tensor(sorted(part)) for part in parts]
 
 
 def _is_padding_wasteful(fed: Tensor) -> bool:

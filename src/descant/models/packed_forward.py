@@ -22,6 +22,7 @@ from descant.kv_cache.flex_attention import FlexDecodeAttention
 from descant.kv_cache.packed_attention import JoinedKV, PackedCache, PackedKV
 from descant.kv_cache.packed_span import PackedSpan
 from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.paged_decode_attention import PagedDecodeAttention
 from descant.models.compiled_layers import MIN_TOKENS, compiled_layers_of
 from descant.models.forward_batches import ForwardBatch
 from descant.models.forward_inputs import fed_tokens
@@ -31,6 +32,14 @@ __all__ = ["PackedForwards"]
 
 # A subclass may change how slots are written.
 _PACKABLE_CACHES = (DenseStore, PagedStore)
+
+
+class PackedOutput(NamedTuple):
+    """What a packed forward returns."""
+
+    logits: Tensor  # [N, K + 1, V]
+    num_tokens: int  # the number of fed tokens
+    hidden_states: tuple[Tensor, ...] | None = None  # [N, T, D] by layer, if they are requested
 
 
 class PackedForwards:
@@ -57,24 +66,49 @@ class PackedForwards:
         """Whether a cache takes packed writes."""
         return self.is_supported and type(cache) in _PACKABLE_CACHES
 
-    def can_pack(self, rows: Rows, proposal: Proposal, cache: RowCache) -> bool:
-        """Whether rows can be packed: the cache takes packed writes, and no row is longer than a window."""
-        if not self.can_pack_cache(cache):
+    def can_pack(self, rows: Rows, proposal: Proposal, cache: RowCache, states: Sequence[str] = ()) -> bool:
+        """Whether rows can be packed: the cache takes packed writes, and no row is longer than a window.
+
+        The forward must be able to return the states too.
+        """
+        if not self.can_pack_cache(cache) or not self.can_return(states):
             return False
         return not self._windows or int(rows.position.max()) + proposal.width < min(self._windows)
 
-    def run(self, batch: PackedBatch, with_logits: bool) -> tuple[Tensor, int]:
-        """Feed a batch and the waiting chunks: the logits [N, K + 1, V], and the number of fed tokens."""
+    def can_return(self, states: Sequence[str]) -> bool:
+        """Whether packed forwards return these states; without compiled layers they have less to gain."""
+        return not states or (tuple(states) == ("hidden_states",) and self.compiled_layers is not None)
+
+    def run(
+        self, batches: Sequence[PackedBatch], with_logits: bool, with_states: bool = False
+    ) -> tuple[Tensor, list[PackedOutput]]:
+        """Feed batches that have all rows, one after the other, the first with the waiting chunks.
+
+        The logits [R, K + 1, V] of the rows in their order, and the output of each forward.
+        """
+        outputs = [self._run_batch(batch, with_logits, with_states) for batch in batches]
+        if len(outputs) == 1:
+            return outputs[0].logits, outputs
+        logits = torch.cat([output.logits for output in outputs])
+        order = torch.from_numpy(np.argsort(np.concatenate([batch.span.rows for batch in batches])))
+        return logits[order.to(logits.device)], outputs
+
+    def _run_batch(self, batch: PackedBatch, with_logits: bool, with_states: bool) -> PackedOutput:
+        """Feed a batch and the waiting chunks; beside a batch whose states are returned chunks wait."""
         chunks = [chunk for chunk in self.chunks if self.can_pack(chunk.rows, Proposal(), chunk.cache)]
+        chunks = [] if with_states else chunks
         self.chunks = ()  # a forward that raises is tried again without them
         batches = [batch, *(PackedBatch.of_chunk(chunk) for chunk in chunks)]
         inputs = _joined_inputs(batches, self._traits, with_logits)
         num_tokens = sum(one.span.num_tokens for one in batches)
+        if with_states:
+            inputs["output_hidden_states"] = True
         output = self._call_model(inputs, num_tokens)
         for chunk in chunks:
             chunk.is_fed = True
         logits = batch.logits_by_row(output.logits, self._traits, with_logits, is_whole=not chunks)
-        return logits, num_tokens
+        hidden = output.get("hidden_states") if with_states else None
+        return PackedOutput(logits, num_tokens, hidden and tuple(batch.states_by_row(one) for one in hidden))
 
     def _call_model(self, inputs: dict[str, Any], num_tokens: int) -> Any:
         """The output of the model, whose layers run compiled if they are."""
@@ -141,7 +175,8 @@ class PackedBatch:
 
     def __init__(self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch) -> None:
         widths = np.ones(batch.num_rows, dtype=np.int64) if batch.width == 1 else batch.fed_length.numpy()
-        self.span = PackedSpan(np.arange(batch.num_rows), batch.cached_length.numpy(), widths)
+        index = np.arange(batch.num_rows) if batch.rows is None else batch.rows.numpy()
+        self.span = PackedSpan(index, batch.cached_length.numpy(), widths)
         self.cache = cast(PackedCache, cache)
         self._rows, self._proposal, self._batch = rows, proposal, batch
         host = np.stack((self.span.positions, self.span.token_rows * batch.width + self.span.columns))
@@ -175,9 +210,17 @@ class PackedBatch:
             logits = logits[:, self.logit_index().to(logits.device, non_blocking=True)]
         return logits.view(self._batch.num_rows, num_logits, -1)
 
+    def states_by_row(self, states: Tensor) -> Tensor:
+        """The states [N, T, D] of the fed tokens of each row, out of [1, P, D]; the last again as padding."""
+        span, width = self.span, self._batch.width
+        if span.num_tokens == len(span.rows) * width:
+            return states[0, : span.num_tokens].view(len(span.rows), width, -1)
+        columns = np.minimum(np.arange(width), span.widths[:, None] - 1)
+        return states[0, torch.from_numpy(span.offsets[:, None] + columns).to(states.device)]
+
     def logit_index(self) -> Tensor:
         """Where the logits of each row are in the packed sequence [N * (K + 1)] (host)."""
-        span, num_drafts = self.span, np.asarray(self._proposal.draft_counts())
+        span, num_drafts = self.span, np.asarray(self._proposal.draft_counts(self._batch.rows))
         first = span.widths - num_drafts - 1
         columns = np.minimum(first[:, None] + np.arange(self._proposal.width + 1), span.widths[:, None] - 1)
         return torch.from_numpy((span.offsets[:, None] + columns).ravel())
@@ -223,14 +266,16 @@ class _PackedView(SelfAttentionView):
         self._mask = mask
         self._parts = [_Part(one.cache, one.span, at) for one, at in zip(batches, starts, strict=True)]
         self.num_tokens = sum(one.span.num_tokens for one in batches)
-        self._decode: DecodeAttention | FlexDecodeAttention | None = None
+        self._decode: DecodeAttention | FlexDecodeAttention | PagedDecodeAttention | None = None
 
     def use_decode_kernel(self) -> None:
         """Attend with the kernel for one token per row, where there is one for this forward."""
         if len(self._parts) == 1:
             cache, span, device = self._parts[0].cache, self._parts[0].span, self._mask.device
             flex = FlexDecodeAttention.create(cache, span, device)
-            self._decode = flex or DecodeAttention.create(cache, span)
+            self._decode = (
+                flex or DecodeAttention.create(cache, span) or PagedDecodeAttention.create(cache, span)
+            )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float | None) -> Tensor:
         """Write one layer's keys and values [1, H, P, D]; the attention output [1, P, Hq, E].

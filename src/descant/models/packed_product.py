@@ -12,7 +12,6 @@ from torch.nn import functional
 __all__ = ["PackedProduct", "has_packed_products", "plain_product"]
 
 _MAX_MKL_LINES = 20  # MKL's layout is the fastest up to here, oneDNN's from here on
-_MAX_LINES = 128  # more lines read plain weights as fast
 _PACKED_FOR = 16  # lines; MKL's layout serves other numbers too, which is checked for each of them
 _TOLERANCE = 1e-4  # of the largest output
 
@@ -66,7 +65,7 @@ class PackedProduct:
     def _applies(self, vectors: Tensor, weights: Sequence[Tensor], lines: int) -> bool:
         """Whether the packed weights are valid and made for such vectors."""
         return (
-            0 < lines <= _MAX_LINES
+            lines > 0
             and vectors.dtype is torch.float32
             and type(vectors) is Tensor
             and not torch.is_grad_enabled()

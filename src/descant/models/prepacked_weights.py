@@ -135,7 +135,7 @@ class PrepackedWeights:
 
 
 def prepack_weights(model: nn.Module) -> PrepackedWeights:
-    """Prepack the weights of a model's linear layers, so that steps of 4 to 128 rows on a CPU take less time.
+    """Prepack the weights of a model's linear layers, so that steps of 4 or more rows on a CPU are faster.
 
     It replaces the `forward` of the layers, which `restore()` of the result undoes, and needs twice the
     memory of their weights beside them. Outputs differ by rounding alone. A layer whose weight is changed in

@@ -155,15 +155,14 @@ class TransformersModel:
         )
         is_recurrent = self.traits.cache_type == "recurrent"
         state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
-        has_request_inputs = len(self._request_inputs) > 0
-        request_keys = self._batch_keys(rows) if has_request_inputs else {}
-        has_more = bool(self._output_states or self._prompt_embeds or has_request_inputs)
-        can_pack = not has_more and self._packed.can_pack(rows, proposal, cache)
+        request_keys = self._batch_keys(rows) if len(self._request_inputs) else {}
+        is_plain = not self._prompt_embeds and not len(self._request_inputs)
+        can_pack = is_plain and self._packed.can_pack(rows, proposal, cache, self._output_states)
         must_pack = bool(self._packed.chunks) or self._packed.compiled_layers is not None
         batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, must_pack)
         if batches[0].is_packed:
             try:
-                return self._run_packed(rows, proposal, cache, batches[0])
+                return self._run_packed(rows, proposal, cache, batches)
             except PackingUnsupported as error:  # raised in its first layer, before anything counts
                 self._packed.off_reason = str(error)
                 batches = self._batcher.split(rows, proposal, request_keys, state_batches)
@@ -230,13 +229,16 @@ class TransformersModel:
         return self._to_float_logits(logits), self._states_of(output, proposal, batch)
 
     def _run_packed(
-        self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
+        self, rows: Rows, proposal: Proposal, cache: RowCache, batches: Sequence[ForwardBatch]
     ) -> ForwardOutput:
-        """One packed forward of all rows: logits [R, K + 1, V] in float32."""
-        packed = PackedBatch(rows, proposal, cache, batch)
-        logits, num_tokens = self._packed.run(packed, with_logits=not self._skip_logits)
-        self._count_forward(num_tokens)
-        return ForwardOutput(self._to_float_logits(logits))
+        """Packed forwards of all rows: logits [R, K + 1, V] in float32, and the requested states."""
+        packed = [PackedBatch(rows, proposal, cache, batch) for batch in batches]
+        logits, outputs = self._packed.run(packed, not self._skip_logits, bool(self._output_states))
+        for one in outputs:
+            self._count_forward(one.num_tokens)
+        pairs = zip(outputs, batches, strict=True) if self._output_states else ()
+        states = [self._states_of(one._asdict(), proposal, batch) for one, batch in pairs]
+        return ForwardOutput(self._to_float_logits(logits), states)
 
     def _run_custom_inputs(
         self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch

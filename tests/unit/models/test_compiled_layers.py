@@ -13,13 +13,17 @@ import transformers
 import descant
 from descant import GenerationConfig, InputError, Request, SchedulerConfig, UnsupportedModel
 from descant.core.interfaces import KVSpan
-from descant.kv_cache import decode_attention
+from descant.core.records import Proposal
+from descant.core.rows import Rows
+from descant.kv_cache import decode_attention, paged_decode_attention
 from descant.kv_cache.decode_attention import DecodeAttention
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.packed_span import PackedSpan
 from descant.kv_cache.paged import PagedStore
 from descant.models.compiled_layers import CompiledLayers, compiled_layers_of
 from descant.models.fast_paths import fast_paths
+from descant.models.packed_forward import PackedForwards
+from descant.models.transformers_model import TransformersModel
 from descant.testing import check_batch, check_drafts, check_schedule, outcomes
 
 CONFIGS = [
@@ -87,7 +91,8 @@ def test_laws_hold(compiled):
 @pytest.mark.parametrize("has_kernel", [True, False])
 def test_other_caches_and_chunks(plain, compiled, has_kernel, monkeypatch):
     if not has_kernel:
-        monkeypatch.setattr(decode_attention, "_decode_kernel", lambda: None)
+        for module in (decode_attention, paged_decode_attention):
+            monkeypatch.setattr(module, "_decode_kernel", lambda: None)
     prompts = [Request(list(range(4, 40)), GenerationConfig(max_new_tokens=8)), *requests()]
     for scheduler in (None, SchedulerConfig(num_blocks=64, chunk_tokens=7), SchedulerConfig(chunk_tokens=5)):
         found = outcomes(compiled, prompts, scheduler=scheduler)
@@ -96,11 +101,62 @@ def test_other_caches_and_chunks(plain, compiled, has_kernel, monkeypatch):
     assert outcomes(compiled, static)[0].tokens == outcomes(plain, static)[0].tokens
 
 
-def test_states_come_from_the_plain_layers(plain, compiled):
+def test_hidden_states_come_from_the_compiled_layers(plain, compiled, monkeypatch):
     settings = {"max_new_tokens": 3, "output_hidden_states": True, "return_dict_in_generate": True}
-    prompt = torch.arange(6).view(1, 6)
-    found, expected = (descant.generate(one, prompt, **settings) for one in (compiled, plain))
-    torch.testing.assert_close(found.hidden_states[1][-1], expected.hidden_states[1][-1])
+    for prompt in (torch.arange(6).view(1, 6), torch.arange(18).view(3, 6)):
+        expected = descant.generate(plain, prompt, **settings).hidden_states
+        with monkeypatch.context() as patch:
+            for layer in compiled.model.layers:
+                patch.setattr(layer.forward, "_plain", None)
+            found = descant.generate(compiled, prompt, **settings).hidden_states
+        assert len(found) == len(expected) == 3
+        for step, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(step, other)
+
+
+def test_rows_of_different_length_return_their_own_states(compiled):
+    adapter = TransformersModel(compiled, ["hidden_states"])
+    lengths = torch.tensor([5, 3])
+    zero, index = torch.zeros_like(lengths), torch.arange(2)
+    tokens = torch.arange(10, 20).view(2, 5)
+    rows = Rows(tokens, lengths, zero, offset=zero, prompt_length=lengths, request=index, slot=zero)
+    cache = DenseStore()
+    cache.extend(2)
+    (states,) = adapter.forward(rows, Proposal(), cache).states
+    assert states["fed_length"].tolist() == [5, 3]
+    for row, length in enumerate(lengths.tolist()):
+        expected = compiled(tokens[row : row + 1, :length], output_hidden_states=True).hidden_states
+        for layer, other in zip(states["hidden_states"], expected, strict=True):
+            torch.testing.assert_close(layer[row, :length], other[0])
+
+
+def test_methods_that_read_hidden_states(plain, compiled):
+    contrastive = GenerationConfig(max_new_tokens=7, penalty_alpha=0.6, top_k=3)
+    prompts = [
+        Request([5, 6, 7], contrastive),
+        Request(list(range(4, 40)), GenerationConfig(max_new_tokens=8)),
+        Request([9, 8, 7, 6], contrastive.replace(low_memory=True)),
+        Request([3, 5, 9], GenerationConfig(max_new_tokens=6, dola_layers="low")),
+        Request([8, 9], contrastive.replace(cache_implementation="paged")),
+    ]
+    expected = [one.tokens for one in outcomes(plain, prompts)]
+    for scheduler in (None, SchedulerConfig(num_blocks=64, chunk_tokens=7), SchedulerConfig(chunk_tokens=5)):
+        assert [one.tokens for one in outcomes(compiled, prompts, scheduler=scheduler)] == expected
+
+
+def test_attentions_and_plain_models_are_not_packed_for_states(plain, compiled):
+    traits = TransformersModel(plain).traits
+    assert PackedForwards(compiled, traits).can_return(["hidden_states"])
+    assert not PackedForwards(compiled, traits).can_return(["attentions", "hidden_states"])
+    assert not PackedForwards(plain, traits).can_return(["hidden_states"])
+    assert PackedForwards(plain, traits).can_return([])
+
+
+def test_the_report_names_the_kernel_of_the_cache(compiled, monkeypatch):
+    monkeypatch.setattr(paged_decode_attention, "_decode_kernel", lambda: None)
+    for cache, kernel in ((DenseStore(), " a kernel"), (PagedStore(), " no kernel")):
+        path = next(one for one in fast_paths(compiled, cache) if one.name == "compiled layers")
+        assert path.detail.endswith(f"{kernel} for decode attention")
 
 
 def test_inference_mode_and_threads(plain, compiled):

@@ -240,3 +240,42 @@ def test_groups_hold_rows_of_similar_length():
     assert {int(token) for group in groups for token in group.token_index(torch.device("cpu"))} == set(
         range(240)
     )
+
+
+@pytest.mark.parametrize("make_cache", CACHES)
+def test_many_tokens_are_fed_in_parts_with_the_same_logits(tiny, make_cache, monkeypatch):
+    model = tiny("llama").model
+    packed, plain = TransformersModel(model), padded(model)
+    expected = run(plain, make_cache(), new_rows(LENGTHS), 3)
+    calls: list[int] = []
+    monkeypatch.setattr(packed._packed, "_run_batch", counted_batches(packed._packed._run_batch, calls))
+    monkeypatch.setattr("descant.models.forward_batches._MAX_PACKED_TOKENS", 50)
+    got = run(packed, make_cache(), new_rows(LENGTHS), 3)
+    for one, two in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+    # Rows of 1, 3, 9 and 9 tokens, of 40, of 150, then all rows in one forward of each later step.
+    assert calls == [4, 1, 1, 6, 6]
+
+
+def counted_batches(run_batch: Any, sizes: list[int]) -> Any:
+    """A packed forward that appends the number of its rows to `sizes`."""
+
+    def call(batch: Any, *given: Any) -> Any:
+        sizes.append(len(batch.span.rows))
+        return run_batch(batch, *given)
+
+    return call
+
+
+def test_parts_with_drafts_have_the_same_logits(tiny, monkeypatch):
+    model = tiny("llama").model
+    drafts = torch.randint(3, 90, (len(LENGTHS), 3), generator=torch.Generator().manual_seed(0))
+    proposal = Proposal(drafts=drafts, num_drafts=torch.tensor([3, 0, 2, 1, 3, 0]))
+    seen = []
+    for one in (padded(model), TransformersModel(model)):
+        cache = DenseStore()
+        cache.extend(len(LENGTHS))
+        seen.append(one.forward(new_rows(LENGTHS), proposal, cache).logits)
+        monkeypatch.setattr("descant.models.forward_batches._MAX_PACKED_TOKENS", 50)
+    for row, count in enumerate(proposal.num_drafts.tolist()):
+        torch.testing.assert_close(seen[0][row, : count + 1], seen[1][row, : count + 1], atol=1e-4, rtol=1e-4)

@@ -96,6 +96,12 @@ class AcceptanceStats:
         """The estimated acceptance probability of each row's next draft [R]."""
         return np.asarray(self.accept_weight / (self.accept_weight + self.reject_weight))
 
+    @property
+    def shared_acceptance_rate(self) -> Array:
+        """The same, where rows that have tried no draft take the mean of those that have [R]."""
+        rates, is_tried = self.acceptance_rate, self.num_drafted[:, 0] > 0
+        return np.where(is_tried, rates, rates[is_tried].mean()) if is_tried.any() else rates
+
     def report(self, row: int) -> Speculation:
         """The acceptance record of one row."""
         last = int(np.flatnonzero(self.num_drafted[row])[-1]) + 1 if self.num_drafted[row].any() else 0
@@ -139,7 +145,9 @@ class DraftLengthController:
     DRAFT_MODEL_COST: Final = 0.15  # cost of one draft-model step in target forwards
     MIN_SPEEDUP: Final = 1.1  # required advantage over no drafts, as the estimate is noisy
     MAX_PROBE_INTERVAL: Final = 64  # maximum steps without drafts before the draft model is probed
-    MANY_ROWS: Final = 8  # from so many rows on, probes become rare sooner
+    MANY_ROWS: Final = 8  # from so many rows on, probes become rare sooner, and a part of the rows makes them
+    PROBING_SHARE: Final = 4  # one in so many rows makes a probe
+    PROMISING_RATE: Final = 0.3  # a mean rate from which all rows make a probe, whose forward is timed
     REMEASURE_INTERVAL: Final = 48  # steps after which a step without drafts is timed again
 
     def __init__(self) -> None:
@@ -161,8 +169,8 @@ class DraftLengthController:
 
     def choose_length(
         self, acceptance_rates: Array, max_drafts: Array, is_model_free: bool, use_timings: bool
-    ) -> int:
-        """The draft length for rows with these acceptance rates and limits [R]."""
+    ) -> int | Array:
+        """The draft length for rows with these acceptance rates and limits [R]; [R] if it differs by row."""
         longest, rows = int(max_drafts.max(initial=0)), len(acceptance_rates)
         if not longest:
             return 0
@@ -183,10 +191,14 @@ class DraftLengthController:
         throughput = expected_tokens / cost
         best = int(throughput.argmax())
         best = best if throughput[best] > self.MIN_SPEEDUP * throughput[0] else 0
-        return best if is_model_free else self._probe_if_idle(best, rows)
+        return best if is_model_free else self._probe_if_idle(best, acceptance_rates, max_drafts)
 
-    def _probe_if_idle(self, best: int, rows: int) -> int:
-        """The same length, or occasionally 1 in place of 0, to notice when the acceptance rate rises."""
+    def _probe_if_idle(self, best: int, acceptance_rates: Array, max_drafts: Array) -> int | Array:
+        """The same length, or occasionally 1 in place of 0, to notice when the acceptance rate rises.
+
+        The first of many rows make the probe, so that the draft model reads the others' tokens only if it is
+        worth it.
+        """
         if best:
             self._steps_since_draft, self._probe_interval = 0, 1
             return best
@@ -194,10 +206,15 @@ class DraftLengthController:
         if self._steps_since_draft < self._probe_interval:
             return 0
         # A probe of many rows costs more and tells more, so it is repeated less often.
+        rows = len(acceptance_rates)
         growth = 4 if rows >= self.MANY_ROWS else 2
         self._steps_since_draft = 0
         self._probe_interval = min(growth * self._probe_interval, self.MAX_PROBE_INTERVAL)
-        return 1
+        if rows < self.MANY_ROWS or acceptance_rates.mean() >= self.PROMISING_RATE:
+            return 1
+        lengths = np.zeros_like(max_drafts)
+        lengths[np.flatnonzero(max_drafts)[: rows // self.PROBING_SHARE]] = 1
+        return lengths
 
     def _baseline_seconds(self, rows: int) -> float | None:
         """The time of a step without drafts for about this many rows; None if not measured."""

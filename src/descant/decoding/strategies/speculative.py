@@ -86,14 +86,16 @@ class SpeculativeSampling(Sampling):
         self._untried_drafts = None
         if not self.drafter.is_model_free and adaptive.any():
             width = self._length_controller.choose_length(
-                stats.acceptance_rate, max_drafts, is_model_free=False, use_timings=use_timings
+                stats.shared_acceptance_rate, max_drafts, is_model_free=False, use_timings=use_timings
             )
             max_drafts = np.where(adaptive, np.minimum(max_drafts, width), max_drafts)
         self._followed_rows.commit(self.drafter, rows, stats.draft_row)
         start = _clock_seconds(rows)
         proposal = _clip_drafts(self.drafter.draft(rows, torch.from_numpy(max_drafts), context), max_drafts)
         now = _clock_seconds(rows)
-        if proposal.width and not self.drafter.is_model_free:
+        # A probe of some rows tells nothing about the time of all.
+        is_probe = not self.drafter.is_model_free and 0 < int((max_drafts > 0).sum()) < len(rows)
+        if proposal.width and not (self.drafter.is_model_free or is_probe):
             self._length_controller.record_draft(proposal.width, now - start)
         decoding = rows.pending.numpy() <= _PREFILL_THRESHOLD
         if self.drafter.is_model_free and proposal.drafts is not None and (adaptive & decoding).any():
@@ -101,7 +103,7 @@ class SpeculativeSampling(Sampling):
             proposal = self._trim_drafts(proposal, stats, adaptive & decoding, use_timings)
         if self._rank_group is not None:
             proposal = self._broadcast_drafts(rows, proposal, int(max_drafts.max()))
-        single_token = bool((rows.pending == 1).all())
+        single_token = bool((rows.pending == 1).all()) and not is_probe
         self._timed_positions = len(rows) * (proposal.width + 1) if single_token else 0
         self._forward_start = now
         return proposal

@@ -111,7 +111,27 @@ def test_many_rows_probe_a_draft_model_less_often(rows, expected):
     pace.record_draft(1, 0.5)
     rates, most = np.full(rows, 0.01), np.full(rows, 4)
     lengths = [pace.choose_length(rates, most, is_model_free=False, use_timings=True) for _ in range(64)]
-    assert np.flatnonzero(lengths).tolist() == expected
+    assert np.flatnonzero([np.max(length) for length in lengths]).tolist() == expected
+
+
+@pytest.mark.parametrize(("rate", "probing"), [(0.01, [2, 3, 4, 5]), (0.35, list(range(16)))])
+def test_a_part_of_many_rows_probes_a_draft_model_until_it_is_promising(rate, probing):
+    pace = timed(DraftLengthController(), {16: 1.0, 32: 1.5})
+    pace.record_draft(1, 0.5)
+    most = np.full(16, 4)
+    most[:2] = 0  # rows that may not draft
+    length = pace.choose_length(np.full(16, rate), most, is_model_free=False, use_timings=True)
+    assert np.flatnonzero(np.broadcast_to(length, 16)).tolist() == probing
+
+
+def test_rows_that_tried_nothing_share_the_rate_of_the_others():
+    stats = AcceptanceStats.new().cat(AcceptanceStats.new()).cat(AcceptanceStats.new())
+    prior = float(stats.acceptance_rate[0])
+    assert stats.shared_acceptance_rate.tolist() == [prior] * 3
+    stats = stats.after_step(ints(0, 1, 2), ints(1, 1, 0), ints(1, 0, 0))
+    first, second, untried = stats.shared_acceptance_rate.tolist()
+    assert first > prior > second
+    assert untried == pytest.approx((first + second) / 2)
 
 
 # The times of SmolLM2-135M on one core, relative to a step of sixteen rows.

@@ -1,0 +1,142 @@
+"""The kernel of one new token per row of a paged store: torch's attention over the same keys and values."""
+
+import numpy as np
+import pytest
+import torch
+
+from descant.core.interfaces import KVSpan
+from descant.kv_cache import paged_decode_attention
+from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.packed_span import PackedSpan
+from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.paged_decode_attention import PagedDecodeAttention
+
+HEADS = 2
+
+
+def ones(count: int) -> np.ndarray:
+    return np.ones(count, dtype=np.int64)
+
+
+def forked_store(block_size: int, dims: tuple[int, int], prompt: int = 70) -> PagedStore:
+    """Six rows: four forks of one prompt, two of which share more, and two that share nothing."""
+    store = PagedStore(block_size)
+    store.extend(3)
+    write(store, np.arange(3), np.zeros(3, dtype=np.int64), np.array([prompt, 5, 21]), dims)
+    store.commit(torch.tensor([0, 0, 1, 0, 2]), torch.tensor([prompt, prompt, 5, prompt - 3, 21]))
+    for _ in range(block_size + 2):
+        write(store, np.arange(5), store.lengths.numpy(), ones(5), dims)
+        store.commit(None, store.lengths + 1)
+    store.commit(torch.tensor([0, 1, 2, 3, 1, 4]), store.lengths[[0, 1, 2, 3, 1, 4]])
+    return store
+
+
+def write(store, rows, starts, widths, dims) -> None:
+    span, count = PackedSpan(rows, starts, widths), int(widths.sum())
+    for layer in range(2):
+        store.write_packed(
+            layer, torch.randn(1, HEADS, count, dims[0]), torch.randn(1, HEADS, count, dims[1]), span
+        )
+
+
+def new_vectors(count: int, repeats: int, dims: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    """A query, a key and a value of each token, with the strides that models give them."""
+    query = torch.randn(1, count, HEADS * repeats, dims[0]).transpose(1, 2)
+    key = torch.randn(1, count, HEADS, dims[0]).transpose(1, 2)
+    return query, key, torch.randn(1, HEADS, count, dims[1])
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (20, 36), (16, 8)])
+@pytest.mark.parametrize(
+    ("block_size", "repeats", "threads"), [(16, 3, 1), (16, 1, 12), (5, 2, 1), (32, 4, 4)]
+)
+def test_it_agrees_with_torch(block_size, dims, repeats, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(0)
+    store = forked_store(block_size, dims)
+    rows = np.array([0, 1, 4, 3, 2, 5])
+    starts = store.lengths.numpy()[rows]
+    before = [store.read(1, torch.tensor([row])) for row in rows]
+    attention = PagedDecodeAttention.create(store, PackedSpan(rows, starts, ones(6)))
+    assert attention is not None
+    for layer in range(2):
+        query, key, value = new_vectors(7, repeats, dims)
+        out = attention.attend(query, key, value, layer, 0.3)
+    assert out is not None
+    assert not out[0, 6:].any()
+    store.commit(None, store.lengths + 1)
+    for index, (row, old) in enumerate(zip(rows, before, strict=True)):
+        keys, values = store.read(1, torch.tensor([row]))
+        assert torch.equal(keys, torch.cat((old[0], key[:, :, index : index + 1]), 2))
+        assert torch.equal(values, torch.cat((old[1], value[:, :, index : index + 1]), 2))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, index : index + 1], keys, values, enable_gqa=True, scale=0.3
+        )
+        torch.testing.assert_close(out[0, index], expected[0, :, 0])
+
+
+def test_a_shared_block_is_planned_once_for_its_rows():
+    torch.manual_seed(0)
+    store = forked_store(16, (16, 16))
+    starts = store.lengths.numpy()
+    plan, slabs = paged_decode_attention._plan_blocks(store, PackedSpan(np.arange(6), starts, ones(6)), 2)
+    num_rows, num_parts, num_blocks = plan[:3].tolist()
+    assert (num_rows, num_parts) == (6, 4)  # rows 0 and 1, then 2, then 3 and 4, then 5
+    assert slabs == [0]
+    blocks = plan[3 + 3 * num_rows + 4 * num_parts :][: 6 * num_blocks].view(-1, 6)
+    num_readers = blocks[:, 5] - blocks[:, 4]
+    assert int(num_readers.sum()) == sum(-(-(start + 1) // 16) for start in starts)
+    assert num_readers.max() == 2
+    assert num_blocks < num_readers.sum()
+
+
+def test_a_long_prompt_in_a_slab_of_its_own():
+    torch.manual_seed(0)
+    store = forked_store(16, (16, 16), prompt=600)
+    assert len(store.pool.slabs) == 2
+    span = PackedSpan(np.arange(6), store.lengths.numpy(), ones(6))
+    attention = PagedDecodeAttention.create(store, span)
+    assert attention is not None
+    query, key, value = new_vectors(6, 2, (16, 16))
+    out = attention.attend(query, key, value, 0, None)
+    store.commit(None, store.lengths + 1)
+    keys, values = store.read(0, torch.tensor([3]))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query[:, :, 3:4], keys, values, enable_gqa=True
+    )
+    torch.testing.assert_close(out[0, 3], expected[0, :, 0])
+
+
+def test_it_declines_what_it_does_not_serve(monkeypatch):
+    one = PackedSpan(np.array([0]), np.array([0]), np.array([1]))
+    assert PagedDecodeAttention.create(DenseStore(), one) is None
+    assert (
+        PagedDecodeAttention.create(PagedStore(), PackedSpan(np.array([0]), np.array([0]), np.array([2])))
+        is None
+    )
+    store = PagedStore()
+    store.extend(1)
+    attention = PagedDecodeAttention.create(store, one)
+    assert attention is not None
+    full = torch.zeros(1, 2, 1, 16)
+    assert attention.attend(full.bfloat16(), full.bfloat16(), full.bfloat16(), 0, None) is None
+    assert attention.attend(full, full, full, 0, -1.0) is None
+    assert attention.attend(full, full, torch.zeros(1, 2, 1, 32)[..., ::2], 0, None) is None
+    assert attention.attend(full, full, full, 0, None) is not None
+    assert PagedDecodeAttention.serves(torch.float32, torch.device("cpu"))
+    assert not PagedDecodeAttention.serves(torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(paged_decode_attention, "_decode_kernel", lambda: None)
+    assert PagedDecodeAttention.create(store, one) is None
+    assert not PagedDecodeAttention.serves(torch.float32, torch.device("cpu"))
+
+
+def test_blocks_of_another_type_are_left_to_torch():
+    store = PagedStore()
+    store.extend(1)
+    half = torch.zeros(1, 2, 3, 16, dtype=torch.bfloat16)
+    store.update(0, half, half, KVSpan(None, 0, 3, 3))
+    store.commit(None, torch.tensor([3]))
+    attention = PagedDecodeAttention.create(store, PackedSpan(np.array([0]), np.array([3]), ones(1)))
+    assert attention is not None
+    full = torch.zeros(1, 2, 1, 16)
+    assert attention.attend(full, full, full, 0, None) is None
