@@ -117,7 +117,7 @@ def _schema_of_type(kind: type) -> Any:
     """The schema of a pydantic model, a dataclass or a typed dict."""
     own = getattr(kind, "model_json_schema", None)
     if own is not None:
-        return own()
+        return _closed(own())
     if not is_dataclass(kind) and not hasattr(kind, "__total__"):
         raise FieldValueError(
             "a dict whose `json_schema` is a pydantic model or a dataclass, if it is a type"
@@ -126,7 +126,19 @@ def _schema_of_type(kind: type) -> Any:
         from pydantic import TypeAdapter
     except ImportError:
         raise MissingExtra("llguidance", "the schema of a dataclass") from None
-    return TypeAdapter(kind).json_schema()
+    return _closed(TypeAdapter(kind).json_schema())
+
+
+def _closed(schema: Any) -> Any:
+    """The schema of a type whose objects have no further properties: the type would ignore them."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(part) for name, part in schema.items()}
+    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _any_json(value: Any) -> bool:
@@ -145,7 +157,7 @@ def _text(name: str) -> Any:
 
 
 def _choices(value: Any) -> tuple[str, ...]:
-    items = () if isinstance(value, str | Mapping) else tuple(value)
+    items = tuple(value) if isinstance(value, list | tuple) else ()
     if not items or not all(isinstance(item, str) and item for item in items):
         raise FieldValueError("a dict whose `choice` is a list of texts")
     if len(items) > MAX_CHOICES:
@@ -157,7 +169,7 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     """Tools in OpenAI's form: `{"type": "function", "function": {"name", "parameters", ...}}`."""
-    tools = () if isinstance(value, str | Mapping) else tuple(value)
+    tools = tuple(value) if isinstance(value, list | tuple) else ()
     names = set()
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None

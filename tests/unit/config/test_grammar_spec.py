@@ -64,6 +64,7 @@ def test_types_become_schemas():
     for kind, required in ((Person, ["name"]), (City, ["name"])):
         schema = GenerationConfig(grammar={"json_schema": kind}).grammar["json_schema"]
         assert list(schema["required"]) == required
+        assert schema["additionalProperties"] is False
     with pytest.raises(ConfigError, match="is a pydantic model or a dataclass"):
         GenerationConfig(grammar={"json_schema": int})
 
@@ -84,6 +85,8 @@ def test_types_become_schemas():
         ({"json_schema": {"a": object()}}, "plain data"),
         ({"choice": []}, "a list of texts"),
         ({"choice": "ab"}, "a list of texts"),
+        ({"choice": 5}, "a list of texts"),
+        ({"tools": 5}, "`tools` are a list of functions"),
         ({"choice": ["a", ""]}, "a list of texts"),
         ({"choice": [str(one) for one in range(10_001)]}, "at most 10000 texts"),
         ({"regex": "a", "backend": "outlines"}, "`backend` is one of"),

@@ -16,7 +16,7 @@ from descant.decoding.grammars.backend import UnsupportedGrammar
 from descant.decoding.grammars.json_schema import prepare_schema, subschemas
 from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolGrammar
 from descant.decoding.grammars.vocabulary import GrammarVocabulary
-from descant.errors import MissingExtra
+from descant.errors import MissingExtra, printable
 
 __all__ = ["LLGuidanceBackend"]
 
@@ -57,7 +57,7 @@ class LLGuidanceBackend:
         text = json.dumps({"grammars": parts})
         matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
-            raise UnsupportedGrammar(_first_line(matcher.get_error()))
+            raise UnsupportedGrammar(_message(matcher.get_error()))
         if matcher.is_stopped() and not matcher.is_accepting():
             raise UnsupportedGrammar("no text matches it")
         return _LLGuidanceGrammar(self, matcher, _EMPTY_BYTES + _BYTES_PER_CHARACTER * len(text))
@@ -80,7 +80,7 @@ class LLGuidanceBackend:
             try:
                 value = self._library.gbnf_to_lark.any_to_lark(value)
             except Exception as error:  # its parser is Python code of its own
-                raise UnsupportedGrammar(_first_line(str(error))) from None
+                raise UnsupportedGrammar(_message(str(error))) from None
         return [_lark_part(value)]
 
     def _tool_parts(self, tools: ToolGrammar) -> list[dict[str, Any]]:
@@ -167,7 +167,7 @@ class _LLGuidanceMatcher:
     def check(self) -> None:
         """Raise if a bound of llguidance is exceeded."""
         if self.matcher.is_error():
-            raise UnsupportedGrammar(_first_line(self.matcher.get_error()))
+            raise UnsupportedGrammar(_message(self.matcher.get_error()))
 
 
 class _TokenizerView:
@@ -220,6 +220,7 @@ def _with_prefix(parts: list[dict[str, Any]], prefix: bytes) -> list[dict[str, A
     return [_lark_part(f"start: {_literal(text)} @rest"), start, *parts[1:]]
 
 
-def _first_line(text: str) -> str:
-    """The message of llguidance without its dump of the parser's state."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "it is invalid")
+def _message(text: str) -> str:
+    """The message of llguidance on one line, without its dump of the parser's state."""
+    words = text.partition("<state>")[0].split()
+    return printable(" ".join(words)) if words else "it is invalid"

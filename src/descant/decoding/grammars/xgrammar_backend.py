@@ -77,7 +77,7 @@ class XGrammarBackend:
         if self._running is not None and self._running.is_alive():
             self._running.join(_MAX_SECONDS)
             if self._running.is_alive():
-                raise UnsupportedGrammar("xgrammar still compiles another grammar, try again later")
+                raise UnsupportedGrammar("it still compiles another grammar, try again later")
         results: list[Any] = []
 
         def run() -> None:
@@ -90,7 +90,7 @@ class XGrammarBackend:
         self._running.start()
         self._running.join(_MAX_SECONDS)
         if not results:
-            raise UnsupportedGrammar(f"xgrammar takes more than {_MAX_SECONDS:.0f} s to compile it")
+            raise UnsupportedGrammar(f"it takes more than {_MAX_SECONDS:.0f} s to compile it")
         if isinstance(results[0], Exception):
             raise UnsupportedGrammar(_message(results[0]))
         return results[0]
@@ -213,7 +213,7 @@ def _check_size(spec: GrammarSpec) -> None:
     """Raise for a grammar that would take xgrammar long."""
     value = spec[spec.kind]
     if spec.kind == "choice" and len(value) > _MAX_OPTIONS:
-        raise UnsupportedGrammar(f"xgrammar takes at most {_MAX_OPTIONS} options, and it has {len(value)}")
+        raise UnsupportedGrammar(f"it takes at most {_MAX_OPTIONS} options, and it has {len(value)}")
     if spec.kind in ("regex", "grammar"):
         _check_pattern(value)
         return
@@ -225,7 +225,7 @@ def _check_size(spec: GrammarSpec) -> None:
             value = part.get(name)
             count = value if isinstance(value, int) else len(value) if isinstance(value, Collection) else 0
             if count > limit:
-                raise UnsupportedGrammar(f"xgrammar takes at most {limit} in `{name}`, and it has {count}")
+                raise UnsupportedGrammar(f"it takes at most {limit} in `{name}`, and it has {count}")
         if isinstance(part.get("pattern"), str):
             _check_pattern(part["pattern"])
 
@@ -233,12 +233,12 @@ def _check_size(spec: GrammarSpec) -> None:
 def _check_pattern(text: str) -> None:
     """Raise for a pattern that is long, or whose repeats multiply to many."""
     if len(text) > _MAX_PATTERN:
-        raise UnsupportedGrammar(f"xgrammar takes at most {_MAX_PATTERN} characters, and it has {len(text)}")
+        raise UnsupportedGrammar(f"it takes at most {_MAX_PATTERN} characters, and it has {len(text)}")
     product = 1
     for low, high in _REPEAT.findall(text):
         product *= max(1, *(int(bound) for bound in (low, high) if bound)) if low or high else 1
         if product > _MAX_REPEATS:
-            raise UnsupportedGrammar(f"xgrammar takes at most {_MAX_REPEATS} repeats in all")
+            raise UnsupportedGrammar(f"it takes at most {_MAX_REPEATS} repeats in all")
 
 
 def _literal(text: str) -> str:

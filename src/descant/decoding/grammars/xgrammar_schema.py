@@ -68,7 +68,7 @@ def _check_reference(reference: Any) -> None:
 
 
 def _refusal(what: str) -> UnsupportedGrammar:
-    return UnsupportedGrammar(f"xgrammar does not enforce {what}")
+    return UnsupportedGrammar(f"it does not enforce {what}")
 
 
 def rewrite_lengths(schema: Any) -> Any:

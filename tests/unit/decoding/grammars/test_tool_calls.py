@@ -53,6 +53,14 @@ def test_free_text_until_a_call_begins(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_function_without_parameters_has_no_arguments(backend):
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    pool = MatcherPool(compiled(tokenizer(), backend, tools=tools, tool_choice="required"), [END])
+    assert ends_after(pool, CALL_BEGIN + '{"name": "now", "arguments": {}}' + CALL_END) == (True, True)
+    assert ends_after(pool, CALL_BEGIN + '{"name": "now", "arguments": {"a')[0] is False
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get"}}])
 def test_a_required_call_comes_at_once_and_alone(backend, choice):
     pool = MatcherPool(compiled(tokenizer(), backend, tools=TOOLS, tool_choice=choice), [END])
