@@ -120,6 +120,10 @@ class VLLMProcess:
         """Run requests."""
         return self._run({"requests": requests})
 
+    def structured(self, requests: Requests, schema: dict[str, Any]) -> Run:
+        """Run requests under a JSON schema."""
+        return self._run({"requests": requests, "schema": schema})
+
     def traced(self, requests: Requests, trace: Path) -> Run:
         """Run requests under torch's profiler, which writes a trace."""
         return self._run({"requests": requests, "trace": str(trace)})

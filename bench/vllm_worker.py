@@ -2,7 +2,7 @@
 
 It imports nothing of this project. A request is `{"requests": [[prompt, new tokens], ...]}`, an answer
 `{"seconds": CPU seconds, "tokens": [[...], ...]}`. With `"trace": path` in a request
-torch's profiler writes a trace of the run to that file.
+torch's profiler writes a trace of the run to that file, with `"schema"` all answers follow a JSON schema.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that its CPU time is that of this process
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+
+
+def _structured(schema: dict[str, Any]) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
 
 
 def main(model: str, dtype: str) -> None:
@@ -45,8 +51,9 @@ def main(model: str, dtype: str) -> None:
         given = json.loads(line)
         requests, trace = given["requests"], given.get("trace")
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+        options = {"structured_outputs": _structured(given["schema"])} if "schema" in given else {}
         params = [
-            vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+            vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, **options)
             for _, new in requests
         ]
         with torch.profiler.profile() if trace else contextlib.nullcontext() as profile:

@@ -142,6 +142,11 @@ class XGrammarBackend:
             self._executor.batch_fill_next_token_bitmask([one.matcher for one in matchers], filled)
         masks[list(lines)] = filled.numpy().view(masks.dtype)
         self.vocabulary.clear_end_token(masks, lines)
+        for one, line in zip(matchers, lines, strict=True):
+            # As in llguidance, a text that must follow has one spelling: the tokenizer's own.
+            for token in one.forced_tokens()[:1]:
+                masks[line] = 0
+                masks[line, token // 32] = 1 << (token % 32)
 
 
 @dataclass(frozen=True, eq=False)
