@@ -207,6 +207,26 @@ def _tools() -> Iterator[Bomb]:
     yield "a tool named as a tag", {"tools": [{"function": {"name": '</tool_call>\n"\\'}}]}
 
 
+# Faults of xgrammar that were given numbers, each with inputs of its kind.
+KNOWN_FAULTS: dict[str, list[dict[str, Any]]] = {
+    "CVE-2025-57809": [  # recursion without end in a grammar
+        {"grammar": "root ::= root"},
+        {"grammar": "root ::= a\na ::= b\nb ::= a"},
+        {"grammar": 'root ::= "" root'},
+        {"json_schema": {"$ref": "#"}},
+    ],
+    "CVE-2025-58446": [  # large grammars, which its optimizer took very long for
+        {"grammar": "root ::= " + " | ".join(f'"word {index}"' for index in range(9000))},
+        {"grammar": 'root ::= "' + "a" * 200_000 + '"'},
+        {"json_schema": {"enum": [f"value {index}" for index in range(20_000)]}},
+    ],
+    "CVE-2026-25048": [  # nesting that exhausts the stack
+        {"grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000},
+        {"regex": "(" * 9_000 + "a" + ")" * 9_000},
+        {"regex": "(" * 100_000 + "a" + ")" * 100_000},
+    ],
+}
+
 BOMBS: list[Bomb] = [*_schemas(), *_references(), *_patterns(), *_grammars(), *_tools(), *_random(40)]
 
 
@@ -227,7 +247,8 @@ def main() -> None:
             compiler.compile(parse({"json_schema": schema}))
         print(json.dumps({"cached": len(compiler), **_cost(began, before)}))
         return
-    for name, grammar in BOMBS[:: int(sys.argv[2])]:
+    faults = [(name, grammar) for name, grammars in KNOWN_FAULTS.items() for grammar in grammars]
+    for name, grammar in faults if sys.argv[2] == "known" else BOMBS[:: int(sys.argv[2])]:
         began, before, error = time.monotonic(), _peak_megabytes(), ""
         try:
             grammar = compiler.compile(parse({**grammar, "backend": sys.argv[1]}))

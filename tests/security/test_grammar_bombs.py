@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.grammar_bombs import BOMBS
+from tests.security.grammar_bombs import BOMBS, KNOWN_FAULTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +37,13 @@ def test_hostile_grammars(backend):
     check(results)
     assert len(results) == len(BOMBS[::7])
     assert {one["outcome"] for one in results} == {"compiled", "refused"}
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_known_faults_of_grammar_libraries(backend):
+    results = run(backend, "known", seconds=280)
+    check(results)
+    assert {one["name"] for one in results} == set(KNOWN_FAULTS)
 
 
 @pytest.mark.slow

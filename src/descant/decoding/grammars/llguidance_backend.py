@@ -56,9 +56,10 @@ class LLGuidanceBackend:
             parts = _with_prefix(parts, prefix)
         text = json.dumps({"grammars": parts})
         matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0)
+        is_empty = not matcher.is_error() and not any(matcher.compute_bitmask())
         if matcher.is_error():
             raise UnsupportedGrammar(_message(matcher.get_error()))
-        if matcher.is_stopped() and not matcher.is_accepting():
+        if is_empty and not matcher.is_accepting():
             raise UnsupportedGrammar("no text matches it")
         return _LLGuidanceGrammar(self, matcher, _EMPTY_BYTES + _BYTES_PER_CHARACTER * len(text))
 
@@ -223,4 +224,6 @@ def _with_prefix(parts: list[dict[str, Any]], prefix: bytes) -> list[dict[str, A
 def _message(text: str) -> str:
     """The message of llguidance on one line, without its dump of the parser's state."""
     words = text.partition("<state>")[0].split()
+    if words[:1] and words[0].startswith("NoExtension"):
+        return "no text matches it"
     return printable(" ".join(words)) if words else "it is invalid"

@@ -70,7 +70,13 @@ class XGrammarBackend:
         except Exception as error:  # its own kinds, and RuntimeError
             raise UnsupportedGrammar(_message(error)) from None
         compiled = self._in_time(lambda: self._compiler.compile_grammar(grammar))
-        return _XGrammarGrammar(self, compiled, int(compiled.memory_size_bytes))
+        made = _XGrammarGrammar(self, compiled, int(compiled.memory_size_bytes))
+        masks = np.zeros((1, self.mask_width), np.uint32)
+        matcher = made.new_matcher()
+        self.fill_masks([matcher], masks, [0])
+        if not masks.any() and not matcher.is_complete():
+            raise UnsupportedGrammar("no text matches it")
+        return made
 
     def _in_time(self, compile_grammar: Callable[[], Any]) -> Any:
         """The result of a compilation, which runs in a thread of its own and cannot be interrupted."""

@@ -28,7 +28,8 @@ _ANNOTATIONS: Final = frozenset(
         "writeOnly", "discriminator", "$defs", "definitions",
     }
 )  # fmt: skip
-_CHARACTERS: Final = r"[ !#-\[\]-~\u0080-\ud7ff\ue000-\U0010ffff]"  # without quote, backslash and control
+# All characters but quotes, backslashes and control characters; xgrammar knows no escape for the last range.
+_CHARACTERS: Final = r"[ !#-\[\]-~" + "\u0080-\ud7ff\ue000-\U0010ffff]"
 _COUNTS: Final = ("minItems", "maxItems", "minLength", "maxLength")
 
 

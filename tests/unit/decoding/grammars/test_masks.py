@@ -71,6 +71,13 @@ def test_what_no_backend_enforces_is_refused(backend, schema):
         compiled(tokenizer(), backend, json_schema=schema)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grammar", ["root ::= root", "root ::= a\na ::= b\nb ::= a"])
+def test_a_grammar_without_texts_is_refused(backend, grammar):
+    with pytest.raises(ConfigError, match="no text matches it"):
+        compiled(tokenizer(), backend, grammar=grammar)
+
+
 def test_one_of_with_options_that_exclude_each_other_is_any_of():
     options = [
         {"type": "string", "maxLength": 2},
