@@ -75,7 +75,7 @@ def format_value(value: object, limit: int = 80) -> str:
 def _short_repr(value: object, limit: int) -> str:
     """The beginning of a repr, of about `limit` characters: the whole of nested data may be very long."""
     if type(value) is str or type(value) is bytes:
-        return repr(value[: limit + 1])
+        return repr(value[: max(limit, 0) + 1])
     if type(value) not in (dict, list, tuple) or not value:
         return repr(value)
     parts: list[str] = []

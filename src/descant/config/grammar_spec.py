@@ -94,8 +94,12 @@ def _parse(value: Any) -> GrammarSpec:
     items |= {name: value[name] for name in _OPTIONS if name in value}
     _check_nesting(items)
     spec = GrammarSpec(freeze(items))
-    if len(spec.text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
-        raise FieldValueError(f"at most {MAX_GRAMMAR_BYTES} bytes as JSON, and it has {len(spec.text)}")
+    try:
+        size = len(spec.text.encode())
+    except UnicodeEncodeError:
+        raise FieldValueError("valid Unicode, without lone surrogates") from None
+    if size > MAX_GRAMMAR_BYTES:
+        raise FieldValueError(f"at most {MAX_GRAMMAR_BYTES} bytes as JSON, and it has {size}")
     return spec
 
 

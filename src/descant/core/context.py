@@ -153,7 +153,9 @@ class Context:
 
     def new_token_arrays(self) -> list[ObjectArray]:
         """The new tokens of each line, on the host, with one copy from the device."""
-        first = int(self._prompt.min()) if len(self._prompt) else 0
+        if not len(self._length):
+            return []
+        first = int(self._prompt.min())
         tokens = self._tokens[:, first : int(self._length.max())].cpu().numpy()
         bounds = zip((self._prompt - first).tolist(), (self._length - first).tolist(), strict=True)
         return [tokens[line, start:stop] for line, (start, stop) in enumerate(bounds)]

@@ -80,7 +80,9 @@ class Admission:
         if spec is None or request.compiled_grammar is not None:
             return request
         config = self._merged_config(request)
-        suffix = healed_suffix(request, config, torch.as_tensor(request.prompt))
+        suffix = None
+        if config.token_healing:
+            suffix = healed_suffix(request, config, _checked_ids(request, self._model.traits.vocab_size))
         return replace(request, compiled_grammar=compile_request_grammar(request, spec, suffix))
 
     def make_plan(self, request: Request, traits: ModelTraits) -> DecodingPlan:

@@ -14,7 +14,7 @@ from descant.config.grammar_spec import GrammarSpec
 from descant.core.context import PromptInfo
 from descant.core.interfaces import ModelTraits
 from descant.decoding.grammars.backend import CompiledGrammar
-from descant.decoding.grammars.compiler import compile_grammar
+from descant.decoding.grammars.compiler import compile_grammar, compiler_of
 from descant.decoding.grammars.matcher_pool import MatcherPool
 from descant.decoding.processors.base import as_id_list
 from descant.decoding.stopping.checker import Criterion, RegexStop
@@ -146,12 +146,17 @@ def matcher_pool(request: Request, config: GenerationConfig, suffix: HealedSuffi
     """The matchers of a request's grammar, which its text follows from the end of its prompt on."""
     assert isinstance(config.grammar, GrammarSpec)
     grammar = request.compiled_grammar
-    if grammar is None:
+    prefix = b"" if suffix is None else suffix.text
+    if grammar is None or not compiler_of(request.tokenizer).owns(grammar, config.grammar, prefix):
         grammar = compile_request_grammar(request, config.grammar, suffix)
     ends = as_id_list(config.eos_token_id)
     if not ends:
         do = "set it, a grammar ends a row with it"
         raise ConfigError(("eos_token_id", "grammar"), "must be given with `grammar`", None, do)
+    num_bits = 32 * grammar.backend.mask_width
+    if min(ends) >= num_bits:
+        must = f"must be a token of the tokenizer, which has {num_bits} at most, with `grammar`"
+        raise ConfigError(("eos_token_id", "grammar"), must, ends)
     special = TokenBytes.from_tokenizer(request.tokenizer).special_ids
     return MatcherPool(
         grammar, ends + [token for token in as_id_list(config.stop_token_ids) if token in special]

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from descant.core.records import Hypothesis, Selection
+from descant.decoding.processors.grammar import GRAMMAR_PARAM
 from descant.engine.events import Failed, Finished
 from descant.engine.explain import no_candidates_error
 from descant.engine.step_faults import request_error
 from descant.engine.table import Table
 from descant.engine.table_set import TableSet
-from descant.errors import InputError
+from descant.errors import InputError, RowError
 from descant.trace.tracer import Tracer
 
 __all__ = ["RequestEndings"]
@@ -78,6 +79,10 @@ def _last_event(table: Table, request: int, ending: _EndingRequest) -> Finished 
     cause = (table.running.errors or {}).get(request)
     if cause is not None:
         return Failed(request, request_error(request, cause))
+    pool = running.method_params.get(GRAMMAR_PARAM)
+    if ending.no_candidates and pool is not None and pool.failure is not None:
+        must = f"`grammar` must stay within the bounds of {pool.grammar.backend.name}"
+        return Failed(request, RowError(f"{must}, got {pool.failure} (request {request})", request))
     if ending.no_candidates:
         error = no_candidates_error(
             request, running.plan, running.has_own_processors, nonfinite=ending.nonfinite

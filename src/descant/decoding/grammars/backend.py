@@ -39,6 +39,10 @@ class GrammarMatcher(Protocol):
         """Whether it is complete and nothing may follow."""
         ...
 
+    def failure(self) -> str | None:
+        """Why it cannot go on, after it has exceeded a bound of its library; None: it can."""
+        ...
+
     def forced_tokens(self) -> list[int]:
         """The tokens that most likely spell what must follow; empty: several texts may, or none."""
         ...
@@ -49,6 +53,7 @@ class CompiledGrammar(Protocol):
 
     backend: GrammarBackend
     nbytes: int  # an estimate of its memory
+    source: tuple[str, bytes]  # the content of its spec, and the prefix
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the beginning."""
@@ -71,6 +76,7 @@ class GrammarBackend(Protocol):
     def fill_masks(self, matchers: Sequence[Any], masks: NDArray[Any], lines: Sequence[int]) -> None:
         """Set `masks[lines[i]]` to the tokens that may follow `matchers[i]`, a bit each, end tokens aside.
 
-        The matchers must be different objects: the library's threads fill them at once.
+        The matchers must be different objects: the library's threads fill them at once. The mask of one that
+        fails is undefined.
         """
         ...

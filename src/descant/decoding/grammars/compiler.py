@@ -13,10 +13,10 @@ from descant.decoding.grammars.backend import CompiledGrammar, GrammarBackend, U
 from descant.decoding.grammars.llguidance_backend import LLGuidanceBackend
 from descant.decoding.grammars.vocabulary import GrammarVocabulary
 from descant.decoding.grammars.xgrammar_backend import XGrammarBackend
-from descant.errors import ConfigError, MissingExtra
+from descant.errors import ConfigError, DescantError, MissingExtra, printable
 from descant.tokenization.token_bytes import TokenBytes
 
-__all__ = ["GrammarCompiler", "compile_grammar", "installed_backends"]
+__all__ = ["GrammarCompiler", "compile_grammar", "compiler_of", "installed_backends"]
 
 MAX_CACHE_BYTES: Final = 128 << 20
 
@@ -57,6 +57,8 @@ class GrammarCompiler:
         names = (spec.backend,) if spec.backend != "auto" else installed_backends()
         if not names:
             raise MissingExtra("llguidance", "`grammar`")
+        if spec.kind == "regex":
+            names = names[:1]  # another library may read it as another expression
         reasons = []
         for name in names:
             try:
@@ -65,6 +67,11 @@ class GrammarCompiler:
                 reasons.append(f"{name}: {error}")
         must = f"must be a grammar that {' or '.join(names)} can enforce ({'; '.join(reasons)})"
         raise ConfigError("grammar", must, spec)
+
+    def owns(self, grammar: CompiledGrammar, spec: GrammarSpec, prefix: bytes) -> bool:
+        """Whether a grammar was compiled here from a spec and a prefix."""
+        is_source = grammar.source == (spec.content, prefix)
+        return is_source and any(grammar.backend is one for one in self._backends.values())
 
     def _compile(self, name: str, spec: GrammarSpec, prefix: bytes) -> CompiledGrammar:
         key = (name, spec.content, prefix)
@@ -76,7 +83,12 @@ class GrammarCompiler:
             if name not in self._backends:
                 self._backends[name] = _BACKENDS[name](self._vocabulary)
             backend = self._backends[name]
-        compiled = backend.compile(spec, prefix)  # without the lock: others must not wait for it
+        try:
+            compiled = backend.compile(spec, prefix)  # without the lock: others must not wait for it
+        except (UnsupportedGrammar, DescantError):
+            raise
+        except Exception as error:  # a schema whose keywords have values of other types
+            raise UnsupportedGrammar(f"it is invalid: {printable(error)}") from None
         with self._lock:
             self.num_compilations += 1
             self._compiled[key] = compiled

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from descant.decoding.grammars.backend import UnsupportedGrammar
 
-__all__ = ["map_subschemas", "prepare_schema", "subschemas"]
+__all__ = ["constants", "integers", "map_subschemas", "prepare_schema", "subschemas", "type_of"]
 
 # Keywords whose value is a schema, a list of schemas, or a mapping to schemas.
 _SCHEMA_KEYS: Final = (
@@ -62,20 +62,27 @@ def _resolve(schema: Any, root: Mapping[str, Any]) -> Any:
 def _are_disjoint(first: Any, second: Any) -> bool:
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         return False
-    values = _constants(first), _constants(second)
+    values = constants(first), constants(second)
     if values[0] is not None and values[1] is not None:
         return not any(_equal(one, two) for one in values[0] for two in values[1])
     types = _types(first), _types(second)
     if types[0] and types[1] and not types[0] & types[1]:
         return True
-    shared = set(first.get("required", ())) & set(second.get("required", ()))
-    return any(
-        _are_disjoint(first.get("properties", {}).get(name), second.get("properties", {}).get(name))
-        for name in shared
-    )
+    if not types[0] or not types[1] or types[0] & types[1] != {"object"}:
+        return False  # properties say nothing of other values
+    required = [_names(one.get("required")) for one in (first, second)]
+    own, other = first.get("properties"), second.get("properties")
+    if not isinstance(own, Mapping) or not isinstance(other, Mapping):
+        return False
+    return any(_are_disjoint(own.get(name), other.get(name)) for name in required[0] & required[1])
 
 
-def _constants(schema: Mapping[str, Any]) -> Sequence[Any] | None:
+def _names(value: Any) -> set[str]:
+    """The texts in a list; none if it is no list."""
+    return {one for one in value if isinstance(one, str)} if isinstance(value, list | tuple) else set()
+
+
+def constants(schema: Mapping[str, Any]) -> Sequence[Any] | None:
     """The values that a schema names; None: it names none."""
     if "const" in schema:
         return (schema["const"],)
@@ -90,13 +97,14 @@ def _equal(first: Any, second: Any) -> bool:
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     given = schema.get("type")
-    types = {given} if isinstance(given, str) else set(given or ())
-    for value in _constants(schema) or ():
-        types.add(_type_of(value))
+    types = {given} if isinstance(given, str) else _names(given)
+    for value in constants(schema) or ():
+        types.add(type_of(value))
     return types | ({"integer"} if "number" in types else set())
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """The name of a JSON value's type."""
     names = {bool: "boolean", str: "string", int: "integer", float: "number", type(None): "null"}
     return names.get(type(value), "object" if isinstance(value, Mapping) else "array")
 
@@ -131,3 +139,15 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
     for key in _MAP_KEYS:
         for one in schema[key].values() if isinstance(schema.get(key), Mapping) else ():
             yield from subschemas(one)
+
+
+def integers(value: Any) -> Iterator[int]:
+    """All integers in plain data."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from integers(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from integers(part)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from descant.config.fields import thaw
 from descant.config.grammar_spec import GrammarSpec
 from descant.decoding.grammars.backend import UnsupportedGrammar
-from descant.decoding.grammars.json_schema import prepare_schema, subschemas
+from descant.decoding.grammars.json_schema import integers, prepare_schema, subschemas
 from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolGrammar
 from descant.decoding.grammars.vocabulary import GrammarVocabulary
 from descant.errors import MissingExtra, printable
@@ -28,6 +28,7 @@ _JSON_OPTIONS: Final = {
 _EMPTY_BYTES: Final = 1 << 16  # measured: memory of a small grammar, and of each byte of a large one
 _BYTES_PER_CHARACTER: Final = 300
 _MAX_PROPERTIES: Final = 2_000  # its work grows with their square, about a second here
+_MAX_INTEGER: Final = 2**53  # it reads numbers as float64
 _EBNF_ARROW: Final = "::="
 
 
@@ -61,7 +62,9 @@ class LLGuidanceBackend:
             raise UnsupportedGrammar(_message(matcher.get_error()))
         if is_empty and not matcher.is_accepting():
             raise UnsupportedGrammar("no text matches it")
-        return _LLGuidanceGrammar(self, matcher, _EMPTY_BYTES + _BYTES_PER_CHARACTER * len(text))
+        return _LLGuidanceGrammar(
+            self, matcher, _EMPTY_BYTES + _BYTES_PER_CHARACTER * len(text), (spec.content, prefix)
+        )
 
     def _grammar_parts(self, spec: GrammarSpec) -> list[dict[str, Any]]:
         """The grammar in llguidance's JSON form, the start first."""
@@ -114,9 +117,7 @@ class LLGuidanceBackend:
             self._executor.unsafe_compute_mask_ptr(
                 running, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0]
             )
-        for one in matchers:
-            one.check()
-        self.vocabulary.clear_end_token(masks, lines)
+        self.vocabulary.clear_unused(masks, lines)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +127,7 @@ class _LLGuidanceGrammar:
     backend: LLGuidanceBackend
     start: Any
     nbytes: int
+    source: tuple[str, bytes]
 
     def new_matcher(self) -> _LLGuidanceMatcher:
         """A copy of the matcher at the beginning."""
@@ -146,8 +148,12 @@ class _LLGuidanceMatcher:
 
     def rollback(self, count: int) -> None:
         """Take tokens back."""
-        if count and not self.matcher.rollback(count):
-            self.check()
+        if count:
+            self.matcher.rollback(count)
+
+    def failure(self) -> str | None:
+        """The bound of llguidance that is exceeded."""
+        return _message(self.matcher.get_error()) if self.matcher.is_error() else None
 
     def copy(self) -> _LLGuidanceMatcher:
         """A deep copy."""
@@ -164,11 +170,6 @@ class _LLGuidanceMatcher:
     def forced_tokens(self) -> list[int]:
         """The tokens that llguidance derives from the forced bytes."""
         return [] if self.matcher.is_stopped() else [int(token) for token in self.matcher.compute_ff_tokens()]
-
-    def check(self) -> None:
-        """Raise if a bound of llguidance is exceeded."""
-        if self.matcher.is_error():
-            raise UnsupportedGrammar(_message(self.matcher.get_error()))
 
 
 class _TokenizerView:
@@ -192,6 +193,9 @@ def _json_part(schema: Any) -> dict[str, Any]:
         count = len(part["properties"]) if isinstance(part.get("properties"), Mapping) else 0
         if count > _MAX_PROPERTIES:
             raise UnsupportedGrammar(f"`properties` may have at most {_MAX_PROPERTIES} names, not {count}")
+    for number in integers(schema):
+        if abs(number) > _MAX_INTEGER:
+            raise UnsupportedGrammar(f"the integer {number} is not exact as a floating-point number")
     schema = prepare_schema(schema)
     if isinstance(schema, Mapping):
         return {"json_schema": {**schema, "x-guidance": _JSON_OPTIONS}}
@@ -205,8 +209,8 @@ def _lark_part(text: str) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """A text as a literal of a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)
+    """A text as a literal of a Lark grammar, whose lexer takes no raw control characters."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _with_prefix(parts: list[dict[str, Any]], prefix: bytes) -> list[dict[str, Any]]:

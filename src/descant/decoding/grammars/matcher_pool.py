@@ -15,7 +15,6 @@ __all__ = ["MatcherPool", "fill_masks"]
 Array = NDArray[Any]
 
 _MIN_MATCHERS: Final = 4  # that stay at any time
-_ALL_BITS: Final = np.uint32(0xFFFFFFFF)
 
 
 class _Position(NamedTuple):
@@ -36,6 +35,7 @@ class MatcherPool:
     def __init__(self, grammar: CompiledGrammar, end_token_ids: Sequence[int]) -> None:
         self.grammar = grammar
         self.end_token_ids = np.array(sorted(set(end_token_ids)), dtype=np.int64)
+        self.failure: str | None = None  # the bound of the library that a text has exceeded
         self._positions: dict[bytes, _Position] = {}  # by their tokens, the least recently used first
 
     def move(self, text: Array, busy: Collection[GrammarMatcher] = ()) -> tuple[GrammarMatcher | None, bool]:
@@ -58,9 +58,20 @@ class MatcherPool:
         matcher.rollback(len(tokens) - common)
         rest = text[common:].tolist()
         accepted = matcher.accept(rest) if rest else 0
+        if self.note_failure(matcher):
+            return matcher, False
         tokens = text[: common + accepted].copy()
         self._positions[tokens.tobytes()] = _Position(matcher, tokens)
         return matcher, accepted == len(rest)
+
+    def note_failure(self, matcher: GrammarMatcher) -> bool:
+        """Whether a matcher cannot go on; it is not used again."""
+        failure = matcher.failure()
+        if failure is None:
+            return False
+        self.failure = failure
+        self._positions = {key: one for key, one in self._positions.items() if one.matcher is not matcher}
+        return True
 
     def trim(self, num_lines: int) -> None:
         """Drop matchers that the last step of this many lines has not used."""
@@ -85,8 +96,8 @@ class MatcherPool:
 def fill_masks(pools: Sequence[MatcherPool], texts: Sequence[Array], masks: Array) -> None:
     """Set each line of `masks` [N, W] to the tokens that may follow its text, its end tokens included.
 
-    All pools have the same backend. A line whose text is not in the language permits everything: it follows a
-    draft that is rejected, or is padding.
+    All pools have the same backend. Nothing may follow a text that is not in the language, as that of a wrong
+    draft, or one at which a bound of the library is exceeded: then `MatcherPool.failure` says which.
     """
     waiting: dict[MatcherPool, list[int]] = {}
     first: dict[tuple[MatcherPool, bytes], int] = {}  # the first line with a text: others have its mask
@@ -109,7 +120,10 @@ def fill_masks(pools: Sequence[MatcherPool], texts: Sequence[Array], masks: Arra
         if busy:
             pools[0].grammar.backend.fill_masks(list(busy), masks, list(busy.values()))
             for matcher, line in busy.items():
-                _set_end_tokens(masks[line], pools[line].end_token_ids, matcher.is_complete())
+                if pools[line].note_failure(matcher):
+                    masks[line] = 0
+                else:
+                    _set_end_tokens(masks[line], pools[line].end_token_ids, matcher.is_complete())
     for pool, count in counts.items():
         pool.trim(count)
     for line, source in same:
@@ -124,7 +138,7 @@ def _place(pool: MatcherPool, text: Array, line: int, busy: dict[GrammarMatcher,
     if is_valid:
         busy[matcher] = line
     else:
-        masks[line] = _ALL_BITS
+        masks[line] = 0
     return True
 
 

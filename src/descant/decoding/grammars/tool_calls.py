@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from descant.config.fields import thaw
 from descant.config.grammar_spec import GrammarSpec
+from descant.decoding.grammars.json_schema import map_subschemas
 
 __all__ = ["CALL_BEGIN", "CALL_END", "ToolCall", "ToolGrammar", "parse_tool_calls"]
 
@@ -42,7 +43,7 @@ class ToolCall(NamedTuple):
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a call of one function."""
-    parameters = dict(function.get("parameters") or _NO_PARAMETERS)
+    parameters = dict(map_subschemas(function.get("parameters") or _NO_PARAMETERS, _moved_reference))
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": parameters},
@@ -53,6 +54,16 @@ def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
         if name in parameters:
             schema[name] = parameters.pop(name)
     return schema
+
+
+def _moved_reference(part: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose reference counts from the root of the call, not of the parameters."""
+    reference = part.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return part
+    if reference.startswith(("#/$defs/", "#/definitions/")):  # these move to the root
+        return part
+    return {**part, "$ref": "#/properties/arguments" + reference[1:]}
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:

@@ -46,11 +46,14 @@ class GrammarVocabulary:
 
         Padding of drafts may be the end token of a library, and a model may have more tokens than these.
         """
-        return list(takewhile(lambda token: token < self.size and bool(self.tokens[token]), tokens))
+        return list(takewhile(lambda token: 0 <= token < self.size and bool(self.tokens[token]), tokens))
 
-    def clear_end_token(self, masks: NDArray[Any], lines: Sequence[int]) -> None:
-        """Clear the bit of `end_token` in some lines of masks [N, W]."""
-        masks[list(lines), self.end_token // 32] &= np.uint32(~(1 << (self.end_token % 32)) & 0xFFFFFFFF)
+    def clear_unused(self, masks: NDArray[Any], lines: Sequence[int]) -> None:
+        """Clear the bits of `end_token` and of no token in some lines of masks [N, W]."""
+        index = list(lines)
+        masks[index, self.end_token // 32] &= np.uint32(~(1 << (self.end_token % 32)) & 0xFFFFFFFF)
+        if self.size % 32:
+            masks[index, self.size // 32] &= np.uint32((1 << (self.size % 32)) - 1)
 
     @cached_property
     def _token_by_bytes(self) -> dict[bytes, int]:
@@ -63,12 +66,17 @@ class GrammarVocabulary:
     def encode(self, data: bytes) -> list[int]:
         """Tokens with exactly these bytes: the tokenizer's own, or else the longest that match."""
         text = data.decode("utf-8", "ignore")
-        encode = getattr(self._tokenizer(), "encode", None)
-        if encode is not None and text.encode() == data:
-            ids = [int(token) for token in encode(text, add_special_tokens=False)]
-            if b"".join(self.tokens[token] for token in ids if token < self.size) == data:
-                return ids
-        return self._encode_longest(data)
+        ids = self._encode_text(text) if text.encode() == data else []
+        return ids if b"".join(self.tokens[token] for token in ids) == data else self._encode_longest(data)
+
+    def _encode_text(self, text: str) -> list[int]:
+        """The tokenizer's tokens of a text; none if it adds others, or cannot tell."""
+        try:
+            found = self._tokenizer().encode(text, add_special_tokens=False)
+        except Exception:  # code of the user, or the tokenizer is gone
+            return []
+        ids = [int(token) for token in getattr(found, "ids", found)]
+        return ids if len(self.leading_text(ids)) == len(ids) else []
 
     def _encode_longest(self, data: bytes) -> list[int]:
         """The longest token at each position; stops where none matches."""

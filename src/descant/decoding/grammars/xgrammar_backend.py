@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +19,11 @@ from descant.decoding.grammars.backend import UnsupportedGrammar
 from descant.decoding.grammars.json_schema import prepare_schema, subschemas
 from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolGrammar
 from descant.decoding.grammars.vocabulary import GrammarVocabulary
-from descant.decoding.grammars.xgrammar_schema import check_xgrammar_schema, rewrite_lengths
+from descant.decoding.grammars.xgrammar_schema import (
+    check_xgrammar_regex,
+    check_xgrammar_schema,
+    rewrite_lengths,
+)
 from descant.errors import MissingExtra
 
 __all__ = ["XGrammarBackend"]
@@ -55,7 +59,7 @@ class XGrammarBackend:
         # It keeps nothing itself: the cache of compiled grammars is that of all backends.
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._executor: Any = None
-        self._running: Thread | None = None  # a compilation, perhaps one that has taken too long
+        self._compiling = Lock()
 
     def compile(self, spec: GrammarSpec, prefix: bytes = b"") -> _XGrammarGrammar:
         """Compile a grammar within a bounded time."""
@@ -70,7 +74,7 @@ class XGrammarBackend:
         except Exception as error:  # its own kinds, and RuntimeError
             raise UnsupportedGrammar(_message(error)) from None
         compiled = self._in_time(lambda: self._compiler.compile_grammar(grammar))
-        made = _XGrammarGrammar(self, compiled, int(compiled.memory_size_bytes))
+        made = _XGrammarGrammar(self, compiled, int(compiled.memory_size_bytes), (spec.content, prefix))
         masks = np.zeros((1, self.mask_width), np.uint32)
         matcher = made.new_matcher()
         self.fill_masks([matcher], masks, [0])
@@ -79,11 +83,12 @@ class XGrammarBackend:
         return made
 
     def _in_time(self, compile_grammar: Callable[[], Any]) -> Any:
-        """The result of a compilation, which runs in a thread of its own and cannot be interrupted."""
-        if self._running is not None and self._running.is_alive():
-            self._running.join(_MAX_SECONDS)
-            if self._running.is_alive():
-                raise UnsupportedGrammar("it still compiles another grammar, try again later")
+        """The result of a compilation, which runs in a thread of its own and cannot be interrupted.
+
+        Only one runs at a time: one that has taken too long must not be joined by others.
+        """
+        if not self._compiling.acquire(timeout=_MAX_SECONDS):
+            raise UnsupportedGrammar("it still compiles another grammar, try again later")
         results: list[Any] = []
 
         def run() -> None:
@@ -91,10 +96,12 @@ class XGrammarBackend:
                 results.append(compile_grammar())
             except Exception as error:
                 results.append(error)
+            finally:
+                self._compiling.release()
 
-        self._running = Thread(target=run, name="descant-grammar", daemon=True)
-        self._running.start()
-        self._running.join(_MAX_SECONDS)
+        thread = Thread(target=run, name="descant-grammar", daemon=True)
+        thread.start()
+        thread.join(_MAX_SECONDS)
         if not results:
             raise UnsupportedGrammar(f"it takes more than {_MAX_SECONDS:.0f} s to compile it")
         if isinstance(results[0], Exception):
@@ -109,6 +116,7 @@ class XGrammarBackend:
         if kind == "json":
             return make.from_json_schema('{"type": "object"}', any_whitespace=False, strict_mode=False)
         if kind == "regex":
+            check_xgrammar_regex(value)
             return make.from_regex(value)
         if kind == "choice":
             return make.from_ebnf("root ::= " + " | ".join(map(_literal, value)))
@@ -134,7 +142,7 @@ class XGrammarBackend:
             }
             for one in schemas
         ]
-        text = {"type": "triggered_tags", "triggers": [CALL_BEGIN.strip()], "tags": tags}
+        text = {"type": "triggered_tags", "triggers": [CALL_BEGIN], "tags": tags}
         return make.from_structural_tag({"type": "structural_tag", "format": text})
 
     def fill_masks(self, matchers: Sequence[Any], masks: NDArray[Any], lines: Sequence[int]) -> None:
@@ -147,7 +155,7 @@ class XGrammarBackend:
                 self._executor = self._library.BatchGrammarMatcher(max_threads=torch.get_num_threads())
             self._executor.batch_fill_next_token_bitmask([one.matcher for one in matchers], filled)
         masks[list(lines)] = filled.numpy().view(masks.dtype)
-        self.vocabulary.clear_end_token(masks, lines)
+        self.vocabulary.clear_unused(masks, lines)
         for one, line in zip(matchers, lines, strict=True):
             # As in llguidance, a text that must follow has one spelling: the tokenizer's own.
             for token in one.forced_tokens()[:1]:
@@ -162,6 +170,7 @@ class _XGrammarGrammar:
     backend: XGrammarBackend
     compiled: Any
     nbytes: int
+    source: tuple[str, bytes]
 
     def new_matcher(self) -> _XGrammarMatcher:
         """A matcher at the beginning."""
@@ -203,6 +212,10 @@ class _XGrammarMatcher:
         masks = np.zeros((1, self._backend.mask_width), np.uint32)
         self._backend.fill_masks([self], masks, [0])
         return not masks.any()
+
+    def failure(self) -> str | None:
+        """None: it has no bounds while it runs."""
+        return None
 
     def forced_tokens(self) -> list[int]:
         """The tokens of the forced text without the last, which may join with what follows."""
@@ -253,8 +266,8 @@ def _check_pattern(text: str) -> None:
 
 
 def _literal(text: str) -> str:
-    """A text as a literal of an EBNF grammar."""
-    return json.dumps(text)
+    """A text as a literal of an EBNF grammar, which reads an escaped surrogate as a character."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _decode(prefix: bytes) -> str:

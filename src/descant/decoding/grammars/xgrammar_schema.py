@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from descant.decoding.grammars.backend import UnsupportedGrammar
-from descant.decoding.grammars.json_schema import map_subschemas, subschemas
+from descant.decoding.grammars.json_schema import constants, integers, map_subschemas, subschemas, type_of
 
-__all__ = ["check_xgrammar_schema", "rewrite_lengths"]
+__all__ = ["check_xgrammar_regex", "check_xgrammar_schema", "rewrite_lengths"]
 
 # The keywords that it enforces beside a `type`, found by generating from schemas and validating the result.
 _BY_TYPE: Final[Mapping[str, frozenset[str]]] = {
@@ -30,6 +31,10 @@ _ANNOTATIONS: Final = frozenset(
 )  # fmt: skip
 # All characters but quotes, backslashes and control characters; xgrammar knows no escape for the last range.
 _CHARACTERS: Final = r"[ !#-\[\]-~" + "\u0080-\ud7ff\ue000-\U0010ffff]"
+_MAX_INTEGER: Final = 2**63
+_KNOWN_ESCAPES: Final = frozenset("dDsSwWnrtfvxu")
+# Escapes, and what is no plain text outside of its own place: anchors, and operators of character classes.
+_ESCAPE_OR_ANCHOR: Final = re.compile(r"\\.|(?<!\[)\^|\$|\[\[:|&&", re.DOTALL)
 _COUNTS: Final = ("minItems", "maxItems", "minLength", "maxLength")
 
 
@@ -43,6 +48,7 @@ def check_xgrammar_schema(schema: Any) -> None:
             if others or (alone[0] == "anyOf" and "type" in part):
                 raise _refusal(f"`{(others or ['type'])[0]}` beside `{alone[0]}`")
             _check_reference(part.get("$ref", "#"))
+            _check_values(part)
             continue
         _check_typed(part, keys)
 
@@ -61,6 +67,30 @@ def _check_typed(part: Mapping[str, Any], keys: list[str]) -> None:
     missing = [name for name in part.get("required", ()) if name not in part.get("properties", {})]
     if missing:
         raise _refusal(f"`required` with {missing[0]!r}, which is not in `properties`")
+
+
+def _check_values(part: Mapping[str, Any]) -> None:
+    """Raise for constants of another type than the one beside them, and for a union of nothing."""
+    if "anyOf" in part and not part["anyOf"]:
+        raise _refusal("`anyOf` without options")
+    kind = part.get("type")
+    kinds = {kind} if isinstance(kind, str) else set(kind or ())
+    for value in constants(part) or ():
+        own = type_of(value)
+        if kinds and own not in kinds and not (own == "integer" and "number" in kinds):
+            raise _refusal(f"`type` beside the constant {value!r}")
+    for number in integers(part.get("enum", ())), integers(part.get("const")):
+        if any(abs(one) >= _MAX_INTEGER for one in number):
+            raise _refusal("integers of more than 63 bits")
+
+
+def check_xgrammar_regex(pattern: str) -> None:
+    """Raise for a regular expression that xgrammar reads as another one, with a warning at most."""
+    body = pattern.removeprefix("^").removesuffix("$")
+    for match in _ESCAPE_OR_ANCHOR.finditer(body):
+        text = match.group()
+        if text[0] != "\\" or (text[1:].isalnum() and text[1:] not in _KNOWN_ESCAPES):
+            raise _refusal(f"`{text}` in a regular expression")
 
 
 def _check_reference(reference: Any) -> None:

@@ -21,7 +21,7 @@ __all__ = ["DoLa", "early_layers"]
 
 # Tokens below this share of the maximum probability are masked.
 RELATIVE_TOP: Final = 0.1
-_IMPLAUSIBLE: Final = 1e4  # subtracted instead of masking, where a grammar may leave nothing else
+_IMPLAUSIBLE: Final = 1e3  # subtracted instead of masking, where a grammar may leave nothing else
 _MIN_LOGPROB: Final = -80.0  # smaller log-probabilities are treated as equal
 
 

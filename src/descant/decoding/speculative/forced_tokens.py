@@ -76,6 +76,8 @@ def _continuation(pool: MatcherPool, text: Array) -> list[int]:
     if matcher is None or not is_valid:
         return []
     forced = matcher.forced_tokens()
+    if pool.note_failure(matcher):
+        return []
     if len(pool.end_token_ids) != 1:
         return forced
     accepted = matcher.accept(forced) if forced else 0

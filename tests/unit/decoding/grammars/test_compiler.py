@@ -61,7 +61,7 @@ def test_auto_takes_the_backend_that_can(monkeypatch):
         raise compiler_module.UnsupportedGrammar("not today")
 
     monkeypatch.setattr(LLGuidanceBackend, "compile", refuse)
-    assert compiler.compile(spec(regex="a+b")).backend.name == "xgrammar"
+    assert compiler.compile(spec(choice=["a"])).backend.name == "xgrammar"
     with pytest.raises(
         ConfigError, match=r"llguidance or xgrammar can enforce .llguidance: not today; xgrammar:"
     ):
