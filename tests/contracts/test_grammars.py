@@ -43,6 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "early exit": {"assistant_early_exit": 1, "num_assistant_tokens": 3},
     "backtracking": {"banned_phrases": ["ab", "12"]},
     "healing": {"token_healing": True},
+    "stop strings": {"stop_strings": ["zzz"], "stop_regex": "yyy"},
     "watermark": {
         "do_sample": True,
         "seed": 4,
