@@ -159,6 +159,10 @@ GOOD: dict[str, list[Any]] = {
     "stop_token_ids": [[], [7], [10, 11, 12], [2], range(20, 60), [5, 5], [150], [2**63 - 1]],
     "stop_regex": ["a", "[a-z]{2}", r"\d", "the|end", r"(?s).{5}", "^$", "(?i)THE"],
     "prefix_allowed_tokens_fn": [anything, evens, few, as_tensor, nothing, strangers, rubbish, TRIE],
+    "grammar": [
+        {"choice": ["the", "a", "zz"]}, {"regex": "[a-z ]{1,6}"}, {"regex": "("}, {"json": True},
+        {"json": False}, {"json_schema": {"type": "integer"}, "drafts": False}, {"choice": ["a"], "backend": "xgrammar"}, {},
+    ],
     "processor_order": [
         ["top_p", "temperature"], ["temperature", "top_k"], ["bad_words_ids", "forced_eos_token_id"],
         ["custom"], ["renormalize_logits", "custom", "repetition_penalty"], ["top_h", "xtc_probability"],
@@ -275,7 +279,9 @@ SAMPLING = tuple(name for name, one in FIELDS.items() if one.group == "sampling"
 CONSTRAINED = ("constraints", "force_words_ids", "ordered_constraints", "constraint_gap")
 BEAMS = ("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", *CONSTRAINED)
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "logprobs")
-TEXTUAL = ("stop_strings", "stop_regex", "dry_sequence_breakers", "token_healing", "banned_phrases")
+TEXTUAL = (
+    "stop_strings", "stop_regex", "dry_sequence_breakers", "token_healing", "banned_phrases", "grammar",
+)  # fmt: skip
 # What each of these needs beside it to be of any use.
 NEEDS = {
     "cache_config": "cache_implementation",

@@ -197,6 +197,7 @@ BY_HAND = [
 ELSEWHERE = {
     "ClassifierFreeGuidanceLogitsProcessor",  # its answer has half the lines: by hand only
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",  # runs a model: by hand only
+    "GrammarLogitsProcessor",  # needs a tokenizer: see test_grammars
     "HammingDiversityLogitsProcessor",  # needs earlier groups: see its unit tests
     "HealingLogitsProcessor",  # needs a shortened prompt: see its unit tests
 }

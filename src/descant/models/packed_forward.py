@@ -198,6 +198,11 @@ class PackedBatch:
         tokens = fed_tokens(self._rows, self._proposal, self._batch)  # [N, T]
         return tokens.view(1, -1) if self.span.is_decode else tokens.flatten()[self._index[1]][None]
 
+    @property
+    def is_one_logit_each(self) -> bool:
+        """Whether the fed tokens are those of the logits; rows of other batches may have drafts."""
+        return self.span.is_decode and not self._proposal.width
+
     def logits_by_row(self, logits: Tensor, traits: ModelTraits, with_logits: bool, is_whole: bool) -> Tensor:
         """The logits [N, K + 1, V] of each row's last pending token and drafts, out of [1, P, V].
 
@@ -206,7 +211,7 @@ class PackedBatch:
         num_logits = self._proposal.width + 1
         if not with_logits:
             return logits.new_zeros(self._batch.num_rows, num_logits, 0)
-        if not (traits.supports_logits_to_keep or (self.span.is_decode and is_whole)):
+        if not (traits.supports_logits_to_keep or (self.is_one_logit_each and is_whole)):
             logits = logits[:, self.logit_index().to(logits.device, non_blocking=True)]
         return logits.view(self._batch.num_rows, num_logits, -1)
 
@@ -243,7 +248,7 @@ def _joined_inputs(batches: Sequence[PackedBatch], traits: ModelTraits, with_log
     inputs["past_key_values"] = _PackedView(batches, own_mask)
     if not with_logits:
         inputs["logits_to_keep"] = torch.zeros(0, dtype=torch.long, device=device)
-    elif traits.supports_logits_to_keep and not (first.span.is_decode and len(batches) == 1):
+    elif traits.supports_logits_to_keep and not (first.is_one_logit_each and len(batches) == 1):
         inputs["logits_to_keep"] = first.logit_index().to(device, non_blocking=True)
     return inputs
 
