@@ -160,8 +160,9 @@ GOOD: dict[str, list[Any]] = {
     "stop_regex": ["a", "[a-z]{2}", r"\d", "the|end", r"(?s).{5}", "^$", "(?i)THE"],
     "prefix_allowed_tokens_fn": [anything, evens, few, as_tensor, nothing, strangers, rubbish, TRIE],
     "grammar": [
-        {"choice": ["the", "a", "zz"]}, {"regex": "[a-z ]{1,6}"}, {"regex": "("}, {"json": True},
-        {"json": False}, {"json_schema": {"type": "integer"}, "drafts": False}, {"choice": ["a"], "backend": "xgrammar"}, {},
+        {"choice": ["the", "a", "zz"]}, {"regex": "[a-z ]{1,6}"}, {"regex": "("}, {"json": True}, {},
+        {"json": False}, {"json_schema": {"type": "integer"}, "drafts": False},
+        {"choice": ["a"], "backend": "xgrammar"},
     ],
     "processor_order": [
         ["top_p", "temperature"], ["temperature", "top_k"], ["bad_words_ids", "forced_eos_token_id"],
