@@ -76,14 +76,17 @@ def make_drafter_spec(
 
 def _drafts_forced_tokens(config: GenerationConfig, traits: ModelTraits, given: DraftInputs) -> bool:
     """Whether a grammar drafts the tokens that it forces: its method and model must support drafts."""
+    return _selects_forced_tokens(config) and traits.cache_type != "recurrent" and not given.has_strategy
+
+
+def _selects_forced_tokens(config: GenerationConfig) -> bool:
+    """Whether a config's grammar drafts, with a method that supports drafts."""
     return (
         isinstance(config.grammar, GrammarSpec)
         and config.grammar.drafts
         and config.num_beams == 1
         and not config.penalty_alpha
         and not config.banned_phrases
-        and traits.cache_type != "recurrent"
-        and not given.has_strategy
     )
 
 
@@ -111,8 +114,7 @@ def describe_drafter(config: GenerationConfig) -> str | None:
     """The drafter that a config itself selects, in words."""
     schedule = config.num_assistant_tokens_schedule
     drafter = _describe_other(config, schedule)
-    has_forced = isinstance(config.grammar, GrammarSpec) and config.grammar.drafts
-    if not has_forced or config.num_beams > 1 or config.penalty_alpha or config.banned_phrases:
+    if not _selects_forced_tokens(config):
         return drafter
     return "tokens that the grammar forces" + ("" if drafter is None else f", else {drafter}")
 

@@ -9,11 +9,21 @@ from numpy.typing import NDArray
 
 from descant.config.grammar_spec import GrammarSpec
 
-__all__ = ["CompiledGrammar", "GrammarBackend", "GrammarMatcher", "UnsupportedGrammar"]
+__all__ = ["CompiledGrammar", "GrammarBackend", "GrammarMatcher", "UnsupportedGrammar", "decode_prefix"]
 
 
 class UnsupportedGrammar(Exception):
     """A grammar that a backend cannot run, with the reason as its text."""
+
+
+def decode_prefix(prefix: bytes) -> str:
+    """The text before a grammar, which must end with a whole character."""
+    try:
+        return prefix.decode()
+    except UnicodeDecodeError:
+        raise UnsupportedGrammar(
+            "the prompt ends within a character, which token healing cannot keep"
+        ) from None
 
 
 class GrammarMatcher(Protocol):

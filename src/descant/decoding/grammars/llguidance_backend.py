@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from descant.config.fields import thaw
 from descant.config.grammar_spec import GrammarSpec
-from descant.decoding.grammars.backend import UnsupportedGrammar
+from descant.decoding.grammars.backend import UnsupportedGrammar, decode_prefix
 from descant.decoding.grammars.json_schema import integers, prepare_schema, subschemas
 from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolGrammar
 from descant.decoding.grammars.vocabulary import GrammarVocabulary
@@ -215,14 +215,8 @@ def _literal(text: str) -> str:
 
 def _with_prefix(parts: list[dict[str, Any]], prefix: bytes) -> list[dict[str, Any]]:
     """The grammar after a fixed beginning."""
-    try:
-        text = prefix.decode()
-    except UnicodeDecodeError:
-        raise UnsupportedGrammar(
-            "the prompt ends within a character, which token healing cannot keep"
-        ) from None
     start = {**parts[0], "name": "rest"}
-    return [_lark_part(f"start: {_literal(text)} @rest"), start, *parts[1:]]
+    return [_lark_part(f"start: {_literal(decode_prefix(prefix))} @rest"), start, *parts[1:]]
 
 
 def _message(text: str) -> str:

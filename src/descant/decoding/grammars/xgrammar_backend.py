@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from descant.config.fields import thaw
 from descant.config.grammar_spec import GrammarSpec
-from descant.decoding.grammars.backend import UnsupportedGrammar
+from descant.decoding.grammars.backend import UnsupportedGrammar, decode_prefix
 from descant.decoding.grammars.json_schema import prepare_schema, subschemas
 from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolGrammar
 from descant.decoding.grammars.vocabulary import GrammarVocabulary
@@ -67,7 +67,7 @@ class XGrammarBackend:
         try:
             grammar = self._convert(spec)
             if prefix:
-                start = self._library.Grammar.from_ebnf("root ::= " + _literal(_decode(prefix)))
+                start = self._library.Grammar.from_ebnf("root ::= " + _literal(decode_prefix(prefix)))
                 grammar = self._library.Grammar.concat(start, grammar)
         except UnsupportedGrammar:
             raise
@@ -268,15 +268,6 @@ def _check_pattern(text: str) -> None:
 def _literal(text: str) -> str:
     """A text as a literal of an EBNF grammar, which reads an escaped surrogate as a character."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _decode(prefix: bytes) -> str:
-    try:
-        return prefix.decode()
-    except UnicodeDecodeError:
-        raise UnsupportedGrammar(
-            "the prompt ends within a character, which token healing cannot keep"
-        ) from None
 
 
 def _message(error: Exception) -> str:
