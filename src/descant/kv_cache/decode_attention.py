@@ -23,7 +23,7 @@ __all__ = ["DecodeAttention"]
 # their softmax, and the weighted sum of the values. The slots of a row are adjacent.
 _SOURCE = """
 extern "C" void kernel(
-    float* out, const float* query, const float* key, const float* value, float* keys, float* values,
+    Scalar* out, const Scalar* query, const Scalar* key, const Scalar* value, Scalar* keys, Scalar* values,
     const int64_t* rows, const int64_t* starts, const int64_t* sizes, float scale)
 {
     const int64_t N = sizes[0], H = sizes[1], R = sizes[2], D = sizes[3], E = sizes[4];
@@ -32,28 +32,33 @@ extern "C" void kernel(
     const int64_t values_row = sizes[13], values_head = sizes[14];
     #pragma omp parallel if (N * H > 1)
     {
-        std::vector<float> buffer;
+        std::vector<float> buffer, floats(R * D + E);  // scores; queries and one output as floats
+        std::vector<const float*> queries(R);
+        std::vector<float*> scores(R);
         #pragma omp for collapse(2)
         for (int64_t n = 0; n < N; n++) {
             for (int64_t h = 0; h < H; h++) {
                 const int64_t start = starts[n], stop = start + 1;
-                float* k = keys + rows[n] * keys_row + h * keys_head;
-                float* v = values + rows[n] * values_row + h * values_head;
-                std::memcpy(k + start * D, key + n * key_row + h * key_head, D * sizeof(float));
-                std::memcpy(v + start * E, value + n * value_row + h * value_head, E * sizeof(float));
+                Scalar* k = keys + rows[n] * keys_row + h * keys_head;
+                Scalar* v = values + rows[n] * values_row + h * values_head;
+                std::memcpy(k + start * D, key + n * key_row + h * key_head, D * sizeof(Scalar));
+                std::memcpy(v + start * E, value + n * value_row + h * value_head, E * sizeof(Scalar));
                 if ((int64_t)buffer.size() < R * stop) buffer.resize(2 * R * stop);
-                float* scores = buffer.data();
-                const float* q = query + n * query_row + h * R * query_head;
+                for (int64_t r = 0; r < R; r++) {
+                    const Scalar* one = query + n * query_row + (h * R + r) * query_head;
+                    queries[r] = as_floats(one, D, floats.data() + r * D);
+                    scores[r] = buffer.data() + r * stop;
+                }
                 int64_t s = 0;
                 if (D % W == 0)
                     for (; s + W <= stop; s += W)
-                        score_slots(scores + s, stop, q, query_head, k + s * D, R, D);
+                        score_tile(scores.data(), s, queries.data(), R, k + s * D, D);
                 for (; s < stop; s++)
-                    for (int64_t r = 0; r < R; r++)
-                        scores[r * stop + s] = dot(q + r * query_head, k + s * D, D);
+                    for (int64_t r = 0; r < R; r++) scores[r][s] = dot(queries[r], k + s * D, D);
                 for (int64_t r = 0; r < R; r++) {
-                    float* p = scores + r * stop;
-                    float* o = out + ((n * H + h) * R + r) * E;
+                    float* p = scores[r];
+                    Scalar* own = out + ((n * H + h) * R + r) * E;
+                    float* o = output_sums(own, floats.data() + R * D);
                     const float largest = *std::max_element(p, p + stop);
                     const float factor = 1 / softmax(p, largest, stop, scale);
                     int64_t e = 0;
@@ -64,17 +69,18 @@ extern "C" void kernel(
                         for (int64_t s = 0; s < stop; s++) sum += p[s] * v[s * E + e];
                         o[e] = sum * factor;
                     }
+                    round_output(own, o, E);
                 }
             }
         }
     }
 }
 """
-_ARGUMENTS = ("float*", *("const float*",) * 3, *("float*",) * 2, *("const int64_t*",) * 3, "float")
+_ARGUMENTS = ("Scalar*", *("const Scalar*",) * 3, *("Scalar*",) * 2, *("const int64_t*",) * 3, "float")
 
 
-def _decode_kernel() -> Callable[..., None] | None:
-    return load_decode_kernel(_SOURCE, _ARGUMENTS)
+def _decode_kernel(dtype: torch.dtype) -> Callable[..., None] | None:
+    return load_decode_kernel(_SOURCE, _ARGUMENTS, dtype)
 
 
 class DecodeAttention:
@@ -90,14 +96,12 @@ class DecodeAttention:
     @staticmethod
     def serves(dtype: torch.dtype, device: torch.device) -> bool:
         """Whether there is a kernel for such keys and values; it is compiled the first time."""
-        return dtype is torch.float32 and device.type == "cpu" and _decode_kernel() is not None
+        return device.type == "cpu" and _decode_kernel(dtype) is not None
 
     @classmethod
     def create(cls, store: object, span: PackedSpan) -> DecodeAttention | None:
-        """None if the kernel does not serve such a store or forward, or does not exist here."""
-        if type(store) is not DenseStore or not span.is_decode or _decode_kernel() is None:
-            return None
-        return cls(store, span)
+        """None if the kernel does not serve such a store or forward."""
+        return cls(store, span) if type(store) is DenseStore and span.is_decode else None
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float | None
@@ -106,22 +110,20 @@ class DecodeAttention:
 
         There may be more tokens than rows; their output is 0. None: the kernel does not serve such tensors.
         """
-        if query.device.type != "cpu":
+        if query.device.type != "cpu" or (kernel := _decode_kernel(query.dtype)) is None:
             return None
         scale = query.shape[3] ** -0.5 if scale is None else scale
         if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1 or scale <= 0:
             return None
         keys, values = self._store.blocks_for_write(layer, key, value, self._span)
         # The blocks may come from a cache that a user gave.
-        if any(one.dtype is not torch.float32 for one in (query, key, value, keys, values)):
+        if any(one.dtype is not query.dtype for one in (key, value, keys, values)):
             return None
         if any(one.stride(3) != 1 or one.stride(2) != one.shape[3] for one in (keys, values)):
             return None
         num_rows, (_, num_heads, num_tokens, _) = len(self._rows), query.shape
         new = query.new_empty if num_rows == num_tokens else query.new_zeros
         out = new((1, num_tokens, num_heads, value.shape[3]))
-        kernel = _decode_kernel()
-        assert kernel is not None
         sizes = self._layout(query, key, value, keys, values)
         kernel(out, query, key, value, keys, values, self._rows, self._starts, sizes, scale)
         return out

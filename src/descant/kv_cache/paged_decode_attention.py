@@ -19,37 +19,18 @@ __all__ = ["PagedDecodeAttention"]
 # For each part of the rows and key head: write the new keys and values, then block by block the scores of all
 # queries that read it, the softmax of each query, and block by block the weighted sums of the values.
 _SOURCE = """
-// The scores of W slots, from slot `at` of each query on. A tile of keys is transposed once for all queries.
-static inline void score_tile(
-    float* const* scores, int64_t at, const float* const* queries, int64_t count, const float* k, int64_t D)
-{
-    alignas(64) float tile[W * W];
-    for (int64_t d = 0; d < D; d += W) {
-        at::vec::transpose_mxn<float, W, W>(k + d, D, tile, W);
-        for (int64_t j = 0; j < count; j++) {
-            const float* one = queries[j] + d;
-            Vec sum = d ? Vec::loadu(scores[j] + at) : Vec(0.0f), more(0.0f);
-            for (int64_t i = 0; i < W; i += 2) {
-                sum = at::vec::fmadd(Vec(one[i]), Vec::loadu(tile + i * W), sum);
-                more = at::vec::fmadd(Vec(one[i + 1]), Vec::loadu(tile + (i + 1) * W), more);
-            }
-            (sum + more).store(scores[j] + at);
-        }
-    }
-}
-
 // Adds to C vectors of the outputs of Q queries the weighted values of a block; the sums stay in registers.
 template <int Q, int C>
 static inline void add_weighted(
-    float* const* outs, float* const* scores, int64_t at, const float* v, int64_t e, int64_t size, int64_t E)
+    float* const* outs, float* const* scores, int64_t at, const Scalar* v, int64_t e, int64_t size, int64_t E)
 {
     Vec sums[Q][C];
     for (int j = 0; j < Q; j++)
         for (int c = 0; c < C; c++) sums[j][c] = Vec::loadu(outs[j] + e + c * W);
     for (int64_t s = 0; s < size; s++) {
-        const float* one = v + s * E + e;
+        const Scalar* one = v + s * E + e;
         for (int c = 0; c < C; c++) {
-            const Vec part = Vec::loadu(one + c * W);
+            const Vec part = load(one + c * W);
             for (int j = 0; j < Q; j++) sums[j][c] = at::vec::fmadd(Vec(scores[j][at + s]), part, sums[j][c]);
         }
     }
@@ -59,7 +40,7 @@ static inline void add_weighted(
 
 template <int Q>
 static inline void add_block(
-    float* const* outs, float* const* scores, int64_t at, const float* v, int64_t size, int64_t E)
+    float* const* outs, float* const* scores, int64_t at, const Scalar* v, int64_t size, int64_t E)
 {
     int64_t e = 0;
     for (; e + 4 * W <= E; e += 4 * W) add_weighted<Q, 4>(outs, scores, at, v, e, size, E);
@@ -69,13 +50,13 @@ static inline void add_block(
             for (int64_t s = 0; s < size; s++) outs[j][e] += scores[j][at + s] * v[s * E + e];
 }
 
-struct Slab { float* keys; float* values; int64_t keys_head, values_head; };
+struct Slab { Scalar* keys; Scalar* values; int64_t keys_head, values_head; };
 struct Write { int64_t slab, slot, stop; };  // where a row writes, and its number of slots
 struct Block { int64_t slab, slot, at, size, first_reader, stop_reader; };  // `at`: its first position
 struct Part { int64_t row, stop_row, block, stop_block; };
 
 extern "C" void kernel(
-    float* out, const float* query, const float* key, const float* value,
+    Scalar* out, const Scalar* query, const Scalar* key, const Scalar* value,
     const int64_t* slab_table, const int64_t* plan, const int64_t* sizes, float scale)
 {
     const int64_t H = sizes[0], R = sizes[1], D = sizes[2], E = sizes[3];
@@ -89,9 +70,9 @@ extern "C" void kernel(
     const int64_t* readers = reinterpret_cast<const int64_t*>(blocks + B);
     #pragma omp parallel if (P * H > 1)
     {
-        std::vector<float> buffer;
-        std::vector<const float*> queries;
-        std::vector<float*> scores, outs;
+        std::vector<float> buffer, floats;  // scores; queries and outputs as floats
+        std::vector<const float*> queries, own_queries;  // of a block's readers; of the part's rows
+        std::vector<float*> scores, outs, own_outs;
         #pragma omp for collapse(2)
         for (int64_t p = 0; p < P; p++) {
             for (int64_t h = 0; h < H; h++) {
@@ -102,28 +83,36 @@ extern "C" void kernel(
                     const Write& own = writes[n];
                     const Slab& slab = slabs[own.slab];
                     std::memcpy(slab.keys + h * slab.keys_head + own.slot * D,
-                                key + n * key_row + h * key_head, D * sizeof(float));
+                                key + n * key_row + h * key_head, D * sizeof(Scalar));
                     std::memcpy(slab.values + h * slab.values_head + own.slot * E,
-                                value + n * value_row + h * value_head, E * sizeof(float));
+                                value + n * value_row + h * value_head, E * sizeof(Scalar));
                     stride = std::max(stride, own.stop);
                 }
                 if ((int64_t)buffer.size() < count * R * stride) buffer.resize(2 * count * R * stride);
                 queries.resize(count * R); scores.resize(count * R); outs.resize(count * R);
+                own_queries.resize(count * R); own_outs.resize(count * R);
+                floats.resize(count * R * (D + E));
+                for (int64_t i = 0; i < count * R; i++) {
+                    const int64_t n = part.row + i / R, head = h * R + i % R;
+                    float* copy = floats.data() + i * (D + E);
+                    own_queries[i] = as_floats(query + n * query_row + head * query_head, D, copy);
+                    own_outs[i] = output_sums(out + (n * H * R + head) * E, copy + D);
+                }
                 auto gather = [&](const Block& block) {  // what the queries that read a block have
                     int64_t j = 0;
                     for (int64_t i = block.first_reader; i < block.stop_reader; i++)
                         for (int64_t r = 0; r < R; r++, j++) {
-                            const int64_t n = readers[i];
-                            queries[j] = query + n * query_row + (h * R + r) * query_head;
-                            scores[j] = buffer.data() + ((n - part.row) * R + r) * stride;
-                            outs[j] = out + ((n * H + h) * R + r) * E;
+                            const int64_t own = (readers[i] - part.row) * R + r;
+                            queries[j] = own_queries[own];
+                            scores[j] = buffer.data() + own * stride;
+                            outs[j] = own_outs[own];
                         }
                     return j;
                 };
                 for (int64_t b = part.block; b < part.stop_block; b++) {
                     const Block& block = blocks[b];
                     const Slab& slab = slabs[block.slab];
-                    const float* k = slab.keys + h * slab.keys_head + block.slot * D;
+                    const Scalar* k = slab.keys + h * slab.keys_head + block.slot * D;
                     const int64_t total = gather(block);
                     int64_t s = 0;
                     if (D % W == 0)
@@ -133,20 +122,18 @@ extern "C" void kernel(
                         for (int64_t j = 0; j < total; j++)
                             scores[j][block.at + s] = dot(queries[j], k + s * D, D);
                 }
-                for (int64_t n = part.row; n < part.stop_row; n++) {
-                    const int64_t stop = writes[n].stop;
-                    for (int64_t r = 0; r < R; r++) {
-                        float* one = buffer.data() + ((n - part.row) * R + r) * stride;
-                        const float largest = *std::max_element(one, one + stop);
-                        const float factor = 1 / softmax(one, largest, stop, scale);
-                        for (int64_t s = 0; s < stop; s++) one[s] *= factor;
-                        std::memset(out + ((n * H + h) * R + r) * E, 0, E * sizeof(float));
-                    }
+                for (int64_t i = 0; i < count * R; i++) {
+                    const int64_t stop = writes[part.row + i / R].stop;
+                    float* one = buffer.data() + i * stride;
+                    const float largest = *std::max_element(one, one + stop);
+                    const float factor = 1 / softmax(one, largest, stop, scale);
+                    for (int64_t s = 0; s < stop; s++) one[s] *= factor;
+                    std::memset(own_outs[i], 0, E * sizeof(float));
                 }
                 for (int64_t b = part.block; b < part.stop_block; b++) {
                     const Block& block = blocks[b];
                     const Slab& slab = slabs[block.slab];
-                    const float* v = slab.values + h * slab.values_head + block.slot * E;
+                    const Scalar* v = slab.values + h * slab.values_head + block.slot * E;
                     const int64_t total = gather(block);
                     int64_t j = 0;
                     for (; j + 3 <= total; j += 3)
@@ -154,16 +141,18 @@ extern "C" void kernel(
                     for (; j < total; j++)
                         add_block<1>(outs.data() + j, scores.data() + j, block.at, v, block.size, E);
                 }
+                for (int64_t i = 0; i < count * R; i++)
+                    round_output(out + ((part.row + i / R) * H * R + h * R + i % R) * E, own_outs[i], E);
             }
         }
     }
 }
 """
-_ARGUMENTS = ("float*", *("const float*",) * 3, *("const int64_t*",) * 3, "float")
+_ARGUMENTS = ("Scalar*", *("const Scalar*",) * 3, *("const int64_t*",) * 3, "float")
 
 
-def _decode_kernel() -> Callable[..., None] | None:
-    return load_decode_kernel(_SOURCE, _ARGUMENTS)
+def _decode_kernel(dtype: torch.dtype) -> Callable[..., None] | None:
+    return load_decode_kernel(_SOURCE, _ARGUMENTS, dtype)
 
 
 class PagedDecodeAttention:
@@ -178,14 +167,12 @@ class PagedDecodeAttention:
     @staticmethod
     def serves(dtype: torch.dtype, device: torch.device) -> bool:
         """Whether there is a kernel for such keys and values; it is compiled the first time."""
-        return dtype is torch.float32 and device.type == "cpu" and _decode_kernel() is not None
+        return device.type == "cpu" and _decode_kernel(dtype) is not None
 
     @classmethod
     def create(cls, store: object, span: PackedSpan) -> PagedDecodeAttention | None:
-        """None if the kernel does not serve such a store or forward, or does not exist here."""
-        if type(store) is not PagedStore or not span.is_decode or _decode_kernel() is None:
-            return None
-        return cls(store, span)
+        """None if the kernel does not serve such a store or forward."""
+        return cls(store, span) if type(store) is PagedStore and span.is_decode else None
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float | None
@@ -195,7 +182,9 @@ class PagedDecodeAttention:
         There may be more tokens than rows; their output is 0. None: the kernel does not serve such tensors.
         """
         new = (query, key, value)
-        if any(one.device.type != "cpu" or one.dtype is not torch.float32 for one in new):
+        if any(one.device.type != "cpu" or one.dtype is not query.dtype for one in new):
+            return None
+        if (kernel := _decode_kernel(query.dtype)) is None:
             return None
         scale = query.shape[3] ** -0.5 if scale is None else scale
         if any(one.stride(3) != 1 for one in new) or scale <= 0:
@@ -208,8 +197,6 @@ class PagedDecodeAttention:
         num_rows, (_, num_heads, num_tokens, _) = len(self._span.rows), query.shape
         create = query.new_empty if num_rows == num_tokens else query.new_zeros
         out = create((1, num_tokens, num_heads, value.shape[3]))
-        kernel = _decode_kernel()
-        assert kernel is not None
         kernel(out, query, key, value, slabs, self._plan, self._layout(query, key, value), scale)
         return out
 
@@ -222,9 +209,7 @@ class PagedDecodeAttention:
             keys = slab.ensure_capacity(slab.keys, layer, key, pool.block_size)
             values = slab.ensure_capacity(slab.values, layer, value, pool.block_size)
             # They may come from a saved cache.
-            if not (
-                keys.dtype is values.dtype is torch.float32 and keys.device == values.device == key.device
-            ):
+            if not (keys.dtype is values.dtype is key.dtype and keys.device == values.device == key.device):
                 return None
             if not (keys.is_contiguous() and values.is_contiguous()):
                 return None

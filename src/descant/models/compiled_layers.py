@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,13 +15,10 @@ from torch import Tensor, nn
 
 from descant.errors import InputError, UnsupportedModel
 from descant.kv_cache.attention_proxy import AttentionCall, KVProxy
+from descant.models.bfloat16_product import BFloat16Forward, has_bfloat16_product, serves_any_number
 from descant.models.error_text import first_line
 from descant.models.forward_view import SelfAttentionView
-from descant.models.prepacked_weights import (
-    num_prepacked_layers,
-    traceable_products,
-    use_prepacked_weights,
-)
+from descant.models.prepacked_weights import num_prepacked_layers, traceable_products, use_products
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +33,7 @@ __all__ = [
     "trace_error",
 ]
 
-# torch takes sizes of 0 and 1 as constants, so that a forward of one token would need a graph of its own.
+# torch takes sizes of 0 and 1 as constants: a forward of one token is padded, or has a graph of its own.
 MIN_TOKENS = 2
 
 
@@ -137,6 +134,15 @@ class _Graph:
         return self.run(*args)
 
 
+class _Trace(NamedTuple):
+    """A graph of a layer, and what each of its arguments is."""
+
+    graph: _Graph
+    args: list[Any]  # parameters and buffers; None for inputs
+    places: list[tuple[int, str, int | None]]  # argument, name of the input, index in it
+    sizes: list[int]  # arguments that are the number of tokens
+
+
 class _LayerForward:
     """The forward of one layer: its compiled graph in a packed forward, else its own code.
 
@@ -147,10 +153,8 @@ class _LayerForward:
     def __init__(self, layer: nn.Module, index: int, owner: CompiledLayers) -> None:
         self.layer, self._index, self._owner = layer, index, owner
         self._plain = MethodType(type(layer).forward, layer)
-        self._graph: _Graph | None = None
-        self._args: list[Any] = []
-        self._places: list[tuple[int, str, int | None]] = []  # argument, name of the input, index in it
-        self._sizes: list[int] = []  # arguments that are the number of tokens
+        self._many: _Trace | None = None  # for any number of tokens from two on
+        self._single: _Trace | None = None  # for one token
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The plain forward of the copied layer, which is not compiled."""
@@ -162,16 +166,17 @@ class _LayerForward:
         if active.owner is not self._owner or args:
             return self._plain(hidden_states, *args, **kwargs)
         active.layer = self._index
-        if self._graph is None:
+        size = hidden_states.shape[1]
+        trace = self._many if size >= MIN_TOKENS else self._single
+        if trace is None:
             return self._trace(hidden_states, kwargs)
         kwargs[""] = hidden_states
-        inputs = self._args.copy()
-        for place, name, index in self._places:
+        inputs = trace.args.copy()
+        for place, name, index in trace.places:
             inputs[place] = kwargs[name] if index is None else kwargs[name][index]
-        size = hidden_states.shape[1]
-        for place in self._sizes:
+        for place in trace.sizes:
             inputs[place] = size
-        return self._graph.run(*inputs)[0]
+        return trace.graph.run(*inputs)[0]
 
     def _trace(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The first compiled call: find out which input is which argument of the graph."""
@@ -182,7 +187,7 @@ class _LayerForward:
             for index, tensor in enumerate(value if isinstance(value, tuple) else (value,)):
                 if isinstance(tensor, Tensor):
                     places[id(tensor)] = name, (index if isinstance(value, tuple) else None)
-                    for dim in (dim for dim, length in enumerate(tensor.shape) if length == size):
+                    for dim in (dim for dim, length in enumerate(tensor.shape) if 1 < length == size):
                         torch._dynamo.mark_dynamic(tensor, dim)
         own = {id(one) for one in (*self.layer.parameters(), *self.layer.buffers())}
         # Another model may have had other sizes; only those of this one count.
@@ -193,17 +198,20 @@ class _LayerForward:
             raise UnsupportedModel(f"{type(self.layer).__name__} must return one tensor")
         graph, args = self._owner.last_call
         self._owner.last_call = None
+        trace = _Trace(graph, [value if id(value) in own else None for value in args], [], [])
         for place, value in enumerate(args):
             if isinstance(value, int) and value == size:
-                self._sizes.append(place)
+                trace.sizes.append(place)
             elif id(value) in places:
-                self._places.append((place, *places[id(value)]))
+                trace.places.append((place, *places[id(value)]))
             elif id(value) not in own:
                 raise UnsupportedModel(
                     f"a graph of {type(self.layer).__name__} has an input that is not its own"
                 )
-        self._args = [value if id(value) in own else None for value in args]
-        self._graph = graph
+        if size >= MIN_TOKENS:
+            self._many = trace
+        else:
+            self._single = trace
         return out
 
 
@@ -247,6 +255,8 @@ class CompiledLayers:
         self._layers = [_LayerForward(layer, index, self) for index, layer in enumerate(layers)]
         for one in self._layers:
             one.layer.__dict__["forward"] = one
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._head = BFloat16Forward(head) if BFloat16Forward.serves(head) else None
         self._state = _ModelState(model, layers)
 
     @property
@@ -256,7 +266,7 @@ class CompiledLayers:
 
     @property
     def num_graphs(self) -> int:
-        """The number of graphs; layers of one kind share one."""
+        """The number of graphs; layers of one kind share one, and one for single tokens in half precision."""
         return len(self.graphs)
 
     def is_current(self, model: PreTrainedModel) -> bool:
@@ -283,6 +293,8 @@ class CompiledLayers:
             forward = self._layers.pop()
             if forward.layer.__dict__.get("forward") is forward:
                 del forward.layer.__dict__["forward"]
+        if self._head is not None:
+            self._head.restore()
 
     def __enter__(self) -> CompiledLayers:
         return self
@@ -299,14 +311,25 @@ class CompiledLayers:
         outputs = next(iter(graph.graph.find_nodes(op="output"))).args[0]
         if not isinstance(outputs, tuple | list) or len(outputs) != 1:
             raise UnsupportedModel("a layer must return one tensor and change nothing else")
-        if self._is_prepacked:
-            use_prepacked_weights(graph.graph)
+        if (product := self._product(inputs)) is not None:
+            use_products(graph.graph, product)
             graph.recompile()
         run: Any = compile_fx(graph, list(inputs), config_patches=_INDUCTOR_CONFIG)
         _check_sizes()
         compiled = _Graph(run, self)
         self.graphs.append(compiled)
         return compiled
+
+    def _product(self, inputs: Sequence[Tensor | torch.SymInt]) -> Any:
+        """The operator of the products in a graph with these inputs; None: torch's own."""
+        if self._is_prepacked:
+            return torch.ops.descant.prepacked_linear.default
+        is_single = not any(isinstance(one, torch.SymInt) for one in inputs)
+        weights = [one for one in self._layers[0].layer.parameters() if one.ndim == 2]
+        is_served = bool(weights) and all(map(has_bfloat16_product, weights))
+        if is_served and (is_single or serves_any_number()):
+            return torch.ops.descant.bfloat16_linear.default
+        return None
 
 
 _COMPILED: WeakKeyDictionary[Any, CompiledLayers] = WeakKeyDictionary()

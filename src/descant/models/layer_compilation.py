@@ -37,11 +37,13 @@ _HALF_TOLERANCE = 0.1
 def compile_layers(model: PreTrainedModel) -> CompiledLayers:
     """Compile the decoder layers of a model, so that a forward runs fewer and larger operators.
 
-    One graph serves all layers of a kind and all numbers of tokens, so compilation takes seconds. It is used
-    by every forward that can be packed; others run the layers as they are. It replaces the `forward` of the
-    layers, which `restore()` of the result undoes. Outputs differ by rounding alone. When a call or a session
-    begins and the model was changed (other weights, types, hooks, attributes of modules, training mode), its
-    own code runs again. To prepack the weights too, do that first.
+    One graph serves all layers of a kind and all numbers of tokens, so compilation takes seconds. In half
+    precision on a CPU single tokens have another, and in bfloat16 a kernel for their products. Graphs are
+    used by every forward that can be packed; others run the layers as they are. It replaces the `forward` of
+    the layers, and in bfloat16 on a CPU that of the output embeddings, which `restore()` of the result
+    undoes. Outputs differ by rounding alone. When a call or a session begins and the model was changed (other
+    weights, types, hooks, attributes of modules, training mode), its own code runs again. To prepack the
+    weights too, do that first.
     """
     if compiled_layers_of(model) is not None:
         raise InputError("model", "must not be compiled already", type(model).__name__, "restore it first")

@@ -20,7 +20,15 @@ from descant.errors import DescantError, InputError, UnsupportedModel, format_va
 from descant.models.error_text import first_line
 from descant.models.weight_files import WeightFiles
 
-__all__ = ["DTYPES", "check_device", "load", "load_meta_model", "load_tokenizer", "silence_transformers"]
+__all__ = [
+    "DTYPES",
+    "check_device",
+    "load",
+    "load_meta_model",
+    "load_processor",
+    "load_tokenizer",
+    "silence_transformers",
+]
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _MAX_CONFIG_BYTES: Final = 4 * 2**20
@@ -115,8 +123,17 @@ def _check_no_hub_kernels(name: str, config: Any) -> None:
                 )
 
 
+def load_processor(name: str) -> Any:
+    """Load the processor of a model, such as the one that turns recordings into features."""
+    with silence_transformers(), _translate_errors(name):
+        load_any: Any = transformers.AutoProcessor.from_pretrained  # it has no types
+        return load_any(name, trust_remote_code=False)
+
+
 def _auto_class(config: Any) -> Any:
     """The Auto class for text generation with this config."""
+    if config.model_type == "whisper":
+        return transformers.AutoModelForSpeechSeq2Seq
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModelForCausalLM

@@ -113,14 +113,11 @@ class PackedForwards:
     def _call_model(self, inputs: dict[str, Any], num_tokens: int) -> Any:
         """The output of the model, whose layers run compiled if they are."""
         compiled = self.compiled_layers
-        is_padded = num_tokens < MIN_TOKENS
-        if (
-            compiled is None
-            or not compiled.num_layers  # they may have been restored
-            or (is_padded and not _can_pad(self._model))
-        ):
+        # One graph serves all sizes from two on. Where padding costs, a single token has another.
+        is_padded = num_tokens < MIN_TOKENS and _can_pad(self._model)
+        if compiled is None or not compiled.num_layers:  # they may have been restored
             return self._model(**inputs, use_cache=True, return_dict=True)
-        if is_padded:  # one graph serves all sizes from two on
+        if is_padded:
             for name in ("input_ids", "position_ids"):
                 inputs[name] = inputs[name].expand(1, MIN_TOKENS).contiguous()
             inputs["attention_mask"] = tree_map(_pad_mask, inputs["attention_mask"])

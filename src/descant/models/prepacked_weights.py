@@ -21,7 +21,7 @@ __all__ = [
     "prepack_weights",
     "traceable_products",
     "unprepackable_reason",
-    "use_prepacked_weights",
+    "use_products",
 ]
 
 # A layer by itself reads plain weights as fast with fewer lines.
@@ -66,8 +66,8 @@ def traceable_products(module: nn.Module) -> Iterator[None]:
             layer.__dict__["forward"] = product
 
 
-def use_prepacked_weights(graph: torch.fx.Graph) -> None:
-    """Replace the plain products of a traced graph by products that use prepacked weights.
+def use_products(graph: torch.fx.Graph, product: Any) -> None:
+    """Replace the plain products of a traced graph by an operator of vectors, weights and a bias.
 
     Products of the same vectors (queries, keys and values, or both inputs of a gate) become one.
     """
@@ -81,9 +81,7 @@ def use_prepacked_weights(graph: torch.fx.Graph) -> None:
         first, weights = nodes[0], [node.args[1] for node in nodes]
         bias = first.args[2] if len(first.args) > 2 else None
         with graph.inserting_before(first):
-            joined: Any = graph.call_function(
-                torch.ops.descant.prepacked_linear.default, (first.args[0], weights, bias)
-            )
+            joined: Any = graph.call_function(product, (first.args[0], weights, bias))
             start = 0
             for node in nodes:
                 stop = start + node.meta["example_value"].shape[-1]

@@ -18,25 +18,24 @@ def ones(count: int) -> np.ndarray:
     return np.ones(count, dtype=np.int64)
 
 
-def forked_store(block_size: int, dims: tuple[int, int], prompt: int = 70) -> PagedStore:
+def forked_store(block_size: int, dims: tuple[int, int], prompt: int = 70, dtype=torch.float32) -> PagedStore:
     """Six rows: four forks of one prompt, two of which share more, and two that share nothing."""
     store = PagedStore(block_size)
     store.extend(3)
-    write(store, np.arange(3), np.zeros(3, dtype=np.int64), np.array([prompt, 5, 21]), dims)
+    write(store, np.arange(3), np.zeros(3, dtype=np.int64), np.array([prompt, 5, 21]), dims, dtype)
     store.commit(torch.tensor([0, 0, 1, 0, 2]), torch.tensor([prompt, prompt, 5, prompt - 3, 21]))
     for _ in range(block_size + 2):
-        write(store, np.arange(5), store.lengths.numpy(), ones(5), dims)
+        write(store, np.arange(5), store.lengths.numpy(), ones(5), dims, dtype)
         store.commit(None, store.lengths + 1)
     store.commit(torch.tensor([0, 1, 2, 3, 1, 4]), store.lengths[[0, 1, 2, 3, 1, 4]])
     return store
 
 
-def write(store, rows, starts, widths, dims) -> None:
+def write(store, rows, starts, widths, dims, dtype) -> None:
     span, count = PackedSpan(rows, starts, widths), int(widths.sum())
     for layer in range(2):
-        store.write_packed(
-            layer, torch.randn(1, HEADS, count, dims[0]), torch.randn(1, HEADS, count, dims[1]), span
-        )
+        key, value = (torch.randn(1, HEADS, count, dim).to(dtype) for dim in dims)
+        store.write_packed(layer, key, value, span)
 
 
 def new_vectors(count: int, repeats: int, dims: tuple[int, int]) -> tuple[torch.Tensor, ...]:
@@ -46,21 +45,22 @@ def new_vectors(count: int, repeats: int, dims: tuple[int, int]) -> tuple[torch.
     return query, key, torch.randn(1, HEADS, count, dims[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dims", [(64, 64), (20, 36), (16, 8)])
 @pytest.mark.parametrize(
     ("block_size", "repeats", "threads"), [(16, 3, 1), (16, 1, 12), (5, 2, 1), (32, 4, 4)]
 )
-def test_it_agrees_with_torch(block_size, dims, repeats, threads, monkeypatch):
+def test_it_agrees_with_torch(block_size, dims, repeats, threads, dtype, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(0)
-    store = forked_store(block_size, dims)
+    store = forked_store(block_size, dims, dtype=dtype)
     rows = np.array([0, 1, 4, 3, 2, 5])
     starts = store.lengths.numpy()[rows]
     before = [store.read(1, torch.tensor([row])) for row in rows]
     attention = PagedDecodeAttention.create(store, PackedSpan(rows, starts, ones(6)))
     assert attention is not None
     for layer in range(2):
-        query, key, value = new_vectors(7, repeats, dims)
+        query, key, value = (one.to(dtype) for one in new_vectors(7, repeats, dims))
         out = attention.attend(query, key, value, layer, 0.3)
     assert out is not None
     assert not out[0, 6:].any()
@@ -69,10 +69,12 @@ def test_it_agrees_with_torch(block_size, dims, repeats, threads, monkeypatch):
         keys, values = store.read(1, torch.tensor([row]))
         assert torch.equal(keys, torch.cat((old[0], key[:, :, index : index + 1]), 2))
         assert torch.equal(values, torch.cat((old[1], value[:, :, index : index + 1]), 2))
+        # Sums are floats in both types, so that an output differs by its own rounding only.
         expected = torch.nn.functional.scaled_dot_product_attention(
-            query[:, :, index : index + 1], keys, values, enable_gqa=True, scale=0.3
+            query[:, :, index : index + 1].float(), keys.float(), values.float(), enable_gqa=True, scale=0.3
         )
-        torch.testing.assert_close(out[0, index], expected[0, :, 0])
+        tolerance = {} if dtype is torch.float32 else {"rtol": 2**-8, "atol": 1e-5}
+        torch.testing.assert_close(out[0, index].float(), expected[0, :, 0], **tolerance)
 
 
 def test_a_shared_block_is_planned_once_for_its_rows():
@@ -119,14 +121,16 @@ def test_it_declines_what_it_does_not_serve(monkeypatch):
     attention = PagedDecodeAttention.create(store, one)
     assert attention is not None
     full = torch.zeros(1, 2, 1, 16)
-    assert attention.attend(full.bfloat16(), full.bfloat16(), full.bfloat16(), 0, None) is None
+    assert attention.attend(full.half(), full.half(), full.half(), 0, None) is None
+    assert attention.attend(full, full.bfloat16(), full.bfloat16(), 0, None) is None
     assert attention.attend(full, full, full, 0, -1.0) is None
     assert attention.attend(full, full, torch.zeros(1, 2, 1, 32)[..., ::2], 0, None) is None
     assert attention.attend(full, full, full, 0, None) is not None
     assert PagedDecodeAttention.serves(torch.float32, torch.device("cpu"))
-    assert not PagedDecodeAttention.serves(torch.bfloat16, torch.device("cpu"))
-    monkeypatch.setattr(paged_decode_attention, "_decode_kernel", lambda: None)
-    assert PagedDecodeAttention.create(store, one) is None
+    assert PagedDecodeAttention.serves(torch.bfloat16, torch.device("cpu"))
+    assert not PagedDecodeAttention.serves(torch.float16, torch.device("cpu"))
+    monkeypatch.setattr(paged_decode_attention, "_decode_kernel", lambda _dtype: None)
+    assert attention.attend(full, full, full, 0, None) is None
     assert not PagedDecodeAttention.serves(torch.float32, torch.device("cpu"))
 
 

@@ -20,6 +20,7 @@ from descant.kv_cache.decode_attention import DecodeAttention
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.packed_span import PackedSpan
 from descant.kv_cache.paged import PagedStore
+from descant.models import bfloat16_product
 from descant.models.compiled_layers import CompiledLayers, compiled_layers_of
 from descant.models.fast_paths import fast_paths
 from descant.models.packed_forward import PackedForwards
@@ -92,7 +93,7 @@ def test_laws_hold(compiled):
 def test_other_caches_and_chunks(plain, compiled, has_kernel, monkeypatch):
     if not has_kernel:
         for module in (decode_attention, paged_decode_attention):
-            monkeypatch.setattr(module, "_decode_kernel", lambda: None)
+            monkeypatch.setattr(module, "_decode_kernel", lambda _dtype: None)
     prompts = [Request(list(range(4, 40)), GenerationConfig(max_new_tokens=8)), *requests()]
     for scheduler in (None, SchedulerConfig(num_blocks=64, chunk_tokens=7), SchedulerConfig(chunk_tokens=5)):
         found = outcomes(compiled, prompts, scheduler=scheduler)
@@ -153,7 +154,7 @@ def test_attentions_and_plain_models_are_not_packed_for_states(plain, compiled):
 
 
 def test_the_report_names_the_kernel_of_the_cache(compiled, monkeypatch):
-    monkeypatch.setattr(paged_decode_attention, "_decode_kernel", lambda: None)
+    monkeypatch.setattr(paged_decode_attention, "_decode_kernel", lambda _dtype: None)
     for cache, kernel in ((DenseStore(), " a kernel"), (PagedStore(), " no kernel")):
         path = next(one for one in fast_paths(compiled, cache) if one.name == "compiled layers")
         assert path.detail.endswith(f"{kernel} for decode attention")
@@ -225,15 +226,36 @@ def test_another_type_runs_its_own_code(plain):
     layers.restore()
 
 
-def test_half_precision(plain):
+def test_half_precision(plain, monkeypatch):
     model = copy.deepcopy(plain).bfloat16()
     settings = {"max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
     prompts = (torch.arange(12).view(2, 6), torch.arange(6).view(1, 6))
     expected = [descant.generate(model, one, **settings).logits for one in prompts]
-    with descant.compile_layers(model):
+    with descant.compile_layers(model) as layers:
+        assert layers.num_graphs == 2  # one is for single tokens
+        for layer in model.model.layers:
+            monkeypatch.setattr(layer.forward, "_plain", None)
         found = [descant.generate(model, one, **settings).logits for one in prompts]
+        path = next(one for one in fast_paths(model) if one.name == "compiled layers")
+        assert path.detail.endswith("graphs: 2, a kernel for decode attention")
+        assert "forward" in model.lm_head.__dict__
+    assert "forward" not in model.lm_head.__dict__
     for one, two in zip(found, expected, strict=True):
         assert float((one[0] - two[0]).abs().max()) < 0.05 * float(two[0].abs().max())
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_one_row_in_half_precision_on_both_caches(plain, has_kernel, monkeypatch):
+    if not has_kernel:
+        monkeypatch.setattr(bfloat16_product, "_product_kernel", lambda _dtype: None)
+    model, prompt = copy.deepcopy(plain).bfloat16(), torch.arange(30, 50).view(1, 20)
+    settings = {"max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True}
+    with torch.no_grad(), descant.compile_layers(model):
+        for cache in ("dynamic", "paged"):
+            out = descant.generate(model, prompt, **settings, cache_implementation=cache)
+            for length, logits in enumerate(out.logits, 20):
+                expected = plain(out.sequences[:, :length]).logits[:, -1]
+                assert float((logits - expected).abs().max()) < 0.05 * float(expected.abs().max())
 
 
 def test_restored_in_a_session(plain):
@@ -352,19 +374,21 @@ def test_what_cannot_be_compiled_is_refused(tiny, compiled):
     assert all("forward" not in one.__dict__ for one in model.modules())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (20, 36), (16, 8)])
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_the_kernel_agrees_with_torch(key_dim, value_dim, repeats):
+def test_the_kernel_agrees_with_torch(key_dim, value_dim, repeats, dtype):
     torch.manual_seed(0)
     heads, starts = 2, np.array([0, 5, 70, 15, 16])
     rows = np.array([3, 0, 4, 1, 2])
-    keys, values = torch.randn(5, heads, 80, key_dim), torch.randn(5, heads, 80, value_dim)
+    keys, values = (torch.randn(5, heads, 80, dim).to(dtype) for dim in (key_dim, value_dim))
     store, count = DenseStore(), len(rows)
     store.extend(count)
     store.update(0, keys, values, KVSpan(None, 0, 80, 80))
     query = torch.randn(1, count + 1, heads * repeats, key_dim).transpose(1, 2)  # as models have them
     key = torch.randn(1, count + 1, heads, key_dim).transpose(1, 2)
     value = torch.randn(1, heads, count + 1, value_dim)
+    query, key, value = (one.to(dtype) for one in (query, key, value))
     attention = DecodeAttention.create(store, PackedSpan(rows, starts, np.ones(count, dtype=np.int64)))
     assert attention is not None
     out = attention.attend(query, key, value, 0, None)
@@ -373,10 +397,20 @@ def test_the_kernel_agrees_with_torch(key_dim, value_dim, repeats):
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         own_keys = torch.cat((keys[row, :, :start], key[0, :, index : index + 1]), 1)
         own_values = torch.cat((values[row, :, :start], value[0, :, index : index + 1]), 1)
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query[:, :, index : index + 1], own_keys[None], own_values[None], enable_gqa=True
+        expected, in_own_type = (
+            torch.nn.functional.scaled_dot_product_attention(
+                *(
+                    one.to(computed)
+                    for one in (query[:, :, index : index + 1], own_keys[None], own_values[None])
+                ),
+                enable_gqa=True,
+            )[0, :, 0]
+            for computed in (torch.float32, dtype)
         )
-        torch.testing.assert_close(out[0, index], expected[0, :, 0])
+        # Sums are floats in both types, so that an output differs by its own rounding only.
+        tolerance = {} if dtype is torch.float32 else {"rtol": 2**-8, "atol": 1e-5}
+        torch.testing.assert_close(out[0, index].float(), expected, **tolerance)
+        assert (out[0, index] - in_own_type).abs().max() <= 2**-6 * expected.abs().max()
         assert torch.equal(store._keys[0][row, :, start], key[0, :, index])
         assert torch.equal(store._values[0][row, :, start], value[0, :, index])
 
@@ -392,7 +426,8 @@ def test_the_kernel_declines_what_it_does_not_serve():
     attention = DecodeAttention.create(store, span)
     assert attention is not None
     half = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16)
-    assert attention.attend(half, half, half, 0, None) is None
-    assert attention.attend(half.float(), half.float(), half.float(), 0, -1.0) is None
+    assert attention.attend(half.half(), half.half(), half.half(), 0, None) is None
+    assert attention.attend(half, half, half, 0, -1.0) is None
+    assert attention.attend(half, half, half, 0, None) is not None
     # The blocks are of the type that was written first.
     assert attention.attend(half.float(), half.float(), half.float(), 0, None) is None
