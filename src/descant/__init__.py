@@ -105,7 +105,8 @@ from descant.decoding.watermark.schemes import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
-from descant.engine.async_engine import AsyncEngine, NewToken
+from descant.engine.async_engine import AsyncEngine
+from descant.engine.events import AgreedTokens, NewToken, TokenLogprobs, TraceRecords
 from descant.engine.explain import explain_config as _explain_config
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Event, Failed, Finished, Report, Request, Session, Tokens
@@ -173,6 +174,7 @@ GenerationConfig.explainer = _explain_config
 
 __all__ = [
     "AdaptivePLogitsWarper",
+    "AgreedTokens",
     "AllowedSequences",
     "AllowedSequencesLogitsProcessor",
     "AlternatingCodebooksLogitsProcessor",
@@ -307,6 +309,7 @@ __all__ = [
     "TextIteratorStreamer",
     "TextStreamer",
     "ThinkingBudgetLogitsProcessor",
+    "TokenLogprobs",
     "Tokens",
     "ToolCall",
     "TopHLogitsWarper",
@@ -315,6 +318,7 @@ __all__ = [
     "TopPLogitsWarper",
     "Trace",
     "TraceError",
+    "TraceRecords",
     "Tracer",
     "TypicalLogitsWarper",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",

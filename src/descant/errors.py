@@ -181,17 +181,20 @@ class EngineClosed(DescantError, RuntimeError):
 
 
 class EngineFull(DescantError, RuntimeError):
-    """A request that a full queue refuses; nothing of it was kept."""
+    """A request that a full queue refuses; nothing of it was kept.
 
-    def __init__(self, waiting: int, limit: int) -> None:
-        self.waiting, self.limit = waiting, limit
+    `name` is the limit: "max_waiting", or "max_traced" of an engine's traced requests, which do not wait.
+    """
+
+    def __init__(self, waiting: int, limit: int, name: str = "max_waiting") -> None:
+        self.waiting, self.limit, self.name = waiting, limit, name
+        may = "may wait" if name == "max_waiting" else "may run"
         super().__init__(
-            f"at most max_waiting={limit} requests may wait, and {waiting} do: try again later, or raise "
-            "max_waiting"
+            f"at most {name}={limit} requests {may}, and {waiting} do: try again later, or raise {name}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.waiting, self.limit)
+        return type(self), (self.waiting, self.limit, self.name)
 
 
 class RecipeError(DescantError, ValueError):

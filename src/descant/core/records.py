@@ -102,13 +102,17 @@ class Tokens(NamedTuple):
     slot: Tensor  # [N] the index of the sequence in its request
     token: Tensor  # [N]
     row: Tensor | None = None  # [N] the fed row that each follows; None: row `i`
-    raw: Tensor | None = None  # [N] log-probabilities before the processors, where a row requests them
+    raw: Tensor | None = None  # [N] log-probabilities before the processors, where `num_top` is not -1
     processed: Tensor | None = None  # [N] log-probabilities after the processors
     finished: Mapping[int, Hypothesis] = MappingProxyType({})  # by index: the sequences these tokens end
     already_appended: bool = False  # chosen in an earlier step: each is its row's last token already
     new_index: Tensor | None = None  # [N] the index among its row's new tokens; None: the next one
     num_drafts: Tensor | None = None  # [N] the number of drafts of its row in this step
     is_draft: Tensor | None = None  # [N] whether it was a draft
+    num_top: Tensor | None = None  # [N] alternatives that its request asks for; -1: no log-probabilities
+    top: Tensor | None = None  # [N, n] the most probable tokens before the processors, best first
+    top_raw: Tensor | None = None  # [N, n]
+    top_processed: Tensor | None = None  # [N, n]
 
 
 class Speculation(NamedTuple):

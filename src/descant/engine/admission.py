@@ -118,6 +118,9 @@ def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> R
     """One request by its plan."""
     if not isinstance(request.cache_salt, bytes):
         raise InputError("cache_salt", "must be bytes", request.cache_salt)
+    if request.prompt_logprobs is not None:
+        do = "send it to a descant.AsyncEngine"
+        raise InputError("prompt_logprobs", "must be None in a session", request.prompt_logprobs, do)
     ids = _checked_ids(request, traits.vocab_size)
     length = ids.shape[0]
     suffix = healed_suffix(request, plan.config, ids)

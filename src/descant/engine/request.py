@@ -63,6 +63,7 @@ class Request:
     past_key_values: Any = None  # a `CachedRow`, or a cache of one row
     return_past_key_values: bool = False  # whether `Finished.past_key_values` holds its sequences' KV
     recipe: Any = None  # a `Recipe` other than a function, or a class of one of its interfaces
+    prompt_logprobs: int | None = None  # alternatives of each prompt token; of an `AsyncEngine`
     priority: int = 0  # of a session with a scheduler: lower is sooner
     deadline: float | None = None  # seconds from its admission, after which it fails; with a scheduler
     cache_salt: bytes = b""  # only requests with the same salt share cached prefixes and suffixes

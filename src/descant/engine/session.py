@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import count
+from itertools import compress, count
 from math import isfinite
 from typing import Any
 from zlib import crc32
@@ -87,6 +87,7 @@ class Session:
             else ScheduledRequests(scheduler, self.model, self._tables, self._join_scheduled, prefix_cache)
         )
         self._table_of: dict[int, Table] = {}  # by running request
+        self.beam_requests: set[int] = set()  # running ones whose tokens come only at their end
         self._endings = RequestEndings(self._tables, self._tracer)
         self._ended_now: list[int] = []  # requests that ended in this step
         self._undelivered: list[Event] = []  # events that `step` has not returned yet
@@ -135,6 +136,11 @@ class Session:
         return self._table_of.keys()
 
     @property
+    def num_waiting(self) -> int:
+        """The requests that wait, in a session with a scheduler."""
+        return 0 if self._scheduled is None else self._scheduled.scheduler.num_waiting
+
+    @property
     def rows(self) -> int:
         """The number of running rows."""
         return self._tables.num_rows
@@ -164,27 +170,30 @@ class Session:
         return self._scheduled.demands([0], placements, 0.0)[0]
 
     @single_entry
-    def admit(self, *requests: Request, noise_rows: int = 0) -> list[int]:
+    def admit(
+        self, *requests: Request, noise_rows: int = 0, numbers: Sequence[int] | None = None
+    ) -> list[int]:
         """Add requests, all or none; return their ids.
 
         `noise_rows` is for calls that share torch's generator: the number of rows that noise is drawn for.
+        `numbers` are ids that the caller chooses, for all requests of the session or for none.
         """
         if not requests:
             return []
         resolved = self._admission.resolve(requests, self.model.traits)
         if self._scheduled is not None:
-            return self._queue(self._scheduled, resolved)
+            return self._queue(self._scheduled, resolved, numbers)
         for request in requests:
             _check_unscheduled(request)
         placements = self._tables.place(resolved)
         self._tables.check(placements)
         prefixes = [placement.cached_prefixes() for placement in placements]
         self._check_ranks(resolved, placements)
-        numbers = [next(self._request_ids) for _ in requests]
+        numbers = numbers or [next(self._request_ids) for _ in requests]
         self._join(numbers, placements, prefixes)
         noise = self._tables.default.running.noise
         noise.num_rows = noise_rows or noise.num_rows
-        return numbers
+        return list(numbers)
 
     def _join(
         self,
@@ -201,18 +210,25 @@ class Session:
                 self._tables.add(placement, undo)
                 undo.callback(self._forget, own)
                 self._table_of.update(dict.fromkeys(own, table))
+                beams = [one.plan.config.num_beams > 1 for one in placement.resolved]
+                self.beam_requests.update(compress(own, beams))
                 table.admit(own, placement.resolved, found, undo)
             self._update_output_states()
             undo.pop_all()
 
-    def _queue(self, scheduled: ScheduledRequests, resolved: Sequence[ResolvedRequest]) -> list[int]:
+    def _queue(
+        self,
+        scheduled: ScheduledRequests,
+        resolved: Sequence[ResolvedRequest],
+        numbers: Sequence[int] | None = None,
+    ) -> list[int]:
         """Let requests wait for the scheduler; return their ids."""
         placements = self._tables.place(resolved)
         for placement in placements:
             placement.check()
-        numbers = [next(self._request_ids) for _ in resolved]
+        numbers = numbers or [next(self._request_ids) for _ in resolved]
         scheduled.add(numbers, placements)
-        return numbers
+        return list(numbers)
 
     def _join_scheduled(self, number: int, one: ResolvedRequest, prefix: CachedPrefix) -> None:
         """Add a request whose turn it is to its table."""
@@ -338,8 +354,12 @@ class Session:
         needed = set(self._requested_states).union(*(table.required_states for table in self._tables))
         if needed != self._output_states:
             self._output_states = needed
-            for table in self._tables:
-                table.model.set_output_states(sorted(needed))
+            self.apply_output_states()
+
+    def apply_output_states(self) -> None:
+        """Have the model return the states of this session, after a step of another one that shares it."""
+        for table in self._tables:
+            table.model.set_output_states(sorted(self._output_states))
 
     # -------------------------------------------------------------------- ends
     def _end_step(
@@ -372,6 +392,7 @@ class Session:
         """Drop the tables of requests that are not running any more."""
         for request in requests:
             self._table_of.pop(request, None)
+            self.beam_requests.discard(request)
 
 
 def _check_scheduler(scheduler: SchedulerConfig | None, rank_group: RankGroup | None) -> None:

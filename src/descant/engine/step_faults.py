@@ -132,6 +132,12 @@ def drop_requests(selection: Selection | None, rows: Rows, dropped: Collection[i
     )
 
 
+_TOKEN_COLUMNS = (
+    *("raw", "processed", "new_index", "num_drafts", "is_draft"),
+    *("num_top", "top", "top_raw", "top_processed"),
+)
+
+
 def _drop_tokens(emitted: Tokens, dropped: Collection[int]) -> Tokens | None:
     """The emitted tokens without those of these requests; None: none is left."""
     index = _kept_index(emitted.request, dropped)
@@ -141,7 +147,7 @@ def _drop_tokens(emitted: Tokens, dropped: Collection[int]) -> Tokens | None:
     new_index = {old: new for new, old in enumerate(index.tolist())}
     columns: dict[str, Any] = {
         name: None if getattr(emitted, name) is None else getattr(emitted, name)[index]
-        for name in ("raw", "processed", "new_index", "num_drafts", "is_draft")
+        for name in _TOKEN_COLUMNS
     }
     return emitted._replace(
         request=emitted.request[index],

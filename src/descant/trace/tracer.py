@@ -26,6 +26,7 @@ from descant.trace.records import (
     StepRecord,
     TokenTexts,
     TraceHeader,
+    TraceRecord,
     round_finite,
 )
 from descant.trace.trace import Trace
@@ -129,6 +130,10 @@ class Tracer:
     def has_run(self) -> bool:
         """Whether a run has been started."""
         return bool(self._buffer.records)
+
+    def records_from(self, start: int) -> tuple[TraceRecord, ...]:
+        """The records from an index on."""
+        return tuple(self._buffer.records[start:])
 
     @property
     def trace(self) -> Trace:

@@ -83,6 +83,38 @@ def test_a_stream_has_each_token_and_then_the_end(model):
     assert [event.token for event in tokens] == tokens_of(last)[0]
 
 
+def test_the_events_of_a_step_wake_a_loop_once(model):
+    calls = []
+
+    async def count(engine, given):
+        return len([event async for event in engine.stream(given)])
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *given: (calls.append(given[0].__name__), wake(*given))[1]
+        async with AsyncEngine(model) as engine:
+            given = Request([1, 2], config(max_new_tokens=50))
+            num_events = sum(await asyncio.gather(*(count(engine, given) for _ in range(8))))
+            return num_events, (await asyncio.to_thread(engine.metrics)).session.steps
+
+    num_events, steps = asyncio.run(main())
+    assert num_events == 8 * 51
+    assert calls.count("_put_all") <= steps < num_events / 2
+
+
+def test_a_closed_loop_cancels_its_requests(model):
+    with AsyncEngine(model) as engine:
+        loop = asyncio.new_event_loop()
+        events = engine.stream(Request([1], config(max_new_tokens=100_000)))
+        assert isinstance(loop.run_until_complete(anext(events)), NewToken)
+        loop.close()
+        deadline = time.monotonic() + 30
+        while engine.metrics().session.requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engine.metrics().counters["cancelled"] == 1
+
+
 def test_threads_share_one_engine(model):
     given, found = requests(16), {}
     with AsyncEngine(model, scheduler=SchedulerConfig(max_running_rows=4)) as engine:
@@ -121,6 +153,23 @@ def test_a_cancelled_task_frees_its_request_before_the_next_step(model):
     assert metrics.counters["cancelled"] == 1
 
 
+def test_a_task_that_is_cancelled_before_its_request_is_admitted_leaves_the_engine_alive(model):
+    async def run():
+        release = threading.Event()
+        engine._send(release.wait)  # the engine's thread is busy, so the admission waits
+        task = asyncio.create_task(engine.generate(requests(1)[0]))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        release.set()
+        return await engine.generate(requests(1)[0])
+
+    with AsyncEngine(model) as engine:
+        assert len(asyncio.run(run()).hypotheses) == 1
+        assert engine.is_healthy
+        assert engine.metrics().counters["requests"] == 1
+
+
 def test_a_loop_that_is_left_cancels_its_request(model):
     with AsyncEngine(model) as engine:
         events = iter(engine.submit(Request([1], config(max_new_tokens=100_000))))
@@ -151,6 +200,21 @@ def test_a_wrong_request_is_refused_where_it_was_made(model):
             engine.submit(Request([99], config()))
         assert engine.metrics().counters["refused"] == 1
         assert engine.submit(Request([1], config())).result()
+
+
+def test_a_grammar_that_cannot_be_compiled_counts_as_refused(model):
+    given = Request([1], config(grammar={"regex": "a"}))  # there is no tokenizer
+
+    async def main():
+        async with AsyncEngine(model) as engine:
+            with pytest.raises(InputError, match="tokenizer"):
+                await engine.generate(given)
+            with pytest.raises(InputError, match="tokenizer"):
+                await asyncio.to_thread(engine.submit, given)
+            return await asyncio.to_thread(engine.metrics)
+
+    counters = asyncio.run(main()).counters
+    assert (counters["refused"], counters["requests"]) == (2, 0)
 
 
 def test_a_deadline_ends_a_request_that_waits(model):
@@ -205,6 +269,23 @@ def test_steps_that_keep_failing_fail_the_requests(model, monkeypatch):
         monkeypatch.undo()
         assert engine.submit(Request([1], config())).result()
         assert engine.metrics().counters["failed_steps"] == 3
+
+
+def test_an_engine_whose_thread_breaks_leaves_no_caller_waiting(model, monkeypatch):
+    def broken(self, number):
+        raise ZeroDivisionError("no")
+
+    monkeypatch.setattr(Session, "common_prefix", broken)
+    engine = AsyncEngine(model)
+    other = engine.submit(Request([1], config(max_new_tokens=100_000)))
+    beams = engine.submit(Request([1], config(num_beams=2, max_new_tokens=50)))
+    for handle in (beams, other):
+        with pytest.raises(RowError, match="ZeroDivisionError"):
+            handle.result()
+    assert not engine.is_healthy
+    with pytest.raises(EngineClosed):
+        engine.submit(Request([1], config()))
+    engine.close()
 
 
 def hammer(model, streams, threads, seed=0):
@@ -275,3 +356,20 @@ def test_memory_does_not_grow_over_20000_requests(model):
     slope = np.polyfit(np.arange(len(counted)), counted, 1)[0] * 10
     print(f"{slope / 1e6:.2f} MB for 10,000 requests")
     assert slope < 1e6
+
+
+def test_a_full_queue_is_known_without_a_request(model):
+    scheduler = SchedulerConfig(max_running_rows=1, max_waiting=1)
+    with AsyncEngine(model, scheduler=scheduler) as engine:
+        assert not engine.is_full
+        long = [engine.submit(Request([1], config(max_new_tokens=100_000))) for _ in range(1)]
+        end = time.monotonic() + 20
+        while engine.metrics().session.rows < 1:
+            assert time.monotonic() < end
+        long.append(engine.submit(Request([2], config(max_new_tokens=100_000))))
+        while not engine.is_full:
+            assert time.monotonic() < end
+        for one in long:
+            one.cancel()
+        while engine.is_full:
+            assert time.monotonic() < end

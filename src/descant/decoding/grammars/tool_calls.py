@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -82,9 +83,17 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     return "".join((*kept, text[start:])).strip(), calls
 
 
+def _finite_number(text: str) -> float:
+    """A number of a call; one that no float holds would become infinite, which is no JSON."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
 def _parse_call(body: str) -> ToolCall | None:
     try:
-        call = json.loads(body)
+        call = json.loads(body, parse_float=_finite_number, parse_constant=_finite_number)
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

@@ -1,0 +1,373 @@
+"""The requests of an engine: the sessions they run in, their steps, and the events of each."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count, repeat
+from typing import Any, Final
+
+import torch
+
+from descant.core.cache_interfaces import SelectableCache
+from descant.core.records import Logprobs, Tokens
+from descant.engine.delivery import Delivery, Receiver
+from descant.engine.events import (
+    AgreedTokens,
+    Event,
+    Failed,
+    Finished,
+    NewToken,
+    Report,
+    TraceRecords,
+    token_logprobs,
+)
+from descant.engine.metrics import Histogram
+from descant.engine.prompt_scores import PromptScores, check_prompt_logprobs, empty_logprobs
+from descant.engine.request import Request
+from descant.engine.scheduling.config import SchedulerConfig, check_count
+from descant.engine.session import Session
+from descant.engine.step_faults import request_error
+from descant.errors import EngineFull
+from descant.models.no_cache import NoCache
+from descant.trace.tracer import Tracer
+
+__all__ = ["EngineCall", "RequestRunner"]
+
+_COUNTERS = (
+    *("requests", "finished", "failed", "cancelled", "refused", "undelivered"),
+    *("tokens", "drafts", "accepted_drafts", "failed_steps"),
+)
+_NO_ROWS = torch.zeros(0, dtype=torch.long)
+_MAX_FAILED_STEPS: Final = 3  # in a row, after which the running requests of a session fail
+
+
+@dataclass(frozen=True, eq=False)
+class EngineCall:
+    """A request, and who waits for it."""
+
+    request: Request
+    receiver: Receiver
+    streams: bool  # whether its caller wants what is certain before the end
+    trace: Tracer | None = None
+    arrival: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False)
+class _Place:
+    """A session of the engine."""
+
+    session: Session
+    tracer: Tracer | None = None
+    num_records: int = 0  # of the tracer that are delivered
+    num_failed_steps: int = 0  # in a row
+
+
+@dataclass(eq=False)
+class _LiveRequest:
+    """A request that has not ended."""
+
+    call: EngineCall
+    request: Request  # as it generates
+    target: _Place  # in which it generates
+    place: _Place | None = None  # in which it is now; None: in `_delayed`
+    last_token: float = 0.0  # the time of its last token; 0: it has none
+    num_agreed: int = 0  # tokens of a beam search that are delivered
+    prompt_logprobs: Logprobs | None = None
+
+
+class RequestRunner:
+    """Runs requests in sessions, and hands their events over; for one thread.
+
+    A traced request has a session of its own, and prompts are scored in another, since both would slow down
+    the steps of all others. The sessions take turns.
+    """
+
+    def __init__(
+        self, model: Any, scheduler: SchedulerConfig, max_traced: int, session: Mapping[str, Any]
+    ) -> None:
+        check_count("max_traced", max_traced, 0)
+        self._model, self._arguments = model, dict(session)
+        self._scheduler, self._max_traced = scheduler, max_traced
+        self._main = _Place(Session(model, scheduler=scheduler, **session))
+        self._places = [self._main]
+        self._shares_model = self._main.session.model is model  # by all sessions: it has the interface
+        self._scores: PromptScores | None = None  # made for the first request that needs it
+        self._score_place: _Place | None = None
+        self._delayed: list[int] = []  # requests with a scored prompt that wait for room
+        self._numbers = count()
+        self._live: dict[int, _LiveRequest] = {}
+        self._delivery = Delivery()
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self.histograms = {
+            name: Histogram() for name in ("time_to_first_token", "time_between_tokens", "step", "request")
+        }
+
+    @property
+    def session(self) -> Session:
+        """The session of all requests that are not traced."""
+        return self._main.session
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return any(len(place.session) for place in self._places)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        return not self._live and not self.has_work
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the last step of no session failed."""
+        return not any(place.num_failed_steps for place in self._places)
+
+    def report(self) -> Report:
+        """What the sessions hold, and what the main one has done."""
+        sessions = [place.session for place in self._places]
+        return replace(
+            self.session.report(),
+            requests=sum(map(len, sessions)),
+            rows=sum(session.rows for session in sessions),
+        )
+
+    # -------------------------------------------------------------------- requests come and go
+    def admit(self, call: EngineCall) -> int:
+        """Add a request; its number. A request that is refused leaves nothing."""
+        try:
+            number = self._admit(call)
+        except Exception:
+            self.counters["refused"] += 1
+            raise
+        self.counters["requests"] += 1
+        return number
+
+    def _admit(self, call: EngineCall) -> int:
+        number, request = next(self._numbers), call.request
+        is_scored = request.prompt_logprobs is not None
+        if is_scored:
+            request = check_prompt_logprobs(request, self.session.traits)
+        target = self._main if call.trace is None else self._traced_place(call.trace)
+        live = _LiveRequest(call, request, target)
+        if is_scored and len(request.prompt) > 1:
+            self._score(number, live)
+        else:
+            target.session.admit(request, numbers=[number])
+            live.place = target
+            if is_scored:
+                live.prompt_logprobs = empty_logprobs(call.request.prompt_logprobs or 0)
+        if target is not self._main:
+            self._places.append(target)
+        self._live[number] = live
+        return number
+
+    def _traced_place(self, tracer: Tracer) -> _Place:
+        """A session for one traced request, on a cache of the main one's type."""
+        traced = sum(live.call.trace is not None for live in self._live.values())
+        if traced >= self._max_traced:
+            raise EngineFull(traced, self._max_traced, "max_traced")
+        cache = self._arguments.get("cache")
+        if isinstance(cache, NoCache):
+            cache = NoCache()
+        elif cache is not None:
+            cache = cache.select(_NO_ROWS) if isinstance(cache, SelectableCache) else None
+        states = self._arguments.get("states", ())
+        own = Session(self._model, states=states, cache=cache, trace=tracer, scheduler=self._traced_scheduler)
+        return _Place(own, tracer)
+
+    @property
+    def _traced_scheduler(self) -> SchedulerConfig:
+        """The limits of a traced request: a share of the pool's size for each, beside the pool itself."""
+        size = self._scheduler.num_blocks
+        share = None if size is None else max(1, size // self._max_traced)
+        return SchedulerConfig(num_blocks=share, block_size=self._scheduler.block_size)
+
+    def _score(self, number: int, live: _LiveRequest) -> None:
+        """Let a request wait until its prompt is scored."""
+        error = live.target.session.supports(live.request)
+        if error is not None:
+            raise error
+        if self._scores is None:
+            self._scores = PromptScores(self._model)
+            self._score_place = _Place(self._scores.session)
+            self._places.append(self._score_place)
+        limit, waiting = self._scheduler.max_waiting, self.session.report().waiting
+        waiting += self._scores.session.report().waiting
+        if limit is not None and waiting >= limit:
+            raise EngineFull(waiting, limit)
+        self._scores.admit(number, live.call.request)
+        live.place = self._score_place
+
+    def _admit_scored(self, number: int, live: _LiveRequest) -> None:
+        """Let a request generate whose prompt is scored, or wait until there is room."""
+        live.place, deadline = None, live.request.deadline
+        request = live.request
+        if deadline is not None:
+            deadline = max(deadline - (time.monotonic() - live.call.arrival), 1e-6)
+            request = replace(request, deadline=deadline)
+        try:
+            live.target.session.admit(request, numbers=[number])
+        except EngineFull:
+            self._delayed.append(number)
+            return
+        except Exception as error:
+            self._end(Failed(number, request_error(number, error)), time.monotonic())
+            return
+        live.place = live.target
+
+    def cancel(self, number: int) -> None:
+        """Remove a request; nothing happens if it has ended."""
+        live = self._live.pop(number, None)
+        if live is None:
+            return
+        self.counters["cancelled"] += 1
+        try:
+            if live.place is self._score_place and self._scores is not None:
+                self._scores.cancel(number)
+            elif live.place is not None:
+                live.place.session.cancel(number)
+        except Exception:  # code of the request raised when it was released, which is done
+            self.counters["failed"] += 1
+        self._drop_place(live)
+
+    def end_all(self, error: Exception) -> None:
+        """Fail all requests."""
+        self._fail(error, lambda _: True)
+        self.counters["undelivered"] += len(self._delivery.send())
+
+    def _fail(self, error: Exception, is_failed: Callable[[_LiveRequest], bool]) -> None:
+        for number, live in list(self._live.items()):
+            if is_failed(live):
+                self.cancel(number)
+                self._deliver_records(number, live)
+                failed = Failed(number, request_error(number, error))
+                self._delivery.add(number, live.call.receiver, failed)
+
+    def _drop_place(self, live: _LiveRequest) -> None:
+        """Drop the session of a traced request that has ended."""
+        if live.target is not self._main:
+            self._places.remove(live.target)
+
+    # -------------------------------------------------------------------- steps
+    def step(self) -> None:
+        """One step of each session; their events reach each event loop in one call."""
+        for place in list(self._places):
+            if len(place.session):
+                self._step_place(place)
+        delayed, self._delayed = self._delayed, []
+        for number in delayed:
+            if number in self._live:
+                self._admit_scored(number, self._live[number])
+        for number in self._delivery.send():  # their callers are gone
+            self.cancel(number)
+
+    def _step_place(self, place: _Place) -> None:
+        """One step; after several failed ones in a row all requests fail, so that callers do not wait."""
+        began = time.monotonic()
+        try:
+            if len(self._places) > 1 and self._shares_model:
+                place.session.apply_output_states()
+            events = place.session.step()
+        except Exception as error:
+            place.num_failed_steps += 1
+            self.counters["failed_steps"] += 1
+            if place.num_failed_steps >= _MAX_FAILED_STEPS:
+                self._fail(error, lambda live: live.place is place)
+                place.num_failed_steps = 0
+            return
+        place.num_failed_steps = 0
+        now = time.monotonic()
+        self.histograms["step"].add(now - began)
+        if place.tracer is not None:
+            for number, live in self._live.items():
+                if live.place is place:
+                    self._deliver_records(number, live)
+        for event in events:
+            self._deliver(event, now)
+        self._deliver_agreed(place.session)
+
+    def _deliver(self, event: Event, now: float) -> None:
+        """Give an event to the requests it belongs to."""
+        if isinstance(event, Tokens):
+            logprobs = token_logprobs(event) or repeat(None)
+            columns = event.request.tolist(), event.slot.tolist(), event.token.tolist()
+            for number, slot, token, own in zip(*columns, logprobs, strict=False):
+                live = self._live.get(number)
+                if live is not None:
+                    self._note_token(live, now)
+                    self._delivery.add(number, live.call.receiver, NewToken(number, slot, token, own))
+            return
+        live = self._live.get(event.request)
+        if live is not None and live.place is self._score_place:
+            if isinstance(event, Finished):
+                live.prompt_logprobs = event.hypotheses[0].logprobs
+                live.request = self._with_cached_prompt(live, event)
+                self._admit_scored(event.request, live)
+                return
+            assert self._scores is not None
+            self._scores.forget(event.request)
+        if live is not None and live.prompt_logprobs is not None and isinstance(event, Finished):
+            event = replace(event, prompt_logprobs=live.prompt_logprobs)
+        self._end(event, now)
+
+    def _with_cached_prompt(self, live: _LiveRequest, scored: Finished) -> Request:
+        """The request with the keys and values of its scored prompt, which need not be computed again.
+
+        Only where it would have the same ones by itself: on the default cache, without cached prefixes.
+        """
+        request, config = live.request, live.request.generation_config
+        has_own = request.past_key_values is not None or config.cache_implementation is not None
+        if has_own or self._arguments.keys() & {"cache", "prefix_cache"} or not scored.past_key_values:
+            return request
+        cached = replace(request, past_key_values=scored.past_key_values[0])
+        return request if live.target.session.supports(cached) is not None else cached
+
+    def _end(self, event: Finished | Failed, now: float) -> None:
+        """Give a request its last event."""
+        live = self._live.pop(event.request, None)
+        if isinstance(event, Finished):
+            self.counters["finished"] += 1
+            self._count_drafts(event)
+        else:
+            self.counters["failed"] += 1
+        if live is not None:
+            self.histograms["request"].add(now - live.call.arrival)
+            self._delivery.add(event.request, live.call.receiver, event)
+            self._drop_place(live)
+
+    def _deliver_agreed(self, session: Session) -> None:
+        """Give the beam searches that stream the further tokens that all their sequences begin with."""
+        for number in session.beam_requests:
+            live = self._live.get(number)
+            if live is not None and live.call.streams:
+                tokens = session.common_prefix(number)[live.num_agreed :].tolist()
+                if tokens:
+                    live.num_agreed += len(tokens)
+                    self._delivery.add(number, live.call.receiver, AgreedTokens(number, tuple(tokens)))
+
+    def _deliver_records(self, number: int, live: _LiveRequest) -> None:
+        """Give a traced request the records that are new."""
+        place = live.target
+        if place.tracer is None:
+            return
+        records = place.tracer.records_from(place.num_records)
+        if records and live.call.streams:
+            place.num_records += len(records)
+            self._delivery.add(number, live.call.receiver, TraceRecords(number, records))
+
+    def _note_token(self, live: _LiveRequest, now: float) -> None:
+        self.counters["tokens"] += 1
+        if live.last_token:
+            self.histograms["time_between_tokens"].add(now - live.last_token)
+        else:
+            self.histograms["time_to_first_token"].add(now - live.call.arrival)
+        live.last_token = now
+
+    def _count_drafts(self, event: Finished) -> None:
+        for sequence in event.hypotheses:
+            if sequence.speculation is not None:
+                self.counters["drafts"] += sum(sequence.speculation.drafted)
+                self.counters["accepted_drafts"] += sum(sequence.speculation.accepted)
