@@ -24,6 +24,7 @@ from descant.cli.recipe import (
     TrustRecipeCommand,
 )
 from descant.cli.recipe import ShowRecipeCommand as ShowRecipe
+from descant.cli.serve import ServeCommand
 from descant.cli.show import ShowTraceCommand
 from descant.cli.train import TrainCommand
 from descant.cli.tree import TreeCommand
@@ -35,6 +36,7 @@ GENERATION_COMMANDS = {
     "generate": GenerateCommand,
     "chat": ChatCommand,
     "explain": ExplainCommand,
+    "serve": ServeCommand,
 }  # with every generation parameter as an option
 TRACE_COMMANDS = {"tree": TreeCommand, "show": ShowTraceCommand}
 MACHINE_COMMANDS = {"doctor": DoctorCommand}

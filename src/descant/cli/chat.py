@@ -12,13 +12,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from descant.api.chat_prompt import ChatPrompt
+from descant.api.prompt import Message, require_chat_template, user_messages
 from descant.api.stream import stream
 from descant.cli import options, terminal
-from descant.cli.chat_prompt import ChatPrompt
 from descant.cli.command import FAILURE
 from descant.cli.function_recipe import FunctionRecipe
 from descant.cli.grammar_command import GrammarCommand, read_json
-from descant.cli.prompt import Message, require_chat_template, user_messages
 from descant.cli.stream_printer import StreamPrinter
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.grammar_spec import TOOL_CHOICES

@@ -11,13 +11,13 @@ from typing import Annotated, Any, BinaryIO
 
 import typer
 
+from descant.api.prompt import encode_prompt, require_chat_template, user_messages
 from descant.api.stream import stream
 from descant.cli.function_recipe import FunctionRecipe
 from descant.cli.grammar_command import GrammarCommand
 from descant.cli.jsonl import JsonlJob
 from descant.cli.jsonl_lines import InputLines
 from descant.cli.jsonl_output import JsonlFile, JsonlStream, open_jsonl_file
-from descant.cli.prompt import encode_prompt, require_chat_template, user_messages
 from descant.cli.stream_printer import StreamPrinter
 from descant.core.atomic_file import require_writable
 from descant.errors import ConfigError, InputError

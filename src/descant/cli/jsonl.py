@@ -11,12 +11,12 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from descant.api.inputs import prepare_prompts
+from descant.api.prompt import encode_prompt, require_chat_template, user_messages
 from descant.cli import terminal
 from descant.cli.function_recipe import FunctionRecipe
 from descant.cli.jsonl_lines import RUN_KEY, InputLine, InputLines, check_names, echo_line, parse_line
 from descant.cli.jsonl_output import JsonlFile, JsonlStream, RunDigest, other_run_error
 from descant.cli.options import override_values, reject_tensor_fields
-from descant.cli.prompt import encode_prompt, require_chat_template, user_messages
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.core.records import Hypothesis, Logprobs
 from descant.engine.session import Failed, Finished, Request, Session

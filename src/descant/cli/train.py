@@ -14,9 +14,9 @@ import typer
 from torch import Tensor
 
 from descant.api.inputs import prepare_prompts
+from descant.api.prompt import encode_prompt
 from descant.cli import terminal
 from descant.cli.command import DecodingCommand, load_watermark_keys
-from descant.cli.prompt import encode_prompt
 from descant.cli.samples import TextSample, read_samples
 from descant.config.generation_config import GenerationConfig
 from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig

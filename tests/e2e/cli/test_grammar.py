@@ -7,8 +7,8 @@ import json
 import pytest
 
 import descant as package
+from descant.api.chat_prompt import TOOL_PROMPT, ChatPrompt
 from descant.cli import chat
-from descant.cli.chat_prompt import TOOL_PROMPT, ChatPrompt
 
 PROMPT = "Once upon a time"
 SCHEMA = {

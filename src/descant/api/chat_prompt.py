@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from descant.cli.prompt import Message, encode_prompt, user_messages
+from descant.api.prompt import Message, encode_prompt, user_messages
 from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END
 
 __all__ = ["ChatPrompt"]

@@ -1,0 +1,63 @@
+"""The log of a server: one JSON line for each request, without prompts and keys."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from typing import Any, Final, TextIO
+
+from descant.serve.exchange import Exchange
+
+__all__ = ["AccessLog"]
+
+_QUIET_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
+
+
+class AccessLog:
+    """Writes the log to a text stream."""
+
+    def __init__(self, stream: TextIO | None = None, *, is_enabled: bool = True) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._is_enabled = is_enabled
+
+    def event(self, name: str, **values: Any) -> None:
+        """Write an event of the server itself."""
+        if self._is_enabled:
+            self._write({"event": name, **values})
+
+    def write(self, method: str, path: str, exchange: Exchange, seconds: float) -> None:
+        """Write what became of a request; probes are left out unless they fail."""
+        if not self._is_enabled or (path in _QUIET_PATHS and exchange.status == 200):
+            return
+        entry: dict[str, Any] = {
+            "event": "request",
+            "id": exchange.id,
+            "key": None if exchange.key is None else exchange.key.name,
+            "method": method,
+            "path": path,
+            "status": exchange.status,
+            "seconds": round(seconds, 4),
+        }
+        if exchange.num_prompt_tokens:
+            entry |= {"prompt_tokens": exchange.num_prompt_tokens, "output_tokens": exchange.num_new_tokens}
+        if exchange.finish_reasons:
+            entry["finish"] = exchange.finish_reasons[:8]
+        if exchange.error_code is not None:
+            entry["error"] = exchange.error_code
+        if exchange.is_disconnected:
+            entry["disconnected"] = True
+        if exchange.prompt is not None:
+            entry["prompt"] = exchange.prompt
+        if exchange.failure is not None:
+            # Where it happened; the text of an error may quote a prompt.
+            frames = traceback.extract_tb(exchange.failure.__traceback__)[-8:]
+            entry["failure"] = type(exchange.failure).__name__
+            entry["frames"] = [f"{frame.name}:{frame.lineno}" for frame in frames]
+        self._write(entry)
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        line = json.dumps({"time": round(time.time(), 3), **entry})
+        self._stream.write(line + "\n")
+        self._stream.flush()

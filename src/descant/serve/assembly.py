@@ -1,0 +1,111 @@
+"""A server from a loaded model: its engine, sized for the machine, and its application."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from descant.config.generation_config import GenerationConfig
+from descant.engine.async_engine import AsyncEngine
+from descant.engine.memory_check import free_bytes
+from descant.engine.planner import as_model
+from descant.engine.scheduling.config import SchedulerConfig
+from descant.errors import ConfigError
+from descant.kv_cache.prefix_cache import PrefixCache
+from descant.models.kv_shape import kv_shape_of
+from descant.models.layer_compilation import compile_layers
+from descant.models.prepacked_weights import prepack_weights
+from descant.models.whisper import is_whisper
+from descant.serve.access_log import AccessLog
+from descant.serve.application import ServerApplication
+from descant.serve.served_model import ServedModel
+from descant.serve.settings import ServerSettings
+from descant.serve.transcriber import Transcriber
+
+__all__ = ["EngineOptions", "build_application", "start_engine"]
+
+_DEFAULT_KV_SHARE: Final = 0.5  # of the free memory
+_MAX_DEFAULT_KV_BYTES: Final = 64 * 2**30
+_BLOCK_SIZE: Final = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The sizes of a server's engine."""
+
+    max_running_rows: int = 256
+    max_step_tokens: int = 2048
+    chunk_tokens: int = 512
+    max_waiting: int = 256
+    kv_bytes: int | None = None  # of the KV pool; None: half of the free memory
+    prefix_cache: bool = True
+    fast: bool = False  # prepack the weights and compile the layers
+    max_traced: int = 4
+
+    def __post_init__(self) -> None:
+        if self.kv_bytes is not None and self.kv_bytes < 1:
+            raise ConfigError("kv_bytes", "must be >= 1", self.kv_bytes)
+
+
+def start_engine(model: Any, options: EngineOptions) -> AsyncEngine:
+    """The engine of a model, with a KV pool, a queue and a prefix cache."""
+    token_bytes = kv_shape_of(model).bytes_per_token
+    if options.fast:
+        prepack_weights(model)
+        compile_layers(model)
+    interface = as_model(model)
+    budget = options.kv_bytes
+    if budget is None:
+        free = free_bytes(interface.device)
+        budget = None if free is None else min(int(free * _DEFAULT_KV_SHARE), _MAX_DEFAULT_KV_BYTES)
+    num_blocks = None
+    if token_bytes and budget is not None:
+        num_blocks = max(1, budget // (token_bytes * _BLOCK_SIZE))
+    scheduler = SchedulerConfig(
+        max_running_rows=options.max_running_rows,
+        max_step_tokens=max(options.max_step_tokens, options.max_running_rows),
+        chunk_tokens=options.chunk_tokens,
+        max_waiting=options.max_waiting,
+        num_blocks=num_blocks,
+        block_size=_BLOCK_SIZE,
+    )
+    prefixes = None
+    if options.prefix_cache:
+        # Cached prefixes lie in the pool, and have what the requests leave of it.
+        prefixes = PrefixCache(max_bytes=budget or 2**30)
+    return AsyncEngine(model, scheduler=scheduler, prefix_cache=prefixes, max_traced=options.max_traced)
+
+
+def build_application(
+    model: Any,
+    tokenizer: Any,
+    settings: ServerSettings,
+    *,
+    engine: EngineOptions | None = None,
+    chat_template: str | None = None,
+    log: AccessLog | None = None,
+) -> ServerApplication:
+    """The application of a loaded model; its engine starts at once.
+
+    Of a Whisper model the processor takes the tokenizer's place.
+    """
+    if is_whisper(model):
+        return ServerApplication(Transcriber(model, tokenizer, settings), log)
+    served = ServedModel(
+        start_engine(model, engine or EngineOptions()),
+        tokenizer,
+        settings,
+        GenerationConfig.from_transformers(model.generation_config),
+        context_size=_context_size(model, settings.max_context),
+        chat_template=chat_template,
+    )
+    return ServerApplication(served, log)
+
+
+def _context_size(model: Any, limit: int | None) -> int | None:
+    """The positions that a model was trained for; many models run on beyond them, with nonsense."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    size = getattr(text, "max_position_embeddings", None)
+    sizes = [one for one in (size, limit) if isinstance(one, int) and one > 0]
+    return min(sizes, default=None)

@@ -1,0 +1,134 @@
+"""HTTP connections with limits: heads of requests that end, bodies that come, and clients that read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from descant.serve.api_errors import ApiError
+
+__all__ = ["limited_protocol"]
+
+MAX_HEAD_BYTES: Final = 64 * 2**10
+# Not a logger of the process: what clients send wrong must not fill the log, and errors must be seen.
+_LOGGER: Final = logging.Logger("descant.serve.http", logging.ERROR)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection of uvicorn that does not wait for ever."""
+
+    receive_seconds = 60.0  # from the first byte of a request to its last; for a new connection, to its first
+    send_seconds = 60.0  # that a client may take until it reads on
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logger = _LOGGER
+        self._head_bytes: int | None = 0  # of the request that comes; None: its head is complete
+        self._receive_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._answered: RequestResponseCycle | None = None  # the request that is answered at the moment
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._start_receive_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End all timers, and the request that is answered."""
+        self._stop_receive_timer()
+        self._stop_send_timer()
+        # uvicorn tells only the last request, which is another one if the client has sent several at once.
+        self.pipeline.clear()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read data, unless the head of the request is too long."""
+        if self.transport.is_closing():
+            return
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(ApiError(431, f"the headers must have at most {MAX_HEAD_BYTES} bytes"))
+
+    def on_message_begin(self) -> None:
+        """Begin to wait for the rest of a request."""
+        super().on_message_begin()
+        if self._receive_timer is None:
+            self._start_receive_timer()
+
+    def on_headers_complete(self) -> None:
+        """Go on with the body, which has a limit of its own."""
+        self._head_bytes = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """A whole request has come."""
+        self._stop_receive_timer()
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        self._refuse(ApiError(400, msg, code="invalid_http"))
+
+    def pause_writing(self) -> None:
+        """The client does not read."""
+        super().pause_writing()
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(self.send_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        self._stop_send_timer()
+        super().resume_writing()
+
+    def _start_receive_timer(self) -> None:
+        self._receive_timer = self.loop.call_later(self.receive_seconds, self._end_receiving)
+
+    def _stop_receive_timer(self) -> None:
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _end_receiving(self) -> None:
+        """Close the connection, unless the rest of a request only waits for the answer to the one before."""
+        cycle: RequestResponseCycle | None = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete and not cycle.more_body
+        if self.pipeline or is_answering:
+            self._start_receive_timer()
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send an error and close the connection."""
+        if self.transport.is_closing():
+            return
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.response_complete:  # else the bytes would be part of another answer
+            body = error.encode()
+            head = (
+                f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            )
+            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+def limited_protocol(receive_seconds: float) -> type[LimitedProtocol]:
+    """The connections of a server whose clients may take that long to send a request."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"receive_seconds": receive_seconds})

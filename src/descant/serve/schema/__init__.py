@@ -1,0 +1,1 @@
+"""The bodies of requests, in OpenAI's schema with every generation parameter beside it."""

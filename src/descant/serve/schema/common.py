@@ -1,0 +1,155 @@
+"""What the bodies of all endpoints have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from descant.serve.api_errors import ApiError
+
+__all__ = ["Body", "GenerationBody", "Items", "StreamOptions", "parse_body"]
+
+
+StopText = Annotated[str, Field(max_length=1024)]
+Label = Annotated[str, Field(max_length=512)]
+
+
+class Body(BaseModel):
+    """A JSON object; null counts as not given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            return {name: value for name, value in data.items() if value is not None}
+        return data
+
+
+Item = TypeVar("Item")
+# One error is enough: a list of very many wrong items would have as many.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+BodyType = TypeVar("BodyType", bound=Body)
+
+
+class StreamOptions(Body):
+    """Options of a streamed response."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # with `include_usage`: in every chunk, as load tools ask for
+    include_obfuscation: bool = False  # of OpenAI's own service; nothing is padded here
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        """Whether every chunk has the tokens used so far."""
+        return self.include_usage and self.continuous_usage_stats
+
+
+class GenerationBody(Body):
+    """The fields that chat and text completions share; others are generation parameters."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    n: int = Field(1, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=64, fail_fast=True)] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    # Labels of the client, without an effect here.
+    user: str | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    # Names of vLLM, which its clients and load tools send.
+    ignore_eos: bool = False  # an end token does not end the text
+    min_tokens: int | None = Field(None, ge=0)
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: Literal[False] = False
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # Descant's own.
+    return_token_ids: bool = False  # beside the texts
+    trace: bool = False  # record the run
+    priority: int | None = None  # lower is sooner, never sooner than 0
+    cache_salt: str | None = None  # only requests of the same key with the same salt share cached prefixes
+    negative_prompt: str | None = None  # of `guidance_scale`
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "`stream_options` has no use without `stream`", param="stream_options")
+        return self
+
+    @property
+    def extra_parameters(self) -> dict[str, Any]:
+        """What was given beside the declared fields; -1 stands for "off" in vLLM's `top_k`."""
+        extra = dict(self.model_extra or {})
+        if extra.get("top_k") == -1:
+            del extra["top_k"]
+        return extra
+
+    def parameters(self) -> dict[str, Any]:
+        """The generation parameters of the declared fields, by their names in `GenerationConfig`."""
+        values = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stop_strings": self.stop if isinstance(self.stop, str) else self.stop or None,
+            "seed": self.seed,
+            "logit_bias": self.logit_bias or None,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "max_new_tokens": self.max_tokens,
+            "num_return_sequences": self.n if self.n > 1 else None,
+            "min_new_tokens": self.min_tokens or None,
+            "grammar": self._guided_grammar(),
+        }
+        given = {name: value for name, value in values.items() if value is not None}
+        return {**given, "eos_token_id": None} if self.ignore_eos else given
+
+    def _guided_grammar(self) -> dict[str, Any] | None:
+        kinds = {
+            "json_schema": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        given = {kind: value for kind, value in kinds.items() if value is not None}
+        if len(given) > 1:
+            raise ApiError(400, "only one of the `guided_` fields may be given", param="guided_json")
+        return given or None
+
+
+def parse_body(kind: type[BodyType], data: Any) -> BodyType:
+    """A body of that kind, or the error that names the field and what it must be."""
+    if not isinstance(data, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {type(data).__name__}", code="invalid_json")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _field_error(error) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+
+
+def _field_error(error: ValidationError) -> ApiError:
+    """The first error of a body as a response."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    # The names of union members are in the path, too; those of the body are enough.
+    path = ".".join(str(part) for part in first["loc"]) or "body"
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    if first["type"] == "extra_forbidden":
+        code = "unknown_parameter"
+    return ApiError(400, f"`{path}`: {first['msg']}", param=path, code=code)

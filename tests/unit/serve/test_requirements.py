@@ -1,0 +1,46 @@
+"""The extras of the server name every package that it imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import descant.serve
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = Path(descant.serve.__file__).parent
+OWN_EXTRAS = {"audio.py": "audio", "ray_app.py": "ray"}  # of files that are imported where they are needed
+
+
+def imported_packages(path: Path) -> set[str]:
+    """The distributions of everything that a file imports, Python's own and ours left out."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            modules.add(node.module.split(".")[0])
+    modules -= {"descant", *sys.stdlib_module_names}
+    known = packages_distributions()
+    return {normal(known.get(module, [module])[0]) for module in modules}
+
+
+def normal(requirement: str) -> str:
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert name is not None
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+def test_every_imported_package_is_required():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    allowed = {normal(one) for one in [*project["dependencies"], *extras["serve"]]}
+    needed = {path.name: imported_packages(path) for path in FOLDER.rglob("*.py")}
+    assert "starlette" in needed["application.py"]
+    for name, extra in OWN_EXTRAS.items():
+        needed[name] -= {normal(one) for one in extras[extra]}
+    assert {name: missing for name, packages in needed.items() if (missing := packages - allowed)} == {}

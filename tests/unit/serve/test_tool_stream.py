@@ -1,0 +1,52 @@
+"""Tool calls of a growing text: any split gives what the whole text gives."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, parse_tool_calls
+from descant.serve.tool_stream import ToolCallStream, tool_call_json
+
+CALL = CALL_BEGIN + json.dumps({"name": "f", "arguments": {"x": 1}}) + CALL_END
+PIECES = st.sampled_from(
+    [CALL, CALL_BEGIN, CALL_END, "{}", "<tool", "_call>", "\n", " ", "a", "text", "</tool_call>", "é"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PIECES, max_size=8), st.data())
+def test_any_split_gives_the_same_content_and_calls(pieces, data):
+    text = "".join(pieces)
+    stream, content, calls = ToolCallStream(), "", []
+    start = 0
+    while start < len(text):
+        size = data.draw(st.integers(1, 9))
+        more, found = stream.put(text[start : start + size])
+        content, start = content + more, start + size
+        calls += found
+    content += stream.end()
+    assert (content, calls) == parse_tool_calls(text)
+    assert stream.num_calls == len(calls)
+
+
+def test_content_before_a_call_comes_at_once():
+    stream = ToolCallStream()
+    assert stream.put("I look it up.\n") == ("I look it up.", [])
+    assert stream.put("<tool") == ("", [])
+    assert stream.put("s are fine") == ("\n<tools are fine", [])
+
+
+def test_a_number_that_no_float_holds_is_no_call():
+    text = CALL_BEGIN + '{"name": "f", "arguments": {"x": 1e999}}' + CALL_END
+    assert parse_tool_calls(text) == (text.strip(), [])
+
+
+def test_a_call_in_openai_form_has_its_arguments_as_text():
+    [call] = parse_tool_calls(CALL)[1]
+    one = tool_call_json(call, 2)
+    assert one["index"] == 2
+    assert json.loads(one["function"]["arguments"]) == {"x": 1}
+    assert "index" not in tool_call_json(call)
