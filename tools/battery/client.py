@@ -46,6 +46,9 @@ class Client:
         """Close the connection."""
         self._connection.close()
 
+    def __del__(self) -> None:
+        self.close()
+
 
 def answered_tokens(answer: Answer) -> list[list[int]]:
     """The tokens of each choice of an answer."""
