@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, get_type_hints
+from typing import Annotated, Any, ClassVar, Final, get_type_hints
 
 import typer
 
@@ -85,6 +85,8 @@ class ConfigCommand(Command):
 class DecodingCommand(ConfigCommand):
     """Options of a command that generates: a model and how to load it."""
 
+    takes_speech: ClassVar[bool] = False  # whether it can use Whisper models
+
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
     dtype: Annotated[
         str | None, typer.Option(help=f"Precision of the weights: {', '.join(DTYPES)} (as stored).")
@@ -149,7 +151,7 @@ class DecodingCommand(ConfigCommand):
         GenerationConfig.merge(self.parameters, self.file_config())
         _ = self.loaded_recipe
         with terminal.console().status("loading"):
-            return load(self.model, self.dtype, self.device)
+            return load(self.model, self.dtype, self.device, speech=self.takes_speech)
 
     def request_extras(self) -> dict[str, Any]:
         """Keyword arguments of `stream` or a request: the recipe, the draft model and its tokenizer."""

@@ -8,7 +8,7 @@ import signal
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import typer
 
@@ -31,6 +31,8 @@ class ServeCommand(DecodingCommand):
     Generation parameters given here are defaults, which requests override. Without API keys it listens on
     this machine only. SIGTERM lets requests finish.
     """
+
+    takes_speech: ClassVar[bool] = True
 
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="The port; 0: any that is free.")] = 8000

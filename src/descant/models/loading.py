@@ -35,10 +35,13 @@ _MAX_CONFIG_BYTES: Final = 4 * 2**20
 _MAX_CONFIG_VALUES: Final = 2**16  # transformers copies and checks each value many times
 
 
-def load(name: str, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any]:
+def load(
+    name: str, dtype: str | None = None, device: str | None = None, *, speech: bool = False
+) -> tuple[Any, Any]:
     """Load a model in eval mode and its tokenizer, from a folder or by a name on the Hub.
 
-    `dtype` is one of `DTYPES`; None is "auto", the dtype of the stored weights.
+    `dtype` is one of `DTYPES`; None is "auto", the dtype of the stored weights. With `speech`, Whisper models
+    are loaded too.
     """
     torch_dtype, torch_device = _parse_dtype(dtype), check_device(device)
     with silence_transformers():
@@ -47,7 +50,7 @@ def load(name: str, dtype: str | None = None, device: str | None = None) -> tupl
             weights = WeightFiles.locate(name, getattr(config, "transformers_weights", None))
             tokenizer = _auto_tokenizer(name)
             with weights.limit_model_size():
-                model, info = _auto_class(config).from_pretrained(
+                model, info = _auto_class(config, speech).from_pretrained(
                     name,
                     config=config,
                     dtype=torch_dtype,
@@ -130,9 +133,9 @@ def load_processor(name: str) -> Any:
         return load_any(name, trust_remote_code=False)
 
 
-def _auto_class(config: Any) -> Any:
-    """The Auto class for text generation with this config."""
-    if config.model_type == "whisper":
+def _auto_class(config: Any, speech: bool = False) -> Any:
+    """The Auto class for text generation with this config; with `speech`, also of Whisper models."""
+    if speech and config.model_type == "whisper":
         return transformers.AutoModelForSpeechSeq2Seq
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM

@@ -90,7 +90,7 @@ class ServedModel:
         return None if body.negative_prompt is None else self.prompts.text(body.negative_prompt)
 
     def token_text(self, token: int) -> str:
-        """The text of one token; bytes that are no characters as in OpenAI's API."""
+        """The text of one token; bytes that are no characters are replaced."""
         text = self._token_texts.get(token)
         if text is None:
             text = self._token_texts[token] = self._make_token_text(token)
@@ -100,10 +100,7 @@ class ServedModel:
         data = self.token_data(token)
         if not data or token in self.token_bytes.special_ids:
             return self.prompts.decode([token])
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{one:02x}" for one in data)
+        return data.decode("utf-8", "replace")
 
     def token_data(self, token: int) -> bytes:
         """The bytes of one token."""
