@@ -11,16 +11,21 @@ from typing import Any, Final
 from descant.api.prompt import Message, encode_prompt, user_messages
 from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END
 
-__all__ = ["ChatPrompt"]
+__all__ = ["ChatPrompt", "tool_prompt"]
 
 # In the words of Hermes' format, whose tags the calls have.
-TOOL_PROMPT: Final = f"""\
+_TOOL_PROMPT: Final = f"""\
 You may call functions to answer the user. These are the functions, each a JSON object:
 <tools>
 %s
 </tools>
 To call a function, write a JSON object with its name and arguments between these tags:
 {CALL_BEGIN}{{"name": "function", "arguments": {{}}}}{CALL_END}"""
+
+
+def tool_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
+    """The text that shows tools to a model whose chat template does not."""
+    return _TOOL_PROMPT % "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class ChatPrompt:
         """The system prompt, with the tools if the chat template does not show them."""
         if not self.tools or self.template_has_tools:
             return self.system
-        tools = TOOL_PROMPT % "\n".join(json.dumps(tool, ensure_ascii=False) for tool in self.tools)
+        tools = tool_prompt(self.tools)
         return tools if self.system is None else f"{self.system}\n\n{tools}"
 
     def encode(self, messages: Sequence[Message]) -> dict[str, Any]:

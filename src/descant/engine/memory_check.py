@@ -27,7 +27,7 @@ from descant.kv_cache.offloaded import OffloadedStore
 from descant.kv_cache.static import StaticStore
 from descant.models.kv_shape import KVShape, kv_shape_of, max_token_bytes
 
-__all__ = ["check_kv_fits", "free_bytes", "kv_bytes_per_token", "num_growing_positions", "workload_of"]
+__all__ = ["check_kv_fits", "free_bytes", "num_growing_positions", "workload_of"]
 
 # The check is skipped for runs below this bound.
 _MIN_CHECKED_BYTES: Final = 2**30
@@ -98,7 +98,7 @@ def check_kv_fits(
         return 0
     if traits.needs_own_cache or traits.cache_type != "kv":
         return 0
-    token_bytes = kv_bytes_per_token(model, network)
+    token_bytes = _bytes_per_token(model, network)
     store = unwrap_cache(cache, torch.zeros(0, dtype=torch.long))[0]
     if isinstance(store, StaticStore):
         _check_preallocated(model, store, kind, new, token_bytes)
@@ -159,7 +159,7 @@ def _num_rows(plan: DecodingPlan) -> int:
     return workload.rows_per_prompt * workload.num_candidates * (1 + workload.has_cfg_rows)
 
 
-def kv_bytes_per_token(model: Model, network: Any) -> int | None:
+def _bytes_per_token(model: Model, network: Any) -> int | None:
     """An upper bound of the bytes of a token's keys and values; None: unknown."""
     if network not in _token_bytes_bound:
         _token_bytes_bound[network] = max_token_bytes(

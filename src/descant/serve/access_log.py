@@ -18,18 +18,16 @@ _QUIET_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
 class AccessLog:
     """Writes the log to a text stream."""
 
-    def __init__(self, stream: TextIO | None = None, *, is_enabled: bool = True) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._is_enabled = is_enabled
 
     def event(self, name: str, **values: Any) -> None:
         """Write an event of the server itself."""
-        if self._is_enabled:
-            self._write({"event": name, **values})
+        self._write({"event": name, **values})
 
     def write(self, method: str, path: str, exchange: Exchange, seconds: float) -> None:
         """Write what became of a request; probes are left out unless they fail."""
-        if not self._is_enabled or (path in _QUIET_PATHS and exchange.status == 200):
+        if path in _QUIET_PATHS and exchange.status == 200:
             return
         entry: dict[str, Any] = {
             "event": "request",

@@ -124,7 +124,7 @@ class PromptRun:
             hypothesis = hypotheses[0 if self._is_repeated else index]
             tokens = hypothesis.tokens.tolist()
             rest = tuple(tokens[choice.num_tokens :])
-            logprobs = token_logprobs(hypothesis.logprobs, choice.num_tokens)
+            logprobs = sequence_logprobs(hypothesis.logprobs, choice.num_tokens)
             self.num_new_tokens += len(rest)
             text = choice.detokenizer.put(rest) + choice.detokenizer.end()
             reason = "length" if hypothesis.reason in ("length", "time") else "stop"
@@ -132,7 +132,7 @@ class PromptRun:
         return updates
 
 
-def token_logprobs(logprobs: Logprobs | None, start: int = 0) -> tuple[TokenLogprobs, ...]:
+def sequence_logprobs(logprobs: Logprobs | None, start: int = 0) -> tuple[TokenLogprobs, ...]:
     """The log-probabilities of a sequence from a token on, as plain numbers."""
     if logprobs is None:
         return ()

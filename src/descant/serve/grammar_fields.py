@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from descant.serve.api_errors import ApiError
-from descant.serve.schema.chat import ChatBody, ResponseFormat, Tool
+from descant.serve.schema.chat import ChatBody, ResponseFormat
 
-__all__ = ["format_grammar", "grammar_of", "prompt_tools"]
-
-
-def prompt_tools(body: ChatBody) -> Sequence[Tool]:
-    """The tools that the prompt shows."""
-    return body.tools or ()
+__all__ = ["format_grammar", "grammar_of"]
 
 
 def grammar_of(body: ChatBody) -> dict[str, Any] | None:

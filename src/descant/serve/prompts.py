@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from descant.api.chat_prompt import TOOL_PROMPT
+from descant.api.chat_prompt import tool_prompt
 from descant.serve.api_errors import ApiError
 from descant.serve.chat_template import ChatTemplate
 from descant.serve.schema.chat import ChatMessage, MessageToolCall, Tool
@@ -124,7 +124,7 @@ def _with_tool_prompt(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """The messages with the tools in their system prompt."""
-    text = TOOL_PROMPT % "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = tool_prompt(tools)
     if messages and messages[0]["role"] == "system":
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
         return [first, *messages[1:]]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from descant.serve.api_errors import ApiError, api_error
 from descant.serve.exchange import Exchange
+from descant.trace.records import to_json_line
 
-__all__ = ["DONE", "EventStream", "until_disconnect", "usage_field"]
+__all__ = ["EventStream", "last_chunks", "trace_chunk", "until_disconnect", "usage_field"]
 
 Result = TypeVar("Result")
 
-DONE: Final = b"data: [DONE]\n\n"
+_DONE: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -28,6 +29,21 @@ _HEADERS: Final = {
 def usage_field(usage: Mapping[str, int]) -> bytes:
     """The tokens used so far, as a further field of a chunk."""
     return b', "usage": %b' % json.dumps(usage).encode()
+
+
+def trace_chunk(head: bytes, records: Sequence[Any]) -> bytes:
+    """A chunk of trace records; `head` is the chunk's JSON object up to its choices, left open."""
+    lines = ", ".join(to_json_line(record) for record in records)
+    return b'data: %b, "choices": [], "trace": [%b]}\n\n' % (head, lines.encode())
+
+
+def last_chunks(head: bytes, trace_id: str | None, usage: Mapping[str, int] | None) -> Iterator[bytes]:
+    """What ends a stream: a chunk with the trace's id and the usage where there are any, and `[DONE]`."""
+    fields = {"trace_id": trace_id, "usage": usage}
+    last = {name: value for name, value in fields.items() if value is not None}
+    if last:
+        yield b'data: %b, "choices": [], %b}\n\n' % (head, json.dumps(last)[1:-1].encode())
+    yield _DONE
 
 
 class ClientDisconnected(Exception):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import descant as package
-from descant.api.chat_prompt import TOOL_PROMPT, ChatPrompt
+from descant.api.chat_prompt import ChatPrompt, tool_prompt
 from descant.cli import chat
 
 PROMPT = "Once upon a time"
@@ -275,7 +275,7 @@ def test_a_template_with_tools_shows_them_itself(loaded, talker):
     _, tokenizer = loaded(talker)
     prompt = ChatPrompt(tokenizer, "Be brief.", TOOLS)
     assert not prompt.template_has_tools
-    assert prompt.system_text.startswith("Be brief.\n\n" + TOOL_PROMPT.split("%s")[0])
+    assert prompt.system_text == "Be brief.\n\n" + tool_prompt(TOOLS)
     own = tokenizer.chat_template
     tokenizer.chat_template = "{{ tools | length if tools else 'none' }}" + own
     try:

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 
 from descant.serve.exchange import Exchange, read_json
 from descant.serve.generation import ChoiceUpdate, TraceUpdate
-from descant.serve.grammar_fields import grammar_of, prompt_tools
+from descant.serve.grammar_fields import grammar_of
 from descant.serve.json_response import JsonResponse, encode_json
 from descant.serve.logprob_format import chat_logprobs
 from descant.serve.run_group import RunGroup
@@ -22,9 +22,8 @@ from descant.serve.schema.chat import ChatBody
 from descant.serve.schema.common import parse_body
 from descant.serve.served_model import EncodedPrompts, ServedModel, reserve_tokens
 from descant.serve.settings import check_model_name
-from descant.serve.streaming import DONE, EventStream, until_disconnect, usage_field
+from descant.serve.streaming import EventStream, last_chunks, trace_chunk, until_disconnect, usage_field
 from descant.serve.tool_stream import ToolCallStream, tool_call_json
-from descant.trace.records import to_json_line
 
 __all__ = ["ChatCall", "chat_completions"]
 
@@ -61,14 +60,16 @@ class ChatCall:
         parameters = model.read_parameters(self.exchange, body, implied, is_chat=True)
         prompt = await model.encode_chat(
             body.messages,
-            prompt_tools(body),
+            body.tools or (),
             variables=body.template_variables,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
         if model.settings.log_prompts:
             self.exchange.prompt = [message.text for message in body.messages]
-        negative = await asyncio.to_thread(model.encode_negative, body)
+        negative = None
+        if body.negative_prompt is not None:
+            negative = await asyncio.to_thread(model.encode_negative, body)
         [run] = model.runs(self.exchange, body, parameters, EncodedPrompts([prompt], negative))
         reserve_tokens(self.exchange, [run])
         self.group = RunGroup(self.exchange, [run])
@@ -86,7 +87,7 @@ class ChatCall:
         async with aclosing(self.group.updates()) as updates:  # type: ignore[type-var]
             async for _, update in updates:
                 if isinstance(update, TraceUpdate):
-                    yield -1, {"trace": [json.loads(to_json_line(record)) for record in update.records]}
+                    yield -1, {"trace": update.records}
                     continue
                 choice = self.choices[update.choice]
                 if choice.finish_reason is not None:
@@ -178,22 +179,16 @@ class ChatCall:
         async with aclosing(self.deltas()) as deltas:  # type: ignore[type-var]
             async for index, delta in deltas:
                 if index < 0:
-                    trace = json.dumps(delta["trace"]).encode()
-                    yield b'data: %b, "choices": [], "trace": %b}\n\n' % (head, trace)
+                    yield trace_chunk(head, delta["trace"])
                     continue
                 if index not in has_role:
                     has_role.add(index)
                     delta["role"] = "assistant"
                 usage = usage_field(self.group.usage) if has_usage else b""
                 yield b'data: %b, "choices": [%b]%b}\n\n' % (head, _chunk_choice(index, delta), usage)
-        last: dict[str, Any] = {}
-        if self.trace_id is not None:
-            last["trace_id"] = self.trace_id
-        if options is not None and options.include_usage:
-            last["usage"] = self.group.usage
-        if last:
-            yield b'data: %b, "choices": [], %b}\n\n' % (head, json.dumps(last)[1:-1].encode())
-        yield DONE
+        usage_at_end = self.group.usage if options is not None and options.include_usage else None
+        for chunk in last_chunks(head, self.trace_id, usage_at_end):
+            yield chunk
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> bytes:

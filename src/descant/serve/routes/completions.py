@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 
 from descant.serve.api_errors import ApiError
 from descant.serve.exchange import Exchange, read_json
-from descant.serve.generation import ChoiceUpdate, PromptRun, TraceUpdate, token_logprobs
+from descant.serve.generation import ChoiceUpdate, PromptRun, TraceUpdate, sequence_logprobs
 from descant.serve.grammar_fields import format_grammar
 from descant.serve.json_response import JsonResponse, encode_json
 from descant.serve.logprob_format import CompletionLogprobs
@@ -25,8 +25,7 @@ from descant.serve.schema.common import parse_body
 from descant.serve.schema.completion import CompletionBody
 from descant.serve.served_model import EncodedPrompts, ServedModel, reserve_tokens
 from descant.serve.settings import check_model_name
-from descant.serve.streaming import DONE, EventStream, until_disconnect, usage_field
-from descant.trace.records import to_json_line
+from descant.serve.streaming import EventStream, last_chunks, trace_chunk, until_disconnect, usage_field
 
 __all__ = ["completions"]
 
@@ -105,7 +104,7 @@ class CompletionCall:
         async with aclosing(self.group.updates()) as updates:  # type: ignore[type-var]
             async for prompt, update in updates:
                 if isinstance(update, TraceUpdate):
-                    yield -1, {"trace": [json.loads(to_json_line(record)) for record in update.records]}
+                    yield -1, {"trace": update.records}
                     continue
                 index = prompt * num_choices + update.choice
                 piece = self._piece(self.completions[index], update)
@@ -149,7 +148,7 @@ class CompletionCall:
         """The text of the prompt; its tokens are added to the log-probabilities."""
         ids = list(one.run.request.prompt)
         if one.logprobs is not None:
-            for token, entry in zip(ids, (None, *token_logprobs(one.run.prompt_logprobs)), strict=True):
+            for token, entry in zip(ids, (None, *sequence_logprobs(one.run.prompt_logprobs)), strict=True):
                 one.logprobs.add(int(token), entry)
         return self.model.prompts.decode(ids, skip_special_tokens=True)
 
@@ -199,20 +198,14 @@ class CompletionCall:
         async with aclosing(self.pieces()) as pieces:  # type: ignore[type-var]
             async for index, piece in pieces:
                 if index < 0:
-                    trace = json.dumps(piece["trace"]).encode()
-                    yield b'data: %b, "choices": [], "trace": %b}\n\n' % (head, trace)
+                    yield trace_chunk(head, piece["trace"])
                     continue
                 choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None, **piece}
                 usage = usage_field(self._usage) if has_usage else b""
                 yield b'data: %b, "choices": [%b]%b}\n\n' % (head, encode_json(choice), usage)
-        last: dict[str, Any] = {}
-        if self.trace_id is not None:
-            last["trace_id"] = self.trace_id
-        if options is not None and options.include_usage:
-            last["usage"] = self._usage
-        if last:
-            yield b'data: %b, "choices": [], %b}\n\n' % (head, json.dumps(last)[1:-1].encode())
-        yield DONE
+        usage_at_end = self._usage if options is not None and options.include_usage else None
+        for chunk in last_chunks(head, self.trace_id, usage_at_end):
+            yield chunk
 
 
 def _joined(updates: list[ChoiceUpdate]) -> ChoiceUpdate:
