@@ -85,13 +85,14 @@ class RunningRequests:
         rank_group: RankGroup | None = None,
         tracer: Tracer | None = None,
         noise: SamplingNoise | None = None,
+        stop_checker: StopChecker | None = None,
     ) -> None:
         self.requests: dict[int, RunningRequest] = {}
         # Of requests whose own code has raised, until they are removed. Several ranks must fail together, so
         # there each error is raised.
         self.errors: dict[int, Exception] | None = {} if rank_group is None else None
         self.noise = SamplingNoise() if noise is None else noise
-        self.stop_checker = StopChecker()
+        self.stop_checker = StopChecker() if stop_checker is None else stop_checker
         self.logprobs_recorder = LogprobsRecorder()
         self.strategies: dict[tuple[Any, ...], Strategy] = {}
         self.strategy_order: list[Strategy] = []  # by strategy id

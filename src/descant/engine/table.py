@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from descant.core.context import RowParams, columns_from_rows, row_params
 from descant.core.interfaces import RowCache, SizedCache, Wrapper
 from descant.core.records import Proposal, Selection
 from descant.core.rows import Rows, index_rows, stable_row_order
@@ -21,6 +20,7 @@ from descant.engine.cache_factory import CacheKey
 from descant.engine.explain import request_record
 from descant.engine.prefix_reuse import CachedPrefix, PrefixReuse
 from descant.engine.prompt_reader import ReadRows
+from descant.engine.request_rows import join_rows, new_rows, restored_rows
 from descant.engine.running_requests import PreparedRequest, RunningRequests
 from descant.engine.step import Observe, StepHooks, run_step
 from descant.engine.step_faults import StepFault, checked_forward, forward_or_fault
@@ -32,7 +32,6 @@ from descant.trace.tracer import Tracer
 __all__ = ["Table"]
 
 _NO_ROWS = torch.zeros(0, dtype=torch.long)
-_MAX_NEW_TOKENS_ALLOCATED = 256  # columns of the token table beyond the prompts; it grows later
 
 
 class Table:
@@ -110,7 +109,7 @@ class Table:
         self.running.sync_processor_seeds(numbers)
         for number, one in zip(numbers, resolved, strict=True):
             self.prefix_reuse.add(number, one.request, one.plan, one.prompt, self.cache)
-        rows = self._new_rows(numbers, resolved)
+        rows = new_rows(self.running, numbers, self.model.device)
         if self._tracer is not None:
             roots = []
             for number, one in zip(numbers, resolved, strict=True):
@@ -160,11 +159,9 @@ class Table:
         """Put rows of a parked request back, with what is cached of each."""
         with ExitStack() as undo:
             undo.callback(self._restore, self.cache, self.rows)
-            needed = self.running.new_columns(len(rows), row_params(rows))
-            names = needed.keys() | ({"params", self._tracer.column_name} if self._tracer else {"params"})
-            columns = {name: value for name, value in rows.columns.items() if name in names}
+            traced = () if self._tracer is None else (self._tracer.column_name,)
             cached_length = torch.tensor([one.length for one in prefixes])
-            rows = rows.replace(columns={**needed, **columns}, cached_length=cached_length)
+            rows = restored_rows(self.running, rows, traced).replace(cached_length=cached_length)
             self._append_rows(rows, prefixes, undo)
             undo.pop_all()
 
@@ -260,41 +257,10 @@ class Table:
             inputs = {name: [value] for name, value in prepared.resolved.request.inputs.items()}
             running.drafter.add_requests([number], inputs)
 
-    def _new_rows(self, numbers: Sequence[int], resolved: Sequence[ResolvedRequest]) -> Rows:
-        """One row per request, nothing of it cached."""
-        prompts = [one.prompt for one in resolved]
-        length = torch.tensor([prompt.shape[0] for prompt in prompts])
-        values = [self.running.requests[number].row_values() for number in numbers]
-        params = RowParams(columns_from_rows(values))
-        max_new = int((params["max_length"] - length).max())
-        width = int(length.max()) + min(max_new, _MAX_NEW_TOKENS_ALLOCATED)
-        device = self.model.device
-        on_device = [prompt.to(device, non_blocking=True) for prompt in prompts]
-        padded = torch.nn.utils.rnn.pad_sequence(on_device, batch_first=True)
-        tokens = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
-        tokens[:, : padded.shape[1]] = padded
-        zeros = torch.zeros_like(length)
-        return Rows(
-            tokens,
-            length=length,
-            cached_length=zeros,
-            offset=torch.tensor([one.offset for one in resolved]),
-            prompt_length=length.clone(),
-            request=torch.tensor(numbers),
-            slot=zeros.clone(),
-            columns={"params": params, **self.running.new_columns(len(prompts), params, prompts)},
-        )
-
     def _append_rows(self, new: Rows, prefixes: Sequence[CachedPrefix], undo: ExitStack) -> None:
         """Append new rows to the table, whose rows get the columns that only the new ones bring."""
         old = self.rows if len(self) else None
-        rows = new
-        if old is not None:
-            columns = dict(old.columns)
-            if not new.columns.keys() <= columns.keys():
-                columns = {**self.running.new_columns(len(old), row_params(old)), **columns}
-            # Columns that no running request needs any more are dropped.
-            rows = old.replace(columns={name: columns[name] for name in new.columns}).cat(new)
+        rows = new if old is None else join_rows(self.running, old, new)
         cached_rows = [one.cached_row for one in prefixes]
         undo.callback(self._truncate_cache, _NO_ROWS if old is None else old.cached_length)
         if any(cached_rows):
