@@ -137,6 +137,10 @@ class BatchSampler:
         self._absent.pop(number, None)
         self.errors.pop(number, None)
 
+    def fail(self, number: int, cause: Exception) -> None:
+        """End a request: it gets an end token from now on."""
+        self.errors.setdefault(number, request_error(number, cause))
+
     def is_stateful(self, number: int) -> bool:
         """Whether a request has a processor with a state, which its tokens alone do not restore."""
         return any(getattr(one, "state", None) for one in self._running.processors(number))
@@ -195,7 +199,7 @@ class BatchSampler:
 
     def _note_errors(self, errors: dict[int, Exception]) -> None:
         for number, cause in errors.items():
-            self.errors.setdefault(number, request_error(number, cause))
+            self.fail(number, cause)
         errors.clear()
 
     def _note_failed(self, selection: Selection) -> None:

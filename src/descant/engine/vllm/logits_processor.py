@@ -1,0 +1,232 @@
+"""The plug-in: vLLM's logits processor that leaves one token a row, the one that Descant chooses."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
+
+from descant.config.generation_config import GenerationConfig
+from descant.engine.batch_sampler import BatchSampler
+from descant.engine.request import Request
+from descant.engine.vllm.request_config import check_params, read_params, uses_text
+from descant.errors import DescantError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
+
+__all__ = ["DescantLogitsProcessor"]
+
+_LOG: Final = logging.getLogger(__name__)
+# Far above all logits, and finite after vLLM has divided it by any temperature.
+_CHOSEN: Final = 1e30
+_MAX_ABSENT: Final = 4096  # requests that have left the batch, and may come back
+_MAX_VOCAB: Final = 2**31 - 1
+
+
+class _BatchEntry:
+    """A request of the batch that the plug-in samples."""
+
+    def __init__(
+        self, number: int, params: SamplingParams, prompt: list[int] | None, output: list[int]
+    ) -> None:
+        self.number = number
+        self.params, self.prompt, self.output = params, prompt, output
+
+
+class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
+    """Applies the `descant` fields of `SamplingParams.extra_args`: a GenerationConfig, as a dict or as JSON.
+
+    It implements both interfaces of vLLM: that of the V1 model runner, which reports the changes of a
+    persistent batch, and that of the V2 runner, which reports slots.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device_or_states: torch.device | LogitsProcRequestState,
+        is_pin_memory: bool = False,  # noqa: ARG002 - of the V1 interface
+    ) -> None:
+        if vllm_config.speculative_config is not None:
+            raise ValueError("descant must run without speculative decoding: unset `speculative_config`")
+        model = vllm_config.model_config
+        states = None if isinstance(device_or_states, torch.device) else device_or_states
+        device = device_or_states if isinstance(device_or_states, torch.device) else device_or_states.device
+        self._states = states
+        self._model_config = model
+        self._sampler = BatchSampler(model.get_vocab_size(), device)
+        self._entries: dict[int, _BatchEntry] = {}  # by index in the batch (V1) or slot (V2)
+        # V1: requests that have left the batch. Whether they are preempted or have ended is not told.
+        self._absent: OrderedDict[int, _BatchEntry] = OrderedDict()  # by number
+        self._waiting: dict[int, SamplingParams] = {}  # V2: by slot, until their tokens are on the device
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise a ValueError for fields that cannot be applied."""
+        check_params(sampling_params, BatchSampler(_MAX_VOCAB))
+
+    def is_argmax_invariant(self) -> bool:
+        """It changes what greedy search takes."""
+        return False
+
+    # -------------------------------------------------------------------- V1
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the persistent batch."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._leave(index)
+        for index, params, prompt, output in batch_update.added:
+            self._leave(index)
+            entry = self._returning(params, prompt, output) or self._new_entry(params, prompt, output)
+            if entry is not None:
+                self._entries[index] = entry
+        for source, target, direction in batch_update.moved:
+            moved, replaced = self._entries.pop(source, None), self._entries.pop(target, None)
+            if moved is not None:
+                self._entries[target] = moved
+            if replaced is None:
+                continue
+            if direction == MoveDirectionality.SWAP:
+                self._entries[source] = replaced
+            else:
+                self._set_aside(replaced)
+
+    def _leave(self, index: int) -> None:
+        entry = self._entries.pop(index, None)
+        if entry is not None:
+            self._set_aside(entry)
+
+    def _set_aside(self, entry: _BatchEntry) -> None:
+        """Store a request that may come back, if its tokens alone would not restore it."""
+        if not self._sampler.is_stateful(entry.number) or _has_ended(entry):
+            self._sampler.remove(entry.number)
+            return
+        self._absent[entry.number] = entry
+        if len(self._absent) > _MAX_ABSENT:
+            oldest, _ = self._absent.popitem(last=False)
+            self._sampler.remove(oldest)
+
+    def _returning(
+        self, params: SamplingParams, prompt: list[int] | None, output: list[int]
+    ) -> _BatchEntry | None:
+        """The request of these tokens that has left the batch, if there is one."""
+        if not output or not self._absent:
+            return None
+        # With asynchronous scheduling vLLM makes a new list of the same tokens.
+        for entry in self._absent.values():
+            is_same = entry.output is output
+            if is_same or (entry.params is params and entry.prompt == prompt and entry.output == output):
+                del self._absent[entry.number]
+                entry.output = output
+                return entry
+        return None
+
+    def _new_entry(
+        self, params: SamplingParams, prompt: list[int] | None, output: list[int]
+    ) -> _BatchEntry | None:
+        found = read_params(params)
+        if found is None:
+            return None
+        config = found.config
+        try:
+            request = Request(prompt or [], config, tokenizer=self._tokenizer if uses_text(config) else None)
+            number = self._sampler.add(request, output, found.slot)
+        except DescantError as error:  # what the front end could not check, such as ids and grammars
+            plain = GenerationConfig(eos_token_id=config.eos_token_id, stop_token_ids=config.stop_token_ids)
+            number = self._sampler.add(Request(prompt or [], plain), output)
+            self._sampler.fail(number, error)
+            self._report_failures([number])
+        return _BatchEntry(number, params, prompt, output)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return cached_tokenizer_from_config(self._model_config)
+
+    def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
+        """Leave one token in the rows [N, V] of its requests."""
+        if ctx is not None:
+            return self._apply_slots(logits, ctx)
+        if not self._entries:
+            return logits
+        index = sorted(self._entries)
+        entries = [self._entries[one] for one in index]
+        numbers = [entry.number for entry in entries]
+        counts = [len(entry.output) for entry in entries]
+        return self._choose(logits, index, numbers, counts)
+
+    def _choose(self, logits: Tensor, index: list[int], numbers: list[int], counts: list[int]) -> Tensor:
+        rows = None if len(index) == len(logits) else torch.tensor(index, device=logits.device)
+        own = logits if rows is None else logits.index_select(0, rows)
+        num_failed = len(self._sampler.errors)
+        tokens = self._sampler.choose(numbers, counts, own)
+        if len(self._sampler.errors) > num_failed:
+            self._report_failures(numbers)
+        if self._sampler.errors:
+            # A row that has failed may hold values that are no numbers.
+            failed = [place for place, number in enumerate(numbers) if number in self._sampler.errors]
+            own[failed] = 0.0
+        own.scatter_(1, tokens[:, None], _CHOSEN)
+        return own if rows is None else logits.index_copy_(0, rows, own)
+
+    def _report_failures(self, numbers: list[int]) -> None:
+        """Log why requests end early: vLLM has no way to fail a request from here."""
+        for number in numbers:
+            if number in self._sampler.errors:
+                _LOG.error("a request ends with an end token: %s", self._sampler.errors[number])
+
+    # -------------------------------------------------------------------- V2
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Take a request into a slot; its tokens are read at its first step."""
+        entry = self._entries.pop(req_idx, None)
+        if entry is not None:
+            self._sampler.remove(entry.number)
+        self._waiting.pop(req_idx, None)
+        if read_params(sampling_params) is None:
+            return False
+        self._waiting[req_idx] = sampling_params
+        return True
+
+    def _apply_slots(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
+        assert self._states is not None
+        slots = ctx.idx_mapping_np.tolist()
+        if len(slots) != len(logits):
+            raise ValueError(f"descant must get one row a request, got {len(logits)} rows of {len(slots)}")
+        index, numbers, counts = [], [], []
+        for row, (slot, length) in enumerate(zip(slots, ctx.seq_lens_upper_bound_np.tolist(), strict=True)):
+            if slot not in self._entries and slot not in self._waiting:
+                continue
+            prompt_length = int(self._states.prompt_len.np[slot])
+            if length < prompt_length:
+                continue  # a part of the prompt: nothing is chosen
+            if slot in self._waiting:
+                self._entries[slot] = self._read_slot(slot, prompt_length, length)
+            index.append(row)
+            numbers.append(self._entries[slot].number)
+            counts.append(length - prompt_length)
+        return self._choose(logits, index, numbers, counts) if index else logits
+
+    def _read_slot(self, slot: int, prompt_length: int, length: int) -> _BatchEntry:
+        assert self._states is not None
+        tokens = self._states.all_token_ids.gpu[slot, :length].tolist()
+        entry = self._new_entry(self._waiting.pop(slot), tokens[:prompt_length], tokens[prompt_length:])
+        assert entry is not None
+        return entry
+
+
+def _has_ended(entry: _BatchEntry) -> bool:
+    """Whether a request has all its tokens."""
+    output, params = entry.output, entry.params
+    if params.max_tokens is not None and len(output) >= params.max_tokens:
+        return True
+    return bool(output) and output[-1] in params.all_stop_token_ids

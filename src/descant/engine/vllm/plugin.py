@@ -1,0 +1,53 @@
+"""What vLLM runs when it starts: complete checks of requests before they reach a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+
+from descant.engine.batch_sampler import BatchSampler
+from descant.engine.request import Request
+from descant.engine.vllm.request_config import PLUGIN_KEY, check_params, read_params, uses_text
+
+__all__ = ["register"]
+
+_Validator = Callable[[SamplingParams], None]
+
+
+def register() -> None:
+    """Check Descant's fields in vLLM's front end, where an error is the request's own.
+
+    vLLM skips installed logits processors without a word if it drafts tokens, and it checks a request before
+    it knows vocabulary and tokenizer. Both are known to its input processor, whose check is extended here.
+    It is the entry point `vllm.general_plugins`, which vLLM calls in each of its processes.
+    """
+    original = InputProcessor._build_logits_processors_params_validator
+    if getattr(original, "checks_descant", False):
+        return
+
+    def build(self: InputProcessor) -> _Validator:
+        validate: _Validator = original(self)
+        sampler = BatchSampler(self.model_config.get_vocab_size())
+
+        def check(params: SamplingParams) -> None:
+            validate(params)
+            if PLUGIN_KEY not in (params.extra_args or {}):
+                return
+            if self.vllm_config.speculative_config is not None:
+                raise ValueError(
+                    f"extra_args[{PLUGIN_KEY!r}] must be unset with speculative decoding, under which vLLM "
+                    "skips logits processors: unset `speculative_config`, or use a Descant session"
+                )
+            check_params(params, sampler)
+            found = read_params(params)
+            if found is not None and uses_text(found.config):
+                # Compiled here once: an error must not reach the worker. Any token will do as a prompt.
+                request = Request([0], found.config, tokenizer=self.tokenizer)
+                sampler.remove(sampler.add(request))
+
+        return check
+
+    build.checks_descant = True  # type: ignore[attr-defined]
+    InputProcessor._build_logits_processors_params_validator = build

@@ -1,0 +1,173 @@
+"""Between a GenerationConfig and vLLM's SamplingParams, in both directions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from vllm import SamplingParams
+
+from descant.config.generation_config import GenerationConfig
+from descant.decoding.processors.base import as_id_list
+from descant.engine.batch_sampler import BatchSampler
+from descant.engine.vllm.field_support import FIELD_SUPPORT, check_fields
+from descant.errors import ConfigError, InputError
+
+__all__ = [
+    "PLUGIN_KEY",
+    "RequestConfig",
+    "check_params",
+    "read_params",
+    "to_sampling_params",
+    "uses_text",
+]
+
+PLUGIN_KEY: Final = "descant"  # of `SamplingParams.extra_args`
+
+# Parameters by which vLLM itself would change the logits beside the plug-in, with the fields for the same.
+_REPLACED: Final[Mapping[str, str]] = {
+    "logit_bias": "logit_bias",
+    "bad_words": "bad_words_ids",
+    "allowed_token_ids": "suppress_tokens",
+    "min_tokens": "min_new_tokens",
+    "structured_outputs": "grammar",
+    "thinking_token_budget": "thinking_budget",
+    "repetition_detection": "no_repeat_ngram_size",
+}
+# Parameters that mean the same as the field, and their neutral values. What vLLM does by them to the one
+# token that the plug-in has chosen changes nothing.
+_SHARED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+}
+_SAMPLING_ONLY: Final = ("top_p", "min_p")
+
+
+class RequestConfig(NamedTuple):
+    """The merged config of a request that the plug-in samples, and the index of its sequence."""
+
+    config: GenerationConfig
+    slot: int
+
+
+def to_sampling_params(config: GenerationConfig, prompt_length: int, **others: Any) -> SamplingParams:
+    """The parameters of a merged config for a prompt of that length; `others` are vLLM's own.
+
+    Everything that changes or chooses tokens is the plug-in's. Lengths, end tokens and `n` are vLLM's.
+    """
+    check_fields(config, ("vllm", "plug-in", "engine"))
+    ends = as_id_list(config.eos_token_id)
+    stops = [*ends, *(token for token in as_id_list(config.stop_token_ids) if token not in ends)]
+    given = json.loads(config.to_json_string())
+    fields = {name: value for name, value in given.items() if FIELD_SUPPORT[name].by == "plug-in"}
+    fields |= {"do_sample": config.do_sample, "eos_token_id": ends, "stop_token_ids": stops[len(ends) :]}
+    if config.do_sample:
+        fields |= {"temperature": config.temperature, "top_k": config.top_k}
+    return SamplingParams(
+        n=config.num_return_sequences,
+        temperature=0.0,
+        seed=config.seed,
+        max_tokens=_max_new_tokens(config, prompt_length),
+        stop_token_ids=stops or None,
+        ignore_eos=True,
+        extra_args={PLUGIN_KEY: fields},
+        **others,
+    )
+
+
+def _max_new_tokens(config: GenerationConfig, prompt_length: int) -> int:
+    if config.max_new_tokens is not None:
+        return config.max_new_tokens
+    if "max_length" not in config.given:
+        return int(config.max_length)  # the default counts new tokens
+    if config.max_length <= prompt_length:
+        must = f"must be > the {prompt_length} tokens of the prompt"
+        raise ConfigError("max_length", must, config.max_length, "raise it or set max_new_tokens")
+    return config.max_length - prompt_length
+
+
+def check_params(params: SamplingParams, sampler: BatchSampler) -> None:
+    """Raise a ValueError for parameters that the plug-in cannot apply exactly."""
+    found = read_params(params)
+    if found is None:
+        return
+    count = found.config.num_return_sequences
+    if count not in (1, params.n):
+        raise ConfigError("num_return_sequences", f"must be `n` ({params.n})", count, "leave it out")
+    sampler.plan(found.config)
+
+
+def read_params(params: SamplingParams) -> RequestConfig | None:
+    """The config of a request, by its parameters; None: it is not for the plug-in."""
+    given = _given_fields(params)
+    if given is None:
+        return None
+    for name, field in _REPLACED.items():
+        if getattr(params, name, None):
+            do = f"give `{field}` in extra_args[{PLUGIN_KEY!r}]"
+            raise InputError(name, "must be unset beside Descant's fields", getattr(params, name), do)
+    values = {**given}
+    is_sampling = bool(values.setdefault("do_sample", params.temperature > 0))
+    if is_sampling:
+        values.setdefault("temperature", params.temperature or 1.0)
+        values.setdefault("top_k", max(params.top_k, 0))
+    for name, neutral in _SHARED.items():
+        own = getattr(params, name)
+        if own in neutral or (name in _SAMPLING_ONLY and not is_sampling):
+            continue
+        if values.setdefault(name, own) != own:
+            must = f"must be the same in both places, it is {own} in the request's own field"
+            raise InputError(name, must, values[name], "give it once")
+    if values.get("seed") is None:
+        values["seed"] = params.seed
+    slot = 0 if params.seed is None or given.get("seed") is None else params.seed - given["seed"]
+    _check_stops(params, values)
+    if params.max_tokens is not None:
+        values["max_new_tokens"] = params.max_tokens
+    config = GenerationConfig.merge({}, GenerationConfig(**values), None)
+    check_fields(config, ("vllm", "plug-in"))
+    return RequestConfig(config, slot)
+
+
+def uses_text(config: GenerationConfig) -> bool:
+    """Whether the plug-in needs the tokenizer for a config."""
+    breakers = config.dry_sequence_breakers if config.dry_multiplier else None
+    return config.grammar is not None or any(isinstance(one, str) for one in breakers or ())
+
+
+def _given_fields(params: SamplingParams) -> dict[str, Any] | None:
+    """The fields for the plug-in: a dict, or JSON text, which is all that HTTP can carry."""
+    given = (params.extra_args or {}).get(PLUGIN_KEY)
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = json.loads(given)
+    if given is None or isinstance(given, dict):
+        return given
+    raise InputError(PLUGIN_KEY, "must be a dict of fields, or one as JSON text", given)
+
+
+def _check_stops(params: SamplingParams, values: dict[str, Any]) -> None:
+    """Raise for ends of sequences that vLLM does not know of; the end tokens that it does are filled in."""
+    known = set(params.stop_token_ids or ())
+    ends: Sequence[int] = as_id_list(values.get("eos_token_id"))
+    if "eos_token_id" not in values:
+        others = params.all_stop_token_ids - known
+        values["eos_token_id"] = sorted(others) or None
+    elif not (params.ignore_eos and set(ends) <= known):
+        must = "must be among `stop_token_ids` of the request, with `ignore_eos`"
+        raise InputError("eos_token_id", must, values["eos_token_id"], "use descant.VLLM, or leave it out")
+    if "stop_token_ids" not in values:
+        values["stop_token_ids"] = sorted(known - set(ends)) or None
+    elif not set(as_id_list(values["stop_token_ids"])) <= known:
+        must = "must be among `stop_token_ids` of the request"
+        raise InputError("stop_token_ids", must, values["stop_token_ids"], "give them there alone")
+    for name in ("max_new_tokens", "max_length"):
+        own = values.pop(name, None)
+        if own is not None and (name == "max_length" or own != params.max_tokens):
+            must = f"must be given as `max_tokens` of the request, which is {params.max_tokens}"
+            raise InputError(name, must, own, "leave it out")
