@@ -110,6 +110,7 @@ from descant.engine.events import AgreedTokens, NewToken, TokenLogprobs, TraceRe
 from descant.engine.explain import explain_config as _explain_config
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Event, Failed, Finished, Report, Request, Session, Tokens
+from descant.engine.vllm.vllm_engine import VLLM
 from descant.errors import (
     ChangedRecipe,
     ConfigError,
@@ -173,6 +174,7 @@ __version__ = "0.1.0"
 GenerationConfig.explainer = _explain_config
 
 __all__ = [
+    "VLLM",
     "AdaptivePLogitsWarper",
     "AgreedTokens",
     "AllowedSequences",

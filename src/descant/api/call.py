@@ -19,6 +19,7 @@ from descant.core.interfaces import RowCache
 from descant.core.records import Hypothesis, Observation
 from descant.decoding.guidance.cfg import NEGATIVE_PROMPT_KEY
 from descant.engine.planner import pad_token_id
+from descant.engine.protocol import Engine, is_engine
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Request, Session
 from descant.errors import ConfigError, InputError
@@ -29,7 +30,16 @@ from descant.recipes.recipe import Recipe
 from descant.tokenization.token_healing import HealedSuffix
 from descant.trace.tracer import Tracer
 
-__all__ = ["Call", "CallOptions", "as_tuple", "bind_inputs", "merge_configs", "num_rows", "pop_recipe"]
+__all__ = [
+    "Call",
+    "CallOptions",
+    "as_tuple",
+    "bind_inputs",
+    "engine_or_model",
+    "merge_configs",
+    "num_rows",
+    "pop_recipe",
+]
 
 # Fields of the call as a whole: they must be equal for all prompts.
 _SHARED_FIELDS = (
@@ -135,15 +145,20 @@ class Call:
     ) -> None:
         self.options = options
         self.user_cache = None if options.past is None else UserCache(options.past)
-        cache = _requested_cache(options.config, self.user_cache)
-        self.session = Session(
-            model,
-            states=states,
-            observe=observe,
-            cache=cache,
-            trace=options.tracer,
-            scheduler=options.scheduler,
-        )
+        self.session: Engine
+        if is_engine(model):
+            _check_engine_options(options)
+            self.session = model
+        else:
+            cache = _requested_cache(options.config, self.user_cache)
+            self.session = Session(
+                model,
+                states=states,
+                observe=observe,
+                cache=cache,
+                trace=options.tracer,
+                scheduler=options.scheduler,
+            )
         self.criteria = tuple(options.criteria)  # as they are called
         traits = self.session.traits
         if self.user_cache is not None and traits.cache_type == "kv" and not traits.is_encoder_decoder:
@@ -154,13 +169,13 @@ class Call:
 
     def admit(self, inputs: Mapping[str, Any]) -> RaggedPrompts:
         """Admit the prompts given as model inputs."""
-        options, model = self.options, self.session.model
+        options = self.options
         # Arguments of the call win over those in the config.
         inputs = {**thaw(options.config.generation_kwargs), **inputs}
         negative = _negative_prompts(
             inputs.pop(NEGATIVE_PROMPT_KEY, None), inputs.pop("negative_prompt_attention_mask", None)
         )
-        prompts = prepare_prompts(inputs, options.config, model.traits, model.device)
+        prompts = prepare_prompts(inputs, options.config, self.session.traits, self.session.device)
         if negative is not None:
             if len(negative) != len(prompts):
                 must = f"must have one row for each of the {len(prompts)} prompts"
@@ -248,7 +263,7 @@ class Call:
 
     def _returns_cache(self, num_sequences: int) -> bool:
         """Whether the cache of the returned sequences is written back or returned."""
-        config, traits = self.options.config, self.session.model.traits
+        config, traits = self.options.config, self.session.traits
         if traits.is_encoder_decoder:
             return False  # the cross-attention cache is not part of a row's cache
         is_supported = traits.cache_type == "kv" or (traits.cache_type == "recurrent" and num_sequences == 1)
@@ -289,6 +304,27 @@ class Call:
             first_rows[request] = next_row
             next_row += count(config)
         return first_rows
+
+
+def engine_or_model(model: Any, engine: Any) -> Any:
+    """What runs a call: the engine where one is given, else the model."""
+    if engine is None:
+        return model
+    if model is not None:
+        must = "must be None beside `engine`, which has a model of its own"
+        raise InputError("model", must, type(model).__name__, "pass None as the model")
+    if not is_engine(engine):
+        raise InputError("engine", "must be an engine, such as descant.VLLM(...)", engine)
+    return engine
+
+
+def _check_engine_options(options: CallOptions) -> None:
+    """Raise for what only a session of the call's own can do."""
+    parts = {"past_key_values": options.past, "trace": options.tracer, "scheduler": options.scheduler}
+    for name, value in parts.items():
+        if value is not None:
+            do = "leave one of them out"
+            raise InputError(name, "must be None with `engine`", type(value).__name__, do)
 
 
 def _requested_cache(config: GenerationConfig, user_cache: UserCache | None) -> RowCache | None:

@@ -10,11 +10,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from descant.api.call import CallOptions, as_tuple, bind_inputs, pop_recipe
+from descant.api.call import CallOptions, as_tuple, bind_inputs, engine_or_model, pop_recipe
 from descant.api.generate_call import GenerateCall
 from descant.api.outputs import GenerateOutput
 from descant.api.whisper.call import TranscribeCall, transcribe
 from descant.config.generation_config import FIELDS
+from descant.engine.protocol import is_engine
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.errors import ConfigError, InputError, NotInThisVersion
 from descant.models.hf_callback import config_from_hf, inputs_from_hf, is_hf_prepared, user_criteria
@@ -59,7 +60,8 @@ def generate(  # noqa: PLR0913 - the documented order of arguments
     - `scheduler`: a `descant.SchedulerConfig` with limits on rows, tokens a step and KV blocks. Prompts wait
       until there is room; the order of results stays the same, and so do tokens, but for sampling without a
       `seed`. A prompt that can never fit raises `InputError`, more prompts than `max_waiting` raise
-      `EngineFull`.
+      `EngineFull`;
+    - `engine`: a `descant.VLLM` that runs the requests; then `model` is None.
 
     `negative_prompt_ids` [B, L] are for guidance. With `use_model_defaults=False` a `generation_config` takes
     only special tokens from the model's own. It and `seed` may be lists with one entry per prompt. Returns
@@ -104,6 +106,8 @@ def _generate(
 ) -> Tensor | GenerateOutput:
     """Run a call with the arguments of the signature by name, and its keyword arguments."""
     given = {name: named[name] for name in _KEYWORD_LIKE if named[name] is not None}
+    kwargs = dict(kwargs)
+    model = engine_or_model(model, kwargs.pop("engine", None))
     with synchronized_processes(model, named["synced_gpus"]):
         recipe, others = pop_recipe({**kwargs, **given})
         scheduler = others.pop("scheduler", None)
@@ -127,7 +131,8 @@ def _generate(
 
 def _run_front_end(args: _GenerateArgs) -> Tensor | GenerateOutput:
     """Run a call by the first front end that matches, or as it is."""
-    for front_end in _FRONT_ENDS:
+    # The others are for models of certain kinds, and an engine is none.
+    for front_end in _FRONT_ENDS[:1] if is_engine(args.model) else _FRONT_ENDS:
         adapter = front_end.match(args)
         if adapter is not None:
             _validate_arguments(front_end, args)

@@ -22,7 +22,7 @@ from descant.api.step_recorder import OutputLayout, StepRecorder
 from descant.config.generation_config import STEP_OUTPUT_FIELDS, GenerationConfig
 from descant.core.records import Hypothesis
 from descant.engine.planner import pad_token_id
-from descant.engine.session import Failed, Finished, Tokens
+from descant.engine.session import Failed, Finished, Session, Tokens
 from descant.errors import ConfigError, ConstraintError, InputError
 from descant.models.eager_attention import with_eager_attention
 
@@ -119,7 +119,7 @@ class GenerateCall:
         new_tokens = torch.full((len(hypotheses), num_new), self._pad_token_id)
         for row, hypothesis in enumerate(hypotheses):
             new_tokens[row, : len(hypothesis.tokens)] = hypothesis.tokens
-        device = self.session.model.device
+        device = self.session.device
         counts = torch.tensor([len(group) for group in results], device=device)
         sequences = torch.cat((prompts.padded_ids.repeat_interleave(counts, 0), new_tokens.to(device)), 1)
         if not self.config.return_dict_in_generate:
@@ -153,7 +153,7 @@ class GenerateCall:
                 values["unmet_constraints"] = tuple(one.unmet_constraints or () for one in hypotheses)
             starts = [first_rows[request] for request in self.call.request_ids]
             values["beam_indices"] = _beam_indices(results, starts, num_new).to(sequences.device)
-        is_encoder_decoder = self.session.model.traits.is_encoder_decoder
+        is_encoder_decoder = self.session.traits.is_encoder_decoder
         output: GenerateOutput = _OUTPUT_CLASSES[has_beams, is_encoder_decoder](**values)
         return output
 
@@ -172,11 +172,12 @@ class GenerateCall:
         values: dict[str, Any] = {
             name: self.recorder.step_tensors(name, layout) for name in ("scores", "logits")
         }
-        is_encoder_decoder = self.session.model.traits.is_encoder_decoder
+        is_encoder_decoder = self.session.traits.is_encoder_decoder
         for name in _DECODER_STATES if is_encoder_decoder else self.states:
             if name.endswith(self.states):
                 values[name] = self._drop_cached_positions(name, self.recorder.states(name, layout))
         if is_encoder_decoder:
+            assert isinstance(self.session, Session)
             encoder_output = self.session.model.encoder_output
             values |= {f"encoder_{name}": encoder_output.get(name) for name in self.states}
         return values
@@ -192,8 +193,8 @@ class GenerateCall:
         return (first, *states[1:])
 
     def _validate_attention_backend(self) -> None:
-        if "attentions" in self.states and self.session.model.traits.attn_implementation != "eager":
-            backend = self.session.model.traits.attn_implementation
+        if "attentions" in self.states and self.session.traits.attn_implementation != "eager":
+            backend = self.session.traits.attn_implementation
             do = 'load the model with attn_implementation="eager"'
             must = f"needs attention weights, which {backend!r} does not return"
             raise InputError("output_attentions", must, True, do)

@@ -12,12 +12,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from descant.api.call import Call, CallOptions, as_tuple, bind_inputs, pop_recipe
+from descant.api.call import Call, CallOptions, as_tuple, bind_inputs, engine_or_model, pop_recipe
 from descant.api.inputs import encode_texts
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
 from descant.core.interfaces import RankGroup
 from descant.core.records import Hypothesis
-from descant.engine.session import Event, Failed, Finished, Session, Tokens
+from descant.engine.protocol import Engine, is_engine
+from descant.engine.session import Event, Failed, Finished, Tokens
 from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
 from descant.models.rank_group import all_ranks_or_none
 from descant.models.whisper import is_whisper
@@ -37,8 +38,8 @@ class StreamEvent:
     """New tokens and final text of one sequence, and in its last event the finish reason.
 
     `logprob` and `raw_logprob` are the log-probabilities of the tokens after and before the processors,
-    unless `logprobs` is None. For tokens of a common prefix of beams they are None: `hypothesis`, in the last
-    event of a sequence, has them with the score and all tokens.
+    unless `logprobs` is None or an `engine` runs the call. For tokens of a common prefix of beams they are
+    None: `hypothesis`, in the last event of a sequence, has them with the score and all tokens.
     """
 
     row: int  # index of the prompt
@@ -69,7 +70,8 @@ def stream(
     a text or a list of texts. Events of all prompts and sequences are interleaved. With beam search, tokens
     are emitted once all beams share them. Iterate with `for` or `async for`; `close`, or leaving `with`,
     cancels the running and waiting requests. With a `scheduler`, prompts wait until its limits have room for
-    them. With `trace=True` or a `descant.Tracer`, `Stream.trace` is the trace so far.
+    them. With an `engine`, such as `descant.VLLM`, `model` is None. With `trace=True` or a
+    `descant.Tracer`, `Stream.trace` is the trace so far.
     """
     if is_whisper(model):
         name = type(model).__name__
@@ -77,6 +79,7 @@ def stream(
             f"`stream` does not support {name}: use descant.generate, with a streamer for short audio"
         )
     recipe, kwargs = pop_recipe(kwargs)
+    model = engine_or_model(model, kwargs.pop("engine", None))
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
     past = kwargs.pop("past_key_values", None)
     use_model_defaults = kwargs.pop("use_model_defaults", None) is not False
@@ -86,7 +89,7 @@ def stream(
         fields = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
         _validate_no_record_fields(fields, generation_config)
         configs = generation_config if isinstance(generation_config, list | tuple) else (generation_config,)
-        if all(getattr(config, "logprobs", None) is None for config in configs):
+        if not is_engine(model) and all(getattr(config, "logprobs", None) is None for config in configs):
             fields = {"logprobs": 0, **fields}
         options = CallOptions.from_call(
             model,
@@ -110,13 +113,13 @@ class Stream:
 
     def __init__(self, model: Any, options: CallOptions, inputs: Any, others: Mapping[str, Any]) -> None:
         call = self._call = Call(model, options)
-        self.session: Session = call.session
+        self.session: Engine = call.session
         self._results: dict[int, Finished] = {}
         self._event_queue: deque[StreamEvent] = deque()
         self._finished = False
         # A cancelled `__anext__` leaves its step running in a thread; the next caller waits for it.
         self._lock = threading.Lock()
-        self._rank_group: RankGroup | None = self.session.model.rank_group
+        self._rank_group: RankGroup | None = self.session.rank_group
         with torch.no_grad():
             prompts = self._prompts = call.admit(_model_inputs(model, inputs, options.tokenizer, others))
         self._prompt_streams = {

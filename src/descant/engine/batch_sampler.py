@@ -24,7 +24,7 @@ from descant.engine.step import StepHooks, run_step
 from descant.engine.step_faults import StepFault, request_error
 from descant.errors import ConfigError, InputError, RowError
 
-__all__ = ["BatchSampler", "check_external_plan"]
+__all__ = ["BatchSampler", "check_external_plan", "logits_traits"]
 
 # What decides where a sequence ends, and what is recorded of it: both belong to the engine with the model.
 _ENGINE_FIELDS: Final = ("stop_strings", "stop_regex", "max_time", "logprobs")
@@ -98,7 +98,7 @@ class BatchSampler:
         context_length: int | None = None,
     ) -> None:
         self.errors: dict[int, RowError] = {}  # of requests for which no token could be chosen
-        self._model = _LogitsSource(_logits_traits(vocab_size, context_length), torch.device(device))
+        self._model = _LogitsSource(logits_traits(vocab_size, context_length), torch.device(device))
         self._admission = Admission(None, self._model)
         self._running = RunningRequests(self._model.device, stop_checker=_NoStops())
         self._tokenizer = tokenizer
@@ -330,7 +330,8 @@ class _NoStops(StopChecker):
         return []
 
 
-def _logits_traits(vocab_size: int, context_length: int | None) -> ModelTraits:
+def logits_traits(vocab_size: int, context_length: int | None) -> ModelTraits:
+    """The traits of a decoder that another engine runs."""
     return ModelTraits(
         is_encoder_decoder=False,
         supports_position_ids=True,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol, TypeGuard
 
+import torch
 from torch import Tensor
 
 from descant.core.interfaces import ModelTraits, RankGroup
@@ -13,7 +14,7 @@ from descant.engine.request import Request
 from descant.errors import DescantError
 from descant.trace.trace import Trace
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "is_engine"]
 
 
 class Engine(Protocol):
@@ -26,6 +27,11 @@ class Engine(Protocol):
     @property
     def traits(self) -> ModelTraits:
         """The traits of its model, with which prompts are prepared."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its prompts and results."""
         ...
 
     @property
@@ -43,6 +49,21 @@ class Engine(Protocol):
         """The number of running rows."""
         ...
 
+    @property
+    def running(self) -> Iterable[int]:
+        """The requests that run and have not ended."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """The requests that wait for room."""
+        ...
+
+    @property
+    def beam_requests(self) -> Collection[int]:
+        """The running requests whose tokens come only at their end."""
+        ...
+
     def __len__(self) -> int:
         """The number of running requests."""
         ...
@@ -51,10 +72,21 @@ class Engine(Protocol):
         """The error that `admit` would raise because of the request itself; None: it can be admitted."""
         ...
 
-    def admit(self, *requests: Request, noise_rows: int = 0) -> list[int]:
+    def has_grammar(self, request: Request) -> bool:
+        """Whether a request has a grammar that is not compiled yet."""
+        ...
+
+    def compile_grammar(self, request: Request) -> Request:
+        """The request with its grammar compiled; any thread may call it beside a step."""
+        ...
+
+    def admit(
+        self, *requests: Request, noise_rows: int = 0, numbers: Sequence[int] | None = None
+    ) -> list[int]:
         """Add requests, all or none; return their ids.
 
         `noise_rows` is for calls that share torch's generator: the number of rows that noise is drawn for.
+        `numbers` are ids that the caller chooses, for all requests of the engine or for none.
         """
         ...
 
@@ -77,3 +109,9 @@ class Engine(Protocol):
     def report(self) -> Report:
         """What it has done so far, and what it holds."""
         ...
+
+
+def is_engine(candidate: object) -> TypeGuard[Engine]:
+    """Whether an object runs requests itself, as a model does not."""
+    # `isinstance` of a protocol is slow, and this runs in every call.
+    return hasattr(candidate, "admit") and hasattr(candidate, "step")

@@ -111,6 +111,12 @@ class Session:
         return traits
 
     @property
+    def device(self) -> torch.device:
+        """The device of its prompts."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
     def rank_group(self) -> RankGroup | None:
         """The processes that run the same requests; None: there is one."""
         return self._rank_group

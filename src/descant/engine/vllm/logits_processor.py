@@ -19,6 +19,7 @@ from descant.config.generation_config import GenerationConfig
 from descant.engine.batch_sampler import BatchSampler
 from descant.engine.request import Request
 from descant.engine.vllm.request_config import check_params, read_params, uses_text
+from descant.engine.vllm.request_failures import FAILURES, REQUEST_ID_KEY
 from descant.errors import DescantError
 
 if TYPE_CHECKING:
@@ -146,7 +147,10 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
             plain = GenerationConfig(eos_token_id=config.eos_token_id, stop_token_ids=config.stop_token_ids)
             number = self._sampler.add(Request(prompt or [], plain), output)
             self._sampler.fail(number, error)
-            self._report_failures([number])
+            name = _request_name(params)
+            if name is not None:
+                FAILURES[name] = self._sampler.errors[number]
+            _LOG.error("a request ends with an end token: %s", error)
         return _BatchEntry(number, params, prompt, output)
 
     @cached_property
@@ -180,10 +184,17 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         return own if rows is None else logits.index_copy_(0, rows, own)
 
     def _report_failures(self, numbers: list[int]) -> None:
-        """Log why requests end early: vLLM has no way to fail a request from here."""
+        """Say why requests end early: vLLM has no way to fail a request from here."""
+        names = {entry.number: _request_name(entry.params) for entry in self._entries.values()}
         for number in numbers:
-            if number in self._sampler.errors:
-                _LOG.error("a request ends with an end token: %s", self._sampler.errors[number])
+            error = self._sampler.errors.get(number)
+            if error is None:
+                continue
+            name = names.get(number)
+            if name is None:
+                _LOG.error("a request ends with an end token: %s", error)
+            else:
+                FAILURES[name] = error
 
     # -------------------------------------------------------------------- V2
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
@@ -222,6 +233,12 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         entry = self._new_entry(self._waiting.pop(slot), tokens[:prompt_length], tokens[prompt_length:])
         assert entry is not None
         return entry
+
+
+def _request_name(params: SamplingParams) -> str | None:
+    """The name of a request of `descant.VLLM`, which reports its failure."""
+    name = (params.extra_args or {}).get(REQUEST_ID_KEY)
+    return name if isinstance(name, str) else None
 
 
 def _has_ended(entry: _BatchEntry) -> bool:

@@ -70,7 +70,8 @@ def to_sampling_params(config: GenerationConfig, prompt_length: int, **others: A
         fields |= {"temperature": config.temperature, "top_k": config.top_k}
     return SamplingParams(
         n=config.num_return_sequences,
-        temperature=0.0,
+        # Greedy search is vLLM's fastest way to take the one token that is left; it refuses `n` > 1 there.
+        temperature=0.0 if config.num_return_sequences == 1 else 1.0,
         seed=config.seed,
         max_tokens=_max_new_tokens(config, prompt_length),
         stop_token_ids=stops or None,

@@ -1,0 +1,389 @@
+"""Descant's requests on vLLM: its scheduler and kernels, Descant's processors and events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from descant.config.generation_config import GenerationConfig
+from descant.core.interfaces import ModelTraits, RankGroup
+from descant.core.records import Hypothesis, Tokens
+from descant.engine.admission import draw_seed
+from descant.engine.batch_sampler import BatchSampler, logits_traits
+from descant.engine.events import Event, Failed, Finished, Report
+from descant.engine.protocol import Engine
+from descant.engine.request import Request, compile_request_grammar
+from descant.engine.scheduling.config import SchedulerConfig
+from descant.engine.vllm.request_failures import FAILURES, REQUEST_ID_KEY
+from descant.engine.vllm.sequence_stops import SequenceStops
+from descant.errors import DeadlineExceeded, DescantError, EngineFull, InputError, MissingExtra
+from descant.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+__all__ = ["VLLM"]
+
+# What a request may hold for a session, and vLLM has no use for.
+_REFUSED_PARTS: Final = {
+    "logits_processor": "must be empty: functions cannot be sent to vLLM's workers",
+    "stopping_criteria": "must be empty: vLLM does not call functions",
+    "assistant_model": "must be None: vLLM drafts by its own settings",
+    "past_key_values": "must be None: the keys and values are vLLM's",
+    "return_past_key_values": "must be False: the keys and values are vLLM's",
+    "recipe": "must be None: a recipe needs Descant's own loop",
+    "prompt_logprobs": "must be None on vLLM",
+}
+
+
+@dataclass
+class _Sequence:
+    """One sequence of a request."""
+
+    name: str  # of vLLM's request
+    request: int
+    slot: int
+    state: int  # of its stop strings
+    tokens: list[int] = field(default_factory=list)
+    result: Hypothesis | None = None
+
+
+@dataclass
+class _VLLMRequest:
+    """A request that vLLM runs, with one request of vLLM's own for each sequence."""
+
+    stops: SequenceStops
+    max_tokens: int
+    deadline: float | None  # monotonic seconds
+    sequences: list[_Sequence] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        return all(one.result is not None for one in self.sequences)
+
+
+class VLLM:
+    """An engine of requests on vLLM: `descant.generate(None, ids, engine=descant.VLLM("models/smollm2"))`.
+
+    It chooses the tokens that a session would choose with the same config and seed, up to the rounding of
+    vLLM's kernels. What needs Descant's own loop (beams, contrastive search, DoLa, guidance, speculation) is
+    refused. `options` are arguments of vLLM's `EngineArgs`. It implements the `Engine` interface.
+    """
+
+    def __init__(self, model: str, *, max_waiting: int | None = None, **options: Any) -> None:
+        if options.get("speculative_config") is not None:
+            do = "leave it out"
+            raise InputError("speculative_config", "must be None with descant.VLLM", "a config", do)
+        self.llm = _start(model, options)
+        self.max_waiting = max_waiting
+        model_config = self.llm.model_config
+        self.generation_config = GenerationConfig.from_transformers(
+            model_config.try_get_generation_config() or {}
+        )
+        if self.generation_config.eos_token_id is None:
+            eos = getattr(model_config.hf_text_config, "eos_token_id", None)
+            self.generation_config = self.generation_config.replace(eos_token_id=eos)
+        traits = logits_traits(model_config.get_vocab_size(), model_config.max_model_len)
+        self.traits: ModelTraits = replace(traits, max_positions=model_config.max_model_len)
+        self.device = torch.device("cpu")  # of the prompts
+        self.steps = 0
+        self.beam_requests: set[int] = set()
+        self._sampler = BatchSampler(self.traits.vocab_size)  # for checks alone
+        self._requests: dict[int, _VLLMRequest] = {}
+        self._sequences: dict[str, _Sequence] = {}  # by name
+        self._numbers = count()
+        self._name = uuid4().hex[:8]  # of this engine, in the names of its requests
+
+    @property
+    def rank_group(self) -> RankGroup | None:
+        """One process makes requests; vLLM's own ranks follow."""
+        return None
+
+    @property
+    def trace(self) -> Trace | None:
+        """It does not record."""
+        return None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of vLLM's model."""
+        return self.llm.get_tokenizer()
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits of vLLM's scheduler in Descant's terms."""
+        config = self.llm.vllm_config
+        return SchedulerConfig(
+            max_running_rows=config.scheduler_config.max_num_seqs,
+            max_waiting=self.max_waiting,
+            num_blocks=config.cache_config.num_gpu_blocks,
+            block_size=config.cache_config.block_size,
+        )
+
+    @property
+    def running(self) -> Iterable[int]:
+        """The requests that have not ended."""
+        return self._requests.keys()
+
+    @property
+    def rows(self) -> int:
+        """The number of sequences that have not ended."""
+        return len(self._sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        """The sequences that wait for vLLM's scheduler."""
+        scheduler = getattr(getattr(self.llm.engine_core, "engine_core", None), "scheduler", None)
+        return 0 if scheduler is None else len(scheduler.waiting)
+
+    def __len__(self) -> int:
+        """The number of requests that have not ended."""
+        return len(self._requests)
+
+    # -------------------------------------------------------------------- requests come and go
+    def supports(self, request: Request) -> DescantError | None:
+        """The error that `admit` would raise because of the request itself; None: it can be admitted."""
+        try:
+            self._params(request)
+        except DescantError as error:
+            return error
+        return None
+
+    def has_grammar(self, request: Request) -> bool:
+        """Whether a request has a grammar that is not compiled yet."""
+        return request.compiled_grammar is None and request.generation_config.grammar is not None
+
+    def compile_grammar(self, request: Request) -> Request:
+        """The request with its grammar compiled; any thread may call it beside a step."""
+        spec: Any = request.generation_config.grammar
+        if not self.has_grammar(request):
+            return request
+        return replace(request, compiled_grammar=compile_request_grammar(request, spec))
+
+    def admit(
+        self,
+        *requests: Request,
+        noise_rows: int = 0,  # noqa: ARG002 - rows draw from their own streams
+        numbers: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Add requests, all or none; return their ids. Where a seed is needed and missing, one is drawn."""
+        limit = self.max_waiting
+        if limit is not None and requests and self.num_waiting >= limit:
+            raise EngineFull(self.num_waiting, limit)
+        configs = [self._merged_config(request) for request in requests]
+        prepared = [
+            (request, config, self._params(request, config))
+            for request, config in zip(requests, configs, strict=True)
+        ]
+        numbers = list(numbers or (next(self._numbers) for _ in requests))
+        admitted: list[int] = []
+        try:
+            for number, (request, config, params) in zip(numbers, prepared, strict=True):
+                admitted.append(number)
+                self._add(number, request, config, params)
+        except ValueError as error:
+            for number in admitted:
+                self.cancel(number)
+            if isinstance(error, DescantError):
+                raise
+            raise InputError("request", f"must be one that vLLM takes ({error})", "another") from error
+        return numbers
+
+    def _merged_config(self, request: Request) -> GenerationConfig:
+        config = request.generation_config
+        if not request.config_merged:
+            config = GenerationConfig.merge({}, config, self.generation_config)
+        if config.do_sample and config.seed is None:
+            config = config.replace(seed=draw_seed() % 2**62)
+        return config
+
+    def _params(self, request: Request, config: GenerationConfig | None = None) -> SamplingParams:
+        """vLLM's parameters of a request, after all checks."""
+        for name, must in _REFUSED_PARTS.items():
+            value = getattr(request, name)
+            if value is not None and value is not False and (not isinstance(value, Sequence) or len(value)):
+                raise InputError(name, must, value, "leave it out, or use a Descant session")
+        if request.inputs:
+            name = next(iter(request.inputs))
+            raise InputError(name, "must not be given on vLLM, which gets token ids", request.inputs[name])
+        config = self._merged_config(request) if config is None else config
+        length = len(request.prompt)
+        if not length:
+            raise InputError("prompt", "must have at least one token", request.prompt)
+        from vllm.sampling_params import RequestOutputKind
+
+        from descant.engine.vllm.request_config import to_sampling_params
+
+        if config.num_return_sequences > 1:
+            config = config.replace(num_return_sequences=1)  # each is a request of vLLM's own
+        params = to_sampling_params(config, length, detokenize=False, output_kind=RequestOutputKind.DELTA)
+        assert params.max_tokens is not None
+        limit = self.traits.max_positions
+        if limit is not None and length + params.max_tokens > limit:
+            must = f"must leave room: vLLM has {limit} positions and the prompt takes {length}"
+            raise InputError("max_new_tokens", must, params.max_tokens, "lower it or raise max_model_len")
+        self._sampler.plan(config)
+        return params
+
+    def _add(self, number: int, request: Request, config: GenerationConfig, params: SamplingParams) -> None:
+        assert params.max_tokens is not None
+        deadline = None if request.deadline is None else time.monotonic() + request.deadline
+        stops = SequenceStops(request, config)
+        one = self._requests[number] = _VLLMRequest(stops, params.max_tokens, deadline)
+        prompt: dict[str, Any] = {"prompt_token_ids": [int(token) for token in request.prompt]}
+        if request.cache_salt:
+            prompt["cache_salt"] = request.cache_salt.hex()
+        for slot in range(config.num_return_sequences):
+            sequence = _Sequence(f"{self._name}-{number}-{slot}", number, slot, stops.first_state)
+            own = params.clone()
+            own.seed = None if config.seed is None else config.seed + slot
+            own.extra_args = {**(params.extra_args or {}), REQUEST_ID_KEY: sequence.name}
+            self.llm.add_request(sequence.name, prompt, own, priority=request.priority)
+            one.sequences.append(sequence)
+            self._sequences[sequence.name] = sequence
+
+    def cancel(self, request: int) -> None:
+        """Remove a request and free what it holds before the next step."""
+        one = self._requests.pop(request, None)
+        if one is None:
+            raise InputError("request", "must be a running request", request)
+        self._abort([sequence for sequence in one.sequences if sequence.result is None])
+
+    def _abort(self, sequences: Sequence[_Sequence]) -> None:
+        for one in sequences:
+            self._sequences.pop(one.name, None)
+            FAILURES.pop(one.name, None)
+        self.llm.abort_request([one.name for one in sequences])
+
+    # -------------------------------------------------------------------- steps
+    def step(self) -> list[Event]:
+        """One step of vLLM; return what happened."""
+        events: list[Event] = [*self._expire()]
+        if not self._requests:
+            return events
+        self.steps += 1
+        found: list[tuple[_Sequence, int]] = []
+        for output in self.llm.step():
+            sequence = self._sequences.get(output.request_id)
+            if sequence is not None:
+                tokens = [token for completion in output.outputs for token in completion.token_ids]
+                found += [(sequence, int(token)) for token in tokens]
+        return [*events, *self._take(found)]
+
+    def _expire(self) -> Iterator[Failed]:
+        """End the requests whose deadline has passed."""
+        now = time.monotonic()
+        for number, one in list(self._requests.items()):
+            if one.deadline is not None and now >= one.deadline:
+                self.cancel(number)
+                yield Failed(number, DeadlineExceeded(number))
+
+    def _take(self, found: Sequence[tuple[_Sequence, int]]) -> Iterator[Event]:
+        """The events of the new tokens."""
+        taken: list[tuple[_Sequence, int]] = []
+        finished: dict[int, Hypothesis] = {}
+        failed: dict[int, DescantError] = {}
+        for sequence, token in found:
+            error = FAILURES.pop(sequence.name, None)
+            if error is not None:
+                failed.setdefault(sequence.request, error)
+            if sequence.result is not None or error is not None:
+                continue
+            taken.append((sequence, token))
+            result = self._append(sequence, token)
+            if result is not None:
+                finished[len(taken) - 1] = result
+        if taken:
+            yield Tokens(
+                torch.tensor([one.request for one, _ in taken]),
+                torch.tensor([one.slot for one, _ in taken]),
+                torch.tensor([token for _, token in taken]),
+                finished=finished,
+            )
+        for number, error in failed.items():
+            self.cancel(number)
+            yield Failed(number, error)
+        for number in dict.fromkeys(one.request for one, _ in taken):
+            if number in self._requests and self._requests[number].has_ended:
+                ended = self._requests.pop(number)
+                yield Finished(number, [one.result for one in ended.sequences if one.result is not None])
+
+    def _append(self, sequence: _Sequence, token: int) -> Hypothesis | None:
+        """Append a token; the sequence, if it ends with it."""
+        one = self._requests[sequence.request]
+        sequence.tokens.append(token)
+        reason = one.stops.reason(sequence.state, sequence.tokens, one.max_tokens)
+        sequence.state = one.stops.next_state(sequence.state, token)
+        if reason is None:
+            return None
+        sequence.result = Hypothesis(torch.tensor(sequence.tokens), reason)
+        self._abort([sequence])
+        return sequence.result
+
+    def drain(self) -> Iterator[Event]:
+        """Step until no request is running."""
+        while len(self):
+            yield from self.step()
+
+    def common_prefix(self, request: int) -> Tensor:
+        """The new tokens with which every sequence of a running request begins (host)."""
+        sequences = [one.tokens for one in self._requests[request].sequences]
+        size = min(map(len, sequences))
+        equal = next((at for at in range(size) if len({one[at] for one in sequences}) > 1), size)
+        return torch.tensor(sequences[0][:equal], dtype=torch.long)
+
+    def report(self) -> Report:
+        """What it has done so far, and what it holds."""
+        return Report(self.steps, len(self), self.rows, None, None, waiting=self.num_waiting)
+
+    def close(self) -> None:
+        """Free vLLM's memory and end its workers."""
+        for number in list(self._requests):
+            self.cancel(number)
+        self.llm.engine_core.shutdown()
+
+    def __enter__(self) -> VLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _start(model: str, options: dict[str, Any]) -> LLMEngine:
+    """vLLM's engine, with the plug-in."""
+    try:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "vllm":
+            raise
+        raise MissingExtra("vllm", "descant.VLLM") from error
+    from descant.engine.vllm.logits_processor import DescantLogitsProcessor
+
+    processors = [*(options.pop("logits_processors", None) or ())]
+    if not _is_installed():
+        processors.append(DescantLogitsProcessor)
+    arguments = EngineArgs(model=model, disable_log_stats=True, logits_processors=processors, **options)
+    config = arguments.create_engine_config()
+    if config.parallel_config.world_size == 1:
+        # In this process, so that errors of the plug-in are those of their requests.
+        config.parallel_config.distributed_executor_backend = "uni"
+    return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+
+
+def _is_installed() -> bool:
+    """Whether vLLM finds the plug-in by its entry point."""
+    return any(point.name == "descant" for point in entry_points(group="vllm.logits_processors"))
+
+
+_ENGINE: type[Engine] = VLLM  # for the type checker
