@@ -15,7 +15,7 @@ import typer
 from descant.cli.command import DecodingCommand
 from descant.config.generation_config import GenerationConfig
 from descant.errors import InputError, MissingExtra
-from descant.models.loading import load_processor
+from descant.models.loading import load_processor, load_tokenizer
 from descant.models.whisper import is_whisper
 
 __all__ = ["ServeCommand"]
@@ -64,6 +64,12 @@ class ServeCommand(DecodingCommand):
     prefix_cache: Annotated[
         bool, typer.Option("--prefix-cache/--no-prefix-cache", metavar="", help="Reuse common prefixes.")
     ] = True
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help='What runs requests: "descant", "vllm", or "auto", vLLM for all that it can.'
+        ),
+    ] = "descant"
     fast: Annotated[
         bool, typer.Option("--fast", metavar="", help="Prepack the weights and compile the layers.")
     ] = False
@@ -116,7 +122,12 @@ class ServeCommand(DecodingCommand):
         try:
             from descant.serve.access_log import AccessLog
             from descant.serve.api_keys import KeyRing
-            from descant.serve.assembly import EngineOptions, build_application
+            from descant.serve.assembly import (
+                EngineOptions,
+                build_application,
+                build_vllm_application,
+                start_vllm,
+            )
             from descant.serve.http_server import HttpServer, ListenAddress
             from descant.serve.limits import KeyLimits
             from descant.serve.settings import ServerSettings
@@ -127,8 +138,13 @@ class ServeCommand(DecodingCommand):
         keys = KeyRing.load(self.api_keys, KeyLimits(**self._own_values(KeyLimits)))
         self._check_host(bool(keys))
         template = _read_template(self.chat_template)
-        model, tokenizer = self.load()
-        if is_whisper(model):
+        kv_bytes = None if self.kv_memory is None else int(self.kv_memory * GIB)
+        options = EngineOptions(kv_bytes=kv_bytes, **self._own_values(EngineOptions))
+        if options.engine == "vllm":
+            model, tokenizer = None, load_tokenizer(self.model)[0]
+        else:
+            model, tokenizer = self.load()
+        if model is not None and is_whisper(model):
             tokenizer = load_processor(self.model)
         names = self.served_model_name or [_name_of(self.model)]
         settings = ServerSettings(
@@ -141,12 +157,16 @@ class ServeCommand(DecodingCommand):
             allowed_hosts=self._allowed_hosts(bool(keys)),
             **self._own_values(ServerSettings),
         )
-        kv_bytes = None if self.kv_memory is None else int(self.kv_memory * GIB)
-        options = EngineOptions(kv_bytes=kv_bytes, **self._own_values(EngineOptions))
         log = AccessLog()
-        application = build_application(
-            model, tokenizer, settings, engine=options, chat_template=template, log=log
-        )
+        if options.engine == "descant":
+            application = build_application(
+                model, tokenizer, settings, engine=options, chat_template=template, log=log
+            )
+        else:
+            engine, config = start_vllm(self.model, options, self.dtype, model)
+            application = build_vllm_application(
+                engine, tokenizer, settings, config, chat_template=template, log=log
+            )
         address = ListenAddress(**self._own_values(ListenAddress))
         return HttpServer(application, address, log, grace_seconds=self.grace_seconds)
 

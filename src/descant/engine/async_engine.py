@@ -16,10 +16,11 @@ from descant.core.interfaces import ModelTraits
 from descant.engine.delivery import LoopReceiver, QueueReceiver
 from descant.engine.events import Failed, Finished, NewToken, RequestEvent
 from descant.engine.metrics import EngineMetrics
+from descant.engine.protocol import is_engine
 from descant.engine.request import Request
 from descant.engine.request_runner import EngineCall, RequestRunner
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.errors import EngineClosed
+from descant.errors import EngineClosed, InputError
 from descant.trace.tracer import Tracer
 
 __all__ = ["AsyncEngine", "NewToken", "RequestEvent", "RequestHandle"]
@@ -65,13 +66,18 @@ class AsyncEngine:
     Calls are safe from any thread and any event loop. A request runs until it ends, or until its task or its
     loop over events is cancelled. With a `scheduler`, `max_waiting` bounds the queue: a call beyond it raises
     `EngineFull`, as does a traced request beyond `max_traced` at once. Further arguments are those of
-    `Session`. Use it in a `with` block, or call `close`.
+    `Session`. An engine such as `descant.VLLM` may take the model's place, without further arguments. Use it
+    in a `with` block, or call `close`.
     """
 
     def __init__(
         self, model: Any, *, scheduler: SchedulerConfig | None = None, max_traced: int = 4, **session: Any
     ) -> None:
-        self._scheduler_config = scheduler or SchedulerConfig()
+        own = getattr(model, "scheduler_config", None) if is_engine(model) else None
+        self._scheduler_config = scheduler or own or SchedulerConfig()
+        if is_engine(model) and (scheduler is not None or session):
+            name = "scheduler" if scheduler is not None else next(iter(session))
+            raise InputError(name, "must be left out for an engine, which has its own", "a value")
         self._runner = RequestRunner(model, self._scheduler_config, max_traced, session)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()

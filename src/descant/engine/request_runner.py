@@ -26,11 +26,12 @@ from descant.engine.events import (
 )
 from descant.engine.metrics import Histogram
 from descant.engine.prompt_scores import PromptScores, check_prompt_logprobs, empty_logprobs
+from descant.engine.protocol import Engine, is_engine
 from descant.engine.request import Request
 from descant.engine.scheduling.config import SchedulerConfig, check_count
 from descant.engine.session import Session
 from descant.engine.step_faults import request_error
-from descant.errors import EngineFull
+from descant.errors import EngineFull, InputError
 from descant.models.no_cache import NoCache
 from descant.trace.tracer import Tracer
 
@@ -59,7 +60,7 @@ class EngineCall:
 class _Place:
     """A session of the engine."""
 
-    session: Session
+    session: Engine
     tracer: Tracer | None = None
     num_records: int = 0  # of the tracer that are delivered
     num_failed_steps: int = 0  # in a row
@@ -91,9 +92,11 @@ class RequestRunner:
         check_count("max_traced", max_traced, 0)
         self._model, self._arguments = model, dict(session)
         self._scheduler, self._max_traced = scheduler, max_traced
-        self._main = _Place(Session(model, scheduler=scheduler, **session))
+        self._is_session = not is_engine(model)
+        self._main = _Place(Session(model, scheduler=scheduler, **session) if self._is_session else model)
         self._places = [self._main]
-        self._shares_model = self._main.session.model is model  # by all sessions: it has the interface
+        # By all sessions: it has the interface.
+        self._shares_model = getattr(self._main.session, "model", None) is model
         self._scores: PromptScores | None = None  # made for the first request that needs it
         self._score_place: _Place | None = None
         self._delayed: list[int] = []  # requests with a scored prompt that wait for room
@@ -106,8 +109,8 @@ class RequestRunner:
         }
 
     @property
-    def session(self) -> Session:
-        """The session of all requests that are not traced."""
+    def session(self) -> Engine:
+        """The engine of all requests that are not traced."""
         return self._main.session
 
     @property
@@ -148,6 +151,8 @@ class RequestRunner:
     def _admit(self, call: EngineCall) -> int:
         number, request = next(self._numbers), call.request
         is_scored = request.prompt_logprobs is not None
+        if not self._is_session:
+            _check_plain(call)
         if is_scored:
             request = check_prompt_logprobs(request, self.session.traits)
         target = self._main if call.trace is None else self._traced_place(call.trace)
@@ -269,6 +274,7 @@ class RequestRunner:
         began = time.monotonic()
         try:
             if len(self._places) > 1 and self._shares_model:
+                assert isinstance(place.session, Session)
                 place.session.apply_output_states()
             events = place.session.step()
         except Exception as error:
@@ -338,7 +344,7 @@ class RequestRunner:
             self._delivery.add(event.request, live.call.receiver, event)
             self._drop_place(live)
 
-    def _deliver_agreed(self, session: Session) -> None:
+    def _deliver_agreed(self, session: Engine) -> None:
         """Give the beam searches that stream the further tokens that all their sequences begin with."""
         for number in session.beam_requests:
             live = self._live.get(number)
@@ -371,3 +377,10 @@ class RequestRunner:
             if sequence.speculation is not None:
                 self.counters["drafts"] += sum(sequence.speculation.drafted)
                 self.counters["accepted_drafts"] += sum(sequence.speculation.accepted)
+
+
+def _check_plain(call: EngineCall) -> None:
+    """Raise for what only a session of the runner's own can do."""
+    for name, value in (("trace", call.trace), ("prompt_logprobs", call.request.prompt_logprobs)):
+        if value is not None:
+            raise InputError(name, "must be None on another engine than a session", "a value", "leave it out")

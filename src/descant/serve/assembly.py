@@ -7,9 +7,13 @@ from typing import Any, Final
 
 from descant.config.generation_config import GenerationConfig
 from descant.engine.async_engine import AsyncEngine
+from descant.engine.fallback_engine import FallbackEngine
 from descant.engine.memory_check import free_bytes
 from descant.engine.planner import as_model
+from descant.engine.protocol import Engine
 from descant.engine.scheduling.config import SchedulerConfig
+from descant.engine.session import Session
+from descant.engine.vllm.vllm_engine import VLLM
 from descant.errors import ConfigError
 from descant.kv_cache.prefix_cache import PrefixCache
 from descant.models.kv_shape import kv_shape_of
@@ -22,11 +26,14 @@ from descant.serve.served_model import ServedModel
 from descant.serve.settings import ServerSettings
 from descant.serve.transcriber import Transcriber
 
-__all__ = ["EngineOptions", "build_application", "start_engine"]
+__all__ = ["EngineOptions", "build_application", "build_vllm_application", "start_engine", "start_vllm"]
 
 _DEFAULT_KV_SHARE: Final = 0.5  # of the free memory
 _MAX_DEFAULT_KV_BYTES: Final = 64 * 2**30
 _BLOCK_SIZE: Final = 16
+
+
+_ENGINES: Final = ("descant", "vllm", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +48,43 @@ class EngineOptions:
     prefix_cache: bool = True
     fast: bool = False  # prepack the weights and compile the layers
     max_traced: int = 4
+    engine: str = "descant"  # "vllm", or "auto": vLLM for all that it can run
 
     def __post_init__(self) -> None:
+        if self.engine not in _ENGINES:
+            raise ConfigError("engine", f"must be one of {', '.join(_ENGINES)}", self.engine)
         if self.kv_bytes is not None and self.kv_bytes < 1:
             raise ConfigError("kv_bytes", "must be >= 1", self.kv_bytes)
+
+
+def start_vllm(
+    name: str, options: EngineOptions, dtype: str | None, model: Any = None
+) -> tuple[AsyncEngine, GenerationConfig]:
+    """The engine of a model on vLLM, and the model's own config; a loaded `model` runs what vLLM cannot."""
+    if options.fast:
+        raise ConfigError("fast", "must be False with vLLM, which compiles by itself", True, "leave it out")
+    sizes: dict[str, Any] = {}
+    if options.kv_bytes is not None:
+        sizes["kv_cache_memory_bytes"] = options.kv_bytes
+    engine: Engine
+    engine = vllm = VLLM(
+        name,
+        max_waiting=options.max_waiting,
+        dtype=dtype or "auto",
+        max_num_seqs=options.max_running_rows,
+        max_num_batched_tokens=max(options.max_step_tokens, options.max_running_rows),
+        enable_prefix_caching=options.prefix_cache,
+        **sizes,
+    )
+    if model is not None:
+        scheduler = SchedulerConfig(
+            max_running_rows=options.max_running_rows,
+            max_step_tokens=max(options.max_step_tokens, options.max_running_rows),
+            chunk_tokens=options.chunk_tokens,
+            max_waiting=options.max_waiting,
+        )
+        engine = FallbackEngine(engine, Session(model, scheduler=scheduler))
+    return AsyncEngine(engine), vllm.generation_config
 
 
 def start_engine(model: Any, options: EngineOptions) -> AsyncEngine:
@@ -97,6 +137,29 @@ def build_application(
         settings,
         GenerationConfig.from_transformers(model.generation_config),
         context_size=_context_size(model, settings.max_context),
+        chat_template=chat_template,
+    )
+    return ServerApplication(served, log)
+
+
+def build_vllm_application(
+    engine: AsyncEngine,
+    tokenizer: Any,
+    settings: ServerSettings,
+    model_config: GenerationConfig,
+    *,
+    chat_template: str | None = None,
+    log: AccessLog | None = None,
+) -> ServerApplication:
+    """The application of an engine of `start_vllm`."""
+    size = engine.traits.max_positions
+    sizes = [one for one in (size, settings.max_context) if one is not None]
+    served = ServedModel(
+        engine,
+        tokenizer,
+        settings,
+        model_config,
+        context_size=min(sizes, default=None),
         chat_template=chat_template,
     )
     return ServerApplication(served, log)

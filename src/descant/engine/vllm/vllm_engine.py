@@ -142,8 +142,12 @@ class VLLM:
     @property
     def num_waiting(self) -> int:
         """The sequences that wait for vLLM's scheduler."""
-        scheduler = getattr(getattr(self.llm.engine_core, "engine_core", None), "scheduler", None)
-        return 0 if scheduler is None else len(scheduler.waiting)
+        return 0 if self._scheduler is None else len(self._scheduler.waiting)
+
+    @property
+    def _scheduler(self) -> Any:
+        """vLLM's scheduler, which runs in this process."""
+        return getattr(getattr(self.llm.engine_core, "engine_core", None), "scheduler", None)
 
     def __len__(self) -> int:
         """The number of requests that have not ended."""
@@ -343,7 +347,9 @@ class VLLM:
 
     def report(self) -> Report:
         """What it has done so far, and what it holds."""
-        return Report(self.steps, len(self), self.rows, None, None, waiting=self.num_waiting)
+        manager = getattr(self._scheduler, "kv_cache_manager", None)
+        blocks = 0 if manager is None else round(manager.usage * (self.scheduler_config.num_blocks or 0))
+        return Report(self.steps, len(self), self.rows, None, None, waiting=self.num_waiting, blocks=blocks)
 
     def close(self) -> None:
         """Free vLLM's memory and end its workers."""
@@ -370,6 +376,7 @@ def _start(model: str, options: dict[str, Any]) -> LLMEngine:
         raise MissingExtra("vllm", "descant.VLLM") from error
     from descant.engine.vllm.logits_processor import DescantLogitsProcessor
 
+    options = {"scheduling_policy": "priority", **options}  # so that the priority of a request counts
     processors = [*(options.pop("logits_processors", None) or ())]
     if not _is_installed():
         processors.append(DescantLogitsProcessor)
