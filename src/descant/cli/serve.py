@@ -99,6 +99,9 @@ class ServeCommand(DecodingCommand):
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", metavar="", help="Write prompts to the log.")
     ] = False
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="A collector of OpenTelemetry: a span of each request.")
+    ] = None
     grace_seconds: Annotated[float, typer.Option(help="How long requests may take after SIGTERM.")] = 60.0
     ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="A certificate for HTTPS.")] = None
     ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")] = None
@@ -130,6 +133,7 @@ class ServeCommand(DecodingCommand):
             )
             from descant.serve.http_server import HttpServer, ListenAddress
             from descant.serve.limits import KeyLimits
+            from descant.serve.request_spans import check_endpoint
             from descant.serve.settings import ServerSettings
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("descant"):
@@ -137,6 +141,8 @@ class ServeCommand(DecodingCommand):
             raise MissingExtra("serve", "the server") from error
         keys = KeyRing.load(self.api_keys, KeyLimits(**self._own_values(KeyLimits)))
         self._check_host(bool(keys))
+        if self.otlp_endpoint is not None:
+            check_endpoint(self.otlp_endpoint)
         template = _read_template(self.chat_template)
         kv_bytes = None if self.kv_memory is None else int(self.kv_memory * GIB)
         options = EngineOptions(kv_bytes=kv_bytes, **self._own_values(EngineOptions))

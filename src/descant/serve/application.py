@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from descant.serve.access_log import AccessLog
 from descant.serve.gateway import Gateway
 from descant.serve.metrics import ServerMetrics
+from descant.serve.request_spans import RequestSpans
 from descant.serve.routes.chat import chat_completions
 from descant.serve.routes.completions import completions
 from descant.serve.routes.openapi import openapi
@@ -59,14 +60,19 @@ class ServerApplication:
         self._app = Starlette(routes=[*routes, *COMMON_ROUTES], lifespan=self._lifespan)
         state = self._app.state
         state.model, state.is_draining = model, False
-        state.metrics = ServerMetrics(engine, model.settings.model_name)
+        settings = model.settings
+        log = log or AccessLog()
+        state.metrics = ServerMetrics(engine, settings.model_name)
+        state.spans = None
+        if settings.otlp_endpoint is not None:
+            state.spans = RequestSpans.export_to(settings.otlp_endpoint, settings.model_name, log)
         # The router itself: errors are the gateway's, not those of Starlette's middleware.
-        self._gateway = Gateway(self._app.router, state, model.settings, log or AccessLog())
+        self._gateway = Gateway(self._app.router, state, settings, log)
         self._entry: ASGIApp = self._gateway
-        if model.settings.cors_origins:
+        if settings.cors_origins:
             self._entry = CORSMiddleware(
                 self._gateway,
-                allow_origins=list(model.settings.cors_origins),
+                allow_origins=list(settings.cors_origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],  # clients send headers of their own; none has an effect by itself
                 expose_headers=["x-request-id", "retry-after"],
@@ -91,3 +97,5 @@ class ServerApplication:
         yield
         self.start_draining()
         await asyncio.to_thread(self.model.close)
+        if self._app.state.spans is not None:
+            await asyncio.to_thread(self._app.state.spans.close)

@@ -32,6 +32,8 @@ class Exchange:
     key: ApiKey | None = None
     lease: RequestLease | None = None
     status: int = 0  # 0: no response has begun
+    model_name: str | None = None  # that the client used, if it is one of the model's
+    first_output_at: float | None = None  # when the first text came, as `began` is counted
     num_prompt_tokens: int = 0
     num_new_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)

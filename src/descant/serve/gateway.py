@@ -1,4 +1,4 @@
-"""What every HTTP request passes: keys, limits, errors in one form, logs and metrics."""
+"""What every HTTP request passes: keys, limits, errors in one form, logs, metrics and spans."""
 
 from __future__ import annotations
 
@@ -135,6 +135,8 @@ class Gateway:
         path = getattr(route, "path", "other")
         self._state.metrics.count(path, exchange, seconds)
         self._log.write(scope["method"], path, exchange, seconds)
+        if self._state.spans is not None and scope["method"] == "POST":
+            self._state.spans.record(_path(scope), exchange, scope["headers"], seconds)
 
 
 def _path(scope: Scope) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
@@ -39,8 +40,11 @@ class RunGroup:
             source = self._single() if len(self.runs) == 1 else self._merged()
             async with aclosing(source) as updates:  # type: ignore[type-var]
                 async for one in updates:
-                    if isinstance(one.update, ChoiceUpdate) and one.update.finish_reason is not None:
-                        self.exchange.finish_reasons.append(one.update.finish_reason)
+                    if isinstance(one.update, ChoiceUpdate):
+                        if self.exchange.first_output_at is None:
+                            self.exchange.first_output_at = time.monotonic()
+                        if one.update.finish_reason is not None:
+                            self.exchange.finish_reasons.append(one.update.finish_reason)
                     yield one
         finally:
             self.exchange.num_new_tokens = sum(run.num_new_tokens for run in self.runs)

@@ -117,8 +117,9 @@ class ServedModel:
     def read_parameters(
         self, exchange: Exchange, body: GenerationBody, implied: Mapping[str, Any], *, is_chat: bool
     ) -> BodyParameters:
-        """The generation parameters of a body."""
+        """The generation parameters of a body, whose model name was checked."""
         assert exchange.key is not None
+        exchange.model_name = body.model
         scheduler = self.engine.scheduler_config
         pool = None if scheduler.num_blocks is None else scheduler.num_blocks * scheduler.block_size
         limits = RequestLimits(pool, exchange.key.limits.tokens_per_minute)

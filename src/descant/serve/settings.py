@@ -37,6 +37,7 @@ class ServerSettings:
     max_receive_seconds: float = 60.0  # from the first byte of a request to its last
     max_request_seconds: float | None = 600.0
     log_prompts: bool = False
+    otlp_endpoint: str | None = None  # a collector of OpenTelemetry that gets a span of each request
     traces: int = 0  # the number of finished traces to hold; 0: traces are off
     max_trace_bytes: int = 4_000_000
     page: bool = True

@@ -40,8 +40,9 @@ async def transcriptions(http: HttpRequest) -> Any:
         data = await upload.read()
     finally:
         await form.close()
-    transcript = await until_disconnect(http.receive, model.transcribe(data, options))
     exchange = Exchange.of(http.scope)
+    exchange.model_name = model.settings.model_name
+    transcript = await until_disconnect(http.receive, model.transcribe(data, options))
     exchange.num_new_tokens = sum(len(one.tokens) for one in transcript.segments)
     if kind == "text":
         return PlainTextResponse(transcript.text + "\n")
