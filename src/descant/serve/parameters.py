@@ -113,7 +113,8 @@ class RequestParameters:
         for name, value in body.extra_parameters.items():
             check_parameter_name(name, (*FIELDS, *type(body).model_fields))
             if name in values:
-                message = f"`{name}` must not be given together with `{_STANDARD_NAMES.get(name, name)}`"
+                given = "use_beam_search" if name == "num_beams" else _STANDARD_NAMES.get(name, name)
+                message = f"`{name}` must not be given together with `{given}`"
                 raise ApiError(400, message, param=name, code="invalid_value")
             values[name] = value
         for name, value in values.items():
@@ -156,6 +157,25 @@ class BodyParameters:
             config = self._configs[length] = self.reader.merge({**self.values, **lengths})
         self._check_length(config, prompt_tokens)
         return config
+
+    def truncate(self, prompt: list[int], num_tokens: int | None) -> list[int]:
+        """The last tokens of a prompt; -1: as many as fit before the output, None: all."""
+        if num_tokens == -1:
+            num_tokens = self._prompt_room
+        return prompt if num_tokens is None else prompt[-num_tokens:]
+
+    @cached_property
+    def _prompt_room(self) -> int | None:
+        """The most prompt tokens that all limits allow; None: there is no limit."""
+        most, positions = self.reader.settings.max_prompt_tokens, self.reader.max_positions
+        new = 1 if self.is_chat else _DEFAULT_COMPLETION_TOKENS
+        if self._has_length:
+            config = self.reader.merge(self.values)
+            new = config.max_new_tokens or 1
+            if config.max_new_tokens is None:  # `max_length` counts the prompt as well
+                positions = min(config.max_length, positions or config.max_length)
+        rooms = [most, None if positions is None else max(1, positions - new)]
+        return min((room for room in rooms if room is not None), default=None)
 
     @property
     def _has_length(self) -> bool:

@@ -134,7 +134,8 @@ class ServedModel:
         salt = exchange.salt + (body.cache_salt or "").encode("utf-8", "surrogatepass")
         negative = prompts.negative
         runs = []
-        for index, prompt in enumerate(prompts.prompts):
+        for index, whole in enumerate(prompts.prompts):
+            prompt = parameters.truncate(whole, body.truncate_prompt_tokens)
             config = parameters.config(max(len(prompt), len(negative or ())))
             request = Request(
                 prompt,

@@ -151,3 +151,22 @@ def test_an_end_token_that_is_ignored_and_usage_in_every_chunk(server):
     assert [chunk["usage"]["prompt_tokens"] for chunk in chunks] == [33] * len(chunks)
     both = request(server.port, "POST", "/v1/completions", {**TEXT, "ignore_eos": True, "eos_token_id": 5})
     assert "together with `ignore_eos`" in both.json["error"]["message"]
+
+
+def test_fields_that_clients_of_vllm_send(server):
+    def post(**fields):
+        answer = request(server.port, "POST", "/v1/completions", {**TEXT, **fields})
+        assert answer.status == 200, answer.json
+        return answer.json
+
+    beams = [post(n=2, num_beams=4), post(n=2, use_beam_search=True, best_of=4, seed=-1)]
+    assert beams[0]["choices"] == beams[1]["choices"]
+    # Only the last tokens count, of texts and of ids.
+    ids = request(server.port, "POST", "/tokenize", {"prompt": "A long story. Once upon a time"}).json[
+        "tokens"
+    ]
+    cut = post(prompt="A long story. Once upon a time", truncate_prompt_tokens=4, return_token_ids=True)
+    assert cut["choices"][0]["prompt_token_ids"] == ids[-4:]
+    assert cut["usage"]["prompt_tokens"] == 4
+    assert cut["choices"][0]["text"] == post(prompt=ids[-4:])["choices"][0]["text"]
+    assert post(truncate_prompt_tokens=-1)["choices"] == post()["choices"]

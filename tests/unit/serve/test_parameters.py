@@ -90,6 +90,84 @@ def test_names_of_vllm():
         read(completion(guided_regex="a", guided_choice=["a"]))
 
 
+def test_a_seed_of_minus_one_is_none():
+    assert read(completion(seed=-1))[0].seed is None
+    assert read(completion(seed=0))[0].seed == 0
+    with pytest.raises(ConfigError, match="seed"):
+        read(completion(seed=-2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "beams", "choices"),
+    [
+        ({"n": 3}, 3, 3),
+        ({"n": 2, "best_of": 4}, 4, 2),
+        ({"best_of": 4, "temperature": 0, "length_penalty": 0.5}, 4, 1),
+        ({}, 1, 1),
+        ({"temperature": 0, "top_p": 1.0}, 1, 1),
+    ],
+)
+def test_a_beam_search_in_the_words_of_vllm(fields, beams, choices):
+    for body in (completion, chat):
+        config, num_choices = read(body(use_beam_search=True, **fields))
+        assert (config.num_beams, num_choices, config.do_sample) == (beams, choices, False)
+        assert config.num_return_sequences == choices
+    if "temperature" not in fields:
+        assert read(completion(use_beam_search=True, do_sample=True, **fields))[0].do_sample is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"best_of": 3}, "`best_of` must equal `n` without `use_beam_search`"),
+        ({"use_beam_search": True, "best_of": 2, "n": 3}, "`best_of` must be >= `n`, got 2 and 3"),
+        ({"use_beam_search": True, "num_beams": 4}, "together with `use_beam_search`"),
+        ({"use_beam_search": True, "best_of": 65}, "`num_beams` must be at most 64, got 65"),
+        ({"truncate_prompt_tokens": 0}, "must be -1 or >= 1"),
+        ({"truncate_prompt_tokens": -2}, "greater than or equal to -1"),
+    ],
+)
+def test_what_contradicts_the_words_of_vllm_is_refused(fields, message):
+    with pytest.raises(ApiError, match=message):
+        read(completion(**fields))
+    assert read(completion(best_of=2, n=2, use_beam_search=False))[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "kept"),
+    [
+        (completion(truncate_prompt_tokens=3), {}, 3),
+        (completion(truncate_prompt_tokens=500), {}, 200),
+        (completion(truncate_prompt_tokens=-1), {}, 84),  # 16 follow
+        (completion(truncate_prompt_tokens=-1, max_tokens=30), {}, 70),
+        (completion(truncate_prompt_tokens=-1, max_tokens=100), {}, 1),
+        (completion(truncate_prompt_tokens=-1, max_length=50), {}, 49),
+        (completion(truncate_prompt_tokens=-1, max_tokens=30), {"max_prompt_tokens": 20}, 20),
+        (completion(truncate_prompt_tokens=-1), {"max_positions": None}, 200),
+        (chat(truncate_prompt_tokens=-1), {}, 99),
+        (chat(truncate_prompt_tokens=-1, max_completion_tokens=40), {}, 60),
+        (completion(), {}, 200),
+    ],
+)
+def test_the_last_tokens_of_a_prompt_are_kept(fields, settings, kept):
+    positions = settings.pop("max_positions", 100)
+    reader = RequestParameters(ServerSettings(model_name="m", **settings), MODEL, positions)
+    kind = ChatBody if "messages" in fields else CompletionBody
+    body = parse_body(kind, {"model": "m", **fields})
+    parameters = reader.read(body, {}, is_chat=kind is ChatBody)
+    prompt = parameters.truncate(list(range(200)), body.truncate_prompt_tokens)
+    assert prompt == list(range(200))[-kept:]
+    if -1 in fields.values() and kept > 1:
+        assert parameters.config(kept)  # it fits
+
+
+def test_nothing_is_stored():
+    for value in (False, None):
+        assert parse_body(ChatBody, {"model": "m", **chat(store=value)}).store is False
+    with pytest.raises(ApiError, match="store"):
+        parse_body(ChatBody, {"model": "m", **chat(store=True)})
+
+
 def test_prompts_of_one_length_share_a_config():
     reader = RequestParameters(ServerSettings(model_name="m"), MODEL, 100)
     parameters = reader.read(parse_body(CompletionBody, {"model": "m", **completion()}), {}, is_chat=False)

@@ -77,9 +77,6 @@ class CompletionCall:
 
     def _check(self) -> None:
         body, settings = self.body, self.model.settings
-        if body.best_of is not None and body.best_of != body.n:
-            message = "`best_of` must equal `n`: use `num_beams`, and `n` for the number of results"
-            raise ApiError(400, message, param="best_of", code="unsupported_parameter")
         if len(body.prompts) > settings.max_prompts or not body.prompts:
             message = f"`prompt` must hold 1 to {settings.max_prompts} prompts, got {len(body.prompts)}"
             raise ApiError(400, message, param="prompt", code="invalid_value")

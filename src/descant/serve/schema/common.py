@@ -74,6 +74,9 @@ class GenerationBody(Body):
     # Names of vLLM, which its clients and load tools send.
     ignore_eos: bool = False  # an end token does not end the text
     min_tokens: int | None = Field(None, ge=0)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones to keep; -1: as many as fit
+    use_beam_search: bool = False  # with `best_of` or else `n` beams
+    best_of: int | None = Field(None, ge=1)
     skip_special_tokens: bool = True
     include_stop_str_in_output: Literal[False] = False
     guided_json: dict[str, Any] | str | None = None
@@ -93,6 +96,13 @@ class GenerationBody(Body):
             raise ApiError(400, "`stream_options` has no use without `stream`", param="stream_options")
         return self
 
+    @model_validator(mode="after")
+    def _check_truncation(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            message = "`truncate_prompt_tokens` must be -1 or >= 1, got 0"
+            raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+        return self
+
     @property
     def extra_parameters(self) -> dict[str, Any]:
         """What was given beside the declared fields; -1 stands for "off" in vLLM's `top_k`."""
@@ -107,7 +117,7 @@ class GenerationBody(Body):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stop_strings": self.stop if isinstance(self.stop, str) else self.stop or None,
-            "seed": self.seed,
+            "seed": None if self.seed == -1 else self.seed,  # -1 stands for "none" in vLLM
             "logit_bias": self.logit_bias or None,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
@@ -115,9 +125,25 @@ class GenerationBody(Body):
             "num_return_sequences": self.n if self.n > 1 else None,
             "min_new_tokens": self.min_tokens or None,
             "grammar": self._guided_grammar(),
+            "num_beams": self._num_beams(),
         }
+        if values["num_beams"] == 1 and self.temperature != 0 and "do_sample" not in self.extra_parameters:
+            values["do_sample"] = False  # a search with one beam is greedy
         given = {name: value for name, value in values.items() if value is not None}
         return {**given, "eos_token_id": None} if self.ignore_eos else given
+
+    def _num_beams(self) -> int | None:
+        """The number of beams by vLLM's fields; None: they name none."""
+        if not self.use_beam_search:
+            if self.best_of not in (None, self.n):
+                message = "`best_of` must equal `n` without `use_beam_search`"
+                raise ApiError(400, message, param="best_of", code="unsupported_parameter")
+            return None
+        beams = self.best_of or self.n
+        if beams < self.n:
+            message = f"`best_of` must be >= `n`, got {beams} and {self.n}"
+            raise ApiError(400, message, param="best_of", code="invalid_value")
+        return beams
 
     def _guided_grammar(self) -> dict[str, Any] | None:
         kinds = {

@@ -20,7 +20,6 @@ class CompletionBody(GenerationBody):
     prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(union_mode="left_to_right")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=100)
-    best_of: int | None = Field(None, ge=1)
     suffix: Literal[""] = ""
     response_format: dict[str, Any] | None = None
     add_special_tokens: bool = True
