@@ -108,6 +108,7 @@ from descant.decoding.watermark.schemes import (
 from descant.engine.async_engine import AsyncEngine
 from descant.engine.events import AgreedTokens, NewToken, TokenLogprobs, TraceRecords
 from descant.engine.explain import explain_config as _explain_config
+from descant.engine.fallback_engine import FallbackEngine
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Event, Failed, Finished, Report, Request, Session, Tokens
 from descant.engine.vllm.vllm_engine import VLLM
@@ -221,6 +222,7 @@ __all__ = [
     "Event",
     "ExponentialDecayLengthPenalty",
     "Failed",
+    "FallbackEngine",
     "Finished",
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",

@@ -13,6 +13,8 @@ tools/reference_env.py builds. All such blocks of a file share one namespace.
 A file whose first line is `<!-- in a folder of its own -->` writes files. It runs in an empty folder that
 contains `models`, and its bash blocks run too. The tests provide the folder and a local Hub.
 
+A file whose first line is `<!-- with vLLM -->` runs in the environment of tools/vllm_env.py, by tests/vllm.
+
 A file whose first line is `<!-- programs of examples/ -->` shows whole programs. tests/e2e/examples runs each
 in its own process, and compares code and output with the page.
 """
@@ -38,6 +40,7 @@ from tools.docs.transformers4 import Transformers4  # noqa: E402
 LANGUAGES = frozenset({"python", "text", "bash", "toml", "json", "yaml"})
 ISOLATED = "<!-- in a folder of its own -->"
 PROGRAMS = "<!-- programs of examples/ -->"
+WITH_VLLM = "<!-- with vLLM -->"
 BEFORE = "<!-- on transformers 4.52.4 -->"
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>.*)$")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -103,6 +106,11 @@ def read(path: Path) -> list[Block]:
 def is_isolated(path: Path) -> bool:
     """Whether a file runs in its own folder, with its bash blocks."""
     return path.read_text(encoding="utf-8").startswith(ISOLATED)
+
+
+def needs_vllm(path: Path) -> bool:
+    """Whether a file runs in the environment with vLLM."""
+    return path.read_text(encoding="utf-8").startswith(WITH_VLLM)
 
 
 def is_programs(path: Path) -> bool:

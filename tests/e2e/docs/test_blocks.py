@@ -17,7 +17,7 @@ FILES = {str(path.relative_to(doc_blocks.ROOT)): path for path in doc_blocks.sou
 PLAIN = [
     pytest.param(name, marks=pytest.mark.reference if doc_blocks.needs_transformers4(path) else ())
     for name, path in FILES.items()
-    if not doc_blocks.is_isolated(path) and not doc_blocks.is_programs(path)
+    if not (doc_blocks.is_isolated(path) or doc_blocks.is_programs(path) or doc_blocks.needs_vllm(path))
 ]
 
 
@@ -35,6 +35,10 @@ def test_every_isolated_page_runs(
     (tmp_path / "models").symlink_to(pretrained.folder("smollm2").parent)
     monkeypatch.setenv("DESCANT_RECIPES_LOCK", str(tmp_path / ".lock"))
     assert doc_blocks.run(FILES[name], tmp_path, fork_server.programs) > 3
+
+
+def test_only_one_page_needs_vllm() -> None:
+    assert [name for name, path in FILES.items() if doc_blocks.needs_vllm(path)] == ["docs/guide/vllm.md"]
 
 
 def test_only_the_page_of_examples_shows_programs_that_run_elsewhere() -> None:
