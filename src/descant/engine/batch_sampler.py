@@ -145,6 +145,14 @@ class BatchSampler:
         """Whether a request has a processor with a state, which its tokens alone do not restore."""
         return any(getattr(one, "state", None) for one in self._running.processors(number))
 
+    def new_tokens(self, number: int) -> list[int]:
+        """The new tokens of a request, the last one chosen included; none if it has failed."""
+        batch = self._absent.get(number, self._last)
+        if number in self._new or batch is None or number not in batch.numbers:
+            return list(self._new[number].tokens) if number in self._new else []
+        rows, index = batch.after, batch.numbers.index(number)
+        return rows.tokens[index, int(rows.prompt_length[index]) : int(rows.length[index])].tolist()
+
     def choose(self, numbers: Sequence[int], num_new: Sequence[int], logits: Tensor) -> Tensor:
         """The next token [N] of each request, which has `num_new` new tokens, from its logits [N, V].
 

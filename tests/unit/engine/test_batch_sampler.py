@@ -110,9 +110,12 @@ def test_a_request_may_join_with_tokens():
     tokens = [1, 2, *expected[:3]]
     number = sampler.add(Request([1, 2], config), expected[:3])
     for count in range(3, 6):
+        assert sampler.new_tokens(number) == expected[:count]
         logits = model.after(len(tokens), tokens[-1])[None]
         tokens += sampler.choose([number], [count], logits).tolist()
-    assert tokens[2:] == expected
+    assert tokens[2:] == sampler.new_tokens(number) == expected
+    sampler.choose([sampler.add(Request([5], config))], [0], logits)
+    assert sampler.new_tokens(number) == expected  # of a request that is not in the last batch
 
 
 def test_a_request_without_a_token_fails_alone():

@@ -67,7 +67,7 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         self._model_config = model
         self._sampler = BatchSampler(model.get_vocab_size(), device)
         self._entries: dict[int, _BatchEntry] = {}  # by index in the batch (V1) or slot (V2)
-        # V1: requests that have left the batch. Whether they are preempted or have ended is not told.
+        # Requests that have left the batch. Whether they are preempted or have ended is not told.
         self._absent: OrderedDict[int, _BatchEntry] = OrderedDict()  # by number
         self._waiting: dict[int, SamplingParams] = {}  # V2: by slot, until their tokens are on the device
 
@@ -110,7 +110,7 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
 
     def _set_aside(self, entry: _BatchEntry) -> None:
         """Store a request that may come back, if its tokens alone would not restore it."""
-        if not self._sampler.is_stateful(entry.number) or _has_ended(entry):
+        if not self._sampler.is_stateful(entry.number) or self._has_ended(entry):
             self._sampler.remove(entry.number)
             return
         self._absent[entry.number] = entry
@@ -122,16 +122,40 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         self, params: SamplingParams, prompt: list[int] | None, output: list[int]
     ) -> _BatchEntry | None:
         """The request of these tokens that has left the batch, if there is one."""
-        if not output or not self._absent:
+        if not output:
             return None
-        # With asynchronous scheduling vLLM makes a new list of the same tokens.
         for entry in self._absent.values():
-            is_same = entry.output is output
-            if is_same or (entry.params is params and entry.prompt == prompt and entry.output == output):
+            if self._is_entry_of(entry, params, prompt, output):
                 del self._absent[entry.number]
                 entry.output = output
                 return entry
         return None
+
+    def _is_entry_of(
+        self, entry: _BatchEntry, params: SamplingParams, prompt: list[int] | None, output: list[int]
+    ) -> bool:
+        """Whether a request has these parameters and tokens.
+
+        With asynchronous scheduling V1 has -1 in the places of its new tokens, and it comes back with another
+        list. vLLM may have discarded the last token.
+        """
+        if entry.output is output:
+            return True
+        if entry.prompt != prompt or entry.params != params:
+            return False
+        tokens = self._sampler.new_tokens(entry.number)
+        return len(tokens) - len(output) in (0, 1) and tokens[: len(output)] == output
+
+    def _has_ended(self, entry: _BatchEntry) -> bool:
+        """Whether a request has all its tokens; asynchronous scheduling may run it for one step more."""
+        params, tokens = entry.params, self._sampler.new_tokens(entry.number)
+        if self._states is None:
+            tokens = tokens[: len(entry.output)]  # V1 discards what was chosen after a part of a prompt
+        if params.max_tokens is not None and len(tokens) >= params.max_tokens:
+            return True
+        # The set has the model's end tokens even if they end nothing.
+        ends = set(params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids
+        return not ends.isdisjoint(tokens[-2:])
 
     def _new_entry(
         self, params: SamplingParams, prompt: list[int] | None, output: list[int]
@@ -199,9 +223,7 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
     # -------------------------------------------------------------------- V2
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Take a request into a slot; its tokens are read at its first step."""
-        entry = self._entries.pop(req_idx, None)
-        if entry is not None:
-            self._sampler.remove(entry.number)
+        self._leave(req_idx)
         self._waiting.pop(req_idx, None)
         if read_params(sampling_params) is None:
             return False
@@ -218,32 +240,31 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
             if slot not in self._entries and slot not in self._waiting:
                 continue
             prompt_length = int(self._states.prompt_len.np[slot])
-            if length < prompt_length:
-                continue  # a part of the prompt: nothing is chosen
+            if length < int(self._states.prefill_len.np[slot]):
+                continue  # a part of what is read first: nothing is chosen
             if slot in self._waiting:
-                self._entries[slot] = self._read_slot(slot, prompt_length, length)
+                tokens = self._states.all_token_ids.gpu[slot, :length].tolist()
+                self._join(slot, tokens[:prompt_length], tokens[prompt_length:], slots)
             index.append(row)
             numbers.append(self._entries[slot].number)
             counts.append(length - prompt_length)
         return self._choose(logits, index, numbers, counts) if index else logits
 
-    def _read_slot(self, slot: int, prompt_length: int, length: int) -> _BatchEntry:
-        assert self._states is not None
-        tokens = self._states.all_token_ids.gpu[slot, :length].tolist()
-        entry = self._new_entry(self._waiting.pop(slot), tokens[:prompt_length], tokens[prompt_length:])
+    def _join(self, slot: int, prompt: list[int], output: list[int], batch: list[int]) -> None:
+        """Begin or continue the request that waits in a slot; `batch` has all slots of the step."""
+        params = self._waiting.pop(slot)
+        # A preempted request may get another slot before its old one is reused.
+        for other, old in self._entries.items():
+            if output and other not in batch and self._is_entry_of(old, params, prompt, output):
+                self._leave(other)
+                self._waiting[other] = params  # should that be another request after all, it begins anew
+                break
+        entry = self._returning(params, prompt, output) or self._new_entry(params, prompt, output)
         assert entry is not None
-        return entry
+        self._entries[slot] = entry
 
 
 def _request_name(params: SamplingParams) -> str | None:
     """The name of a request of `descant.VLLM`, which reports its failure."""
     name = (params.extra_args or {}).get(REQUEST_ID_KEY)
     return name if isinstance(name, str) else None
-
-
-def _has_ended(entry: _BatchEntry) -> bool:
-    """Whether a request has all its tokens."""
-    output, params = entry.output, entry.params
-    if params.max_tokens is not None and len(output) >= params.max_tokens:
-        return True
-    return bool(output) and output[-1] in params.all_stop_token_ids

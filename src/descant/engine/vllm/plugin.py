@@ -50,4 +50,4 @@ def register() -> None:
         return check
 
     build.checks_descant = True  # type: ignore[attr-defined]
-    InputProcessor._build_logits_processors_params_validator = build
+    InputProcessor._build_logits_processors_params_validator = build  # type: ignore[method-assign]
