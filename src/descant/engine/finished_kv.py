@@ -46,10 +46,12 @@ class FinishedKV:
 
     def limit_idle(self, limit: int) -> None:
         """Drop the oldest rows that are not returned until at most `limit` blocks of their pool are idle."""
-        for key in list(self._entries) if self._is_pool_limited else ():
-            store = self._entries[key][1].store
+        for key, (_, row) in list(self._entries.items()) if self._is_pool_limited else ():
+            store = row.store
             if isinstance(store, PagedStore) and store.is_reclaimable and store.pool.num_idle > limit:
-                del self._entries[key]
+                # Another thread may have dropped the sequence meanwhile, and its entry with it.
+                self._entries.pop(key, None)
+                del row, store
 
     def capture(
         self, cache: RowCache, rows: Rows, ended: Sequence[tuple[int, Hypothesis]], kept_lengths: Tensor

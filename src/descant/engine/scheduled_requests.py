@@ -136,11 +136,12 @@ class ScheduledRequests:
         """Plan a step and bring the tables into the state it needs."""
         plan = self._plan = self.scheduler.schedule(self.clock())
         self._finished_reads.clear()
-        self._settle_prefixes(plan)
+        # First: the scheduler has dropped these, whatever is raised below.
         for number in plan.expired:
             self.failed[number] = DeadlineExceeded(number)
         for number in plan.exceeded:
             self.failed[number] = self._size_error(number)
+        self._settle_prefixes(plan)
         for number in plan.preempted:
             self._preempt(number)
         for number, tokens in plan.read.items():
@@ -320,7 +321,6 @@ class ScheduledRequests:
         for number in plan.preempted:
             if number not in self and any(number in table.running.requests for table in self._tables):
                 self._preempt(number)
-        ended = [number for number in ended if number in self.scheduler]
         done = {*self._finished_reads, *ended}
         skipped = [number for number in (*plan.decode, *plan.read) if number not in done]
         self._report(plan, ended, skipped)
@@ -331,11 +331,13 @@ class ScheduledRequests:
             self._report(self._plan, ended, ())
 
     def _report(self, plan: StepPlan, ended: Collection[int], skipped: Collection[int]) -> None:
+        # What the scheduler has dropped in this plan, or in one whose step was not made.
         gone = {*plan.expired, *plan.exceeded}
-        ended = [number for number in ended if number not in gone]
+        ended = [number for number in ended if number not in gone and number in self.scheduler]
         parked = {number: self._parked_size(number) for number in plan.preempted if number in self._parked}
         usage, shared = ({}, 0) if self.config.num_blocks is None else self._usage(plan)
-        usage = {number: one for number, one in usage.items() if number not in ended}
+        # Requests that the scheduler has dropped stay in their tables until the end of a step that is made.
+        usage = {number: one for number, one in usage.items() if number not in (*ended, *gone, *self.failed)}
         self.scheduler.finish_step(StepReport(usage, parked, ended, skipped, shared))
         self._plan = None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from threading import get_ident
 
 import numpy as np
 import torch
@@ -79,6 +81,8 @@ class BlockPool:
         self._free_blocks: list[int] = []  # unreferenced blocks of slab 0
         self._live_blocks: dict[int, int] = {}  # slab of a prompt -> its number of referenced blocks
         self._next_slab_id = 1
+        self._user_thread: int | None = None  # that allocates
+        self._released: deque[tuple[Array, bool]] = deque()  # references to be removed, with what they are
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +103,8 @@ class BlockPool:
 
     def allocate(self, count: int, contiguous: bool = False) -> list[int]:
         """Free blocks, with a reference count of 1; `contiguous`: in a new slab of their own."""
+        self._user_thread = get_ident()
+        self._apply_released()
         if contiguous:
             slab_id, self._next_slab_id = self._next_slab_id, self._next_slab_id + 1
             self.slabs[slab_id] = BlockSlab(count)
@@ -110,6 +116,23 @@ class BlockPool:
             blocks = [self._free_blocks.pop() for _ in range(count)]
         self.ref_counts[blocks] = 1
         return blocks
+
+    def release(self, blocks: Array, *, is_reclaimable: bool) -> None:
+        """Remove one reference per entry of an owner that is gone; any thread may call it.
+
+        What refers to blocks may end in another thread, such as a result that a caller drops. The thread that
+        uses the pool carries it out then, since counts must not change beside it.
+        """
+        self._released.append((blocks, is_reclaimable))
+        if self._user_thread in (None, get_ident()):
+            self._apply_released()
+
+    def _apply_released(self) -> None:
+        while self._released:
+            blocks, is_reclaimable = self._released.popleft()
+            if is_reclaimable:
+                self.unmark_reclaimable(blocks)
+            self.decref(blocks)
 
     def incref(self, blocks: Array) -> None:
         """Add one reference per entry; a block may occur several times."""
@@ -141,6 +164,7 @@ class BlockPool:
     @property
     def num_idle(self) -> int:
         """The number of blocks that only reclaimable references hold."""
+        self._apply_released()
         return int(np.count_nonzero(self.is_idle)) if self._num_reclaimable else 0
 
     def mark_reclaimable(self, blocks: Array) -> None:

@@ -53,10 +53,7 @@ class PagedStore:
 
     def __del__(self) -> None:
         if hasattr(self, "is_reclaimable"):
-            blocks = self.referenced_blocks()
-            if self.is_reclaimable:
-                self.pool.unmark_reclaimable(blocks)
-            self.pool.decref(blocks)
+            self.pool.release(self.referenced_blocks(), is_reclaimable=self.is_reclaimable)
 
     def mark_reclaimable(self) -> None:
         """Mark its references as reclaimable; its rows must not change after that."""

@@ -61,8 +61,7 @@ class _PooledPrefixBlock:
 
     def __del__(self) -> None:
         if hasattr(self, "nbytes"):
-            self.pool.unmark_reclaimable(self.ids)
-            self.pool.decref(self.ids)
+            self.pool.release(self.ids, is_reclaimable=True)
 
     @property
     def layers(self) -> Mapping[int, tuple[Tensor, Tensor]]:

@@ -135,6 +135,25 @@ def test_priorities_order_what_waits(model):
     assert order == numbers[::-1]
 
 
+def test_a_step_that_fails_early_loses_no_request(model, monkeypatch):
+    session = Session(model, scheduler=SchedulerConfig(num_blocks=64))
+    scheduled = session._scheduled
+    now = [0.0]
+    scheduled.clock = lambda: now[0]
+    late, other = session.admit(request(2, new=20, deadline=5.0), request(3))
+    session.step()
+    now[0] = 6.0
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduled, "_settle_prefixes", lambda _: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                session.step()
+    found = ended(session)
+    assert isinstance(found[late].error, DeadlineExceeded)
+    assert tokens(found[other]) == alone(model, request(3))
+    assert (len(session), session.report().blocks) == (0, 0)
+
+
 def test_a_deadline_ends_a_waiting_and_a_running_request(model):
     session = Session(model, scheduler=SchedulerConfig(max_running_rows=1))
     now = [0.0]

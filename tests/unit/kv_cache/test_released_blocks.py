@@ -1,0 +1,74 @@
+"""Blocks whose owners end in another thread than the one that uses the pool."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from descant import Hypothesis
+from descant.engine.finished_kv import FinishedKV
+from descant.kv_cache.block_pool import BlockPool
+from descant.kv_cache.cached_row import CachedRow
+from descant.kv_cache.paged import PagedStore
+from descant.testing.block_pool import check_ref_counts
+
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("is_reclaimable", [False, True])
+def test_another_thread_leaves_the_counts_alone(is_reclaimable):
+    pool = BlockPool(4)
+    blocks = np.array(pool.allocate(3))
+    stores = [PagedStore.of_blocks(pool, blocks)]
+    if is_reclaimable:
+        stores[0].mark_reclaimable()
+    in_thread(stores.clear)
+    assert pool.ref_counts[blocks].tolist() == [2, 2, 2]
+    pool.allocate(1)
+    assert pool.ref_counts[blocks].tolist() == [1, 1, 1]
+    assert pool.reclaimable[blocks].tolist() == [0, 0, 0]
+
+
+def test_its_own_thread_frees_at_once():
+    pool = BlockPool(4)
+    blocks = np.array(pool.allocate(2))
+    stores = [PagedStore.of_blocks(pool, blocks)]
+    stores.clear()
+    assert pool.ref_counts[blocks].tolist() == [1, 1]
+
+
+def test_idle_rows_may_vanish_while_they_are_limited():
+    pool = BlockPool(4)
+    blocks = pool.allocate(8)
+    kept, sequences = (
+        FinishedKV(is_pool_limited=True),
+        [Hypothesis(torch.tensor([1]), "eos") for _ in range(4)],
+    )
+    for number, sequence in enumerate(sequences):
+        store = PagedStore.of_blocks(pool, np.array(blocks[2 * number : 2 * number + 2]))
+        store.mark_reclaimable()
+        key = id(sequence)
+        kept._entries[key] = (None, CachedRow(store))
+    pool.decref(np.array(blocks))
+    del store
+
+    class Vanishing(dict):
+        """Entries of which all are gone once they are listed."""
+
+        def items(self):
+            found = list(super().items())
+            self.clear()
+            return found
+
+    kept._entries = Vanishing(kept._entries)
+    kept.limit_idle(0)
+    assert len(kept) == 0
+    assert pool.num_idle == 0
+    check_ref_counts(pool)
