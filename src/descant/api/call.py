@@ -22,7 +22,7 @@ from descant.engine.planner import pad_token_id
 from descant.engine.protocol import Engine, is_engine
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Request, Session
-from descant.errors import ConfigError, InputError
+from descant.errors import ConfigError, InputError, SessionBusy
 from descant.kv_cache.cached_row import CachedRow
 from descant.models.no_cache import NoCache
 from descant.recipes.loading import load_recipe
@@ -147,7 +147,7 @@ class Call:
         self.user_cache = None if options.past is None else UserCache(options.past)
         self.session: Engine
         if is_engine(model):
-            _check_engine_options(options)
+            _check_engine(model, options)
             self.session = model
         else:
             cache = _requested_cache(options.config, self.user_cache)
@@ -205,6 +205,12 @@ class Call:
         noise_rows = sum(num_rows(config) for config in self.configs)
         self.request_ids = self.session.admit(*requests, noise_rows=noise_rows)
         return prompts
+
+    def cancel(self) -> None:
+        """Cancel the requests of the call that have not ended, where others use its engine after it."""
+        if not isinstance(self.session, Session):
+            for request in set(self.request_ids) & set(self.session.running):
+                self.session.cancel(request)
 
     def _requests(
         self, prompts: RaggedPrompts, full_prompts: Sequence[Tensor], cached_rows: Sequence[CachedRow | None]
@@ -318,8 +324,11 @@ def engine_or_model(model: Any, engine: Any) -> Any:
     return engine
 
 
-def _check_engine_options(options: CallOptions) -> None:
-    """Raise for what only a session of the call's own can do."""
+def _check_engine(engine: Engine, options: CallOptions) -> None:
+    """Raise for what only a session of the call's own can do, and for an engine in use."""
+    if len(engine):
+        must = f"`engine` must be idle at the start of a call, and has {len(engine)} requests"
+        raise SessionBusy(f"{must}: end or close the stream that uses it, or share it by an AsyncEngine")
     parts = {"past_key_values": options.past, "trace": options.tracer, "scheduler": options.scheduler}
     for name, value in parts.items():
         if value is not None:

@@ -76,7 +76,11 @@ class GenerateCall:
     def run(self, inputs: Mapping[str, Any]) -> Tensor | GenerateOutput:
         """Run the call with these model inputs."""
         prompts = self.call.admit(inputs)
-        finished = self._drain(prompts)
+        try:
+            finished = self._drain(prompts)
+        except BaseException:
+            self.call.cancel()
+            raise
         events = [finished[request] for request in self.call.request_ids]
         results = [event.hypotheses for event in events]
         cached_rows = [row for event in events for row in event.past_key_values]

@@ -145,11 +145,15 @@ class DecodingCommand(ConfigCommand):
         arguments = parse_recipe_arguments(self.recipe_argument or ())
         return load_recipe(self.recipe, trust_remote_code=self.trust_remote_code)(**arguments)
 
-    def load(self) -> tuple[Any, Any]:
-        """Load the model and its tokenizer, after checking the config and the recipe."""
+    def check_parameters(self) -> None:
+        """Raise for a config that cannot run and for a recipe that cannot be loaded."""
         options.reject_tensor_fields(self.parameters)
         GenerationConfig.merge(self.parameters, self.file_config())
         _ = self.loaded_recipe
+
+    def load(self) -> tuple[Any, Any]:
+        """Load the model and its tokenizer, after checking the config and the recipe."""
+        self.check_parameters()
         with terminal.console().status("loading"):
             return load(self.model, self.dtype, self.device, speech=self.takes_speech)
 

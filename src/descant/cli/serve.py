@@ -147,6 +147,7 @@ class ServeCommand(DecodingCommand):
         kv_bytes = None if self.kv_memory is None else int(self.kv_memory * GIB)
         options = EngineOptions(kv_bytes=kv_bytes, **self._own_values(EngineOptions))
         if options.engine == "vllm":
+            self._check_vllm()
             model, tokenizer = None, load_tokenizer(self.model)[0]
         else:
             model, tokenizer = self.load()
@@ -175,6 +176,15 @@ class ServeCommand(DecodingCommand):
             )
         address = ListenAddress(**self._own_values(ListenAddress))
         return HttpServer(application, address, log, grace_seconds=self.grace_seconds)
+
+    def _check_vllm(self) -> None:
+        """Raise for options that only a session can use."""
+        self.check_parameters()
+        for name in ("device", "recipe", "assistant_model"):
+            value = getattr(self, name)
+            if value is not None:
+                do = "leave it out, or use --engine auto"
+                raise InputError(name, "must not be given with `--engine vllm`", value, do)
 
     def _own_values(self, kind: type[Any]) -> dict[str, Any]:
         """The options that have the names of a dataclass's fields."""

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.interfaces import Array, ModelTraits, RowCache
-from descant.core.records import ForwardOutput, Proposal, Selection
+from descant.core.records import Selection
 from descant.core.rows import Rows, index_rows
-from descant.decoding.stopping.checker import StopChecker
 from descant.engine.admission import Admission
 from descant.engine.explain import no_candidates_error
+from descant.engine.logits_source import NO_CACHE, LogitsSource, NoStops, logits_traits
 from descant.engine.planner import DecodingPlan
 from descant.engine.request import Request
 from descant.engine.request_rows import join_rows, new_rows, restored_rows
@@ -24,7 +23,7 @@ from descant.engine.step import StepHooks, run_step
 from descant.engine.step_faults import StepFault, request_error
 from descant.errors import ConfigError, InputError, RowError
 
-__all__ = ["BatchSampler", "check_external_plan", "logits_traits"]
+__all__ = ["BatchSampler", "check_external_plan"]
 
 # What decides where a sequence ends, and what is recorded of it: both belong to the engine with the model.
 _ENGINE_FIELDS: Final = ("stop_strings", "stop_regex", "max_time", "logprobs")
@@ -73,8 +72,8 @@ def _drafter_field(config: GenerationConfig) -> tuple[str, Any]:
     return "assistant_model", None
 
 
-class _Line(NamedTuple):
-    """Where a request joins: the tokens that it has already, and the index of its sequence."""
+class _NewRequest(NamedTuple):
+    """A request that has not been in a batch yet: its new tokens, and the index of its sequence."""
 
     tokens: Sequence[int]
     slot: int
@@ -98,12 +97,12 @@ class BatchSampler:
         context_length: int | None = None,
     ) -> None:
         self.errors: dict[int, RowError] = {}  # of requests for which no token could be chosen
-        self._model = _LogitsSource(logits_traits(vocab_size, context_length), torch.device(device))
+        self._model = LogitsSource(logits_traits(vocab_size, context_length), torch.device(device))
         self._admission = Admission(None, self._model)
-        self._running = RunningRequests(self._model.device, stop_checker=_NoStops())
+        self._running = RunningRequests(self._model.device, stop_checker=NoStops())
         self._tokenizer = tokenizer
         self._next_number = 0
-        self._new: dict[int, _Line] = {}  # that have not been in a batch yet
+        self._new: dict[int, _NewRequest] = {}  # that have not been in a batch yet
         self._last: _LastBatch | None = None
         self._absent: dict[int, _LastBatch] = {}  # that were in an earlier batch, each alone
 
@@ -127,7 +126,7 @@ class BatchSampler:
         number = self._next_number
         self._running.add(number, prepared, is_encoder_decoder=False)
         self._next_number += 1
-        self._new[number] = _Line(list(new_tokens), slot)
+        self._new[number] = _NewRequest(list(new_tokens), slot)
         return number
 
     def remove(self, number: int) -> None:
@@ -145,13 +144,25 @@ class BatchSampler:
         """Whether a request has a processor with a state, which its tokens alone do not restore."""
         return any(getattr(one, "state", None) for one in self._running.processors(number))
 
+    def num_new(self, number: int) -> int:
+        """The number of new tokens of a request, the last one chosen included."""
+        if number in self._new:
+            return len(self._new[number].tokens)
+        batch = self._absent.get(number, self._last)
+        if batch is None or number not in batch.place:
+            return 0
+        return batch.num_new[batch.place[number]]
+
     def new_tokens(self, number: int) -> list[int]:
         """The new tokens of a request, the last one chosen included; none if it has failed."""
+        if number in self._new:
+            return list(self._new[number].tokens)
         batch = self._absent.get(number, self._last)
-        if number in self._new or batch is None or number not in batch.numbers:
-            return list(self._new[number].tokens) if number in self._new else []
-        rows, index = batch.after, batch.numbers.index(number)
-        return rows.tokens[index, int(rows.prompt_length[index]) : int(rows.length[index])].tolist()
+        if batch is None or number not in batch.place:
+            return []
+        rows, row = batch.after, batch.place[number]
+        tokens: list[int] = rows.tokens[row, int(rows.prompt_length[row]) : int(rows.length[row])].tolist()
+        return tokens
 
     def choose(self, numbers: Sequence[int], num_new: Sequence[int], logits: Tensor) -> Tensor:
         """The next token [N] of each request, which has `num_new` new tokens, from its logits [N, V].
@@ -191,18 +202,19 @@ class BatchSampler:
         assert errors is not None
         try:
             after, [selection] = run_step(
-                self._model, _NO_CACHE, rows, self._running.strategy_groups, StepHooks(errors=errors)
+                self._model, NO_CACHE, rows, self._running.strategy_groups, StepHooks(errors=errors)
             )
         except StepFault as fault:
             errors |= fault.errors
             self._note_errors(errors)
+            self._last = _LastBatch.of(rows, rows)  # for the next attempt, without these
             return None
         finally:
             self._model.logits = None
         self._note_errors(errors)
         self._note_failed(selection)
         numbers = after.request.tolist()
-        self._last = _LastBatch(rows, after, numbers, (after.length - after.prompt_length).tolist())
+        self._last = _LastBatch.of(rows, after)
         return _Chosen(numbers, selection.tokens)
 
     def _note_errors(self, errors: dict[int, Exception]) -> None:
@@ -226,7 +238,7 @@ class BatchSampler:
         wanted = dict(zip(numbers, num_new, strict=True))
         parts: list[Rows] = []
         if last is not None:
-            self._set_aside(last, wanted)
+            self._store_absent(last, wanted)
             going_on = [number for number in last.numbers if number in wanted]
             if going_on:
                 parts.append(last.rows(going_on, [wanted[number] for number in going_on]))
@@ -246,7 +258,7 @@ class BatchSampler:
             rows = rows.take(torch.tensor([order[number] for number in numbers]))
         return rows
 
-    def _set_aside(self, last: _LastBatch, wanted: Mapping[int, int]) -> None:
+    def _store_absent(self, last: _LastBatch, wanted: Mapping[int, int]) -> None:
         """Store the requests of the last batch that are not in this one."""
         for index, number in enumerate(last.numbers):
             if number not in wanted and number in self._running.requests:
@@ -299,6 +311,14 @@ class _LastBatch(NamedTuple):
     after: Rows
     numbers: list[int]
     num_new: list[int]  # new tokens of each afterwards
+    place: dict[int, int]  # of each number
+
+    @classmethod
+    def of(cls, before: Rows, after: Rows) -> _LastBatch:
+        """The rows before and after a step."""
+        numbers = after.request.tolist()
+        counts = (after.length - after.prompt_length).tolist()
+        return cls(before, after, numbers, counts, {number: row for row, number in enumerate(numbers)})
 
     def take(self, index: int) -> _LastBatch:
         """One of its requests alone."""
@@ -306,11 +326,11 @@ class _LastBatch(NamedTuple):
         row = int((self.before.request == number).nonzero()[0])
         before = self.before.take(torch.tensor([row]))
         after = self.after.take(torch.tensor([index]))
-        return _LastBatch(before, after, [number], [self.num_new[index]])
+        return _LastBatch(before, after, [number], [self.num_new[index]], {number: 0})
 
     def rows(self, numbers: Sequence[int], num_new: Sequence[int]) -> Rows:
         """The rows of these requests, each with so many new tokens: its last one may be discarded."""
-        index = {number: place for place, number in enumerate(self.numbers)}
+        index = self.place
         excess = [self.num_new[index[number]] - now for number, now in zip(numbers, num_new, strict=True)]
         if not any(excess):
             return self.after.take(torch.tensor([index[number] for number in numbers]))
@@ -323,80 +343,3 @@ class _LastBatch(NamedTuple):
             for number, discarded in zip(numbers, excess, strict=True)
         ]
         return self.after.cat(self.before).take(torch.tensor(parents))
-
-
-class _NoStops(StopChecker):
-    """Ends no row."""
-
-    def finish_reasons(
-        self,
-        rows: Rows,  # noqa: ARG002
-        parents: Tensor | None,  # noqa: ARG002
-        tokens: Tensor,  # noqa: ARG002
-    ) -> Sequence[tuple[str, Array]]:
-        """No reason for any row."""
-        return []
-
-
-def logits_traits(vocab_size: int, context_length: int | None) -> ModelTraits:
-    """The traits of a decoder that another engine runs."""
-    return ModelTraits(
-        is_encoder_decoder=False,
-        supports_position_ids=True,
-        supports_logits_to_keep=True,
-        supports_inputs_embeds=False,
-        vocab_size=vocab_size,
-        num_layers=1,
-        attn_implementation="sdpa",
-        sliding_windows={},
-        max_positions=None,
-        context_length=context_length,
-    )
-
-
-class _LogitsSource:
-    """In place of a model: its forward returns the logits of the batch."""
-
-    network = None
-    rank_group = None
-
-    def __init__(self, traits: ModelTraits, device: torch.device) -> None:
-        self.traits, self.device = traits, device
-        self.logits: Tensor | None = None  # [N, 1, V]
-
-    def new_cache(self) -> RowCache:
-        """The other engine has the cache."""
-        return _NO_CACHE
-
-    def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
-        """Nothing is fed."""
-
-    def remove_requests(self, requests: Sequence[int]) -> None:
-        """Nothing is fed."""
-
-    def set_output_states(self, states: Sequence[str]) -> None:
-        """There are logits only."""
-
-    def forward(self, rows: Rows, proposal: Proposal, cache: RowCache) -> ForwardOutput:  # noqa: ARG002
-        """The logits of the batch."""
-        assert self.logits is not None
-        return ForwardOutput(self.logits)
-
-
-class _NoCache:
-    """In place of a cache: the other engine has it."""
-
-    max_rewind: int | None = None
-    capacity: int | None = None
-
-    def __len__(self) -> int:
-        return 0
-
-    def extend(self, rows: int) -> None:
-        """Nothing is stored."""
-
-    def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
-        """Nothing is stored."""
-
-
-_NO_CACHE: Final[RowCache] = _NoCache()

@@ -34,6 +34,7 @@ class FallbackEngine:
             raise InputError("second", must, f"{second.traits.vocab_size} tokens")
         self._engines = (first, second)
         self._owners: dict[int, Engine] = {}
+        self._undelivered: list[Event] = []  # of a step in which another engine raised
         self._numbers = count()
 
     @property
@@ -133,7 +134,13 @@ class FallbackEngine:
 
     def step(self) -> list[Event]:
         """Advance every row of both engines by one step; return what happened."""
-        events = [event for one in self._engines if len(one) for event in one.step()]
+        events, self._undelivered = self._undelivered, []
+        for one in self._engines:
+            try:
+                events += one.step() if len(one) else ()
+            except BaseException:
+                self._undelivered = events  # for the next step
+                raise
         for event in events:
             if isinstance(event, Finished | Failed):
                 self._owners.pop(event.request, None)
@@ -148,7 +155,7 @@ class FallbackEngine:
 
     def drain(self) -> Iterator[Event]:
         """Step until no request is running."""
-        while len(self):
+        while len(self) or self._undelivered:
             yield from self.step()
 
     def common_prefix(self, request: int) -> Tensor:

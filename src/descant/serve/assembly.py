@@ -77,31 +77,34 @@ def start_vllm(
         **sizes,
     )
     if model is not None:
-        scheduler = SchedulerConfig(
-            max_running_rows=options.max_running_rows,
-            max_step_tokens=max(options.max_step_tokens, options.max_running_rows),
-            chunk_tokens=options.chunk_tokens,
-            max_waiting=options.max_waiting,
-        )
-        engine = FallbackEngine(engine, Session(model, scheduler=scheduler))
+        engine = FallbackEngine(engine, Session(model, scheduler=_scheduler_config(model, options)[0]))
     return AsyncEngine(engine), vllm.generation_config
 
 
 def start_engine(model: Any, options: EngineOptions) -> AsyncEngine:
     """The engine of a model, with a KV pool, a queue and a prefix cache."""
-    token_bytes = kv_shape_of(model).bytes_per_token
     if options.fast:
         prepack_weights(model)
         compile_layers(model)
-    interface = as_model(model)
+    scheduler, budget = _scheduler_config(model, options)
+    prefixes = None
+    if options.prefix_cache:
+        # Cached prefixes lie in the pool, and have what the requests leave of it.
+        prefixes = PrefixCache(max_bytes=budget or 2**30)
+    return AsyncEngine(model, scheduler=scheduler, prefix_cache=prefixes, max_traced=options.max_traced)
+
+
+def _scheduler_config(model: Any, options: EngineOptions) -> tuple[SchedulerConfig, int | None]:
+    """The limits of a session of a model, and the bytes of its KV pool."""
+    token_bytes = kv_shape_of(model).bytes_per_token
     budget = options.kv_bytes
     if budget is None:
-        free = free_bytes(interface.device)
+        free = free_bytes(as_model(model).device)
         budget = None if free is None else min(int(free * _DEFAULT_KV_SHARE), _MAX_DEFAULT_KV_BYTES)
     num_blocks = None
     if token_bytes and budget is not None:
         num_blocks = max(1, budget // (token_bytes * _BLOCK_SIZE))
-    scheduler = SchedulerConfig(
+    config = SchedulerConfig(
         max_running_rows=options.max_running_rows,
         max_step_tokens=max(options.max_step_tokens, options.max_running_rows),
         chunk_tokens=options.chunk_tokens,
@@ -109,11 +112,7 @@ def start_engine(model: Any, options: EngineOptions) -> AsyncEngine:
         num_blocks=num_blocks,
         block_size=_BLOCK_SIZE,
     )
-    prefixes = None
-    if options.prefix_cache:
-        # Cached prefixes lie in the pool, and have what the requests leave of it.
-        prefixes = PrefixCache(max_bytes=budget or 2**30)
-    return AsyncEngine(model, scheduler=scheduler, prefix_cache=prefixes, max_traced=options.max_traced)
+    return config, budget
 
 
 def build_application(

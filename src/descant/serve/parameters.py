@@ -166,7 +166,7 @@ class BodyParameters:
 
     @cached_property
     def _prompt_room(self) -> int | None:
-        """The most prompt tokens that all limits allow; None: there is no limit."""
+        """The most prompt tokens that the context and the server's limit allow; None: there is no limit."""
         most, positions = self.reader.settings.max_prompt_tokens, self.reader.max_positions
         new = 1 if self.is_chat else _DEFAULT_COMPLETION_TOKENS
         if self._has_length:

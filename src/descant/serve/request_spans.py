@@ -149,6 +149,7 @@ def check_endpoint(endpoint: str) -> None:
     try:
         url = urlsplit(endpoint)
         is_address = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        is_address = is_address and not (url.query or url.fragment)
     except ValueError:
         is_address = False
     if not is_address:

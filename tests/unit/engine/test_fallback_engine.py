@@ -20,6 +20,8 @@ from descant import (
     Request,
     SchedulerConfig,
     Session,
+    SessionBusy,
+    Tokens,
     Tracer,
 )
 from tests.support.markov_model import Chain
@@ -154,6 +156,37 @@ def test_a_failed_request_is_told(engine):
     [event] = [event for event in engine.drain() if isinstance(event, Failed)]
     assert "suppress_tokens" in str(event.error)
     assert engine._owners == {}
+
+
+def test_an_engine_in_use_refuses_a_call(model, engine):
+    prompt = torch.tensor([[1, 2]])
+    with descant.stream(None, prompt, max_new_tokens=5, engine=engine) as stream:
+        next(stream)
+        with pytest.raises(SessionBusy, match="must be idle"):
+            descant.generate(None, prompt, max_new_tokens=5, engine=engine)
+    assert descant.generate(None, prompt, max_new_tokens=5, engine=engine).shape == (1, 7)
+
+
+def test_a_call_that_fails_leaves_no_request(model, engine):
+    def fail(ids, scores):
+        raise OSError("disk")
+
+    prompt = torch.tensor([[1, 2], [3, 4]])
+    with pytest.raises(OSError, match="disk"):
+        descant.generate(None, prompt, max_new_tokens=5, engine=engine, logits_processor=[fail])
+    assert len(engine) == 0
+
+
+def test_events_outlive_an_error_of_the_other_engine(model, engine, monkeypatch):
+    numbers = engine.admit(Request([1], config()), Request([2], config(num_beams=2)))
+    monkeypatch.setattr(engine._engines[1], "step", lambda: 1 / 0)
+    for _ in range(9):
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    monkeypatch.undo()
+    events = list(engine.drain())
+    assert sum(len(one.request) for one in events if isinstance(one, Tokens)) >= 6
+    assert {one.request for one in events if isinstance(one, Finished)} == set(numbers)
 
 
 def test_vllm_says_which_extra_it_needs():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -16,11 +15,18 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
 
 from descant.config.generation_config import GenerationConfig
+from descant.decoding.processors.base import as_id_list
 from descant.engine.batch_sampler import BatchSampler
 from descant.engine.request import Request
-from descant.engine.vllm.request_config import check_params, read_params, uses_text
-from descant.engine.vllm.request_failures import FAILURES, REQUEST_ID_KEY
-from descant.errors import DescantError
+from descant.engine.vllm.request_config import (
+    PLUGIN_KEY,
+    check_params,
+    check_v2_params,
+    read_params,
+    uses_text,
+)
+from descant.engine.vllm.request_failures import REQUEST_ID_KEY, report_failure
+from descant.errors import InputError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,9 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DescantLogitsProcessor"]
 
-_LOG: Final = logging.getLogger(__name__)
-# Far above all logits, and finite after vLLM has divided it by any temperature.
-_CHOSEN: Final = 1e30
 _MAX_ABSENT: Final = 4096  # requests that have left the batch, and may come back
 _MAX_VOCAB: Final = 2**31 - 1
 
@@ -70,6 +73,9 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         # Requests that have left the batch. Whether they are preempted or have ended is not told.
         self._absent: OrderedDict[int, _BatchEntry] = OrderedDict()  # by number
         self._waiting: dict[int, SamplingParams] = {}  # V2: by slot, until their tokens are on the device
+        self._num_unseeded = 0
+        fields = model.try_get_generation_config() or {}
+        self._model_ends = frozenset(as_id_list(fields.get("eos_token_id")))
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -85,10 +91,12 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         """Follow the persistent batch."""
         if batch_update is None:
             return
+        # First all that leave: a request may be removed and added again in one update.
         for index in batch_update.removed:
             self._leave(index)
-        for index, params, prompt, output in batch_update.added:
+        for index, *_ in batch_update.added:
             self._leave(index)
+        for index, params, prompt, output in batch_update.added:
             entry = self._returning(params, prompt, output) or self._new_entry(params, prompt, output)
             if entry is not None:
                 self._entries[index] = entry
@@ -160,22 +168,33 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
     def _new_entry(
         self, params: SamplingParams, prompt: list[int] | None, output: list[int]
     ) -> _BatchEntry | None:
-        found = read_params(params)
-        if found is None:
+        if PLUGIN_KEY not in (params.extra_args or {}):
             return None
-        config = found.config
         try:
-            request = Request(prompt or [], config, tokenizer=self._tokenizer if uses_text(config) else None)
-            number = self._sampler.add(request, output, found.slot)
-        except DescantError as error:  # what the front end could not check, such as ids and grammars
-            plain = GenerationConfig(eos_token_id=config.eos_token_id, stop_token_ids=config.stop_token_ids)
-            number = self._sampler.add(Request(prompt or [], plain), output)
+            number = self._add(params, prompt, output)
+        except Exception as error:  # what the front end could not check; it must not end vLLM's core
+            ends = sorted(params.stop_token_ids or params.all_stop_token_ids) or None
+            plain = GenerationConfig(stop_token_ids=ends)
+            number = self._sampler.add(Request([0], plain), output)
             self._sampler.fail(number, error)
-            name = _request_name(params)
-            if name is not None:
-                FAILURES[name] = self._sampler.errors[number]
-            _LOG.error("a request ends with an end token: %s", error)
+            report_failure(_request_name(params), self._sampler.errors[number])
         return _BatchEntry(number, params, prompt, output)
+
+    def _add(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> int:
+        """Add a request to the sampler; its number."""
+        found = read_params(params, self._model_ends)
+        assert found is not None
+        if prompt is None:
+            raise InputError("prompt", "must be token ids, not embeddings, with Descant's fields", None)
+        config = found.config
+        if self._states is not None:
+            check_v2_params(params)
+        if config.do_sample and config.seed is None:
+            # All ranks add requests in the same order, so that they draw the same noise.
+            self._num_unseeded += 1
+            config = config.replace(seed=(self._model_config.seed or 0) % 2**30 * 2**32 + self._num_unseeded)
+        request = Request(prompt, config, tokenizer=self._tokenizer if uses_text(config) else None)
+        return self._sampler.add(request, output, found.slot)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -189,8 +208,8 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
             return logits
         index = sorted(self._entries)
         entries = [self._entries[one] for one in index]
-        numbers = [entry.number for entry in entries]
         counts = [len(entry.output) for entry in entries]
+        numbers = [self._follow(entry, count) for entry, count in zip(entries, counts, strict=True)]
         return self._choose(logits, index, numbers, counts)
 
     def _choose(self, logits: Tensor, index: list[int], numbers: list[int], counts: list[int]) -> Tensor:
@@ -200,12 +219,22 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         tokens = self._sampler.choose(numbers, counts, own)
         if len(self._sampler.errors) > num_failed:
             self._report_failures(numbers)
-        if self._sampler.errors:
-            # A row that has failed may hold values that are no numbers.
-            failed = [place for place, number in enumerate(numbers) if number in self._sampler.errors]
-            own[failed] = 0.0
-        own.scatter_(1, tokens[:, None], _CHOSEN)
+        own.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
         return own if rows is None else logits.index_copy_(0, rows, own)
+
+    def _follow(self, entry: _BatchEntry, count: int) -> int:
+        """The number of a request that has `count` new tokens.
+
+        vLLM may take back several tokens, after keys and values could not be loaded: then it begins anew.
+        """
+        excess = self._sampler.num_new(entry.number) - count
+        if excess not in (0, 1) and entry.number not in self._sampler.errors:
+            tokens = self._sampler.new_tokens(entry.number)
+            self._sampler.remove(entry.number)
+            again = self._new_entry(entry.params, entry.prompt, tokens[:count])
+            assert again is not None
+            entry.number = again.number
+        return entry.number
 
     def _report_failures(self, numbers: list[int]) -> None:
         """Say why requests end early: vLLM has no way to fail a request from here."""
@@ -214,18 +243,14 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
             error = self._sampler.errors.get(number)
             if error is None:
                 continue
-            name = names.get(number)
-            if name is None:
-                _LOG.error("a request ends with an end token: %s", error)
-            else:
-                FAILURES[name] = error
+            report_failure(names.get(number), error)
 
     # -------------------------------------------------------------------- V2
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Take a request into a slot; its tokens are read at its first step."""
         self._leave(req_idx)
         self._waiting.pop(req_idx, None)
-        if read_params(sampling_params) is None:
+        if PLUGIN_KEY not in (sampling_params.extra_args or {}):
             return False
         self._waiting[req_idx] = sampling_params
         return True
@@ -246,8 +271,8 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
                 tokens = self._states.all_token_ids.gpu[slot, :length].tolist()
                 self._join(slot, tokens[:prompt_length], tokens[prompt_length:], slots)
             index.append(row)
-            numbers.append(self._entries[slot].number)
             counts.append(length - prompt_length)
+            numbers.append(self._follow(self._entries[slot], counts[-1]))
         return self._choose(logits, index, numbers, counts) if index else logits
 
     def _join(self, slot: int, prompt: list[int], output: list[int], batch: list[int]) -> None:

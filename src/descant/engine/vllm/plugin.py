@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from descant.engine.batch_sampler import BatchSampler
 from descant.engine.request import Request
-from descant.engine.vllm.request_config import PLUGIN_KEY, check_params, read_params, uses_text
+from descant.engine.vllm.request_config import (
+    PLUGIN_KEY,
+    check_params,
+    check_v2_params,
+    read_params,
+    uses_text,
+)
 
 __all__ = ["register"]
 
@@ -36,18 +43,27 @@ def register() -> None:
             if PLUGIN_KEY not in (params.extra_args or {}):
                 return
             if self.vllm_config.speculative_config is not None:
-                raise ValueError(
+                raise VLLMValidationError(
                     f"extra_args[{PLUGIN_KEY!r}] must be unset with speculative decoding, under which vLLM "
                     "skips logits processors: unset `speculative_config`, or use a Descant session"
                 )
-            check_params(params, sampler)
-            found = read_params(params)
-            if found is not None and uses_text(found.config):
-                # Compiled here once: an error must not reach the worker. Any token will do as a prompt.
-                request = Request([0], found.config, tokenizer=self.tokenizer)
-                sampler.remove(sampler.add(request))
+            try:
+                _check_fields(params, sampler, self)
+            except Exception as error:  # of grammars too
+                raise VLLMValidationError(str(error)) from error
 
         return check
 
     build.checks_descant = True  # type: ignore[attr-defined]
     InputProcessor._build_logits_processors_params_validator = build  # type: ignore[method-assign]
+
+
+def _check_fields(params: SamplingParams, sampler: BatchSampler, processor: InputProcessor) -> None:
+    check_params(params, sampler)
+    if processor.vllm_config.use_v2_model_runner:
+        check_v2_params(params)
+    found = read_params(params)
+    if found is not None and uses_text(found.config):
+        # Compiled here once: an error must not reach the worker. Any token will do as a prompt.
+        request = Request([0], found.config, tokenizer=processor.tokenizer)
+        sampler.remove(sampler.add(request))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -13,12 +13,15 @@ from descant.config.generation_config import GenerationConfig
 from descant.decoding.processors.base import as_id_list
 from descant.engine.batch_sampler import BatchSampler
 from descant.engine.vllm.field_support import FIELD_SUPPORT, check_fields
+from descant.engine.vllm.request_failures import REQUEST_ID_KEY
 from descant.errors import ConfigError, InputError
 
 __all__ = [
     "PLUGIN_KEY",
+    "SHARED_PARAMS",
     "RequestConfig",
     "check_params",
+    "check_v2_params",
     "read_params",
     "to_sampling_params",
     "uses_text",
@@ -38,14 +41,15 @@ _REPLACED: Final[Mapping[str, str]] = {
 }
 # Parameters that mean the same as the field, and their neutral values. What vLLM does by them to the one
 # token that the plug-in has chosen changes nothing.
-_SHARED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "top_p": (1.0,),
-    "min_p": (0.0,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
+SHARED_PARAMS: Final[Mapping[str, float]] = {
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
 }
 _SAMPLING_ONLY: Final = ("top_p", "min_p")
+_MAX_NEW_TOKENS: Final = 2**30
 
 
 class RequestConfig(NamedTuple):
@@ -65,7 +69,11 @@ def to_sampling_params(config: GenerationConfig, prompt_length: int, **others: A
     stops = [*ends, *(token for token in as_id_list(config.stop_token_ids) if token not in ends)]
     given = json.loads(config.to_json_string())
     fields = {name: value for name, value in given.items() if FIELD_SUPPORT[name].by == "plug-in"}
-    fields |= {"do_sample": config.do_sample, "eos_token_id": ends, "stop_token_ids": stops[len(ends) :]}
+    fields |= {
+        "do_sample": config.do_sample,
+        "eos_token_id": ends or None,
+        "stop_token_ids": stops[len(ends) :] or None,
+    }
     if config.do_sample:
         fields |= {"temperature": config.temperature, "top_k": config.top_k}
     return SamplingParams(
@@ -97,17 +105,34 @@ def check_params(params: SamplingParams, sampler: BatchSampler) -> None:
     found = read_params(params)
     if found is None:
         return
-    count = found.config.num_return_sequences
-    if count not in (1, params.n):
-        raise ConfigError("num_return_sequences", f"must be `n` ({params.n})", count, "leave it out")
-    sampler.plan(found.config)
+    config = found.config
+    if config.num_return_sequences not in (1, params.n):
+        must = f"must be `n` ({params.n})"
+        raise ConfigError("num_return_sequences", must, config.num_return_sequences, "leave it out")
+    is_child = REQUEST_ID_KEY in (params.extra_args or {})  # one sequence of a request of `descant.VLLM`
+    if (found.slot and not is_child) or (params.n > 1 and config.seed is not None and params.seed is None):
+        must = f"must be the `seed` of the request too, by which vLLM tells {params.n} sequences apart"
+        raise InputError("seed", must, params.seed, f"set the request's `seed` to {config.seed}")
+    sampler.plan(config)
 
 
-def read_params(params: SamplingParams) -> RequestConfig | None:
-    """The config of a request, by its parameters; None: it is not for the plug-in."""
-    given = _given_fields(params)
-    if given is None:
-        return None
+def read_params(params: SamplingParams, model_ends: Collection[int] = ()) -> RequestConfig | None:
+    """The config of a request, by its parameters; None: it is not for the plug-in.
+
+    `model_ends` are end tokens of the model, some of which vLLM has among the stop tokens.
+    """
+    try:
+        given = _given_fields(params)
+        if given is None:
+            return None
+        GenerationConfig(**given)  # before anything else looks at the values
+        return _read_fields(params, given, model_ends)
+    except (TypeError, RuntimeError, RecursionError) as error:
+        must = f"must hold fields of GenerationConfig ({error})"
+        raise InputError(PLUGIN_KEY, must, "other values") from error
+
+
+def _read_fields(params: SamplingParams, given: dict[str, Any], model_ends: Collection[int]) -> RequestConfig:
     for name, field in _REPLACED.items():
         if getattr(params, name, None):
             do = f"give `{field}` in extra_args[{PLUGIN_KEY!r}]"
@@ -117,22 +142,35 @@ def read_params(params: SamplingParams) -> RequestConfig | None:
     if is_sampling:
         values.setdefault("temperature", params.temperature or 1.0)
         values.setdefault("top_k", max(params.top_k, 0))
-    for name, neutral in _SHARED.items():
+    for name, neutral in SHARED_PARAMS.items():
         own = getattr(params, name)
-        if own in neutral or (name in _SAMPLING_ONLY and not is_sampling):
+        if own == neutral or (name in _SAMPLING_ONLY and not is_sampling):
             continue
         if values.setdefault(name, own) != own:
             must = f"must be the same in both places, it is {own} in the request's own field"
             raise InputError(name, must, values[name], "give it once")
+    slot = 0
     if values.get("seed") is None:
         values["seed"] = params.seed
-    slot = 0 if params.seed is None or given.get("seed") is None else params.seed - given["seed"]
-    _check_stops(params, values)
-    if params.max_tokens is not None:
-        values["max_new_tokens"] = params.max_tokens
+    elif params.seed is not None:
+        slot = params.seed - values["seed"]
+    _check_stops(params, values, model_ends)
+    # vLLM fills in a missing length by that of the prompt, after requests are checked.
+    values["max_new_tokens"] = _MAX_NEW_TOKENS if params.max_tokens is None else params.max_tokens
     config = GenerationConfig.merge({}, GenerationConfig(**values), None)
     check_fields(config, ("vllm", "plug-in"))
+    if slot < 0:
+        must = f"must not be below the `seed` of the fields ({config.seed})"
+        raise InputError("seed", must, params.seed, "give the same one")
     return RequestConfig(config, slot)
+
+
+def check_v2_params(params: SamplingParams) -> None:
+    """Raise for penalties that vLLM's V2 model runner applies before the plug-in, which applies them too."""
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if getattr(params, name) != SHARED_PARAMS[name]:
+            do = f"give it in extra_args[{PLUGIN_KEY!r}]"
+            raise InputError(name, "must be unset on vLLM's V2 runner", getattr(params, name), do)
 
 
 def uses_text(config: GenerationConfig) -> bool:
@@ -152,13 +190,13 @@ def _given_fields(params: SamplingParams) -> dict[str, Any] | None:
     raise InputError(PLUGIN_KEY, "must be a dict of fields, or one as JSON text", given)
 
 
-def _check_stops(params: SamplingParams, values: dict[str, Any]) -> None:
+def _check_stops(params: SamplingParams, values: dict[str, Any], model_ends: Collection[int]) -> None:
     """Raise for ends of sequences that vLLM does not know of; the end tokens that it does are filled in."""
     known = set(params.stop_token_ids or ())
-    ends: Sequence[int] = as_id_list(values.get("eos_token_id"))
+    ends: Collection[int] = as_id_list(values.get("eos_token_id"))
     if "eos_token_id" not in values:
-        others = params.all_stop_token_ids - known
-        values["eos_token_id"] = sorted(others) or None
+        ends = set() if params.ignore_eos else (params.all_stop_token_ids - known) | (known & {*model_ends})
+        values["eos_token_id"] = sorted(ends) or None
     elif not (params.ignore_eos and set(ends) <= known):
         must = "must be among `stop_token_ids` of the request, with `ignore_eos`"
         raise InputError("eos_token_id", must, values["eos_token_id"], "use descant.VLLM, or leave it out")

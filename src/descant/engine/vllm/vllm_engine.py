@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from itertools import count
+from secrets import randbits
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
@@ -16,24 +16,25 @@ from torch import Tensor
 from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits, RankGroup
 from descant.core.records import Hypothesis, Tokens
-from descant.engine.admission import draw_seed
-from descant.engine.batch_sampler import BatchSampler, logits_traits
+from descant.engine.batch_sampler import BatchSampler
 from descant.engine.events import Event, Failed, Finished, Report
+from descant.engine.logits_source import logits_traits
 from descant.engine.protocol import Engine
 from descant.engine.request import Request, compile_request_grammar
 from descant.engine.scheduling.config import SchedulerConfig
+from descant.engine.single_entry import single_entry
+from descant.engine.vllm.loading import read_model_config, start_llm
 from descant.engine.vllm.request_failures import FAILURES, REQUEST_ID_KEY
 from descant.engine.vllm.sequence_stops import SequenceStops
-from descant.errors import DeadlineExceeded, DescantError, EngineFull, InputError, MissingExtra
+from descant.errors import DeadlineExceeded, DescantError, EngineFull, InputError, RowError
 from descant.trace.trace import Trace
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 __all__ = ["VLLM"]
 
-# What a request may hold for a session, and vLLM has no use for.
+# Parts of a request that only a session can use.
 _REFUSED_PARTS: Final = {
     "logits_processor": "must be empty: functions cannot be sent to vLLM's workers",
     "stopping_criteria": "must be empty: vLLM does not call functions",
@@ -76,27 +77,26 @@ class VLLM:
 
     It chooses the tokens that a session would choose with the same config and seed, up to the rounding of
     vLLM's kernels. What needs Descant's own loop (beams, contrastive search, DoLa, guidance, speculation) is
-    refused. `options` are arguments of vLLM's `EngineArgs`. It implements the `Engine` interface.
+    refused; such fields of the model's own config are set aside, in `unused`. `options` are arguments of
+    vLLM's `EngineArgs`. It runs in this process, and implements the `Engine` interface. A request without a
+    seed has a random one.
     """
 
     def __init__(self, model: str, *, max_waiting: int | None = None, **options: Any) -> None:
         if options.get("speculative_config") is not None:
             do = "leave it out"
             raise InputError("speculative_config", "must be None with descant.VLLM", "a config", do)
-        self.llm = _start(model, options)
+        self.llm = start_llm(model, options)
         self.max_waiting = max_waiting
         model_config = self.llm.model_config
-        self.generation_config = GenerationConfig.from_transformers(
-            model_config.try_get_generation_config() or {}
-        )
-        if self.generation_config.eos_token_id is None:
-            eos = getattr(model_config.hf_text_config, "eos_token_id", None)
-            self.generation_config = self.generation_config.replace(eos_token_id=eos)
+        # Of the model's own config: what vLLM can apply, and what it cannot.
+        self.generation_config, self.unused = read_model_config(model_config)
         traits = logits_traits(model_config.get_vocab_size(), model_config.max_model_len)
         self.traits: ModelTraits = replace(traits, max_positions=model_config.max_model_len)
         self.device = torch.device("cpu")  # of the prompts
         self.steps = 0
         self.beam_requests: set[int] = set()
+        self._busy_thread: int | None = None
         self._sampler = BatchSampler(self.traits.vocab_size)  # for checks alone
         self._requests: dict[int, _VLLMRequest] = {}
         self._sequences: dict[str, _Sequence] = {}  # by name
@@ -171,8 +171,11 @@ class VLLM:
         spec: Any = request.generation_config.grammar
         if not self.has_grammar(request):
             return request
-        return replace(request, compiled_grammar=compile_request_grammar(request, spec))
+        # With vLLM's tokenizer, for which the worker finds it in the cache of grammars.
+        compiled = compile_request_grammar(replace(request, tokenizer=self.tokenizer), spec)
+        return replace(request, compiled_grammar=compiled)
 
+    @single_entry
     def admit(
         self,
         *requests: Request,
@@ -189,15 +192,18 @@ class VLLM:
             for request, config in zip(requests, configs, strict=True)
         ]
         numbers = list(numbers or (next(self._numbers) for _ in requests))
-        admitted: list[int] = []
+        if taken := [number for number in numbers if number in self._requests]:
+            raise InputError("numbers", "must not be of running requests", taken)
         try:
             for number, (request, config, params) in zip(numbers, prepared, strict=True):
-                admitted.append(number)
                 self._add(number, request, config, params)
-        except ValueError as error:
-            for number in admitted:
-                self.cancel(number)
-            if isinstance(error, DescantError):
+        except Exception as error:
+            for number in numbers:
+                self._remove(number)
+            # vLLM's errors of requests derive from ValueError, or from a class of their own.
+            if isinstance(error, DescantError) or not (
+                isinstance(error, ValueError) or type(error).__module__ == "vllm.exceptions"
+            ):
                 raise
             raise InputError("request", f"must be one that vLLM takes ({error})", "another") from error
         return numbers
@@ -207,7 +213,8 @@ class VLLM:
         if not request.config_merged:
             config = GenerationConfig.merge({}, config, self.generation_config)
         if config.do_sample and config.seed is None:
-            config = config.replace(seed=draw_seed() % 2**62)
+            # Not from torch's generator, which vLLM seeds with the same number at every start.
+            config = config.replace(seed=randbits(62))
         return config
 
     def _params(self, request: Request, config: GenerationConfig | None = None) -> SamplingParams:
@@ -225,7 +232,7 @@ class VLLM:
             raise InputError("prompt", "must have at least one token", request.prompt)
         from vllm.sampling_params import RequestOutputKind
 
-        from descant.engine.vllm.request_config import to_sampling_params
+        from descant.engine.vllm.request_config import read_params, to_sampling_params
 
         if config.num_return_sequences > 1:
             config = config.replace(num_return_sequences=1)  # each is a request of vLLM's own
@@ -236,13 +243,14 @@ class VLLM:
             must = f"must leave room: vLLM has {limit} positions and the prompt takes {length}"
             raise InputError("max_new_tokens", must, params.max_tokens, "lower it or raise max_model_len")
         self._sampler.plan(config)
+        read_params(params)  # as the plug-in does
         return params
 
     def _add(self, number: int, request: Request, config: GenerationConfig, params: SamplingParams) -> None:
         assert params.max_tokens is not None
         deadline = None if request.deadline is None else time.monotonic() + request.deadline
         stops = SequenceStops(request, config)
-        one = self._requests[number] = _VLLMRequest(stops, params.max_tokens, deadline)
+        one = _VLLMRequest(stops, params.max_tokens, deadline)
         prompt: dict[str, Any] = {"prompt_token_ids": [int(token) for token in request.prompt]}
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt.hex()
@@ -252,15 +260,21 @@ class VLLM:
             own.seed = None if config.seed is None else config.seed + slot
             own.extra_args = {**(params.extra_args or {}), REQUEST_ID_KEY: sequence.name}
             self.llm.add_request(sequence.name, prompt, own, priority=request.priority)
+            self._requests[number] = one
             one.sequences.append(sequence)
             self._sequences[sequence.name] = sequence
 
+    @single_entry
     def cancel(self, request: int) -> None:
         """Remove a request and free what it holds before the next step."""
-        one = self._requests.pop(request, None)
-        if one is None:
+        if request not in self._requests:
             raise InputError("request", "must be a running request", request)
-        self._abort([sequence for sequence in one.sequences if sequence.result is None])
+        self._remove(request)
+
+    def _remove(self, number: int) -> None:
+        one = self._requests.pop(number, None)
+        if one is not None:
+            self._abort([sequence for sequence in one.sequences if sequence.result is None])
 
     def _abort(self, sequences: Sequence[_Sequence]) -> None:
         for one in sequences:
@@ -269,6 +283,7 @@ class VLLM:
         self.llm.abort_request([one.name for one in sequences])
 
     # -------------------------------------------------------------------- steps
+    @single_entry
     def step(self) -> list[Event]:
         """One step of vLLM; return what happened."""
         events: list[Event] = [*self._expire()]
@@ -276,26 +291,36 @@ class VLLM:
             return events
         self.steps += 1
         found: list[tuple[_Sequence, int]] = []
+        ended: list[_Sequence] = []  # by vLLM
         for output in self.llm.step():
             sequence = self._sequences.get(output.request_id)
             if sequence is not None:
                 tokens = [token for completion in output.outputs for token in completion.token_ids]
                 found += [(sequence, int(token)) for token in tokens]
-        return [*events, *self._take(found)]
+                ended += [sequence] if output.finished else []
+        return [*events, *self._take(found), *self._fail_unfinished(ended)]
+
+    def _fail_unfinished(self, ended: Sequence[_Sequence]) -> Iterator[Failed]:
+        """End the requests of sequences that vLLM has ended for a reason of its own, such as an error."""
+        for number in dict.fromkeys(one.request for one in ended if one.result is None):
+            if number in self._requests:
+                self._remove(number)
+                must = f"vLLM must run request {number} to its end, and has not"
+                yield Failed(number, RowError(must, number))
 
     def _expire(self) -> Iterator[Failed]:
         """End the requests whose deadline has passed."""
         now = time.monotonic()
         for number, one in list(self._requests.items()):
             if one.deadline is not None and now >= one.deadline:
-                self.cancel(number)
+                self._remove(number)
                 yield Failed(number, DeadlineExceeded(number))
 
     def _take(self, found: Sequence[tuple[_Sequence, int]]) -> Iterator[Event]:
         """The events of the new tokens."""
         taken: list[tuple[_Sequence, int]] = []
         finished: dict[int, Hypothesis] = {}
-        failed: dict[int, DescantError] = {}
+        failed: dict[int, RowError] = {}
         for sequence, token in found:
             error = FAILURES.pop(sequence.name, None)
             if error is not None:
@@ -313,9 +338,9 @@ class VLLM:
                 torch.tensor([token for _, token in taken]),
                 finished=finished,
             )
-        for number, error in failed.items():
-            self.cancel(number)
-            yield Failed(number, error)
+        for number, cause in failed.items():
+            self._remove(number)
+            yield Failed(number, cause)
         for number in dict.fromkeys(one.request for one, _ in taken):
             if number in self._requests and self._requests[number].has_ended:
                 ended = self._requests.pop(number)
@@ -354,7 +379,7 @@ class VLLM:
     def close(self) -> None:
         """Free vLLM's memory and end its workers."""
         for number in list(self._requests):
-            self.cancel(number)
+            self._remove(number)
         self.llm.engine_core.shutdown()
 
     def __enter__(self) -> VLLM:
@@ -362,35 +387,6 @@ class VLLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _start(model: str, options: dict[str, Any]) -> LLMEngine:
-    """vLLM's engine, with the plug-in."""
-    try:
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import Executor
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "vllm":
-            raise
-        raise MissingExtra("vllm", "descant.VLLM") from error
-    from descant.engine.vllm.logits_processor import DescantLogitsProcessor
-
-    options = {"scheduling_policy": "priority", **options}  # so that the priority of a request counts
-    processors = [*(options.pop("logits_processors", None) or ())]
-    if not _is_installed():
-        processors.append(DescantLogitsProcessor)
-    arguments = EngineArgs(model=model, disable_log_stats=True, logits_processors=processors, **options)
-    config = arguments.create_engine_config()
-    if config.parallel_config.world_size == 1:
-        # In this process, so that errors of the plug-in are those of their requests.
-        config.parallel_config.distributed_executor_backend = "uni"
-    return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
-
-
-def _is_installed() -> bool:
-    """Whether vLLM finds the plug-in by its entry point."""
-    return any(point.name == "descant" for point in entry_points(group="vllm.logits_processors"))
 
 
 _ENGINE: type[Engine] = VLLM  # for the type checker
