@@ -24,11 +24,19 @@ def keyed_exponential(
 
     The first three are on the host [R]. They are counter-based: the same in any batch, order or device.
     """
+    first, second = (part[:, None].to(device, non_blocking=True) for part in _row_keys(seed, slot, position))
+    return _exponential(first, second, torch.arange(size, device=device))
+
+
+def _row_keys(seed: Tensor, slot: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """What the variables of each row depend on [R] (host)."""
     first = counter_bits(seed, slot, position)
-    second = murmur_mix((first + 0x2545F491) & UINT32_MASK)
-    first, second = (part[:, None].to(device, non_blocking=True) for part in (first, second))
-    index = torch.arange(size, device=device) * 0x9E3779B1
-    bits = murmur_mix(murmur_mix((index + first) & UINT32_MASK) ^ second)
+    return first, murmur_mix((first + 0x2545F491) & UINT32_MASK)
+
+
+def _exponential(first: Tensor, second: Tensor, index: Tensor) -> Tensor:
+    """The variables with these indices, of rows with these keys."""
+    bits = murmur_mix(murmur_mix((index * 0x9E3779B1 + first) & UINT32_MASK) ^ second)
     return -torch.log1p(-(bits.to(torch.float32) + 0.5) * 2.0**-32)
 
 
@@ -41,6 +49,14 @@ class SamplingNoise:
 
     def __init__(self) -> None:
         self.num_rows = 0  # rows of the call that draws from torch's generator
+
+    def draw_at(self, rows: Rows, row: Tensor, index: Tensor) -> Tensor | None:
+        """The variables of `draw` at these rows and indices [K] (host); None: one is of torch's generator."""
+        seed = row_params(rows)["seed"]
+        if bool((seed < 0).any()):
+            return None
+        first, second = _row_keys(seed, rows.slot, rows.position)
+        return _exponential(first[row], second[row], index)
 
     def draw(self, rows: Rows, size: int) -> Tensor:
         """`size` exponential variables for each row [R, size]."""

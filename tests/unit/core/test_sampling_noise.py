@@ -93,6 +93,15 @@ def rows(seeds, lines=None, slots=None, lengths=None):
     )
 
 
+def test_some_variables_are_those_of_a_whole_draw():
+    table = rows([3, 2**40, 7], slots=[0, 2, 1], lengths=[3, 9, 4])
+    chance = SamplingNoise()
+    whole = chance.draw(table, 1000)
+    row, index = torch.randint(3, (400,)), torch.randint(1000, (400,))
+    assert torch.equal(chance.draw_at(table, row, index), whole[row, index])
+    assert chance.draw_at(rows([3, -1]), row[:1] % 2, index[:1]) is None
+
+
 def test_without_seeds_the_race_is_torchs_own_multinomial():
     chance = SamplingNoise()
     chance.num_rows = 5

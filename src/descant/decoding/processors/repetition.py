@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from descant.config.generation_config import GenerationConfig
 from descant.core.context import Context, PromptInfo
 from descant.decoding.processors.base import LogitsProcessor, TokenIds, as_id_list, check_number, vocab_mask
+from descant.decoding.processors.penalties import map_token_scores
 
 __all__ = ["DRYLogitsProcessor", "FrequencyPenaltyLogitsProcessor", "PresencePenaltyLogitsProcessor"]
 
@@ -31,8 +32,9 @@ class PresencePenaltyLogitsProcessor(LogitsProcessor):
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """Subtract the penalty from generated tokens."""
-        occurred = generated_counts(context, scores.shape) > 0
-        return torch.where(occurred, scores - context.param("presence_penalty"), scores)
+        penalty = context.param("presence_penalty").to(scores.dtype)
+        ids = generated_ids(context)
+        return map_token_scores(scores, ids, lambda own: own - penalty) if ids.shape[1] else scores.clone()
 
 
 class FrequencyPenaltyLogitsProcessor(LogitsProcessor):
@@ -106,19 +108,20 @@ class DRYLogitsProcessor(LogitsProcessor):
         return torch.where(longest > 0, scores - penalty, scores)
 
 
+def generated_ids(context: Context) -> Tensor:
+    """The generated tokens of each line, -1 at the places of others [N, L]."""
+    positions = torch.arange(context.tokens.shape[1], device=context.tokens.device)
+    is_generated = context.valid & (positions >= context.length - context.generated)
+    return torch.where(is_generated, context.tokens, -1)
+
+
 def generated_counts(context: Context, shape: torch.Size) -> Tensor:
     """Number of generated occurrences of each token [N, V]."""
-    tokens, vocab_size = context.tokens, shape[1]
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    counted = (
-        context.valid
-        & (positions >= context.length - context.generated)
-        & (tokens >= 0)
-        & (tokens < vocab_size)
-    )
+    tokens, vocab_size = generated_ids(context), shape[1]
     counts = torch.zeros(shape[0], vocab_size + 1, device=tokens.device)
     ones = torch.ones(1, 1, device=tokens.device).expand(tokens.shape)
-    return counts.scatter_add(1, torch.where(counted, tokens, vocab_size), ones)[:, :vocab_size]
+    index = torch.where((tokens >= 0) & (tokens < vocab_size), tokens, vocab_size)
+    return counts.scatter_add(1, index, ones)[:, :vocab_size]
 
 
 def suffix_match_lengths(tokens: Tensor, is_breaker: Tensor, start: Tensor, length: Tensor) -> Tensor:

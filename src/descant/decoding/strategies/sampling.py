@@ -17,6 +17,7 @@ from descant.core.rows import Column, Rows, index_rows
 __all__ = ["Sampling", "finished_requests"]
 
 NO_DRAFTS = Proposal()
+_FEW_CANDIDATES = 8  # at most one token of so many
 _FEW_ROWS = 16  # so many scores are compared in less time by Python than by numpy
 
 
@@ -158,9 +159,32 @@ class Sampling:
 
     def _sample(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Sample one token per row from the softmax of its scores: log of the winning ratio, token [R]."""
-        ratios = scores.softmax(-1).div_(self._noise.draw(rows, scores.shape[1]))
-        best, tokens = ratios.max(-1)
+        probs = scores.softmax(-1)
+        few = self._sample_few(rows, probs) if probs.is_cpu else None
+        best, tokens = probs.div_(self._noise.draw(rows, scores.shape[1])).max(-1) if few is None else few
         return best.log(), tokens
+
+    def _sample_few(self, rows: Rows, probs: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The winning ratio and token of each row [R], if filters have left few tokens; None: they have not.
+
+        It draws noise for these tokens alone, and the result is the same. To count them would cost a device
+        more than the noise does.
+        """
+        draw_at = getattr(self._noise, "draw_at", None)
+        if draw_at is None:
+            return None
+        row, token = probs.nonzero(as_tuple=True)
+        if row.shape[0] * _FEW_CANDIDATES > probs.numel():
+            return None
+        noise = draw_at(rows, row, token)
+        if noise is None:
+            return None
+        counts = torch.bincount(row, minlength=probs.shape[0])
+        start = counts.cumsum(0) - counts
+        ratios = probs.new_zeros(probs.shape[0], int(counts.max()))
+        ratios[row, torch.arange(row.shape[0]) - start[row]] = probs[row, token] / noise
+        best, place = ratios.max(-1)
+        return best, token[start + place]
 
     def _collect_finished(
         self,
