@@ -19,13 +19,16 @@ NUM_CLIENTS = 8
 MAX_SLOPE = 1.0  # MB for 10,000 requests
 MAX_SMALL_GROWTH = 24.0  # MB; a short run is all warm-up
 CHAT = "/v1/chat/completions"
-# Few different words and grammars: tokenizers remember 10,000 words, and grammars are cached up to 128 MB.
+# Few different prompts and grammars: each thread of the tokenizer remembers 10,000 words, and this one takes
+# a whole prompt for a word; grammars are cached up to 128 MB.
+NUM_PROMPTS = 500
 WORDS = tuple(first + second for first in "abcdefgh" for second in ("ab", "cde", "fg", "h"))
 
 
 def _request(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """A small request of some kind."""
-    prompt = " ".join(rng.choices(WORDS, k=rng.randint(1, 8)))
+    words = random.Random(rng.randrange(NUM_PROMPTS))
+    prompt = " ".join(words.choices(WORDS, k=words.randint(1, 8)))
     seed, short = rng.randrange(2**31), rng.randint(1, 4)
     base = completion(prompt, max_tokens=short, seed=seed)
     chat = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from descant.config.generation_config import GenerationConfig
 from descant.engine.async_engine import AsyncEngine
@@ -27,7 +27,10 @@ from descant.tokenization.token_bytes import TokenBytes
 
 __all__ = ["EncodedPrompts", "ServedModel", "reserve_tokens"]
 
+Result = TypeVar("Result")
 
+
+_NUM_ENCODER_THREADS: Final = 2
 _PROMPTS_OF_A_LEVEL: Final = 4  # prompts of a body with the same priority
 
 
@@ -78,6 +81,14 @@ class ServedModel:
         if self.prompts.template is not None:
             self.prompts.template.close()
         self._chat_threads.shutdown(wait=False)
+        self._encoder_threads.shutdown(wait=False)
+
+    async def in_encoder_thread(self, work: Callable[[], Result]) -> Result:
+        """The result of a function that encodes texts.
+
+        In few threads: the tokenizers library has a cache of words for each.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._encoder_threads, work)
 
     async def encode_chat(self, *args: Any, **options: Any) -> list[int]:
         """The tokens of a conversation; the arguments are those of `PromptEncoder.chat`."""
@@ -109,6 +120,10 @@ class ServedModel:
     @cached_property
     def _token_texts(self) -> dict[int, str]:
         return {}  # of the tokens that were shown
+
+    @cached_property
+    def _encoder_threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_NUM_ENCODER_THREADS, thread_name_prefix="encoder")
 
     @cached_property
     def _chat_threads(self) -> ThreadPoolExecutor:

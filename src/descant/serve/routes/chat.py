@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -69,7 +69,7 @@ class ChatCall:
             self.exchange.prompt = [message.text for message in body.messages]
         negative = None
         if body.negative_prompt is not None:
-            negative = await asyncio.to_thread(model.encode_negative, body)
+            negative = await model.in_encoder_thread(partial(model.encode_negative, body))
         [run] = model.runs(self.exchange, body, parameters, EncodedPrompts([prompt], negative))
         reserve_tokens(self.exchange, [run])
         self.group = RunGroup(self.exchange, [run])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -67,7 +67,7 @@ class CompletionCall:
         if model.settings.log_prompts:
             self.exchange.prompt = body.prompts
         # In a thread: so many prompts may be long, each with texts to encode and parameters to merge.
-        runs = await asyncio.to_thread(self._make_runs, parameters)
+        runs = await model.in_encoder_thread(partial(self._make_runs, parameters))
         reserve_tokens(self.exchange, runs)
         self.group = RunGroup(self.exchange, runs)
         for run in runs:

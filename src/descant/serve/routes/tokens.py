@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -64,7 +65,9 @@ async def tokenize(http: HttpRequest) -> JsonResponse:
 async def _encode(model: ServedModel, body: TokenizeBody) -> list[int]:
     if body.prompt is not None:
         special = body.add_special_tokens
-        return await asyncio.to_thread(model.prompts.text, body.prompt, add_special_tokens=special)
+        return await model.in_encoder_thread(
+            partial(model.prompts.text, body.prompt, add_special_tokens=special)
+        )
     return await model.encode_chat(
         body.messages or (),
         body.tools or (),
