@@ -130,7 +130,8 @@ def test_what_is_no_dict(raises_for, given):
 )
 def test_a_grammar_that_does_not_compile(raises_for, engines, grammar):
     """It is refused before it reaches a worker, and the engine goes on."""
-    assert "`grammar`" in raises_for(params_with({"grammar": grammar}))
+    message = raises_for(params_with({"grammar": grammar}))
+    assert message.startswith("`grammar`")
     [output] = engines().generate(
         [{"prompt_token_ids": [1, 2]}], [params_with({"top_k": 5}, temperature=1.0)], use_tqdm=False
     )

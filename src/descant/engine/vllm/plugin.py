@@ -42,14 +42,9 @@ def register() -> None:
             validate(params)
             if PLUGIN_KEY not in (params.extra_args or {}):
                 return
-            if self.vllm_config.speculative_config is not None:
-                raise VLLMValidationError(
-                    f"extra_args[{PLUGIN_KEY!r}] must be unset with speculative decoding, under which vLLM "
-                    "skips logits processors: unset `speculative_config`, or use a Descant session"
-                )
             try:
-                _check_fields(params, sampler, self)
-            except Exception as error:  # of grammars too
+                _check_request(self, params, sampler)
+            except Exception as error:  # the server answers 500 to all errors but vLLM's own
                 raise VLLMValidationError(str(error)) from error
 
         return check
@@ -58,7 +53,18 @@ def register() -> None:
     InputProcessor._build_logits_processors_params_validator = build  # type: ignore[method-assign]
 
 
-def _check_fields(params: SamplingParams, sampler: BatchSampler, processor: InputProcessor) -> None:
+def _check_request(processor: InputProcessor, params: SamplingParams, sampler: BatchSampler) -> None:
+    """Raise a ValueError for a request that a worker could not run."""
+    if processor.vllm_config.speculative_config is not None:
+        raise ValueError(
+            f"extra_args[{PLUGIN_KEY!r}] must be unset with speculative decoding, under which vLLM "
+            "skips logits processors: unset `speculative_config`, or use a Descant session"
+        )
+    # As vLLM does after this check: the model's end tokens.
+    params = params.clone()
+    params.update_from_generation_config(
+        processor.generation_config_fields, processor.renderer.get_eos_token_id()
+    )
     check_params(params, sampler)
     if processor.vllm_config.use_v2_model_runner:
         check_v2_params(params)
