@@ -154,14 +154,16 @@ class BatchSampler:
         return batch.num_new[batch.place[number]]
 
     def new_tokens(self, number: int) -> list[int]:
-        """The new tokens of a request, the last one chosen included; none if it has failed."""
+        """The new tokens of a request with the last one chosen; none if it failed in an earlier batch."""
         if number in self._new:
             return list(self._new[number].tokens)
         batch = self._absent.get(number, self._last)
-        if batch is None or number not in batch.place:
-            return []
-        rows, row = batch.after, batch.place[number]
-        tokens: list[int] = rows.tokens[row, int(rows.prompt_length[row]) : int(rows.length[row])].tolist()
+        tokens: list[int] = []
+        for rows in () if batch is None else (batch.after, batch.before):
+            row = next(iter((rows.request == number).nonzero()[:, 0].tolist()), None)
+            if row is not None:
+                tokens = rows.tokens[row, int(rows.prompt_length[row]) : int(rows.length[row])].tolist()
+                break
         return tokens
 
     def choose(self, numbers: Sequence[int], num_new: Sequence[int], logits: Tensor) -> Tensor:
@@ -179,11 +181,12 @@ class BatchSampler:
             rows = self._arrange(requests, [num_new[index] for index in live])
             chosen = self._step(rows, part)
             if chosen is not None:
-                if len(chosen) == len(numbers):
-                    return chosen.tokens
+                going_on, found = chosen
+                if len(going_on) == len(numbers):
+                    return found
                 place = {number: index for index, number in enumerate(numbers)}
-                places = torch.tensor([place[number] for number in chosen.numbers], dtype=torch.long)
-                tokens.index_copy_(0, places.to(tokens.device), chosen.tokens)
+                places = torch.tensor([place[number] for number in going_on], dtype=torch.long)
+                tokens.index_copy_(0, places.to(tokens.device), found)
                 break
             live = [index for index in live if numbers[index] not in self.errors]
         for index, number in enumerate(numbers):
@@ -195,8 +198,8 @@ class BatchSampler:
         return next(iter(self._running.requests[number].plan.params.end_token_ids), 0)
 
     # -------------------------------------------------------------------- one batch
-    def _step(self, rows: Rows, logits: Tensor) -> _Chosen | None:
-        """Choose for these rows; None: some of them cannot take part, and are in `errors` now."""
+    def _step(self, rows: Rows, logits: Tensor) -> tuple[list[int], Tensor] | None:
+        """The requests that go on and their tokens [N]; None: some cannot take part, and are in `errors` now."""
         self._model.logits = logits[:, None]
         errors = self._running.errors
         assert errors is not None
@@ -213,9 +216,11 @@ class BatchSampler:
             self._model.logits = None
         self._note_errors(errors)
         self._note_failed(selection)
-        numbers = after.request.tolist()
         self._last = _LastBatch.of(rows, after)
-        return _Chosen(numbers, selection.tokens)
+        tokens = selection.tokens
+        if len(after) < len(rows):  # those that are left are in another order than in the selection
+            tokens = after.tokens.gather(1, (after.length[:, None] - 1).to(tokens.device))[:, 0]
+        return self._last.numbers, tokens
 
     def _note_errors(self, errors: dict[int, Exception]) -> None:
         for number, cause in errors.items():
@@ -292,16 +297,6 @@ class BatchSampler:
         plan = self._admission.make_plan(request, self._model.traits)
         check_external_plan(plan)
         return plan
-
-
-class _Chosen(NamedTuple):
-    """The tokens of a batch."""
-
-    numbers: list[int]
-    tokens: Tensor  # [N]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
 
 class _LastBatch(NamedTuple):

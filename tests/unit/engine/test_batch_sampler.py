@@ -118,22 +118,27 @@ def test_a_request_may_join_with_tokens():
     assert sampler.new_tokens(number) == expected  # of a request that is not in the last batch
 
 
-def test_a_request_without_a_token_fails_alone():
+@pytest.mark.parametrize("place", range(5))
+def test_a_request_without_a_token_fails_alone(place):
+    """The others have their own tokens, wherever in the batch it is."""
     sampler, other = BatchSampler(VOCAB), BatchSampler(VOCAB)
     config = merged(do_sample=True, seed=1, max_new_tokens=4, eos_token_id=EOS)
-    dead = sampler.add(Request([1], config))
-    alive, alone = sampler.add(Request([1], config)), other.add(Request([1], config))
+    numbers = [sampler.add(Request([row], config)) for row in range(5)]
+    alone = [other.add(Request([row], config)) for row in range(5)]
+    dead, alive = numbers[place], [row for row in range(5) if row != place]
     for step in range(3):
-        logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(step))
-        logits[0] = float("nan")
-        tokens = sampler.choose([dead, alive], [step, step], logits)
-        assert tokens[1] == other.choose([alone], [step], logits[1:])
-        assert tokens[0] == EOS
+        logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(step))
+        logits[place] = float("nan")
+        tokens = sampler.choose(numbers, [step] * 5, logits)
+        expected = other.choose([alone[row] for row in alive], [step] * 4, logits[alive])
+        assert tokens[alive].tolist() == expected.tolist()
+        assert tokens[place] == EOS
+        assert [sampler.new_tokens(numbers[row])[-1] for row in alive] == expected.tolist()
     assert sampler.errors.keys() == {dead}
     assert isinstance(sampler.errors[dead], RowError)
     sampler.remove(dead)
     assert not sampler.errors
-    assert len(sampler) == 1
+    assert len(sampler) == 4
 
 
 def test_a_grammar_is_applied():
