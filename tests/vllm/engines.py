@@ -26,6 +26,7 @@ __all__ = [
     "runnable",
     "session_tokens",
     "stateful_cases",
+    "text_cases",
     "vllm_tokens",
 ]
 
@@ -127,6 +128,33 @@ def stateful_cases(
         )
         cases.append(Case(prompt, config))
     return cases
+
+
+def text_cases(target: pretrained.Pretrained) -> list[Case]:
+    """Fields that need the tokenizer."""
+    prompt = target.tokens("The colour of the sky is")
+    eos = target.tokenizer.eos_token_id
+    # A breaker that greedy search would repeat.
+    [first] = session_tokens(target, [Case(prompt, merged(max_new_tokens=1, eos_token_id=eos))])
+    breaker = target.tokenizer.decode((first or [[]])[0])
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Lily", "Tom"]}, "age": {"enum": [3, 41]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    fields: tuple[dict[str, Any], ...] = (
+        {"grammar": {"choice": ["red", "blue", "green"]}},
+        {"grammar": {"choice": ["red", "blue", "green"]}, "do_sample": True, "temperature": 2.0},
+        {"grammar": {"regex": "[A-Z][a-z]{2,8}( [0-9]{2})?"}, "do_sample": True},
+        {"grammar": {"json_schema": schema}, "do_sample": True, "top_p": 0.9},
+        {"dry_multiplier": 1.5, "dry_allowed_length": 1, "dry_sequence_breakers": ["\n", breaker]},
+        {"dry_multiplier": 1.5, "dry_allowed_length": 1},
+    )
+    return [
+        Case(prompt, merged(**one, seed=number, max_new_tokens=30, eos_token_id=eos))
+        for number, one in enumerate(fields)
+    ]
 
 
 def _first_eos(target: pretrained.Pretrained) -> int:

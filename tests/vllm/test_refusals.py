@@ -7,6 +7,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 from descant import ConfigError, GenerationConfig
+from descant.engine.vllm import logits_processor
 from descant.engine.vllm.field_support import FIELD_SUPPORT
 from descant.engine.vllm.request_config import to_sampling_params
 from tests.support.config_cases import CASES
@@ -144,3 +145,10 @@ def test_none_of_several_requests_stays_behind(raises_for, engines):
     with pytest.raises(Exception, match="num_beams"):
         engines().generate([{"prompt_token_ids": [1]}] * 2, params, use_tqdm=False)
     assert not engines().llm_engine.has_unfinished_requests()
+
+
+def test_a_plug_in_that_is_left_out(raises_for, engines, monkeypatch):
+    """Without the checks vLLM would ignore fields where it drafts tokens."""
+    engines()
+    monkeypatch.setattr(logits_processor, "is_registered", lambda: False)
+    assert "VLLM_PLUGINS" in raises_for(params_with({"top_h": 0.5}))

@@ -8,7 +8,15 @@ import pytest
 from vllm import SamplingParams
 
 from descant.engine.vllm.request_config import to_sampling_params
-from tests.vllm.engines import Case, merged, random_cases, runnable, session_tokens, vllm_tokens
+from tests.vllm.engines import (
+    Case,
+    merged,
+    random_cases,
+    runnable,
+    session_tokens,
+    text_cases,
+    vllm_tokens,
+)
 
 
 @pytest.mark.parametrize("seed", range(13))
@@ -17,32 +25,6 @@ def test_random_configs(engines, target, seed):
     cases, expected = runnable(target, random_cases(seed, 16, target))
     assert len(cases) >= 14
     assert vllm_tokens(engines(), cases) == expected
-
-
-def text_cases(target):
-    """Fields that need the tokenizer."""
-    prompt = target.tokens("The colour of the sky is")
-    eos = target.tokenizer.eos_token_id
-    [[[first]]] = session_tokens(target, [Case(prompt, merged(max_new_tokens=1, eos_token_id=eos))])
-    breaker = target.tokenizer.decode([first])  # greedy search would repeat it
-    schema = {
-        "type": "object",
-        "properties": {"name": {"enum": ["Lily", "Tom"]}, "age": {"enum": [3, 41]}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-    fields = (
-        {"grammar": {"choice": ["red", "blue", "green"]}},
-        {"grammar": {"choice": ["red", "blue", "green"]}, "do_sample": True, "temperature": 2.0},
-        {"grammar": {"regex": "[A-Z][a-z]{2,8}( [0-9]{2})?"}, "do_sample": True},
-        {"grammar": {"json_schema": schema}, "do_sample": True, "top_p": 0.9},
-        {"dry_multiplier": 1.5, "dry_allowed_length": 1, "dry_sequence_breakers": ["\n", breaker]},
-        {"dry_multiplier": 1.5, "dry_allowed_length": 1},
-    )
-    return [
-        Case(prompt, merged(**one, seed=number, max_new_tokens=30, eos_token_id=eos))
-        for number, one in enumerate(fields)
-    ]
 
 
 def test_fields_of_text(engines, target):

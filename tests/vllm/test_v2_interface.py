@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.states import RequestState
@@ -197,3 +198,14 @@ def test_rows_of_drafts_are_refused():
     runner = Runner(Chain.chance(VOCAB, 1), random.Random(0))
     with pytest.raises(ValueError, match="one row a request"):
         runner.plugin.apply(torch.zeros(2, VOCAB), context([0], [2]))
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_penalties_of_vllm_are_refused(engines, monkeypatch, name):
+    """The V2 runner would apply them to the logits before the plug-in applies them again."""
+    params = SamplingParams(max_tokens=4, **{name: 1.5}, extra_args={"descant": {"top_h": 0.5}})
+    processor = engines().llm_engine.input_processor
+    processor.validate_logits_processors_params(params)
+    monkeypatch.setattr(type(processor.vllm_config), "use_v2_model_runner", True)
+    with pytest.raises(VLLMValidationError, match=f"`{name}`"):
+        processor.validate_logits_processors_params(params)

@@ -18,6 +18,7 @@ from descant.config.generation_config import GenerationConfig
 from descant.decoding.processors.base import as_id_list
 from descant.engine.batch_sampler import BatchSampler
 from descant.engine.request import Request
+from descant.engine.vllm.plugin import is_registered
 from descant.engine.vllm.request_config import (
     PLUGIN_KEY,
     check_params,
@@ -80,6 +81,9 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise a ValueError for fields that cannot be applied."""
+        if PLUGIN_KEY in (sampling_params.extra_args or {}) and not is_registered():
+            # Without it they would be ignored under speculative decoding.
+            raise ValueError("vLLM's plug-in `descant` must be loaded, it is not in VLLM_PLUGINS: add it")
         check_params(sampling_params, BatchSampler(_MAX_VOCAB))
 
     def is_argmax_invariant(self) -> bool:
@@ -238,13 +242,13 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         return entry.number
 
     def _report_failures(self, numbers: list[int]) -> None:
-        """Say why requests end early: vLLM has no way to fail a request from here."""
-        names = {entry.number: _request_name(entry.params) for entry in self._entries.values()}
+        """Report why requests end early: vLLM has no way to fail a request from here."""
+        entries = {entry.number: entry for entry in self._entries.values()}
         for number in numbers:
             error = self._sampler.errors.get(number)
-            if error is None:
-                continue
-            report_failure(names.get(number), error)
+            # With asynchronous scheduling a request runs a step after its end, where a grammar has no token.
+            if error is not None and not self._has_ended(entries[number]):
+                report_failure(_request_name(entries[number].params), error)
 
     # -------------------------------------------------------------------- V2
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:

@@ -18,7 +18,7 @@ from descant.engine.vllm.request_config import (
     uses_text,
 )
 
-__all__ = ["register"]
+__all__ = ["is_registered", "register"]
 
 _Validator = Callable[[SamplingParams], None]
 
@@ -30,9 +30,9 @@ def register() -> None:
     it knows vocabulary and tokenizer. Both are known to its input processor, whose check is extended here.
     It is the entry point `vllm.general_plugins`, which vLLM calls in each of its processes.
     """
-    original = InputProcessor._build_logits_processors_params_validator
-    if getattr(original, "checks_descant", False):
+    if is_registered():
         return
+    original = InputProcessor._build_logits_processors_params_validator
 
     def build(self: InputProcessor) -> _Validator:
         validate: _Validator = original(self)
@@ -51,6 +51,11 @@ def register() -> None:
 
     build.checks_descant = True  # type: ignore[attr-defined]
     InputProcessor._build_logits_processors_params_validator = build  # type: ignore[method-assign]
+
+
+def is_registered() -> bool:
+    """Whether vLLM has run `register`: VLLM_PLUGINS may leave it out."""
+    return getattr(InputProcessor._build_logits_processors_params_validator, "checks_descant", False)
 
 
 def _check_request(processor: InputProcessor, params: SamplingParams, sampler: BatchSampler) -> None:
