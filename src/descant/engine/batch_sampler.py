@@ -199,7 +199,7 @@ class BatchSampler:
 
     # -------------------------------------------------------------------- one batch
     def _step(self, rows: Rows, logits: Tensor) -> tuple[list[int], Tensor] | None:
-        """The requests that go on and their tokens [N]; None: some cannot take part, and are in `errors` now."""
+        """The requests that go on and their tokens [N]; None: some cannot, and are in `errors` now."""
         self._model.logits = logits[:, None]
         errors = self._running.errors
         assert errors is not None
