@@ -251,7 +251,7 @@ class VLLM:
         deadline = None if request.deadline is None else time.monotonic() + request.deadline
         stops = SequenceStops(request, config)
         one = _VLLMRequest(stops, params.max_tokens, deadline)
-        prompt: dict[str, Any] = {"prompt_token_ids": [int(token) for token in request.prompt]}
+        prompt: Any = {"prompt_token_ids": [int(token) for token in request.prompt]}
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt.hex()
         for slot in range(config.num_return_sequences):
@@ -295,7 +295,8 @@ class VLLM:
         for output in self.llm.step():
             sequence = self._sequences.get(output.request_id)
             if sequence is not None:
-                tokens = [token for completion in output.outputs for token in completion.token_ids]
+                completions: Any = output.outputs  # of a model that generates
+                tokens = [token for completion in completions for token in completion.token_ids]
                 found += [(sequence, int(token)) for token in tokens]
                 ended += [sequence] if output.finished else []
         return [*events, *self._take(found), *self._fail_unfinished(ended)]
