@@ -30,7 +30,9 @@ os.environ.update(
 import vllm
 from vllm.v1.sample.sampler import Sampler
 
+from descant.core.sampling_noise import SamplingNoise
 from descant.decoding import processors
+from descant.decoding.strategies.sampling import Sampling
 from descant.engine import batch_sampler
 from descant.engine.strategy_group import StrategyGroup
 from descant.engine.vllm.logits_processor import DescantLogitsProcessor
@@ -154,6 +156,8 @@ def _measure_parts(timers: Timers) -> None:
     timers.wrap(batch_sampler.BatchSampler, "_arrange", "  rows")
     timers.wrap(batch_sampler, "run_step", "  step")
     timers.wrap(StrategyGroup, "process", "    processors")
+    timers.wrap(Sampling, "select", "    selection")
+    timers.wrap(SamplingNoise, "draw", "      noise")
     for name in processors.__all__:
         kind = getattr(processors, name)
         if isinstance(kind, type) and "process" in vars(kind):
@@ -171,7 +175,7 @@ def _print_parts(engine: Any, timers: Timers, rows: int, new: int) -> None:
 
 def _order(label: str) -> tuple[int, str]:
     """Callers before what they call."""
-    return len(label) - len(label.lstrip()), label
+    return len(label) - len(label.lstrip(" ")), label
 
 
 if __name__ == "__main__":
