@@ -15,7 +15,7 @@ ROOT = Path(descant.__file__).resolve().parent
 FILES = sorted(ROOT.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 TOP = {"__init__.py", "errors.py", "parts.py", "py.typed"}
-PACKAGES, LINES, FUNCTION = 13, 450, 60
+PACKAGES, LINES, FUNCTION = 14, 450, 60
 
 
 def module(path: Path) -> str:
@@ -66,7 +66,7 @@ def test_the_top_holds_rooms_and_nothing_else() -> None:
     assert entries <= TOP
 
 
-def test_there_are_at_most_thirteen_rooms() -> None:
+def test_there_are_at_most_fourteen_rooms() -> None:
     rooms = sorted(path.name for path in ROOT.iterdir() if (path / "__init__.py").exists())
     assert len(rooms) <= PACKAGES, rooms
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # a hook of mkdocs is not run from the checkout's
 from tools.docs import doc_blocks  # noqa: E402
 
 PAGES = ROOT / "docs" / "reference" / "api"
-PACKAGES = ("descant", "descant.testing", "descant.parts")
+PACKAGES = ("descant", "descant.jobs", "descant.parts", "descant.testing")
 MARK = re.compile(r"^<!-- api(?: of (?P<package>[\w.]+))?: (?P<names>[\w\s,]+?) -->$", re.MULTILINE)
 COMMANDS = "<!-- commands -->"
 

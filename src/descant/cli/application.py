@@ -24,6 +24,7 @@ from descant.cli.recipe import (
     TrustRecipeCommand,
 )
 from descant.cli.recipe import ShowRecipeCommand as ShowRecipe
+from descant.cli.run import RunCommand
 from descant.cli.serve import ServeCommand
 from descant.cli.show import ShowTraceCommand
 from descant.cli.train import TrainCommand
@@ -37,6 +38,7 @@ GENERATION_COMMANDS = {
     "chat": ChatCommand,
     "explain": ExplainCommand,
     "serve": ServeCommand,
+    "run": RunCommand,
 }  # with every generation parameter as an option
 TRACE_COMMANDS = {"tree": TreeCommand, "show": ShowTraceCommand}
 MACHINE_COMMANDS = {"doctor": DoctorCommand}

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
-import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from descant.api.completion_record import completion_record
 from descant.api.inputs import prepare_prompts
+from descant.api.json_lines import parse_line
 from descant.api.prompt import encode_prompt, require_chat_template, user_messages
 from descant.cli import terminal
 from descant.cli.function_recipe import FunctionRecipe
-from descant.cli.jsonl_lines import RUN_KEY, InputLine, InputLines, check_names, echo_line, parse_line
+from descant.cli.jsonl_lines import RUN_KEY, InputLine, InputLines, check_names, echo_line
 from descant.cli.jsonl_output import JsonlFile, JsonlStream, RunDigest, other_run_error
 from descant.cli.options import override_values, reject_tensor_fields
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.core.records import Hypothesis, Logprobs
+from descant.core.records import Hypothesis
 from descant.engine.session import Failed, Finished, Request, Session
 from descant.errors import DescantError, InputError
-from descant.tokenization.detokenizer import IncrementalDetokenizer
 
 __all__ = ["JsonlJob"]
 
@@ -204,7 +203,7 @@ class JsonlJob:
 
     # -------------------------------------------------------------------- results
     def _finish(self, task: JsonlTask, hypotheses: list[Hypothesis]) -> None:
-        completions = [self._completion(task.request, one) for one in hypotheses]
+        completions = [completion_record(self.tokenizer, task.request, one) for one in hypotheses]
         self._add_record(task.line, task.data, {"completions": completions})
 
     def _fail(self, line: InputLine, data: Mapping[str, Any], error: Exception) -> None:
@@ -215,47 +214,6 @@ class JsonlJob:
     def _add_record(self, line: InputLine, data: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         run = {} if self._digest is None else {RUN_KEY: self._digest.of_line(line)}
         self._pending_records[line.index] = {**echo_line(data), **result, **run}
-
-    def _completion(self, request: Request, hypothesis: Hypothesis) -> dict[str, Any]:
-        """One returned sequence as JSON values."""
-        ids = hypothesis.tokens.tolist()
-        completion: dict[str, Any] = {
-            "text": self._text(request, ids),
-            "tokens": len(ids),
-            "finish_reason": hypothesis.reason,
-        }
-        if hypothesis.score is not None:
-            completion["score"] = float(hypothesis.score)
-        if hypothesis.logprobs is not None:
-            completion["logprobs"] = self._logprobs(ids, hypothesis.logprobs)
-        return completion
-
-    def _logprobs(self, ids: list[int], logprobs: Logprobs) -> list[dict[str, Any]]:
-        """For each token its log-probabilities before and after the processors, and the likeliest tokens."""
-        tables = (logprobs.raw, logprobs.processed, logprobs.top, logprobs.top_raw, logprobs.top_processed)
-        lines = zip(ids, *(table.tolist() for table in tables), strict=True)
-        return [
-            {
-                **self._logprob(token, raw, processed),
-                "top": [self._logprob(*alternative) for alternative in zip(*best, strict=True)],
-            }
-            for token, raw, processed, *best in lines
-        ]
-
-    def _logprob(self, token: int, raw: float, processed: float) -> dict[str, Any]:
-        # JSON has no infinity: a masked token has no log-probability.
-        left = processed if isfinite(processed) else None
-        return {"id": token, "token": self.tokenizer.decode([token]), "raw": raw, "processed": left}
-
-    def _text(self, request: Request, ids: list[int]) -> str:
-        """The text that a sequence adds to its prompt, as a stream would give it."""
-        stream = IncrementalDetokenizer(
-            self.tokenizer,
-            prompt_ids=torch.as_tensor(request.prompt).tolist(),
-            stop_strings=request.generation_config.stop_strings or (),
-            skip_special_tokens=True,
-        )
-        return stream.put(ids) + stream.end()
 
     def _write(self, target: JsonlOutput) -> None:
         """Write the finished records that are next in order."""

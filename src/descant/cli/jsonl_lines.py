@@ -14,7 +14,7 @@ from descant.config.fields import RedactedMap
 from descant.config.generation_config import FIELDS
 from descant.errors import InputError
 
-__all__ = ["RUN_KEY", "InputLine", "InputLines", "check_names", "echo_line", "parse_line"]
+__all__ = ["RUN_KEY", "InputLine", "InputLines", "check_names", "echo_line"]
 
 RUN_KEY: Final = "run"  # what a row of an output file was made from, as a digest
 RESULT_KEYS: Final = ("completions", "error", RUN_KEY)  # added to a line of output
@@ -72,18 +72,6 @@ class InputLines:
             if data.strip():
                 yield InputLine(index, number, data)
                 index += 1
-
-
-def parse_line(line: bytes) -> Mapping[str, Any]:
-    """The object in a line."""
-    text = line.decode(errors="replace").strip()
-    try:
-        data = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise InputError("input", f"must hold a JSON object in each line ({error})", text) from None
-    if not isinstance(data, dict):
-        raise InputError("input", "must hold a JSON object in each line", text)
-    return data
 
 
 def check_names(data: Mapping[str, Any]) -> None:

@@ -11,22 +11,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, TextIO
 
+from descant.api.json_lines import format_line, parse_line
+from descant.api.run_digest import GRAMMAR, WATERMARK, plain_grammar, plain_watermark, run_settings
 from descant.cli import terminal
-from descant.cli.jsonl_lines import RUN_KEY, InputLine, echo_line, parse_line
-from descant.config.generation_config import GenerationConfig
-from descant.config.grammar_spec import GrammarSpec
+from descant.cli.jsonl_lines import RUN_KEY, InputLine, echo_line
 from descant.core.atomic_file import lock_file
-from descant.decoding.watermark.schemes import as_watermarking_config
-from descant.decoding.watermark.schemes.keys import fingerprint as key_fingerprint
 from descant.errors import DescantError, InputError
-from descant.models.fingerprint import fingerprint as model_fingerprint
-from descant.recipes.recipe import Recipe
 
 __all__ = ["JsonlFile", "JsonlStream", "RunDigest", "open_jsonl_file", "other_run_error"]
 
 _DIGEST_BYTES: Final = 8
-_WATERMARK: Final = "watermarking_config"
-_GRAMMAR: Final = "grammar"
 
 
 class RunDigest:
@@ -36,13 +30,7 @@ class RunDigest:
     """
 
     def __init__(self, model: Any, tokenizer: Any, **settings: Any) -> None:
-        parts = {
-            "model": model_fingerprint(model),
-            "defaults": _plain_value(GenerationConfig.from_transformers(model.generation_config)),
-            "template": str(getattr(tokenizer, "chat_template", None)),
-            **{name: _plain_value(value) for name, value in settings.items()},
-        }
-        self._prefix = json.dumps(parts, sort_keys=True, default=repr).encode()
+        self._prefix = run_settings(model, tokenizer, **settings)
 
     def of_line(self, line: InputLine) -> str:
         """The digest of one line."""
@@ -51,9 +39,9 @@ class RunDigest:
         except DescantError:
             content = line.data
         else:
-            public = {**echo_line(data), _WATERMARK: _plain_watermark(data.get(_WATERMARK))}
-            if _GRAMMAR in public:
-                public[_GRAMMAR] = _plain_grammar(public[_GRAMMAR])
+            public = {**echo_line(data), WATERMARK: plain_watermark(data.get(WATERMARK))}
+            if GRAMMAR in public:
+                public[GRAMMAR] = plain_grammar(public[GRAMMAR])
             content = json.dumps(public, sort_keys=True).encode()
         digest = hashlib.blake2b(self._prefix, digest_size=_DIGEST_BYTES, person=b"descant run")
         digest.update(content)
@@ -83,7 +71,7 @@ class JsonlStream:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a row; on a terminal hidden characters are escaped, which JSON allows."""
-        line = _format_line(record)
+        line = format_line(record)
         self._stream.write(terminal.escape_json(line) if self.is_terminal else line)
 
     def flush(self) -> None:
@@ -115,7 +103,7 @@ class JsonlFile:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a row."""
-        self._file.write(_format_line(record).encode())
+        self._file.write(format_line(record).encode())
 
     def flush(self) -> None:
         """Hand the rows to the system: they outlive this process."""
@@ -160,44 +148,3 @@ def _parse_row(line: bytes, number: int, path: str) -> FinishedRow:
         )
         raise InputError("output", must, path, "give --overwrite to start anew, or another file")
     return FinishedRow(data[RUN_KEY], "error" in data)
-
-
-def _format_line(record: Mapping[str, Any]) -> str:
-    """A record as a line, ASCII-escaped only if it cannot be encoded."""
-    line = json.dumps(record, ensure_ascii=False)
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        line = json.dumps(record)
-    return line + "\n"
-
-
-def _plain_value(value: Any) -> Any:
-    """A setting as JSON values."""
-    if isinstance(value, GenerationConfig):
-        return _plain_value({name: getattr(value, name) for name in sorted(value.given)})
-    if isinstance(value, Recipe):
-        contents = None if value.contents is None else value.contents.digest
-        return [value.name, value.kind, contents, _plain_value(dict(value.arguments))]
-    if hasattr(value, "named_parameters"):
-        return model_fingerprint(value)
-    if isinstance(value, Mapping):
-        plain = {_WATERMARK: _plain_watermark, _GRAMMAR: _plain_grammar}
-        return {str(name): plain.get(name, _plain_value)(one) for name, one in value.items()}
-    return value if isinstance(value, str | int | float | None) else repr(value)
-
-
-def _plain_grammar(grammar: Any) -> str:
-    """A grammar as text: the order of a schema's properties decides the results."""
-    return grammar.text if isinstance(grammar, GrammarSpec) else json.dumps(grammar, default=repr)
-
-
-def _plain_watermark(settings: Any) -> Any:
-    """Watermark settings with the fingerprint of their key."""
-    if settings is None:
-        return None
-    try:
-        parsed = as_watermarking_config(settings)
-    except (DescantError, TypeError, ValueError):
-        return type(settings).__name__
-    return [repr(parsed), key_fingerprint(parsed)]

@@ -8,15 +8,13 @@ from typing import Any, Final
 from descant.config.generation_config import GenerationConfig
 from descant.engine.async_engine import AsyncEngine
 from descant.engine.fallback_engine import FallbackEngine
-from descant.engine.memory_check import free_bytes
-from descant.engine.planner import as_model
 from descant.engine.protocol import Engine
+from descant.engine.scheduler_sizing import sized_scheduler
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Session
 from descant.engine.vllm.vllm_engine import VLLM
 from descant.errors import ConfigError
 from descant.kv_cache.prefix_cache import PrefixCache
-from descant.models.kv_shape import kv_shape_of
 from descant.models.layer_compilation import compile_layers
 from descant.models.prepacked_weights import prepack_weights
 from descant.models.whisper import is_whisper
@@ -27,11 +25,6 @@ from descant.serve.settings import ServerSettings
 from descant.serve.transcriber import Transcriber
 
 __all__ = ["EngineOptions", "build_application", "build_vllm_application", "start_engine", "start_vllm"]
-
-_DEFAULT_KV_SHARE: Final = 0.5  # of the free memory
-_MAX_DEFAULT_KV_BYTES: Final = 64 * 2**30
-_BLOCK_SIZE: Final = 16
-
 
 _ENGINES: Final = ("descant", "vllm", "auto")
 
@@ -96,23 +89,14 @@ def start_engine(model: Any, options: EngineOptions) -> AsyncEngine:
 
 def _scheduler_config(model: Any, options: EngineOptions) -> tuple[SchedulerConfig, int | None]:
     """The limits of a session of a model, and the bytes of its KV pool."""
-    token_bytes = kv_shape_of(model).bytes_per_token
-    budget = options.kv_bytes
-    if budget is None:
-        free = free_bytes(as_model(model).device)
-        budget = None if free is None else min(int(free * _DEFAULT_KV_SHARE), _MAX_DEFAULT_KV_BYTES)
-    num_blocks = None
-    if token_bytes and budget is not None:
-        num_blocks = max(1, budget // (token_bytes * _BLOCK_SIZE))
-    config = SchedulerConfig(
+    return sized_scheduler(
+        model,
         max_running_rows=options.max_running_rows,
-        max_step_tokens=max(options.max_step_tokens, options.max_running_rows),
+        max_step_tokens=options.max_step_tokens,
         chunk_tokens=options.chunk_tokens,
         max_waiting=options.max_waiting,
-        num_blocks=num_blocks,
-        block_size=_BLOCK_SIZE,
+        kv_bytes=options.kv_bytes,
     )
-    return config, budget
 
 
 def build_application(

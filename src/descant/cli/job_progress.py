@@ -1,0 +1,57 @@
+"""The progress of a job: a bar on a terminal, else a line from time to time."""
+
+from __future__ import annotations
+
+import time
+from typing import Final, Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from descant.cli import terminal
+from descant.jobs import JobProgress
+
+__all__ = ["JobProgressDisplay", "format_seconds"]
+
+_SECONDS_BETWEEN_LINES: Final = 10.0
+
+
+class JobProgressDisplay:
+    """Shows rows, tokens a second and the time left on standard error."""
+
+    def __init__(self) -> None:
+        console = terminal.console()
+        self._is_terminal = console.is_terminal
+        columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=console, disable=not self._is_terminal)
+        self._task = self._bar.add_task("", total=None)
+        self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, progress: JobProgress) -> None:
+        """Show the state after a row."""
+        if self._is_terminal:
+            text = _pace(progress)
+            self._bar.update(self._task, total=progress.rows, completed=progress.finished, description=text)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+            terminal.print_info(f"{progress.finished} of {progress.rows} rows, {_pace(progress)}")
+
+
+def _pace(progress: JobProgress) -> str:
+    left = progress.seconds_left
+    time_left = "" if left is None else f", {format_seconds(left)} left"
+    failed = f", {progress.failed} failed" if progress.failed else ""
+    return f"{progress.tokens_per_second:.0f} tokens a second{failed}{time_left}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time in hours, minutes and seconds."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

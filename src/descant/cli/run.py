@@ -1,0 +1,101 @@
+"""`descant run`: a job of a TOML file, each row of its source exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from descant.cli import terminal
+from descant.cli.command import FAILURE, ConfigCommand
+from descant.cli.job_progress import JobProgressDisplay, format_seconds
+from descant.config.generation_config import GenerationConfig
+from descant.jobs import Job
+from descant.models.loading import DTYPES, load
+
+__all__ = ["RunCommand"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCommand(ConfigCommand):
+    """Run every row of a source through a model, and write the results in shards.
+
+    JOB is a TOML file with the fields of `descant.jobs.Job`; options override it. The same command resumes a
+    run that was interrupted, and computes only the shards that are missing. The exit code is 1 if rows
+    failed: the errors files beside the shards say why.
+    """
+
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="The job: a TOML file.")]
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", metavar="", help="Write nothing: show rows, shards, and the time by some rows."
+        ),
+    ] = False
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A model's folder, or its name on the hub.")
+    ] = None
+    source: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="A file of rows; may be repeated.")
+    ] = None
+    sink: Annotated[str | None, typer.Option(metavar="FOLDER", help="The folder of the shards.")] = None
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Precision of the weights: {', '.join(DTYPES)} (float32).")
+    ] = None
+    device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = None
+    shard_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a shard (default: 1000).")] = None
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Rows that are sorted by length (default: 1024).")
+    ] = None
+    max_in_flight: Annotated[
+        int | None, typer.Option(min=1, help="Requests in the engine at once (default: 256).")
+    ] = None
+
+    def run(self) -> int:
+        """Run the job, or estimate its time."""
+        job = self._described_job()
+        with terminal.console().status("loading"):
+            model, tokenizer = load(job.model, job.dtype, job.device)
+        if str(model.dtype) != "torch.float32":
+            terminal.print_warning(
+                f"in {model.dtype} a row's result may depend on the rows beside it; "
+                "float32 has the same bytes in every run"
+            )
+        if self.dry_run:
+            return self._print_estimate(job, model, tokenizer)
+        with JobProgressDisplay() as display:
+            result = job.run(model, tokenizer, display.update)
+        terminal.write(
+            f"{result.rows} rows in {result.shards} shards, {result.failed} failed; "
+            f"{result.computed_rows} rows and {result.tokens} tokens computed now\n"
+        )
+        return FAILURE if result.failed else 0
+
+    def _print_estimate(self, job: Job, model: Any, tokenizer: Any) -> int:
+        estimate = job.estimate(model, tokenizer)
+        pace = f"{format_seconds(estimate.seconds)} at {estimate.tokens_per_second:.0f} tokens a second"
+        terminal.write(
+            f"rows    {estimate.rows}, {estimate.missing_rows} to compute\n"
+            f"shards  {estimate.shards}, {estimate.missing_shards} to compute\n"
+            f"time    {pace}, by {estimate.measured_rows} rows, of which {estimate.failed_rows} failed\n"
+        )
+        return 0
+
+    def _described_job(self) -> Job:
+        """The job of the file with the options of the command line."""
+        job = Job.from_toml(self.job)
+        names = ("model", "source", "sink", "dtype", "device", "shard_rows", "window", "max_in_flight")
+        given = {name: getattr(self, name) for name in names}
+        changes = {name: value for name, value in given.items() if value}
+        values = dict(self.values)
+        if "seed" in values:  # of the job: each row has its own
+            changes["seed"] = values.pop("seed")
+        config, file_config = job.generation_config, self.file_config()
+        if file_config is not None:
+            config = GenerationConfig.merge({}, file_config, config)
+        if values:
+            config = GenerationConfig.merge(values, config)
+        return dataclasses.replace(job, generation_config=config, **changes)

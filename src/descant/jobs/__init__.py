@@ -1,0 +1,8 @@
+"""Offline work: every row of a source through a model, each exactly once, in shards that survive a kill."""
+
+from __future__ import annotations
+
+from descant.jobs.job import Job
+from descant.jobs.results import JobEstimate, JobProgress, JobResult
+
+__all__ = ["Job", "JobEstimate", "JobProgress", "JobResult"]

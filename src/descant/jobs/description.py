@@ -1,0 +1,175 @@
+"""The description of a job: what to read, how to generate, where to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import string
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.errors import ConfigError, InputError
+from descant.models.loading import DTYPES
+
+__all__ = ["PROMPT_COLUMNS", "JobDescription", "check_generation_fields", "check_template"]
+
+PROMPT_COLUMNS: Final = ("prompt", "messages", "ids")
+OUTPUT_NAMES: Final = ("row", "id", "completions")
+SOURCE_FORMATS: Final = (".jsonl", ".csv")
+# With these a result would depend on more than the job and the row, or be no text.
+_NOT_IN_JOBS: Final = {
+    **{
+        name: "is not supported in jobs, whose output is text"
+        for name, one in FIELDS.items()
+        if one.group == "output" and name != "num_return_sequences"
+    },
+    "max_time": "must be unset in a job, whose results do not depend on the time",
+    "prefix_allowed_tokens_fn": "is not supported in jobs, which are described by data",
+}
+_COLUMN_LISTS: Final = ("override_columns", "keep_columns")
+_COUNTS: Final = ("shard_rows", "window", "max_in_flight")
+_KINDS: Final[tuple[tuple[str, type, str], ...]] = (
+    ("chat", bool, "must be true or false"),
+    ("seed", int, "must be an integer"),
+    ("generation_config", GenerationConfig, "must be a GenerationConfig"),
+    *((name, int, "must be an integer >= 1") for name in _COUNTS),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDescription:
+    """The fields of a job; `window` and `max_in_flight` change its speed, and never its results."""
+
+    model: str  # a folder, or a name on the Hub
+    source: str | Sequence[str]  # files of JSON lines (.jsonl) or of CSV with a header (.csv)
+    sink: str  # the folder of the shards
+    template: str | None = None  # "Translate: {text}"; None: a column `prompt`, `messages` or `ids`
+    chat: bool = False  # whether the prompt is a user message to a chat model
+    generation_config: GenerationConfig = field(default_factory=GenerationConfig)
+    override_columns: str | Sequence[str] = ()  # that hold generation parameters of their names
+    id_column: str | None = None  # with an id of each row of its own; None: its index in the source
+    keep_columns: str | Sequence[str] = ()  # that are copied to the output
+    dtype: str = "float32"  # in half precision the last bit of a sum depends on the rows beside it
+    device: str | None = None
+    seed: int = 0  # a row's own seed is derived from it and from the row's id
+    shard_rows: int = 1000
+    window: int = 1024  # rows that are sorted by length before they start
+    max_in_flight: int = 256  # requests in the engine at once
+
+    def __post_init__(self) -> None:
+        for name in ("source", *_COLUMN_LISTS):
+            object.__setattr__(self, name, _as_texts(name, getattr(self, name)))
+        for name in ("model", "sink"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+        self._check_types()
+        self._check_source()
+        self._check_columns()
+        config = self.generation_config
+        check_generation_fields({name: getattr(config, name) for name in config.given})
+        if config.seed is not None:
+            must, advice = "must be unset in the `generation_config` of a job", "set the `seed` of the job"
+            raise ConfigError("seed", must, config.seed, advice)
+        if self.template is not None:
+            check_template(self.template)
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> Self:
+        """The job of a TOML file; its paths are relative to the working directory."""
+        try:
+            with open(path, "rb") as file:
+                values = tomllib.load(file)
+        except OSError as error:
+            must = f"must be a file that can be opened ({error.strerror})"
+            raise InputError("job", must, os.fspath(path)) from None
+        except (ValueError, RecursionError) as error:
+            raise InputError("job", f"must be a TOML file ({error})", os.fspath(path)) from None
+        known = [one.name for one in dataclasses.fields(cls)]
+        for name, value in values.items():
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                advice = f"did you mean `{close[0]}`?" if close else f"use {', '.join(known)}"
+                raise InputError(name, "is not a key of a job", value, advice)
+        for one in dataclasses.fields(cls):
+            is_required = one.default is one.default_factory is dataclasses.MISSING
+            if is_required and one.name not in values:
+                raise InputError(one.name, "must be given in a job", None, f"add it to {os.fspath(path)}")
+        config = values.get("generation_config", {})
+        if not isinstance(config, dict):
+            raise InputError("generation_config", "must be a table", config)
+        return cls(**{**values, "generation_config": GenerationConfig(**config)})
+
+    @property
+    def source_files(self) -> tuple[str, ...]:
+        """The files of the source."""
+        return _as_texts("source", self.source)
+
+    def _check_types(self) -> None:
+        for name in ("model", "sink", "dtype", "template", "id_column", "device"):
+            value = getattr(self, name)
+            is_unset = value is None and name in ("template", "id_column", "device")
+            if not is_unset and (not isinstance(value, str) or not value):
+                raise InputError(name, "must be text", value)
+        if self.dtype not in DTYPES:
+            raise InputError("dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
+        for name, kind, must in _KINDS:
+            value = getattr(self, name)
+            if type(value) is not kind or (name in _COUNTS and int(value) < 1):
+                raise InputError(name, must, value)
+
+    def _check_source(self) -> None:
+        if not self.source_files:
+            raise InputError("source", "must name at least one file", self.source)
+        for path in self.source_files:
+            if not path.endswith(SOURCE_FORMATS):
+                raise InputError("source", f"must be files that end in {' or '.join(SOURCE_FORMATS)}", path)
+
+    def _check_columns(self) -> None:
+        for name in self.override_columns:
+            if name not in FIELDS:
+                close = difflib.get_close_matches(name, FIELDS, n=1)
+                advice = f"did you mean `{close[0]}`?" if close else "leave it out"
+                raise InputError("override_columns", "must name generation parameters", name, advice)
+            check_generation_fields({name: True})
+        for name in self.keep_columns:
+            if name in OUTPUT_NAMES:
+                must = f"must have other names than the output's own ({', '.join(OUTPUT_NAMES)})"
+                raise InputError("keep_columns", must, name, "leave it out")
+
+
+def _as_texts(name: str, value: Any) -> tuple[str, ...]:
+    """One text or several, as a tuple."""
+    texts = (value,) if isinstance(value, str | os.PathLike) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(one, str | os.PathLike) for one in texts):
+        raise InputError(name, "must be text or a list of texts", value)
+    return tuple(os.fspath(one) for one in texts)
+
+
+def check_generation_fields(values: dict[str, Any]) -> None:
+    """Raise ConfigError for generation parameters that a job cannot have."""
+    for name, value in values.items():
+        if name in _NOT_IN_JOBS and value is not None and value is not False:
+            raise ConfigError(name, _NOT_IN_JOBS[name], value, "leave it out")
+
+
+def check_template(template: str) -> None:
+    """Raise InputError for a template without columns, or with anything but plain names in its braces."""
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        must = f"must have paired braces ({error})"
+        raise InputError("template", must, template, "write {{ for a brace") from None
+    has_columns = False
+    for _, name, spec, conversion in parts:
+        if name is None:
+            continue
+        if spec or conversion or not name or any(char in name for char in ".[]"):
+            must = "must have the name of a column in each pair of braces"
+            raise InputError("template", must, template, "write {{ for a brace")
+        has_columns = True
+    if not has_columns:
+        raise InputError("template", "must name a column, as in {text}", template)

@@ -1,0 +1,149 @@
+"""Requests of rows: their prompt, their parameters, and a seed of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from descant.api.inputs import prepare_prompts
+from descant.api.prompt import encode_prompt, require_chat_template, user_messages
+from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.core.interfaces import ModelTraits
+from descant.engine.request import Request
+from descant.errors import InputError
+from descant.jobs.description import PROMPT_COLUMNS, JobDescription, check_generation_fields
+from descant.jobs.source import SourceRow, parse_text
+
+__all__ = ["RowRequests", "row_seed"]
+
+CONFIG_COLUMN: Final = "generation_config"
+_SEED_BYTES: Final = 7  # a seed is a positive number of 63 bits
+
+
+def row_seed(seed: int, row_id: int | str) -> int:
+    """The seed of a row, by the job's seed and the row's id alone."""
+    # JSON tells the id 1 from the id "1".
+    digest = hashlib.blake2b(
+        json.dumps([seed, row_id]).encode(), digest_size=_SEED_BYTES, person=b"descant row"
+    )
+    return int.from_bytes(digest.digest(), "big")
+
+
+@dataclass(frozen=True)
+class RowRequests:
+    """Makes the requests of a job's rows."""
+
+    job: JobDescription
+    tokenizer: Any
+    model_config: GenerationConfig
+    traits: ModelTraits
+    device: torch.device
+
+    def build(self, row: SourceRow) -> Request:
+        """The request of a row; raises DescantError for a row that cannot run."""
+        if row.error is not None:
+            raise row.error
+        assert row.id is not None  # else it has an error
+        values = self._values(row)
+        if values.get("seed") is None:
+            values["seed"] = row_seed(self.job.seed, row.id)
+        config = GenerationConfig.merge(values, self.job.generation_config, self.model_config)
+        check_generation_fields({"max_time": config.max_time})  # which may be the model's own
+        inputs = self._encode(row)
+        self._check_length(inputs["input_ids"].shape[1], config)
+        prompts = prepare_prompts(inputs, config, self.traits, self.device)
+        return Request(
+            prompts.prompt(0), config, prompts.inputs[0], tokenizer=self.tokenizer, config_merged=True
+        )
+
+    def _values(self, row: SourceRow) -> dict[str, Any]:
+        """The generation parameters that a row sets."""
+        values: dict[str, Any] = {}
+        whole = _value(row, CONFIG_COLUMN)
+        if whole is not None:
+            if not isinstance(whole, Mapping):
+                raise InputError(CONFIG_COLUMN, "must be an object of generation parameters", whole)
+            values.update(whole)
+        for name in self.job.override_columns:
+            value = _value(row, name)
+            if value is not None:
+                values[name] = value
+        if values.get("compile_config") is not None:
+            must = "applies to all rows and must not be set in one"
+            raise InputError("compile_config", must, values["compile_config"], "set it in the job")
+        check_generation_fields({name: value for name, value in values.items() if name in FIELDS})
+        return values
+
+    def _encode(self, row: SourceRow) -> dict[str, Any]:
+        """The model inputs [1, L] of a row's prompt."""
+        if self.job.template is not None:
+            return self._encode_text(_fill(self.job.template, row))
+        given = [name for name in PROMPT_COLUMNS if row.data.get(name) not in (None, "")]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise InputError("prompt", f"must be in one of the columns {', '.join(PROMPT_COLUMNS)}", found)
+        [name] = given
+        if name == "prompt":
+            if not isinstance(row.data[name], str):
+                raise InputError(name, "must be text", row.data[name])
+            return self._encode_text(row.data[name])
+        value = _value(row, name)
+        if name == "messages":
+            require_chat_template(self.tokenizer, self.job.model)
+            if not isinstance(value, list) or not value:
+                raise InputError(name, "must be a non-empty list of messages", value)
+            return encode_prompt(self.tokenizer, value)
+        size = len(self.tokenizer)
+        if not isinstance(value, list) or not value or not all(_is_token(one, size) for one in value):
+            raise InputError(name, f"must be a non-empty list of token ids from 0 to {size - 1}", value)
+        input_ids = torch.tensor([value])
+        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+
+    def _encode_text(self, text: str) -> dict[str, Any]:
+        if self.job.chat:
+            require_chat_template(self.tokenizer, self.job.model)
+            return encode_prompt(self.tokenizer, user_messages(text))
+        return encode_prompt(self.tokenizer, text)
+
+    def _check_length(self, length: int, config: GenerationConfig) -> None:
+        """Raise InputError for a prompt that leaves no room for its new tokens."""
+        sizes = [one for one in (self.traits.max_positions, self.traits.context_length) if one is not None]
+        # An encoder's prompt is in a table of its own, which the engine checks.
+        if not sizes or self.traits.is_encoder_decoder:
+            return
+        needed = length + (config.max_new_tokens or 1)
+        if needed > min(sizes):
+            must = f"must fit with its new tokens into the {min(sizes)} positions of the model"
+            raise InputError("prompt", must, f"{length} tokens and {needed - length} new ones")
+
+
+def _value(row: SourceRow, name: str) -> Any:
+    """The value of a column; None: the row has none."""
+    value = row.data.get(name)
+    if not row.is_text or value is None:
+        return value
+    return None if value == "" else parse_text(value)
+
+
+def _fill(template: str, row: SourceRow) -> str:
+    """A template with the values of a row."""
+    parts = []
+    for literal, name, _, _ in string.Formatter().parse(template):
+        parts.append(literal)
+        if name is None:
+            continue
+        value = row.data.get(name)
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise InputError(name, "must hold a text or a number for the template", value)
+        parts.append(str(value))
+    return "".join(parts)
+
+
+def _is_token(value: Any, size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
