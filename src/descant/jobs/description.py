@@ -118,7 +118,7 @@ class JobDescription:
             raise InputError("dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
         for name, kind, must in _KINDS:
             value = getattr(self, name)
-            if type(value) is not kind or (name in _COUNTS and int(value) < 1):
+            if type(value) is not kind or (isinstance(value, int) and name in _COUNTS and value < 1):
                 raise InputError(name, must, value)
 
     def _check_source(self) -> None:

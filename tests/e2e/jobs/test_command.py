@@ -1,0 +1,100 @@
+"""`descant run`: a job of a file, options that override it, a dry run, a resume, exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from descant.cli.application import build_app
+from descant.cli.job_progress import JobProgressDisplay, format_seconds
+from descant.jobs import JobProgress
+from tools.battery.subject import model_folder
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    """A job of five rows in shards of two."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"ship {n}"}) + "\n" for n in range(5)))
+    lines = {
+        "model": str(model_folder()),
+        "source": str(tmp_path / "rows.jsonl"),
+        "sink": str(tmp_path / "sink"),
+        "template": "A {text}",
+        "shard_rows": 2,
+        "generation_config.max_new_tokens": 4,
+    }
+    path = tmp_path / "job.toml"
+    path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in lines.items()))
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The result of `descant run`."""
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *arguments: CliRunner().invoke(build_app(), ["run", *map(str, arguments)])
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.glob("shard-?????.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_a_dry_run_writes_nothing_and_a_run_resumes(run, job_file) -> None:
+    dry = run(job_file, "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert dry.stdout.startswith("rows    5, 5 to compute\nshards  3, 3 to compute\ntime    0:00:")
+    assert not (job_file.parent / "sink").exists()
+    first = run(job_file)
+    assert first.exit_code == 0, first.output
+    assert first.stdout.startswith("5 rows in 3 shards, 0 failed; 5 rows and ")
+    (job_file.parent / "sink" / "shard-00001.jsonl").unlink()
+    assert "2 rows and " in run(job_file).stdout
+    assert [line["row"] for line in results(job_file.parent / "sink")] == list(range(5))
+
+
+def test_options_override_the_file(run, job_file, tmp_path) -> None:
+    sink = tmp_path / "other"
+    options = ("--sink", sink, "--max-new-tokens", 2, "--do-sample", "--seed", 3, "--shard-rows", 5)
+    assert run(job_file, *options).exit_code == 0
+    assert {line["completions"][0]["tokens"] for line in results(sink)} <= {1, 2}
+    assert len(list(sink.glob("shard*"))) == 1
+    refused = run(job_file, *options[:-3], 4, *options[-2:])
+    assert refused.exit_code == 2
+    assert "same job (`job` differ" in refused.stderr
+
+
+def test_failed_rows_give_exit_code_1_with_counts(run, job_file) -> None:
+    with (job_file.parent / "rows.jsonl").open("a") as file:
+        file.write("torn\n")
+    done = run(job_file)
+    assert (done.exit_code, done.stdout[:32]) == (1, "6 rows in 3 shards, 1 failed; 6 ")
+    assert run(job_file).exit_code == 1  # also where nothing is left to compute
+
+
+def test_a_wrong_description_is_a_usage_error(run, job_file) -> None:
+    job_file.write_text(job_file.read_text().replace("template", "tenplate"))
+    done = run(job_file)
+    assert done.exit_code == 2
+    assert "did you mean `template`?" in done.stderr
+
+
+def test_half_precision_is_warned_about(run, job_file) -> None:
+    done = run(job_file, "--dtype", "bfloat16")
+    assert done.exit_code == 0
+    assert "float32 has the same bytes in every run" in done.stderr
+
+
+def test_progress_is_a_line_from_time_to_time_without_a_terminal(monkeypatch, capsys) -> None:
+    clock = iter((0.0, 5.0, 11.0, 11.0, 12.0))
+    monkeypatch.setattr("descant.cli.job_progress.time.monotonic", lambda: next(clock))
+    with JobProgressDisplay() as display:
+        for finished in (1, 2, 3):
+            display.update(JobProgress(10, finished, 1, finished, 40, 2.0))
+    assert capsys.readouterr().err == "2 of 10 rows, 20 tokens a second, 1 failed, 0:00:08 left\n"
+    assert format_seconds(3723.4) == "1:02:03"
