@@ -69,8 +69,8 @@ class RunCommand(ConfigCommand):
         with JobProgressDisplay() as display:
             result = job.run(model, tokenizer, display.update)
         terminal.write(
-            f"{result.rows} rows in {result.shards} shards, {result.failed} failed; "
-            f"{result.computed_rows} rows and {result.tokens} tokens computed now\n"
+            f"rows: {result.rows}, failed: {result.failed}, shards: {result.shards}; "
+            f"computed now: {result.computed_rows} rows, {result.tokens} tokens\n"
         )
         return FAILURE if result.failed else 0
 

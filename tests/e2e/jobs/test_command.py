@@ -52,9 +52,9 @@ def test_a_dry_run_writes_nothing_and_a_run_resumes(run, job_file) -> None:
     assert not (job_file.parent / "sink").exists()
     first = run(job_file)
     assert first.exit_code == 0, first.output
-    assert first.stdout.startswith("5 rows in 3 shards, 0 failed; 5 rows and ")
+    assert first.stdout.startswith("rows: 5, failed: 0, shards: 3; computed now: 5 rows, ")
     (job_file.parent / "sink" / "shard-00001.jsonl").unlink()
-    assert "2 rows and " in run(job_file).stdout
+    assert "computed now: 2 rows, " in run(job_file).stdout
     assert [line["row"] for line in results(job_file.parent / "sink")] == list(range(5))
 
 
@@ -73,7 +73,7 @@ def test_failed_rows_give_exit_code_1_with_counts(run, job_file) -> None:
     with (job_file.parent / "rows.jsonl").open("a") as file:
         file.write("torn\n")
     done = run(job_file)
-    assert (done.exit_code, done.stdout[:32]) == (1, "6 rows in 3 shards, 1 failed; 6 ")
+    assert (done.exit_code, done.stdout[:30]) == (1, "rows: 6, failed: 1, shards: 3;")
     assert run(job_file).exit_code == 1  # also where nothing is left to compute
 
 
