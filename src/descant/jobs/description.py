@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.config.registry import unknown_field_error
 from descant.errors import ConfigError, InputError
 from descant.models.loading import DTYPES
 
@@ -27,6 +28,7 @@ _NOT_IN_JOBS: Final = {
         for name, one in FIELDS.items()
         if one.group == "output" and name != "num_return_sequences"
     },
+    "generation_kwargs": "is not supported in jobs, whose inputs are columns",
     "max_time": "must be unset in a job, whose results do not depend on the time",
     "prefix_allowed_tokens_fn": "is not supported in jobs, which are described by data",
 }
@@ -101,6 +103,7 @@ class JobDescription:
         config = values.get("generation_config", {})
         if not isinstance(config, dict):
             raise InputError("generation_config", "must be a table", config)
+        check_generation_fields(config)
         return cls(**{**values, "generation_config": GenerationConfig(**config)})
 
     @property
@@ -150,8 +153,10 @@ def _as_texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_generation_fields(values: dict[str, Any]) -> None:
-    """Raise ConfigError for generation parameters that a job cannot have."""
+    """Raise ConfigError for unknown generation parameters, and for those that a job cannot have."""
     for name, value in values.items():
+        if name not in FIELDS:
+            raise unknown_field_error(name, value)
         if name in _NOT_IN_JOBS and value is not None and value is not False:
             raise ConfigError(name, _NOT_IN_JOBS[name], value, "leave it out")
 

@@ -22,7 +22,7 @@ from descant.engine.events import Finished
 from descant.engine.planner import as_model
 from descant.engine.request import Request
 from descant.engine.scheduler_sizing import sized_scheduler
-from descant.errors import DescantError, EngineClosed, EngineFull, RankError
+from descant.errors import DescantError, EngineClosed, EngineFull, InputError, RankError
 from descant.jobs.description import JobDescription
 from descant.jobs.results import JobEstimate, JobProgress, JobResult
 from descant.jobs.row_requests import RowRequests
@@ -115,6 +115,8 @@ class JobRun:
             counts = _Counts(rows - num_missing, self._folder.failed_rows(), began)
             if missing:
                 _run_async(self._run_shards(set(missing), counts))
+            if self._folder.missing():
+                raise InputError("source", "must not change during a run", "fewer rows than before")
         seconds = time.monotonic() - began
         return JobResult(
             rows, counts.failed, self._folder.manifest.shards, counts.computed, counts.tokens, seconds

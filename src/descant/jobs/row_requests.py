@@ -13,7 +13,7 @@ import torch
 
 from descant.api.inputs import prepare_prompts
 from descant.api.prompt import encode_prompt, require_chat_template, user_messages
-from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits
 from descant.engine.request import Request
 from descant.errors import InputError
@@ -77,7 +77,7 @@ class RowRequests:
         if values.get("compile_config") is not None:
             must = "applies to all rows and must not be set in one"
             raise InputError("compile_config", must, values["compile_config"], "set it in the job")
-        check_generation_fields({name: value for name, value in values.items() if name in FIELDS})
+        check_generation_fields(values)
         return values
 
     def _encode(self, row: SourceRow) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def test_a_file_and_code_give_equal_jobs(tmp_path: Path) -> None:
         ("qqq = 1", "`qqq` is not a key of a job, got 1: use model, source, sink"),
         ("generation_config = 3", "`generation_config` must be a table, got 3"),
         ("generation_config.top_q = 3", "`top_q` is not a generation parameter, got 3: did you mean `top_"),
+        ("generation_config.self = 3", "`self` is not a generation parameter, got 3"),
         ("seed = ", "`job` must be a TOML file"),
     ],
 )

@@ -270,3 +270,43 @@ def test_it_runs_where_an_event_loop_is_running(make_job, loaded) -> None:
 def test_a_model_without_its_tokenizer_is_refused(make_job, loaded) -> None:
     with pytest.raises(InputError, match="`tokenizer` must be given together"):
         make_job().run(loaded[0])
+
+
+def test_a_source_that_shrinks_during_a_run_is_noticed(make_job, loaded) -> None:
+    def shrink(_: JobProgress) -> None:
+        Path(job.source_files[0]).write_text("")
+
+    # Large enough that its end is not in the buffer of the file that is being read.
+    job = make_job([{"text": "x", "rest": "y" * 100_000}] * 23, window=1, max_in_flight=1)
+    with pytest.raises(InputError, match="`source` must not change during a run"):
+        job.run(*loaded, on_progress=shrink)
+
+
+HOSTILE = [
+    {"self": 1},
+    {"": 1},
+    {"seed": 2**70},
+    {"seed": "x"},
+    {"top_k": 10**30},
+    {"temperature": float("nan")},
+    {"max_new_tokens": 10**12},
+    {"num_beams": 10**6, "do_sample": False},
+    {"bad_words_ids": [[10**30]]},
+    {"stop_strings": ["\ud800"]},
+    {"stop_regex": "("},
+    {"grammar": {"regex": "("}},
+    {"eos_token_id": -5},
+    {"generation_kwargs": {"input_ids": 3}},
+    {"constraints": 3},
+    {"cache_implementation": "none such"},
+    {"guidance_scale": 2.0, "negative_prompt_ids": "x"},
+]
+
+
+@pytest.mark.parametrize("config", HOSTILE, ids=lambda config: next(iter(config)) or "empty")
+def test_hostile_parameters_fail_their_row_alone(make_job, loaded, config) -> None:
+    rows = [{"text": "a"}, {"text": "b", "generation_config": config}, {"text": "c"}]
+    job = make_job(rows)
+    result = job.run(*loaded)
+    assert set(all_rows(job.sink)) >= {0, 2}
+    assert result.failed == 1
