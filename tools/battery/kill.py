@@ -79,7 +79,9 @@ def run(size: Size) -> Outcome:
     wrong = [at for at, tokens in enumerate(expected) if fleet.found.get(at) != tokens]
     outcome.check(not wrong, f"lost or different: {wrong[:10]}")
     worst = max(cpus)
-    outcome.check(worst < MAX_CPU_SECONDS, f"ready only after {worst:.1f} seconds of the processor")
+    # The small size runs beside other tests, which take the caches and the clock of the processor.
+    limit = MAX_CPU_SECONDS if size.count >= FULL.count else 2 * MAX_CPU_SECONDS
+    outcome.check(worst < limit, f"ready only after {worst:.1f} seconds of the processor")
     outcome.figures = {
         "kills": kills,
         "requests": len(fleet.requests),
