@@ -46,12 +46,13 @@ class FinishedKV:
 
     def limit_idle(self, limit: int) -> None:
         """Drop the oldest rows that are not returned until at most `limit` blocks of their pool are idle."""
-        for key, (_, row) in list(self._entries.items()) if self._is_pool_limited else ():
-            store = row.store
+        for key in list(self._entries) if self._is_pool_limited else ():
+            # Another thread may have dropped the sequence meanwhile, and its entry with it. Nothing here may
+            # hold an earlier row: its blocks would still count as idle.
+            entry = self._entries.get(key)
+            store = None if entry is None else entry[1].store
             if isinstance(store, PagedStore) and store.is_reclaimable and store.pool.num_idle > limit:
-                # Another thread may have dropped the sequence meanwhile, and its entry with it.
                 self._entries.pop(key, None)
-                del row, store
 
     def capture(
         self, cache: RowCache, rows: Rows, ended: Sequence[tuple[int, Hypothesis]], kept_lengths: Tensor

@@ -62,13 +62,29 @@ def test_idle_rows_may_vanish_while_they_are_limited():
     class Vanishing(dict):
         """Entries of which all are gone once they are listed."""
 
-        def items(self):
-            found = list(super().items())
+        def __iter__(self):
+            found = list(super().__iter__())
             self.clear()
-            return found
+            return iter(found)
 
     kept._entries = Vanishing(kept._entries)
     kept.limit_idle(0)
     assert len(kept) == 0
     assert pool.num_idle == 0
     check_ref_counts(pool)
+
+
+@pytest.mark.parametrize(("limit", "num_left"), [(8, 4), (4, 2), (3, 1), (0, 0)])
+def test_no_more_idle_rows_are_dropped_than_the_limit_asks_for(limit, num_left):
+    pool = BlockPool(4)
+    blocks = pool.allocate(8)
+    finished = FinishedKV(is_pool_limited=True)
+    for number in range(4):
+        store = PagedStore.of_blocks(pool, np.array(blocks[2 * number : 2 * number + 2]))
+        store.mark_reclaimable()
+        finished._entries[number] = (None, CachedRow(store))
+    del store
+    pool.decref(np.array(blocks))
+    finished.limit_idle(limit)
+    assert list(finished._entries) == list(range(4 - num_left, 4))
+    assert pool.num_idle == 2 * num_left
