@@ -337,7 +337,8 @@ class ScheduledRequests:
         parked = {number: self._parked_size(number) for number in plan.preempted if number in self._parked}
         usage, shared = ({}, 0) if self.config.num_blocks is None else self._usage(plan)
         # Requests that the scheduler has dropped stay in their tables until the end of a step that is made.
-        usage = {number: one for number, one in usage.items() if number not in (*ended, *gone, *self.failed)}
+        dropped = {*ended, *gone, *self.failed}
+        usage = {number: one for number, one in usage.items() if number not in dropped}
         self.scheduler.finish_step(StepReport(usage, parked, ended, skipped, shared))
         self._plan = None
 

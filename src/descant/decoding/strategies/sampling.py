@@ -173,9 +173,10 @@ class Sampling:
         draw_at = getattr(self._noise, "draw_at", None)
         if draw_at is None:
             return None
-        row, token = probs.nonzero(as_tuple=True)
-        if row.shape[0] * _FEW_CANDIDATES > probs.numel():
+        # Counted first: the indices of all tokens would take as long as a good part of the noise.
+        if int(torch.count_nonzero(probs)) * _FEW_CANDIDATES > probs.numel():
             return None
+        row, token = probs.nonzero(as_tuple=True)
         noise = draw_at(rows, row, token)
         if noise is None:
             return None

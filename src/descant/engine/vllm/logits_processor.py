@@ -220,10 +220,10 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
     def _choose(self, logits: Tensor, index: list[int], numbers: list[int], counts: list[int]) -> Tensor:
         rows = None if len(index) == len(logits) else torch.tensor(index, device=logits.device)
         own = logits if rows is None else logits.index_select(0, rows)
-        num_failed = len(self._sampler.errors)
+        failed_before = set(self._sampler.errors)
         tokens = self._sampler.choose(numbers, counts, own)
-        if len(self._sampler.errors) > num_failed:
-            self._report_failures(numbers)
+        if len(self._sampler.errors) > len(failed_before):
+            self._report_failures([number for number in numbers if number not in failed_before])
         own.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
         return own if rows is None else logits.index_copy_(0, rows, own)
 
