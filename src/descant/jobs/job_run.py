@@ -99,7 +99,7 @@ class JobRun:
         self.job, self.model, self.tokenizer = job, model, tokenizer
         self._on_progress = on_progress
         self._source = JobSource(job.source_files, job.id_column)
-        summary = self._source.scan()
+        summary = self._source.scan(job.shard_rows)
         manifest = JobManifest(
             descant.__version__, self._digest(), summary.digest, summary.rows, job.shard_rows
         )

@@ -1,33 +1,24 @@
-"""The rows of a job's source: files of JSON lines or CSV, one after the other."""
+"""The rows of a job's source: its files, one after the other."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Final, Protocol
+from functools import cached_property
+from typing import Any, Final
 
-from descant.api.json_lines import parse_line
 from descant.errors import InputError
+from descant.jobs.id_digests import IdDigests, RowId, id_digest
+from descant.jobs.row_file import RowData, RowFile
+from descant.jobs.row_position import RowPosition, RowPositions
+from descant.jobs.text_files import CsvFile, JsonLinesFile
 
 __all__ = ["JobSource", "SourceRow", "SourceSummary", "parse_text"]
 
-RowId = int | str
-_CHUNK_BYTES: Final = 2**20
-
-
-class CsvReader(Protocol):
-    """What `csv.reader` returns."""
-
-    @property
-    def line_num(self) -> int:
-        """The number of lines read."""
-
-    def __next__(self) -> list[str]:
-        """The fields of the next row."""
+_START: Final = RowPosition(0, 0)
 
 
 @dataclass(frozen=True)
@@ -43,10 +34,11 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class SourceSummary:
-    """The number of rows of a source, and the digest of its files."""
+    """The number of rows of a source, the digest of its files, and where each shard begins."""
 
     rows: int
     digest: str
+    positions: RowPositions
 
 
 @dataclass(frozen=True)
@@ -56,36 +48,53 @@ class JobSource:
     paths: Sequence[str]
     id_column: str | None = None
 
-    def scan(self) -> SourceSummary:
+    def scan(self, shard_rows: int) -> SourceSummary:
         """Read all files once; raises InputError for ids that are not unique."""
         digest = hashlib.blake2b(digest_size=16, person=b"descant source")
-        for path in self.paths:
-            with _open(path) as file:
-                content = hashlib.blake2b(digest_size=32)
-                while data := file.read(_CHUNK_BYTES):
-                    content.update(data)
-            digest.update(path.rpartition(".")[2].encode() + content.digest())
-        count, first = 0, dict[RowId, int]()
-        for row in self:
-            count += 1
-            if self.id_column is not None and row.id is not None:
-                if row.id in first:
-                    rows = f"rows {first[row.id]} and {row.index}"
-                    must = f"must have another id in `{self.id_column}` for each row ({rows} share one)"
-                    raise InputError("id_column", must, row.id)
-                first[row.id] = row.index
-        return SourceSummary(count, digest.hexdigest())
+        positions, ids = RowPositions(), IdDigests()
+        rows = next_start = 0
+        for number, file in enumerate(self._files):
+            content = hashlib.blake2b(digest_size=32)
+            for block in file.blocks(content, self.id_column):
+                while next_start < rows + block.rows:
+                    positions.append(RowPosition(number, block.offset, block.skip + next_start - rows))
+                    next_start += shard_rows
+                for data in block.data:
+                    row_id = self._row(0, data, file.is_text).id
+                    if row_id is not None:
+                        ids.add(row_id)
+                rows += block.rows
+            digest.update(file.path.rpartition(".")[2].encode() + content.digest())
+        for digests in ids.repeated():
+            self._check_ids(digests)
+        return SourceSummary(rows, digest.hexdigest(), positions)
+
+    def rows_at(self, position: RowPosition, index: int, count: int) -> Iterator[SourceRow]:
+        """The rows `index` to `index + count`, of which the first is at a position."""
+        found = 0
+        for row in itertools.islice(self._rows(position, index), count):
+            found += 1
+            yield row
+        if found < count:
+            raise InputError("source", "must not change during a run", "fewer rows than before")
 
     def __iter__(self) -> Iterator[SourceRow]:
-        index = 0
-        for path in self.paths:
-            with _open(path) as file:
-                is_text = path.endswith(".csv")
-                for data in _csv_rows(file, path) if is_text else _json_rows(file):
-                    yield self._row(index, data, is_text)
-                    index += 1
+        return self._rows(_START, 0)
 
-    def _row(self, index: int, data: Mapping[str, Any] | InputError, is_text: bool) -> SourceRow:
+    @cached_property
+    def _files(self) -> list[RowFile]:
+        return [CsvFile(path) if path.endswith(".csv") else JsonLinesFile(path) for path in self.paths]
+
+    def _rows(self, position: RowPosition, index: int) -> Iterator[SourceRow]:
+        """All rows from a position on."""
+        offset, skip = position.offset, position.skip
+        for file in self._files[position.file :]:
+            for data in file.rows_from(offset, skip):
+                yield self._row(index, data, file.is_text)
+                index += 1
+            offset = skip = 0
+
+    def _row(self, index: int, data: RowData, is_text: bool) -> SourceRow:
         if isinstance(data, InputError):
             return SourceRow(index, {}, None if self.id_column else index, is_text, data)
         if self.id_column is None:
@@ -96,56 +105,17 @@ class JobSource:
             return SourceRow(index, data, None, is_text, error)
         return SourceRow(index, data, value, is_text)
 
-
-def _open(path: str) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise InputError("source", f"must be files that can be opened ({error.strerror})", path) from None
-
-
-def _json_rows(file: BinaryIO) -> Iterator[Mapping[str, Any] | InputError]:
-    """The object of each line that is not blank, or why there is none."""
-    for line in file:
-        if not line.strip():
-            continue
-        try:
-            yield parse_line(line)
-        except InputError as error:
-            yield error
-
-
-def _csv_rows(file: BinaryIO, path: str) -> Iterator[Mapping[str, Any] | InputError]:
-    """The fields of each row by the names of the header, or why there are none."""
-    # Bytes that are no UTF-8 become lone surrogates, which only their own row is refused for.
-    with io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
-        yield from _csv_fields(csv.reader(text, strict=True), path)
-
-
-def _csv_fields(reader: CsvReader, path: str) -> Iterator[Mapping[str, Any] | InputError]:
-    """The fields of each row that a reader gives, or why there are none."""
-    try:
-        names = next(reader, [])
-    except csv.Error as error:
-        raise InputError("source", f"must be CSV with a header ({error})", path) from None
-    if not names or len(set(names)) < len(names):
-        raise InputError("source", "must have a header of different names", names, f"see {path}")
-    while True:
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield InputError("source", f"must be CSV ({error})", f"line {reader.line_num}")
-            continue
-        if not fields:
-            continue  # a blank line
-        if len(fields) != len(names):
-            yield InputError("source", f"must have {len(names)} fields in each row", fields)
-        elif any("\udc80" <= char <= "\udcff" for char in "".join(fields)):
-            yield InputError("source", "must be UTF-8", fields)
-        else:
-            yield dict(zip(names, fields, strict=True))
+    def _check_ids(self, digests: Collection[int]) -> None:
+        """Raise InputError for two rows of the same id, of which the digest is given."""
+        first: dict[RowId, int] = {}
+        for row in self:
+            if row.id is None or id_digest(row.id) not in digests:
+                continue
+            if row.id in first:
+                rows = f"rows {first[row.id]} and {row.index}"
+                must = f"must have another id in `{self.id_column}` for each row ({rows} share one)"
+                raise InputError("id_column", must, row.id)
+            first[row.id] = row.index
 
 
 def parse_text(text: str) -> Any:

@@ -23,7 +23,7 @@ def test_files_follow_each_other_and_blank_lines_do_not_count(tmp_path: Path) ->
     assert good == [{"x": 1}, {"x": 2}, {"x": "1", "y": "a\nb"}, {"x": "3", "y": "f"}]
     assert "2 fields" in str(rows[3].error)
     assert "UTF-8" in str(rows[4].error)
-    assert source.scan().rows == 6
+    assert source.scan(2).rows == 6
 
 
 def test_a_broken_quotation_fails_alone(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
     for path, text in zip(paths, ("{}\n", "{}\n", "{} \n"), strict=True):
         path.write_text(text)
-    one, same, other = (JobSource([str(path)]).scan().digest for path in paths)
+    one, same, other = (JobSource([str(path)]).scan(10).digest for path in paths)
     assert one == same != other
 
 
@@ -44,7 +44,7 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
 def test_a_file_of_csv_needs_a_header(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(InputError, match="must have a header of different names"):
-        JobSource([str(tmp_path / "a.csv")]).scan()
+        JobSource([str(tmp_path / "a.csv")]).scan(10)
 
 
 def test_ids_are_unique_and_present(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_ids_are_unique_and_present(tmp_path: Path) -> None:
     assert [row.error is None for row in rows] == [True, True, False, False, False, False]
     path.write_text('{"k": 1}\n{"k": 2}\n{"k": 1}\n')
     with pytest.raises(InputError, match="rows 0 and 2 share one"):
-        JobSource([str(path)], "k").scan()
+        JobSource([str(path)], "k").scan(10)
 
 
 def test_a_source_that_is_nowhere_is_refused(make_job, loaded) -> None:

@@ -1,0 +1,155 @@
+"""Rows from a position are the rows that a reading from the start gives, in every format."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from descant import InputError
+from descant.jobs.row_position import RowPosition, RowPositions
+from descant.jobs.source import JobSource
+
+FILES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TEXT = st.text(st.sampled_from('ab,"\n\r é\u2028\U0001f40d\x00'), max_size=6)
+JSON_LINES = st.lists(
+    st.one_of(
+        st.builds(lambda text: json.dumps({"x": text}, ensure_ascii=False).encode(), TEXT),
+        st.sampled_from(
+            [b"", b"  ", b"\r", b"{torn", b"3", b"\xff\xfe", b'\xef\xbb\xbf{"x": 1}', b'{"x": 1}\r']
+        ),
+    ),
+    max_size=12,
+)
+CSV_FIELD = st.one_of(
+    TEXT.map(lambda text: '"' + text.replace('"', '""') + '"'),
+    st.sampled_from(["1", "", "é", 'a"b', '"a"b', "\udcff", '"']),
+)
+CSV_ROWS = st.lists(
+    st.one_of(st.lists(CSV_FIELD, min_size=2, max_size=2), st.lists(CSV_FIELD, max_size=3)), max_size=12
+)
+
+
+def seen(rows: Any) -> list[tuple[Any, ...]]:
+    """What a row is, its error as text."""
+    return [(row.index, row.id, dict(row.data), row.is_text, str(row.error)) for row in rows]
+
+
+def check_positions(source: JobSource, shard_rows: int) -> None:
+    """Every shard of a source begins at its position."""
+    whole, summary = list(source), source.scan(shard_rows)
+    assert summary.rows == len(whole)
+    assert len(summary.positions) == -(-len(whole) // shard_rows)
+    for shard, position in enumerate(summary.positions):
+        position = RowPosition(*json.loads(json.dumps(position)))
+        start = shard * shard_rows
+        count = min(shard_rows, len(whole) - start)
+        assert seen(source.rows_at(position, start, count)) == seen(whole[start : start + count])
+        rest = source.rows_at(position, start, len(whole) - start)  # over the ends of files
+        assert seen(rest) == seen(whole[start:])
+
+
+def paths_of(folder: Path, contents: list[bytes], ending: str) -> list[str]:
+    paths = []
+    for number, content in enumerate(contents):
+        (folder / f"{number}.{ending}").write_bytes(content)
+        paths.append(str(folder / f"{number}.{ending}"))
+    return paths
+
+
+@FILES
+@given(
+    st.lists(JSON_LINES, min_size=1, max_size=3), st.sampled_from([b"\n", b"\r\n"]), st.booleans(), st.data()
+)
+def test_json_lines(tmp_path: Path, files: list[list[bytes]], newline: bytes, ends: bool, data: Any) -> None:
+    contents = [newline.join(lines) + (newline if ends else b"") for lines in files]
+    check_positions(JobSource(paths_of(tmp_path, contents, "jsonl")), data.draw(st.integers(1, 5)))
+
+
+@FILES
+@given(
+    st.lists(CSV_ROWS, min_size=1, max_size=3),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+    st.sampled_from([b"", b"\xef\xbb\xbf"]),
+    st.booleans(),
+    st.data(),
+)
+def test_csv(
+    tmp_path: Path, files: list[list[list[str]]], newline: str, mark: bytes, ends: bool, data: Any
+) -> None:
+    texts = [
+        newline.join(["x,y", *(",".join(row) for row in rows)]) + (newline if ends else "") for rows in files
+    ]
+    contents = [mark + text.encode("utf-8", "surrogateescape") for text in texts]
+    check_positions(JobSource(paths_of(tmp_path, contents, "csv")), data.draw(st.integers(1, 5)))
+
+
+def test_an_error_of_csv_does_not_depend_on_where_the_reading_began(tmp_path: Path) -> None:
+    [path] = paths_of(tmp_path, [b'x\n1\n\n"2"3\n4\n'], "csv")
+    source = JobSource([path])
+    [row] = source.rows_at(source.scan(1).positions[1], 1, 1)
+    assert str(row.error).endswith("got 'the row at byte 5'")
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    """What lies before a position may be anything of the same length."""
+    [lines] = paths_of(tmp_path, [b'{"x": 1}\n{"x": 2}\n'], "jsonl")
+    [table] = paths_of(tmp_path, [b"x\n1\n2\n"], "csv")
+    for path, expected in ((lines, 2), (table, "2")):
+        source = JobSource([path])
+        position = source.scan(1).positions[1]
+        content = Path(path).read_bytes()
+        kept = content.index(b"\n") + 1 if path == table else 0  # the header
+        garbage = b"\xff" * (position.offset - kept)
+        Path(path).write_bytes(content[:kept] + garbage + content[position.offset :])
+        [row] = source.rows_at(position, 1, 1)
+        assert row.data == {"x": expected}
+
+
+def test_a_source_that_has_fewer_rows_than_before_is_refused(tmp_path: Path) -> None:
+    [path] = paths_of(tmp_path, [b"{}\n{}\n"], "jsonl")
+    with pytest.raises(InputError, match="`source` must not change during a run"):
+        list(JobSource([path]).rows_at(RowPosition(0, 0), 0, 3))
+
+
+@pytest.mark.parametrize("id_column", [None, "x"])
+def test_a_scan_gives_the_digest_of_all_bytes(tmp_path: Path, id_column: str | None) -> None:
+    many = b"".join(b'{"x": "%d"}\n' % number for number in range(100_000))
+    contents = [many, b'{"x": 2}', b""]
+    paths = paths_of(tmp_path, contents, "jsonl")
+    digest = hashlib.blake2b(digest_size=16, person=b"descant source")
+    for content in contents:
+        digest.update(b"jsonl" + hashlib.blake2b(content, digest_size=32).digest())
+    summary = JobSource(paths, id_column).scan(1000)
+    assert (summary.rows, summary.digest) == (100_001, digest.hexdigest())
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**40), st.sampled_from([0, 0, 7])), max_size=20))
+def test_positions_are_kept_in_few_bytes(found: list[tuple[int, int, int]]) -> None:
+    expected = [RowPosition(*one) for one in sorted(found)]
+    positions = RowPositions()
+    for one in expected:
+        positions.append(one)
+    assert list(positions) == expected
+    if expected:
+        assert positions[-1] == expected[-1]
+    assert list(pickle.loads(pickle.dumps(positions))) == expected
+    with pytest.raises(IndexError):
+        positions[len(expected)]
+
+
+def test_a_position_takes_eight_bytes() -> None:
+    positions = RowPositions()
+    tracemalloc.start()
+    for number in range(100_000):
+        positions.append(RowPosition(number // 50_000, number * 1000))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 100_000 * 10
