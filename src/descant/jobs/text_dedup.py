@@ -1,0 +1,207 @@
+"""Rows of different texts: of rows whose first completion has the same text, only the first is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from descant.api.json_lines import parse_line
+from descant.core.atomic_file import write_bytes, write_pending
+from descant.errors import InputError
+
+__all__ = ["DEDUP_MODES", "DedupCounts", "UniqueRows", "find_unique_rows", "write_unique_shards"]
+
+DEDUP_MODES: Final = ("exact", "normalized")
+UNIQUE_MANIFEST: Final = "manifest.json"
+MAX_DIGESTS: Final = 32_000_000  # in memory at once, about 50 bytes each while they are sorted
+_DIGEST_BYTES: Final = 16
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class DedupCounts:
+    """The rows with a result, and those of them that are kept."""
+
+    rows: int
+    unique: int
+
+
+class UniqueRows:
+    """Which rows are kept, by their position among the rows with a result: one bit of memory each."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._bits = np.zeros(-(-rows // 8), dtype=np.uint8)
+
+    def add(self, positions: NDArray[np.int64]) -> None:
+        """Keep rows."""
+        np.bitwise_or.at(self._bits, positions >> 3, (1 << (positions & 7)).astype(np.uint8))
+
+    def mask(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Whether each of `count` rows from position `start` on is kept [count]."""
+        positions = np.arange(start, start + count)
+        bits: NDArray[np.int64] = self._bits[positions >> 3] >> (positions & 7) & 1
+        return bits.astype(np.bool_)
+
+    def count(self) -> int:
+        """The number of rows that are kept."""
+        return int.from_bytes(self._bits.tobytes(), "little").bit_count()
+
+
+def find_unique_rows(
+    read_texts: Callable[[], Iterable[str]], rows: int, mode: str, max_digests: int = MAX_DIGESTS
+) -> UniqueRows:
+    """The first row of each text; `read_texts` gives the texts of `rows` rows in order, once for each pass.
+
+    Texts are equal if their digests of 16 bytes are. Where the rows exceed `max_digests`, each pass keeps the
+    digests of one range in memory.
+    """
+    check_dedup_mode(mode)
+    unique, passes = UniqueRows(rows), max(1, -(-rows // max_digests))
+    for number in range(passes):
+        first = _FirstDigests(max_digests)
+        position = -1
+        for position, text in enumerate(read_texts()):
+            digest = _digest(text, mode)
+            if int.from_bytes(digest[:8], "little") * passes >> 64 == number:
+                first.add(digest, position)
+        if position + 1 != rows:
+            raise InputError("rows", f"must be the number of texts, which are {position + 1}", rows)
+        unique.add(first.positions())
+    return unique
+
+
+def write_unique_shards(
+    shards: Sequence[Path], folder: Path, mode: str, identity: str, max_digests: int = MAX_DIGESTS
+) -> DedupCounts:
+    """Write the kept lines of complete JSONL shards to files of the same names in a folder.
+
+    `identity` says which job the shards are of, such as the text of its manifest. The folder's own manifest
+    is written last: where it has the same identity and mode, everything is there and nothing is done.
+    """
+    check_dedup_mode(mode)
+    key = hashlib.blake2b(json.dumps([identity, mode]).encode(), digest_size=16).hexdigest()
+    names = [path.name for path in shards]
+    done = _read_manifest(folder, key)
+    if done is not None and all((folder / name).exists() for name in names):
+        return done
+    folder.mkdir(parents=True, exist_ok=True)
+    # Until the last file is written, the folder does not say that it is complete.
+    (folder / UNIQUE_MANIFEST).unlink(missing_ok=True)
+    rows = sum(1 for path in shards for _ in _lines(path))
+    unique = find_unique_rows(lambda: _texts(shards), rows, mode, max_digests)
+    start = 0
+    for path in shards:
+        start += _write_kept(path, folder / path.name, unique, start)
+    for path in folder.glob("shard-*"):
+        if path.name not in names:  # of an earlier job
+            path.unlink()
+    counts = DedupCounts(rows, unique.count())
+    manifest = {"format": _FORMAT, "key": key, "mode": mode, **asdict(counts)}
+    write_bytes(folder / UNIQUE_MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    return counts
+
+
+def first_text(record: Any) -> str:
+    """The text of the first completion of a result."""
+    try:
+        text = record["completions"][0]["text"]
+    except (KeyError, IndexError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise InputError("completions", "must have a text in each result", record)
+    return text
+
+
+def check_dedup_mode(mode: Any) -> None:
+    """Raise InputError for an unknown mode."""
+    if mode not in DEDUP_MODES:
+        raise InputError("dedup", f"must be one of {', '.join(DEDUP_MODES)}", mode)
+
+
+class _FirstDigests:
+    """Digests with the position of their first row; repeated ones are removed when the memory is full."""
+
+    def __init__(self, limit: int) -> None:
+        self._digests, self._positions = bytearray(), array("q")
+        self._limit = limit
+
+    def add(self, digest: bytes, position: int) -> None:
+        """Add a digest; positions increase from call to call."""
+        if len(self._positions) >= self._limit:
+            self._compact()
+            # Almost all different: the ranges of digests are about even, so there are only a few more.
+            if 4 * len(self._positions) > 3 * self._limit:
+                self._limit = 2 * len(self._positions)
+        self._digests += digest
+        self._positions.append(position)
+
+    def positions(self) -> NDArray[np.int64]:
+        """The positions of the first rows, in order."""
+        self._compact()
+        return np.frombuffer(self._positions, dtype=np.int64)
+
+    def _compact(self) -> None:
+        words = np.frombuffer(self._digests, dtype="<u8").reshape(-1, 2)
+        # A stable sort: of equal digests the first row comes first.
+        order = np.lexsort((words[:, 1], words[:, 0]))
+        is_first = np.ones(len(order), dtype=bool)
+        is_first[1:] = False
+        for column in (0, 1):  # one after the other, since each is a copy
+            word = words[:, column][order]
+            is_first[1:] |= word[1:] != word[:-1]
+        kept = np.sort(order[is_first])
+        positions = np.frombuffer(self._positions, dtype=np.int64)[kept]
+        digests = bytearray(words[kept].tobytes())
+        self._digests, self._positions = digests, array("q", positions.tobytes())
+
+
+def _digest(text: str, mode: str) -> bytes:
+    if mode == "normalized":
+        text = " ".join(text.casefold().split())
+    # A text of a model may have lone surrogates, which JSON can hold and UTF-8 cannot.
+    data = text.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, person=b"descant dedup").digest()
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from file
+
+
+def _texts(shards: Sequence[Path]) -> Iterator[str]:
+    """The text of the first completion of each line."""
+    for path in shards:
+        for line in _lines(path):
+            yield first_text(parse_line(line))
+
+
+def _write_kept(source: Path, target: Path, unique: UniqueRows, start: int) -> int:
+    """Copy the kept lines of a shard, whose first has the position `start`; returns the number of lines."""
+    count = sum(1 for _ in _lines(source))
+    is_kept = unique.mask(start, count)
+    with write_pending(target) as pending:
+        for line, kept in zip(_lines(source), is_kept.tolist(), strict=True):
+            if kept:
+                pending.file.write(line)
+    return count
+
+
+def _read_manifest(folder: Path, key: str) -> DedupCounts | None:
+    """The counts of a folder that is complete; None: it is not, or belongs to something else."""
+    try:
+        found: Any = json.loads((folder / UNIQUE_MANIFEST).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or (found.get("format"), found.get("key")) != (_FORMAT, key):
+        return None
+    rows, unique = found.get("rows"), found.get("unique")
+    return DedupCounts(rows, unique) if isinstance(rows, int) and isinstance(unique, int) else None
